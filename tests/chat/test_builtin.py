@@ -11,6 +11,7 @@ import pytest
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.chat import builtin
+from toolkit.chat.sandbox import Sandbox
 from toolkit.chat.template import ChatTemplate
 
 ALL = builtin.load()
@@ -36,6 +37,8 @@ def test_prompts_are_lmdeploy_s(tokenizer_dirs: dict[str, object], name: str) ->
     template = ChatTemplate.open(tok, "x", name)
     for talk, expected in ((QUESTION, "question"), (CONVERSATION, "conversation")):
         assert template.render(talk).removeprefix(tok.start_text) == PROMPTS[name][expected]
+        values = {"messages": talk, "add_generation_prompt": True, "tools": None, **tok.special_tokens}
+        assert Sandbox().render(template.source, values) == template.render(talk)  # it stands for itself
     answered = template.render(CONVERSATION[:3])
     assert answered.endswith("Hi there.") and PROMPTS[name]["conversation"].startswith(
         answered.removeprefix(tok.start_text)

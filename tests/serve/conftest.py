@@ -57,6 +57,7 @@ class ByteTokenizer:
 
 
 class PlainTemplate:
+    source = "{{ messages }}"
     tool_format: Any = None
     reasoning_format: Any = None
 

@@ -287,7 +287,7 @@ def test_what_does_not_go_through_loads_nothing(tmp_path: Path, method: str, tar
         async def send(message: Any) -> None:
             sent.append(message)
 
-        await create_app(found, ProxySettings())(scope, receive, send)
+        await create_app(found, ProxySettings(), lambda model: {})(scope, receive, send)
         assert sent[0]["status"] == 404 and log == []
 
     run(go)
@@ -388,6 +388,9 @@ def test_two_models_on_one_port(tiny_checkpoint: Any, tmp_path: Path) -> None:
             def states() -> dict[str, str]:
                 return {card["id"]: card["state"] for card in client.get("/v1/models").json()["data"]}
 
+            told = client.post("/api/show", json={"model": "second:latest"}).json()
+            assert told["model_info"]["llama.context_length"] == 128 and told["capabilities"]
+            assert client.post("/api/show", json={"model": "third"}).json()["error"].startswith("model: 'third'")
             assert states() == {"first": "unloaded", "second": "unloaded", "gpt": "unloaded"}
 
             def ask(name: str) -> str:
@@ -401,8 +404,7 @@ def test_two_models_on_one_port(tiny_checkpoint: Any, tmp_path: Path) -> None:
             assert ask("first") == first and states()["second"] == "sleeping"
             assert ask("second") == second
             assert client.post("/v1/completions", json={"model": "third", "prompt": "a"}).status_code == 404
-            told = client.post("/api/show", json={"model": "second:latest"}).json()
-            assert told["model_info"]["llama.context_length"] == 128
+            assert client.post("/api/show", json={"model": "second:latest"}).json() == told  # whether loaded or not
             names = {path: [m["name"] for m in client.get(path).json()["models"]] for path in ("/api/tags", "/api/ps")}
             assert names == {"/api/tags": ["first", "second", "gpt"], "/api/ps": ["second", "gpt"]}
             assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200  # the first is meant

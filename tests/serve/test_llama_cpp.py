@@ -87,6 +87,10 @@ def test_gaps(start: Any) -> None:
     assert ask(server.url, "/infill", body)[1]["content"] == "other\n<fim_prefix>a(<fim_suffix>)<fim_middle>x"
     told = ask(server.url, "/v1/completions", {"model": "echo", "prompt": "a(", "suffix": ")"})[1]
     assert told["choices"][0]["text"] == "<fim_prefix>a(<fim_suffix>)<fim_middle>"
+    body = {"model": "echo", "prompt": "a(", "suffix": ")", "echo": True}
+    assert ask(server.url, "/v1/completions", body)[1]["choices"][0]["text"].startswith("a(<fim_prefix>")
+    status, told = ask(server.url, "/v1/completions", body | {"logprobs": 1})
+    assert status == 400 and told["error"]["message"].startswith("echo: not with suffix")
     body = {"model": "echo", "prompt": "a(", "suffix": ")", "stream": False}
     assert ask(server.url, "/api/generate", body)[1]["response"] == "<fim_prefix>a(<fim_suffix>)<fim_middle>"
 
@@ -94,6 +98,7 @@ def test_gaps(start: Any) -> None:
 def test_what_the_server_is(start: Any) -> None:
     server = start(engine={"max_batch_size": 2, "delay": 0.02})
     told = get(f"{server.url}/props", None)[1]
+    assert told["chat_template"] == "{{ messages }}"  # that which is used
     assert told["total_slots"] == 2 and told["default_generation_settings"]["n_ctx"] == 512
     assert told["model_path"] == "echo" and told["modalities"] == {"vision": False, "audio": False}
     assert [slot["is_processing"] for slot in get(f"{server.url}/slots", None)[1]] == [False, False]

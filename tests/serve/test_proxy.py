@@ -203,6 +203,16 @@ def test_requests_are_spread_and_streams_pass_through() -> None:
     run(go)
 
 
+def test_a_model_whose_own_name_ends_as_ollama_s_do() -> None:
+    async def go() -> None:
+        async with world(FakeNode(models=("x:latest",))) as w:
+            for path in ("/api/chat", "/api/show", "/v1/chat/completions"):
+                assert (await w.client.post(path, json={"model": "x:latest", "messages": []})).status_code == 200
+            assert (await w.client.post("/api/chat", json={"model": "x", "messages": []})).status_code == 404
+
+    run(go)
+
+
 def test_pieces_arrive_as_they_come() -> None:
     async def go() -> None:
         go_on, seen = asyncio.Semaphore(0), 0

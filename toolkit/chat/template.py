@@ -11,6 +11,7 @@ The rendered text is complete: it spells the special tokens that stand around a 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -60,6 +61,7 @@ class ChatTemplate:
         self._spell = spell_out
         self.reasoning_format = _reasoning_format(found)
         self._pieces = found.pieces
+        self._built_in = found.built_in
         self._knows_ipython = any("ipython" in source for source in found.sources.values())
         self._tokenizer = tokenizer
         self._sources = found.sources
@@ -76,6 +78,20 @@ class ChatTemplate:
     @meta_instruction.setter
     def meta_instruction(self, text: str | None) -> None:
         self._meta_instruction, self._bare = text, text is None
+
+    @property
+    def source(self) -> str:
+        """Its Jinja text as others can run it: what a built-in one is given here stands in it; "" for one in Python."""
+        if self._custom is not None:
+            return ""
+        values, ahead = {"start": self._start(), "pieces": self._pieces}, ""
+        if self._built_in:
+            ahead = "".join(f"{{%- set {name} = {_literal(value)} -%}}" for name, value in values.items())
+        if self._meta_instruction is not None:
+            system = _literal({"role": "system", "content": self._meta_instruction})
+            more = f"{{%- set messages = [{system}] + messages -%}}"
+            ahead += f'{{%- if messages[0].role not in ["system", "developer"] -%}}{more}{{%- endif -%}}'
+        return ahead + self._sources["default"]
 
     @classmethod
     def open(
@@ -296,6 +312,13 @@ class ChatTemplate:
         if not ids or ids[0] not in self._tokenizer.special_ids:
             return []
         return [self._tokenizer.decode(ids[:1], skip_special_tokens=False)]
+
+
+def _literal(value: Any) -> str:
+    """Texts, None and objects of them as Jinja spells them."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(name)}: {_literal(inner)}" for name, inner in value.items()) + "}"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _has_system(turns: list[Message]) -> bool:

@@ -377,6 +377,8 @@ class CompletionRequest(ReadingRequest):
     def _one_gap(self) -> CompletionRequest:
         if self.suffix and (len(self.prompt) > 1 or not isinstance(self.prompt[0], str)):
             raise ValueError("suffix: expected one text as the prompt beside it")
+        if self.suffix and self.echo and self.logprobs is not None:
+            raise ValueError("echo: not with suffix and logprobs together; prompt_logprobs has the prompt's tokens")
         return self
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from starlette.responses import Response as HttpResponse
 from starlette.types import Send
 
 from toolkit import __version__
+from toolkit.errors import ToolkitError
 from toolkit.serve.app import error_reply, http_error_reply
 from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError
@@ -21,6 +23,7 @@ from toolkit.serve.fleet.fleet import Fleet, Model
 from toolkit.serve.intake import Intake
 from toolkit.serve.keys import ApiKeys
 from toolkit.serve.ollama.cards import Listed, add_lists
+from toolkit.serve.ollama.fields import ShowRequest, served_as
 from toolkit.serve.options import ProxySettings
 from toolkit.serve.page.routes import add_page
 from toolkit.serve.proxy.app import json_or_none
@@ -30,7 +33,9 @@ from toolkit.serve.proxy.paths import forwarded
 from toolkit.serve.proxy.state import ProxyState
 from toolkit.serve.replies import json_response
 from toolkit.serve.request_ids import RequestIds
-from toolkit.serve.requests import read_body
+from toolkit.serve.requests import parse_body, read_body
+
+Show = Callable[[Model], dict[str, Any]]  # in a thread; raises ToolkitError
 
 
 class ToModel(Forward):
@@ -43,9 +48,10 @@ class ToModel(Forward):
     async def _try_nodes(self, send: Send) -> None:
         if self._state.closing:
             raise ApiError(503, "The server is shutting down", code="shutting_down")
-        async with self._fleet.using(self._request.model) as server:
+        name = self._request.model_among(self._fleet.names())
+        async with self._fleet.using(name) as server:
             node = self._state.nodes.find(server.url) or self._state.nodes.add(server.url, trusted=True)
-            node.name, node.down = self._fleet.find(self._request.model).listed.name, None
+            node.name, node.down = self._fleet.find(name).listed.name, None
             try:
                 await self._ask(node, send)
             except NodeFailed as error:
@@ -60,8 +66,9 @@ class ToModel(Forward):
                 await self._pass_on(reply, node, send)
 
 
-def create_app(fleet: Fleet, settings: ProxySettings, *, metrics: bool = True) -> FastAPI:
-    """The application; ``fleet.watch()`` has to run beside it."""
+def create_app(fleet: Fleet, settings: ProxySettings, show: Show, *, metrics: bool = True) -> FastAPI:
+    """The application; ``fleet.watch()`` has to run beside it. ``show``: what /api/show tells of a model that is not
+    loaded."""
     state = ProxyState(settings)
     fleet.on_end = state.nodes.remove
     app = FastAPI(title="toolkit", version=__version__, docs_url=None, openapi_url=None, redoc_url=None)
@@ -69,6 +76,7 @@ def create_app(fleet: Fleet, settings: ProxySettings, *, metrics: bool = True) -
     if not settings.no_page:
         add_page(app)
     _add_plain_routes(app, state, fleet, metrics)
+    _add_forwarding(app, state, fleet, show)
     app.add_exception_handler(Exception, error_reply)
     app.add_exception_handler(ApiError, error_reply)
     app.add_exception_handler(HTTPException, http_error_reply)  # type: ignore[arg-type]
@@ -116,6 +124,20 @@ def _add_plain_routes(app: FastAPI, state: ProxyState, fleet: Fleet, metrics: bo
         @app.get("/metrics")
         async def told() -> HttpResponse:
             return HttpResponse(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_forwarding(app: FastAPI, state: ProxyState, fleet: Fleet, show: Show) -> None:
+    @app.post("/api/show")
+    async def shown(raw: Request) -> HttpResponse:
+        body = await read_body(raw)
+        asked = parse_body(ShowRequest, body)
+        model = fleet.find(served_as(asked.model or asked.name or "", fleet.names()))
+        if model.state == "loaded":
+            return ToModel(state, fleet, Incoming(raw.method, forwarded(raw.scope), raw.headers.raw, body, vars(asked)))
+        try:
+            return json_response(await state.lanes.run(lambda: show(model), 0))
+        except ToolkitError as error:
+            raise ApiError(503, f"{model.listed.name}: {error}", code="model_not_loaded") from error
 
     @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
     async def forward(raw: Request, path: str) -> HttpResponse:

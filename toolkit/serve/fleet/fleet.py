@@ -75,12 +75,16 @@ class Fleet:
         self.on_end: Callable[[str], object] = lambda url: None  # gets the URL of each server that has ended
         self.models = [Model(listed, listed.weight_bytes()) for listed in models]
 
+    def names(self) -> list[str]:
+        """What a request's ``model`` may be."""
+        return [name for model in self.models for name in model.listed.names]
+
     def find(self, name: str | None) -> Model:
         """The model that answers to ``name``, the first for None. Raises ApiError 404."""
         for model in self.models:
             if name is None or name in model.listed.names:
                 return model
-        names = ", ".join(repr(name) for model in self.models for name in model.listed.names)
+        names = ", ".join(map(repr, self.names()))
         raise ApiError(
             404,
             f"model: {shown(name)} is not served here; this server has {names}",

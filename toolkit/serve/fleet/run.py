@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.pooling import choose as choose_pooling
@@ -14,7 +16,8 @@ from toolkit.option import read_size
 from toolkit.serve.fleet.app import create_app
 from toolkit.serve.fleet.catalog import listed
 from toolkit.serve.fleet.child import Launcher
-from toolkit.serve.fleet.fleet import Fleet
+from toolkit.serve.fleet.fleet import Fleet, Model
+from toolkit.serve.fleet.unloaded import shown
 from toolkit.serve.options import ProxySettings, ServerSettings
 from toolkit.serve.run import begin, bind, run_app
 from toolkit.serve.traces import check as check_traces
@@ -59,8 +62,12 @@ def serve(
             idle_timeout=settings.idle_timeout,
             at_once=settings.max_concurrent_requests,
         )
-        app = create_app(fleet, front, metrics=not settings.disable_metrics)
-        names = [name for model in found for name in model.names]
+
+        def show(model: Model) -> dict[str, Any]:
+            length = engine_config.session_len
+            return shown(model.listed.name, Path(model.listed.path), chat_template, settings, length)
+
+        app = create_app(fleet, front, show, metrics=not settings.disable_metrics)
 
         async def beside(url: str) -> None:
             try:
@@ -70,4 +77,4 @@ def serve(
                 await asyncio.shield(fleet.close())
                 launcher.spare.close()
 
-        run_app(app, sock, address, lambda url: ready(url, names), beside)
+        run_app(app, sock, address, lambda url: ready(url, fleet.names()), beside)

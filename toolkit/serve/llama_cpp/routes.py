@@ -80,7 +80,7 @@ async def props(raw: Request) -> HttpResponse:
         "total_slots": engine.max_batch_size,
         "model_path": state.model_name,  # where it lies is not told to clients
         "model_alias": state.model_name,
-        "chat_template": engine.tokenizer.chat_templates.get("default", ""),
+        "chat_template": state.template.source,
         "modalities": {"vision": state.eyes is not None, "audio": False},
         "build_info": f"toolkit {__version__}",
         "is_sleeping": state.sleeping,

@@ -7,14 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.errors import ToolkitError
 from toolkit.serve.answers import OllamaModels, OllamaVersion
+from toolkit.serve.infill import find_gap
 from toolkit.serve.schema import OLLAMA_ERRORS, answered
+
+if TYPE_CHECKING:
+    from toolkit.artifacts.text.tokenizer import Tokenizer
+    from toolkit.serve.parsing import Formats
 
 SPOKEN = "0.13.0"  # the version of Ollama whose API this is: clients ask for it
 WEIGHTS = (".safetensors", ".gguf")
@@ -78,6 +83,44 @@ class Listed:
             "expires_at": NEVER,
             "context_length": self.session_len or 0,
         }
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What tells what a model can do. ``template``: its chat template; ``embeds``, ``sees``: whether it is for that."""
+
+    tokenizer: Tokenizer
+    template: str
+    formats: Formats
+    embeds: bool
+    sees: bool
+
+
+def shown(listed: Listed, can: Abilities) -> dict[str, Any]:
+    """As /api/show has it."""
+    card, config = listed.card(), listed.config()
+    family = card["details"]["family"] or "unknown"
+    info = {"general.architecture": family, f"{family}.context_length": listed.session_len or 0}
+    for key, field in (("embedding_length", "hidden_size"), ("block_count", "num_hidden_layers")):
+        if isinstance(config.get(field), int):
+            info[f"{family}.{key}"] = config[field]
+    abilities = {
+        "completion": not can.embeds,
+        "embedding": can.embeds,
+        "tools": can.formats.tools is not None,
+        "thinking": can.formats.reasoning is not None,
+        "vision": can.sees,
+        "insert": find_gap(can.tokenizer) is not None,
+    }
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": can.template,
+        "details": card["details"],
+        "model_info": info,
+        "capabilities": [name for name, there in abilities.items() if there],
+        "modified_at": card["modified_at"],
+    }
 
 
 def add_lists(app: FastAPI, listed: Callable[[], Sequence[Listed]]) -> None:

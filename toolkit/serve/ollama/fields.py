@@ -6,6 +6,7 @@ with its own. Any other unknown field is refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -16,6 +17,11 @@ from toolkit.serve.strict import Strict
 from toolkit.serve.tool_fields import Tool
 
 LATEST = ":latest"  # what Ollama's clients put behind a name without a tag
+
+
+def served_as(asked: str, names: Collection[str]) -> str:
+    """The name among ``names`` that a client of Ollama's means, which may have put ``LATEST`` behind it."""
+    return asked if asked in names else asked.removesuffix(LATEST)
 
 
 class Options(LlamaSampling):

@@ -15,17 +15,17 @@ from toolkit.engine.pooling import vector
 from toolkit.serve.answers import OllamaChat, OllamaEmbedding, OllamaEmbeddings, OllamaShown, OllamaText
 from toolkit.serve.chat import Chat
 from toolkit.serve.errors import ApiError, TooLong
-from toolkit.serve.infill import find_gap, with_gap
+from toolkit.serve.infill import with_gap
 from toolkit.serve.ollama.asked import bare_prompt, chat_request, prompt_in_chat
-from toolkit.serve.ollama.cards import Listed
+from toolkit.serve.ollama.cards import Abilities, Listed, shown
 from toolkit.serve.ollama.fields import (
-    LATEST,
     Answering,
     ChatRequest,
     EmbedRequest,
     OldEmbedRequest,
     OllamaGenerateRequest,
     ShowRequest,
+    served_as,
 )
 from toolkit.serve.ollama.told import Kind, Told, loaded
 from toolkit.serve.plain import Plain
@@ -51,16 +51,11 @@ def of_one(state: ServerState) -> list[Listed]:
     return [Listed(name, memory, engine.session_len, engine.tokenizer.path) for name in state.model_names]
 
 
-def _served(state: ServerState, name: str) -> str:
-    """The name that requests have here, of one as Ollama's clients spell it."""
-    return name if name in state.model_names else name.removesuffix(LATEST)
-
-
 @router.post("/api/chat", **describe(ChatRequest, "Answer a conversation, as Ollama has it", OllamaChat, stream=MEDIA))
 async def chat(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     asked, size = await parse(raw, state, ChatRequest)
-    model = _served(state, asked.model)
+    model = served_as(asked.model, state.model_names)
     if not asked.messages:
         return _present(state, "chat", asked, model)
     request = await translated(state, lambda: chat_request(asked, model), size)
@@ -73,7 +68,7 @@ async def chat(raw: Request) -> HttpResponse:
 async def generate(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     asked, size = await parse(raw, state, OllamaGenerateRequest)
-    model, name = _served(state, asked.model), f"ollama-{uuid.uuid4().hex}"
+    model, name = served_as(asked.model, state.model_names), f"ollama-{uuid.uuid4().hex}"
     if not asked.prompt and not asked.images:
         return _present(state, "generate", asked, model)
     if not asked.raw and not asked.suffix:
@@ -128,7 +123,7 @@ async def old_embeddings(raw: Request) -> HttpResponse:
 
 
 def _pooled(state: ServerState, model: str, texts: int, answer: Callable[[], Awaitable[Any]]) -> HttpResponse:
-    state.check_ready(_served(state, model))
+    state.check_ready(served_as(model, state.model_names))
     state.settings.limits.check_prompts("input", texts)
     return JsonReply(answer, WIRE)
 
@@ -148,7 +143,7 @@ async def _vectors(
             text = texts[i][: PIECE * most]
             return await state.lanes.run(lambda: _beginning(tokenizer, text, most), len(text))
 
-    adapter = state.adapter_of(_served(state, model))
+    adapter = state.adapter_of(served_as(model, state.model_names))
     name = f"ollama-{uuid.uuid4().hex}"
     return await embed(state, name, len(texts), encode, adapter, lambda row: as_numbers(vector(row, dimensions, True)))
 
@@ -166,34 +161,9 @@ def _beginning(tokenizer: Tokenizer, text: str, most: int) -> list[int]:
 async def show(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     asked, _ = await parse(raw, state, ShowRequest)
-    name = _served(state, asked.model or asked.name or "")
+    name = served_as(asked.model or asked.name or "", state.model_names)
     listed = next((one for one in of_one(state) if one.name == name), None)
     if listed is None:
         raise state.not_served(name)
-    return json_response(await state.lanes.run(lambda: _shown(state, listed), 0))
-
-
-def _shown(state: ServerState, listed: Listed) -> dict[str, Any]:
-    card, config, tokenizer = listed.card(), listed.config(), state.engine.tokenizer
-    family = card["details"]["family"] or "unknown"
-    info = {"general.architecture": family, f"{family}.context_length": state.engine.session_len}
-    for key, field in (("embedding_length", "hidden_size"), ("block_count", "num_hidden_layers")):
-        if isinstance(config.get(field), int):
-            info[f"{family}.{key}"] = config[field]
-    can = {
-        "completion": not state.embeds,
-        "embedding": state.embeds,
-        "tools": state.formats.tools is not None,
-        "thinking": state.formats.reasoning is not None,
-        "vision": state.eyes is not None,
-        "insert": find_gap(tokenizer) is not None,
-    }
-    return {
-        "modelfile": "",
-        "parameters": "",
-        "template": tokenizer.chat_templates.get("default", ""),
-        "details": card["details"],
-        "model_info": info,
-        "capabilities": [name for name, there in can.items() if there],
-        "modified_at": card["modified_at"],
-    }
+    can = Abilities(state.engine.tokenizer, state.template.source, state.formats, state.embeds, state.eyes is not None)
+    return json_response(await state.lanes.run(lambda: shown(listed, can), 0))

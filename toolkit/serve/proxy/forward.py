@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from starlette.types import Send
 
 from toolkit.serve.errors import OLLAMA, ApiError
 from toolkit.serve.interactive_routes import OWNER
-from toolkit.serve.ollama.fields import LATEST
+from toolkit.serve.ollama.fields import served_as
 from toolkit.serve.proxy.nodes import ELSEWHERE, Node
 from toolkit.serve.proxy.strategies import sticky
 from toolkit.serve.replies import Reply, event, send_json
@@ -41,13 +41,13 @@ class Incoming:
     body: bytes
     data: Any
 
-    @property
-    def model(self) -> str | None:
+    def model_among(self, names: Sequence[str]) -> str | None:
+        """What it asks for, as it is called there; None where it does not say."""
         data = self.data if isinstance(self.data, dict) else {}
         found = data.get("model", data.get("name") if self.path == "/api/show" else None)
         if not isinstance(found, str):
             return None
-        return found.removesuffix(LATEST) if self.path.startswith(OLLAMA) else found
+        return served_as(found, names) if self.path.startswith(OLLAMA) else found
 
     @property
     def path(self) -> str:
@@ -89,7 +89,7 @@ class Forward(Reply):
 
     async def _try_nodes(self, send: Send) -> None:
         state, request = self._state, self._request
-        left, tries, why = state.candidates(request.model), 0, ""
+        left, tries, why = state.candidates(request.model_among(state.nodes.models())), 0, ""
         while left and tries < 2:
             if why:
                 state.metrics.retries.inc()

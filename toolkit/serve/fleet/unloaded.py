@@ -1,0 +1,40 @@
+"""What a model that is not loaded can do, from its files: so that asking loads nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from toolkit.artifacts.recipe import open_recipe
+from toolkit.artifacts.side_files import pooling_config
+from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.chat.template import ChatTemplate
+from toolkit.engine.setup import tokenizer_dir
+from toolkit.serve.ollama import cards
+from toolkit.serve.options import ServerSettings
+from toolkit.serve.parsing import Formats
+
+
+def shown(
+    name: str, path: Path, chat_template: str | None, settings: ServerSettings, session_len: int | None
+) -> dict[str, Any]:
+    """As /api/show has it. ``session_len``: the most that a conversation may have, None = what the model states.
+
+    Raises ToolkitError for a model that cannot be read.
+    """
+    directory = tokenizer_dir(path)
+    tokenizer, recipe = Tokenizer.open(directory), open_recipe(directory)
+    picture = None if recipe is None else recipe.written
+    template = ChatTemplate.open(tokenizer, directory, chat_template, picture=picture)
+    formats = Formats.choose(tokenizer, template, settings.tool_call_parser, settings.reasoning_parser)
+    embeds = pooling_config(directory) is not None
+    can = cards.Abilities(tokenizer, template.source, formats, embeds, sees=recipe is not None)
+    listed = cards.Listed(name, path=directory)
+    return cards.shown(replace(listed, session_len=session_len or _stated_length(listed.config())), can)
+
+
+def _stated_length(config: dict[str, Any]) -> int | None:
+    inner = config.get("text_config")
+    found = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
+    return found if isinstance(found, int) else None
