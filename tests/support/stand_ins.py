@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 Tensors = dict[str, Tensor]
-NOT_OF_TEXT = ("architectures", "model_type", "torch_dtype", "image_token_id", "bias", "plora_rank")
+NOT_OF_TEXT = ("architectures", "model_type", "torch_dtype", "image_token_id", "bias", "img_size", "_name_or_path")
+NOT_OF_TEXT += ("plora_rank", "plora_qkv_rank")
 
 
 def take(tensors: Tensors, begin: str) -> Tensors:
@@ -82,10 +83,12 @@ class StandIn:
     @torch.inference_mode()
     def logits(self, ids: list[int], files: tuple[bytes, ...] = ()) -> np.ndarray:
         inputs = self.text.get_input_embeddings()(torch.tensor([ids]))
+        self.seen = torch.zeros(len(ids), dtype=torch.bool)  # which tokens are of pictures: answers have none
         if files:
             images = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
             rows = torch.cat([self.rows(self.tiles(self.whole, self.given, image), image) for image in images])
-            inputs[0, (torch.tensor(ids) == self.token).nonzero()[: len(rows), 0]] = rows
+            where = (torch.tensor(ids) == self.token).nonzero()[: len(rows), 0]
+            inputs[0, where], self.seen[where] = rows, True
         places = torch.tensor([self.places(ids if files else [-1] * len(ids))])
         mask = torch.full((1, 1, len(ids), len(ids)), -torch.inf).triu(1)  # places that repeat would make it several
         found = self.text(inputs_embeds=inputs, position_ids=places, attention_mask=mask, use_cache=False)
@@ -156,16 +159,20 @@ class XComposer(StandIn):
     def open(self, tensors: Tensors) -> None:
         from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
 
-        config, vision = self.config, CLIPVisionConfig(**self.config.pop("vision_config"))
+        config, vision = self.config, CLIPVisionConfig(**self.sized(self.config))
+        config.pop("vision_config")
         self.tower = loaded(CLIPVisionModel(vision), take(tensors, "vit.vision_tower.vision_model."))
-        self.newline, self.separator = (tensors.pop(f"plora_{x}_GN").flatten() for x in ("sub", "glb"))
-        hidden, width = config["hidden_size"], len(self.newline)
+        hidden, width = config["hidden_size"], vision.hidden_size
+        self.scales = {"wqkv": 2.0 if "4khd" in config.get("_name_or_path", "") else 1.0}
+        if "img_size" not in config:
+            self.newline, self.separator = (tensors.pop(f"plora_{x}_GN").flatten() for x in ("sub", "glb"))
+            width = len(self.newline)
         linears = torch.nn.Linear(width, hidden), torch.nn.GELU(), torch.nn.Linear(hidden, hidden)
         self.project = loaded(torch.nn.Sequential(*linears), take(tensors, "vision_proj."))
         heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
         names = {"attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj"}
         names |= {"feed_forward.w3": "mlp.up_proj", "feed_forward.w2": "mlp.down_proj"}
-        self.seen, added = torch.zeros(0, dtype=torch.bool), {}
+        added = {}
         named = {
             "model.embed_tokens.weight": tensors.pop("model.tok_embeddings.weight"),
             "lm_head.weight": tensors.pop("output.weight"),
@@ -182,7 +189,7 @@ class XComposer(StandIn):
             rows = zip("qkv", thirds(layer.pop("attention.wqkv.weight")), thirds(b), strict=True)
             for x, own, more in rows:
                 named[f"{begin}self_attn.{x}_proj.weight"] = own
-                added[f"{begin}self_attn.{x}_proj"] = a, more
+                added[f"{begin}self_attn.{x}_proj"] = a, more * self.scales["wqkv"]
             for theirs, ours in names.items():
                 named[f"{begin}{ours}.weight"] = layer.pop(f"{theirs}.weight")
                 added[f"{begin}{ours}"] = layer.pop(f"{theirs}.Plora_A.weight"), layer.pop(f"{theirs}.Plora_B.weight")
@@ -198,40 +205,49 @@ class XComposer(StandIn):
             )
 
     @staticmethod
-    def tiles(config: dict[str, Any], given: dict[str, Any], image: Any) -> list[Tensor]:
-        side, most = config["vision_config"]["image_size"], given["num_crops"]
+    def sized(config: dict[str, Any]) -> dict[str, Any]:
+        return {"image_size": config.get("img_size"), **config["vision_config"]}
+
+    @classmethod
+    def tiles(cls, config: dict[str, Any], given: dict[str, Any], image: Any) -> list[Tensor]:
+        side, most = cls.sized(config)["image_size"], given["num_crops"]
+        if "img_size" in config:
+            return [normed(image.resize((side, side), Image.Resampling.BICUBIC), CLIP_MEAN, CLIP_STD)]
+        fine = "4khd" in config.get("_name_or_path", "")
         tall = image.width < image.height
         if tall:
             image = image.transpose(Image.Transpose.TRANSPOSE)
         ratio, scale = image.width / image.height, 1
         while scale * math.ceil(scale / ratio) <= most:
             scale += 1
-        width = min(math.ceil(image.width / side), scale - 1) * side
+        width = (scale - 1 if fine else min(math.ceil(image.width / side), scale - 1)) * side
         small = image.resize((width, max(int(width / ratio), 1)), Image.Resampling.BILINEAR)
-        pixels = np.pad(np.asarray(small), ((0, -small.height % side), (0, 0), (0, 0)), constant_values=255)
+        missing = -small.height % side
+        above = missing // 2 if fine else 0
+        white = ((above, missing - above), (0, 0), (0, 0))
+        pixels = np.pad(np.asarray(small), white, constant_values=255)
         whole = normed(pixels.swapaxes(0, 1) if tall else pixels, CLIP_MEAN, CLIP_STD)
         first = functional.interpolate(whole[None], (side, side), mode="bicubic")[0]
         return [first, *(tile for line in whole.split(side, 1) for tile in line.split(side, 2))]
 
     def rows(self, tiles: list[Tensor], image: Any) -> Tensor:
         found = self.tower(torch.stack(tiles), output_hidden_states=True).hidden_states[-1][:, 1:]
+        if "img_size" in self.whole:
+            return self.project(found[0])
         side = math.isqrt(found.shape[1])
         corners = [found.view(len(found), side, side, -1)[:, i::2, j::2] for i in (0, 1) for j in (0, 1)]
         grids = torch.cat(corners, -1)
-        tile, tall = self.whole["vision_config"]["image_size"], image.width < image.height
+        tall = image.width < image.height
         long, ratio = max(image.size), max(image.size) / min(image.size)
         columns = max(n for n in range(1, 100) if n * math.ceil(n / ratio) <= self.given["num_crops"])
-        columns = min(columns, math.ceil(long / tile))
+        if "4khd" not in self.whole.get("_name_or_path", ""):
+            columns = min(columns, math.ceil(long / self.whole["vision_config"]["image_size"]))
         rows = (len(tiles) - 1) // columns
         rows, columns = (columns, rows) if tall else (rows, columns)
         lines = torch.cat([torch.cat(list(grids[1 + i * columns : 1 + (i + 1) * columns]), 1) for i in range(rows)])
         ended = [torch.cat([line, self.newline[None]]) for line in (*grids[0], *lines)]
         ended.insert(side // 2, self.separator[None])
         return self.project(torch.cat(ended))
-
-    def logits(self, ids: list[int], files: tuple[bytes, ...] = ()) -> np.ndarray:
-        self.seen = (torch.tensor(ids) == self.token) & bool(files)
-        return super().logits(ids, files)
 
 
 class MiniCPMV(StandIn):
@@ -824,7 +840,7 @@ class MonoInternVL(StandIn):
 
         text = self.config["llm_config"]
         hidden, heads, kv = (text[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
-        own, self.seen = take(tensors, "vision_model.embeddings."), torch.zeros(0, dtype=torch.bool)
+        own = take(tensors, "vision_model.embeddings.")
         self.conv, self.bias = own.pop("patch_embedding.weight"), own.pop("patch_embedding.bias")
         self.learned = own.pop("position_embedding")[0, 1:]
         del own["class_embedding"]  # nobody reads what becomes of it
@@ -879,10 +895,6 @@ class MonoInternVL(StandIn):
         made = getattr(transformers, f"{given.pop('image_processor_type')}Pil")(**given)
         return list(made(images=[image], return_tensors="pt", crop_to_patches=True)["pixel_values"])
 
-    def logits(self, ids: list[int], files: tuple[bytes, ...] = ()) -> np.ndarray:
-        self.seen = (torch.tensor(ids) == self.token) & bool(files)
-        return super().logits(ids, files)
-
 
 STAND_INS: dict[str, type[StandIn]] = {  # by family and the number of the tiny model
     "cogvlm-0": CogVLM,
@@ -890,6 +902,8 @@ STAND_INS: dict[str, type[StandIn]] = {  # by family and the number of the tiny 
     "deepseek_vl_v2-0": DeepseekVL2,
     "glm4v_9b-0": Glm4v,
     "internlmxcomposer2-0": XComposer,
+    "internlmxcomposer2-1": XComposer,
+    "internlmxcomposer2-2": XComposer,
     "internvl_chat-2": MonoInternVL,
     "llava_llama-2": YiVL,
     "minicpmv-0": MiniCPMV,

@@ -11,6 +11,7 @@ from PIL import Image
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import fit_recipe
+from toolkit.models.family import Family, Tiny
 from toolkit.models.pictures import most_patches
 from toolkit.models.registry import families, get
 from toolkit.models.tiny import SIZES as SIZES_OF_TEXT
@@ -31,7 +32,15 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in SEEING),
     ("llava", {"do_pad": True}),
     ("gemma3", SCANS),
+    ("internlmxcomposer2-1", {}),
+    ("internlmxcomposer2-2", {}),
 ]
+
+
+def tiny_of(name: str) -> tuple[Family, Tiny]:
+    """The family, and its first tiny model or the one whose number stands behind."""
+    family, _, number = name.partition("-")
+    return get(family), get(family).tiny[int(number or 0)]
 
 
 def picture(width: int, height: int) -> Image.Image:
@@ -51,13 +60,12 @@ def processor(name: str, changes: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_numbers_are_the_authors(name: str, changes: dict[str, Any], size: tuple[int, int], support: Any) -> None:
-    tiny = get(name).tiny[0]
-    make = get(name).recipe
-    assert make is not None
-    recipe = make(Fields(tiny.fields), Fields({**tiny.preprocessor, **changes}))
+    family, tiny = tiny_of(name)
+    assert family.recipe is not None
+    recipe = family.recipe(Fields(tiny.fields), Fields({**tiny.preprocessor, **changes}))
     mine = prepare(recipe, picture(*size))
     assert mine.size == (size[1], size[0])
-    if stand_in := support("stand_ins").STAND_INS.get(f"{name}-0"):
+    if stand_in := support("stand_ins").STAND_INS.get(f"{family.name}-{family.tiny.index(tiny)}"):
         tiles = stand_in.tiles(dict(tiny.fields), dict(tiny.preprocessor), picture(*size))
         for one, theirs in zip([tile for part in mine.parts for tile in part], tiles, strict=True):
             np.testing.assert_allclose(one, theirs, atol=1e-3, rtol=0)
@@ -144,9 +152,9 @@ def test_digests_tell_pictures_and_options_apart() -> None:
 @pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=lambda x: x if isinstance(x, str) else "-".join(x))
 def test_a_line_is_no_picture(name: str, changes: dict[str, Any]) -> None:
     """Models that take the short side to a length would make it thousands of times as large."""
-    tiny, make = get(name).tiny[0], get(name).recipe
-    assert make is not None
-    recipe = make(Fields(tiny.fields), Fields({**tiny.preprocessor, **changes}))
+    family, tiny = tiny_of(name)
+    assert family.recipe is not None
+    recipe = family.recipe(Fields(tiny.fields), Fields({**tiny.preprocessor, **changes}))
     assert prepare(recipe, Image.new("RGB", (200, 1))).tokens > 0
     for size in ((60_000, 1), (3, 1000)):
         with pytest.raises(UsageError, match="ratio of at most 200"):
