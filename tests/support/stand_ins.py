@@ -896,6 +896,81 @@ class MonoInternVL(StandIn):
         return list(made(images=[image], return_tensors="pt", crop_to_patches=True)["pixel_values"])
 
 
+class MiniGemini(StandIn):
+    """CLIP and ConvNeXt of transformers, the second one's tensors as timm spells them."""
+
+    token_field = "image_token_index"
+
+    def open(self, tensors: Tensors) -> None:
+        from transformers import (
+            CLIPVisionConfig,
+            CLIPVisionModel,
+            ConvNextConfig,
+            ConvNextModel,
+            LlamaConfig,
+            LlamaForCausalLM,
+        )
+
+        vision, hidden = CLIPVisionConfig(**self.config.pop("vision_config")), self.config["hidden_size"]
+        self.tower = loaded(CLIPVisionModel(vision), take(tensors, "model.vision_tower.vision_tower.vision_model."))
+        fine, wide = self.config.pop("vision_config_aux"), vision.hidden_size
+        cells = sum(fine["hidden_sizes"])
+        own = {}
+        for name, tensor in take(tensors, "model.vision_tower_aux.").items():
+            name = name.replace("vision_stem.0", "embeddings.patch_embeddings")
+            name = name.replace("vision_stem.1", "embeddings.layernorm").replace("vision_stages", "encoder.stages")
+            name = name.replace("downsample", "downsampling_layer").replace("blocks", "layers")
+            name = name.replace("conv_dw", "dwconv").replace(".norm.", ".layernorm.").replace("mlp.fc", "pwconv")
+            own[name.replace("gamma", "layer_scale_parameter")] = tensor
+        self.fine = loaded(ConvNextModel(ConvNextConfig(**fine)), own, allow=("layernorm",))
+        linears = torch.nn.Linear(wide, hidden), torch.nn.GELU(), torch.nn.Linear(hidden, hidden)
+        self.project = loaded(torch.nn.Sequential(*linears), take(tensors, "model.mm_projector."))
+        self.asks = {}
+        for part, width in (("query", wide), ("aux", cells), ("val", cells)):
+            made = torch.nn.Sequential(torch.nn.LayerNorm(width), torch.nn.Linear(width, wide))
+            self.asks[part] = loaded(made, take(tensors, f"model.vlm_uni_{part}_projector."))
+        self.language(LlamaForCausalLM, LlamaConfig, tensors)
+
+    @staticmethod
+    def tiles(config: dict[str, Any], given: dict[str, Any], image: Any) -> list[Tensor]:
+        from transformers import CLIPImageProcessorPil
+
+        side, grid = config["vision_config"]["image_size"], config.get("image_grid", 1)
+        if config["image_aspect_ratio"] == "pad":
+            long = max(image.size)
+            square = Image.new("RGB", (long, long), tuple(int(255 * x) for x in CLIP_MEAN))
+            square.paste(image, ((long - image.width) // 2, (long - image.height) // 2))
+            image = square
+        high = config["image_size_aux"]
+        processor = CLIPImageProcessorPil(size={"shortest_edge": high}, crop_size={"height": high, "width": high})
+        large = processor(images=[image], return_tensors="pt")["pixel_values"]
+        small = functional.interpolate(large, (grid * side, grid * side), mode="bilinear", align_corners=False)
+        parts = [part for line in small[0].split(side, 1) for part in line.split(side, 2)]
+        if config.get("image_global"):
+            parts.insert(0, functional.interpolate(small, (side, side), mode="bilinear", align_corners=False)[0])
+        return [*parts, large[0]]
+
+    def rows(self, tiles: list[Tensor], image: Any) -> Tensor:
+        layer, grid = self.whole["mm_vision_select_layer"], self.whole.get("image_grid", 1)
+        low = self.tower(torch.stack(tiles[:-1]), output_hidden_states=True).hidden_states[layer][:, 1:]
+        stages = self.fine(tiles[-1][None], output_hidden_states=True).hidden_states[1:]
+        size = stages[0].shape[2:]
+        grown = [functional.interpolate(x, size, mode="bilinear", align_corners=False) for x in stages]
+        cells = torch.cat(grown, 1)
+        maps = [part for line in cells.split(size[0] // grid, 2) for part in line.split(size[1] // grid, 3)]
+        if self.whole.get("image_global"):
+            maps.insert(0, functional.interpolate(cells, scale_factor=1 / grid, mode="bilinear", align_corners=False))
+        found, side = [], math.isqrt(low.shape[1])
+        for one, near in zip(low, maps, strict=True):
+            each = near.shape[-1] // side
+            for number, row in enumerate(one):
+                y, x = divmod(number, side)
+                own = near[0, :, y * each : (y + 1) * each, x * each : (x + 1) * each].flatten(1).T
+                asked = self.asks["query"](row) @ self.asks["aux"](own).T / math.sqrt(len(row))
+                found.append(row + asked.softmax(-1) @ self.asks["val"](own))
+        return self.project(torch.stack(found))
+
+
 STAND_INS: dict[str, type[StandIn]] = {  # by family and the number of the tiny model
     "cogvlm-0": CogVLM,
     "cogvlm-1": CogVLM,
@@ -906,6 +981,8 @@ STAND_INS: dict[str, type[StandIn]] = {  # by family and the number of the tiny 
     "internlmxcomposer2-2": XComposer,
     "internvl_chat-2": MonoInternVL,
     "llava_llama-2": YiVL,
+    "mgm-0": MiniGemini,
+    "mgm-1": MiniGemini,
     "minicpmv-0": MiniCPMV,
     "minicpmv-1": MiniCPMV,
     "molmo-0": Molmo,

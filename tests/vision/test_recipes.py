@@ -34,6 +34,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", SCANS),
     ("internlmxcomposer2-1", {}),
     ("internlmxcomposer2-2", {}),
+    ("mgm-1", {}),
 ]
 
 

@@ -9,6 +9,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.models.fine import STEM
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -27,10 +29,11 @@ class Recipe:
     that before; ``below``: white behind alone, and no more tiles than it has by itself), "slices" (the grid of up to
     ``most`` slices nearest in ratio, all in their own ratio and of about ``size`` pixels, and so the whole before),
     "framed" (as "anyres", in the mean colour where it does not reach, the whole too; of many pictures each is one tile
-    besides), "overlap" (the grid of up to ``most`` tiles that needs least change, black where it does not reach, tiles
-    ``overlap`` tokens over the edges between them, and so the whole before). Sizes are (height, width). ``unit``:
-    pixels along a side of what one token tells. ``resample``: Pillow's number of the filter. Numbers are ``(value / 255
-    - mean) / std``.
+    besides), "mined" (the middle of a square of ``high`` pixels, and made of it by lines ``most`` × ``most`` tiles of
+    ``size``, before them the ``whole`` of those), "overlap" (the grid of up to ``most`` tiles that needs least change,
+    black where it does not reach, tiles ``overlap`` tokens over the edges between them, and so the whole before). Sizes
+    are (height, width). ``unit``: pixels along a side of what one token tells. ``resample``: Pillow's number of the
+    filter. Numbers are ``(value / 255 - mean) / std``.
 
     ``mark``: what stands for a picture in what a chat template has written; ``written``: what is written for one where
     the template writes none; ``token``: what the rows take the place of. ``spelled``: how a mark is spelled: "plain"
@@ -60,6 +63,7 @@ class Recipe:
         "slices",
         "framed",
         "overlap",
+        "mined",
     ]
     size: tuple[int, int]
     unit: int
@@ -86,6 +90,7 @@ class Recipe:
     numbered: bool = False
     few: int = 1
     below: bool = False
+    whole: bool = False
     leads: tuple[str, ...] = ()
     overlap: int = 0
     high: int = 0
@@ -132,11 +137,14 @@ def most_patches(recipe: Recipe, merge: int) -> int:
         "framed": max((rows * columns // tile for rows, columns in recipe.canvases), default=1),
         "scan": recipe.most,
         "lined": recipe.most,
+        "mined": recipe.most**2 - 1 + recipe.whole,
         "canvas": recipe.most - 1,
         "split": math.ceil(recipe.long / max(recipe.size[0], 1)) ** 2,
     }
     each = max(recipe.per_tile, (recipe.size[0] // recipe.unit) ** 2)  # of queries there are fewer than of patches
     high = 3 * (recipe.high // recipe.unit) ** 2  # the scores of its whole attention, one head at a time, lie beside
+    if recipe.kind == "mined":
+        high = 2 * (recipe.high // STEM) ** 2
     return (tiles.get(recipe.kind, 0) + 1) * each * merge**2 + high
 
 

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from toolkit.models.fine import FineTower, fine_tensors
 from toolkit.models.high import HighTower, high_tensors
 from toolkit.models.routed import Routed, routed_tensors
 
@@ -95,7 +96,8 @@ class Stage:
     column, norms with ``eps``, behind them a square matrix; ``placed``: with learned places instead, those of keys
     resized by curves and those of queries added too; "beside": the linear ``name`` of what the tower ``high`` gives
     stands before the numbers of each row; "attend": the mean of each ``factor`` × ``factor`` rows attends to them with
-    ``heads`` heads.
+    ``heads`` heads; "mine": to each row is added what it finds in the cells, of ``rows`` numbers, that the tower
+    ``fine`` gives for its place.
     """
 
     kind: Literal[
@@ -114,6 +116,7 @@ class Stage:
         "resample",
         "beside",
         "attend",
+        "mine",
     ]
     name: str = ""
     inputs: int = 0
@@ -159,9 +162,10 @@ class VisionSpec:
     others, number after number. ``mutual``: tokens of pictures that stand together see each other, those behind them
     too. ``crossed``: a picture takes one place, and its rows none; cross layers read them for the tokens from there to
     the next picture, of pictures side by side the rows of all. ``high``: a second tower, which reads a larger form of
-    each picture. ``overlap``: tiles share so many tokens along each inner side with those beside, ``extra``: vectors of
-    tokens that stand around and between lines. ``routed``: linears of the language model that tokens of pictures have
-    otherwise, ``routed_last``: the last one of each too. ``language``: the family of the language model inside.
+    each picture, ``fine``: one that does, and that the tokens of the first ask. ``overlap``: tiles share so many tokens
+    along each inner side with those beside, ``extra``: vectors of tokens that stand around and between lines.
+    ``routed``: linears of the language model that tokens of pictures have otherwise, ``routed_last``: the last one of
+    each too. ``language``: the family of the language model inside.
     """
 
     tower: Tower
@@ -180,6 +184,7 @@ class VisionSpec:
     overlap: int = 0
     extra: int = 0
     high: HighTower | None = None
+    fine: FineTower | None = None
     routed: tuple[Routed, ...] = ()
     routed_last: bool = True
     language: str = ""
@@ -224,6 +229,8 @@ def tensors(spec: VisionSpec) -> Shapes:
         _tiles(found, tower)
     if spec.high is not None:
         found |= high_tensors(spec.high)
+    if spec.fine is not None:
+        found |= fine_tensors(spec.fine)
     if tower.pre_norm:
         _norm(found, "vision.pre_norm", tower)
     for i in range(tower.layers):
@@ -278,6 +285,10 @@ def _stage(found: Shapes, stage: Stage) -> None:
         for part in ("ln_q", "ln_kv", "ln_post"):
             found |= {f"{name}.{part}.weight": (wide,), f"{name}.{part}.bias": (wide,)}
         found[f"{name}.proj"] = (wide, wide)
+    elif stage.kind == "mine":
+        for part, width in (("query", stage.inputs), ("aux", stage.rows), ("val", stage.rows)):
+            found |= {f"{name}.{part}_norm.{x}": (width,) for x in ("weight", "bias")}
+            _linear(found, f"{name}.{part}", width, stage.outputs, True)
     elif stage.kind == "attend":
         for part in ("q", "k", "v", "o"):
             _linear(found, f"{name}.{part}", stage.outputs if part == "o" else stage.inputs, stage.outputs, True)

@@ -34,6 +34,25 @@ def cut(image: Image, tile: tuple[int, int]) -> Iterator[Image]:
             yield image.crop((left, top, min(left + tile[1], image.width), min(top + tile[0], image.height)))
 
 
+def cut_array(pixels: NDArray[np.float32], tile: tuple[int, int]) -> list[NDArray[np.float32]]:
+    """Whole tiles of [3, height, width], line by line."""
+    rows, columns = (range(0, side, step) for side, step in zip(pixels.shape[1:], tile, strict=True))
+    return [pixels[:, y : y + tile[0], x : x + tile[1]] for y in rows for x in columns]
+
+
+def straight(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.float32]:
+    """As ``curved``, by lines between two neighbours."""
+    for axis, wanted in ((1, size[0]), (2, size[1])):
+        count, shape = pixels.shape[axis], [1, 1, 1]
+        shape[axis] = wanted
+        at = ((np.arange(wanted) + 0.5) * (count / wanted) - 0.5).clip(0)
+        first = at.astype(np.int64)
+        share = (at - first).astype(np.float32).reshape(shape)
+        near, far = pixels.take(first, axis), pixels.take((first + 1).clip(0, count - 1), axis)
+        pixels = near + (far - near) * share
+    return pixels
+
+
 def curved(pixels: NDArray[np.float32], size: tuple[int, int]) -> NDArray[np.float32]:
     """[3, height, width] to ``size`` by cubic curves through four neighbours, whatever lies between them left out:
     torch's ``interpolate`` without antialias."""

@@ -18,6 +18,7 @@ from toolkit.errors import UsageError
 from toolkit.models.pictures import Picture, Recipe, shrunk, unpadded
 from toolkit.vision.pixels import Tile, array, cut, resized
 from toolkit.vision.slices import lined, overlapping, slices
+from toolkit.vision.squares import boxed, crop, mined, padded, square
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 Size = tuple[int, int]
 LONGEST = 4096  # side that "split" never goes beyond
 STEEPEST = 200  # ratio of the sides that is taken
-SQUARE = 10_000  # side of a square that a picture is padded to, at most
 
 
 def prepare(recipe: Recipe, image: Image, alone: bool = True) -> Picture:
@@ -79,51 +79,6 @@ def _tokens(recipe: Recipe, grid: Size, size: Size, tiles: int) -> int:
     return recipe.per_tile + rows * (columns + 1)
 
 
-def _square(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
-    return [resized(image, recipe.size, recipe.resample)], (1, 1)
-
-
-def _crop(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
-    if recipe.pad:
-        image = _padded(image, recipe)
-    return [_middle(recipe, image)], (1, 1)
-
-
-def _middle(recipe: Recipe, image: Image) -> Image:
-    short, long = sorted((image.height, image.width))
-    other = int(recipe.short * long / short)
-    size = (other, recipe.short) if image.height > image.width else (recipe.short, other)
-    image = resized(image, size, recipe.resample)
-    top, left = (size[0] - recipe.size[0]) // 2, (size[1] - recipe.size[1]) // 2
-    return image.crop((left, top, left + recipe.size[1], top + recipe.size[0]))
-
-
-def _padded(image: Image, recipe: Recipe, mean: tuple[float, ...] = ()) -> Image:
-    """Square, the picture in the middle of the mean colour."""
-    from PIL import Image as pillow
-
-    side = max(image.height, image.width)
-    if side > SQUARE:
-        found = f"image: found {image.width} x {image.height} pixels"
-        raise UsageError(f"{found}, expected sides of at most {SQUARE} for this model, which pads to a square")
-    canvas = pillow.new("RGB", (side, side), tuple(int(m * 255) for m in mean or recipe.mean))
-    canvas.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
-    return canvas
-
-
-def _boxed(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
-    if not recipe.high:
-        return [_in_box(recipe, image, recipe.size[0], recipe.mean)], (1, 1)
-    large = _in_box(recipe, image, recipe.high, recipe.high_mean)
-    return [_in_box(recipe, large, recipe.size[0], recipe.mean), large], (1, 1)
-
-
-def _in_box(recipe: Recipe, image: Image, side: int, mean: tuple[float, ...]) -> Image:
-    scale = side / max(image.height, image.width)
-    height, width = (max(round(length * scale), recipe.least) for length in (image.height, image.width))
-    return _padded(resized(image, (height, width), recipe.resample), recipe, mean)
-
-
 def _on_canvas(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
     from PIL import Image as pillow
 
@@ -166,7 +121,7 @@ def _anyres(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Siz
     from PIL import Image as pillow
 
     if recipe.pad and not alone:
-        return [resized(_padded(image, recipe), recipe.size, recipe.resample)], (1, 1)
+        return [resized(padded(image, recipe), recipe.size, recipe.resample)], (1, 1)
     height, width = _canvas(recipe.canvases, image)
     across, down = width / image.width, height / image.height
     if across < down:
@@ -285,9 +240,10 @@ def _area(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]
 
 
 _KINDS: dict[str, Callable[[Recipe, Image, bool], tuple[Sequence[Tile], Size]]] = {
-    "square": _square,
-    "crop": _crop,
-    "boxed": _boxed,
+    "square": square,
+    "crop": crop,
+    "boxed": boxed,
+    "mined": mined,
     "canvas": _on_canvas,
     "scan": _scan,
     "anyres": _anyres,

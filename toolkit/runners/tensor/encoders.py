@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from toolkit.models.vision import VisionSpec
+from toolkit.runners.tensor.fine import FineEncoder
 from toolkit.runners.tensor.high import HighEncoder
 from toolkit.runners.tensor.overlap import OverlapEncoder
 from toolkit.runners.tensor.tiled import TiledEncoder
@@ -12,6 +13,8 @@ from toolkit.runners.tensor.vision import Encoder
 def encoder_of(spec: VisionSpec) -> type[Encoder]:
     if spec.high is not None:
         return HighEncoder
+    if spec.fine is not None:
+        return FineEncoder
     if spec.overlap:
         return OverlapEncoder
     return TiledEncoder if spec.tower.tiles else Encoder

@@ -213,6 +213,9 @@ class Encoder:
             elif stage.kind == "beside":
                 assert beside is not None
                 tiles = torch.cat([self._linear(stage.name, beside), tiles], -1)
+            elif stage.kind == "mine":
+                assert beside is not None
+                tiles = tiles + self._mined(tiles, beside, stage)
             elif stage.kind == "resample":
                 tiles = self._resampled(tiles, rows, columns, stage)
             else:
@@ -230,6 +233,14 @@ class Encoder:
         )
         found = functional.scaled_dot_product_attention(q, k, v)  # tile, token, head, 1, number
         return self._linear(f"{name}.o", found.flatten(2))
+
+    def _mined(self, tiles: Tensor, cells: Tensor, stage: Stage) -> Tensor:
+        """What each row finds in its own ``cells``, [tiles, tokens, cells, numbers]."""
+        q, k, v = (
+            self._linear(f"{stage.name}.{part}", self._norm(f"{stage.name}.{part}_norm", x, "layer", stage.eps))
+            for part, x in (("query", tiles[:, :, None]), ("aux", cells), ("val", cells))
+        )
+        return functional.scaled_dot_product_attention(q, k, v)[:, :, 0]
 
     def _resampled(self, tiles: Tensor, rows: int, columns: int, stage: Stage) -> Tensor:
         """What learned queries find in the rows of each tile."""
