@@ -34,7 +34,6 @@ TURBOMIND_ONLY = {
     "async_": "leave it out",
     "use_logn_attn": "leave it out",
 }
-PYTORCH_ONLY = tuple(f.name for f in dataclasses.fields(PytorchEngineConfig) if f.name.startswith("dllm_"))
 
 
 @dataclass
@@ -50,10 +49,6 @@ class EngineFlags(CommonEngineConfig):
     rope_scaling_factor: float = same_option(TurbomindEngineConfig, "rope_scaling_factor")
     async_: int = same_option(TurbomindEngineConfig, "async_")
     use_logn_attn: bool = same_option(TurbomindEngineConfig, "use_logn_attn")
-    dllm_block_length: int | None = same_option(PytorchEngineConfig, "dllm_block_length")
-    dllm_unmasking_strategy: str = same_option(PytorchEngineConfig, "dllm_unmasking_strategy")
-    dllm_denoising_steps: int | None = same_option(PytorchEngineConfig, "dllm_denoising_steps")
-    dllm_confidence_threshold: float = same_option(PytorchEngineConfig, "dllm_confidence_threshold")
     chat_template: str | None = option(None, "A built-in name (tool list), a .json or a .jinja file.")
     # A flag of its own: "--enable-…/--no-enable-…" would leave the help, at 80 columns, no room for flags' names.
     no_enable_prefix_caching: bool = option(False, "Compute every prompt afresh.")
@@ -89,15 +84,11 @@ class EngineFlags(CommonEngineConfig):
         common["enable_prefix_caching"] = self.prefix_caching(default=True)
         count = self.cache_max_entry_count
         common["cache_max_entry_count"] = int(count) if count > 1 and count == int(count) else count
-        guessing = {name: getattr(self, name) for name in PYTORCH_ONLY}
-        asked = [name for name, value in guessing.items() if value != getattr(PytorchEngineConfig, name)]
-        if asked and self.backend == "turbomind":
-            raise UsageError(f"{spelled(asked[0])}: only for --backend pytorch; leave the backend out")
-        if self.backend == "pytorch" or (asked and self.backend is None):
+        if self.backend == "pytorch":
             for name, instead in TURBOMIND_ONLY.items():
                 if getattr(self, name) != getattr(TurbomindEngineConfig, name):
                     raise UsageError(f"{spelled(name)}: only for --backend turbomind; {instead}")
-            common |= guessing | {"block_size": self.cache_block_seq_len, "device_type": self.device}
+            common |= {"block_size": self.cache_block_seq_len, "device_type": self.device}
             return PytorchEngineConfig(**common)
         if self.backend in (None, "turbomind"):
             own = ("cache_block_seq_len", "device", *TURBOMIND_ONLY)

@@ -47,7 +47,21 @@ def _check_engine(config: EngineConfig, block: str) -> None:
         raise UsageError(f"{block}: expected a power of two, found {config.block_size}")
     switches(config, "enable_prefix_caching", "enable_metrics")
     _check_adapters(config.adapters)
+    _check_dllm(config)
     only_defaults(config, {f.name: NOT_BUILT[f.name] for f in fields(config) if f.name in NOT_BUILT})
+
+
+def _check_dllm(config: EngineConfig) -> None:
+    if (length := config.dllm_block_length) is not None:
+        number("dllm_block_length", length, 1, config.block_size, whole=True)
+        if config.block_size % length:
+            wanted = f"a divisor of block_size, which is {config.block_size}"
+            raise UsageError(f"dllm_block_length: expected {wanted}, found {length}")
+    if config.dllm_denoising_steps is not None:
+        number("dllm_denoising_steps", config.dllm_denoising_steps, 1, 1 << 20, whole=True)
+    number("dllm_confidence_threshold", config.dllm_confidence_threshold, 0, 1)
+    if (strategy := config.dllm_unmasking_strategy) not in UNMASKING:
+        raise UsageError(f"dllm_unmasking_strategy: expected one of {', '.join(UNMASKING)}, found {shown(strategy)}")
 
 
 def _check_adapters(adapters: Any) -> None:
@@ -108,11 +122,19 @@ class CommonEngineConfig:
     download_dir: str | None = option(None, "Where downloads go.")
     threads: int | None = option(None, "CPU threads. Default: all.", allowed=Bounds(0, 4096, "int32"))
     hf_overrides: dict[str, Any] | None = option(None, "JSON object that goes over the model's config.json.")
+    dllm_block_length: int | None = option(None, "Tokens guessed together (SDAR). Default: the model's.")
+    dllm_unmasking_strategy: str = option(Unmasking.strategy, f"Which guesses stay: {', '.join(UNMASKING)}.")
+    dllm_denoising_steps: int | None = option(None, "Passes over a block at most. Default: one a token.")
+    dllm_confidence_threshold: float = option(Unmasking.threshold, "From which the first keeps a guess, 0 to 1.")
     enable_metrics: bool = True
     dp: int = 1
     ep: int = 1
     empty_init: bool = False
     language_model_only: bool = False
+
+    @property
+    def unmasking(self) -> Unmasking:
+        return Unmasking(self.dllm_unmasking_strategy, self.dllm_denoising_steps, self.dllm_confidence_threshold)
 
 
 @dataclass
@@ -186,10 +208,6 @@ class PytorchEngineConfig(CommonEngineConfig):
     piecewise_cudagraph_max_tokens: int | None = None
     prefix_cache_state_budget: int = 0
     prefix_cache_decode_state_interval: int = 0
-    dllm_block_length: int | None = option(None, "Tokens guessed together (SDAR). Default: the model's.")
-    dllm_unmasking_strategy: str = option(Unmasking.strategy, f"Which guesses stay: {', '.join(UNMASKING)}.")
-    dllm_denoising_steps: int | None = option(None, "Passes over a block at most. Default: one a token.")
-    dllm_confidence_threshold: float = option(Unmasking.threshold, "From which the first keeps a guess, 0 to 1.")
     role: str = "Hybrid"
     migration_backend: str = "DLSlime"
     kv_transfer_config: Any = None
@@ -198,31 +216,12 @@ class PytorchEngineConfig(CommonEngineConfig):
         _check_engine(self, "block_size")
         switches(self, "eager_mode")
         number("num_gpu_blocks", self.num_gpu_blocks, 0, 1 << 40, whole=True)
-        self._check_dllm()
         own = self.custom_module_map
         if own is not None and not all(isinstance(path, str) for path in (own if isinstance(own, list) else [own])):
             raise UsageError(
                 f"custom_module_map: found {own!r:.60}, expected a Python file that holds a FAMILY, or a list of such "
                 "(docs/add-a-model.md)"
             )
-
-    def _check_dllm(self) -> None:
-        if (length := self.dllm_block_length) is not None:
-            number("dllm_block_length", length, 1, self.block_size, whole=True)
-            if self.block_size % length:
-                wanted = f"a divisor of block_size, which is {self.block_size}"
-                raise UsageError(f"dllm_block_length: expected {wanted}, found {length}")
-        if self.dllm_denoising_steps is not None:
-            number("dllm_denoising_steps", self.dllm_denoising_steps, 1, 1 << 20, whole=True)
-        number("dllm_confidence_threshold", self.dllm_confidence_threshold, 0, 1)
-        if (strategy := self.dllm_unmasking_strategy) not in UNMASKING:
-            raise UsageError(
-                f"dllm_unmasking_strategy: expected one of {', '.join(UNMASKING)}, found {shown(strategy)}"
-            )
-
-    @property
-    def unmasking(self) -> Unmasking:
-        return Unmasking(self.dllm_unmasking_strategy, self.dllm_denoising_steps, self.dllm_confidence_threshold)
 
     @property
     def device(self) -> str:

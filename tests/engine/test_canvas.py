@@ -21,13 +21,16 @@ from toolkit.engine.core import EngineCore
 from toolkit.engine.frontend import AsyncEngine
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
-from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig, Unmasking
+from toolkit.engine.setup import CONFIGS
+from toolkit.engine_configs import PytorchEngineConfig, Unmasking
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.models.registry import load_spec
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
+from toolkit.runners.native.runner import available
 
+BACKENDS = {"pytorch": "tensor"} | ({} if available() else {"turbomind": "native"})  # and their runners
 BLOCK, MASK, NEW = 4, 4, 10  # of the tiny model; NEW: no multiple of its block
 RULES = {
     "dynamic": Unmasking(threshold=0.3),
@@ -69,11 +72,12 @@ def model(tiny_models: Callable[..., Path]) -> Path:
     return tiny_models("sdar")
 
 
-@pytest.fixture(scope="module")
-def runner(model: Path) -> Any:
+@pytest.fixture(scope="module", params=BACKENDS)
+def runner(model: Path, request: Any) -> Any:
     runner, _ = open_runner(
-        model, backend="pytorch", options=RunnerOptions(device="cpu", dtype="float32", block_size=16, threads=1)
+        model, backend=request.param, options=RunnerOptions(device="cpu", dtype="float32", block_size=16, threads=1)
     )
+    assert runner.name == BACKENDS[request.param]
     runner.load_weights()
     return runner
 
@@ -263,18 +267,17 @@ def whole(engine: AsyncEngine, ids: list[int], **fields: Any) -> tuple[Response,
     return done, texts
 
 
-def test_options_reach_the_model_and_a_stop_string_may_end_inside_a_block(model: Path) -> None:
-    config = partial(PytorchEngineConfig, session_len=128, max_batch_size=4, device_type="cpu", threads=1)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_options_reach_the_model_and_a_stop_string_may_end_inside_a_block(backend: str, model: Path) -> None:
+    config = partial(CONFIGS[backend], session_len=128, max_batch_size=4, threads=1)
     with AsyncEngine.open(model, backend_config=config(dllm_block_length=8)) as engine:
         free, texts = whole(engine, [5, 6, 7], max_new_tokens=21, ignore_eos=True)
-        assert engine.runner_name == "tensor" and len(free.token_ids) == 21 and len(texts) <= 4
+        assert engine.runner_name == BACKENDS[backend] and len(free.token_ids) == 21 and len(texts) <= 4
         for word in dict.fromkeys(free.text[i : i + 3] for i in range(0, len(free.text) - 3, 2)):
             cut, _ = whole(engine, [5, 6, 7], max_new_tokens=21, ignore_eos=True, stop_words=[word])
             assert cut.text == free.text[: free.text.index(word)] and cut.finish_reason == "stop"
             assert cut.token_ids == free.token_ids[: len(cut.token_ids)] and cut.generate_token_len <= 21
-    other = TurbomindEngineConfig(session_len=128, device="cpu", threads=1)
-    with AsyncEngine.open(model, backend_config=other) as engine:  # blocks of 4, as its config.json says
-        assert "pytorch stands in" in engine.runner_why or engine.runner_name == "tensor"
+    with AsyncEngine.open(model, backend_config=config()) as engine:  # blocks of 4, as its config.json says
         assert len(whole(engine, [5, 6, 7], max_new_tokens=5, ignore_eos=True)[0].token_ids) == 5
 
 
@@ -300,11 +303,13 @@ def test_blocks_are_for_models_that_guess_them(name: str, value: Any, tiny_model
         AsyncEngine.open(tiny_models("qwen3"), backend_config=config)
 
 
-def test_an_engine_artifact_takes_another_length(model: Path, tmp_path: Path) -> None:
-    convert(str(model), tmp_path / "engine", Packing(dtype="float32"), quiet=True)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_engine_artifact_takes_another_length(backend: str, model: Path, tmp_path: Path) -> None:
+    head = None if available() else 16  # fewer bits would round what is compared
+    convert(str(model), tmp_path / "engine", Packing(dtype="float32", head_bits=head), quiet=True)
     found = []
     for path in (model, tmp_path / "engine"):
-        config = PytorchEngineConfig(session_len=64, device_type="cpu", dtype="float32", threads=1, dllm_block_length=8)
+        config = CONFIGS[backend](session_len=64, dtype="float32", threads=1, dllm_block_length=8)
         with AsyncEngine.open(path, backend_config=config) as engine:
             found.append(whole(engine, [5, 6, 7], max_new_tokens=12, ignore_eos=True)[0].token_ids)
     assert found[0] == found[1] and len(found[0]) == 12

@@ -97,6 +97,8 @@ def test_corrupted_batches_are_refused_or_answered(data, driver) -> None:
         ({"positions": [[0, -1]]}, "positions"),
         ({"adapter": [0]}, "adapter"),
         ({"target_index": [0], "target_ids": [999]}, "target_ids"),
+        ({"mutual": [[0, 3, 0]]}, "mutual"),
+        ({"mutual": [[0, 1, 0], [0, 2, 1]]}, "mutual"),
     ],
 )
 def test_what_is_wrong_is_named(change, message, drive) -> None:

@@ -134,7 +134,8 @@ CACHES: tuple[dict[str, Any], ...] = (
         for form in forms
         for options in CACHES
     ]
-    + [(family, form, CACHES[1]) for family in ("lfm2_moe", "qwen3_5_text", "nemotron_h") for form in ("bf16", "int4")],
+    + [(family, form, CACHES[1]) for family in ("lfm2_moe", "qwen3_5_text", "nemotron_h") for form in ("bf16", "int4")]
+    + [("sdar", "int4", CACHES[2]), ("sdar_moe", "bf16", CACHES[1])],
 )
 def test_bits_do_not_depend_on_chunks_batch_or_threads(family, form, options, drive) -> None:
     ids = prompt(150, 6)
@@ -143,7 +144,8 @@ def test_bits_do_not_depend_on_chunks_batch_or_threads(family, form, options, dr
     for threads, chunk in ((1, 1), (2, 7), (3, 64), (5, 13)):
         driver = drive(family, weights=form, threads=threads, blocks=96, **options)
         number, other = driver.add(), driver.add()
-        found = []
+        found, block = list[np.ndarray](), driver.runner.spec.block
+        chunk = -(-chunk // block) * block  # tokens that see each other come together
         for start in range(0, len(ids), chunk):
             piece = ids[start : start + chunk]
             step = driver.step({other: prompt(3, start), number: piece} if start % 2 else {number: piece}, "all")
@@ -231,6 +233,42 @@ def test_a_long_prompt_equals_its_chunks(family, drive) -> None:
     number = cut.add()
     found = [cut.step({number: ids[a : a + 300]}, "all").logits for a in range(0, 1400, 300)]
     np.testing.assert_array_equal(np.concatenate(found), expected.logits)
+
+
+@pytest.mark.parametrize("options", CACHES)
+def test_tokens_that_see_each_other_are_computed_together(options, drive, tiny_models, steps) -> None:
+    """Pictures in a prompt that is longer than what goes through the layers at once, before and at its borders, within
+    windows; in chunks, and with the first half of one in the cache; beside another."""
+    from toolkit.runners.base import RunnerOptions
+    from toolkit.runners.choose import open_runner
+
+    path = tiny_models("gemma3")
+    opened = open_runner(path, backend="pytorch", options=RunnerOptions(dtype="float32", block_size=16))[0]
+    window = min(a.window for _, a in opened.spec.attention_layers() if a.window)
+    ids, runs = prompt(700, 6), [(first, first + window - 1) for first in (3, 120, 512 - window // 2, 600)]
+
+    def mutual(start: int, stop: int, sequence: int = 0, before: int = 0) -> np.ndarray:
+        shift = before - start
+        inside = [(max(a, start) + shift, b + shift, sequence) for a, b in runs if start < b <= stop]
+        return np.array(inside, np.int32).reshape(-1, 3)
+
+    driver = drive("gemma3", threads=1, blocks=160, **options)
+    expected = driver.step({driver.add(): ids}, "all", mutual=mutual(0, 700)).logits
+    if not options:
+        plain = steps.Driver(opened, 160)
+        wanted = plain.step({plain.add(): ids}, "all", mutual=mutual(0, 700)).logits
+        np.testing.assert_allclose(expected, wanted, rtol=1e-4, atol=1e-4)
+        assert np.abs(expected - driver.step({driver.add(): ids}, "all").logits).max() > 0.01
+    for threads, cuts in ((2, (2, 300, runs[2][1], 700)), (3, (runs[0][1], 599, runs[3][1], 700))):
+        driver = drive("gemma3", threads=threads, blocks=160, **options)
+        number, other, found = driver.add(), driver.add(), []
+        for start, stop in zip((0, *cuts), cuts, strict=False):
+            new = {other: [9, 8], number: ids[start:stop]}
+            step = driver.step(new, "all", mutual=mutual(start, stop, 1, 2))
+            found.append(step.logits[2:])
+        np.testing.assert_array_equal(np.concatenate(found), expected)
+    with pytest.raises(RunnerError, match="more than 512 tokens see each other"):
+        driver.step({driver.add(): ids}, mutual=np.array([[0, 513, 0]], np.int32))
 
 
 @pytest.mark.parametrize("family", ["llama", "minicpm3", "qwen3_next", "falcon_h1"])

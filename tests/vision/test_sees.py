@@ -130,9 +130,11 @@ def seeing(request: Any, tiny_models: Any, support: Any) -> Seeing:
     return Seeing(family, shape, tiny_models(family, shape=shape), support, tiny_models.twin(family, shape=shape))
 
 
-def opened(path: Path, backend: Any, budget: int = 64, dtype: str = "float32", **options: Any) -> EngineCore:
+def opened(
+    path: Path, backend: Any, budget: int = 64, dtype: str = "float32", threads: int = 1, **options: Any
+) -> EngineCore:
     runner, _ = open_runner(
-        path, backend=backend, options=RunnerOptions(device="cpu", dtype=dtype, block_size=16, threads=1)
+        path, backend=backend, options=RunnerOptions(device="cpu", dtype=dtype, block_size=16, threads=threads)
     )
     runner.load_weights()
     blocks = (options.pop("blocks", 64),) * len(runner.spec.cache_groups)
@@ -346,6 +348,33 @@ def test_quantizing_leaves_the_tower_as_it_is(tiny_models: Any, tmp_path: Path, 
     assert {"vision_tower.encoder.layers.0.mlp.fc1", "multi_modal_projector.linear_1"} <= set(skipped)
     ids, pictures = Seeing("llava", 0, path, support).prompt(PICTURES)
     assert len(run(opened(tmp_path / "out", "pytorch"), request("a", ids, pictures))["a"][0]) == NEW
+
+
+@pytest.mark.skipif(len(BACKENDS) < 2, reason="no native library")
+@pytest.mark.parametrize("family", ["gemma3"])
+def test_bits_do_not_depend_on_how_pictures_come(family: str, tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    """Of weights of 4 bits on the native runner: chunks, threads, neighbours, what is in the cache, preemption."""
+    options = Packing(target="cpu", dtype="float32", load_format="int4")
+    convert(str(tiny_models(family)), tmp_path / "engine", options, quiet=True)
+    seeing = Seeing(family, 0, tiny_models(family), support)
+    ids, pictures = seeing.prompt(PICTURES)
+    others = seeing.prompt(PICTURES[::-1])
+    asked = request("a", ids, pictures, logits="all")
+    (expected,) = run(opened(tmp_path / "engine", "turbomind", prefix_caching=False), asked).values()
+    for threads, budget in ((2, 13), (3, 5), (2, 64)):
+        core = opened(tmp_path / "engine", "turbomind", budget, threads=threads)
+        assert core.runner.name == "native"
+        for _ in range(2):  # the second time with a cache that has been filled
+            found = run(core, request("a", ids, pictures), request("b", *others), request("c", [7, 8, 9], []))
+            assert found["a"][0] == expected[0]
+        found = run(core, request("b", *others), asked)
+        np.testing.assert_array_equal(np.concatenate(found["a"][1]), np.concatenate(expected[1]))
+        assert core.stats()["prefix_hit_tokens"]
+    long = SamplingParams(max_new_tokens=40, stop_token_ids=[])
+    tight = opened(tmp_path / "engine", "turbomind", blocks=2 * (len(ids) // 16 + 1) + 2, prefix_caching=False)
+    found = run(tight, *(EngineRequest(name, ids, long, pictures=pictures) for name in "abc"))
+    assert all(found[name][0] == found["a"][0] and found[name][0][:NEW] == expected[0] for name in "abc")
+    assert tight.stats()["preemptions"]
 
 
 def test_what_is_looked_at_comes_and_goes(tiny_models: Any, support: Any) -> None:

@@ -14,7 +14,7 @@ from toolkit.engine.core import EngineCore
 from toolkit.engine.memory_plan import MemoryPlan, Wishes, plan
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.verify import verify_tensors
-from toolkit.engine_configs import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig, Unmasking
+from toolkit.engine_configs import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.pictures import most_patches
 from toolkit.models.spec import DecoderSpec
@@ -172,7 +172,7 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
             prefix_caching=config.enable_prefix_caching,
             lookahead=None if getattr(config, "async_", 1) else False,
             pictures_together=setup.pictures_together,
-            unmasking=config.unmasking if isinstance(config, PytorchEngineConfig) else Unmasking(),
+            unmasking=config.unmasking,
             check=log.isEnabledFor(logging.DEBUG),
         ),
         open_tokenizer,
@@ -251,7 +251,7 @@ def _load(runner: Runner, memory: MemoryPlan, progress: Progress) -> None:
 
 def _overrides(config: EngineConfig) -> dict[str, Any] | None:
     """Changes of the model's config.json, the length of the blocks that it guesses among them."""
-    length = getattr(config, "dllm_block_length", None)
+    length = config.dllm_block_length
     return config.hf_overrides if length is None else {**(config.hf_overrides or {}), "block_size": length}
 
 

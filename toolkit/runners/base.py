@@ -97,3 +97,11 @@ class Runner(Protocol):
     def import_block(self, group: int, block: int, data: bytes) -> None: ...
 
     def close(self) -> None: ...
+
+
+def check_mutual(batch: StepBatch) -> None:
+    """Raise RunnerError where tokens that see each other are not those of their sequence."""
+    cu = batch.cu_seqlens
+    for first, stop, sequence in batch.mutual.tolist():
+        if not (0 <= sequence < len(batch.seq_lens) and cu[sequence] <= first < stop <= cu[sequence + 1]):
+            raise RunnerError(f"mutual: tokens {first} to {stop} are none of sequence {sequence}")

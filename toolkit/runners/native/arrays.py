@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.models.spec import DecoderSpec
-from toolkit.runners.base import RunnerError
+from toolkit.runners.base import RunnerError, check_mutual
 from toolkit.runners.native.library import StepArrays, StepResults, address
 from toolkit.runners.step import COLUMNS, SamplingBatch, StepBatch, StepOutput
 
@@ -36,6 +36,8 @@ class Arrays:
         s.token_ids = self._put("token_ids", batch.token_ids, I32, tokens)
         s.from_previous = self._put("from_previous", batch.from_previous, I32, tokens)
         s.positions = self._put("positions", batch.positions, I32, axes * tokens)
+        if (reach := _reach(batch, spec.block)) is not None:
+            s.reach = self._put("reach", reach, I32, tokens)
         s.cu_seqlens = self._put("cu_seqlens", batch.cu_seqlens, I32, seqs + 1)
         s.seq_lens = self._put("seq_lens", batch.seq_lens, I32, seqs)
         s.rope_set = self._put("rope_set", batch.rope_set, I8, seqs)
@@ -97,6 +99,20 @@ class Arrays:
         s.bias_values = put("sampling.bias_values", b.bias_values, F32, s.bias_size)
         if b.grammar is not None:
             s.grammar = put("sampling.grammar", b.grammar, I32, rows * ((vocab + 31) // 32))
+
+
+def _reach(batch: StepBatch, block: int) -> np.ndarray[Any, np.dtype[np.int32]] | None:
+    """The place behind the last that each token sees, [T], or None where that is its own."""
+    if block == 1 and not len(batch.mutual):
+        return None
+    check_mutual(batch)
+    counts = np.diff(batch.cu_seqlens)
+    shifts = np.repeat(batch.seq_lens - batch.cu_seqlens[1:], counts)  # from flat tokens to places
+    reach = np.arange(1, len(shifts) + 1) + shifts
+    reach = np.minimum(-(-reach // block) * block, np.repeat(batch.seq_lens, counts))
+    for first, stop, _ in batch.mutual.tolist():
+        reach[first:stop] = reach[stop - 1]
+    return reach.astype(np.int32)
 
 
 def outputs_for(batch: StepBatch, spec: DecoderSpec) -> tuple[StepOutput, StepResults]:

@@ -105,7 +105,7 @@ void Run::store(const Attention& a, int64_t t, int64_t head, const float* key, c
 
 // Tiles that tokens [t0, t1) of a sequence see.
 Range Run::tiles_of(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const {
-    return {a.oldest(position_of(seq, t0)) / KV_TILE, position_of(seq, t1 - 1) / KV_TILE + 1};
+    return {a.oldest(position_of(seq, t0)) / KV_TILE, (reach(a, seq, t1 - 1) - 1) / KV_TILE + 1};
 }
 
 // Where a tile's cells lie in the cache; only cells with tokens in `tokens` (absolute) are looked up.
@@ -155,7 +155,7 @@ void Run::load_cells(const Attention& a, int64_t tile, Range tokens, const KvTil
 
 // Tokens that tokens [t0, t1) of a sequence see, as absolute positions.
 Range Run::seen(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const {
-    return {a.oldest(position_of(seq, t0)), position_of(seq, t1 - 1) + 1};
+    return {a.oldest(position_of(seq, t0)), reach(a, seq, t1 - 1)};
 }
 
 // One piece of attention into a fresh state; `next` is the one that this thread takes on afterwards, or null.
@@ -170,11 +170,11 @@ void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next,
     if (!a.rows && p.kv_type == (p.bf16 ? KV_BF16 : KV_F32)) kv.next = next ? &ahead : nullptr;
     else load_cells(a, tile, tokens, next && t1 - t0 == 1 ? &ahead : nullptr, &kv);
     for (int64_t t = t0; t < t1; t++) {
-        const int64_t pos = position_of(seq, t), low = a.oldest(pos) - base;
+        const int64_t pos = position_of(seq, t), low = a.oldest(pos) - base, high = reach(a, seq, t) - base;
         for (int64_t i = 0; i < a.per_kv; i++) {
             const int64_t r = (t - t0) * a.per_kv + i;
             s.lo[r] = int32_t(std::clamp<int64_t>(low, 0, KV_TILE));
-            s.hi[r] = int32_t(std::clamp<int64_t>(pos + 1 - base, 0, KV_TILE));
+            s.hi[r] = int32_t(std::clamp<int64_t>(high, 0, KV_TILE));
             if (!a.alibi) continue;
             s.slope[r] = a.alibi.data[head * a.per_kv + i];
             s.from[r] = int32_t(a.alibi_rounded != 0.0f ? base : base - pos);

@@ -1,9 +1,9 @@
 // Bounds of everything that crosses the boundary, before anything is indexed by it.
+#include <algorithm>
 #include <set>
 #include <string>
 
-#include "program.h"
-#include "step.h"
+#include "plan.h"
 
 namespace tk {
 namespace {
@@ -60,6 +60,21 @@ void check_group(const Program& p, const StepArrays& in, int64_t g) {
     }
 }
 
+// Tokens see up to themselves at least, and what runs together fits a chunk.
+void check_reach(const StepArrays& in) {
+    for (int64_t s = 0; s < in.seqs; s++) {
+        const int64_t shift = in.seq_lens[s] - in.cu_seqlens[s + 1];
+        int64_t run = 0, before = 0;
+        for (int64_t t = in.cu_seqlens[s]; t < in.cu_seqlens[s + 1]; t++) {
+            const int64_t least = std::max(before, t + 1 + shift);
+            within("reach", in.reach + t, 1, least, in.seq_lens[s] + 1);
+            before = in.reach[t];
+            run = before > t + 1 + shift ? run + 1 : 0;
+            if (run >= CHUNK) throw Error("reach: more than " + std::to_string(CHUNK) + " tokens see each other");
+        }
+    }
+}
+
 void check_sampling(const Program& p, const StepArrays& in, const StepResults& out) {
     const int64_t n = in.rows;
     const void* needed[] = {in.temperature, in.top_k, in.top_p, in.min_p, in.repetition, in.presence,
@@ -100,6 +115,7 @@ void check_step(const Program& p, const StepArrays& in, const StepResults& out, 
         if (fresh < 1) throw Error("cu_seqlens: sequence " + std::to_string(s) + " has no tokens");
         if (fresh > in.seq_lens[s]) throw Error("seq_lens: sequence " + std::to_string(s) + " has fewer tokens in all than new ones");
     }
+    if (in.reach) check_reach(in);
     for (int64_t g = 0; g < in.groups; g++) {
         check_group(p, in, g);
         within("copy_blocks", in.copies[g], in.copies_size[g] * 2, 0, p.groups[g].blocks);

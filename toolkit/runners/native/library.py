@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 8  # tk_version of api.cpp, which says when both are raised
+VERSION = 9  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -49,10 +49,11 @@ class TensorRecord(Structure):
 
 
 _STEP_FIELDS = (
-    "tokens! seqs! rows! groups! axes! token_ids from_previous positions cu_seqlens seq_lens block_tables table_width "
-    "slot_mapping rope_set sample_index logits_size! logits_index hidden_size! hidden_index target_size! target_index "
-    f"target_ids embeds_size! embeds embed_index copies_size copies {' '.join(COLUMNS)} position history_size! "
-    "history_ptr history_ids history_count bias_size! bias_ptr bias_ids bias_values logprobs grammar"
+    "tokens! seqs! rows! groups! axes! token_ids from_previous positions reach cu_seqlens seq_lens block_tables "
+    "table_width slot_mapping rope_set sample_index logits_size! logits_index hidden_size! hidden_index target_size! "
+    "target_index target_ids embeds_size! embeds embed_index copies_size copies "
+    f"{' '.join(COLUMNS)} position history_size! history_ptr history_ids history_count bias_size! bias_ptr bias_ids "
+    "bias_values logprobs grammar"
 )
 _RESULT_FIELDS = "top_width! tokens logprob top_ids top_logprobs logits hidden target_logprobs bad"
 

@@ -78,8 +78,9 @@ void Model::step(const StepArrays& in, const StepResults& out) {
     Plan plan = make_plan(in);
     plan.hidden = work->hidden_rows(int64_t(plan.rows.size()));
     Job job{*this, in, out, plan, {}, false};
-    for (int64_t t = 0; t < in.tokens; t += CHUNK) {
-        job.cut = cut_chunk(program, in, t, std::min(CHUNK, in.tokens - t), pool.size());
+    for (int64_t t = 0, end; t < in.tokens; t = end) {
+        end = chunk_end(in, t);
+        job.cut = cut_chunk(program, in, t, end - t, pool.size());
         work->partials(partial_floats(program, in, job.cut));
         pool.run(run_thread, &job, phases_of(program, 0));
     }

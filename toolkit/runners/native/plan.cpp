@@ -125,6 +125,19 @@ Cut cut_chunk(const Program& p, const StepArrays& in, int64_t first, int64_t cou
     return cut;
 }
 
+int64_t chunk_end(const StepArrays& in, int64_t first) {
+    const int64_t most = std::min(first + CHUNK, in.tokens);
+    if (!in.reach || most == in.tokens) return most;
+    // a token before the border that sees one behind it
+    auto cuts = [&](int64_t end) {
+        const int64_t seq = std::upper_bound(in.cu_seqlens, in.cu_seqlens + in.seqs + 1, int32_t(end - 1)) - in.cu_seqlens - 1;
+        return in.reach[end - 1] > in.seq_lens[seq] - (in.cu_seqlens[seq + 1] - end);
+    };
+    int64_t end = most;
+    while (cuts(end)) end--;
+    return end;
+}
+
 int64_t partial_floats(const Program& p, const StepArrays& in, const Cut& cut) {
     int64_t tiles = 0, widest = 0;
     if (cut.count > SMALL) return 0;

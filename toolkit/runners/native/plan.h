@@ -55,6 +55,9 @@ struct Cut {
 // free.
 Cut cut_chunk(const Program& p, const StepArrays& in, int64_t first, int64_t count, int64_t threads);
 
+// Where the chunk that begins with flat token `first` ends: tokens that see each other stay together.
+int64_t chunk_end(const StepArrays& in, int64_t first);
+
 // Numbers that the partial states of the widest layer take when the chunk has few tokens (attend_split); else 0.
 int64_t partial_floats(const Program& p, const StepArrays& in, const Cut& cut);
 

@@ -10,6 +10,7 @@ from toolkit.models.spec import DecoderSpec, RopeSpec
 from toolkit.runners.native.mixers import ACTIVATIONS, MIXERS, Tensors, flat
 from toolkit.runners.native.packed import PackedTensor, PackedWeights
 
+CHUNK = 512  # of plan.h
 KV_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, 8: 3, 4: 4}
 
 
@@ -32,6 +33,7 @@ def unsupported(spec: DecoderSpec) -> str | None:
         "rotary embeddings": (len(spec.ropes()), 64),
         "cache groups": (len(spec.cache_groups), 64),
         "sublayers": (sum(len(layer.sublayers) for layer in spec.layers), 1 << 16),
+        "tokens that see those behind them": (max(spec.block, spec.together), CHUNK),
     }
     if any(rope.woven for rope in spec.ropes()):
         return "its frequencies turn by rows and columns one after the other, the model's in turn"
@@ -39,10 +41,6 @@ def unsupported(spec: DecoderSpec) -> str | None:
         return "it adds nothing of pictures behind layers"
     if spec.vision is not None and spec.vision.routed:
         return "tokens of pictures have linears of their own"
-    if spec.vision is not None and spec.vision.mutual:
-        return "its tokens see none behind them, those of the model's pictures do"
-    if spec.block > 1:
-        return "its tokens see none behind them, the model's see their block"
     if not spec.cache_groups:
         return "it runs no model that keeps nothing of a request"
     mlps = [m for _, mixer in spec.mixers() for m in mixer.mlps()]

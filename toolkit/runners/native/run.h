@@ -70,6 +70,8 @@ private:
     void turn_and_store(const Attention& a, int64_t t, int64_t head);
     void store(const Attention& a, int64_t t, int64_t head, const float* key, const float* value);
     int64_t position_of(int64_t seq, int64_t flat) const { return in.seq_lens[seq] - (in.cu_seqlens[seq + 1] - flat); }
+    // The position behind the last that a token sees; rows are seen from behind alone.
+    int64_t reach(const Attention& a, int64_t seq, int64_t flat) const { return in.reach && !a.rows ? in.reach[flat] : position_of(seq, flat) + 1; }
     Range tiles_of(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const;
     // One tile, for tokens [first, last) of a sequence and one kv head.
     struct Piece {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from toolkit.models.spec import DecoderSpec
-from toolkit.runners.base import RunnerError
+from toolkit.runners.base import RunnerError, check_mutual
 from toolkit.runners.step import COLUMNS, StepBatch
 
 
@@ -47,9 +47,7 @@ def check_batch(
         _within("views.tokens", views.tokens, 0, tokens + 1)
         if len(views.ptr) != len(views.tokens) + 1 or views.ptr[-1] != len(views.seen):
             raise RunnerError(f"views.ptr: expected {len(views.tokens) + 1} pointers that span seen")
-    for first, stop, sequence in batch.mutual.tolist():
-        if not (0 <= sequence < len(lens) and cu[sequence] <= first < stop <= cu[sequence + 1]):
-            raise RunnerError(f"mutual: tokens {first} to {stop} are none of sequence {sequence}")
+    check_mutual(batch)
     for group, blocks in enumerate(num_blocks):
         if spec.cache_groups[group].kind == "state":
             _check_states(batch, group, blocks)
