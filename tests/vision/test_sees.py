@@ -351,7 +351,7 @@ def test_quantizing_leaves_the_tower_as_it_is(tiny_models: Any, tmp_path: Path, 
 
 
 @pytest.mark.skipif(len(BACKENDS) < 2, reason="no native library")
-@pytest.mark.parametrize("family", ["gemma3"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
 def test_bits_do_not_depend_on_how_pictures_come(family: str, tiny_models: Any, support: Any, tmp_path: Path) -> None:
     """Of weights of 4 bits on the native runner: chunks, threads, neighbours, what is in the cache, preemption."""
     options = Packing(target="cpu", dtype="float32", load_format="int4")

@@ -50,7 +50,8 @@ class Arrays:
         s.target_ids = self._put("target_ids", batch.target_ids, I32, s.target_size)
         if batch.embeds is not None:
             s.embeds_size = len(batch.embed_index)
-            s.embeds = self._put("embeds", batch.embeds, F32, s.embeds_size * spec.hidden_size)
+            width = spec.hidden_size * (1 if spec.vision is None else 1 + len(spec.vision.deep))
+            s.embeds = self._put("embeds", batch.embeds, F32, s.embeds_size * width)
             s.embed_index = self._put("embed_index", batch.embed_index, I32, s.embeds_size)
         self._groups(batch, spec, tokens, seqs)
         self._sampling(batch.sampling, rows, spec.vocab_size)

@@ -28,8 +28,9 @@ Mixer read_mixer(const Record& r, Program& prog) {
 Rope read_rope(const Record& r) {
     Rope rope;
     rope.rotary = r.integer("rotary_dim", 2, 4096);
-    rope.ends[0] = r.integer("time", 0, rope.rotary / 2);
-    rope.ends[1] = r.integer("rows", rope.ends[0], rope.rotary / 2);
+    rope.axis = r.needed("axis", rope.rotary / 2);
+    for (int64_t i = 0; i < rope.axis.size; i++)
+        if (const float axis = rope.axis.data[i]; axis != 0 && axis != 1 && axis != 2) r.fail("axis", "none of 0, 1 and 2");
     for (int s = 0; s < 2; s++) {
         const Record set = r.record(s ? "long" : "short");
         rope.freq[s] = set.needed("inv_freq", rope.rotary / 2);
@@ -44,6 +45,7 @@ Sublayer read_sublayer(const Record& r, Program& prog) {
     s.post = r.norm("post_norm", prog.hidden);
     s.residual_scale = r.number("residual_scale");
     s.beside = r.flag("beside");
+    s.deep = r.integer("deep", 0, prog.deep);
     if (s.beside && prog.sublayers.empty()) r.fail("beside", "nothing stands before it");
     if (s.beside && !prog.sublayers.back().beside) prog.sublayers.back().saves = true;
     s.mixer = read_mixer(r, prog);
@@ -74,6 +76,7 @@ Program parse_program(const char* names, const double* values, int64_t count, co
     prog.block_size = r.integer("block_size", 16, 1 << 16);
     if (prog.block_size & (prog.block_size - 1)) r.fail("block_size", "no power of two");
     prog.kv_type = int32_t(r.integer("cache_type", KV_F32, KV_INT4));
+    prog.deep = r.integer("deep", 0, 1 << 16);
     prog.bf16 = r.flag("bfloat16") && bf16_dot;
     const int64_t groups = r.integer("groups", 1, 64);
     for (int64_t g = 0; g < groups; g++) {

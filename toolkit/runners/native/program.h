@@ -188,6 +188,7 @@ struct Sublayer {
     float residual_scale = 1;
     bool beside = false;  // reads what the sublayers before it in the layer read, not what they made of it
     bool saves = false;   // what it reads is read beside it too
+    int64_t deep = 0;     // which rows of pictures are added behind it, counted from 1; 0 = none
     Mixer mixer;
     // How it attends to tokens that the cache keeps; null = it does not.
     const Attention* attends() const {
@@ -198,7 +199,7 @@ struct Sublayer {
 
 struct Rope {
     int64_t rotary;
-    int64_t ends[2];  // frequencies before them turn by a token's first position, then by its second, the others by its third
+    Vector axis;  // by which of a token's positions each frequency turns
     Vector freq[2];
     float factor[2];
 };
@@ -214,6 +215,7 @@ struct Group {
 struct Program {
     int64_t vocab, hidden, block_size;
     int32_t kv_type;
+    int64_t deep;  // branches whose rows stand beside those that take the places of tokens
     bool bf16;  // products of bfloat16: attention on such cells, linears with such weights
     Linear embed, head;
     Norm final_norm;

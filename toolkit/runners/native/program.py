@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from toolkit.models.rope import inv_freq
 from toolkit.models.spec import DecoderSpec, RopeSpec
-from toolkit.runners.native.mixers import ACTIVATIONS, MIXERS, Tensors, flat
+from toolkit.runners.native.mixers import ACTIVATIONS, MIXERS, Floats, Tensors, flat
 from toolkit.runners.native.packed import PackedTensor, PackedWeights
 
 CHUNK = 512  # of plan.h
@@ -35,10 +37,6 @@ def unsupported(spec: DecoderSpec) -> str | None:
         "sublayers": (sum(len(layer.sublayers) for layer in spec.layers), 1 << 16),
         "tokens that see those behind them": (max(spec.block, spec.together), CHUNK),
     }
-    if any(rope.woven for rope in spec.ropes()):
-        return "its frequencies turn by rows and columns one after the other, the model's in turn"
-    if spec.vision is not None and spec.vision.deep:
-        return "it adds nothing of pictures behind layers"
     if spec.vision is not None and spec.vision.routed:
         return "tokens of pictures have linears of their own"
     if not spec.cache_groups:
@@ -76,6 +74,7 @@ def build_program(
         "hidden": spec.hidden_size,
         "block_size": block_size,
         "cache_type": KV_TYPES[quant_policy or dtype],
+        "deep": 0 if spec.vision is None else len(spec.vision.deep),
         "bfloat16": dtype == "bfloat16",
         "groups": [{"window": g.window or 0, "state": g.kind == "state"} for g in spec.cache_groups],
         "ropes": [_rope(rope, tensors) for rope in spec.ropes()],
@@ -92,23 +91,33 @@ def build_program(
 
 
 def _rope(rope: RopeSpec, tensors: Tensors) -> dict[str, Any]:
-    time, rows, _ = rope.sections or (rope.rotary_dim // 2, 0, 0)
-    record: dict[str, Any] = {"rotary_dim": rope.rotary_dim, "time": time, "rows": time + rows}
+    record: dict[str, Any] = {"rotary_dim": rope.rotary_dim, "axis": tensors.numbers(_axes(rope))}
     for name, long in (("short", False), ("long", True)):
         frequencies, factor = inv_freq(rope, long)
         record[name] = {"inv_freq": tensors.numbers(frequencies), "factor": factor}
     return record
 
 
+def _axes(rope: RopeSpec) -> Floats:
+    """By which of a token's positions each frequency turns: 0 time, 1 rows, 2 columns."""
+    found = np.zeros(rope.rotary_dim // 2, np.float32)
+    for axis, count in enumerate(rope.sections):
+        before = sum(rope.sections[:axis])
+        found[slice(axis, 3 * count, 3) if rope.woven and axis else slice(before, before + count)] = axis
+    return found
+
+
 def _sublayers(spec: DecoderSpec, tensors: Tensors) -> list[dict[str, Any]]:
+    deep = 0 if spec.vision is None else len(spec.vision.deep)
     return [
         {
             "pre_norm": tensors.norm(s.pre_norm),
             "post_norm": tensors.norm(s.post_norm),
             "residual_scale": s.residual_scale,
             "beside": layer.beside(i),
+            "deep": number if number <= deep and i == len(layer.sublayers) - 1 else 0,
             s.mixer.kind: MIXERS[s.mixer.kind](s.mixer, tensors),
         }
-        for layer in spec.layers
+        for number, layer in enumerate(spec.layers, start=1)
         for i, s in enumerate(layer.sublayers)
     ]

@@ -76,6 +76,7 @@ void Run::layers_by_parts() {
             for (size_t k = from; k < end; k++) {
                 if (const Attention* a = attention(k)) attend_rows(p.sublayers[k], *a, part);
                 else mlp_rows(p.sublayers[k], std::get<Mlp>(p.sublayers[k].mixer), part.rows);
+                if (p.sublayers[k].deep) add_deep(p.sublayers[k], part.rows);
             }
             if (more) project_rows(p.sublayers[end], *attention(end), part.rows);
         });

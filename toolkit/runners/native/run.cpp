@@ -14,7 +14,7 @@ namespace tk {
 int64_t phases_of(const Program& p, int64_t head_blocks) {
     int64_t n = 4 + head_blocks * 4;
     for (const Sublayer& s : p.sublayers)
-        n += std::visit([](const auto& m) { return std::decay_t<decltype(m)>::PHASES; }, s.mixer);
+        n += std::visit([](const auto& m) { return std::decay_t<decltype(m)>::PHASES; }, s.mixer) + (s.deep > 0);
     return n;
 }
 
@@ -87,9 +87,19 @@ void Run::embed_rows(Range r) {
     }
     for (int64_t i = 0; i < in.embeds_size; i++) {
         const int64_t t = in.embed_index[i] - first;
-        if (t >= r.first && t < r.last) memcpy(w.x + t * w.hidden_ld, in.embeds + i * p.hidden, size_t(p.hidden) * 4);
+        if (t >= r.first && t < r.last)
+            memcpy(w.x + t * w.hidden_ld, in.embeds + i * p.hidden * (1 + p.deep), size_t(p.hidden) * 4);
     }
     for (size_t i = 0; i < p.ropes.size(); i++) turn_table(i, r);
+}
+
+// Rows of pictures that are added behind this sublayer.
+void Run::add_deep(const Sublayer& s, Range rows) {
+    for (int64_t i = 0; i < in.embeds_size; i++) {
+        const int64_t t = in.embed_index[i] - first;
+        if (t >= rows.first && t < rows.last)
+            ops.add_scaled(w.x + t * w.hidden_ld, in.embeds + (i * (1 + p.deep) + s.deep) * p.hidden, 1.0f, p.hidden);
+    }
 }
 
 // Cosines and sines of a rope for tokens r.
@@ -100,7 +110,7 @@ void Run::turn_table(size_t i, Range r) const {
         const int set = in.rope_set[seq_of[size_t(t)]];
         const int32_t* at = in.positions + first + t;
         for (int64_t d = 0; d < half; d++) {
-            const int64_t axis = in.axes == 1 || d < rope.ends[0] ? 0 : d < rope.ends[1] ? 1 : 2;
+            const int64_t axis = in.axes == 1 ? 0 : int64_t(rope.axis.data[d]);
             const float angle = float(at[axis * in.tokens]) * rope.freq[set].data[d];
             w.cos[i][t * half + d] = cosf(angle) * rope.factor[set];
             w.sin[i][t * half + d] = sinf(angle) * rope.factor[set];
@@ -111,7 +121,10 @@ void Run::turn_table(size_t i, Range r) const {
 void Run::layers() {
     if (parts.empty()) {
         share(P_EMBED, count, 1, [&](Range r) { embed_rows(r); });
-        for (const Sublayer& s : p.sublayers) std::visit([&](const auto& m) { mix(s, m); }, s.mixer);
+        for (const Sublayer& s : p.sublayers) {
+            std::visit([&](const auto& m) { mix(s, m); }, s.mixer);
+            if (s.deep && in.embeds_size) share(P_OTHER, count, 1, [&](Range r) { add_deep(s, r); });
+        }
     } else {
         layers_by_parts();
     }

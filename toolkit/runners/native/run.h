@@ -53,6 +53,7 @@ private:
     const InputBuffer& ready(Prepared& p, const Input& in, const Norm& norm, const float* from, int64_t ld, int64_t rows) const;
     Store residual(const Sublayer& s) const;
     void add_post(const Sublayer& s);
+    void add_deep(const Sublayer& s, Range rows);
     void add_post_rows(const Sublayer& s, Range rows);
     bool stripes(const Mlp& m) const;
     void gated_rows(const Mlp& m, const InputBuffer& in, Range rows, Range tiles, bool fused);

@@ -27,7 +27,7 @@ struct StepArrays {
     const int32_t* target_index;
     const int32_t* target_ids;
     int64_t embeds_size;
-    const float* embeds;
+    const float* embeds;  // [E, hidden and as much for each of the deep branches]
     const int32_t* embed_index;
     const int64_t* copies_size;
     const int32_t* const* copies;

@@ -31,13 +31,16 @@ def uncovered(vision: VisionSpec) -> str | None:
     tower = vision.tower
     if tower.tiles or tower.norm_after or tower.nearest:
         return "it knows no such tower"
-    if tower.also or vision.deep:
-        return "rows leave between the tower's layers"
     if vision.high is not None or vision.overlap or vision.join == "lined":
         return "pictures are put together from several towers, overlapping tiles or lines"
-    if odd := {stage.kind for stage in vision.projector} - _STAGES:
+    if odd := {stage.kind for _, stages in _ways(vision) for stage in stages} - _STAGES:
         return f"its projectors have no stage {min(odd)}"
     return None
+
+
+def _ways(vision: VisionSpec) -> list[tuple[str, tuple[Stage, ...]]]:
+    """The stages behind the tower, under the names of their records; those of deep branches last."""
+    return [("projector", vision.projector), *((f"deep{i}", branch.projector) for i, branch in enumerate(vision.deep))]
 
 
 def matrices(vision: VisionSpec) -> dict[str, tuple[int, int]]:
@@ -102,14 +105,15 @@ class NativeEncoder:
             yield self._stage(f"layer{i}", tower.hidden, tower.hidden, layer=_layer(t, tower, i))
         if tower.post_norm == "used":
             yield self._stage("post_norm", tower.hidden, tower.hidden, norm=_norm(t, "vision.post_norm", tower))
-        width = tower.outputs
-        for i, stage in enumerate(self.vision.projector):
-            if stage.kind in _ORDERS:
-                width = width * (1 if stage.kind == "pool" else stage.factor**2)
-                continue
-            outputs = stage.outputs or width
-            yield self._stage(f"projector{i}", width, outputs, **_projected(t, stage, width))
-            width = outputs
+        for way, stages in _ways(self.vision):
+            width = tower.outputs if way == "projector" else tower.hidden
+            for i, stage in enumerate(stages):
+                if stage.kind in _ORDERS:
+                    width = width * (1 if stage.kind == "pool" else stage.factor**2)
+                    continue
+                outputs = stage.outputs or width
+                yield self._stage(f"{way}.{i}", width, outputs, **_projected(t, stage, width))
+                width = outputs
 
     def _stage(self, name: str, inputs: int, outputs: int, **what: Any) -> Record:
         self._at[name] = len(self._widths)
@@ -142,15 +146,22 @@ class NativeEncoder:
     # -- pictures
 
     def encode(self, pictures: Sequence[Picture]) -> list[Floats]:
-        """The rows of each picture, [tokens, hidden of the language model]."""
+        """The rows of each picture, [tokens, hidden of the language model], those of deep branches beside them."""
         parts = [part for picture in pictures for part in picture.parts]
         places = [patch_grid(part, self.tower.patch) for part in parts for _ in part]
         x = self._placed(self._run(0, 0, np.concatenate([self._patches(part) for part in parts])), places)
-        x = self._layers(x, places)
+        outputs = zip(_ways(self.vision), self._layers(x, places), strict=True)
+        made = [self._rows(way, stages, x, places, pictures) for (way, stages), x in outputs]
+        return [np.concatenate(rows, 1) for rows in zip(*made, strict=True)]
+
+    def _rows(
+        self, way: str, stages: Sequence[Stage], x: Floats, places: Places, pictures: Sequence[Picture]
+    ) -> list[Floats]:
+        """What ``stages`` make of the rows ``x`` of all patches, by picture."""
         if self.tower.class_token:
             starts = np.cumsum([0, *(rows * columns + 1 for rows, columns in places[:-1])])
             x = np.delete(x, starts, 0)
-        x, places = self._project(x, places)
+        x, places = self._project(way, stages, x, places)
         ends = np.cumsum([rows * columns for rows, columns in places])
         tiles = iter(np.split(x, ends[:-1]))
         return [self._whole([next(tiles) for part in p.parts for _ in part], p) for p in pictures]
@@ -183,7 +194,8 @@ class NativeEncoder:
             x = x + np.concatenate([near[grid].reshape(-1, tower.hidden) for grid in places])
         return x
 
-    def _layers(self, x: Floats, places: Places) -> Floats:
+    def _layers(self, x: Floats, places: Places) -> list[Floats]:
+        """What leaves the tower, that of deep branches last."""
         tower = self.tower
         whole = [rows * columns + tower.class_token for rows, columns in places]
         turned, near = turns(tower, places), whole
@@ -194,17 +206,21 @@ class NativeEncoder:
             turned = None if turned is None else (turned[0][order], turned[1][order])
         first = self._at["pre_norm"] if tower.pre_norm and not tower.norm_first else self._at["layer0"]
         last = self._at.get("post_norm", self._at[f"layer{tower.taken - 1}"])
-        out = np.empty_like(x)
-        out[order] = self._run(first, last, x, (whole, near), turned)
-        return out
+        deep, found = [branch.layer for branch in self.vision.deep], dict[int, Floats]()
+        for layer in sorted({*deep, *tower.also}):
+            x = self._run(first, self._at[f"layer{layer}"], x, (whole, near), turned)
+            found[layer], first = x, self._at[f"layer{layer}"] + 1
+        x = self._run(first, last, x, (whole, near), turned) if first <= last else x
+        outputs = [np.concatenate([x, *(found[layer] for layer in tower.also)], 1), *(found[layer] for layer in deep)]
+        back = np.argsort(order) if tower.window else slice(None)
+        return [rows[back] for rows in outputs]
 
-    def _project(self, x: Floats, places: Places) -> tuple[Floats, Places]:
-        """Rows of all tiles behind the projector, and each tile's rows and columns of them."""
-        stages = enumerate(self.vision.projector)
-        for ordered, run in groupby(stages, key=lambda entry: entry[1].kind in _ORDERS):
+    def _project(self, way: str, stages: Sequence[Stage], x: Floats, places: Places) -> tuple[Floats, Places]:
+        """Rows of all tiles behind ``stages``, and each tile's rows and columns of them."""
+        for ordered, run in groupby(enumerate(stages), key=lambda entry: entry[1].kind in _ORDERS):
             group = [*run]
             if not ordered:
-                x = self._run(self._at[f"projector{group[0][0]}"], self._at[f"projector{group[-1][0]}"], x)
+                x = self._run(self._at[f"{way}.{group[0][0]}"], self._at[f"{way}.{group[-1][0]}"], x)
                 continue
             for _, stage in group:
                 x, places = _merged(x, places, stage)
