@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from toolkit.box import box
-from toolkit.box.box import Cancelled, Limits, Ticket
+from toolkit.box.box import Cancelled, Limits, OutOfTime, Ticket
 from toolkit.engine import grammar
 from toolkit.engine.grammar import Grammars, GrammarState
 from toolkit.engine.grammar_format import check_format
@@ -129,6 +130,37 @@ def test_a_client_s_format_has_less_time_than_many_tools(monkeypatch: pytest.Mon
         with pytest.raises(UsageError):
             grammars.compiled(response_format)
     assert asked[0] == asked[1] == 1.0 and 5 < asked[2] < 10 and asked[3] == 5.0
+
+
+def test_formats_that_take_long_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few at a time have all their time; so many wait for that, more are sent away; what is short passes them all."""
+    grammars, go_on, begun = Grammars(Letters(), SIZE), threading.Event(), threading.Semaphore(0)  # type: ignore[arg-type]
+    run = grammar.Box.run
+
+    def ran(self: Any, value: Any, ticket: Any = None, cpu_seconds: float = 0.0) -> Any:
+        if value["type"] != "regex_schema":
+            return run(self, value, ticket=ticket, cpu_seconds=cpu_seconds)
+        begun.release()
+        assert cpu_seconds < 1 or go_on.wait(60)
+        raise OutOfTime(f"it takes more than {cpu_seconds:g} s of processor time")
+
+    def ask(letters: int) -> str:
+        with pytest.raises((BusyError, UsageError)) as error:
+            grammars.compiled({"type": "regex_schema", "regex_schema": "a" * letters})
+        return str(error.value)
+
+    monkeypatch.setattr(grammar.Box, "run", ran)
+    with ThreadPoolExecutor(16) as pool:
+        first = [pool.submit(ask, 1 + i) for i in range(grammar._LONG_TURNS)]
+        assert all(begun.acquire(timeout=60) for _ in first)
+        others = [pool.submit(ask, 20 + i) for i in range(grammar._LINE + 1)]
+        sent_away = next(as_completed(others, 60)).result()
+        assert "8 others that take long wait already" in sent_away
+        assert follow(grammars, {"type": "json_object"}, b"{}")
+        assert sum(future.done() for future in [*first, *others]) == 1
+        go_on.set()
+        texts = [future.result(60) for future in [*first, *others]]
+    assert sum("more than 1 s of processor time" in text for text in texts) == grammar._LONG_TURNS + grammar._LINE
 
 
 def test_honest_formats_are_taken(grammars: Grammars, corpus: Any) -> None:
@@ -295,7 +327,7 @@ def test_grammars_of_one_step_share_its_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def killed_by_the_kernel(child: Any, *args: Any) -> Any:
-    child.end()
+    child._process.kill()
     raise EOFError
 
 

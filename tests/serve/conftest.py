@@ -86,6 +86,7 @@ class FakeEngine:
     runner_why: str = ""
     runner_note: str = ""
     fail_after: int | None = None
+    fail_code: int | None = None
     seen: list[tuple[list[int], GenerationConfig]] = field(default_factory=list)
     running: dict[str, bool] = field(default_factory=dict)  # id -> aborted?
     aborted: set[str] = field(default_factory=set)  # every id that abort() was called for
@@ -153,7 +154,8 @@ class FakeEngine:
                     await asyncio.sleep(0.005)
                 last = i == len(answer) - 1
                 if self.fail_after == i:
-                    yield Response(finish_reason="error", error_message="the runner broke", generate_token_len=i)
+                    told: Any = {"error_message": "the runner broke", "error_code": self.fail_code}
+                    yield Response(finish_reason="error", generate_token_len=i, **told)
                     return
                 if self.running[request_id]:
                     yield Response(finish_reason="abort", generate_token_len=i)

@@ -119,3 +119,12 @@ def test_who_finds_the_queue_full_is_told_when_to_come_again(start: Any, path: s
     held.close()
     server.wait(lambda: not server.engine.running)
     assert ask(f"{server.url}/v1/completions", {"prompt": "a"})[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_whom_the_engine_cannot_take_now_is_told_when_to_come_again(start: Any, stream: bool) -> None:
+    server = start(engine={"fail_after": 0, "fail_code": 503})
+    body = json.dumps({"model": "echo", "prompt": "a", "stream": stream}).encode()
+    with pytest.raises(urllib.error.HTTPError) as told:
+        urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/completions", body), timeout=60)
+    assert told.value.code == 503 and int(told.value.headers["retry-after"]) > 0

@@ -23,6 +23,9 @@ from typing import Any
 
 from toolkit.box import child, frames
 
+FORK_S = 5.0  # seconds that a child has to end after its fork
+_CRASHED = "it crashes the process that works on it"
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -38,6 +41,10 @@ class Limits:
 
 class LimitError(Exception):
     """A job was ended: "it takes more than …", "it crashes …". The text has no subject's name."""
+
+
+class OutOfTime(LimitError):
+    """The job used up its processor time."""
 
 
 class Crowded(LimitError):
@@ -78,12 +85,16 @@ class Ticket:
 class Box:
     """Up to ``size`` children that run ``job`` ("module:function", see ``child.py``). Thread-safe.
 
-    ``setup`` and ``data`` are what a new child builds the job from.
+    ``setup`` and ``data`` are what a new child builds the job from. ``forks``: each run is a fork of the child, which
+    alone is ended then: for jobs that often pass a limit.
     """
 
-    def __init__(self, job: str, limits: Limits, setup: Any = None, data: bytes = b"", size: int = 2) -> None:
+    def __init__(
+        self, job: str, limits: Limits, setup: Any = None, data: bytes = b"", size: int = 2, forks: bool = False
+    ) -> None:
         first = {"job": job, "setup": setup, "memory": limits.memory, "start_seconds": limits.start_seconds}
-        self._first = frames.pack(first, data)
+        self._first = frames.pack(first | {"forks": forks}, data)
+        self._forks = forks
         self._limits = limits
         self._idle: deque[_Child] = deque()  # the one used last is taken first
         self._free = size  # children that may still be started or taken, those in ``_idle`` included
@@ -103,8 +114,8 @@ class Box:
         than the limit.
 
         Raises TypeError for a value that is no plain JSON, ValueError with the job's own words where it refuses,
-        LimitError where it was ended (Crowded where time or a free child was lacking, or the machine's memory),
-        Cancelled, RuntimeError for a fault in the job.
+        LimitError where it was ended (OutOfTime after its processor time, Crowded where time or a free child was
+        lacking, or the machine's memory), Cancelled, RuntimeError for a fault in the job.
         """
         limits = replace(self._limits, cpu_seconds=min(cpu_seconds, self._limits.cpu_seconds))
         message = frames.pack([value, limits.cpu_seconds], data)
@@ -114,8 +125,14 @@ class Box:
         try:
             if ticket is not None:
                 ticket.hold(worker)
+                ticket.check()
             ended, value, data = worker.ask(message, deadline, limits)
-            healthy = ended != child.MEMORY
+            healthy = self._forks or ended != child.MEMORY
+            if ended == child.CODE and ticket is not None:
+                ticket.check()
+        except Cancelled:
+            healthy = self._forks
+            raise
         except (OSError, EOFError, ValueError) as e:
             if ticket is not None and ticket.cancelled:
                 raise Cancelled from None
@@ -123,7 +140,9 @@ class Box:
         finally:
             if ticket is not None:
                 ticket.hold(None)
-            self._give_back(worker, healthy and not (ticket is not None and ticket.cancelled))
+            self._give_back(worker, healthy and (self._forks or ticket is None or not ticket.cancelled))
+        if ended == child.CODE:
+            raise _ended_by(value, limits)
         if ended == child.MEMORY:
             raise LimitError(_too_much_memory(self._limits))
         if ended == child.REFUSED:
@@ -170,13 +189,14 @@ class Box:
             self._changed.notify()
 
     def _new(self) -> _Child:
-        return _Child(self._first)
+        return _Child(self._first, self._forks)
 
 
 class _Child:
     """One process and the socket to it."""
 
-    def __init__(self, first: bytes) -> None:
+    def __init__(self, first: bytes, forks: bool) -> None:
+        self._forks = forks
         self._sock, theirs = socket.socketpair()
         code = f"from toolkit.box.child import main; main({theirs.fileno()})"
         with theirs:
@@ -186,6 +206,7 @@ class _Child:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # what libraries write of hostile input is nobody's to read
+                start_new_session=forks,  # a fork is ended by a signal to all of it, which the child ignores
                 env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
             )
         self._first = first
@@ -209,30 +230,45 @@ class _Child:
             return LimitError(f"it makes more than {limits.reply >> 20} MiB")
         if isinstance(error, TimeoutError):
             return Crowded(f"it takes more than {limits.seconds:.0f} s, waiting included; try again")
-        with suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(timeout=5)
-            if code == -signal.SIGPROF:
-                return LimitError(f"it takes more than {limits.cpu_seconds:g} s of processor time")
-            if code in (-signal.SIGABRT, 127):  # a C++ library without memory
-                return LimitError(_too_much_memory(limits))
-            if code == -signal.SIGKILL:  # the kernel: its limit of address space ends no child this way
-                return Crowded("the machine ran out of memory; try again")
-        return LimitError("it crashes the process that works on it")
+        try:
+            return _ended_by(self._process.wait(timeout=5), limits)
+        except subprocess.TimeoutExpired:
+            return LimitError(_CRASHED)
 
     def end(self) -> None:
-        """End the process, from any thread: who waits for its answer is told by the closed socket."""
-        self._process.kill()
+        """End the job, from any thread. Who waits for its answer is told: by the closed socket where the process ends
+        with it, by the process where only its fork does."""
+        if not self._forks:
+            self._process.kill()
+        elif self.alive:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGTERM)
 
     def close(self) -> None:
         """End the process and free what belongs to it."""
-        self._process.kill()
-        self._process.wait()
+        self.end()
         self._sock.close()
+        try:
+            self._process.wait(FORK_S)  # it sees its fork to the grave
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def _introduce(self, deadline: float) -> None:
         if self._first:
             first, self._first = self._first, b""
             frames.send(self._sock, first, deadline)
+
+
+def _ended_by(code: int, limits: Limits) -> LimitError:
+    """Why a process that worked on a job ended with an exit code and without a word."""
+    if code == -signal.SIGPROF:
+        return OutOfTime(f"it takes more than {limits.cpu_seconds:g} s of processor time")
+    if code in (-signal.SIGABRT, 127):  # a C++ library without memory
+        return LimitError(_too_much_memory(limits))
+    if code == -signal.SIGKILL:  # the kernel: its limit of address space ends no process this way
+        return Crowded("the machine ran out of memory; try again")
+    return LimitError(_CRASHED)
 
 
 def _too_much_memory(limits: Limits) -> str:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from toolkit.engine.grammar import Grammars
 
 PATIENCE = 60.0  # seconds that building a request's constraints may take, waiting for a thread included
-THREADS = 4  # that build at once
+THREADS = 16  # that build at once; most only wait for a box, and more than may wait there for a longer turn
 
 
 @dataclass(frozen=True)

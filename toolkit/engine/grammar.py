@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.box.box import Box, Crowded, LimitError, Limits, Ticket
+from toolkit.box.box import Box, Crowded, LimitError, Limits, OutOfTime, Ticket
 from toolkit.engine.grammar_format import check_format
 from toolkit.engine.grammar_pace import Pace
 from toolkit.engine.json_tokens import JsonTokens, has
@@ -31,6 +31,9 @@ _SECONDS = 1.0  # of processor time for a format that a client has written
 _COUNT_SECONDS = 4.0  # more where letters are counted: xgrammar tries all tokens at each of up to 128 places
 _TOKENS = 1 << 16  # so many a vocabulary has for that; a larger one takes longer
 _BYTES_A_SECOND = 8 << 10  # one made of tools may take so much longer as there are more of them
+_LONG_TURNS = 2  # formats that may take all their time at once; what comes meanwhile
+_SHORT_TURN = 0.25  # has so many seconds of processor time first,
+_LINE = 8  # and so many may then wait for a long turn
 _KEPT, _KEPT_BYTES = 64, 256 << 20  # compiled grammars
 _JSON = ("json_object", "json_schema", "structural_tag")  # formats whose texts are JSON, or have it in them
 SPARE = 32  # tokens, or an eighth of what a text may have: so much longer a token may make the way to its end
@@ -58,11 +61,14 @@ class Grammars:
                 tokens[i] = unreachable(tokens[i]) if i not in self._eos else b""
         self._info = vocabulary(tokens, vocab_size, self._eos)
         setup = {"lengths": [len(t) for t in tokens], "size": vocab_size, "stops": self._eos}
-        self._box = Box("toolkit.engine.grammar_job:compiling", LIMITS, setup, b"".join(tokens))
+        size = _LONG_TURNS + 1
+        self._box = Box("toolkit.engine.grammar_job:compiling", LIMITS, setup, b"".join(tokens), size, forks=True)
+        self._long_turns = threading.Semaphore(_LONG_TURNS)
+        self._in_line = 0  # formats that wait for one
         self._compiled: OrderedDict[bytes, Compiled] = OrderedDict()  # the one used last is last
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._compiling: set[bytes] = set()
-        self._changed = threading.Condition()  # over the three above
+        self._changed = threading.Condition()  # over the four above
 
     def find(self, response_format: dict[str, Any]) -> Compiled | None:
         """What ``compiled`` gives where it is there; waits for nothing that is being compiled."""
@@ -110,8 +116,7 @@ class Grammars:
     def _compile(self, key: bytes, response_format: dict[str, Any], ticket: Ticket) -> Compiled:
         kind = response_format["type"]
         try:
-            seconds = _seconds(response_format) * max(1.0, self._size / _TOKENS)
-            _, data = self._box.run(response_format, ticket=ticket, cpu_seconds=seconds)
+            data = self._in_turn(response_format, ticket)
         except Crowded as e:
             raise BusyError(f"response_format: the {kind} cannot be compiled now: {e}") from e
         except (ValueError, LimitError) as e:
@@ -132,6 +137,37 @@ class Grammars:
             ):
                 self._compiled.popitem(last=False)
         return compiled
+
+    def _in_turn(self, response_format: dict[str, Any], ticket: Ticket) -> bytes:
+        """What the box makes of it. While others take long it has a short turn, which is enough for most, and only then
+        waits: so the formats of one client do not hold up those of others."""
+
+        def run(cpu_seconds: float) -> bytes:
+            return self._box.run(response_format, ticket=ticket, cpu_seconds=cpu_seconds)[1]
+
+        larger = max(1.0, self._size / _TOKENS)
+        if not self._long_turns.acquire(blocking=False):
+            try:
+                return run(_SHORT_TURN * larger)
+            except OutOfTime:
+                self._wait_in_line(ticket)
+        try:
+            return run(_seconds(response_format) * larger)
+        finally:
+            self._long_turns.release()
+
+    def _wait_in_line(self, ticket: Ticket) -> None:
+        """Until a long turn is this one's. Raises Crowded where too many wait, Cancelled when ``ticket`` says so."""
+        with self._changed:
+            if self._in_line >= _LINE:
+                raise Crowded(f"{_LINE} others that take long wait already; try again later")
+            self._in_line += 1
+        try:
+            while not self._long_turns.acquire(timeout=0.1):
+                ticket.check()
+        finally:
+            with self._changed:
+                self._in_line -= 1
 
 
 def _seconds(response_format: dict[str, Any]) -> float:

@@ -61,7 +61,7 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str] | None:
         """Clients of both APIs ask again after so many seconds."""
-        return {"retry-after": str(RETRY_S)} if self.status == 429 else None
+        return {"retry-after": str(RETRY_S)} if self.status in (429, 503) else None
 
     def envelope(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}

@@ -12,7 +12,7 @@ from toolkit.option import spelled
 from toolkit.serve.errors import ApiError
 from toolkit.serve.lanes import LARGE, Lanes
 from toolkit.serve.limits import Limits
-from toolkit.serve.replies import send_json
+from toolkit.serve.replies import send_error
 
 BYTES_A_SECOND = 1 << 16  # a body may take so much longer as it is larger
 LINGER = 5.0  # seconds in which the rest of a body that was refused is thrown away
@@ -59,7 +59,7 @@ class Intake:
         try:
             if body.declared > self._limits.max_body_bytes:
                 error = body.too_large()
-                await send_json(answer, error.status, error.envelope_at(scope["path"]))
+                await send_error(answer, error, error.envelope_at(scope["path"]))
             else:
                 await self._app(scope, counted, answer)
         finally:

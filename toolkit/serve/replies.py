@@ -44,6 +44,12 @@ async def send_json(send: Send, status: int, data: Any, headers: list[tuple[byte
     await send({"type": "http.response.body", "body": body})
 
 
+async def send_error(send: Send, error: ApiError, envelope: Any) -> None:
+    """Send ``error``, worded as ``envelope``, as a whole response."""
+    headers = [(name.encode(), value.encode()) for name, value in (error.headers or {}).items()]
+    await send_json(send, error.status, envelope, headers)
+
+
 def json_response(data: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """``data`` as a response for a route to return."""
     return Response(as_json(data), status, headers, "application/json")
@@ -130,13 +136,13 @@ class JsonReply(Reply):
         self.wire = wire
 
     async def produce(self, send: Send) -> None:
-        status = 200
         try:
             data = await self.compute()
         except Exception as error:
             told = _told(error)
-            status, data = told.status, self.wire.error(told)
-        await send_json(send, status, data)
+            await send_error(send, told, self.wire.error(told))
+            return
+        await send_json(send, 200, data)
 
 
 class EventReply(Reply):
@@ -181,7 +187,7 @@ class EventReply(Reply):
         except Exception as error:
             told = _told(error)
             if not started:
-                await send_json(send, told.status, self.wire.error(told))
+                await send_error(send, told, self.wire.error(told))
                 return
             await write(self.wire.event(self.wire.error(told)))
         finally:

@@ -23,7 +23,7 @@ STATUSES = {
     429: "Too many requests wait; Retry-After says when to ask again",
     499: "The request was ended by somebody else",
     500: "The engine failed on this request",
-    503: "The server cannot take requests now",
+    503: "The server cannot take requests now; Retry-After says when to ask again",
 }
 FORBIDDEN = {403: "The server was started without the option that allows it"}
 BUSY = {409: "This conversation is being answered"}

@@ -17,7 +17,7 @@ from toolkit.serve.interactive_routes import OWNER
 from toolkit.serve.ollama.fields import served_as
 from toolkit.serve.proxy.nodes import ELSEWHERE, Node
 from toolkit.serve.proxy.strategies import sticky
-from toolkit.serve.replies import Reply, event, send_json
+from toolkit.serve.replies import Reply, event, send_error
 from toolkit.serve.request_ids import HEADER, current
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Forward(Reply):
             await self._try_nodes(send)
         except ApiError as error:
             self._state.metrics.requests.labels("", str(error.status)).inc()
-            await send_json(send, error.status, error.envelope_at(self._request.path))
+            await send_error(send, error, error.envelope_at(self._request.path))
 
     async def _try_nodes(self, send: Send) -> None:
         state, request = self._state, self._request

@@ -1,6 +1,6 @@
 {{- define "toolkit.selector" -}}
 app.kubernetes.io/name: toolkit
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "toolkit.labels" -}}
