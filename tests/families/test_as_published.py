@@ -72,6 +72,17 @@ def test_the_language_part_of_a_model_that_sees(family: str, stacked: bool, tiny
         rewrite(str(tmp_path / "whole"), tmp_path / "hf", to="hf", quiet=True)
 
 
+def test_a_head_that_copies_the_embedding_is_not_left_out(tiny_models: Any, tmp_path: Path) -> None:
+    tensors = load_file(tiny_models("gemma") / "model.safetensors")
+    copied = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(copied, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((tiny_models("gemma") / "config.json").read_text())
+    checkpoint = open_checkpoint(tmp_path)
+    stored = load_spec(checkpoint)[1]
+    validate_checkpoint(checkpoint, stored)
+    assert left_out(checkpoint, stored) == ""
+
+
 def test_rope_of_old_configs_is_that_of_new_ones() -> None:
     """``rope_theta``, ``partial_rotary_factor`` and ``rope_scaling`` with its ``type`` for ``rope_parameters``."""
     tried = 0

@@ -1,13 +1,17 @@
 """Each family against a checkpoint that transformers wrote, and against the configs of released models."""
 
 import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING
 
-from toolkit.models.registry import build
+from toolkit.models.registry import build, load_spec
 from toolkit.models.spec import MoeSpec
 from toolkit.models.vision import PREFIX
 
@@ -24,7 +28,7 @@ def _shapes(path):
 def _expected(stored):
     shapes = {}
     for s in stored:
-        shapes[s.weight_name] = s.shape
+        shapes[s.weight_name] = s.disk_shape
         if s.bias:
             shapes[s.bias_name] = s.bias_shape
     return shapes
@@ -150,157 +154,78 @@ def test_gemma2_softcap_null_is_off(tiny_models):
     assert spec.layers[0].sublayers[0].mixer.softcap is None
 
 
-# Config files as released; only the fields that a model is built from.
+# Config files of released models, of each the fields that say what it computes, with the number of its parameters.
 RELEASED = {
-    "llama-2-7b": dict(
-        architectures=["LlamaForCausalLM"],
-        hidden_act="silu",
-        hidden_size=4096,
-        intermediate_size=11008,
-        max_position_embeddings=4096,
-        num_attention_heads=32,
-        num_hidden_layers=32,
-        num_key_value_heads=32,
-        rms_norm_eps=1e-05,
-        rope_scaling=None,
-        tie_word_embeddings=False,
-        torch_dtype="float16",
-        vocab_size=32000,
-    ),
-    "llama-3.2-1b": dict(
-        architectures=["LlamaForCausalLM"],
-        attention_bias=False,
-        head_dim=64,
-        hidden_act="silu",
-        hidden_size=2048,
-        intermediate_size=8192,
-        max_position_embeddings=131072,
-        mlp_bias=False,
-        num_attention_heads=32,
-        num_hidden_layers=16,
-        num_key_value_heads=8,
-        rms_norm_eps=1e-05,
-        rope_scaling=dict(
-            factor=32.0,
-            high_freq_factor=4.0,
-            low_freq_factor=1.0,
-            original_max_position_embeddings=8192,
-            rope_type="llama3",
-        ),
-        rope_theta=500000.0,
-        tie_word_embeddings=True,
-        vocab_size=128256,
-    ),
-    "qwen2.5-0.5b": dict(
-        architectures=["Qwen2ForCausalLM"],
-        hidden_act="silu",
-        hidden_size=896,
-        intermediate_size=4864,
-        max_position_embeddings=32768,
-        max_window_layers=21,
-        num_attention_heads=14,
-        num_hidden_layers=24,
-        num_key_value_heads=2,
-        rms_norm_eps=1e-06,
-        rope_theta=1000000.0,
-        sliding_window=32768,
-        tie_word_embeddings=True,
-        use_sliding_window=False,
-        vocab_size=151936,
-    ),
-    "internlm2-chat-7b": dict(
-        architectures=["InternLM2ForCausalLM"],
-        bias=False,
-        hidden_act="silu",
-        hidden_size=4096,
-        intermediate_size=14336,
-        max_position_embeddings=32768,
-        num_attention_heads=32,
-        num_hidden_layers=32,
-        num_key_value_heads=8,
-        rms_norm_eps=1e-05,
-        rope_scaling=dict(type="dynamic", factor=2.0),
-        rope_theta=1000000,
-        tie_word_embeddings=False,
-        vocab_size=92544,
-    ),
-    "gemma-2-2b": dict(
-        architectures=["Gemma2ForCausalLM"],
-        attention_bias=False,
-        attn_logit_softcapping=50.0,
-        final_logit_softcapping=30.0,
-        head_dim=256,
-        hidden_act="gelu_pytorch_tanh",
-        hidden_activation="gelu_pytorch_tanh",
-        hidden_size=2304,
-        intermediate_size=9216,
-        max_position_embeddings=8192,
-        num_attention_heads=8,
-        num_hidden_layers=26,
-        num_key_value_heads=4,
-        query_pre_attn_scalar=256,
-        rms_norm_eps=1e-06,
-        rope_theta=10000.0,
-        sliding_window=4096,
-        vocab_size=256000,
-    ),
-    "mixtral-8x7b": dict(
-        architectures=["MixtralForCausalLM"],
-        hidden_act="silu",
-        hidden_size=4096,
-        intermediate_size=14336,
-        max_position_embeddings=32768,
-        num_attention_heads=32,
-        num_experts_per_tok=2,
-        num_hidden_layers=32,
-        num_key_value_heads=8,
-        num_local_experts=8,
-        rms_norm_eps=1e-05,
-        rope_theta=1000000.0,
-        sliding_window=None,
-        tie_word_embeddings=False,
-        vocab_size=32000,
-    ),
+    line["name"]: line for line in map(json.loads, (Path(__file__).parent / "released.jsonl").read_text().splitlines())
 }
-PARAMETERS = {  # as the model cards state them
-    "llama-2-7b": 6_738_415_616,
-    "llama-3.2-1b": 1_235_814_400,
-    "qwen2.5-0.5b": 494_032_768,
-    "internlm2-chat-7b": 7_737_708_544,
-    "gemma-2-2b": 2_614_341_888,
-    "mixtral-8x7b": 46_702_792_704,
-}
+LARGE = 100_000_000_000  # parameters, from which on a spec takes a second
 
 
-@pytest.mark.parametrize("name", RELEASED)
+def _config_of(name):
+    return RELEASED[name]["config"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if x["parameters"] > LARGE else n for n, x in RELEASED.items()]
+)
 def test_released_models_have_their_parameter_count(name):
-    _, stored = build(RELEASED[name])
-    count = 0
-    for s in stored:
-        size = 1
-        for n in s.shape:
-            size *= n
-        count += size + (s.shape[0] if s.bias else 0)
-    assert count == PARAMETERS[name]
+    _, stored = build(_config_of(name))
+    shapes = _expected(stored).values()
+    assert sum(math.prod(shape) for shape in shapes) == RELEASED[name]["parameters"]
+
+
+def _of_transformers(config):
+    """Name → shape of each tensor that transformers' own class would save, and those that copy another."""
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    known = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    kinds = (getattr(transformers, config["architectures"][0], None), transformers.AutoModelForCausalLM)
+    kind, make = next((kind, make) for kind, make in zip(kinds, ("_from_config", "from_config"), strict=True) if kind)
+    with torch.device("meta"):
+        model = getattr(kind, make)(known)
+    tensors = revert_weight_conversion(model, model.state_dict())
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, set(model.all_tied_weights_keys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n, x in RELEASED.items() if x["config"].get("model_type") in CONFIG_MAPPING])
+def test_released_models_have_the_tensors_of_transformers(name):
+    """All of them, in equal shapes; but a head that copies the embedding, and what a model read as text sees with."""
+    config = _config_of(name)
+    theirs, copies = _of_transformers(config)
+    fake = SimpleNamespace(path=Path(name), config=config, generation_config={}, names=lambda: list(theirs))
+    spec, stored = load_spec(fake)
+    ours = _expected(stored)
+    assert ours.items() <= theirs.items()
+    seeing = ("vision_model.", "multi_modal_projector.", "model.visual.") if "text_config" in config else ()
+    left = {name for name in theirs.keys() - ours.keys() if not name.startswith(seeing)}
+    assert left <= copies and (spec.tied or not left)
 
 
 def test_released_models_context_and_groups():
-    assert build(RELEASED["internlm2-chat-7b"])[0].max_position == 65536
-    assert build(RELEASED["llama-3.2-1b"])[0].max_position == 131072
-    assert [g.kind for g in build(RELEASED["qwen2.5-0.5b"])[0].cache_groups] == ["full"]
-    groups = build(RELEASED["gemma-2-2b"])[0].cache_groups
+    assert build(_config_of("internlm/internlm2-chat-7b"))[0].max_position == 65536
+    assert build(_config_of("meta-llama/Llama-3.2-1B"))[0].max_position == 131072
+    assert [g.kind for g in build(_config_of("Qwen/Qwen2.5-0.5B"))[0].cache_groups] == ["full"]
+    assert build(_config_of("google/gemma-3-1b-it"))[0].max_position == 32768  # counts what linear scaling brings
+    groups = build(_config_of("google/gemma-2-2b"))[0].cache_groups
     assert [(g.kind, g.window, len(g.layers)) for g in groups] == [("window", 4096, 13), ("full", None, 13)]
 
 
 def test_mistral_window_absent_null_and_given():
-    config = {**RELEASED["llama-2-7b"], "architectures": ["MistralForCausalLM"]}
+    config = {**_config_of("meta-llama/Llama-2-7b-hf"), "architectures": ["MistralForCausalLM"]}
     assert build(config)[0].cache_groups[0].window == 4096
     assert build({**config, "sliding_window": None})[0].cache_groups[0].kind == "full"
     assert build({**config, "sliding_window": 128})[0].cache_groups[0].window == 128
 
 
 def test_qwen2_layer_types_win_over_max_window_layers():
-    config = {**RELEASED["qwen2.5-0.5b"], "use_sliding_window": True, "sliding_window": 512, "num_hidden_layers": 3}
+    config = {
+        **_config_of("Qwen/Qwen2.5-0.5B"),
+        "use_sliding_window": True,
+        "sliding_window": 512,
+        "num_hidden_layers": 3,
+    }
     assert [a.window for _, a in build({**config, "max_window_layers": 2})[0].attention_layers()] == [None, None, 512]
     types = ["sliding_attention", "full_attention", "full_attention"]
     spec = build({**config, "layer_types": types})[0]

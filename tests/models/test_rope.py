@@ -27,6 +27,7 @@ CASES = {
     "dynamic": dict(rope_type="dynamic", factor=3.0),
     "llama3": LLAMA3,
     "llama3.2": {**LLAMA3, "factor": 32.0},
+    "llama4-scout": {**LLAMA3, "factor": 16.0, "high_freq_factor": 1.0},
     "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=8192),
     "yarn-mscale": dict(
         rope_type="yarn", factor=40.0, mscale=1.0, mscale_all_dim=0.7, original_max_position_embeddings=4096

@@ -60,8 +60,9 @@ def check_whole(checkpoint: Checkpoint) -> None:
 
 def left_out(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> str:
     """One line on tensors that belong to no module of the model, as those of a part that does not run (multi-token
-    prediction, a tower of a model that is read as text): "" where there are none."""
-    modules = {item.name for item in stored}
+    prediction, a tower of a model that is read as text): "" where there are none. A tied model's head is none of them:
+    it is a copy."""
+    modules = {item.name for item in stored} | {"lm_head", "language_model.lm_head"}
     counts: Counter[str] = Counter()
     for name in checkpoint.names() if checkpoint.gguf is None else ():
         parts = name.split(".")

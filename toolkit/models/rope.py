@@ -72,7 +72,8 @@ def _llama3(rope: RopeSpec) -> F32:
     low, high = np.float32(rope.low_freq_factor), np.float32(rope.high_freq_factor)
     original = np.float32(rope.original_max_position)
     wavelength = np.float32(2 * math.pi) / freq
-    smooth = (original / wavelength - low) / np.float32(rope.high_freq_factor - rope.low_freq_factor)
+    span = rope.high_freq_factor - rope.low_freq_factor or 1.0  # Llama 4 Scout: both 1, so that nothing is blended
+    smooth = (original / wavelength - low) / np.float32(span)
     blended = (np.float32(1.0) - smooth) * freq / factor + smooth * freq
     result = np.where(wavelength > original / low, freq / factor, freq)
     medium = ~(wavelength < original / high) & ~(wavelength > original / low)

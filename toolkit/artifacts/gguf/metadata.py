@@ -192,7 +192,7 @@ def _llama3_factors(rope: RopeSpec) -> NDArray[np.float32]:
     """What every frequency is divided by: 1 for short wavelengths, ``factor`` for long ones, a blend between."""
     exponents = np.arange(0, rope.rotary_dim, 2) / rope.rotary_dim
     rotations = rope.original_max_position / (2 * np.pi * rope.theta**exponents)
-    smooth = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = (rotations - rope.low_freq_factor) / max(rope.high_freq_factor - rope.low_freq_factor, 1e-9)
     smooth = np.clip(smooth, 0.0, 1.0)
     return (1.0 / ((1.0 - smooth) / rope.factor + smooth)).astype(np.float32)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from toolkit.models.config.dims import Dims
+from toolkit.models.config.dims import Dims, check_convolved
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.spec import AttentionSpec, ConvSpec, DeltaSpec, LinearSpec, NormSpec, RopeSpec
@@ -27,6 +27,8 @@ def read_linear_layers(config: Fields, layers: int) -> list[bool]:
 def read_delta(config: Fields, dims: Dims) -> Callable[[int, AttentionSpec], AttentionSpec | DeltaSpec]:
     """``change`` of ``llama_like``: the delta rule in the layers that have it, a gate in the others."""
     linear = read_linear_layers(config, dims.layers)
+    if any(linear):
+        check_convolved(config, "hidden_act")
     k_heads = config.integer("linear_num_key_heads", default=16, high=100_000)
     heads = config.integer("linear_num_value_heads", default=32, high=100_000)
     if heads % k_heads:

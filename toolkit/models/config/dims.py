@@ -102,3 +102,8 @@ def read_experts(config: Fields, layers: int, *names: str) -> tuple[int, int]:
     if count * layers > MAX_EXPERTS_IN_ALL:
         config.fail(names[0], count, f"at most {MAX_EXPERTS_IN_ALL} experts in all {layers} layers")
     return count, config.integer("num_experts_per_tok", high=count)
+
+
+def check_convolved(config: Fields, name: str) -> None:
+    """What is convolved goes through SiLU in all released models; ``name``: the field that says so."""
+    config.text(name, default="silu", choices=("silu", "swish"))

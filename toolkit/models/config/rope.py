@@ -95,8 +95,8 @@ def _stretched(length: int, factor: float) -> int:
 def _llama3(rope: RopeSpec, scaling: Fields) -> RopeSpec:
     low = scaling.number("low_freq_factor")
     high = scaling.number("high_freq_factor")
-    if high <= low:
-        scaling.fail("high_freq_factor", high, f"a number above low_freq_factor ({low:g})")
+    if high < low:
+        scaling.fail("high_freq_factor", high, f"a number of at least low_freq_factor ({low:g})")
     return replace(rope, low_freq_factor=low, high_freq_factor=high)
 
 

@@ -22,7 +22,7 @@ def build(config: Fields) -> Built:
     # Command-R was trained on what model_max_length says; its max_position_embeddings is shorter.
     longest = config.integer("model_max_length", "max_position_embeddings", high=MAX_POSITION)
     bias = config.flag("attention_bias", False)
-    return llama_like(
+    spec, stored = llama_like(
         config,
         replace(dims, max_position=longest),
         rope=read_rope(config, head_dim=dims.head_dim, max_position=longest, default_theta=500_000.0),
@@ -35,6 +35,9 @@ def build(config: Fields) -> Built:
         pairs=True,
         head_scale=config.number("logit_scale", default=0.0625),
     )
+    # a norm of its own for each head is a matrix, also where there is one head
+    one = [s.kind == "norm" and s.name.endswith(("q_norm", "k_norm")) and len(s.shape) == 1 for s in stored]
+    return spec, [replace(s, shape=(1, *s.shape)) if alone else s for s, alone in zip(stored, one, strict=True)]
 
 
 def _write(spec: DecoderSpec) -> dict[str, Any]:
@@ -53,7 +56,11 @@ FAMILY = Family(
     build,
     (
         Tiny(dict(logit_scale=0.25, use_qk_norm=True)),
-        Tiny(dict(logit_scale=0.5, attention_bias=True, num_key_value_heads=1, tie_word_embeddings=False)),
+        Tiny(
+            dict(
+                logit_scale=0.5, attention_bias=True, num_key_value_heads=1, use_qk_norm=True, tie_word_embeddings=False
+            )
+        ),
         Tiny(dict(logit_scale=0.5, num_key_value_heads=1)),
     ),
     Gguf(

@@ -41,7 +41,8 @@ def build(config: Fields) -> Built:
         if layer < first or layer % every:
             return None
         found = make(layer)
-        return replace(found, scale=1.0) if found.norm_topk else found
+        normed = found.norm_topk and found.top_k > 1
+        return replace(found, norm_topk=normed, scale=1.0 if normed else found.scale)
 
     return llama_like(
         config,

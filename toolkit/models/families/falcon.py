@@ -59,7 +59,7 @@ def _dims(config: Fields) -> Dims:
     """The sizes, of which some have names of their own; the oldest files have ``n_layer`` and ``n_head``."""
     heads = config.integer("num_attention_heads", "n_head", high=100_000)
     kv_heads = config.integer("num_kv_heads", "n_head_kv", default=heads, high=100_000)
-    if config.flag("multi_query", True) and not config.flag("new_decoder_architecture", False):
+    if config.flag("multi_query", True) and not _is_new(config):
         kv_heads = 1
     usual = {
         "num_hidden_layers": config.integer("num_hidden_layers", "n_layer", high=MAX_LAYERS),
@@ -71,9 +71,14 @@ def _dims(config: Fields) -> Dims:
     return read_dims(Fields({**config.values, **usual}, config.source), eps=1e-5, tied=True)
 
 
+def _is_new(config: Fields) -> bool:
+    """Whether the layers are those of 40B; its oldest files say so by their ``model_type`` alone."""
+    return config.flag("new_decoder_architecture", config.values.get("model_type") == "RefinedWeb")
+
+
 def _arrangement(config: Fields) -> tuple[LayerNorms, bool]:
     """The norms of a layer, and whether its sublayers stand side by side."""
-    new = config.flag("new_decoder_architecture", False)
+    new = _is_new(config)
     if not config.flag("parallel_attn", True):
         return PRE_NORMS, False
     two = config.integer("num_ln_in_parallel_attn", default=2 if new else 1, high=2) == 2

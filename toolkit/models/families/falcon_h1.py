@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.models.config.dims import read_dims
+from toolkit.models.config.dims import check_convolved, read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.mamba import fused_entry, mamba_layers, read_mamba
 from toolkit.models.config.rope import read_rope
@@ -47,6 +47,7 @@ def build(config: Fields) -> Built:
     after = entry * config.number("attention_out_multiplier", default=1.0)
     kept = config.number("ssm_out_multiplier", default=1.0)
     gate, down = config.numbers("mlp_multipliers", 2) if config.has("mlp_multipliers") else (1.0, 1.0)
+    check_convolved(config, "hidden_act")
     act, mlp_bias = config.activation("hidden_act"), config.flag("mlp_bias", False)
     norm = partial(rms_norm, eps=dims.eps)
     layers = []

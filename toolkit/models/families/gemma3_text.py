@@ -4,6 +4,7 @@ Source: arXiv 2503.19786 and transformers ``Gemma3ForCausalLM``."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from toolkit.errors import ToolkitError
@@ -32,10 +33,12 @@ def build(config: Fields) -> Built:
     windows = read_windows(config, dims.layers, read_window(config, default=4096), slides)
     local_theta = config.number("rope_local_base_freq", default=LOCAL_THETA, low=1.0)
     bias = config.flag("attention_bias", False)
+    ropes = layer_ropes(config, dims, windows, theta=1e6, local_theta=local_theta)
     return llama_like(
         config,
         dims,
-        rope=layer_ropes(config, dims, windows, theta=1e6, local_theta=local_theta),
+        # max_position_embeddings counts what linear scaling brings
+        rope=[replace(rope, max_position=dims.max_position) if rope.kind == "linear" else rope for rope in ropes],
         windows=windows,
         qkv_bias=bias,
         o_bias=bias,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from toolkit.models.config.dims import read_dims, read_experts
+from toolkit.models.config.dims import check_convolved, read_dims, read_experts
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.mamba import fused_entry, mamba_layers, read_mamba
 from toolkit.models.config.rope import read_rope
@@ -37,6 +37,8 @@ def build(config: Fields) -> Built:
     kinds = config.choices(field, dims.layers, KINDS) or ["mamba"] * dims.layers
     sizes = read_mamba(config, dims.hidden)
     mamba = mamba_layers(sizes, dims.hidden, dims.eps)
+    if not {"mamba", "linear_attention"}.isdisjoint(kinds):
+        check_convolved(config, "hidden_act")
     bias, act = config.flag("attention_bias", False), config.activation("hidden_act")
     shared = config.integer("shared_intermediate_size", default=1024)
     routed: dict[str, Any] = {}

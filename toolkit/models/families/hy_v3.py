@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.models.config.dims import read_dims, read_experts
-from toolkit.models.config.fields import MAX_EXPERTS, Fields
+from toolkit.models.config.fields import MAX_EXPERTS, MAX_LAYERS, Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, experts, gated_mlp, llama_like
 from toolkit.models.family import Family, Tiny
@@ -32,14 +32,15 @@ def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5, head_dim=128, kv_heads=8)
     act = config.activation("hidden_act")
     count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
-    inner = config.integer("moe_intermediate_size", default=1536)
+    inner = config.integer("moe_intermediate_size", "expert_hidden_dim", default=1536)
     shared = inner * config.integer("num_shared_experts", default=1, high=MAX_EXPERTS)
     scale = config.number("router_scaling_factor", default=2.826)
     if config.flag("mlp_bias", False):
         config.fail("mlp_bias", True, "false, as in all released models")
     bias = config.flag("attention_bias", False)
     types = config.choices("mlp_layer_types", dims.layers, ("dense", "sparse"))
-    types = types or ["dense"] + ["sparse"] * (dims.layers - 1)
+    first = config.integer("first_k_dense_replace", default=1, low=0, high=MAX_LAYERS)
+    types = types or ["dense" if i < first else "sparse" for i in range(dims.layers)]
 
     def feed_forward(i: int) -> MlpSpec | MoeSpec:
         if types[i] == "dense":

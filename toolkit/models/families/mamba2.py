@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.models.config.dims import read_dims
+from toolkit.models.config.dims import check_convolved, read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.mamba import MambaDims, checked_groups, fused_entry, mamba_layers
 from toolkit.models.decoder import Built, assemble, rms_norm
@@ -44,7 +44,7 @@ def build(config: Fields) -> Built:
         config.flag("use_conv_bias", True),
         bias,
     )
-    config.activation("hidden_act", default="silu")
+    check_convolved(config, "hidden_act")
     no_attention = {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": sizes.inner}
     stated = {"max_position_embeddings": LONGEST, **config.values, **no_attention}
     dims = read_dims(Fields(stated, config.source, config.prefix), eps=1e-5)

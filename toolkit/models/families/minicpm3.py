@@ -21,6 +21,7 @@ def build(config: Fields) -> Built:
         dims,
         rope=[None] * dims.layers,
         change=read_latent(config, dims, q_rank=768, kv_rank=256, nope_dim=64, rope_dim=32, v_dim=None),
+        mlp_bias=config.flag("mlp_bias", False),
         residual_scale=config.number("scale_depth", default=1.4) / dims.layers**0.5,
         embed_scale=config.number("scale_emb", default=12.0),
         head_scale=config.integer("dim_model_base", default=256) / dims.hidden,

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.models.config.dims import Dims, read_dims, read_experts
+from toolkit.models.config.dims import Dims, check_convolved, read_dims, read_experts
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.mamba import MambaDims, checked_groups, fused_entry, mamba_layers
 from toolkit.models.config.routing import read_groups
@@ -80,6 +80,7 @@ def _mamba(config: Fields) -> MambaDims:
     heads = config.integer("mamba_num_heads", default=128, high=100_000)
     groups = config.integer("n_groups", "mamba_n_groups", default=8, high=heads)
     bias = config.flag("use_bias", False)
+    check_convolved(config, "mamba_hidden_act")
     return MambaDims(
         heads,
         config.integer("mamba_head_dim", default=64, high=65_536),

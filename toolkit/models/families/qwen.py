@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.models.config.dims import read_dims
-from toolkit.models.config.fields import MAX_POSITION, MAX_WIDTH, Fields
+from toolkit.models.config.fields import MAX_LAYERS, MAX_POSITION, MAX_WIDTH, Fields
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QKV, Gguf, as_wide_as_the_model
@@ -27,10 +27,15 @@ NAMES = {
 
 
 def build(config: Fields) -> Built:
-    both = config.integer("intermediate_size", high=2 * MAX_WIDTH)
+    both = config.integer("intermediate_size", "ffn_hidden_size", high=2 * MAX_WIDTH)
+    heads = config.integer("num_attention_heads", "n_head", high=100_000)
     usual = {
+        "hidden_size": config.integer("hidden_size", "n_embd"),
+        "num_hidden_layers": config.integer("num_hidden_layers", "n_layer", high=MAX_LAYERS),
         "intermediate_size": both // 2,  # of gate and up together
-        "num_key_value_heads": config.integer("num_attention_heads", high=100_000),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": config.integer("max_position_embeddings", "n_positions", high=MAX_POSITION),
         "head_dim": config.integer("kv_channels", default=128, high=65_536),
     }
     dims = read_dims(Fields({**config.values, **usual}, config.source))

@@ -52,7 +52,7 @@ def rope(rope: RopeSpec, head_dim: int) -> None:
         expect("factor", rope.factor >= 1, rope.factor, "at least 1 for dynamic rope")
     if rope.kind == "llama3":
         low, high = rope.low_freq_factor, rope.high_freq_factor
-        expect("high_freq_factor", 0 < low < high, high, f"a number above low_freq_factor ({low})")
+        expect("high_freq_factor", 0 < low <= high, high, f"at least low_freq_factor ({low})")
     if rope.kind == "yarn":
         expect("beta_fast", rope.beta_fast > 0 and rope.beta_slow > 0, rope.beta_fast, "betas above 0")
     if rope.kind == "longrope":
