@@ -3,8 +3,9 @@
 // For an output row r, a token t and group g of columns, the integer D = sum (code - zero) * a is exact; then
 //     p = scale_w[r,g] * scale_a[t,g];  y = fma(float(D), p, y);  with minima also y = fma(min[r,g], scale_a * sum_a, y)
 // in ascending g. Both regimes below run exactly that, so their results are equal bit for bit:
-//   narrow   few tokens: stream a tile, split nibbles in registers, use each code for up to 8 tokens at once; with plain AVX2 and
-//            4 bits any number of tokens
+//   narrow   few tokens: stream up to four tiles side by side, split nibbles in registers, use each code for up to 8 tokens at
+//            once; with plain AVX2 and 4 bits any number of tokens. A core has more memory in flight when it reads several
+//            places: the processor fetches ahead in each of them, up to the end of a page.
 //   pairs    many tokens: two tiles by up to 6 tokens, integer and float sums both in registers; codes are split again for
 //            each block of tokens, which costs nothing beside the products. What comes next is fetched meanwhile.
 // The unsigned operand of the dot product is the weight (code, or code - zero + 16), the signed one the activation.
@@ -14,14 +15,16 @@ namespace tk {
 namespace TK_ISA {
 namespace {
 
+// SIDE: so many tiles side by side at most. Tokens at most: NARROW of one tile alone, TWO, FOUR, EIGHT of so many side by side, WIDE
+// of a pair's blocks, and from PAIRS_FROM on tiles are taken in pairs. Sums stay in registers.
 #if defined(__AVX512F__)
-constexpr int NARROW = 8, WIDE = 6, PAIRS_FROM = 9;
+constexpr int SIDE = 8, EIGHT = 2, FOUR = 4, TWO = 8, NARROW = 8, WIDE = 6, PAIRS_FROM = 9;
 #elif defined(__AVXVNNI__)
-constexpr int NARROW = 4, WIDE = 6, PAIRS_FROM = 5;
+constexpr int SIDE = 4, EIGHT = 0, FOUR = 2, TWO = 2, NARROW = 4, WIDE = 6, PAIRS_FROM = 5;
 #elif defined(TK_NEON)
-constexpr int NARROW = 2, WIDE = 4, PAIRS_FROM = 3;  // more, and sums leave the 32 registers of 16 bytes
+constexpr int SIDE = 2, EIGHT = 0, FOUR = 0, TWO = 1, NARROW = 2, WIDE = 4, PAIRS_FROM = 3;
 #else
-constexpr int NARROW = 5, WIDE = 4, PAIRS_FROM = 6;
+constexpr int SIDE = 4, EIGHT = 0, FOUR = 2, TWO = 2, NARROW = 5, WIDE = 4, PAIRS_FROM = 6;
 #endif
 #if defined(TK_SHORT_SUMS)
 constexpr bool PAIRS_OF_4_BITS = false;  // the narrow kernel, with codes of 15 at most, widens its sums half as often
@@ -44,106 +47,158 @@ TK_INLINE Codes8 codes8(B u) { return u; }
 template <bool MIN>
 constexpr int32_t rest8() { return (MIN ? 0 : 128) - OFF8; }
 
-// One group of one tile for M tokens: integer part.
-template <int M>
-TK_INLINE void group_dots4(const uint8_t* codes, int64_t group, const int8_t* a, int64_t lda, I* d) {
+// ------------------------------------------------------------------------------------------------ few tokens
+
+// Integer part of one group of N tiles for M tokens: d[n * M + t].
+template <int M, int N>
+TK_INLINE void group_dots4(const uint8_t* const* codes, int64_t group, const int8_t* a, int64_t lda, I* d) {
 #if defined(TK_SHORT_SUMS)
-    TK_EACH(t, M, d[t] = izero(););
+    TK_EACH(i, N * M, d[i] = izero(););
     for (int64_t k = 0; k < group;) {
-        H sums[M];
-        TK_EACH(t, M, sums[t] = izero(););
+        H sums[N * M];
+        TK_EACH(i, N * M, sums[i] = izero(););
         const int64_t end = k + 32 < group ? k + 32 : group;  // 8 times 2 products of 15 * 127 fit 16 bits
-        for (; k < end; k += 8) {
-            __builtin_prefetch(codes + k * 8 + AHEAD);
-            const B w = bload(codes + k * 8), low = low_nibbles(w), high = high_nibbles(w);
-            TK_EACH(t, M, {
-                sums[t] = hdot(sums[t], low, bset4(a + t * lda + k));
-                sums[t] = hdot(sums[t], high, bset4(a + t * lda + k + 4));
+        for (; k < end; k += 8)
+            TK_EACH(n, N, {
+                __builtin_prefetch(codes[n] + k * 8 + AHEAD / N);
+                const B w = bload(codes[n] + k * 8), low = low_nibbles(w), high = high_nibbles(w);
+                TK_EACH(t, M, {
+                    sums[n * M + t] = hdot(sums[n * M + t], low, bset4(a + t * lda + k));
+                    sums[n * M + t] = hdot(sums[n * M + t], high, bset4(a + t * lda + k + 4));
+                });
             });
-        }
-        TK_EACH(t, M, d[t] = widen(d[t], sums[t]););
+        TK_EACH(i, N * M, d[i] = widen(d[i], sums[i]););
     }
 #else
-    I even[M], odd[M];
-    TK_EACH(t, M, even[t] = odd[t] = izero(););
+    constexpr int ODD = N == 1 ? M : 0;  // one tile alone: two chains, which hide a product's latency
+    I sums[N * M + ODD];
+    TK_EACH(i, N * M + ODD, sums[i] = izero(););
     for (int64_t k = 0; k < group; k += 8) {
-        __builtin_prefetch(codes + k * 8 + AHEAD);
-        const B w = bload(codes + k * 8), low = low_nibbles(w), high = high_nibbles(w);
+        B low[N], high[N];
+        TK_EACH(n, N, {
+            __builtin_prefetch(codes[n] + k * 8 + AHEAD / N);
+            const B w = bload(codes[n] + k * 8);
+            low[n] = low_nibbles(w);
+            high[n] = high_nibbles(w);
+        });
         TK_EACH(t, M, {
-            even[t] = dot4(even[t], low, bset4(a + t * lda + k));
-            odd[t] = dot4(odd[t], high, bset4(a + t * lda + k + 4));
+            const B even = bset4(a + t * lda + k), odd = bset4(a + t * lda + k + 4);
+            TK_EACH(n, N, sums[n * M + t] = dot4(sums[n * M + t], low[n], even););
+            TK_EACH(n, N, sums[n * M + t + ODD] = dot4(sums[n * M + t + ODD], high[n], odd););
         });
     }
-    TK_EACH(t, M, d[t] = iadd(even[t], odd[t]););
+    TK_EACH(i, N * M, d[i] = ODD ? iadd(sums[i], sums[i + ODD]) : sums[i];);
 #endif
 }
 
-template <int M>
-TK_INLINE void group_dots8(const uint8_t* codes, int64_t group, const int8_t* a, int64_t lda, I* d) {
-    I even[M], odd[M];
-    TK_EACH(t, M, even[t] = odd[t] = izero(););
+template <int M, int N>
+TK_INLINE void group_dots8(const uint8_t* const* codes, int64_t group, const int8_t* a, int64_t lda, I* d) {
+    constexpr int ODD = N == 1 ? M : 0;
+    I sums[N * M + ODD];
+    TK_EACH(i, N * M + ODD, sums[i] = izero(););
     for (int64_t k = 0; k < group; k += 8) {
-        const uint8_t* p = codes + k * 16;
-        __builtin_prefetch(p + AHEAD);
-        __builtin_prefetch(p + AHEAD + 64);
-        const Codes8 w0 = codes8(bload(p)), w1 = codes8(bload(p + 64));
+        Codes8 low[N], high[N];
+        TK_EACH(n, N, {
+            const uint8_t* p = codes[n] + k * 16;
+            __builtin_prefetch(p + AHEAD / N);
+            __builtin_prefetch(p + AHEAD / N + 64);
+            low[n] = codes8(bload(p));
+            high[n] = codes8(bload(p + 64));
+        });
         TK_EACH(t, M, {
-            even[t] = dot4(even[t], w0, bset4(a + t * lda + k));
-            odd[t] = dot4(odd[t], w1, bset4(a + t * lda + k + 4));
+            const B even = bset4(a + t * lda + k), odd = bset4(a + t * lda + k + 4);
+            TK_EACH(n, N, sums[n * M + t] = dot4(sums[n * M + t], low[n], even););
+            TK_EACH(n, N, sums[n * M + t + ODD] = dot4(sums[n * M + t + ODD], high[n], odd););
         });
     }
-    TK_EACH(t, M, d[t] = iadd(even[t], odd[t]););
+    TK_EACH(i, N * M, d[i] = ODD ? iadd(sums[i], sums[i + ODD]) : sums[i];);
 }
 
-template <int M, int BITS, bool MIN>
-void narrow_tile(const Matrix& w, const uint8_t* tile, const Rows& in, int64_t t0, F* out) {
+// M tokens from t0 on by N tiles: out[n * M + t]
+template <int M, int N, int BITS, bool MIN>
+void narrow(const Matrix& w, const uint8_t* const* tiles, const Rows& in, int64_t t0, F* out) {
     const int64_t groups = w.groups(), step = w.group_bytes(), header = w.header_bytes();
-    F y[M];
-    TK_EACH(t, M, y[t] = fzero(););
-    for (int64_t g = 0; g < groups; g++, tile += step) {
-        I d[M];
+    const uint8_t* at[N];
+    TK_EACH(n, N, at[n] = tiles[n];);
+    F y[N * M];
+    TK_EACH(i, N * M, y[i] = fzero(););
+    for (int64_t g = 0; g < groups; g++) {
+        I d[N * M];
+        const uint8_t* codes[N];
+        TK_EACH(n, N, codes[n] = at[n] + header;);
         const int8_t* a = in.q + t0 * in.ldq + g * w.group;
-        if (BITS == 4) group_dots4<M>(tile + header, w.group, a, in.ldq, d);
-        else group_dots8<M>(tile + header, w.group, a, in.ldq, d);
-        const F s = header_floats(tile, w.dtype, 0);
-        F low = fzero();
-        I zero = izero();
-        if (MIN) low = header_floats(tile, w.dtype, 1);
-        if (BITS == 8) zero = iset1(rest8<MIN>());
-        else if (!MIN) zero = load_u8(header_zeros(tile, w.dtype));
-        TK_EACH(t, M, {
-            const float sa = in.scale[(t0 + t) * in.lds + g];
-            const int32_t sum = in.sum[(t0 + t) * in.lds + g];
-            if (BITS == 8 ? rest8<MIN>() != 0 : !MIN) d[t] = isub(d[t], imul(zero, iset1(sum)));
-            y[t] = fma(f_of(d[t]), fmul(s, fset1(sa)), y[t]);
-            if (MIN) y[t] = fma(low, fset1(sa * float(sum)), y[t]);
+        if (BITS == 4) group_dots4<M, N>(codes, w.group, a, in.ldq, d);
+        else group_dots8<M, N>(codes, w.group, a, in.ldq, d);
+        TK_EACH(n, N, {
+            const F s = header_floats(at[n], w.dtype, 0);
+            F low = fzero();
+            I zero = izero();
+            if (MIN) low = header_floats(at[n], w.dtype, 1);
+            if (BITS == 8) zero = iset1(rest8<MIN>());
+            else if (!MIN) zero = load_u8(header_zeros(at[n], w.dtype));
+            TK_EACH(t, M, {
+                constexpr int i = n * M + t;
+                const float sa = in.scale[(t0 + t) * in.lds + g];
+                const int32_t sum = in.sum[(t0 + t) * in.lds + g];
+                if (BITS == 8 ? rest8<MIN>() != 0 : !MIN) d[i] = isub(d[i], imul(zero, iset1(sum)));
+                y[i] = fma(f_of(d[i]), fmul(s, fset1(sa)), y[i]);
+                if (MIN) y[i] = fma(low, fset1(sa * float(sum)), y[i]);
+            });
+            at[n] += step;
         });
     }
-    TK_EACH(t, M, out[t] = y[t];);
+    TK_EACH(i, N * M, out[i] = y[i];);
 }
 
-typedef void (*NarrowTile)(const Matrix&, const uint8_t*, const Rows&, int64_t, F*);
+typedef void (*Narrow)(const Matrix&, const uint8_t* const*, const Rows&, int64_t, F*);
 
-template <int BITS, bool MIN>
-NarrowTile narrow_for(int64_t m) {
-    switch (m) {
-        case 1: return narrow_tile<1, BITS, MIN>;
-        case 2: return narrow_tile<2, BITS, MIN>;
-        case 3: return narrow_tile<3, BITS, MIN>;
-        case 4: return narrow_tile<4, BITS, MIN>;
-        case 5: return narrow_tile<5, BITS, MIN>;
-#if defined(__AVX512F__)
-        case 6: return narrow_tile<6, BITS, MIN>;
-        case 7: return narrow_tile<7, BITS, MIN>;
-        case 8: return narrow_tile<8, BITS, MIN>;
-#endif
+template <int N>
+constexpr int most() { return N == 8 ? EIGHT : N == 4 ? FOUR : N == 2 ? TWO : NARROW; }
+
+// N tiles by `m` tokens, m of 1 ... M
+template <int N, int M = most<N>()>
+Narrow narrow_for(const Matrix& w, int64_t m) {
+    if constexpr (M > 1)
+        if (m < M) return narrow_for<N, M - 1>(w, m);
+    if (w.bits == 4) return w.minima ? narrow<M, N, 4, true> : narrow<M, N, 4, false>;
+    return w.minima ? narrow<M, N, 8, true> : narrow<M, N, 8, false>;
+}
+
+// Tiles [t0, t1) in N runs side by side, what is left over in fewer.
+template <int N = SIDE>
+void linear_narrow(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to) {
+    const int64_t run = N == 1 || count <= most<N>() ? (t1 - t0) / N : 0;
+    for (int64_t i = 0; i < run; i++) {
+        const uint8_t* tiles[N];
+        for (int n = 0; n < N; n++) tiles[n] = w.data + (t0 + n * run + i) * w.tile_bytes();
+        for (int64_t t = 0, m; t < count; t += m) {
+            m = count - t < most<N>() ? count - t : most<N>();
+            F y[N * most<N>()];
+            narrow_for<N>(w, m)(w, tiles, in, t, y);
+            for (int n = 0; n < N; n++)
+                for (int64_t j = 0; j < m; j++) store_tile(to, t + j, t0 + n * run + i, y[n * m + j]);
+        }
     }
-    return nullptr;
+    if constexpr (N > 1) linear_narrow<N / 2>(w, in, count, t0 + N * run, t1, to);
 }
 
-NarrowTile narrow_kernel(const Matrix& w, int64_t m) {
-    if (w.bits == 4) return w.minima ? narrow_for<4, true>(m) : narrow_for<4, false>(m);
-    return w.minima ? narrow_for<8, true>(m) : narrow_for<8, false>(m);
+// The same for pairs of one shape, N tiles of both.
+template <int N = SIDE / 2>
+void gated_narrow(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to) {
+    const int64_t run = count <= most<2 * N>() ? (t1 - t0) / N : 0;
+    for (int64_t i = 0; i < run; i++) {
+        const uint8_t* tiles[2 * N];
+        for (int n = 0; n < N; n++) {
+            const int64_t at = (t0 + n * run + i) * gate.tile_bytes();
+            tiles[2 * n] = gate.data + at;
+            tiles[2 * n + 1] = up.data + at;
+        }
+        F y[2 * N * most<2 * N>()];
+        narrow_for<2 * N>(gate, count)(gate, tiles, in, 0, y);
+        for (int n = 0; n < N; n++)
+            for (int64_t t = 0; t < count; t++) store_gated(to, t, t0 + n * run + i, y[2 * n * count + t], y[(2 * n + 1) * count + t]);
+    }
+    if constexpr (N > 1) gated_narrow<N / 2>(gate, up, in, count, t0 + N * run, t1, to);
 }
 
 // ------------------------------------------------------------------------------------------------ pairs of tiles
@@ -339,24 +394,21 @@ int64_t linear_int_scratch(const Matrix& w) { return 128 + 2 * WIDE * 64 + w.gro
 
 void linear_int(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch) {
     if (in_pairs(w, count)) return linear_pairs(w, in, count, t0, t1, to, scratch);
-    for (int64_t tile = t0; tile < t1; tile++)
-        for (int64_t t = 0; t < count; t += NARROW) {
-            const int64_t m = count - t < NARROW ? count - t : NARROW;
-            F y[NARROW];
-            narrow_kernel(w, m)(w, w.data + tile * w.tile_bytes(), in, t, y);
-            for (int64_t i = 0; i < m; i++) store_tile(to, t + i, tile, y[i]);
-        }
+    linear_narrow(w, in, count, t0, t1, to);
 }
 
 void gated_int(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,
                const Store& to, void* scratch) {
-    if (in_pairs(gate, count) && same_shape(gate, up)) return gated_pairs(gate, up, in, count, t0, t1, to, scratch);
+    const bool same = same_shape(gate, up);
+    if (same && in_pairs(gate, count)) return gated_pairs(gate, up, in, count, t0, t1, to, scratch);
+    if (same && count <= TWO) return gated_narrow(gate, up, in, count, t0, t1, to);
     for (int64_t tile = t0; tile < t1; tile++)
         for (int64_t t = 0; t < count; t += NARROW) {
             const int64_t m = count - t < NARROW ? count - t : NARROW;
             F g[NARROW], u[NARROW];
-            narrow_kernel(gate, m)(gate, gate.data + tile * gate.tile_bytes(), in, t, g);
-            narrow_kernel(up, m)(up, up.data + tile * up.tile_bytes(), in, t, u);
+            const uint8_t *tile_gate = gate.data + tile * gate.tile_bytes(), *tile_up = up.data + tile * up.tile_bytes();
+            narrow_for<1>(gate, m)(gate, &tile_gate, in, t, g);
+            narrow_for<1>(up, m)(up, &tile_up, in, t, u);
             for (int64_t i = 0; i < m; i++) store_gated(to, t + i, tile, g[i], u[i]);
         }
 }
