@@ -971,6 +971,49 @@ class MiniGemini(StandIn):
         return self.project(torch.stack(found))
 
 
+class Llama4Pixels:
+    """Llama 4's processor, which transformers has for torchvision alone: resizing by Pillow, numbers in bfloat16."""
+
+    model_input_names = ("pixel_values",)
+
+    def __init__(self, size: dict[str, int], max_patches: int) -> None:
+        self.side, self.most = size["height"], max_patches
+
+    def __call__(self, images: list[Any], return_tensors: str, **extra: Any) -> dict[str, Any]:
+        found = torch.cat([self.tiles(image.convert("RGB")) for image in images]).float()
+        return {"pixel_values": found if return_tensors == "pt" else found.numpy()}
+
+    def tiles(self, image: Any) -> Tensor:
+        side, counts = self.side, range(1, self.most + 1)
+        scales = {
+            (y, x): min(y * side / image.height, x * side / image.width)
+            for y in counts
+            for x in counts
+            if x * y <= self.most
+        }
+        larger = [scale for scale in scales.values() if scale >= 1]
+        scale = min(larger) if larger else max(scales.values())
+        rows, columns = min((n for n in scales if scales[n] == scale), key=lambda n: n[0] * n[1])
+        most = [min(max(length, side), n * side) for length, n in ((image.height, rows), (image.width, columns))]
+        down, across = most[0] / image.height, most[1] / image.width
+        fits = (
+            (math.floor(image.height * across), most[1]) if across < down else (most[0], math.floor(image.width * down))
+        )
+        height, width = (max(min(length, limit), 1) for length, limit in zip(fits, most, strict=True))
+        small = np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+        black = ((0, rows * side - height), (0, columns * side - width), (0, 0))
+        parts = [part for line in self.numbers(np.pad(small, black)).split(side, 1) for part in line.split(side, 2)]
+        if len(parts) > 1:
+            parts.append(self.numbers(np.asarray(image.resize((side, side), Image.Resampling.BILINEAR))))
+        return torch.stack(parts)
+
+    @staticmethod
+    def numbers(pixels: np.ndarray) -> Tensor:
+        half = torch.tensor(0.5, dtype=torch.bfloat16)
+        return (torch.tensor(pixels).permute(2, 0, 1).bfloat16() * (1 / 255) - half) / half
+
+
+PROCESSORS = {"Llama4ImageProcessor": Llama4Pixels}
 STAND_INS: dict[str, type[StandIn]] = {  # by family and the number of the tiny model
     "cogvlm-0": CogVLM,
     "cogvlm-1": CogVLM,

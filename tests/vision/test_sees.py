@@ -26,6 +26,7 @@ from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.spans import axes_of, find_spans, runs_of
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.gguf import Gguf
 from toolkit.models.mmproj import Mmproj
 from toolkit.models.pictures import Picture
 from toolkit.models.registry import families, get, load_spec
@@ -69,6 +70,7 @@ class Seeing:
         self.tokenizer = Tokenizer.open(path)
         self.spec = load_spec(open_checkpoint(path))[0]
         stand_in = support("stand_ins").STAND_INS.get(f"{family}-{shape}")
+        self.processors = support("stand_ins").PROCESSORS
         self.stand_in = None if stand_in is None else stand_in(path)
         if stand_in is None:
             self.model = AutoModelForImageTextToText.from_pretrained(twin or path, dtype=torch.float32).eval()
@@ -85,7 +87,8 @@ class Seeing:
         if self.stand_in is not None:
             return {"files": files}
         given = dict(self.tiny.preprocessor)
-        processor = getattr(transformers, given.pop("image_processor_type") + "Pil")(**given)
+        kind = given.pop("image_processor_type")
+        processor = (self.processors.get(kind) or getattr(transformers, f"{kind}Pil"))(**given)
         recipe = self.eyes.recipe
         extra: dict[str, Any] = {"crop_to_patches": True} if recipe.kind == "tiles" else {}
         if recipe.kind == "fit":
@@ -248,7 +251,16 @@ def test_gguf_sees_the_same(seeing: Seeing, tmp_path: Path, monkeypatch: pytest.
     from gguf.gguf_reader import GGUFReader
 
     monkeypatch.setenv("TOOLKIT_HOME", str(tmp_path))
-    if not isinstance(get(seeing.family).gguf, Mmproj) or seeing.spec.vision.routed:
+    spelling = get(seeing.family).gguf
+    if isinstance(spelling, Gguf):  # the language model alone
+        notes = rewrite(str(seeing.path), tmp_path / "m.gguf", to="gguf").notes
+        assert "without what it sees with" in " ".join(notes) and not list(tmp_path.glob("mmproj*"))
+        texts = [
+            run(opened(path, "pytorch"), request("a", [7, 8, 9], [])) for path in (seeing.path, tmp_path / "m.gguf")
+        ]
+        assert texts[0] == texts[1] and load_spec(open_checkpoint(tmp_path / "m.gguf"))[0].vision is None
+        return
+    if not isinstance(spelling, Mmproj) or seeing.spec.vision.routed:
         with pytest.raises(ToolkitError, match="gguf: "):
             rewrite(str(seeing.path), tmp_path / "m.gguf", to="gguf")
         assert not list(tmp_path.glob("*.gguf"))
@@ -331,22 +343,25 @@ def test_a_model_without_eyes_says_so(tiny_models: Any, support: Any) -> None:
     assert Eyes.open(tiny_models("llama")) is None
 
 
-def test_quantizing_leaves_the_tower_as_it_is(tiny_models: Any, tmp_path: Path, support: Any) -> None:
+@pytest.mark.parametrize("family", ["llava", "llama4", "mgm", "qwen3_5_moe", "internlmxcomposer2"])
+def test_quantizing_leaves_the_tower_as_it_is(family: str, tiny_models: Any, tmp_path: Path, support: Any) -> None:
     """And says so to other tools."""
     text = tmp_path / "calibration.txt"
     text.write_text("It was a bright cold day in April, and the clocks were striking thirteen times. " * 20)
     common = Common(
         calib_dataset=str(text), calib_samples=4, calib_seqlen=32, eval_tokens=64, batch_size=4, quantize_lm_head=True
     )
-    path = tiny_models("llava", dtype="float16")
+    path = tiny_models(family, dtype="float16")
     auto_awq(str(path), tmp_path / "out", Awq(w_group_size=32, tune_steps=0), common=common)
     before, after = open_checkpoint(path), open_checkpoint(tmp_path / "out")
-    towers = [name for name in before.names() if not name.startswith("language_model.")]
+    towers = [item.name for item in load_spec(before)[1] if item.kind == "vision"]
     assert towers and all(after.tensor(name).equal(before.tensor(name)) for name in towers)
-    assert after.config["tie_word_embeddings"] is after.config["text_config"]["tie_word_embeddings"] is False
-    skipped = (after.quantization or {})["modules_to_not_convert"]
-    assert {"vision_tower.encoder.layers.0.mlp.fc1", "multi_modal_projector.linear_1"} <= set(skipped)
-    ids, pictures = Seeing("llava", 0, path, support).prompt(PICTURES)
+    assert any(name.endswith(".qweight") for name in after.names())
+    if family == "llava":
+        assert after.config["tie_word_embeddings"] is after.config["text_config"]["tie_word_embeddings"] is False
+        skipped = (after.quantization or {})["modules_to_not_convert"]
+        assert {"vision_tower.encoder.layers.0.mlp.fc1", "multi_modal_projector.linear_1"} <= set(skipped)
+    ids, pictures = Seeing(family, 0, path, support).prompt(PICTURES)
     assert len(run(opened(tmp_path / "out", "pytorch"), request("a", ids, pictures))["a"][0]) == NEW
 
 

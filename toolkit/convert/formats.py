@@ -153,8 +153,10 @@ def _write_gguf(
     export = plan_export(checkpoint, spec, stored, gguf_type, importance)
     export.write(file, progress)
     layers = [{"name": name, "rel_error": error} for name, error in export.errors.items()]
-    others = left_out(checkpoint, stored)
-    notes = [*_gguf_notes(export), *without_scales(checkpoint, "gguf"), *([others] if others else [])]
+    blind = spec.vision is not None and eyes is None
+    alone = "the language model alone, without what it sees with, of which no such file is written here"
+    others = [left_out(checkpoint, stored), alone if blind else ""]
+    notes = [*_gguf_notes(export), *without_scales(checkpoint, "gguf"), *filter(None, others)]
     return notes, {"layers": layers, "types": export.types}
 
 

@@ -38,12 +38,13 @@ class Family:
 
     ``architectures``: class names in ``config.json``, today's first. ``known_as``: what people call its models.
     ``build``: the spec and the tensors of a checkpoint. ``tiny``: one model or two. ``gguf``: its spelling there, of
-    one that sees that of its tower, or why there is none. ``twin``: for a family that transformers has no class for,
-    the model_type of one that computes the same from the same weights under canonical names. ``recipe``: how pictures
-    are prepared, from config.json and preprocessor_config.json; None: the family does not see. ``spellings``: how names
-    of tensors begin, first as ``build`` has it, then as other files have it. ``token_fields``: fields that config.json
-    may lack, and the special token whose id each is. ``others``: fields of a config of these architectures that tell of
-    another family, and which.
+    one that sees that of its tower too or of its language model alone, or why there is none. ``twin``: for a family
+    that transformers has no class for, the model_type of one that computes the same from the same weights under
+    canonical names. ``recipe``: how pictures are prepared, from config.json and preprocessor_config.json; None: the
+    family does not see. ``spellings``: how names of tensors begin, first as ``build`` has it, then as other files have
+    it. ``token_fields``: fields that config.json may lack, and the special token whose id each is. ``others``: fields
+    of a config of these architectures that tell of another family, and which. ``blind``: the family of its language
+    model, which a config without ``vision_config`` is read as.
     """
 
     name: str
@@ -57,3 +58,4 @@ class Family:
     spellings: tuple[tuple[str, ...], ...] = ()
     token_fields: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, str] = field(default_factory=dict)
+    blind: str | None = None

@@ -34,21 +34,22 @@ def windows(places: Places, side: int) -> tuple[NDArray[np.int64], list[int]]:
 
 
 def turns(tower: Tower, places: Places) -> tuple[Floats, Floats] | None:
-    """cos and sin of every patch's rotation, [patches, head_dim / 2]; None where positions are learned."""
-    if tower.positions == "learned":
+    """cos and sin of every token's rotation, [tokens, head_dim / 2]; None where positions are learned alone."""
+    if tower.positions == "learned" and not tower.turned:
         return None
     d, theta = tower.head_dim, np.float32(tower.theta)
-    if tower.positions == "axial":
+    if tower.positions != "interlaced":
         by_row = by_column = theta ** -(np.arange(0, d // 2, 2, dtype=np.float32) / np.float32(d // 2))
     else:
         both = theta ** -(np.arange(0, d, 2, dtype=np.float32) / np.float32(d))
         by_row, by_column = both[::2], both[1::2]
     angles = []
     for rows, columns in places:
-        y, x = (a.reshape(-1).astype(np.float32) for a in np.indices((rows, columns)))
-        angles.append(np.concatenate([np.outer(y, by_row), np.outer(x, by_column)], 1))
-    angle = np.concatenate(angles)
-    return np.cos(angle), np.sin(angle)
+        y, x = (a.reshape(-1).astype(np.float32) + tower.turned for a in np.indices((rows, columns)))
+        angle = np.concatenate([np.outer(y, by_row), np.outer(x, by_column)], 1)
+        angles.append(np.pad(angle, ((int(tower.class_token), 0), (0, 0))))
+    found = np.concatenate(angles)
+    return np.cos(found), np.sin(found)
 
 
 def resized(values: Floats, shape: tuple[int, int], smooth: bool = False, edges: bool = False) -> Floats:

@@ -19,32 +19,34 @@ class Recipe:
     ``kind``: "square" (to ``size``, its sides' ratio be what it may), "crop" (the short side to ``short``, then the
     middle ``size``; ``pad``: made square first), "boxed" (the long side to ``size``, the short one at least ``least``,
     then made square), "canvas" (the one of ``canvases``, of up to ``most`` tiles, that it fits into with the least
-    change, black where it does not reach), "scan" (to ``size``; where one side is ``steep`` times the other at least it
-    is also cut across that one into up to ``most`` parts, no side of them below ``least``), "anyres" (the canvas of
-    ``canvases`` that holds most of it, cut into tiles of ``size``, and the whole), "tiles" (the grid of ``least`` to
-    ``most`` tiles nearest in ratio, and the whole behind them), "split" (the long side to ``long``, cut into tiles of
-    ``size``, and the whole behind), "fit" (the long side to at most ``long``, both to multiples of ``unit``), "area"
-    (both to multiples of ``unit``, ``least`` to ``most`` pixels in all; one with a side below ``short`` is enlarged
-    first), "lined" (the long side as many tiles as there can be of ``most``, white up to whole ones, and the whole of
-    that before; ``below``: white behind alone, and no more tiles than it has by itself), "slices" (the grid of up to
-    ``most`` slices nearest in ratio, all in their own ratio and of about ``size`` pixels, and so the whole before),
-    "framed" (as "anyres", in the mean colour where it does not reach, the whole too; of many pictures each is one tile
-    besides), "mined" (the middle of a square of ``high`` pixels, and made of it by lines ``most`` × ``most`` tiles of
-    ``size``, before them the ``whole`` of those), "overlap" (the grid of up to ``most`` tiles that needs least change,
-    black where it does not reach, tiles ``overlap`` tokens over the edges between them, and so the whole before). Sizes
-    are (height, width). ``unit``: pixels along a side of what one token tells. ``resample``: Pillow's number of the
-    filter. Numbers are ``(value / 255 - mean) / std``.
+    change, black where it does not reach), "canvas_whole" (so, and where that is several tiles the whole behind),
+    "scan" (to ``size``; where one side is ``steep`` times the other at least it is also cut across that one into up to
+    ``most`` parts, no side of them below ``least``), "anyres" (the canvas of ``canvases`` that holds most of it, cut
+    into tiles of ``size``, and the whole), "tiles" (the grid of ``least`` to ``most`` tiles nearest in ratio, and the
+    whole behind them), "split" (the long side to ``long``, cut into tiles of ``size``, and the whole behind), "fit"
+    (the long side to at most ``long``, both to multiples of ``unit``), "area" (both to multiples of ``unit``, ``least``
+    to ``most`` pixels in all; one with a side below ``short`` is enlarged first), "lined" (the long side as many tiles
+    as there can be of ``most``, white up to whole ones, and the whole of that before; ``below``: white behind alone,
+    and no more tiles than it has by itself), "slices" (the grid of up to ``most`` slices nearest in ratio, all in their
+    own ratio and of about ``size`` pixels, and so the whole before), "framed" (as "anyres", in the mean colour where it
+    does not reach, the whole too; of many pictures each is one tile besides), "mined" (the middle of a square of
+    ``high`` pixels, and made of it by lines ``most`` × ``most`` tiles of ``size``, before them the ``whole`` of those),
+    "overlap" (the grid of up to ``most`` tiles that needs least change, black where it does not reach, tiles
+    ``overlap`` tokens over the edges between them, and so the whole before). Sizes are (height, width). ``unit``:
+    pixels along a side of what one token tells. ``resample``: Pillow's number of the filter. Numbers are ``(value / 255
+    - mean) / std``, ``rounded``: in bfloat16.
 
     ``mark``: what stands for a picture in what a chat template has written; ``written``: what is written for one where
     the template writes none; ``token``: what the rows take the place of. ``spelled``: how a mark is spelled: "plain"
     (all tokens, between ``before``, where {} is its number from 1 on, and ``after``), "lines" (line by line, ``before``
     between and ``after`` behind) or "split" (tile by tile, each named and begun by ``before``, the whole picture as
     ``after``) or "scan" (as "plain", the parts behind the whole, with words between) or "named" (tile by tile,
-    numbered) or "slices" (the whole, then line by line; each slice between ``inner``, or where ``around`` they stand as
-    the whole does and all of them between ``inner``). ``numbered``: a number stands before each picture, counted from
-    0. ``few``: only where a conversation has no more pictures they are cut, of kinds that ask for that. ``leads``: what
-    a prompt may begin with, behind which all its pictures stand. ``high``: the side of a larger form, "boxed" too, of
-    which the other is made and which stands behind it, with ``high_mean`` and ``high_std``. ``per_tile``: tokens a
+    numbered) or "parted" (as "plain", ``inner`` between tiles and behind lines of them, ``mark`` before the whole) or
+    "slices" (the whole, then line by line; each slice between ``inner``, or where ``around`` they stand as the whole
+    does and all of them between ``inner``). ``numbered``: a number stands before each picture, counted from 0. ``few``:
+    only where a conversation has no more pictures they are cut, of kinds that ask for that. ``leads``: what a prompt
+    may begin with, behind which all its pictures stand. ``high``: the side of a larger form, "boxed" and "mined" too,
+    of which the other is made and which stands behind it, with ``high_mean`` and ``high_std``. ``per_tile``: tokens a
     tile, of kinds that have tiles; ``most_tiles``: as in ``VisionSpec``.
     """
 
@@ -53,6 +55,7 @@ class Recipe:
         "crop",
         "boxed",
         "canvas",
+        "canvas_whole",
         "scan",
         "anyres",
         "tiles",
@@ -79,7 +82,7 @@ class Recipe:
     steep: float = 0.0
     most_tiles: int = 0
     per_tile: int = 0
-    spelled: Literal["plain", "lines", "split", "scan", "named", "slices"] = "plain"
+    spelled: Literal["plain", "lines", "split", "scan", "named", "parted", "slices"] = "plain"
     mark: str = "<image>"
     written: str = "<image>\n"
     token: str = "<image>"
@@ -91,6 +94,7 @@ class Recipe:
     few: int = 1
     below: bool = False
     whole: bool = False
+    rounded: bool = False
     leads: tuple[str, ...] = ()
     overlap: int = 0
     high: int = 0
@@ -139,6 +143,7 @@ def most_patches(recipe: Recipe, merge: int) -> int:
         "lined": recipe.most,
         "mined": recipe.most**2 - 1 + recipe.whole,
         "canvas": recipe.most - 1,
+        "canvas_whole": recipe.most,
         "split": math.ceil(recipe.long / max(recipe.size[0], 1)) ** 2,
     }
     each = max(recipe.per_tile, (recipe.size[0] // recipe.unit) ** 2)  # of queries there are fewer than of patches

@@ -136,6 +136,8 @@ def find_family(config: dict[str, Any], source: str = "config.json", own: Iterab
     for family in itertools.chain(own, _in_order(model_type if isinstance(model_type, str) else None)):
         if spelled.intersection(family.architectures) or (not architecture and model_type == family.name):
             other = next((name for sign, name in family.others.items() if config.get(sign)), None)
+            if family.blind and not config.get("vision_config"):
+                other = family.blind
             return family if other is None else get(other)
     _unknown(config, source, architecture or model_type)
 
@@ -194,7 +196,7 @@ def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None, own: 
     """``build`` for an open checkpoint, of ``config`` instead of its own where given.
 
     Token ids in its generation_config.json are checked too. A stack of experts or a fused module that the checkpoint
-    has as single linears, under their canonical names, is listed so.
+    has as single linears, under their canonical names or as the family spells those, is listed so.
     """
     source = f"{checkpoint.path}: config.json"
     config = checkpoint.config if config is None else config
@@ -205,8 +207,12 @@ def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None, own: 
     found: list[StoredTensor] = []
     begins = _begins(find_family(config, source, own).spellings, names)
     for item in stored:
-        single = len(item.parts) > 1 and all(_respelled(part.name, begins) in modules for part in item.parts)
-        found += [replace(one, name=_respelled(one.name, begins)) for one in (item.alone() if single else [item])]
+        spelled = [(part.name, _respelled(part.name, begins)) for part in item.parts]
+        single = [names for names in zip(*spelled, strict=True) if len(item.parts) > 1 and modules.issuperset(names)]
+        if single:
+            found += [replace(one, name=name) for one, name in zip(item.alone(), single[-1], strict=True)]
+        else:
+            found.append(replace(item, name=_respelled(item.name, begins)))
     return spec, found
 
 

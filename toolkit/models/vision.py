@@ -25,7 +25,8 @@ class Tower:
 
     ``layers``: how many it has, ``taken``: how many are run. ``frames``: a picture counts as so many equal frames.
     ``positions``: "learned" (added), "axial" or "interlaced" (rotary: half of the frequencies turn by the row, half by
-    the column; "interlaced" takes them in turn from one list, "axial" gives each axis a list of its own). ``grid``:
+    the column; "interlaced" takes them in turn from one list, "axial" gives each axis a list of its own; ``turned``:
+    besides learned ones, as "axial", rows and columns counted from 1 and the class token at 0). ``grid``:
     rows and columns of the learned positions; ``stretched``: besides those that turn there are learned ones, resized to
     the picture's patches and added, ``smooth``: by curves, not lines, the edges of patches over one another and not the
     middles of those in the corners; ``nearest``: of the learned ones each patch has the one at its part of the way
@@ -65,6 +66,7 @@ class Tower:
     scaled: bool = False
     window: int = 0
     full: tuple[int, ...] = ()
+    turned: bool = False
     stretched: bool = False
     smooth: bool = False
     norm_first: bool = False

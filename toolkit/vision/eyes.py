@@ -147,6 +147,11 @@ def _tokens(recipe: Recipe, picture: Picture, number: int) -> str:
     rows, columns = picture.grid
     if recipe.spelled == "slices":
         return _sliced(recipe, rows, columns, f"<image_id>{number}</image_id>" if picture.numbered else "")
+    if recipe.spelled == "parted":
+        across, below = recipe.inner
+        tile = recipe.token * recipe.per_tile
+        grid = (across.join([tile] * columns) + below) * rows if rows * columns > 1 else ""
+        return recipe.before + grid + recipe.mark + tile + recipe.after
     if recipe.spelled == "lines":
         return recipe.before.join([recipe.token * columns] * rows) + recipe.after
     tile = recipe.token * recipe.per_tile

@@ -20,6 +20,12 @@ def array(tile: Tile) -> NDArray[np.float32]:
     return tile if isinstance(tile, np.ndarray) else np.asarray(tile, np.float32).transpose(2, 0, 1)
 
 
+def bfloat16(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rounded to bfloat16, to even where two are as near."""
+    bits = numbers.astype(np.float32).view(np.uint32)
+    return ((bits + (((bits >> 16) & 1) + 0x7FFF)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
 def resized(image: Image, size: tuple[int, int], resample: int) -> Image:
     """To ``size`` (height, width)."""
     from PIL.Image import Resampling

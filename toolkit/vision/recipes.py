@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from toolkit.errors import UsageError
 from toolkit.models.pictures import Picture, Recipe, shrunk, unpadded
-from toolkit.vision.pixels import Tile, array, cut, resized
+from toolkit.vision.pixels import Tile, array, bfloat16, cut, resized
 from toolkit.vision.slices import lined, overlapping, slices
 from toolkit.vision.squares import boxed, crop, mined, padded, square
 
@@ -40,7 +40,7 @@ def prepare(recipe: Recipe, image: Image, alone: bool = True) -> Picture:
         tiles, grid = _KINDS[recipe.kind](recipe, image, alone)
     except (OverflowError, MemoryError, ValueError) as e:
         raise UsageError(f"{found}, which cannot be resized: {str(e) or type(e).__name__}") from e
-    made = [_normed(tile, recipe.mean, recipe.std) for tile in tiles]
+    made = [(_rounded if recipe.rounded else _normed)(tile, recipe.mean, recipe.std) for tile in tiles]
     if recipe.high:
         made[-1] = _normed(tiles[-1], recipe.high_mean, recipe.high_std)
     first = sum(1 for _ in takewhile(lambda tile: tile.shape == made[0].shape, made))
@@ -56,6 +56,12 @@ def prepare(recipe: Recipe, image: Image, alone: bool = True) -> Picture:
 def _normed(tile: Tile, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
     shift, width = (np.array(x, np.float32).reshape(3, 1, 1) for x in (mean, std))
     return (array(tile) / np.float32(255) - shift) / width
+
+
+def _rounded(tile: Tile, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
+    """As ``_normed``, each step in bfloat16, as Llama 4's authors have it."""
+    shift, width = (bfloat16(np.array(x, np.float32).reshape(3, 1, 1)) for x in (mean, std))
+    return bfloat16(bfloat16(bfloat16(array(tile) * np.float32(1 / 255)) - shift) / width)
 
 
 def _tokens(recipe: Recipe, grid: Size, size: Size, tiles: int) -> int:
@@ -96,6 +102,11 @@ def _on_canvas(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], 
     canvas = pillow.new("RGB", (wide, high))
     canvas.paste(resized(image, (height, width), recipe.resample), (0, 0))
     return list(cut(canvas, recipe.size)), (high // tile, wide // tile)
+
+
+def _canvas_whole(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
+    tiles, grid = _on_canvas(recipe, image, alone)
+    return [*tiles, *([resized(image, recipe.size, recipe.resample)] if len(tiles) > 1 else ())], grid
 
 
 def _scan(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
@@ -245,6 +256,7 @@ _KINDS: dict[str, Callable[[Recipe, Image, bool], tuple[Sequence[Tile], Size]]] 
     "boxed": boxed,
     "mined": mined,
     "canvas": _on_canvas,
+    "canvas_whole": _canvas_whole,
     "scan": _scan,
     "anyres": _anyres,
     "tiles": _tiles,

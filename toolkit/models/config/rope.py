@@ -47,7 +47,7 @@ def read_rope(
     aliases = {"mrope": "default"} | (aliases or {})
     kind = scaling.text("rope_type", "type", default="default", choices=(*ROPE_KINDS, *aliases))
     kind = aliases.get(kind, kind)
-    sections = _sections(scaling, rotary_dim)
+    sections = read_sections(scaling, rotary_dim)
     woven = bool(sections) and scaling.flag("mrope_interleaved", False)
     if sections and kind in ("dynamic", "longrope"):
         scaling.fail("mrope_section", sections, f"none for {kind} rope, which has one position a token")
@@ -70,7 +70,7 @@ def read_rope(
     return _llama3(rope, scaling) if kind == "llama3" else _yarn(rope, scaling)
 
 
-def _sections(scaling: Fields, rotary_dim: int) -> tuple[int, ...]:
+def read_sections(scaling: Fields, rotary_dim: int) -> tuple[int, ...]:
     """How many frequencies turn by a token's time, row and column; () where it has one position."""
     if not scaling.has("mrope_section"):
         return ()

@@ -146,7 +146,7 @@ SIZES = dict(
 FAMILY = Family(
     "llama4_text",
     "Llama 4 Scout, Maverick (text)",
-    ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+    ("Llama4ForCausalLM",),
     build,
     (
         Tiny(dict(SIZES, num_hidden_layers=4, attention_chunk_size=CHUNK, interleave_moe_layer_step=2)),

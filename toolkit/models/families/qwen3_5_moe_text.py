@@ -29,7 +29,7 @@ SIZES = dict(DELTA, moe_intermediate_size=32, shared_expert_intermediate_size=64
 FAMILY = Family(
     "qwen3_5_moe_text",
     "Qwen3.5 35B-A3B to 397B-A17B (text)",
-    ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+    ("Qwen3_5MoeForCausalLM",),
     build,
     (
         Tiny(dict(SIZES, rope_parameters=qwen3_5_text.SECTIONS)),

@@ -46,7 +46,7 @@ SECTIONS = dict(
 FAMILY = Family(
     "qwen3_5_text",
     "Qwen3.5 0.8B to 27B (text)",
-    ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    ("Qwen3_5ForCausalLM",),
     build,
     (
         Tiny(dict(DELTA, rope_parameters=SECTIONS)),

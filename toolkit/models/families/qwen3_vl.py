@@ -9,6 +9,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
 from toolkit.models.families import qwen2_vl
 from toolkit.models.family import Family, Tiny
+from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.models.towers import activation, language_of, seeing, stored_vision
 from toolkit.models.vision import Branch, Stage, VisionSpec
 
@@ -32,10 +33,12 @@ def merger(name: str, hidden: int, outputs: int, factor: int, late: bool) -> tup
     return (merge, norm, *linears) if late else (norm, merge, *linears)
 
 
-def build(config: Fields) -> Built:
-    language = language_of(config, model_type="qwen3", architectures=["Qwen3ForCausalLM"])
-    inner, spec = config.inner("vision_config"), language[0]
-    vision = Fields({"depth": 27, "patch_size": 16} | dict(inner.values), config.source, "vision_config.")
+def parts(
+    config: Fields, spec: DecoderSpec, token: int, deep: tuple[int, ...]
+) -> tuple[VisionSpec, list[StoredTensor]]:
+    """What it sees with, and its tensors. ``token``, ``deep``: where the config does not tell the image's token and the
+    layers behind which rows leave."""
+    vision = config.over("vision_config", {"depth": 27, "patch_size": 16})
     count = vision.integer("num_position_embeddings", default=2304, high=1 << 20)
     if (side := math.isqrt(count)) ** 2 != count:
         vision.fail("num_position_embeddings", count, "a square")
@@ -50,21 +53,36 @@ def build(config: Fields) -> Built:
         stretched=True,
     )
     factor = vision.integer("spatial_merge_size", default=2, high=16)
-    layers = vision.values.get("deepstack_visual_indexes", [8, 16, 24])
+    layers = vision.values.get("deepstack_visual_indexes", list(deep))
     if not isinstance(layers, list) or not all(type(x) is int and 0 <= x < tower.layers for x in layers):
         vision.fail("deepstack_visual_indexes", layers, f"numbers of layers below {tower.layers}")
-    deep = tuple(
+    branches = tuple(
         Branch(layer, merger(f"vision.deep.{i}", tower.hidden, spec.hidden_size, factor, late=True))
         for i, layer in enumerate(layers)
     )
     projector = merger("vision.projector", tower.hidden, spec.hidden_size, factor, late=False)
-    token = config.integer("image_token_id", default=151655, high=spec.vocab_size - 1)
-    made = VisionSpec(tower, projector, token, axes=True, deep=deep)
-    stored = stored_vision(made, "model.visual.", "model.visual.merger", SPELLING)
+    image = config.integer("image_token_id", default=token, high=spec.vocab_size - 1)
+    made = VisionSpec(tower, projector, image, axes=True, deep=branches)
+    return made, stored_vision(made, "model.visual.", "model.visual.merger", SPELLING)
+
+
+def build(config: Fields) -> Built:
+    language = language_of(config, model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    made, stored = parts(config, language[0], token=151655, deep=(8, 16, 24))
     return seeing(language, made, stored, {"model.": "model.language_model."})
 
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+TINY_TOWER = dict(
+    depth=3,
+    hidden_size=32,
+    out_hidden_size=64,
+    num_heads=2,
+    intermediate_size=48,
+    patch_size=7,
+    num_position_embeddings=9,
+    deepstack_visual_indexes=[0, 2],
+)
 FAMILY = Family(
     "qwen3_vl",
     "Qwen3-VL",
@@ -74,16 +92,7 @@ FAMILY = Family(
         Tiny(
             dict(
                 text_config=dict(head_dim=16, rope_parameters=ROPE),
-                vision_config=dict(
-                    depth=3,
-                    hidden_size=32,
-                    out_hidden_size=64,
-                    num_heads=2,
-                    intermediate_size=48,
-                    patch_size=7,
-                    num_position_embeddings=9,
-                    deepstack_visual_indexes=[0, 2],
-                ),
+                vision_config=TINY_TOWER,
                 image_token_id=5,
                 vision_start_token_id=6,
                 vision_end_token_id=7,

@@ -115,8 +115,10 @@ class Encoder:
         if tower.norm_first:
             x = self._own_norm("vision.pre_norm", x)
         if tower.positions == "learned" and not tower.stretched:
-            learned = self.weights["vision.position"]
-            x = x + (learned[nearest(grid, tower.grid).to(self.device)] if tower.nearest else learned)
+            learned, first = self.weights["vision.position"], int(tower.class_token)
+            if tower.nearest:
+                learned = torch.cat([learned[:first], learned[first:][nearest(grid, tower.grid).to(self.device)]])
+            x = x + learned
         if tower.stretched:
             learned = self.weights["vision.position"].T.unflatten(1, tower.grid)[None]
             mode = "bicubic" if tower.smooth else "bilinear"

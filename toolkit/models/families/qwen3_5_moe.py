@@ -1,0 +1,27 @@
+"""Qwen3.5 with experts: Qwen3.5's tower before that text model. Source: transformers
+``Qwen3_5MoeForConditionalGeneration``."""
+
+from __future__ import annotations
+
+from toolkit.models.config.fields import Fields
+from toolkit.models.decoder import Built
+from toolkit.models.families import qwen2_vl, qwen3_5, qwen3_5_moe_text
+from toolkit.models.family import Family
+from toolkit.models.towers import language_of
+
+
+def build(config: Fields) -> Built:
+    return qwen3_5.whole(config, language_of(config, default="qwen3_5_moe_text"))
+
+
+FAMILY = Family(
+    "qwen3_5_moe",
+    "Qwen3.5 35B-A3B to 397B-A17B",
+    ("Qwen3_5MoeForConditionalGeneration",),
+    build,
+    (qwen3_5.tiny(dict(qwen3_5_moe_text.FAMILY.tiny[0].fields)),),
+    qwen3_5_moe_text.FAMILY.gguf,
+    recipe=qwen2_vl.recipe,
+    spellings=qwen3_5.SPELLINGS,
+    blind="qwen3_5_moe_text",
+)
