@@ -11,7 +11,7 @@ from toolkit.models.config.rope import read_sections
 from toolkit.models.decoder import Built
 from toolkit.models.families import qwen2_vl, qwen3_5_text, qwen3_vl
 from toolkit.models.family import WITHIN, Family, Tiny
-from toolkit.models.spec import AttentionSpec, DecoderSpec, Sublayer
+from toolkit.models.spec import DecoderSpec, Sublayer
 from toolkit.models.towers import language_of, seeing
 
 TOKEN = 248056
@@ -32,7 +32,7 @@ def _turning(spec: DecoderSpec, text: Fields) -> DecoderSpec:
 
     def turned(sublayer: Sublayer) -> Sublayer:
         mixer = sublayer.mixer
-        if not isinstance(mixer, AttentionSpec) or mixer.rope is None:
+        if mixer.kind != "attention" or mixer.rope is None:
             return sublayer
         sections = read_sections(scaling, mixer.rope.rotary_dim)
         return replace(sublayer, mixer=replace(mixer, rope=replace(mixer.rope, sections=sections, woven=True)))
