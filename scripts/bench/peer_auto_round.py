@@ -23,16 +23,16 @@ SCORED = (16, 256)  # samples and tokens that AutoScheme scores each of them on,
 MARGIN = 16  # tokens more than a sample takes: text that is tokenized again may give fewer
 
 
-def scheme(group_size: int) -> AutoScheme:
-    """To the bits a weight that 4-bit codes with this group take, counted as the library does: a scale of 16 bits and a
-    zero point of the codes' width for every group (of 8-bit codes too, which it makes symmetric)."""
+def scheme(width: int, group_size: int) -> AutoScheme:
+    """To the bits a weight that codes of ``width`` bits with this group take, counted as the library does: a scale of
+    16 bits and a zero point of the codes' width for every group (of 8-bit codes too, which it makes symmetric)."""
     options: list[QuantizationScheme | str] = [
         QuantizationScheme(bits=bits, group_size=group, sym=False, data_type="int", act_bits=16)
         for bits, group in OPTIONS
     ]
     samples, seqlen = SCORED
-    bits = 4 + (16 + 4) / group_size
-    return AutoScheme(avg_bits=bits, options=options, nsamples=samples, seqlen=seqlen, low_cpu_mem_usage=False)
+    average = width + (16 + width) / group_size
+    return AutoScheme(avg_bits=average, options=options, nsamples=samples, seqlen=seqlen, low_cpu_mem_usage=False)
 
 
 def main() -> None:
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--iters", type=int, default=200)
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -57,12 +58,12 @@ def main() -> None:
     if args.method == "search":  # AutoScheme reads text alone, from a file
         text = scratch / "text.json"
         text.write_text(json.dumps([tokenizer.decode(ids[i : i + args.seqlen + MARGIN]) for i in starts]))
-        rounder = AutoRound(args.model, scheme=scheme(args.group_size), dataset=str(text), **common)
+        rounder = AutoRound(args.model, scheme=scheme(args.bits, args.group_size), dataset=str(text), **common)
     else:
         rows = [torch.tensor(ids[i : i + args.seqlen]) for i in starts]
         samples: Any = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
         loader = torch.utils.data.DataLoader(samples, batch_size=8)
-        rounder = AutoRound(args.model, scheme="W4A16", group_size=args.group_size, dataset=loader, **common)
+        rounder = AutoRound(args.model, scheme=f"W{args.bits}A16", group_size=args.group_size, dataset=loader, **common)
     rounder.quantize_and_save(str(scratch / "made"), format="auto_round")
     next(iter(sorted(scratch.rglob("config.json")))).parent.rename(args.out)
     shutil.rmtree(scratch, ignore_errors=True)

@@ -35,7 +35,7 @@ OURS: dict[str, list[str]] = {
     "awq+gptq-untuned": ["auto_awq", "--rounding", "gptq", "--tune-steps", "0"],
     "best": ["auto_awq", "--preset", "best"],
     "auto_round": ["auto_round", "--no-w-sym"],
-    "search": ["search"],  # to the bits that 4-bit codes with the given group take
+    "search": ["search"],  # to the bits that codes of the given bits and group take
     "search-untuned": ["search", "--tune-steps", "0"],
     "w8a8-int8": ["smooth_quant", "--quant-dtype", "int8"],
     "w8a8-fp8": ["smooth_quant", "--quant-dtype", "fp8"],
@@ -55,10 +55,12 @@ def command_of(args: argparse.Namespace, out: Path) -> list[str]:
     """The command that writes the quantized checkpoint to ``out``."""
     if args.peer == "ours":
         group = [] if args.method.startswith("w8a8") else ["--w-group-size", str(args.group_size)]
+        if args.bits != 4 and group:
+            group += ["--w-bits", str(args.bits), "--format", "gptq_v2"]
         if args.method == "auto_round":
             group += ["--iters", str(args.iters)]
         if args.method.startswith("search"):
-            group = ["--bits", str(4 + (16 + 4) / args.group_size)]
+            group = ["--bits", str(args.bits + (16 + args.bits) / args.group_size)]
         return [
             "tool", "lite", *OURS[args.method], args.model, "--work-dir", str(out), "--calib-dataset", args.calib,
             "--calib-samples", str(args.samples), "--calib-seqlen", str(args.seqlen), *group, "--eval-tokens", "64",
@@ -68,7 +70,7 @@ def command_of(args: argparse.Namespace, out: Path) -> list[str]:
     return [
         args.peer_python, str(HERE / script), args.model, str(out), "--method", args.method, "--calib", args.calib,
         "--samples", str(args.samples), "--seqlen", str(args.seqlen), "--group-size", str(args.group_size),
-        *(["--iters", str(args.iters)] if args.peer == "auto-round" else []),
+        *(["--iters", str(args.iters), "--bits", str(args.bits)] if args.peer == "auto-round" else []),
     ]  # fmt: skip
 
 
@@ -176,6 +178,7 @@ def main() -> None:
     parser.add_argument("--self-samples", type=int, default=0, help="of ours: written by the model, beside the others")
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--bits", type=int, default=4, choices=(2, 3, 4, 8), help="of a weight (not llm-compressor)")
     parser.add_argument("--iters", type=int, default=200, help="of auto_round and of auto-round's search")
     parser.add_argument(
         "--peer-python", help="interpreter of the peer's environment (default: one is made in --work-dir)"
@@ -193,11 +196,11 @@ def main() -> None:
     for name in ("model", "calib", "data"):
         if getattr(args, name) is None:
             parser.error(f"--{name.replace('_', '-')} is missing")
-    fields = ("peer", "method", "samples", "self_samples", "seqlen", "group_size", "calib", "data", "model")
+    fields = ("peer", "method", "samples", "self_samples", "seqlen", "group_size", "bits", "calib", "data", "model")
     iterates = args.method == "auto_round" or args.peer == "auto-round"
     fields += ("iters",) if iterates else ()
     key = {name: getattr(args, name) for name in fields}
-    first = {"iters": 200, "self_samples": 0}  # of rows that were made when there was no such option
+    first = {"iters": 200, "self_samples": 0, "bits": 4}  # of rows that were made when there was no such option
     if any(all((first | row)[k] == v for k, v in key.items()) for row in rows):
         print("already there")
         return None
@@ -206,7 +209,8 @@ def main() -> None:
         args.peer_python = environment(args.peer, (args.work_dir / f"env-{args.peer}").absolute())
     iters = f"-{args.iters}" if iterates else ""
     own = f"+{args.self_samples}" if args.self_samples else ""
-    out = args.work_dir / f"{args.peer}-{args.method}-g{args.group_size}-{args.samples}{own}x{args.seqlen}{iters}"
+    grid, text = f"{args.bits}g{args.group_size}", f"{args.samples}{own}x{args.seqlen}"
+    out = args.work_dir / f"{args.peer}-{args.method}-{grid}-{text}{iters}"
     if args.peer != "ours":
         shutil.rmtree(out, ignore_errors=True)  # ours goes on where it was killed
     command = command_of(args, out)

@@ -42,6 +42,7 @@ from toolkit.runners.rounded_weights import BITS, rounded
 CPU = torch.device("cpu")
 WINDOW = 512  # tokens that the models see at once
 BESIDE = "+self"  # behind the name of a calibration text: with text of the model's own
+AT_FIRST = {"bits": 4}  # of cells that were made when there was no such option
 NO_TEXT = "no text"  # what a method is calibrated on that reads none
 
 
@@ -127,8 +128,8 @@ def fill(args: argparse.Namespace, rows: Sequence[Row], calib: Mapping[str, str]
     for row in rows:
         key = {
             "peer": row.peer, "method": row.method, "calib": row.calib, "model": args.model, "samples": args.samples,
-            "seqlen": args.seqlen, "group_size": args.group_size, "eval_tokens": args.eval_tokens, "rough": args.rough,
-            "include": args.include,
+            "seqlen": args.seqlen, "group_size": args.group_size, "bits": args.bits, "eval_tokens": args.eval_tokens,
+            "rough": args.rough, "include": args.include,
         }  # fmt: skip
         missing = [name for name in data if not any(cell | key | {"data": name} == cell for cell in known)]
         if not missing:
@@ -145,7 +146,8 @@ def fill(args: argparse.Namespace, rows: Sequence[Row], calib: Mapping[str, str]
 
 
 def read(results: Path) -> list[dict[str, Any]]:
-    return json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
+    cells = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
+    return [AT_FIRST | cell for cell in cells]
 
 
 def loss(cell: Mapping[str, Any]) -> float:
@@ -253,6 +255,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--bits", type=int, default=4, choices=(2, 3, 4, 8), help="of a weight (not llm-compressor)")
     parser.add_argument("--eval-tokens", type=int, default=8192, help="of each held-out text")
     parser.add_argument("--rough", action="store_true", help="layers are measured in bfloat16 where that is faster")
     parser.add_argument("--include", help="only linears that this pattern fits (not int4, nor auto-round)")

@@ -21,8 +21,9 @@ from toolkit.quant.layers.forward import embed, head_logits, layer_forward
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.spill import Spill
 from toolkit.quant.lite import Common, search
+from toolkit.quant.methods import search as finder
 from toolkit.quant.methods.search import Candidate, Unit, allocate
-from toolkit.quant.methods.sensitivity import Copies
+from toolkit.quant.methods.sensitivity import feel
 from toolkit.quant.options import Search
 
 
@@ -117,52 +118,60 @@ def test_a_size_is_kept(family: str, head: bool, tiny_models: Any, tmp_path: Pat
         search(model, tmp_path / "both", Search(size=20_000, bits=4.0), common=common)
 
 
-def test_losses_are_in_nats_and_the_same_after_a_kill(
+def test_a_killed_run_weighs_nothing_again(
     tiny_models: Any, tmp_path: Path, common: Common, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_models("llama")
-    whole = search(str(model), tmp_path / "whole", Search(bits=5), common=common)
-    begin, calls = Copies.begin, []
+    model, weighed = str(tiny_models("llama")), []
 
-    def killed(self: Copies, index: int, states: dict[str, torch.Tensor]) -> None:
-        calls.append(index)
-        if index == 1:
-            raise KeyboardInterrupt
-        begin(self, index, states)
+    def killed(units: list[Unit], budget: int) -> None:
+        weighed.extend(units)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(Copies, "begin", killed)
-    with pytest.raises(KeyboardInterrupt):
-        search(str(model), tmp_path / "again", Search(bits=5), common=common)
-    monkeypatch.setattr(Copies, "begin", begin)
-    again = search(str(model), tmp_path / "again", Search(bits=5), common=common)
-    assert calls == [0, 1]
-    assert again.quality["search"] == whole.quality["search"]
-    for row in whole.quality["search"]:
+    with monkeypatch.context() as patch:
+        patch.setattr(finder, "allocate", killed)
+        with pytest.raises(KeyboardInterrupt):
+            search(model, tmp_path / "out", Search(bits=5), common=common)
+    with monkeypatch.context() as patch:
+        patch.delattr(finder, "feel")
+        rows = search(model, tmp_path / "out", Search(bits=5), common=common).quality["search"]
+    for row, unit in zip(rows, weighed, strict=True):
+        assert row["loss"] in [c.loss for c in unit.candidates]
         assert row["loss"] >= 0
         assert row["cheaper"] is None or row["cheaper"]["loss"] >= row["loss"]
 
 
-def test_copies_diverge_as_the_whole_model_does(tiny_models: Any, tmp_path: Path) -> None:
-    """A part moved in layer 0, followed to the logits at one go."""
+def test_costs_are_what_predictions_lose(tiny_models: Any, tmp_path: Path) -> None:
+    """Chance errors in all rows of a linear, big enough to measure: KL of the whole model against what was felt."""
     torch.manual_seed(0)
     source, cpu = LayerSource(tiny_models("llama")), torch.device("cpu")
     outer, layers = source.outer_weights(cpu), source.spec.layers
-    ids = torch.randint(0, source.spec.vocab_size, (2, 20))
+    ids = torch.randint(0, source.spec.vocab_size, (4, 40))
+    with Spill(tmp_path / "spill", 0) as spill, torch.no_grad():
+        felt = {i: found for i, _, found in feel(source, ids, cpu, spill, lambda done, total: None)}
 
-    def through(x: torch.Tensor, first: int) -> torch.Tensor:
-        for i in range(first, len(layers)):
-            x = layer_forward(layers[i], source.layer(i, cpu), x)
-        return x
+    def predictions(changed: dict[str, torch.Tensor]) -> torch.Tensor:
+        x = embed(source.spec, outer[source.spec.embed], ids)
+        for i in range(len(layers)):
+            x = layer_forward(layers[i], {**source.layer(i, cpu), **changed}, x)
+        return head_logits(source.spec, outer, x).log_softmax(-1)
 
-    before = embed(source.spec, outer[source.spec.embed], ids)
-    behind = layer_forward(layers[0], source.layer(0, cpu), before)
-    moved = behind + 0.3 * torch.randn_like(behind)
-    copies = Copies(tmp_path, cpu, Spill(tmp_path / "spill", 0))
-    copies.begin(0, {"part": moved, "nothing": behind})
-    for i in range(1, len(layers)):
-        copies.advance(layers[i], source.layer(i, cpu))
-    exact = through(before, 0)
-    found = copies.divergence(source.spec, outer, exact)
-    p, q = (head_logits(source.spec, outer, x).log_softmax(-1) for x in (exact, through(moved, 1)))
-    assert found["part"] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4)
-    assert found["part"] > 1e-3 and abs(found["nothing"]) < 1e-6
+    exact = predictions({})
+    compared = 0
+    for i, found in felt.items():
+        for name in list(found.passed)[:4]:
+            costs = found.costs(name)
+            assert costs is not None
+            weight = source.layer(i, cpu)[name]
+            error = 0.05 * weight.std() * torch.randn(3, *weight.shape)
+            moved = [predictions({name: weight + e}) for e in error]
+            kl = sum(float((exact.exp() * (exact - q)).sum(-1).mean()) for q in moved) / 3
+            assert 0.5 < float((error.square().sum((0, 1)) @ costs) / 3) / kl < 2, name
+            compared += 1
+    assert compared == 4 * len(layers)
+
+
+def test_what_no_token_reached_is_not_free() -> None:
+    reached = [unit("a", [0.8, 0.4, 0.2, 0.0]), unit("b", [0.4, 0.2, 0.1, 0.0])]
+    found = finder.with_guesses([*reached, unit("c", [0.0] * 4, weights=200)])
+    assert found[:2] == reached
+    assert [c.loss for c in found[2].candidates] == pytest.approx([1.2, 0.6, 0.3, 0.0])

@@ -19,17 +19,19 @@ from toolkit.quant.layers.forward import in_bf16, layer_forward, narrow
 from toolkit.quant.layers.layerwise import CPU_TOKENS
 from toolkit.quant.layers.probe import WINDOW
 from toolkit.quant.layers.source import LayerSource
+from toolkit.quant.methods import sensitivity
 from toolkit.quant.methods.awq import SEARCH_ROWS
 from toolkit.quant.methods.grid import fake_quantize
 
 # What rounding takes beside AWQ's search, which goes over each weight 40 times (measured on two cores of Zen 5).
-ROUNDING = {"lite auto_awq": 1.0, "lite auto_gptq": 0.9, "lite search": 5.0, "lite auto_round": 0.1}
+ROUNDING = {"lite auto_awq": 1.0, "lite auto_gptq": 0.9, "lite search": 2.0, "lite auto_round": 0.1}
 LITTLE = 0.1  # of other methods
 AWQ_PASSES = 40 * 2.6  # over a weight, each as long as rounding it once: candidates, and what is computed of each
 TUNING = 2.5  # a step of tuning, in passes of its sample through the model in float32
 TEXT = 2.0  # writing text goes through the model in 8 bits: so much faster than float32 a token
 START = 6.0  # seconds of reading, checking and writing
 SAMPLES = 8  # that auto-round tunes a block on at once, forwards and backwards
+WEIGHING = 2.0  # of a sample's passes through the model in float32: gradients, and trials
 FEW = 4  # times that something is run to know how long it takes
 
 
@@ -113,6 +115,8 @@ def seconds(source: LayerSource, work: Work, rates: Rates) -> dict[str, float]:
         "tuning": work.tune_steps * work.seqlen * TUNING * whole,
         "perplexity": 2 * work.eval_tokens * whole,
     }
+    if work.stage == "lite search":
+        found["weighing"] = WEIGHING * sensitivity.SAMPLES * work.seqlen * whole
     if work.iters:
         found["layers"] += share * len(spec.layers) * work.iters * SAMPLES * work.seqlen * 3 * rates.exact
     return found

@@ -211,7 +211,7 @@ def search(
     common: Common = Common(),
     progress: Progress = _quiet,
 ) -> Result:
-    """Quantize MODEL by AWQ and GPTQ together, with bits and group chosen for each attention and MLP by measured loss.
+    """Quantize MODEL by AWQ and GPTQ together, with bits and group chosen for each attention and MLP by what it costs.
 
     Exactly one budget: ``bits`` a weight, over all linears that are quantized, with scales and zero points; or ``size``
     of the weight files. A head that is quantized too gets 8 bits, which count in ``size`` alone. Raises as ``auto_awq``
@@ -245,7 +245,7 @@ def search(
 
     def prepare(run: Prepared) -> dict[str, Any]:
         units = finder.measure(
-            source, selection, run.flow(source), dtype, how, run.directory, run.progress, run.spill, in_gguf
+            source, selection, run.ids, run.setting.device, run.directory, run.progress, run.spill, in_gguf
         )
         best = finder.allocate(units, budget)
         for unit, own in zip(units, best, strict=True):
@@ -268,7 +268,7 @@ def search(
         sequential=True,
         prepare=prepare,
         tune_steps=options.tune_steps,
-        beside=sum(len(layer.sublayers) for layer in source.spec.layers) * SAMPLES,
+        beside=len(source.spec.layers) * SAMPLES,
     )
     return run(source, Path(work_dir), recipe, common, progress)
 

@@ -104,12 +104,12 @@ def search_clip(weight: Tensor, xtx: Tensor, grid: Grid) -> tuple[Tensor, Tensor
     blocks = xtx[None]
     if size < weight.shape[1]:
         blocks = torch.stack([xtx[i : i + size, i : i + size] for i in range(0, weight.shape[1], size)])
-    found = [_clip(rows, blocks, grid) for rows in weight.split(max(1, PIECE // weight.shape[1]))]
+    found = [clip_groups(rows, blocks, grid) for rows in weight.split(max(1, PIECE // weight.shape[1]))]
     low, high = (torch.cat(bounds) for bounds in zip(*found, strict=True))
     return low, high
 
 
-def _clip(weight: Tensor, blocks: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+def clip_groups(weight: Tensor, blocks: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """``search_clip`` for some of the rows. ``blocks`` [groups, size, size]: XᵀX of every group."""
     low, high = group_range(weight, grid.group_size)
     groups = weight.view(weight.shape[0], -1, grid.group_size)

@@ -1,10 +1,9 @@
 """Given a budget, how many bits each part of each layer gets: by measured loss, not by rule.
 
 A *unit* is one mixer of a layer (its attention, its MLP, its experts): the linears of a unit share a grid. Every
-candidate grid is tried on every unit, rounded as it will be at last (AWQ's scales, then GPTQ's rounding). How far the
-layer's output moves when that unit alone is rounded, the mean of ‖y − ŷ‖² / ‖y‖² over tokens, tells candidates apart;
-what that means to the model, the KL divergence of its predictions, is measured for one of them (``sensitivity.py``).
-The product adds up over units as long as it is small, and the budget is spent so that the sum is the least there is.
+candidate grid is tried on some rows of every linear. Gradients tell what an error there does to the model's predictions
+(``sensitivity.py``), in KL divergence, which adds up over units as long as it is small. The budget is spent so that the
+sum is the least there is.
 """
 
 from __future__ import annotations
@@ -12,43 +11,36 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from toolkit.artifacts.gguf import quantize as gguf_quantize
 from toolkit.artifacts.gguf.container import TYPES
 from toolkit.artifacts.json_file import write_json_object
-from toolkit.artifacts.safetensors_file import read_metadata, write_tensors
-from toolkit.artifacts.tensor_file import TensorFile
 from toolkit.errors import UsageError
 from toolkit.models.sites import Site
-from toolkit.models.spec import LayerSpec, LinearSpec
-from toolkit.quant.layers.forward import layer_forward
+from toolkit.models.spec import LinearSpec
 from toolkit.quant.layers.forward_parts import Weights
-from toolkit.quant.layers.layerwise import Flow
-from toolkit.quant.layers.lazy import KEEP, Lazy
-from toolkit.quant.layers.result import Made, from_state, to_state
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.spill import Spill
-from toolkit.quant.layers.statistics import Gram
-from toolkit.quant.methods.awq import Grid, inputs_after, site_scale
-from toolkit.quant.methods.gptq import Rounding, inverse_factor, round_site
-from toolkit.quant.methods.sensitivity import SAMPLES, Copies
+from toolkit.quant.methods.awq import Grid, clip_groups, site_scale
+from toolkit.quant.methods.grid import quantize
+from toolkit.quant.methods.sensitivity import SAMPLES, Felt, feel
 from toolkit.quant.selection import Selection
 from toolkit.record import read
-from toolkit.runners.folding import Folded
+from toolkit.runners.folding import Folded, fold_site
 
 BITS = (2, 3, 4, 8)
 GROUPS = (128, 64, 32)
 SCALE_BITS = 16
 STEPS = 1 << 18  # of a budget
-SCALED_FOR = 4  # bits of the grid that the scales are searched for
+ROWS = 64  # of each linear that candidates are tried on, evenly spaced
 HEADER_BYTES = 800  # of a module's entries in the files' headers, at most, and of what is stored besides codes
 GGUF_GRIDS = {
     "Q4_0": Grid(4, 32, True),
@@ -63,8 +55,8 @@ GGUF_GRIDS = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A grid, tried: ``bits``, ``group_size`` and its ``loss`` in one unit; ``cost``: bits of the unit in the file;
-    ``symmetric``, ``ggml``: see ``awq.Grid``; ``kind``: the GGUF type that it is written as, if it is one."""
+    """A grid, tried: ``bits``, ``group_size`` and its ``loss`` in one unit, nats a token; ``cost``: bits of the unit in
+    the file; ``symmetric``, ``ggml``: see ``awq.Grid``; ``kind``: the GGUF type that it is written as, if it is one."""
 
     bits: int
     group_size: int
@@ -81,20 +73,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Unit:
-    """One mixer of a layer: its linears by name, how many weights they have, and what each candidate does to it.
-    ``middle``: the candidate whose effect on the predictions is measured."""
+    """One mixer of a layer: its linears by name, how many weights they have, and what each candidate does to it."""
 
     name: str
     linears: tuple[str, ...]
     weights: int
     candidates: tuple[Candidate, ...]
-    middle: int = 0
-
-    def weighed(self, kl: float) -> Unit:
-        """With losses in nats a token: ``kl`` is the middle candidate's, the others' are in proportion."""
-        moved = self.candidates[self.middle].loss
-        factor = max(kl, 0.0) / moved if moved > 0 else 0.0  # rounding may leave a KL just below 0
-        return replace(self, candidates=tuple(replace(c, loss=c.loss * factor) for c in self.candidates))
 
 
 def grids(linears: Sequence[LinearSpec], gguf: bool = False) -> list[Grid]:
@@ -167,124 +151,85 @@ def units_of(sites: Sequence[Site]) -> dict[str, list[Site]]:
 def measure(
     source: LayerSource,
     selection: Selection,
-    flow: Flow,
-    dtype: torch.dtype,
-    rounding: Rounding,
+    ids: Tensor,
+    device: torch.device,
     directory: Path,
     told: Any,
     spill: Spill,
     gguf: bool = False,
 ) -> list[Unit]:
-    """Try every candidate on every unit. What is found of a layer is kept in ``directory`` for a run that goes on,
-    what goes through the layers in ``spill``."""
-    directory.mkdir(parents=True, exist_ok=True)
-    found: list[Unit] = []
-    copies = Copies(directory, flow.device, spill)
-    layers = source.spec.layers
-    for i, layer in enumerate(layers):
-        told("trying widths", i, len(layers))
-        kept = directory / f"search.{i}.json"
-        weights = source.layer(i, flow.device)
-        copies.advance(layer, weights)
-        if kept.is_file():
-            copies.resume(i)
-        else:
-            sites = selection.sites(layer)
-            grams, _ = flow.statistics(i, layer, weights, sites, advance=False)
-            x = flow.hidden[0].to(flow.device)
-            trial = Trial(layer, weights, grams, x, layer_forward(layer, weights, x), dtype, rounding, gguf, directory)
-            moved: dict[str, Tensor] = {}
-            units = [_try(trial, name, own, moved) for name, own in reversed(units_of(sites).items())]
-            copies.begin(i, moved)
-            partial = kept.with_suffix(".partial")
-            write_json_object(partial, {"units": [asdict(u) for u in reversed(units)]})
-            partial.rename(kept)
-        flow.advance(i, layer, weights)
-        found += [read(Unit, u) for u in json.loads(kept.read_text(encoding="utf-8"))["units"]]
-    kl = copies.divergence(source.spec, source.outer_weights(flow.device), flow.hidden[0][:SAMPLES])
-    told("trying widths", len(layers), len(layers))
-    return [unit.weighed(kl[unit.name]) for unit in found]
+    """What every candidate costs in every unit, told by the text ``ids`` [samples, length]; kept in ``directory`` for a
+    run that goes on. ``spill``: where the text is held between the layers."""
+    kept = directory / "search.json"
+    if not kept.is_file():
+        directory.mkdir(parents=True, exist_ok=True)
+        found: list[Unit] = []
+        with torch.inference_mode(False), torch.no_grad():
+            progress = partial(told, "weighing widths")
+            for i, weights, felt in feel(source, ids[:SAMPLES].clone(), device, spill, progress):
+                sites = selection.sites(source.spec.layers[i])
+                units = units_of(sites).items()
+                found[:0] = [_weigh(name, own, weights, felt, gguf) for name, own in units]
+        partial_file = kept.with_suffix(".partial")
+        write_json_object(partial_file, {"units": [asdict(u) for u in found]})
+        partial_file.rename(kept)
+    return with_guesses([read(Unit, u) for u in json.loads(kept.read_text(encoding="utf-8"))["units"]])
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A layer under trial. ``weights``: as they were; ``text``: a batch of it before the layer, ``exact``: behind it;
-    ``directory``: where trial codes are kept, which for experts would be too many for memory."""
+def with_guesses(units: Sequence[Unit]) -> list[Unit]:
+    """``units``, those that no token reached (cross attention, where there are no pictures) with what a weight of the
+    others loses at as many bits."""
+    lost: dict[int, list[float]] = {}
+    for unit in units:
+        for c in unit.candidates:
+            if c.loss > 0:
+                lost.setdefault(c.bits, []).append(c.loss / unit.weights)
+    mean = {bits: sum(found) / len(found) for bits, found in lost.items()}
 
-    layer: LayerSpec
-    weights: Weights
-    grams: Callable[[str], Gram | None]
-    text: Tensor
-    exact: Tensor
-    dtype: torch.dtype
-    rounding: Rounding
-    gguf: bool
-    directory: Path
+    def guessed(unit: Unit) -> Unit:
+        if any(c.loss > 0 for c in unit.candidates):
+            return unit
+        candidates = (replace(c, loss=mean.get(c.bits, 0.0) * unit.weights) for c in unit.candidates)
+        return replace(unit, candidates=tuple(candidates))
+
+    return [guessed(unit) for unit in units]
 
 
-def _try(trial: Trial, name: str, sites: Sequence[Site], moved: dict[str, Tensor]) -> Unit:
-    """Round one unit to every grid and measure what that does to the layer's output. ``moved`` is given the output
-    behind the middle grid, of the first samples."""
+def _weigh(name: str, sites: Sequence[Site], weights: Weights, felt: Felt, gguf: bool) -> Unit:
+    """What each candidate costs in one unit, its weights scaled by their inputs' sizes and rounded without feedback."""
     linears = [x for site in sites for x in site.linears]
-    weights = sum(x.in_features * x.out_features for x in linears)
-    tried = grids(linears, trial.gguf)
-    # One scale for all grids: that of the middle one, which loses little elsewhere and is what takes the time.
-    middle = next(g for g in reversed(tried) if g.bits == SCALED_FOR)
-    folded = Folded(trial.weights)
-    with _scratch(trial.directory / "trial") as scratch:
-        for site in reversed(sites):
-            gram = trial.grams(site.name)
-            scale = None
-            if gram is not None:
-                scale = site_scale(site, trial.weights, gram, grid=middle, search=True, dtype=trial.dtype)
-            xtx = inputs_after(site, gram, folded, scale)
-            del gram
-            factor = inverse_factor(xtx, trial.rounding)
+    tried = grids(linears, gguf)
+    losses = [0.0] * len(tried)
+    for site in sites:
+        folded, shares = Folded(weights), torch.ones(())
+        if site.name in felt.grams:
+            scale = site_scale(site, weights, felt.grams[site.name], grid=tried[0], search=False, dtype=torch.float32)
+            shares = shares if scale is None else fold_site(site, folded, scale).square()
+        for x in site.linears:
+            costs = felt.costs(x.name)
+            if costs is None:
+                continue
+            costs, rows = costs / shares.to(costs.device), folded[x.name][:: -(-x.out_features // ROWS)].contiguous()
             for i, grid in enumerate(tried):
-                for linear, code in round_site(site.linears, folded, xtx, grid, trial.rounding, factor):
-                    _keep(scratch / f"{i}.{linear.name}", Made(linear.name, code))
-            del xtx, factor
-        candidates = []
-        for i, grid in enumerate(tried):
-            y = layer_forward(trial.layer, _rounded(scratch, i, folded, trial.text.device), trial.text)
-            if grid is middle:
-                moved[name] = y[:SAMPLES].clone().cpu()
-            share = (y - trial.exact).square().sum(-1) / trial.exact.square().sum(-1).clamp(min=1e-12)
-            loss = float(share.mean(dtype=torch.float64))
-            kind = kind_of(grid) if trial.gguf else ""
-            size = cost(weights, grid, trial.gguf)
-            candidates.append(Candidate(grid.bits, grid.group_size, size, loss, grid.symmetric, grid.ggml, kind))
-    return Unit(name, tuple(x.name for x in linears), weights, tuple(candidates), tried.index(middle))
+                losses[i] += _lost(rows, costs, grid, x.name) * x.out_features / len(rows)
+    weight = sum(x.in_features * x.out_features for x in linears)
+    candidates = [
+        Candidate(g.bits, g.group_size, cost(weight, g, gguf), loss, g.symmetric, g.ggml, kind_of(g) if gguf else "")
+        for g, loss in zip(tried, losses, strict=True)
+    ]
+    return Unit(name, tuple(x.name for x in linears), weight, tuple(candidates))
 
 
-@contextmanager
-def _scratch(directory: Path) -> Iterator[Path]:
-    """An empty ``directory`` that is gone afterwards; of a killed run one may be there."""
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _keep(path: Path, made: Made) -> None:
-    tensors, meta = to_state([made])
-    held = dict(tensors)
-    write_tensors(path, held, {"meta": json.dumps(meta)})
-
-
-def _rounded(directory: Path, grid: int, folded: Folded, device: torch.device) -> Weights:
-    """The layer with the codes that ``_keep`` left for a grid, the rest as it is in ``folded``."""
-
-    def make(name: str) -> Tensor:
-        path = directory / f"{grid}.{name}"
-        if not path.is_file():
-            return folded[name]
-        value = from_state(TensorFile(path), json.loads(read_metadata(path)["meta"])).weights[name]
-        return value if isinstance(value, Tensor) else value.dequantize().to(device)
-
-    return Lazy(folded, make, KEEP)
+def _lost(rows: Tensor, costs: Tensor, grid: Grid, name: str) -> float:
+    """Squared errors of ``rows`` [n, in] on a grid whose ranges are clipped where that pays, each column's by what it
+    costs."""
+    if grid.ggml is not None:
+        back = gguf_quantize.quantize(rows.cpu(), grid.ggml, costs.cpu(), name).dequantize().to(rows.device)
+    else:
+        bounds = clip_groups(rows, torch.diag_embed(costs.view(-1, grid.group_size)), grid)
+        code = quantize(rows, grid.group_size, bits=grid.bits, symmetric=grid.symmetric, name=name, bounds=bounds)
+        back = code.dequantize().to(rows.device)
+    return float((rows - back).square().sum(0) @ costs)
 
 
 def allocate(units: Sequence[Unit], budget: int) -> list[Candidate]:

@@ -1,70 +1,133 @@
-"""What the error of one part of a model does to its predictions.
+"""What an error in a linear's weights does to the model's predictions, told by gradients.
 
-For every part that is rounded by itself, a copy of a little text goes on through the original layers behind it. The KL
-divergence of its predictions from the original's is that part's loss; small losses of several parts add up. All copies
-pass a layer together, so each layer is read once.
+The KL divergence of the next token, original ‖ changed, is 0 where nothing is changed, and so is its slope. A small
+change δ of a linear's outputs at a token makes it ½ δᵀFδ, where F is the mean of g·gᵀ over gradients g, by these
+outputs, of the log-likelihood of tokens that the model itself predicts. A little text that goes through the model
+forwards and back once gives g of all linears. Of F what is kept is how large it is, not its directions: over so little
+text these would be chance.
+
+Sources: Martens, "New Insights and Perspectives on the Natural Gradient Method" (2020), for F; Dong et al., "HAWQ-V2:
+Hessian Aware trace-Weighted Quantization of Neural Networks" (2020), for its trace as what a layer's error costs.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.artifacts.safetensors_file import write_tensors
-from toolkit.artifacts.tensor_file import TensorFile
-from toolkit.measure.predictions import kl_divergence
-from toolkit.models.spec import DecoderSpec, LayerSpec
-from toolkit.quant.layers.forward import head_logits, layer_forward
-from toolkit.quant.layers.forward_parts import Weights
+from toolkit.models.sites import layer_sites
+from toolkit.models.spec import DecoderSpec
+from toolkit.quant.layers.forward import embed, head_logits, in_bf16, layer_forward, narrow
+from toolkit.quant.layers.forward_parts import Called, Weights
+from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.spill import Spill, Tensors
+from toolkit.quant.layers.statistics import Gram
 
-SAMPLES = 2  # of the text that go along in every copy
+SAMPLES = 4  # of the text that go through the model
 ROWS, LOGITS = 256, 1 << 24  # positions whose logits are held at once; logits held at once
 
 
-class Copies:
-    """Hidden states [samples, length, hidden] of the text with one part rounded, by the part's name.
+@dataclass
+class Passed:
+    """What went through a linear: sums over ``rows`` of the squared inputs [in] and, of what came back, of the squared
+    gradient in the mean over outputs."""
 
-    ``directory``: where copies are kept as they were when they began, for a run that goes on; ``spill``: where those
-    are held that go along, two for every layer of the model so far.
+    inputs: Tensor
+    gradient: Tensor
+    rows: int = 0
+
+
+@dataclass
+class Felt:
+    """Of one layer, while a text of so many ``tokens`` passes it. ``grams``: by site, the inputs' mean sizes alone."""
+
+    tokens: int
+    grams: dict[str, Gram] = field(default_factory=dict)
+    passed: dict[str, Passed] = field(default_factory=dict)
+
+    def costs(self, name: str) -> Tensor | None:
+        """KL in nats a token that a squared error of 1 costs in each column of a linear, in any row; None where no
+        token reached it. The mean gradient counts for every input: which come together is chance in so little text."""
+        found = self.passed.get(name)
+        return None if found is None else found.inputs * (found.gradient / (2 * found.rows * self.tokens))
+
+    def observe(self, site: str, x: Tensor) -> None:
+        sizes = x.detach().float().abs().sum(0)
+        gram = self.grams.setdefault(site, Gram(torch.zeros(0, 0), torch.zeros_like(sizes), sizes))
+        gram.abs_sum += sizes
+        gram.rows += len(x)
+
+    def linear(self, name: str, weights: Weights) -> Callable[[Tensor], Tensor]:
+        """The linear as it is, which notes what passes."""
+        weight, bias = weights[name], weights.get(f"{name}.bias")
+
+        def back(g: Tensor) -> None:
+            self.passed[name].gradient += g.float().square().sum() / len(weight)
+
+        def call(x: Tensor) -> Tensor:
+            rows = x.detach().reshape(-1, x.shape[-1]).float()
+            squares = rows.square().sum(0)
+            found = self.passed.setdefault(name, Passed(torch.zeros_like(squares), torch.zeros((), device=rows.device)))
+            found.inputs += squares
+            found.rows += len(rows)
+            y = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+            y.register_hook(back)
+            return y
+
+        return call
+
+
+def feel(
+    source: LayerSource, ids: Tensor, device: torch.device, spill: Spill, told: Callable[[int, int], None]
+) -> Iterator[tuple[int, Weights, Felt]]:
+    """For every layer, the last first: its index, its weights, and what the text ``ids`` [samples, length] tells of its
+    linears. ``spill``: where the text is held as it is before each layer; ``told``: of layers gone through, both ways.
     """
+    layers, count = source.spec.layers, len(source.spec.layers)
+    outer = source.outer_weights(device)
+    x = embed(source.spec, outer[source.spec.embed], ids.to(device)).cpu()
+    before = []
+    for i, layer in enumerate(layers):
+        told(i, 2 * count)
+        before.append(Tensors([x], spill))
+        narrowed = narrow(source.layer(i, device), device)
+        with in_bf16(device):
+            x = torch.cat([layer_forward(layer, narrowed, rows.to(device)).float().cpu() for rows in x.split(1)])
+    draw = torch.Generator(device).manual_seed(0)
+    gradient = torch.cat([_drawn(source.spec, outer, rows.to(device), draw).cpu() for rows in x.split(1)])
+    for i in reversed(range(count)):
+        told(2 * count - 1 - i, 2 * count)
+        weights, felt = source.layer(i, device), Felt(ids.numel())
+        narrowed = narrow(weights, device)
+        names = [x.name for site in layer_sites(layers[i]) for x in site.linears]
+        called = Called(narrowed, {name: felt.linear(name, narrowed) for name in names})
+        found = []
+        for rows, after in zip(before.pop()[0].split(1), gradient.split(1), strict=True):
+            leaf = rows.clone().to(device).requires_grad_()
+            with torch.enable_grad(), in_bf16(device):
+                y = layer_forward(layers[i], called, leaf, felt.observe).float()
+            y.backward(after.to(device))
+            assert leaf.grad is not None
+            found.append(leaf.grad.cpu())
+        gradient = torch.cat(found)
+        yield i, weights, felt
 
-    def __init__(self, directory: Path, device: torch.device, spill: Spill) -> None:
-        self.directory, self.device, self.spill = directory, device, spill
-        self._states: dict[str, Tensors] = {}
 
-    def begin(self, index: int, states: dict[str, Tensor]) -> None:
-        """Take in copies that begin behind layer ``index``."""
-        write_tensors(self._file(index), dict(states), {})
-        self._hold(states)
-
-    def resume(self, index: int) -> None:
-        """The copies that an earlier run began behind layer ``index``."""
-        file = TensorFile(self._file(index))
-        self._hold({name: file[name].clone() for name in file})
-
-    def advance(self, layer: LayerSpec, weights: Weights) -> None:
-        """Send all copies through a layer."""
-        for held in self._states.values():
-            held[0] = layer_forward(layer, weights, held[0].to(self.device)).cpu()
-
-    def divergence(self, spec: DecoderSpec, outer: Weights, exact: Tensor) -> dict[str, float]:
-        """KL(original ‖ copy) in nats a token of every copy, all being behind the last layer. ``outer``: final norm and
-        head; ``exact``: the original's hidden states, [samples, length, hidden]."""
-        rows = exact.flatten(0, 1)
-        lost = dict.fromkeys(self._states, 0.0)
-        step = min(ROWS, max(16, LOGITS // spec.vocab_size))
-        for a in range(0, len(rows), step):
-            p = head_logits(spec, outer, rows[a : a + step].to(self.device)).log_softmax(-1)
-            for name, held in self._states.items():
-                q = head_logits(spec, outer, held[0].flatten(0, 1)[a : a + step].to(self.device)).log_softmax(-1)
-                lost[name] += float(kl_divergence(p, q))
-        return {name: total / len(rows) for name, total in lost.items()}
-
-    def _hold(self, states: dict[str, Tensor]) -> None:
-        self._states |= {name: Tensors([x], self.spill) for name, x in states.items()}
-
-    def _file(self, index: int) -> Path:
-        return self.directory / f"copies.{index}.safetensors"
+def _drawn(spec: DecoderSpec, outer: Weights, hidden: Tensor, draw: torch.Generator) -> Tensor:
+    """A gradient by ``hidden`` [1, length, hidden], behind the last layer, whose products g·gᵀ are F in the mean over
+    draws. By the logits it is √p·ξ − p·Σ√p·ξ with normal ξ, its products diag(p) − p·pᵀ: as for tokens drawn from p,
+    but steadier."""
+    leaf = hidden.clone().requires_grad_()
+    step = min(ROWS, max(16, LOGITS // spec.vocab_size))
+    for a in range(0, leaf.shape[1], step):
+        with torch.enable_grad(), in_bf16(leaf.device):
+            logits = head_logits(spec, outer, leaf[0, a : a + step])
+        p = logits.detach().float().softmax(-1)
+        noise = torch.randn(p.shape, generator=draw, device=p.device).mul_(p.sqrt())
+        logits.backward((noise - p * noise.sum(-1, keepdim=True)).to(logits.dtype))
+    assert leaf.grad is not None
+    return leaf.grad
