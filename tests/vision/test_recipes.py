@@ -13,9 +13,10 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import fit_recipe
 from toolkit.models.family import Family, Tiny
 from toolkit.models.pictures import most_patches
-from toolkit.models.registry import families, get
+from toolkit.models.registry import LANGUAGE_PARTS, families, get
 from toolkit.models.tiny import SIZES as SIZES_OF_TEXT
 from toolkit.models.towers import pixtral_tower
+from toolkit.vision.eyes import Eyes
 from toolkit.vision.recipes import prepare
 
 PATCH = 7  # side of a patch of the tiny models
@@ -98,10 +99,22 @@ def test_no_picture_has_more_patches_than_are_planned_for(name: str) -> None:
     tiny, make = get(name).tiny[0], get(name).recipe
     assert make is not None
     recipe = make(Fields(tiny.fields), Fields(tiny.preprocessor))
+    most = {"max_dynamic_patch": 24, "max_slice_nums": recipe.most, "max_pixels": recipe.most}
     for width, height in SIZES:
-        made = prepare(recipe, picture(width, height))
+        given = {"type": "image_data", "image_data": {"data": picture(width, height), **most}}
+        (made,) = Eyes(recipe).look([{"role": "user", "content": [given]}])
         patches = sum(part[:, 0].size // PATCH**2 for part in made.parts)
         assert patches <= most_patches(recipe, recipe.unit // PATCH)
+
+
+@pytest.mark.parametrize("shape, named", [(0, True), (1, False)], ids=["2.6", "2.5"])
+def test_numbers_stand_before_pictures_where_the_model_knows_them(shape: int, named: bool) -> None:
+    tiny, make = get("minicpmv").tiny[shape], get("minicpmv").recipe
+    assert make is not None
+    eyes = Eyes(make(Fields(tiny.fields), Fields(tiny.preprocessor)))
+    given = {"type": "image_data", "image_data": {"data": picture(50, 37), "use_image_id": True}}
+    text = eyes.spell(eyes.recipe.mark, eyes.look([{"role": "user", "content": [given]}]))
+    assert text.startswith("<image_id>0</image_id>") == named == ("image_id" in text)
 
 
 @pytest.mark.parametrize("name", ["llava_next", "llava_onevision"])
@@ -139,6 +152,34 @@ def test_a_canvas_is_one_that_the_tower_knows() -> None:
 def test_an_absent_patch_size_of_pixtral_is_16() -> None:
     config = Fields({"model_type": "pixtral", "image_size": 1024})
     assert pixtral_tower(config).patch == fit_recipe(config, Fields({}), merge=1).unit == 16
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_null_is_as_good_as_nothing(name: str) -> None:
+    """In each object of a config, and of a processor's."""
+    family = get(name)
+
+    def read(config: dict[str, Any], given: dict[str, Any]) -> Any:
+        assert family.recipe is not None
+        try:
+            return family.build(Fields(config)), family.recipe(Fields(config), Fields(given))
+        except ToolkitError as error:
+            return str(error)
+
+    for tiny in family.tiny:
+        config: dict[str, Any] = {**SIZES_OF_TEXT, **tiny.fields}
+        for inside in (None, *(name for name, value in tiny.fields.items() if isinstance(value, dict))):
+            part = tiny.fields if inside is None else tiny.fields[inside]
+            for field in set(part) - set(SIZES_OF_TEXT) if inside not in LANGUAGE_PARTS else ():
+                null, absent = {**part, field: None}, {k: v for k, v in part.items() if k != field}
+                both = [
+                    {**SIZES_OF_TEXT, **(x if inside is None else {**tiny.fields, inside: x})} for x in (null, absent)
+                ]
+                assert read(both[0], dict(tiny.preprocessor)) == read(both[1], dict(tiny.preprocessor)), (inside, field)
+        given = dict(tiny.preprocessor)
+        for field in given:
+            absent = {k: v for k, v in given.items() if k != field}
+            assert read(config, {**given, field: None}) == read(config, absent), field
 
 
 def test_digests_tell_pictures_and_options_apart() -> None:

@@ -141,7 +141,7 @@ class _Planner:
         held = f"{'/'.join(map(str, blocks))} blocks of {self.size} tokens, {per_block} each"
         if self.cpu:
             held += "; the process grows up to it as it is used"
-        loaded = "loaded already" if self.need.loaded else ""
+        loaded = "loaded already" if self.need.loaded else "those of the tower among them" if w.patches else ""
         rows = (
             ("weights", self.weights if not self.need.loaded else 0, loaded),
             ("activations", activations, _step(tokens, batch, target)),

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from toolkit.models.fine import STEM
 
+MOST_TILES = 24  # that a request may have a picture cut into, of kind "tiles"
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -127,7 +129,7 @@ class Picture:
 
 
 def most_patches(recipe: Recipe, merge: int) -> int:
-    """That a tower reads of one picture, at most, ``merge`` × ``merge`` of them a token."""
+    """That a tower reads of one picture at most, whatever is asked for, ``merge`` × ``merge`` of them a token."""
     if recipe.kind in ("fit", "area"):
         tokens = (recipe.long // recipe.unit) ** 2 if recipe.kind == "fit" else recipe.most // recipe.unit**2
         return max(tokens, 1) * merge**2
@@ -136,7 +138,7 @@ def most_patches(recipe: Recipe, merge: int) -> int:
         return (recipe.most + 1) * (5 * tile // (4 * recipe.unit**2))  # sides of slices are rounded
     tiles = {
         "anyres": max((rows * columns // tile for rows, columns in recipe.canvases), default=0),
-        "tiles": recipe.most,
+        "tiles": max(recipe.most, MOST_TILES),
         "overlap": recipe.most,
         "framed": max((rows * columns // tile for rows, columns in recipe.canvases), default=1),
         "scan": recipe.most,

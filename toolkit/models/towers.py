@@ -119,7 +119,7 @@ def check_grid(config: Fields, tower: Tower, factor: int, least: int = 1) -> Non
 
 
 def pixtral_tower(config: Fields, **changes: Any) -> Tower:
-    config = Fields({"patch_size": 16} | dict(config.values), config.source, config.prefix)
+    config = config.filled({"patch_size": 16})
     head_dim = config.integer("head_dim", default=64, high=1024)
     theta = (config.nested("rope_parameters") or config).number("rope_theta", default=10_000.0)
     none = dict.fromkeys(("patch_bias", "qkv_bias", "o_bias", "mlp_bias", "class_token"), False)
@@ -220,7 +220,7 @@ def language_of(config: Fields, text: str = "text_config", default: str = "llama
     """The language model that ``config`` holds under ``text``, as its own family builds it. ``changes``: to its config.
     Where the whole says that embedding and head are one it counts, else what the part says.
     """
-    own = dict(config.inner(text).values)
+    own = dict(config.over(text, {}).values)
     kind = own.get("model_type") or default
     values = (ABSENT.get(kind, {}) if isinstance(kind, str) else {}) | {"model_type": kind} | own | changes
     if config.has("tie_word_embeddings"):

@@ -12,12 +12,12 @@ from typing import Any
 from toolkit import extras
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.errors import UsageError
-from toolkit.models.pictures import Picture, Recipe
+from toolkit.models.pictures import MOST_TILES, Picture, Recipe
 from toolkit.vision.images import Rules, is_url, open_image
 from toolkit.vision.parts import is_picture, parts_of
 from toolkit.vision.recipes import prepare
 
-DETAIL = {"low": 6, "medium": 12, "high": 24}  # tiles, as LMDeploy has them
+DETAIL = {"low": 6, "medium": 12, "high": MOST_TILES}  # tiles, as LMDeploy has them
 # Options of a single picture → kind of recipe that knows them, its field.
 OPTIONS = {
     "max_dynamic_patch": ("tiles", "most"),
@@ -116,8 +116,8 @@ def _adjusted(recipe: Recipe, rules: Rules, options: Mapping[str, Any]) -> Recip
         if detail not in (*DETAIL, "auto"):
             raise UsageError(f"detail: expected auto, {', '.join(DETAIL)}, found {detail!r:.40}")
         changes |= {} if detail == "auto" else {"most": DETAIL[detail]}
-    most = {"tiles": DETAIL["high"], "slices": recipe.most}.get(recipe.kind, min(recipe.most, rules.max_pixels))
-    if isinstance(named := options.get("use_image_id"), bool) and recipe.kind == "slices":
+    most = {"tiles": MOST_TILES, "slices": recipe.most}.get(recipe.kind, min(recipe.most, rules.max_pixels))
+    if isinstance(named := options.get("use_image_id"), bool) and recipe.kind == "slices" and not recipe.around:
         changes["numbered"] = named
     for name, (kind, changed) in OPTIONS.items():
         value = options.get(name)

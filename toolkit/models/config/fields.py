@@ -145,8 +145,12 @@ class Fields:
 
     def over(self, name: str, absent: Mapping[str, Any]) -> Fields:
         """The JSON object under ``name`` with the values of ``absent`` where it has none; null counts as none."""
-        given = {key: value for key, value in self.inner(name).values.items() if value is not None}
-        return Fields({**absent, **given}, self.source, f"{self.prefix}{name}.")
+        return Fields(self.inner(name).filled(absent).values, self.source, f"{self.prefix}{name}.")
+
+    def filled(self, absent: Mapping[str, Any]) -> Fields:
+        """This object with the values of ``absent`` where it has none; null counts as none."""
+        given = {key: value for key, value in self.values.items() if value is not None}
+        return Fields({**absent, **given}, self.source, self.prefix)
 
     def _first(self, names: Sequence[str]) -> tuple[str, Any]:
         for name in names:

@@ -25,8 +25,7 @@ SPELLING = {**CLIP, "projector.up_proj": "linear_1", "projector.gate_proj": "lin
 
 
 def vision_fields(config: Fields) -> Fields:
-    inner = config.inner("vision_config")
-    return Fields(ABSENT | dict(inner.values), config.source, "vision_config.")
+    return config.over("vision_config", ABSENT)
 
 
 def factor_of(config: Fields) -> int:

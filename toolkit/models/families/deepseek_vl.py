@@ -16,9 +16,7 @@ SPELLING = {**CLIP, "projector.linear_1": "linear1", "projector.linear_2": "line
 
 
 def vision_fields(config: Fields) -> Fields:
-    inner = config.inner("vision_config")
-    absent = {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 16}
-    return Fields(absent | dict(inner.values), config.source, "vision_config.")
+    return config.over("vision_config", {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 16})
 
 
 def build(config: Fields) -> Built:

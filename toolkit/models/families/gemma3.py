@@ -20,8 +20,7 @@ ABSENT = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 2
 
 
 def vision_fields(config: Fields) -> Fields:
-    inner = config.inner("vision_config")
-    return Fields(ABSENT | dict(inner.values), config.source, "vision_config.")
+    return config.over("vision_config", ABSENT)
 
 
 def tokens_of(config: Fields) -> int:

@@ -29,8 +29,7 @@ def build(config: Fields) -> Built:
         config = Fields({**config.values, "text_config": dict(config.values)}, config.source)
     changes: dict[str, Any] = {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"]}
     language = language_of(config, **changes, attention_bias=True, head_dim=None)
-    spec, inner = language[0], config.inner("vision_config")
-    vision = Fields({"depth": 24, "num_heads": 12} | dict(inner.values), config.source, "vision_config.")
+    spec, vision = language[0], config.over("vision_config", {"depth": 24, "num_heads": 12})
     wide = vision.integer("out_hidden_size", default=4096, high=1 << 16)
     places = side(vision, "image_size", 336) // side(vision, "patch_size", 14)
     eps = vision.number("rms_norm_eps", default=1e-5, high=0.5)
@@ -73,8 +72,7 @@ def build(config: Fields) -> Built:
 
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
-    values = {"size": SIZE} | dict(preprocessor.values)
-    made = area_recipe(Fields(values, preprocessor.source))
+    made = area_recipe(preprocessor.filled({"size": SIZE}))
     return replace(
         made,
         least=-(-made.least // 2),

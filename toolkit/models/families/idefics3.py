@@ -20,8 +20,7 @@ LANGUAGE = {"model.": "model.text_model."}
 
 
 def vision_fields(config: Fields) -> Fields:
-    inner = config.inner("vision_config")
-    return Fields(ABSENT | dict(inner.values), config.source, "vision_config.")
+    return config.over("vision_config", ABSENT)
 
 
 def build(config: Fields) -> Built:

@@ -117,8 +117,8 @@ def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     if is_whole(config):
         made = clip_recipe(inner, preprocessor, kind="square", token="<unk>")
     else:
-        values = {"num_crops": FINE_TILES if fine else TILES} | dict(preprocessor.values)
-        made = lined_recipe(inner, Fields(values, preprocessor.source), MERGE, token="<unk>")
+        given = preprocessor.filled({"num_crops": FINE_TILES if fine else TILES})
+        made = lined_recipe(inner, given, MERGE, token="<unk>")
     return replace(made, below=not fine, mark="<ImageHere>", written="<ImageHere>")
 
 

@@ -38,8 +38,7 @@ ABSENT = {"image_size": 448, "layer_norm_eps": 1e-6}
 
 
 def vision_fields(config: Fields) -> Fields:
-    inner = config.inner("vision_config")
-    return Fields(ABSENT | dict(inner.values), config.source, "vision_config.")
+    return config.over("vision_config", ABSENT)
 
 
 def eye(config: Fields, spec: DecoderSpec, merge: Literal["merge", "merge_turned"] = "merge") -> VisionSpec:

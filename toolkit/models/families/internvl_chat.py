@@ -81,9 +81,7 @@ def recipe(config: Fields, preprocessor: Fields) -> Recipe:
         config.fail("use_thumbnail", False, "true")
     tiled = config.flag("dynamic_image_size", True)
     values = {
-        "image_mean": list(IMAGENET_MEAN),
-        "image_std": list(IMAGENET_STD),
-        **preprocessor.values,
+        **preprocessor.filled({"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD)}).values,
         "min_patches": config.integer("min_dynamic_patch", default=1, high=256) if tiled else 1,
         "max_patches": config.integer("max_dynamic_patch", default=6, high=256) if tiled else 1,
     }

@@ -35,8 +35,7 @@ def is_yi(config: Fields) -> bool:
 
 def vision_fields(config: Fields) -> Fields:
     """Where files say nothing of the tower it is CLIP's, of Yi-VL the large one's at 448 pixels."""
-    inner = config.inner("vision_config")
-    return Fields((CLIP_H if is_yi(config) else {}) | dict(inner.values), config.source, "vision_config.")
+    return config.over("vision_config", CLIP_H if is_yi(config) else {})
 
 
 def cuts(config: Fields) -> bool:

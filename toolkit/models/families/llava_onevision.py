@@ -17,7 +17,7 @@ RULE = "anyres_max_"  # and the most tiles
 
 
 def most_tiles(config: Fields) -> int:
-    rule = config.values.get("vision_aspect_ratio", f"{RULE}9")
+    rule = config.filled({"vision_aspect_ratio": f"{RULE}9"}).values["vision_aspect_ratio"]
     count = str(rule).removeprefix(RULE)
     if not count.isdigit() or not 1 <= int(count) <= 1000:
         config.fail("vision_aspect_ratio", rule, f"{RULE}9")

@@ -26,7 +26,7 @@ SIZES = {  # sum of widths → ConvNeXt's widths and depths
     2880: ([192, 384, 768, 1536], [3, 3, 27, 3]),
     5760: ([384, 768, 1536, 3072], [3, 4, 30, 3]),
 }
-PROJECTOR = "mlp2x_gelu"
+PROJECTOR, SELECT = "mlp2x_gelu", "mm_vision_select_layer"
 NORM_EPS = 1e-5
 SPELLING = {
     **CLIP,
@@ -67,7 +67,7 @@ def build(config: Fields) -> Built:
     inner = Fields({"text_config": dict(config.values)}, config.source)
     language = language_of(inner, model_type=LANGUAGES.get(names[0], "llama"), architectures=None)
     spec, tower = language[0], clip_tower(config.inner("vision_config"))
-    layer = Fields({"vision_feature_layer": config.values.get("mm_vision_select_layer", -2)}, config.source)
+    layer = Fields({"vision_feature_layer": config.filled({SELECT: -2}).values[SELECT]}, config.source)
     tower = replace(tower, taken=taken_layers(layer, tower.layers, -2))
     fine = fine_tower(config, tiles(config)[0] * tower.grid[0])
     mine = Stage("mine", "vision.projector", tower.hidden, tower.hidden, rows=fine.outputs, eps=NORM_EPS)

@@ -30,8 +30,7 @@ SPELLING = {
 
 
 def vision_fields(config: Fields) -> Fields:
-    inner = config.inner("vision_config")
-    return Fields(ABSENT | dict(inner.values), config.source, "vision_config.")
+    return config.over("vision_config", ABSENT)
 
 
 def is_later(config: Fields) -> bool:

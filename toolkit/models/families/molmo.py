@@ -88,8 +88,7 @@ def language(config: Fields) -> Built:
 
 
 def vision_fields(config: Fields) -> Fields:
-    inner = config.inner("vision_config")
-    return Fields({"num_hidden_layers": 23} | dict(inner.values), config.source, "vision_config.")
+    return config.over("vision_config", {"num_hidden_layers": 23})
 
 
 def build(config: Fields) -> Built:
