@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from toolkit.runners.base import RunnerError
-from toolkit.runners.step import SamplingBatch, StepBatch
+from toolkit.runners.step import SamplingBatch, StepBatch, Views
 
 ODD = st.sampled_from([-(1 << 31), -7, -1, 0, 1, 2, 63, 64, 319, 320, 321, 1 << 20, (1 << 31) - 1])
 
@@ -108,6 +108,33 @@ def test_what_is_wrong_is_named(change, message, drive) -> None:
         setattr(batch, name, np.asarray(value, getattr(batch, name).dtype))
     with pytest.raises(RunnerError, match=message):
         d.runner.submit(batch).result()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"seen": [1]}, "picture 1 is not kept"),
+        ({"tokens": [[1, 1]]}, "views.tokens"),
+        ({"tokens": [[0, 3]]}, "views.tokens"),
+        ({"ptr": [0, 2]}, "views.ptr"),
+        ({"ptr": [0, 0], "seen": []}, "views.ptr"),
+        ({"new": [[0, 4]]}, "views.rows"),
+        ({"new": [[0, 3], [1, 0]]}, "views.new"),
+        ({"gone": [-1]}, "views.gone"),
+    ],
+)
+def test_pictures_that_do_not_exist_are_refused(change, message, drive) -> None:
+    d = drive("mllama")
+    rows = np.ones((3, d.runner.spec.hidden_size), np.float32)
+    numbers = {"new": [[0, 3]], "gone": [], "tokens": [[0, 2]], "ptr": [0, 1], "seen": [0]}
+    good = Views(rows=rows, **{name: np.array(value, np.int32) for name, value in numbers.items()})
+    d.step({d.add(): [5, 6]}, views=good)
+    bad = Views(rows=rows, **{name: np.array(value, np.int32) for name, value in (numbers | change).items()})
+    with pytest.raises(RunnerError, match=message):
+        d.step({d.add(): [5, 6]}, views=bad)
+    with pytest.raises(RunnerError, match="no layers that look at pictures"):
+        llama = drive("llama")
+        llama.step({llama.add(): [5, 6]}, views=good)
 
 
 def test_slots_that_do_not_exist_are_refused(drive) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError, check_mutual
 from toolkit.runners.native.library import StepArrays, StepResults, address
-from toolkit.runners.step import COLUMNS, SamplingBatch, StepBatch, StepOutput
+from toolkit.runners.step import COLUMNS, SamplingBatch, StepBatch, StepOutput, Views
 
 I32, I64, F32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
 I8 = np.dtype(np.int8)
@@ -53,6 +53,8 @@ class Arrays:
             width = spec.hidden_size * (1 if spec.vision is None else 1 + len(spec.vision.deep))
             s.embeds = self._put("embeds", batch.embeds, F32, s.embeds_size * width)
             s.embed_index = self._put("embed_index", batch.embed_index, I32, s.embeds_size)
+        if batch.views is not None:
+            self._views(batch.views, spec.hidden_size)
         self._groups(batch, spec, tokens, seqs)
         self._sampling(batch.sampling, rows, spec.vocab_size)
 
@@ -66,6 +68,17 @@ class Arrays:
         array = (ctypes.c_void_p * max(len(addresses), 1))(*addresses)
         self._held.append(array)
         return ctypes.addressof(array)
+
+    def _views(self, v: Views, hidden: int) -> None:
+        s, put = self.structure, self._put
+        s.rows_size, s.new_size, s.gone_size = len(v.rows), len(v.new), len(v.gone)
+        s.views_size, s.seen_size = len(v.tokens), len(v.seen)
+        s.picture_rows = put("views.rows", v.rows, F32, s.rows_size * hidden)
+        s.new_pictures = put("views.new", v.new, I32, 2 * s.new_size)
+        s.gone = put("views.gone", v.gone, I32, s.gone_size)
+        s.views = put("views.tokens", v.tokens, I32, 2 * s.views_size)
+        s.view_ptr = put("views.ptr", v.ptr, I32, s.views_size + 1)
+        s.seen = put("views.seen", v.seen, I32, s.seen_size)
 
     def _groups(self, batch: StepBatch, spec: DecoderSpec, tokens: int, seqs: int) -> None:
         s, groups = self.structure, len(batch.block_tables)

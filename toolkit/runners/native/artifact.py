@@ -92,8 +92,9 @@ def open_packed(artifact: EngineArtifact) -> PackedWeights:
 def _wanted(spec: DecoderSpec) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
     """(name, rows, cols, kinds) of every parameter that the spec names."""
     matrix, one = (DENSE, INT), (VECTOR,)
-    for name in [spec.embed] if spec.tied else [spec.embed, spec.head]:
-        yield name, spec.vocab_size, spec.hidden_size, matrix
+    yield spec.embed, spec.vocab_size, spec.hidden_size, matrix
+    if not spec.tied:
+        yield spec.head, spec.head_size, spec.hidden_size, matrix
     for x in spec.linears():
         yield x.name, x.out_features, x.in_features, matrix
     seeing = {} if spec.vision is None else matrices(spec.vision)

@@ -77,6 +77,35 @@ Mixer read_attention(const Record& r, Program& prog) {
     return a;
 }
 
+Mixer read_cross(const Record& r, Program& prog) {
+    Cross c;
+    Attention& core = c.core;
+    core.heads = r.integer("heads", 1, 4096);
+    core.kv_heads = r.integer("kv_heads", 1, core.heads);
+    if (core.heads % core.kv_heads) r.fail("kv_heads", "no divisor of the heads");
+    core.per_kv = core.heads / core.kv_heads;
+    core.head_dim = core.value_dim = r.integer("head_dim", 1, 4096);
+    core.dpad = core.vpad = pad16(core.head_dim);
+    core.scale = r.number("scale");
+    core.softcap = 0;
+    core.cell = cell_layout(prog.bf16 ? KV_BF16 : KV_F32, core.head_dim);
+    c.q = r.linear("q", core.heads * core.head_dim, prog.hidden);
+    c.k = r.linear("k", core.kv_heads * core.head_dim, prog.hidden);
+    c.v = r.linear("v", core.kv_heads * core.head_dim, prog.hidden);
+    c.o = r.linear("o", prog.hidden, core.heads * core.head_dim);
+    c.q_norm = r.needed_norm("q_norm", core.head_dim);
+    c.k_norm = r.needed_norm("k_norm", core.head_dim);
+    c.in.width = c.rows.width = prog.hidden;
+    c.out.width = core.heads * core.head_dim;
+    join(c.in, c.q);
+    join(c.rows, c.k);
+    join(c.rows, c.v);
+    join(c.out, c.o);
+    c.at = prog.kept;
+    prog.kept += core.kv_heads * core.cell.bytes();
+    return c;
+}
+
 Mixer read_latent(const Record& r, Program& prog) {
     Latent a;
     Attention& core = a.core;

@@ -75,6 +75,28 @@ void check_reach(const StepArrays& in) {
     }
 }
 
+void check_views(const Program& p, const StepArrays& in) {
+    if ((in.new_size || in.views_size) && !p.kept) throw Error("views: the model has no layers that look at pictures");
+    within("views.new", in.new_pictures, 2 * in.new_size, 0, MOST);
+    within("views.gone", in.gone, in.gone_size, 0, MOST);
+    within("views.tokens", in.views, 2 * in.views_size, 0, in.tokens + 1);
+    within("views.seen", in.seen, in.seen_size, 0, MOST);
+    int64_t rows = 0, behind = 0;
+    for (int64_t i = 0; i < in.new_size; i++) {
+        within("views.new", in.new_pictures + 2 * i + 1, 1, 1, MOST);
+        rows += in.new_pictures[2 * i + 1];
+    }
+    if (rows != in.rows_size) fail("views.rows", rows, rows + 1, in.rows_size);
+    if (!in.views_size) return;
+    check_csr("views.ptr", in.view_ptr, in.views_size, in.seen_size);
+    for (int64_t i = 0; i < in.views_size; i++) {
+        const int64_t from = in.views[2 * i], to = in.views[2 * i + 1];
+        if (from < behind || from >= to) throw Error("views.tokens: not ascending at entry " + std::to_string(i));
+        if (in.view_ptr[i] == in.view_ptr[i + 1]) throw Error("views.ptr: no picture at entry " + std::to_string(i));
+        behind = to;
+    }
+}
+
 void check_sampling(const Program& p, const StepArrays& in, const StepResults& out) {
     const int64_t n = in.rows;
     const void* needed[] = {in.temperature, in.top_k, in.top_p, in.min_p, in.repetition, in.presence,
@@ -129,6 +151,7 @@ void check_step(const Program& p, const StepArrays& in, const StepResults& out, 
     if (in.embeds_size > 0 && !in.embeds) throw Error("embeds: missing");
     if ((in.logits_size && !out.logits) || (in.hidden_size && !out.hidden) || (in.target_size && !out.target_logprobs))
         throw Error("outputs: an array is missing");
+    check_views(p, in);
     check_sampling(p, in, out);
 }
 

@@ -13,6 +13,7 @@ from toolkit.models.spec import (
     AlibiSpec,
     AttentionSpec,
     ConvSpec,
+    CrossSpec,
     DeltaSpec,
     LatentSpec,
     LinearSpec,
@@ -163,6 +164,21 @@ def latent(a: LatentSpec, t: Tensors) -> Record:
     }
 
 
+def cross(c: CrossSpec, t: Tensors) -> Record:
+    return {
+        "heads": c.heads,
+        "kv_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "scale": c.scale,
+        "q": t.linear(c.q),
+        "k": t.linear(c.k),
+        "v": t.linear(c.v),
+        "o": t.linear(c.o),
+        "q_norm": t.norm(c.q_norm),
+        "k_norm": t.norm(c.k_norm),
+    }
+
+
 def short_conv(m: ShortConvSpec, t: Tensors) -> Record:
     return {
         "channels": m.conv.channels,
@@ -291,6 +307,7 @@ def moe(m: MoeSpec, t: Tensors) -> Record:
 MIXERS: dict[str, Callable[[Any, Tensors], Record]] = {
     "attention": attention,
     "latent": latent,
+    "cross": cross,
     "short_conv": short_conv,
     "delta": delta,
     "mamba": mamba,

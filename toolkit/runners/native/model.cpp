@@ -54,13 +54,16 @@ struct Job {
     const StepResults& out;
     Plan& plan;
     Cut cut;
-    bool heads;
+    bool heads = false;
+    const Kept* kept = nullptr;  // a picture whose rows, the chunk's, are to be remembered,
+    int64_t row = 0;             // from this one on
 };
 
 void run_thread(void* arg, int index) {
     Job& job = *static_cast<Job*>(arg);
     Run run(job.model, job.in, job.out, job.plan, job.cut, index);
-    if (job.heads) run.heads();
+    if (job.kept) run.remember(*job.kept, job.row);
+    else if (job.heads) run.heads();
     else run.layers();
 }
 
@@ -71,13 +74,14 @@ void Model::step(const StepArrays& in, const StepResults& out) {
     if (profile) profile->start();
     copy_blocks(*this, in);
     begin_states(*this, in);
+    remember(in, out);
     if (in.tokens == 0) {
         previous.clear();
         return;
     }
     Plan plan = make_plan(in);
     plan.hidden = work->hidden_rows(int64_t(plan.rows.size()));
-    Job job{*this, in, out, plan, {}, false};
+    Job job{*this, in, out, plan, {}};
     for (int64_t t = 0, end; t < in.tokens; t = end) {
         end = chunk_end(in, t);
         job.cut = cut_chunk(program, in, t, end - t, pool.size());
@@ -87,6 +91,28 @@ void Model::step(const StepArrays& in, const StepResults& out) {
     job.heads = true;
     if (!plan.rows.empty()) pool.run(run_thread, &job, phases_of(program, plan.logit_rows / work->logit_rows + 1));
     previous.assign(out.tokens, out.tokens + in.rows);
+}
+
+// What cross layers keep of the step's new pictures.
+void Model::remember(const StepArrays& in, const StepResults& out) {
+    for (int64_t i = 0; i < in.gone_size; i++) pictures.erase(in.gone[i]);
+    int64_t before = 0;
+    for (int64_t i = 0; i < in.new_size; i++) {
+        const int64_t rows = in.new_pictures[2 * i + 1], cells = (rows + LANES - 1) / LANES;
+        Kept& kept = pictures[in.new_pictures[2 * i]] = {rows, cells, Pages(cells * program.kept)};
+        Plan none;
+        Job job{*this, in, out, none, {}};
+        job.kept = &kept;
+        for (int64_t row = 0; row < rows; row += CHUNK) {
+            job.cut.first = before + row;
+            job.cut.count = std::min(CHUNK, rows - row);
+            job.row = row;
+            pool.run(run_thread, &job, phases_of(program, 0));
+        }
+        before += rows;
+    }
+    for (int64_t i = 0; i < in.seen_size; i++)
+        if (!pictures.count(in.seen[i])) throw Error("views.seen: picture " + std::to_string(in.seen[i]) + " is not kept");
 }
 
 Model::Model(Program prog, const Ops* o, int threads)
@@ -114,6 +140,7 @@ void Model::release_cache() {
         g.blocks = 0;
     }
     cache.clear();
+    pictures.clear();
 }
 
 }  // namespace tk

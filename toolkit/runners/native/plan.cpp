@@ -42,9 +42,10 @@ namespace {
 void cut_parts(Cut& cut, const Program& p, int64_t threads) {
     if (cut.count < threads * PART / 2) return;
     for (const Sublayer& s : p.sublayers)
-        if (!std::holds_alternative<Attention>(s.mixer) && !std::holds_alternative<Mlp>(s.mixer)) return;
+        if (!std::holds_alternative<Attention>(s.mixer) && !std::holds_alternative<Cross>(s.mixer) && !std::holds_alternative<Mlp>(s.mixer))
+            return;
     const int64_t n = ((cut.count + PART - 1) / PART + threads - 1) / threads * threads;
-    for (int64_t i = 0; i < n; i++) cut.parts.push_back({{cut.count * i / n, cut.count * (i + 1) / n}, 0, 0});
+    for (int64_t i = 0; i < n; i++) cut.parts.push_back({{cut.count * i / n, cut.count * (i + 1) / n}, 0, 0, 0, 0});
 }
 
 // Positions that the tokens of a block see, in all.
@@ -58,6 +59,25 @@ void cut_blocks(Cut& cut, const StepArrays& in, int64_t first, int64_t last, int
         const int64_t s = cut.seq_of[size_t(t - cut.first)], end = std::min<int64_t>({in.cu_seqlens[s + 1], last, t + tokens});
         cut.blocks.push_back({s, t, end});
         t = end;
+    }
+}
+
+// Which pictures the chunk's tokens look at.
+void find_views(Cut& cut, const StepArrays& in) {
+    cut.view_of.assign(size_t(cut.count), -1);
+    for (int64_t v = 0; v < in.views_size; v++)
+        for (int64_t t = std::max<int64_t>(in.views[2 * v], cut.first); t < std::min<int64_t>(in.views[2 * v + 1], cut.first + cut.count); t++)
+            cut.view_of[size_t(t - cut.first)] = int32_t(v);
+}
+
+// Blocks of flat tokens [first, last) that look at pictures, at most `tokens` of one view each.
+void cut_looks(Cut& cut, int64_t first, int64_t last, int64_t tokens) {
+    auto view = [&](int64_t t) { return cut.view_of[size_t(t - cut.first)]; };
+    for (int64_t t = first, end; t < last; t = end) {
+        end = t + 1;
+        if (view(t) < 0) continue;
+        while (end < last && end < t + tokens && view(end) == view(t)) end++;
+        cut.looks.push_back({view(t), t, end});
     }
 }
 
@@ -93,18 +113,23 @@ Cut cut_chunk(const Program& p, const StepArrays& in, int64_t first, int64_t cou
     Cut cut;
     cut.first = first;
     cut.count = count;
-    int64_t per_kv = 1;
-    for (const Sublayer& s : p.sublayers)
+    int64_t per_kv = 1, looking = 1;
+    for (const Sublayer& s : p.sublayers) {
         if (const Attention* a = s.attends()) per_kv = std::max(per_kv, a->per_kv);
+        if (const Cross* c = std::get_if<Cross>(&s.mixer)) looking = std::max(looking, c->core.per_kv);
+    }
     const int64_t tokens = std::max<int64_t>(1, QUERY_ROWS / per_kv), end = first + count;
+    const int64_t look_tokens = std::max<int64_t>(1, QUERY_ROWS / looking);
     cut.seq_of.assign(size_t(count), 0);
     for (int64_t s = 0; s < in.seqs; s++) {
         const QueryBlock span{s, std::max<int64_t>(in.cu_seqlens[s], first), std::min<int64_t>(in.cu_seqlens[s + 1], end)};
         for (int64_t t = span.first; t < span.last; t++) cut.seq_of[size_t(t - first)] = s;
         if (span.first < span.last) cut.spans.push_back(span);
     }
+    find_views(cut, in);
     cut_parts(cut, p, threads);
     if (cut.parts.empty()) {
+        cut_looks(cut, first, end, look_tokens);
         cut_blocks(cut, in, first, end, tokens);
         std::stable_sort(cut.blocks.begin(), cut.blocks.end(),
                          [&](const QueryBlock& a, const QueryBlock& b) { return cost(in, a) > cost(in, b); });
@@ -115,6 +140,9 @@ Cut cut_chunk(const Program& p, const StepArrays& in, int64_t first, int64_t cou
         part.first_block = int64_t(cut.blocks.size());
         cut_blocks(cut, in, first + part.rows.first, first + part.rows.last, tokens);
         part.last_block = int64_t(cut.blocks.size());
+        part.first_look = int64_t(cut.looks.size());
+        cut_looks(cut, first + part.rows.first, first + part.rows.last, look_tokens);
+        part.last_look = int64_t(cut.looks.size());
     }
     auto total = [&](const RowPart& part) {
         int64_t sum = 0;

@@ -34,6 +34,7 @@ struct Range {
 struct RowPart {
     Range rows;
     int64_t first_block, last_block;
+    int64_t first_look, last_look;
 };
 
 // Tokens [first, last) of sequence `seq`, consecutive, one attention item a kv head.
@@ -47,6 +48,8 @@ struct Cut {
     std::vector<int64_t> seq_of;      // of the chunk's tokens
     std::vector<QueryBlock> spans;    // of each sequence all tokens in the chunk
     std::vector<QueryBlock> blocks;
+    std::vector<int32_t> view_of;     // of the chunk's tokens, -1: looks at no picture
+    std::vector<QueryBlock> looks;    // as blocks, of tokens of one view: `seq` is its number
     std::vector<RowPart> parts;       // empty where every phase is shared out for itself
     std::vector<int64_t> runs;        // of blocks, one a thread, equally long to read; empty where blocks are taken singly
 };

@@ -12,6 +12,7 @@ constexpr struct {
 } READERS[] = {
     {"attention", read_attention},
     {"latent", read_latent},
+    {"cross", read_cross},
     {"short_conv", read_short_conv},
     {"delta", read_delta},
     {"mamba", read_mamba},
@@ -49,6 +50,13 @@ Sublayer read_sublayer(const Record& r, Program& prog) {
     if (s.beside && prog.sublayers.empty()) r.fail("beside", "nothing stands before it");
     if (s.beside && !prog.sublayers.back().beside) prog.sublayers.back().saves = true;
     s.mixer = read_mixer(r, prog);
+    if (r.has("gate")) {
+        s.sees = true;
+        s.gate = std::tanh(r.needed("gate", 1).data[0]);
+        if (s.post.present()) r.fail("post_norm", "beside a gate");
+        if (!std::holds_alternative<Mlp>(s.mixer) && !std::holds_alternative<Cross>(s.mixer)) r.fail("gate", "of such a mixer");
+    }
+    if (std::holds_alternative<Cross>(s.mixer) && !s.sees) r.fail("cross", "without a gate");
     return s;
 }
 
@@ -95,7 +103,7 @@ Program parse_program(const char* names, const double* values, int64_t count, co
     const int64_t sublayers = r.integer("sublayers", 0, 1 << 16);
     for (int64_t i = 0; i < sublayers; i++) prog.sublayers.push_back(read_sublayer(r.entry("sublayers", i), prog));
     prog.final_norm = r.needed_norm("final_norm", prog.hidden);
-    prog.head = r.linear("head", prog.vocab, prog.hidden, true);
+    prog.head = r.linear("head", r.integer("head_rows", 1, prog.vocab), prog.hidden, true);
     prog.head_in.width = prog.hidden;
     prog.head_in.turned = prog.head.turned;
     join(prog.head_in, prog.head);

@@ -108,6 +108,16 @@ struct Latent {
     int64_t width() const { return kv_at() + (kv_a.w.tiles() + (q_a.present() ? q.w.tiles() : 0)) * LANES; }
 };
 
+// Attention to rows of pictures, whose keys and values are kept by picture (Kept), not by token.
+struct Cross {
+    static constexpr int64_t PHASES = 8;
+    Linear q, k, v, o;
+    Input in, rows, out;  // rows: of pictures, which k and v read
+    Norm q_norm, k_norm;
+    Attention core;  // of heads and their sizes
+    int64_t at;      // of this layer in what is kept, by cell
+};
+
 struct Mlp {
     static constexpr int64_t PHASES = 6;
     Linear gate, up, down;
@@ -181,13 +191,15 @@ struct Mamba {
     States states;
 };
 
-using Mixer = std::variant<Attention, Latent, ShortConv, Delta, Mamba, Mlp, Moe>;
+using Mixer = std::variant<Attention, Latent, Cross, ShortConv, Delta, Mamba, Mlp, Moe>;
 
 struct Sublayer {
     Norm pre, post;
     float residual_scale = 1;
     bool beside = false;  // reads what the sublayers before it in the layer read, not what they made of it
     bool saves = false;   // what it reads is read beside it too
+    bool sees = false;    // what it gives goes to tokens that look at pictures alone,
+    float gate = 1;       // multiplied by this
     int64_t deep = 0;     // which rows of pictures are added behind it, counted from 1; 0 = none
     Mixer mixer;
     // How it attends to tokens that the cache keeps; null = it does not.
@@ -195,6 +207,8 @@ struct Sublayer {
         if (const Latent* latent = std::get_if<Latent>(&mixer)) return &latent->core;
         return std::get_if<Attention>(&mixer);
     }
+    // Whether its result waits beside the residual for what is done to it.
+    bool apart() const { return post.present() || sees; }
 };
 
 struct Rope {
@@ -213,8 +227,9 @@ struct Group {
 };
 
 struct Program {
-    int64_t vocab, hidden, block_size;
+    int64_t vocab, hidden, block_size;  // the head may have fewer rows than the vocabulary
     int32_t kv_type;
+    int64_t kept = 0;  // bytes of each 16 rows of a picture that are looked at
     int64_t deep;  // branches whose rows stand beside those that take the places of tokens
     bool bf16;  // products of bfloat16: attention on such cells, linears with such weights
     Linear embed, head;

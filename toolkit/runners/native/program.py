@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.models.rope import inv_freq
-from toolkit.models.spec import DecoderSpec, RopeSpec
+from toolkit.models.spec import DecoderSpec, Mixer, RopeSpec
 from toolkit.runners.native.mixers import ACTIVATIONS, MIXERS, Floats, Tensors, flat
 from toolkit.runners.native.packed import PackedTensor, PackedWeights
 
@@ -44,10 +44,6 @@ def unsupported(spec: DecoderSpec) -> str | None:
     mlps = [m for _, mixer in spec.mixers() for m in mixer.mlps()]
     if odd := {m.activation for m in mlps} - set(ACTIVATIONS):
         return f"it has no activation {min(odd)}"
-    if any(m.seen is not None for m in mlps):
-        return "its MLPs know nothing of pictures"
-    if spec.head_rows:
-        return "its head has as many rows as the embedding, the model's has fewer"
     for what, (count, most) in found.items():
         if count > most:
             return f"it takes up to {most} {what}, the model has {count}"
@@ -84,6 +80,7 @@ def build_program(
         "embed": tensors.matrix(spec.embed, None),
         "sublayers": _sublayers(spec, tensors),
         "final_norm": tensors.norm(spec.final_norm),
+        "head_rows": spec.head_size,
         "head": tensors.matrix(spec.embed if spec.tied else spec.head, f"{spec.head}.bias" if spec.head_bias else None),
     }
     names, values = zip(*flat(record), strict=True)
@@ -107,6 +104,13 @@ def _axes(rope: RopeSpec) -> Floats:
     return found
 
 
+def _gate(mixer: Mixer) -> str | None:
+    """The number whose tanh multiplies what tokens are given that see pictures, others nothing."""
+    if mixer.kind == "cross":
+        return mixer.gate
+    return mixer.seen if mixer.kind == "mlp" else None
+
+
 def _sublayers(spec: DecoderSpec, tensors: Tensors) -> list[dict[str, Any]]:
     deep = 0 if spec.vision is None else len(spec.vision.deep)
     return [
@@ -115,6 +119,7 @@ def _sublayers(spec: DecoderSpec, tensors: Tensors) -> list[dict[str, Any]]:
             "post_norm": tensors.norm(s.post_norm),
             "residual_scale": s.residual_scale,
             "beside": layer.beside(i),
+            "gate": None if (gate := _gate(s.mixer)) is None else tensors.named(gate),
             "deep": number if number <= deep and i == len(layer.sublayers) - 1 else 0,
             s.mixer.kind: MIXERS[s.mixer.kind](s.mixer, tensors),
         }

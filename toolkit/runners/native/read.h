@@ -7,6 +7,7 @@ namespace tk {
 
 Mixer read_attention(const Record& r, Program& prog);
 Mixer read_latent(const Record& r, Program& prog);
+Mixer read_cross(const Record& r, Program& prog);
 Mixer read_short_conv(const Record& r, Program& prog);
 Mixer read_delta(const Record& r, Program& prog);
 Mixer read_mamba(const Record& r, Program& prog);

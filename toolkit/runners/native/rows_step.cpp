@@ -41,7 +41,7 @@ void Run::down_rows(const Sublayer& s, const Linear& l, Range rows, Phase phase)
     Store to = residual(s);
     to.out += rows.first * to.ld;
     linear(l, w.mid, rows.first, rows.last - rows.first, {0, l.w.tiles()}, to);
-    if (s.post.present()) add_post_rows(s, rows);
+    if (s.apart()) add_post_rows(s, rows);
     mark(phase);
 }
 
@@ -74,9 +74,12 @@ void Run::layers_by_parts() {
             const RowPart& part = parts[i];
             if (from == 0 && !attend) embed_rows(part.rows);
             for (size_t k = from; k < end; k++) {
-                if (const Attention* a = attention(k)) attend_rows(p.sublayers[k], *a, part);
-                else mlp_rows(p.sublayers[k], std::get<Mlp>(p.sublayers[k].mixer), part.rows);
-                if (p.sublayers[k].deep) add_deep(p.sublayers[k], part.rows);
+                const Sublayer& s = p.sublayers[k];
+                if (s.sees && part.first_look == part.last_look) save_rows(s, part.rows);
+                else if (const Attention* a = attention(k)) attend_rows(s, *a, part);
+                else if (const Cross* c = std::get_if<Cross>(&s.mixer)) cross_rows(s, *c, part);
+                else mlp_rows(s, std::get<Mlp>(s.mixer), part.rows);
+                if (s.deep) add_deep(s, part.rows);
             }
             if (more) project_rows(p.sublayers[end], *attention(end), part.rows);
         });

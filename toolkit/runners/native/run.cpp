@@ -49,22 +49,23 @@ const InputBuffer& Run::ready(Prepared& p, const Input& in, const Norm& norm, co
 Store Run::residual(const Sublayer& s) const {
     Store to;
     to.ld = w.hidden_ld;
-    to.out = s.post.present() ? w.tmp : w.x;
-    to.add = s.post.present() ? 0 : 1;
+    to.out = s.apart() ? w.tmp : w.x;
+    to.add = s.apart() ? 0 : 1;
     to.alpha = s.residual_scale;
     return to;
 }
 
 void Run::add_post_rows(const Sublayer& s, Range rows) {
     for (int64_t t = rows.first; t < rows.last; t++) {
+        if (s.sees && view_of[size_t(t)] < 0) continue;
         float* y = w.tmp + t * w.hidden_ld;
-        norm_row(s.post, y, y);
-        ops.add_scaled(w.x + t * w.hidden_ld, y, s.residual_scale, p.hidden);
+        if (s.post.present()) norm_row(s.post, y, y);
+        ops.add_scaled(w.x + t * w.hidden_ld, y, s.residual_scale * s.gate, p.hidden);
     }
 }
 
 void Run::add_post(const Sublayer& s) {
-    if (s.post.present()) share(P_OTHER, count, 1, [&](Range r) { add_post_rows(s, r); });
+    if (s.apart()) share(P_OTHER, count, 1, [&](Range r) { add_post_rows(s, r); });
 }
 
 // The linear that ends a sublayer, from the shared middle rows (already quantized or not) into the residual.
@@ -122,7 +123,8 @@ void Run::layers() {
     if (parts.empty()) {
         share(P_EMBED, count, 1, [&](Range r) { embed_rows(r); });
         for (const Sublayer& s : p.sublayers) {
-            std::visit([&](const auto& m) { mix(s, m); }, s.mixer);
+            if (s.sees && looks.empty()) save(s);
+            else std::visit([&](const auto& m) { mix(s, m); }, s.mixer);
             if (s.deep && in.embeds_size) share(P_OTHER, count, 1, [&](Range r) { add_deep(s, r); });
         }
     } else {

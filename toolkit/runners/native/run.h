@@ -16,12 +16,13 @@ int64_t phases_of(const Program& p, int64_t head_blocks);
 class Run : RowWork {
 public:
     Run(Model& m, const StepArrays& i, const StepResults& o, Plan& pl, const Cut& cut, int index)
-        : RowWork(*m.ops, m.program.bf16, false, m.work->threads[size_t(index)].linear), model(m), p(m.program), w(*m.work), in(i), out(o), plan(pl), seq_of(cut.seq_of), spans(cut.spans),
-          blocks(cut.blocks), parts(cut.parts), runs(cut.runs), first(cut.first), count(cut.count),
+        : RowWork(*m.ops, m.program.bf16, false, m.work->threads[size_t(index)].linear), model(m), p(m.program), w(*m.work), in(i), out(o), plan(pl), seq_of(cut.seq_of), view_of(cut.view_of), spans(cut.spans),
+          blocks(cut.blocks), looks(cut.looks), parts(cut.parts), runs(cut.runs), first(cut.first), count(cut.count),
           thread(index), threads(m.pool.size()), own(m.work->threads[size_t(index)]) {}
 
     void layers();
     void heads();
+    void remember(const Kept& kept, int64_t from);
 
 private:
     static constexpr int64_t UNEVEN = 4;  // chunks a thread where their work may differ
@@ -104,6 +105,13 @@ private:
     void expand_tile(const Latent& a, int64_t head, int64_t tokens, KvTile* kv);
     void attend_expanded(const Latent& a, int64_t seq, int64_t head);
 
+    // cross_step.cpp
+    void mix(const Sublayer& s, const Cross& c);
+    void ask(const Cross& c, int64_t t, int64_t head);
+    KvTile kept_tile(const Cross& c, const Kept& kept, int64_t head, int64_t tile) const;
+    void look(const Cross& c, const QueryBlock& block, int64_t head);
+    void cross_rows(const Sublayer& s, const Cross& c, const RowPart& part);
+
     // rows_step.cpp
     void mark(Phase name);
     void layers_by_parts();
@@ -143,8 +151,10 @@ private:
     const StepResults& out;
     Plan& plan;
     const std::vector<int64_t>& seq_of;
+    const std::vector<int32_t>& view_of;
     const std::vector<QueryBlock>& spans;
     const std::vector<QueryBlock>& blocks;
+    const std::vector<QueryBlock>& looks;
     const std::vector<RowPart>& parts;
     const std::vector<int64_t>& runs;
     const int64_t first, count;  // the chunk's flat tokens

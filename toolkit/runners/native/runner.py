@@ -104,7 +104,10 @@ class NativeRunner:
         weights = self._weight_bytes if loaded else self._estimate_weights()
         vision = self.spec.vision
         patch = 0 if vision is None else (patch_numbers(vision) + 2 * vision.tower.hidden) * 4
-        return MemoryNeed(weights, self._activation_bytes(), self._block_bytes(), free_host_bytes(), loaded, patch)
+        looks = [mixer for _, mixer in self.spec.mixers() if mixer.kind == "cross"]
+        looked_at = sum(2 * m.kv_heads * (-(-m.head_dim // 16) * 16) for m in looks) * 4  # bfloat16: half of it
+        blocks = self._block_bytes()
+        return MemoryNeed(weights, self._activation_bytes(), blocks, free_host_bytes(), loaded, patch, looked_at)
 
     def _estimate_weights(self) -> int:
         found: Mapping[str, Any] = self._weights()

@@ -12,6 +12,8 @@
 namespace tk {
 namespace {
 
+constexpr float NEVER = -1e30f;  // the logit of a token that the head has no row for
+
 struct Candidate {
     float logit;
     int32_t id;
@@ -175,6 +177,7 @@ std::pair<Users::const_iterator, Users::const_iterator> users_of(const Users& us
 
 void Run::finish_row(int64_t row, float* logits) {
     if (p.head_scale != 1.0f || p.softcap > 0) ops.scale_logits(logits, w.vocab_ld, p.head_scale, p.softcap);
+    std::fill(logits + p.head.w.rows, logits + p.vocab, NEVER);
     for (auto [u, end] = users_of(plan.logits, row); u != end; ++u)
         std::memcpy(out.logits + u->second * p.vocab, logits, size_t(p.vocab) * 4);
     auto [target, last_target] = users_of(plan.targets, row);

@@ -29,6 +29,17 @@ struct StepArrays {
     int64_t embeds_size;
     const float* embeds;  // [E, hidden and as much for each of the deep branches]
     const int32_t* embed_index;
+    int64_t rows_size;  // of new pictures
+    const float* picture_rows;  // [rows_size, hidden]
+    int64_t new_size;
+    const int32_t* new_pictures;  // [new_size, 2] number and rows
+    int64_t gone_size;
+    const int32_t* gone;  // numbers of pictures
+    int64_t views_size;
+    const int32_t* views;     // [views_size, 2] first token and the one behind the last
+    const int32_t* view_ptr;  // [views_size + 1]
+    int64_t seen_size;
+    const int32_t* seen;  // numbers of pictures
     const int64_t* copies_size;
     const int32_t* const* copies;
     // sampling

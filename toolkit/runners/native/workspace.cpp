@@ -76,6 +76,13 @@ struct Widths {
         expanded = std::max(expanded, a.expanded);
         made = std::max(made, a.nope_dim + a.v_dim + 2 * LANES);
     }
+    void mixer(const Ops& ops, const Cross& c) {
+        for (const Linear* l : {&c.q, &c.k, &c.v, &c.o}) linear(ops, *l);
+        mid = std::max(mid, c.out.width);
+        side_by_side({&c.q});
+        side_by_side({&c.k, &c.v});
+        attention(c.core);
+    }
     void mixer(const Ops& ops, const ShortConv& m) {
         for (const Linear* l : {&m.b, &m.c, &m.value, &m.out}) linear(ops, *l);
         side_by_side({&m.b, &m.c, &m.value});
