@@ -82,6 +82,21 @@ def test_blocks_whole_and_streamed(server: Any) -> None:
     ]
 
 
+def test_the_client_s_own_loop_goes_on_without_a_thread(server: Any) -> None:
+    @anthropic.beta_tool
+    def add(a: int) -> str:
+        """Add."""
+        return str(a + 1)
+
+    talk: list[Any] = [{"role": "user", "content": "Hello."}]
+    runner = client(server).beta.messages.tool_runner(model="echo", max_tokens=100, tools=[add], messages=talk)
+    assert [message.stop_reason for message in runner] == ["end_turn"]
+    with pytest.raises(anthropic.BadRequestError, match="thread: conversations are not kept here"):
+        ask(server, "Hello.", extra_body={"thread": {"type": "create"}})
+    counted = client(server).messages.count_tokens(model="echo", messages=talk, workspace_id="w")
+    assert counted.input_tokens > 0
+
+
 @pytest.mark.parametrize(
     "choice", [{"type": "any"}, {"type": "tool", "name": "add", "disable_parallel_tool_use": True}]
 )

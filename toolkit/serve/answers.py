@@ -28,6 +28,7 @@ class ErrorAnswer(BaseModel):
 class AnthropicFault(BaseModel):
     type: str
     message: str
+    details: dict[str, Any] | None = None
 
 
 class AnthropicErrorAnswer(BaseModel):

@@ -100,6 +100,20 @@ class TooLong(ApiError):
         return ApiError(self.status, words).anthropic()
 
 
+class NoThreads(ApiError):
+    """400 for a conversation that is to be kept here, as Anthropic's server does. Its clients know by the ``details``
+    that they have to send all of it."""
+
+    def __init__(self) -> None:
+        message = "thread: conversations are not kept here; send all messages, the prefix cache knows the earlier ones"
+        super().__init__(400, message, param="thread", code="thread_unsupported_request")
+
+    def anthropic(self) -> dict[str, Any]:
+        told = super().anthropic()
+        told["error"]["details"] = {"error_code": self.code, "unsupported": ["thread"]}
+        return told
+
+
 def bad_field(param: str | None, message: str, code: str | None = None) -> ApiError:
     """400 for the field ``param`` (dotted path, list positions as numbers)."""
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)

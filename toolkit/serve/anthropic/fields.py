@@ -215,15 +215,17 @@ class CountRequest(Strict):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: JsonOutput | None = Field(None, description="An older name of output_config.format")
+    thread: Any = Field(None, description="Not here: 400 unless null, in the words by which clients go on without")
     # Not here; an empty value is let through:
     container: None = None
     mcp_servers: list[None] | None = Field(None, max_length=0)
-    thread: None = None
     compaction: None = None
     # Stepped over:
     cache_control: Any = None
     context_management: Any = None
     speed: Any = None
+    user_profile_id: Any = None
+    workspace_id: Any = None
     betas: Any = None
     fallbacks: Any = None
     fallback_credit_token: Any = None
@@ -237,8 +239,6 @@ class MessagesRequest(CountRequest):
     stream: bool | None = None
     # Stepped over:
     metadata: Any = None
-    user_profile_id: Any = None
-    workspace_id: Any = None
     service_tier: Any = None
     inference_geo: Any = None
     diagnostics: Any = None

@@ -13,6 +13,7 @@ from toolkit.serve.anthropic import told
 from toolkit.serve.anthropic.asked import chat_request
 from toolkit.serve.anthropic.fields import CountRequest, MessagesRequest
 from toolkit.serve.chat import Chat
+from toolkit.serve.errors import NoThreads
 from toolkit.serve.replies import EventReply, JsonReply, Wire, json_response, named_event
 from toolkit.serve.requests import encode_chat, parse, translated
 from toolkit.serve.schema import ANTHROPIC_ERRORS, describe
@@ -32,6 +33,7 @@ WIRE = Wire(named_event, lambda error: error.anthropic(), ping=named_event(told.
 async def messages(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     asked, size = await parse(raw, state, MessagesRequest)
+    _check(asked)
     request = await translated(state, lambda: chat_request(asked), size)
     state.check_ready(request.model)
     state.settings.limits.check_work(request, 1, request.token_limit, state.engine.session_len)
@@ -43,7 +45,13 @@ async def messages(raw: Request) -> HttpResponse:
 async def count_tokens(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     asked, size = await parse(raw, state, CountRequest)
+    _check(asked)
     request = await translated(state, lambda: chat_request(asked), size)
     state.check_ready(request.model, waits=False)
     token_ids, *_ = await encode_chat(state, request, size, "count_tokens", limited=False)
     return json_response({"input_tokens": len(token_ids)})
+
+
+def _check(asked: CountRequest) -> None:
+    if asked.thread is not None:
+        raise NoThreads
