@@ -148,12 +148,6 @@ def _registers(kind: str, dim: int, form: _Form, choice: dict[str, int], q: Tens
 
 
 def _reason(target: Target) -> str | None:
-    if target.traits.get("chunked"):
-        return "knows windows that slide, not chunks"
-    if target.traits.get("block"):
-        return "knows no blocks of tokens that see each other"
-    if target.traits.get("alibi"):
-        return "knows no ALiBi"
     return latent_reason(target) if target.traits.get("latent") else head_dim_reason(target)
 
 
@@ -178,13 +172,19 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     turned: bool = False,
+    chunked: bool = False,
+    alibi: Tensor | None = None,
+    alibi_scale: float = 1.0,
+    alibi_rounded: bool = False,
+    block: int = 1,
     latent: int = 0,
 ) -> Tensor:
     """See the module, for ``latent`` rows the file of that name. One launch, one more where ranges are merged, one more
     to turn queries for a cache of 4 bits.
     """
     if plan is None:
-        plan = make_plan(block_table, cu_seqlens, seq_lens, k_cache.shape[1], k_cache.shape[0], window, q.device)
+        shape = k_cache.shape[1], k_cache.shape[0]
+        plan = make_plan(block_table, cu_seqlens, seq_lens, *shape, window, q.device, chunked, block)
     if latent:
         return attend(q, k_cache, k_params, plan, scale, bits, latent)
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
@@ -209,6 +209,7 @@ def paged_attention(
         plan.table,
         tiles.items,
         sinks,
+        alibi,
         out,
         sums,
         norms,
@@ -218,6 +219,7 @@ def paged_attention(
         float(scale * k_scale * unit),
         float(v_scale * unit),
         0.0 if softcap is None else softcap,
+        float(alibi_scale),
         0 if window is None else window,
         warps=choice["warps"],
         stages=choice["stages"],
@@ -231,7 +233,9 @@ def paged_attention(
         ROWS=tiles.block_rows,
         KEYS=choice["keys"],
         PAGE=page,
-        WINDOW=window is not None,
+        WINDOW="none" if window is None else "chunks" if chunked else "slides",
+        BLOCK=block,
+        ALIBI="none" if alibi is None else "rounded" if alibi_rounded else "exact",
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         K_DOT=form.k_dot,

@@ -121,6 +121,7 @@ def attend_kernel(
     table,
     items,
     sinks,
+    slopes,
     out,
     part_sums,
     part_norms,
@@ -130,6 +131,7 @@ def attend_kernel(
     scale,
     v_scale,
     softcap,
+    slope_scale,
     window,
     heads: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -141,6 +143,8 @@ def attend_kernel(
     KEYS: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     K_DOT: tl.constexpr,
@@ -177,21 +181,27 @@ def attend_kernel(
     acc_high = denominator
     if FORM == "int4":
         acc_high = tl.zeros([ROWS, V_COLS], tl.float32)
+    slope = zeros
+    if ALIBI != "none":
+        slope = tl.load(slopes + query_head)
     begin = first_key // KEYS * KEYS
     plain_end = begin
-    if not WINDOW:
-        plain_end = tl.minimum(first_position + 1, end_key) // KEYS * KEYS
+    if WINDOW == "none":
+        seen_by_all = first_position // BLOCK * BLOCK + BLOCK
+        plain_end = tl.minimum(seen_by_all, end_key) // KEYS * KEYS
         for start in range(begin, plain_end, KEYS):
             acc, acc_high, m, denominator, zeros = fold(
                 acc, acc_high, m, denominator, zeros, q_tiles, q_sum, q_scale, position, start, first_key, end_key,
-                k_cache, v_cache, k_params, v_params, pages, heads, head, scale, softcap, window,
-                HEAD_DIM, K_COLS, V_COLS, FORM, KEYS, PAGE, False, WINDOW, SOFTCAP, K_DOT, V_DOT, SCALED, ASM, TURN,
+                k_cache, v_cache, k_params, v_params, pages, heads, head, scale, softcap, slope, slope_scale, window,
+                HEAD_DIM, K_COLS, V_COLS, FORM, KEYS, PAGE, False, WINDOW, BLOCK, ALIBI, SOFTCAP, K_DOT, V_DOT,
+                SCALED, ASM, TURN,
             )  # fmt: skip
     for start in range(plain_end, end_key, KEYS):
         acc, acc_high, m, denominator, zeros = fold(
             acc, acc_high, m, denominator, zeros, q_tiles, q_sum, q_scale, position, start, first_key, end_key,
-            k_cache, v_cache, k_params, v_params, pages, heads, head, scale, softcap, window,
-            HEAD_DIM, K_COLS, V_COLS, FORM, KEYS, PAGE, True, WINDOW, SOFTCAP, K_DOT, V_DOT, SCALED, ASM, TURN,
+            k_cache, v_cache, k_params, v_params, pages, heads, head, scale, softcap, slope, slope_scale, window,
+            HEAD_DIM, K_COLS, V_COLS, FORM, KEYS, PAGE, True, WINDOW, BLOCK, ALIBI, SOFTCAP, K_DOT, V_DOT,
+            SCALED, ASM, TURN,
         )  # fmt: skip
     if FORM == "int8" or FORM == "int4":
         acc -= zeros[:, None]

@@ -9,15 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..reference.attention import newest, oldest
+
 FEW_ROWS = 16  # a sequence with at most this many rows (tokens · heads of a group) is cut finely: it decodes
 DECODE_KEYS = {0: 256, 8: 256, 4: 512}  # keys of the first ranges of decoding, by bits of the cache
 PROMPT_KEYS = 8192
 EVEN_RANGES, MORE_RANGES = 64, 32  # ranges of the first size, and of each doubled size after that
+
+
+class Sight(NamedTuple):
+    """Which keys a query sees; see ``window``, ``chunked`` and ``block`` of ``reference.attention.paged_attention``."""
+
+    window: int | None = None
+    chunked: bool = False
+    block: int = 1
+
+    def oldest(self, at: Any) -> Any:
+        """Position of the oldest key that queries at ``at`` (one or several) may see."""
+        return np.maximum(0, oldest(at, self.window, self.chunked))
+
+    def newest(self, at: Any) -> Any:
+        """Position of the newest key that queries at ``at`` (one or several) may see; it may lie behind the last."""
+        return newest(at, self.block)
 
 
 @dataclass(frozen=True)
@@ -36,12 +55,12 @@ class Tiles:
 
 @dataclass
 class Plan:
-    """A step for one cache group and window; the tiles of each head layout are made when first asked for."""
+    """A step for one cache group and sight; the tiles of each head layout are made when first asked for."""
 
     table: Tensor
     cu_seqlens: np.ndarray
     seq_lens: np.ndarray
-    window: int | None
+    sight: Sight
     device: torch.device
     _tiles: dict[tuple[int, int], Tiles] = field(default_factory=dict)
 
@@ -52,7 +71,7 @@ class Plan:
         if (group, first) not in self._tiles:
             kind = kind_of(np.diff(self.cu_seqlens), group)
             rows = block_rows(kind)
-            items, merges, parts = cut(self.cu_seqlens, self.seq_lens, self.window, group, first, rows)
+            items, merges, parts = cut(self.cu_seqlens, self.seq_lens, self.sight, group, first, rows)
             on_device = torch.from_numpy(items).to(self.device), torch.from_numpy(merges).to(self.device)
             self._tiles[group, first] = Tiles(*on_device, parts, rows, kind)
         return self._tiles[group, first]
@@ -69,9 +88,9 @@ def make_plan(
     chunked: bool = False,
     block: int = 1,
 ) -> Plan:
-    """See ``Plan``; ``block_size``, ``num_blocks``, ``chunked`` and ``block`` are other implementations' needs."""
+    """See ``Plan``; ``block_size`` and ``num_blocks`` are other implementations' needs."""
     table = torch.from_numpy(np.ascontiguousarray(block_table, np.int32)).to(device)
-    return Plan(table, cu_seqlens, seq_lens, window, device)
+    return Plan(table, cu_seqlens, seq_lens, Sight(window, chunked, block), device)
 
 
 def kind_of(new: np.ndarray, group: int) -> str:
@@ -100,7 +119,7 @@ def range_of(keys: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def cut(
-    cu_seqlens: np.ndarray, seq_lens: np.ndarray, window: int | None, group: int, first: int, block_rows: int
+    cu_seqlens: np.ndarray, seq_lens: np.ndarray, sight: Sight, group: int, first: int, block_rows: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """(items, merges, number of partial results), see ``Tiles``, long tiles first; ``first``: see ``Plan.tiles``."""
     new = np.diff(cu_seqlens).astype(np.int64)
@@ -111,8 +130,8 @@ def cut(
     begin = (np.arange(len(seq)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * per_tile
     tokens = np.minimum(new[seq] - begin, per_tile)
     position = seq_lens[seq].astype(np.int64) - new[seq] + begin
-    low = np.zeros_like(position) if window is None else np.maximum(0, position + 1 - window)
-    high = position + tokens
+    low = sight.oldest(position)
+    high = np.minimum(seq_lens[seq], sight.newest(position + tokens - 1) + 1)
     longest = int(seq_lens.max(initial=1))
     first_range, ranges, edges = np.zeros_like(low), np.ones_like(low), {}
     for fine, size in ((True, first), (False, PROMPT_KEYS)):

@@ -137,6 +137,16 @@ def _add_values(
 
 
 @triton.jit
+def _raised(slope, scale, key, position, ALIBI: tl.constexpr):
+    """What ALiBi adds to the scores [ROWS, KEYS], 0 near a row's position; see ``reference.attention.raised``."""
+    if ALIBI == "exact":
+        return scale * slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+    else:
+        rounded = cast(slope[:, None] * cast(key.to(tl.float32), tl.bfloat16).to(tl.float32)[None, :], tl.bfloat16)
+        return scale * (rounded.to(tl.float32) - (slope * position.to(tl.float32))[:, None])
+
+
+@triton.jit
 def fold(
     acc,
     acc_high,
@@ -159,6 +169,8 @@ def fold(
     head,
     scale,
     softcap,
+    slope,
+    slope_scale,
     window,
     HEAD_DIM: tl.constexpr,
     K_COLS: tl.constexpr,
@@ -168,6 +180,8 @@ def fold(
     PAGE: tl.constexpr,
     MASK: tl.constexpr,
     WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,
     K_DOT: tl.constexpr,
     V_DOT: tl.constexpr,
@@ -188,10 +202,14 @@ def fold(
         s = softcap * tanh(s * (scale / softcap)) * LOG2E
     else:
         s = s * (scale * LOG2E)
+    if ALIBI != "none":
+        s += _raised(slope, slope_scale, key, position, ALIBI) * LOG2E
     if MASK:
-        seen = inside[None, :] & (key[None, :] <= position[:, None])
-        if WINDOW:
+        seen = inside[None, :] & (key[None, :] < (position // BLOCK * BLOCK + BLOCK)[:, None])
+        if WINDOW == "slides":
             seen = seen & (key[None, :] > position[:, None] - window)
+        elif WINDOW == "chunks":
+            seen = seen & (key[None, :] >= (position // window * window)[:, None])
         s = tl.where(seen, s, float("-inf"))
     top = tl.maximum(m, tl.max(s, 1))
     base = tl.where(top == float("-inf"), 0.0, top)

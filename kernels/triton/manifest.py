@@ -135,6 +135,7 @@ def _attention() -> Iterator[Call]:
     window, cap, sinks = {"window": 1024}, {"softcap": 50.0}, {"sinks": True}
     shapes: list[tuple[int, int, dict[str, Any]]] = [(128, 4, {}), (64, 4, {}), (64, 8, window | sinks)]
     shapes += [(256, 2, window | cap), (80, 1, {}), (96, 1, {}), (128, 4, window)]
+    shapes += [(128, 5, {"window": 8192, "chunked": True}), (128, 1, {"alibi": True}), (128, 4, {"block": 4})]
     for dim, group, options in shapes:
         for form in CACHES:
             for kind, (new, total) in STEPS.items():

@@ -175,20 +175,22 @@ def test_a_tokens_result_does_not_depend_on_its_batch():
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 900)), min_size=1, max_size=5),
     st.sampled_from([1, 3, 8, 24]),
-    st.sampled_from([None, 1, 50, 5000]),
+    st.sampled_from([(), (1,), (50,), (5000,), (50, True), (None, False, 4)]),
     st.sampled_from([16, 64, 128]),
 )
-def test_tiles_cover_every_key_of_every_token_once(sequences, group, window, rows):
+def test_tiles_cover_every_key_of_every_token_once(sequences, group, sees, rows):
+    sight = attention_plan.Sight(*sees)
     new = np.array([n for n, _ in sequences])
     lens = np.array([n + past for n, past in sequences], np.int32)
     cu = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
-    items, merges, parts = attention_plan.cut(cu, lens, window, group, 256, max(rows, group))
+    items, merges, parts = attention_plan.cut(cu, lens, sight, group, 256, max(rows, group))
     covered = [np.zeros(n, np.int64) for n in lens]
     seen_parts = []
     for seq, row, tokens, position, low, high, part, _ in items:
         assert tokens * group <= max(rows, group) and cu[seq] <= row and row + tokens <= cu[seq + 1]
-        assert position == lens[seq] - new[seq] + row - cu[seq] and low < high <= position + tokens
-        oldest = 0 if window is None else max(0, position + 1 - window)
+        assert position == lens[seq] - new[seq] + row - cu[seq]
+        assert low < high <= min(lens[seq], sight.newest(position + tokens - 1) + 1)
+        oldest = sight.oldest(position)
         assert low == oldest or low in attention_plan.borders(256, 4096) or low in attention_plan.borders(8192, 9000)
         if row + tokens == cu[seq + 1]:
             covered[seq][low:high] += 1
@@ -196,7 +198,7 @@ def test_tiles_cover_every_key_of_every_token_once(sequences, group, window, row
             seen_parts.append(part)
     for seq, hits in enumerate(covered):
         last_tile = max(p for s, _, _, p, *_ in items if s == seq)
-        oldest = 0 if window is None else max(0, last_tile + 1 - window)
+        oldest = sight.oldest(last_tile)
         assert (hits[oldest:] == 1).all() and not hits[:oldest].any()
     assert sorted(seen_parts) == list(range(parts))
     assert len({tuple(m) for m in merges}) == len(merges) and all(m[3] > 1 for m in merges)

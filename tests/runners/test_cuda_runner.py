@@ -33,9 +33,9 @@ def pair(tiny_models, steps, graphs):
     """``pair(family, triton ops …, **options)``: a driver over the runner with graphs, its device, one over torch's; of
     one layer unless ``layers`` says more (None: as many as the tiny model has), for the interpreter is slow."""
 
-    def make(family, *triton, layers=1, blocks=64, **options):
+    def make(family, *triton, layers=1, blocks=64, config=(), **options):
         settings = RunnerOptions(**({"dtype": "float32", "block_size": 16, "device": "cpu"} | options))
-        path = tiny_models(family, **({} if layers is None else {"num_hidden_layers": layers}))
+        path = tiny_models(family, **dict(config), **({} if layers is None else {"num_hidden_layers": layers}))
         opened, device = open_model(path), graphs.CpuDevice()
         ops = graphs.interpreted_ops(*triton, **model_traits(opened.spec))
         runner = TensorRunner(opened.spec, opened.weights, settings, graphs=device, ops=ops)
@@ -66,13 +66,14 @@ STATES = {
     "falcon_h1": ("causal_conv", "state_scan"),
     "qwen3_next": ("causal_conv", "delta_rule"),
 }
-OTHERS = ("qwen3", "internlm2", "mixtral", "deepseek_v3", "falcon_h1", "qwen3_next")
+ALIBI = {"falcon": {"alibi": True, "new_decoder_architecture": False, "parallel_attn": False}}
+OTHERS = ("qwen3", "llama4_text", "internlm2", "mixtral", "deepseek_v3", "falcon_h1", "qwen3_next")
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in OTHERS]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "minicpm3", "lfm2", "mamba2", *SLOW])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "minicpm3", "lfm2", "mamba2", "falcon", *SLOW])
 def test_chunks_ragged_batches_and_padded_decode_steps_give_the_torch_runners_tokens(family, pair):
-    ours, device, oracle = pair(family, *STATES.get(family, ()), layers=None)
+    ours, device, oracle = pair(family, *STATES.get(family, ()), layers=None, config=ALIBI.get(family, ()))
     numbers = [ours.add(long=family == "phi3" and i == 0) for i in range(3)]
     assert [oracle.add(long=s.long) for s in ours.sequences] == numbers
     _both(ours, oracle, {numbers[0]: _prompt(33, 1)}, want="all")
@@ -82,6 +83,15 @@ def test_chunks_ragged_batches_and_padded_decode_steps_give_the_torch_runners_to
         out = _both(ours, oracle, {n: [t] for n, t in zip(numbers[:size], tokens, strict=False)})
     assert device.captures >= 1 and device.replays >= 1
     _both(ours, oracle, {n: [7] for n in numbers}, want="all")  # what the graphs wrote to the cache
+
+
+def test_tokens_of_a_block_see_each_other(pair):
+    ours, device, oracle = pair("sdar")
+    assert [ours.add(), ours.add()] == [oracle.add(), oracle.add()]
+    _both(ours, oracle, {0: _prompt(36, 1), 1: _prompt(8, 2)}, want="all")
+    _both(ours, oracle, {0: [5, 3, 3, 6], 1: _prompt(8, 3)}, want="all")
+    ours.runner.warm_up(2, 64, 16)
+    assert device.captures == 0, "no step is of one token a sequence"
 
 
 @pytest.mark.parametrize("policy", [8, 4, 16])

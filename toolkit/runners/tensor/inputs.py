@@ -14,12 +14,10 @@ import numpy as np
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.draws import columns
-from toolkit.runners.tensor.tiles import Cut, DecodeCut, Heads
+from toolkit.runners.tensor.tiles import Cut, DecodeCut, Heads, Kind, sight_of
 
 ADAPTER = "adapter"  # the array of tokens' adapters, where there is one
 LEAST_TABLE = 16  # entries of the shortest block tables that graphs have
-
-Kind = tuple[int, int | None]  # cache group, window
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,7 @@ def decode_arrays(
             before = kept.get((kind, heads))
             found = before.at(lengths) if before is not None and before.rows == count else None
             if found is None:
-                kept[kind, heads] = before = DecodeCut.of(lengths, kind[1], heads, count)
+                kept[kind, heads] = before = DecodeCut.of(lengths, sight_of(spec, kind), heads, count)
                 found = before.made
             cuts[kind, heads] = found
     return DecodeArrays(batch, arrays, lengths, cuts, rows, draws)

@@ -41,7 +41,7 @@ from toolkit.runners.tensor.pending import Pending
 from toolkit.runners.tensor.positions import PositionTables
 from toolkit.runners.tensor.rows import produce
 from toolkit.runners.tensor.sampler import sample_rows
-from toolkit.runners.tensor.tiles import AttentionPlan, DecodeCut, Heads
+from toolkit.runners.tensor.tiles import AttentionPlan, DecodeCut, Heads, sight_of
 
 log = logging.getLogger(__name__)
 MOST_SAMPLED = 8192  # rows whose tokens the next step may refer to
@@ -71,7 +71,8 @@ class Steps:
         self._tile_rows: dict[Kind, dict[Heads, int]] = {(group, kept.window): {} for _, group, kept in spec.paged()}
         self.graphs: Graphs | None = None
         if on_graphs is not None:
-            self.graphs = Graphs(on_graphs, self._decode_body, bool(self._tile_rows), enabled=_capturable(decoder))
+            one = spec.block == 1  # else no step is of one token a sequence, which is what graphs are of
+            self.graphs = Graphs(on_graphs, self._decode_body, bool(self._tile_rows), one and _capturable(decoder))
         self._cuts: dict[tuple[Kind, Heads], DecodeCut] = {}  # of the decode step before
         self._pictures: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # by number, what cross layers keep of them
         self._previous = torch.zeros(MOST_SAMPLED, dtype=torch.int64, device=device.torch)
@@ -157,7 +158,9 @@ class Steps:
         """What a graph holds: everything from token ids to logits, and drawing where that is all there is to do."""
         starts = np.arange(key.rows + 1, dtype=np.int32)
         plans = {
-            kind: AttentionPlan(t[f"table{kind[0]}"], starts, made.lengths, kind[1], self.device.put, rows)
+            kind: AttentionPlan(
+                t[f"table{kind[0]}"], starts, made.lengths, sight_of(self.spec, kind), self.device.put, rows
+            )
             for kind, rows in self._tile_rows.items()
         }
         for kind, heads, room in key.tiles:
@@ -230,15 +233,15 @@ class Steps:
         """What attention makes of these sequences; None where it plans nothing. ``on_device``: ``table``, if it is
         there already. With graphs a plan that no kernel has to wait for.
         """
+        sight = sight_of(self.spec, (group, window))
         if self.graphs is not None:
             there = self.device.put({"table": table})["table"] if on_device is None else on_device
-            return AttentionPlan(there, starts, lengths, window, self.device.put, self._tile_rows[group, window])
+            return AttentionPlan(there, starts, lengths, sight, self.device.put, self._tile_rows[group, window])
         make = self.decoder.ops.plan_attention
         if make is None:
             return None
-        blocks, chunked = self.cache.num_blocks[group] + 1, self.spec.cache_groups[group].kind == "chunk"
-        size, device = self.cache.block_size, self.device.torch
-        return make(table, starts, lengths, size, blocks, window, device, chunked, self.spec.block)
+        blocks, size, device = self.cache.num_blocks[group] + 1, self.cache.block_size, self.device.torch
+        return make(table, starts, lengths, size, blocks, window, device, sight.chunked, sight.block)
 
     def _layers(
         self, x: Tensor, t: dict[str, Tensor], plans: Mapping[Kind, object], batch: StepBatch

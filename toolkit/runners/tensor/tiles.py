@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from toolkit.kernels.triton.attention_plan import Tiles, cut, kind_of, range_of
+from toolkit.kernels.triton.attention_plan import Sight, Tiles, cut, kind_of, range_of
 from toolkit.models.spec import DecoderSpec
 
+Kind = tuple[int, int | None]  # cache group, window
 Heads = tuple[int, int]  # query heads a key head, keys of the first ranges of decoding
 NOTHING = -1  # the sequence of a tile without work
 PART_KEYS = 256  # keys that one partial result of decode attention stands for
@@ -27,6 +28,11 @@ def partial_bytes(spec: DecoderSpec, block_bytes: tuple[int, ...], block_size: i
     sums = [PART_ROWS * kept.heads * kept.head_dim for _, _, kept in spec.paged()]
     sums += [mixer.heads * mixer.kv_rank for _, mixer in spec.mixers() if mixer.kind == "latent"]
     return 2 * tokens // PART_KEYS * max(sums, default=0) * 4
+
+
+def sight_of(spec: DecoderSpec, kind: Kind) -> Sight:
+    """What a token sees in the layers of ``kind``."""
+    return Sight(kind[1], spec.cache_groups[kind[0]].kind == "chunk", spec.block)
 
 
 @dataclass(frozen=True)
@@ -45,10 +51,10 @@ class Cut:
         return Cut(np.concatenate([self.items, more]), np.concatenate([self.merges, idle]), items)
 
 
-def cut_decode(lengths: np.ndarray, window: int | None, heads: Heads, rows: int) -> Cut:
+def cut_decode(lengths: np.ndarray, sight: Sight, heads: Heads, rows: int) -> Cut:
     """Tiles of a step that adds one token to each sequence of ``lengths``; ``rows``: of a tile."""
     starts = np.arange(len(lengths) + 1, dtype=np.int32)
-    return Cut(*cut(starts, lengths, window, *heads, rows))
+    return Cut(*cut(starts, lengths, sight, *heads, rows))
 
 
 @dataclass
@@ -59,7 +65,7 @@ class DecodeCut:
     ``least``, ``most``: lengths between which each sequence has these ranges; ``begin``, ``end``: the tiles' ranges.
     """
 
-    window: int | None
+    sight: Sight
     heads: Heads
     rows: int
     made: Cut
@@ -69,21 +75,24 @@ class DecodeCut:
     end: np.ndarray
 
     @staticmethod
-    def of(lengths: np.ndarray, window: int | None, heads: Heads, rows: int) -> DecodeCut:
+    def of(lengths: np.ndarray, sight: Sight, heads: Heads, rows: int) -> DecodeCut:
         """Cut anew."""
-        made = cut_decode(lengths, window, heads, rows)
+        made = cut_decode(lengths, sight, heads, rows)
         begin, end = range_of(made.items[:, 4].astype(np.int64), heads[1])
         sequence, far = made.items[:, 0], np.iinfo(np.int64).max
         least, most = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
         np.maximum.at(least, sequence, begin + 1)
         np.maximum.at(most, sequence, end)
-        if window is not None:
+        if sight.chunked:
+            chunk = sight.oldest(lengths - 1)
+            least, most = np.maximum(least, chunk + 1), np.minimum(most, chunk + sight.window)
+        elif sight.window is not None:
             first, last = np.full(len(lengths), far), np.full(len(lengths), far)
             np.minimum.at(first, sequence, begin)
             np.minimum.at(last, sequence, end)
-            least = np.maximum(least, np.where(first > 0, first + window, 0))
-            most = np.minimum(most, last + window - 1)
-        return DecodeCut(window, heads, rows, made, least, most, begin, end)
+            least = np.maximum(least, np.where(first > 0, first + sight.window, 0))
+            most = np.minimum(most, last + sight.window - 1)
+        return DecodeCut(sight, heads, rows, made, least, most, begin, end)
 
     def at(self, lengths: np.ndarray) -> Cut | None:
         """The cut for ``lengths``; None where it must be made anew."""
@@ -92,14 +101,14 @@ class DecodeCut:
         items = self.made.items.copy()
         length = lengths[items[:, 0]]
         items[:, 3] = length - 1
-        items[:, 4] = self.begin if self.window is None else np.maximum(self.begin, length - self.window)
+        items[:, 4] = np.maximum(self.begin, self.sight.oldest(length - 1))
         items[:, 5] = np.minimum(self.end, length)
         return Cut(items, self.made.merges, self.made.parts)
 
 
 @dataclass
 class AttentionPlan:
-    """What ``paged_attention`` is given as its plan, for one cache group and window.
+    """What ``paged_attention`` is given as its plan, for one cache group and sight.
 
     ``ready``: tiles that are on the device already; others are made when asked for and ``put`` there. ``rows``: how
     many rows a tile of a decode step has, by heads; what is learnt is kept there.
@@ -108,7 +117,7 @@ class AttentionPlan:
     table: Tensor
     cu_seqlens: np.ndarray
     seq_lens: np.ndarray
-    window: int | None
+    sight: Sight
     put: Callable[[dict[str, np.ndarray]], dict[str, Tensor]]
     rows: dict[Heads, int]
     ready: dict[Heads, Tiles] = field(default_factory=dict)
@@ -125,7 +134,7 @@ class AttentionPlan:
             rows = block_rows(kind)
             if kind == "decode":
                 self.rows[group, first] = rows
-            made = Cut(*cut(self.cu_seqlens, self.seq_lens, self.window, group, first, rows))
+            made = Cut(*cut(self.cu_seqlens, self.seq_lens, self.sight, group, first, rows))
             on_device = self.put({"items": made.items, "merges": made.merges})
             found = Tiles(on_device["items"], on_device["merges"], made.parts, rows, kind)
             self.ready[group, first] = found
