@@ -143,6 +143,7 @@ def attend_kernel(
     KEYS: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -181,27 +182,30 @@ def attend_kernel(
     acc_high = denominator
     if FORM == "int4":
         acc_high = tl.zeros([ROWS, V_COLS], tl.float32)
+    newest = position // BLOCK * BLOCK + BLOCK - 1
+    oldest = position
+    if CHUNK > 0:
+        oldest = position // CHUNK * CHUNK
     slope = zeros
     if ALIBI != "none":
         slope = tl.load(slopes + query_head)
     begin = first_key // KEYS * KEYS
     plain_end = begin
-    if WINDOW == "none":
-        seen_by_all = first_position // BLOCK * BLOCK + BLOCK
-        plain_end = tl.minimum(seen_by_all, end_key) // KEYS * KEYS
+    if not WINDOW:
+        plain_end = tl.minimum(first_position // BLOCK * BLOCK + BLOCK, end_key) // KEYS * KEYS
         for start in range(begin, plain_end, KEYS):
             acc, acc_high, m, denominator, zeros = fold(
-                acc, acc_high, m, denominator, zeros, q_tiles, q_sum, q_scale, position, start, first_key, end_key,
-                k_cache, v_cache, k_params, v_params, pages, heads, head, scale, softcap, slope, slope_scale, window,
-                HEAD_DIM, K_COLS, V_COLS, FORM, KEYS, PAGE, False, WINDOW, BLOCK, ALIBI, SOFTCAP, K_DOT, V_DOT,
-                SCALED, ASM, TURN,
+                acc, acc_high, m, denominator, zeros, q_tiles, q_sum, q_scale, position, oldest, newest, start,
+                first_key, end_key, k_cache, v_cache, k_params, v_params, pages, heads, head, scale, softcap, slope,
+                slope_scale, window, HEAD_DIM, K_COLS, V_COLS, FORM, KEYS, PAGE, False, WINDOW, CHUNK, ALIBI, SOFTCAP,
+                K_DOT, V_DOT, SCALED, ASM, TURN,
             )  # fmt: skip
     for start in range(plain_end, end_key, KEYS):
         acc, acc_high, m, denominator, zeros = fold(
-            acc, acc_high, m, denominator, zeros, q_tiles, q_sum, q_scale, position, start, first_key, end_key,
-            k_cache, v_cache, k_params, v_params, pages, heads, head, scale, softcap, slope, slope_scale, window,
-            HEAD_DIM, K_COLS, V_COLS, FORM, KEYS, PAGE, True, WINDOW, BLOCK, ALIBI, SOFTCAP, K_DOT, V_DOT,
-            SCALED, ASM, TURN,
+            acc, acc_high, m, denominator, zeros, q_tiles, q_sum, q_scale, position, oldest, newest, start,
+            first_key, end_key, k_cache, v_cache, k_params, v_params, pages, heads, head, scale, softcap, slope,
+            slope_scale, window, HEAD_DIM, K_COLS, V_COLS, FORM, KEYS, PAGE, True, WINDOW, CHUNK, ALIBI, SOFTCAP,
+            K_DOT, V_DOT, SCALED, ASM, TURN,
         )  # fmt: skip
     if FORM == "int8" or FORM == "int4":
         acc -= zeros[:, None]

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .activation import tanh
 from .cache_codes import float8, six_bits, unpacked_here
-from .codes import cast, high_nibble, low_nibble, scale_and_zero, widen
+from .codes import cast, exact_float, high_nibble, low_nibble, scale_and_zero, widen
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -139,11 +139,12 @@ def _add_values(
 @triton.jit
 def _raised(slope, scale, key, position, ALIBI: tl.constexpr):
     """What ALiBi adds to the scores [ROWS, KEYS], 0 near a row's position; see ``reference.attention.raised``."""
+    at, behind = exact_float(position), exact_float(key)
     if ALIBI == "exact":
-        return scale * slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+        return scale * slope[:, None] * (behind[None, :] - at[:, None])
     else:
-        rounded = cast(slope[:, None] * cast(key.to(tl.float32), tl.bfloat16).to(tl.float32)[None, :], tl.bfloat16)
-        return scale * (rounded.to(tl.float32) - (slope * position.to(tl.float32))[:, None])
+        rounded = cast(slope[:, None] * cast(behind, tl.bfloat16).to(tl.float32)[None, :], tl.bfloat16)
+        return scale * (rounded.to(tl.float32) - (slope * at)[:, None])
 
 
 @triton.jit
@@ -157,6 +158,8 @@ def fold(
     q_sum,
     q_scale,
     position,
+    oldest,
+    newest,
     start,
     first_key,
     end_key,
@@ -180,7 +183,7 @@ def fold(
     PAGE: tl.constexpr,
     MASK: tl.constexpr,
     WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
     ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,
     K_DOT: tl.constexpr,
@@ -193,6 +196,7 @@ def fold(
 
     ``acc`` [ROWS, V_COLS]: weighted codes, in form int4 of the first half of the head, ``acc_high`` of the second;
     ``zeros`` [ROWS]: the weighted zeros to be subtracted from both; ``m``, ``denominator``: of weights in powers of 2.
+    ``oldest``, ``newest`` [ROWS]: keys that a row sees, the former with CHUNK alone.
     """
     key = start + tl.arange(0, KEYS)
     inside = (key >= first_key) & (key < end_key)
@@ -205,11 +209,11 @@ def fold(
     if ALIBI != "none":
         s += _raised(slope, slope_scale, key, position, ALIBI) * LOG2E
     if MASK:
-        seen = inside[None, :] & (key[None, :] < (position // BLOCK * BLOCK + BLOCK)[:, None])
-        if WINDOW == "slides":
+        seen = inside[None, :] & (key[None, :] <= newest[:, None])
+        if CHUNK > 0:
+            seen = seen & (key[None, :] >= oldest[:, None])
+        elif WINDOW:
             seen = seen & (key[None, :] > position[:, None] - window)
-        elif WINDOW == "chunks":
-            seen = seen & (key[None, :] >= (position // window * window)[:, None])
         s = tl.where(seen, s, float("-inf"))
     top = tl.maximum(m, tl.max(s, 1))
     base = tl.where(top == float("-inf"), 0.0, top)

@@ -82,7 +82,7 @@ def cast(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def exact_float(codes):
-    """uint8 -> float32 without a conversion: the lowest bits of the mantissa of 2^23 count units."""
+    """Whole numbers below 2^23 -> float32 without a conversion: the lowest bits of the mantissa of 2^23 count units."""
     return (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 

@@ -151,9 +151,8 @@ def _attention() -> Iterator[Call]:
                         "cu_seqlens": np.cumsum([0, *new], dtype=np.int32),
                         "seq_lens": np.array(total, np.int32),
                     }
-                    given = options | {
-                        "sinks": empty(heads * group, dtype=torch.float32) if "sinks" in options else None
-                    }
+                    by_head = {name: empty(heads * group, dtype=torch.float32) for name in ("sinks", "alibi")}
+                    given = options | {name: t for name, t in by_head.items() if name in options}
                     q = {"q": empty(sum(new), heads * group, dim, dtype=dtype), "scale": dim**-0.5}
                     return q | {"block_table": table} | lengths | _cache(form, 4096, heads, dim, dtype) | given
 
