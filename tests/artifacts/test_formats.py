@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.formats import awq, gptq, w8a8
-from toolkit.artifacts.formats.bits import pack_words, unpack_words
+from toolkit.artifacts.formats.bits import pack_words, unpack_columns, unpack_words
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import Part, StoredTensor
@@ -112,7 +112,9 @@ def test_packing_words_is_invertible(seed: int, bits: int, words: int, order: li
         order = [i // len(order) * len(order) + order[i % len(order)] for i in range(per_word // 4 * 4)]
     codes = torch.randint(0, 1 << bits, (3, words * per_word), generator=torch.Generator().manual_seed(seed))
     codes = codes.to(torch.uint8)
-    assert torch.equal(unpack_words(pack_words(codes, bits, order), bits, order), codes)
+    packed = pack_words(codes, bits, order)
+    assert torch.equal(unpack_words(packed, bits, order), codes)
+    assert torch.equal(unpack_columns(packed, bits, order or range(per_word)), codes.t())
 
 
 # --- AWQ -----------------------------------------------------------------------------------------------------------

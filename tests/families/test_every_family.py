@@ -16,7 +16,7 @@ import pytest
 
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.gguf.metadata import spelling
-from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
+from toolkit.artifacts.weights import canonical_weights, left_out, validate_checkpoint
 from toolkit.convert.convert import convert
 from toolkit.convert.formats import rewrite
 from toolkit.convert.options import Packing
@@ -177,6 +177,7 @@ def test_the_spec_is_whole(model: Any) -> None:
     spec, stored = load_spec(checkpoint)
     check_spec(spec)
     validate_checkpoint(checkpoint, stored)
+    assert left_out(checkpoint, stored) == ""
     assert spec.family == family
     tensors = {s.weight_name for s in stored} | {s.bias_name for s in stored if s.bias}
     assert tensors == set(checkpoint.names())

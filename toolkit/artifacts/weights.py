@@ -63,10 +63,12 @@ def left_out(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> str:
     prediction, a tower of a model that is read as text): "" where there are none. A tied model's head is none of them:
     it is a copy."""
     modules = {item.name for item in stored} | {"lm_head", "language_model.lm_head"}
+    bare = {item.name for item in stored if item.bare}
     counts: Counter[str] = Counter()
     for name in checkpoint.names() if checkpoint.gguf is None else ():
         parts = name.split(".")
-        if not modules.intersection(itertools.accumulate(parts, "{}.{}".format)) and parts[-1] not in _STRAY:
+        taken = modules.intersection(itertools.accumulate(parts, "{}.{}".format)) or name.rpartition("_")[0] in bare
+        if not taken and parts[-1] not in _STRAY:
             counts[".".join(itertools.takewhile(lambda part: not part.isdigit(), parts[:2]))] += 1
     if not counts:
         return ""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from toolkit.artifacts.formats.bits import pack_words, unpack_words
+from toolkit.artifacts.formats.bits import pack_words, unpack_columns
 from toolkit.artifacts.formats.describe import Layout, common_layout, form_name, layout_fits
 from toolkit.artifacts.formats.layout import FLOATS, Expected, group_size, whole, wrong
 from toolkit.errors import ToolkitError
@@ -76,9 +76,9 @@ def read_packed(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], setti
     from toolkit.artifacts.canonical import GroupInt
 
     return GroupInt(
-        codes=unpack_words(checkpoint.tensor(f"{name}.qweight"), 4, ORDER).t().contiguous(),
+        codes=unpack_columns(checkpoint.tensor(f"{name}.qweight"), 4, ORDER),
         scales=checkpoint.tensor(f"{name}.scales").t().contiguous(),
-        zeros=unpack_words(checkpoint.tensor(f"{name}.qzeros"), 4, ORDER).t().contiguous(),
+        zeros=unpack_columns(checkpoint.tensor(f"{name}.qzeros"), 4, ORDER),
         bits=4,
         group_size=group_size(settings, name, shape[1]),
     )

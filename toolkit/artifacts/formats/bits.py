@@ -36,6 +36,23 @@ def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -
     return codes
 
 
+def unpack_columns(words: Tensor, bits: int, order: Sequence[int]) -> Tensor:
+    """int32 [N, W] → uint8 [W * 32 / bits, N], what ``unpack_words`` gives for 2, 4 or 8 bits with rows and columns
+    changed; several times faster, for words are turned instead of codes and rows are written whole."""
+    import torch
+
+    per, mask = 8 // bits, (1 << bits) - 1
+    codes = torch.empty(words.shape[1], 4 * per, len(words), dtype=torch.uint8, device=words.device)
+    if words.is_meta:  # an outline
+        return codes.flatten(0, 1)
+    each = words.t().reshape(-1).view(torch.uint8).view(words.shape[1], len(words), 4)
+    for byte in range(4):
+        raw = each[..., byte].contiguous()
+        for i in range(per):
+            codes[:, order[byte * per + i]] = (raw >> (i * bits)) & mask
+    return codes.flatten(0, 1)
+
+
 def pack_words(codes: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
     """Inverse of ``unpack_words``: uint8 [..., N] → int32 [..., ceil(N * bits / 32)], filled up with zeros."""
     import torch

@@ -42,7 +42,7 @@ def quantize(weight: Tensor, kind: str, importance: Tensor | None = None, name: 
         importance = importance.float().clamp(min=0)
         importance = importance / importance.mean().clamp(min=1e-30)
     rows = max(1, _CHUNK // weight.shape[1])
-    parts = [_quantize_rows(part.float(), block, importance) for part in weight.split(rows)]
+    parts = [_quantize_rows(part.float().contiguous(), block, importance) for part in weight.split(rows)]
     found = join_rows(parts)
     assert isinstance(found, GroupInt)
     floats = found.scales if found.super_scales is None else found.super_scales.d
