@@ -105,6 +105,19 @@ def test_half_of_a_request_is_waited_for_once(start: Any) -> None:
     server.wait(lambda: open_connections(server) == 0)
 
 
+def test_a_connection_may_rest_longer_than_clients_keep_one(start: Any) -> None:
+    """Clients and load balancers keep one for 5 to 60 seconds; where it is closed as they use it, they see an error."""
+    server, held = start(keep_alive=connection_module.REST_S, limits=Limits(max_connections=4)), []
+    for _ in range(3):
+        held.append(connect(server))
+        held[-1].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b" 200 " in held[-1].recv(4096)[:20]
+    open_now = list(server.server_state.connections)
+    server.wait(lambda: all(one.timeout_keep_alive_task is not None for one in open_now))
+    rest = sorted(one.timeout_keep_alive_task.when() - one.loop.time() for one in open_now)
+    assert rest[0] <= 5 and 30 < rest[1] <= rest[2]
+
+
 @pytest.mark.parametrize("head", [b"", HEAD + b"Content-Length: 200\r\n\r\n"])
 def test_drops_do_not_extend_the_wait(hasty: Any, head: bytes) -> None:
     connection = connect(hasty)

@@ -16,6 +16,10 @@ from toolkit.serve.intake import BYTES_A_SECOND, LINGER
 from toolkit.serve.limits import Limits
 
 logger = logging.getLogger("toolkit.serve")
+REST_S = (
+    75  # that a connection may rest: longer than clients and load balancers keep one, lest they ask on a closed one
+)
+SHORT_REST_S = 5  # where more than half of the connections that may be open are
 
 
 class StreamWriter(h11.Connection):
@@ -70,6 +74,8 @@ class Connection(H11Protocol):
         self._watch()
 
     def on_response_complete(self) -> None:
+        if len(self.connections) * 2 > self.limits.max_connections:
+            self.timeout_keep_alive = min(self.timeout_keep_alive, SHORT_REST_S)
         self._quietly(super().on_response_complete)
         self._watch()
 

@@ -29,7 +29,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.app import create_app
 from toolkit.serve.certificate import ssl_files
-from toolkit.serve.connection import connection_class
+from toolkit.serve.connection import REST_S, connection_class
 from toolkit.serve.keys import ApiKeys
 from toolkit.serve.limits import Limits
 from toolkit.serve.log import begin as begin_log
@@ -153,6 +153,7 @@ def run_app(
         log_config=None,  # its lines go where ours go, to standard error
         access_log=address.log_level in ("info", "debug"),
         lifespan="off",
+        timeout_keep_alive=REST_S,
         timeout_graceful_shutdown=int(address.grace_s + CLIENT_GRACE_S),
         ssl_keyfile=address.ssl_keyfile,
         ssl_certfile=address.ssl_certfile,
