@@ -26,7 +26,7 @@ from toolkit.runners.native.tower import NativeEncoder
 from toolkit.runners.tensor.vision import Encoder
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library does not run here")
-FAMILIES = ("llava", "qwen2_5_vl", "mistral3")
+FAMILIES = ("llava", "qwen2_5_vl", "mistral3", "qwen_vl")
 
 
 class Towers:

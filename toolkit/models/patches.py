@@ -52,6 +52,29 @@ def turns(tower: Tower, places: Places) -> tuple[Floats, Floats] | None:
     return np.cos(found), np.sin(found)
 
 
+def sines(rows: int, columns: int, width: int) -> Floats:
+    """[rows * columns, width]: half of the numbers tell the column, half the row, of each half one half sines."""
+    frequencies = np.float32(10_000.0) ** -(np.arange(width // 4, dtype=np.float32) / np.float32(width // 4))
+    found = []
+    for places in np.indices((rows, columns), np.float32)[::-1]:
+        angle = np.outer(places.reshape(-1), frequencies)
+        found += [np.sin(angle), np.cos(angle)]
+    return np.concatenate(found, 1)
+
+
+def nearest(grid: tuple[int, int], learned: tuple[int, int]) -> NDArray[np.int64]:
+    """For each patch of ``grid`` the one of ``learned`` at the same part of the way down and across."""
+    down, across = (
+        np.searchsorted(_steps(1 / of, 1.0, 1 / of), _steps(0.0, 1 - 1e-6, 1 / count), side="right")
+        for count, of in zip(grid, learned, strict=True)
+    )
+    return (down[:, None] * learned[1] + across).reshape(-1)
+
+
+def _steps(first: float, stop: float, step: float) -> Floats:
+    return np.arange(first, stop, step).astype(np.float32)
+
+
 def resized(values: Floats, shape: tuple[int, int], smooth: bool = False, edges: bool = False) -> Floats:
     """[rows, columns, numbers] at another number of rows and columns: by lines, or by curves where ``smooth`` (cubic
     convolution with -0.75). ``edges``: the middles of the places in the corners lie over one another, not their edges.

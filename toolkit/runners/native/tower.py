@@ -12,35 +12,36 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.models.patches import Places, patch_grid, resized, turns, windows
+from toolkit.models.patches import Places, nearest, patch_grid, resized, sines, turns, windows
 from toolkit.models.pictures import Picture, shrunk, unpadded
-from toolkit.models.vision import MERGES, Stage, Tower, VisionSpec, tensors
+from toolkit.models.vision import MERGES, Stage, VisionSpec, tensors
 from toolkit.runners.base import RunnerError
 from toolkit.runners.native import library
-from toolkit.runners.native.mixers import ACTIVATIONS, Record, Tensors, flat
-from toolkit.runners.native.packed import BF16, F16, PackedTensor, PackedWeights
+from toolkit.runners.native.mixers import Record, Tensors, flat
+from toolkit.runners.native.packed import PackedWeights
+from toolkit.runners.native.tower_records import Floats, floats, layer, norm, product, projected, resampler
 
-Floats = NDArray[np.float32]
-_ACTIVATIONS = ACTIVATIONS | {"quick_gelu": 7}
 _ORDERS = {*MERGES, "pool"}  # stages that numpy does
-_STAGES = {*_ORDERS, "rms", "layer", "linear", "gated", "gelu", "gelu_tanh"}
+_STAGES = {*_ORDERS, "rms", "layer", "linear", "matrix", "gated", "gelu", "gelu_tanh", "resample"}
 
 
 def uncovered(vision: VisionSpec) -> str | None:
     """Why the library does not run what the model sees with, or None."""
     tower = vision.tower
-    if tower.tiles or tower.norm_after or tower.nearest:
+    if tower.tiles or tower.norm_after:
         return "it knows no such tower"
-    if vision.high is not None or vision.overlap or vision.join == "lined":
-        return "pictures are put together from several towers, overlapping tiles or lines"
+    if vision.high is not None or vision.fine is not None or vision.overlap:
+        return "pictures are put together from several towers or overlapping tiles"
     if odd := {stage.kind for _, stages in _ways(vision) for stage in stages} - _STAGES:
         return f"its projectors have no stage {min(odd)}"
     return None
 
 
 def _ways(vision: VisionSpec) -> list[tuple[str, tuple[Stage, ...]]]:
-    """The stages behind the tower, under the names of their records; those of deep branches last."""
-    return [("projector", vision.projector), *((f"deep{i}", branch.projector) for i, branch in enumerate(vision.deep))]
+    """The stages behind the tower, under the names of their records: those of tiles, of deep branches, and those that
+    read the rows of whole pictures."""
+    deep = [(f"deep{i}", branch.projector) for i, branch in enumerate(vision.deep)]
+    return [("projector", vision.inside), *deep, ("whole", vision.behind)]
 
 
 def matrices(vision: VisionSpec) -> dict[str, tuple[int, int]]:
@@ -49,16 +50,6 @@ def matrices(vision: VisionSpec) -> dict[str, tuple[int, int]]:
         return {}
     shapes = tensors(vision).items()
     return {name: (s[0], s[1]) for name, s in shapes if name.endswith(".weight") and len(s) == 2}
-
-
-def floats(tensor: PackedTensor) -> Floats:
-    """The numbers of a vector, whatever type they are stored in."""
-    dtype, data = tensor.meta.dtype, tensor.data
-    if dtype == BF16:
-        wide = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    else:
-        wide = data.view(np.float16 if dtype == F16 else np.float32).astype(np.float32)
-    return wide[: tensor.meta.rows]
 
 
 class NativeEncoder:
@@ -98,21 +89,27 @@ class NativeEncoder:
     def _stages(self, t: Tensors) -> Iterator[Record]:
         tower = self.tower
         patch = 3 * tower.frames * tower.patch**2
-        yield self._stage("patch", patch, tower.hidden, product=_product(t, "vision.patch", tower.patch_bias))
+        yield self._stage("patch", patch, tower.hidden, product=product(t, "vision.patch", tower.patch_bias))
         if tower.pre_norm:
-            yield self._stage("pre_norm", tower.hidden, tower.hidden, norm=_norm(t, "vision.pre_norm", tower))
+            yield self._stage("pre_norm", tower.hidden, tower.hidden, norm=norm(t, "vision.pre_norm", tower))
         for i in range(tower.taken):
-            yield self._stage(f"layer{i}", tower.hidden, tower.hidden, layer=_layer(t, tower, i))
+            yield self._stage(f"layer{i}", tower.hidden, tower.hidden, layer=layer(t, tower, i))
         if tower.post_norm == "used":
-            yield self._stage("post_norm", tower.hidden, tower.hidden, norm=_norm(t, "vision.post_norm", tower))
-        for way, stages in _ways(self.vision):
-            width = tower.outputs if way == "projector" else tower.hidden
+            yield self._stage("post_norm", tower.hidden, tower.hidden, norm=norm(t, "vision.post_norm", tower))
+        width = tower.outputs
+        for way, stages in sorted(_ways(self.vision), key=lambda entry: entry[0].startswith("deep")):
+            width = tower.hidden if way.startswith("deep") else width  # whole pictures' are those of the projector
             for i, stage in enumerate(stages):
+                name = f"{way}.{i}"
                 if stage.kind in _ORDERS:
                     width = width * (1 if stage.kind == "pool" else stage.factor**2)
                     continue
                 outputs = stage.outputs or width
-                yield self._stage(f"{way}.{i}", width, outputs, **_projected(t, stage, width))
+                if stage.kind == "resample":
+                    for part, (inputs, wide, record) in resampler(t, stage).items():
+                        yield self._stage(f"{name}.{part}", inputs, wide, **record)
+                else:
+                    yield self._stage(name, width, outputs, **projected(t, stage, width))
                 width = outputs
 
     def _stage(self, name: str, inputs: int, outputs: int, **what: Any) -> Record:
@@ -150,7 +147,7 @@ class NativeEncoder:
         parts = [part for picture in pictures for part in picture.parts]
         places = [patch_grid(part, self.tower.patch) for part in parts for _ in part]
         x = self._placed(self._run(0, 0, np.concatenate([self._patches(part) for part in parts])), places)
-        outputs = zip(_ways(self.vision), self._layers(x, places), strict=True)
+        outputs = zip(_ways(self.vision), self._layers(x, places), strict=False)
         made = [self._rows(way, stages, x, places, pictures) for (way, stages), x in outputs]
         return [np.concatenate(rows, 1) for rows in zip(*made, strict=True)]
 
@@ -185,14 +182,21 @@ class NativeEncoder:
             x = np.insert(x, starts, floats(self._weights["vision.class"]), 0)
         if tower.norm_first:
             x = self._run(self._at["pre_norm"], self._at["pre_norm"], x)
-        if tower.positions == "learned":
+        if tower.positions == "learned" and not tower.stretched:
             learned = floats(self._weights["vision.position"]).reshape(-1, tower.hidden)
-            x = (x.reshape(len(places), *learned.shape) + learned).reshape(x.shape)
+            x = x + np.concatenate([learned[self._learned(grid)] for grid in places])
         if tower.stretched:
             stored = floats(self._weights["vision.position"]).reshape(*tower.grid, tower.hidden)
             near = {grid: resized(stored, grid, tower.smooth, not tower.smooth) for grid in set(places)}
             x = x + np.concatenate([near[grid].reshape(-1, tower.hidden) for grid in places])
         return x
+
+    def _learned(self, grid: tuple[int, int]) -> NDArray[np.int64]:
+        """Which of the learned positions the tokens of a tile have."""
+        tower, first = self.tower, int(self.tower.class_token)
+        if not tower.nearest:
+            return np.arange(tower.grid[0] * tower.grid[1] + first)
+        return np.concatenate([np.arange(first), nearest(grid, tower.grid) + first])
 
     def _layers(self, x: Floats, places: Places) -> list[Floats]:
         """What leaves the tower, that of deep branches last."""
@@ -207,28 +211,52 @@ class NativeEncoder:
         first = self._at["pre_norm"] if tower.pre_norm and not tower.norm_first else self._at["layer0"]
         last = self._at.get("post_norm", self._at[f"layer{tower.taken - 1}"])
         deep, found = [branch.layer for branch in self.vision.deep], dict[int, Floats]()
-        for layer in sorted({*deep, *tower.also}):
-            x = self._run(first, self._at[f"layer{layer}"], x, (whole, near), turned)
-            found[layer], first = x, self._at[f"layer{layer}"] + 1
+        for i in sorted({*deep, *tower.also}):
+            x = self._run(first, self._at[f"layer{i}"], x, (whole, near), turned)
+            found[i], first = x, self._at[f"layer{i}"] + 1
         x = self._run(first, last, x, (whole, near), turned) if first <= last else x
-        outputs = [np.concatenate([x, *(found[layer] for layer in tower.also)], 1), *(found[layer] for layer in deep)]
+        outputs = [np.concatenate([x, *(found[i] for i in tower.also)], 1), *(found[i] for i in deep)]
         back = np.argsort(order) if tower.window else slice(None)
         return [rows[back] for rows in outputs]
 
     def _project(self, way: str, stages: Sequence[Stage], x: Floats, places: Places) -> tuple[Floats, Places]:
         """Rows of all tiles behind ``stages``, and each tile's rows and columns of them."""
-        for ordered, run in groupby(enumerate(stages), key=lambda entry: entry[1].kind in _ORDERS):
+        for ours, run in groupby(enumerate(stages), key=lambda entry: entry[1].kind in {*_ORDERS, "resample"}):
             group = [*run]
-            if not ordered:
+            if not ours:
                 x = self._run(self._at[f"{way}.{group[0][0]}"], self._at[f"{way}.{group[-1][0]}"], x)
                 continue
-            for _, stage in group:
-                x, places = _merged(x, places, stage)
+            for i, stage in group:
+                resamples = stage.kind == "resample"
+                x, places = self._resampled(f"{way}.{i}", x, places, stage) if resamples else _merged(x, places, stage)
         return x, places
+
+    def _resampled(self, at: str, x: Floats, places: Places, stage: Stage) -> tuple[Floats, Places]:
+        """What learned queries find in the rows of each tile."""
+
+        def run(first: str, last: str, x: Floats) -> Floats:
+            return self._run(self._at[f"{at}.{first}"], self._at[f"{at}.{last}"], x)
+
+        rows, wide = stage.rows, stage.outputs
+        x = run("kv_proj", "ln_kv", x)
+        asked = run("ln_q", "ln_q", floats(self._weights[f"{stage.name}.query"]).reshape(rows, wide))
+        if stage.placed:
+            learned = floats(self._weights[f"{stage.name}.pos_embed"]).reshape(rows, wide)
+            side = round(rows**0.5)
+            stored = learned.reshape(side, side, wide)
+            near = {grid: resized(stored, grid, smooth=True).reshape(-1, wide) for grid in set(places)}
+            asked = asked + learned
+        else:
+            near = {grid: sines(*grid, wide) for grid in set(places)}
+        q, ends = run("q", "q", asked), np.cumsum([rows * columns for rows, columns in places])[:-1]
+        keys = np.split(run("k", "k", x + np.concatenate([near[grid] for grid in places])), ends)
+        found = [_found(q, k, v, stage.heads) for k, v in zip(keys, np.split(run("v", "v", x), ends), strict=True)]
+        return run("o", "proj", np.concatenate(found)), [(rows, 1)] * len(places)
 
     def _whole(self, tiles: list[Floats], picture: Picture) -> Floats:
         """The rows of a picture's tiles as those of the picture."""
         joined = self._joined(tiles, picture)
+        joined, _ = self._project("whole", self.vision.behind, joined, [(len(joined), 1)])
         if self.vision.ends:
             begin, end = (floats(self._weights[f"vision.{name}"])[None] for name in ("begin", "end"))
             joined = np.concatenate([begin, joined, end])
@@ -238,18 +266,42 @@ class NativeEncoder:
         if self.vision.join == "tiles":
             return np.concatenate(tiles)
         newline = floats(self._weights["vision.newline"])[None]
+        if self.vision.join == "lined":
+            parts = [
+                _lined(_grid(part, grid), newline) for part, grid in ((tiles[:1], (1, 1)), (tiles[1:], picture.grid))
+            ]
+            first, last = parts if self.vision.whole_first else parts[::-1]
+            return np.concatenate([first, floats(self._weights["vision.separator"])[None], last])
         if len(tiles) == 1:
             return np.concatenate([tiles[0], newline])
-        side = round(len(tiles[0]) ** 0.5)
-        (down, across), width = picture.grid, tiles[0].shape[1]
-        grid = np.concatenate(tiles[1:]).reshape(down, across, side, side, width).transpose(0, 2, 1, 3, 4)
-        grid = grid.reshape(down * side, across * side, width)
+        grid = _grid(tiles[1:], picture.grid)
         (top, bottom), (left, right) = unpadded(picture.size, (grid.shape[0], grid.shape[1]))
         lines = grid[top:bottom, left:right]
-        if shape := shrunk((lines.shape[0], lines.shape[1]), side, self.vision.most_tiles):
+        if shape := shrunk((lines.shape[0], lines.shape[1]), round(len(tiles[0]) ** 0.5), self.vision.most_tiles):
             lines = resized(lines, shape)
-        ends = np.broadcast_to(newline, (len(lines), 1, width))
-        return np.concatenate([tiles[0], np.concatenate([lines, ends], 1).reshape(-1, width)])
+        return np.concatenate([tiles[0], _lined(lines, newline)])
+
+
+def _grid(tiles: list[Floats], grid: tuple[int, int]) -> Floats:
+    """Square tiles side by side, [rows, columns, numbers]."""
+    (down, across), side, width = grid, round(len(tiles[0]) ** 0.5), tiles[0].shape[1]
+    found = np.concatenate(tiles).reshape(down, across, side, side, width).transpose(0, 2, 1, 3, 4)
+    return found.reshape(down * side, across * side, width)
+
+
+def _lined(grid: Floats, newline: Floats) -> Floats:
+    """Its lines one after another, ``newline`` behind each."""
+    width = grid.shape[2]
+    return np.concatenate([grid, np.broadcast_to(newline, (len(grid), 1, width))], 1).reshape(-1, width)
+
+
+def _found(q: Floats, k: Floats, v: Floats, heads: int) -> Floats:
+    """What the rows ``q`` find in ``v`` by its keys ``k``."""
+    q, k, v = (x.reshape(len(x), heads, -1).transpose(1, 0, 2) for x in (q, k, v))
+    scores = q @ k.transpose(0, 2, 1) * np.float32(q.shape[2] ** -0.5)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    found = (weights / weights.sum(-1, keepdims=True)) @ v
+    return found.transpose(1, 0, 2).reshape(q.shape[1], -1)
 
 
 def _merged(x: Floats, places: Places, stage: Stage) -> tuple[Floats, Places]:
@@ -263,58 +315,3 @@ def _merged(x: Floats, places: Places, stage: Stage) -> tuple[Floats, Places]:
         made = blocks.mean((2, 4)) if stage.kind == "pool" else blocks.transpose(MERGES[stage.kind])
         found.append(made.reshape(blocks.shape[1] * blocks.shape[3], -1))
     return np.concatenate(found), [(-(-rows // f), -(-columns // f)) for rows, columns in places]
-
-
-# -- records
-
-
-def _product(t: Tensors, name: str, bias: bool) -> Record:
-    return {"linear": _linear(t, name, bias)}
-
-
-def _linear(t: Tensors, name: str, bias: bool) -> Record:
-    return {"matrix": t.named(f"{name}.weight"), "bias": _vector(t, f"{name}.bias") if bias else None}
-
-
-def _vector(t: Tensors, name: str, offset: float = 0.0) -> int:
-    return t.numbers(floats(t.weights[name]) + np.float32(offset))
-
-
-def _norm(t: Tensors, name: str, tower: Tower) -> Record:
-    return _norm_of(t, name, tower.hidden, tower.norm == "layer", tower.eps)
-
-
-def _norm_of(t: Tensors, name: str, size: int, layer: bool, eps: float, offset: float = 0.0) -> Record:
-    weight, bias = _vector(t, f"{name}.weight", offset), _vector(t, f"{name}.bias") if layer else None
-    return {"size": size, "sets": 1, "layer": layer, "weight": weight, "bias": bias, "eps": eps}
-
-
-def _layer(t: Tensors, tower: Tower, index: int) -> Record:
-    name, width = f"vision.layers.{index}", tower.heads * tower.head_dim
-    parts = ("gate", "up", "down") if tower.gated else ("up", "down")
-    mlp = {part: _linear(t, f"{name}.{part}", tower.mlp_bias) for part in parts}
-    return {
-        "heads": tower.heads,
-        "head_dim": tower.head_dim,
-        "turned": tower.positions != "learned",
-        "division": bool(tower.window) and index not in tower.full,
-        "norm1": _norm(t, f"{name}.norm1", tower),
-        "norm2": _norm(t, f"{name}.norm2", tower),
-        **{f"{x}_norm": _norm_of(t, f"{name}.{x}_norm", width, False, 1e-6) for x in "qk" if tower.qk_norm},
-        **{x: _linear(t, f"{name}.{x}", tower.qkv_bias) for x in "qkv"},
-        "o": _linear(t, f"{name}.o", tower.o_bias),
-        **{f"scale{k}": _vector(t, f"{name}.scale{k}") for k in (1, 2) if tower.scaled},
-        "mlp": {"activation": _ACTIVATIONS[tower.activation], "gate_scale": 1.0, "width": tower.inner, **mlp},
-    }
-
-
-def _projected(t: Tensors, stage: Stage, width: int) -> Record:
-    """A stage of the projector."""
-    if stage.kind in ("rms", "layer"):
-        return {"norm": _norm_of(t, stage.name, width, stage.kind == "layer", stage.eps, stage.offset)}
-    if stage.kind == "linear":
-        return {"product": _product(t, stage.name, stage.bias)}
-    if stage.kind == "gated":
-        gate, up = (_linear(t, f"{stage.name}.{part}_proj", stage.bias) for part in ("gate", "up"))
-        return {"product": {"gate": gate, "linear": up}}
-    return {"activation": _ACTIVATIONS[stage.kind]}

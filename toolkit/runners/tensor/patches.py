@@ -20,25 +20,6 @@ def lined(grid: Tensor, newline: Tensor) -> Tensor:
     return torch.cat([grid, newline.expand(len(grid), 1, -1)], 1).flatten(0, 1)
 
 
-def nearest(grid: tuple[int, int], learned: tuple[int, int]) -> Tensor:
-    """For each patch of ``grid`` the one of ``learned`` at the same part of the way down and across."""
-    down, across = (
-        torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / count), torch.arange(1 / of, 1.0, 1 / of), right=True)
-        for count, of in zip(grid, learned, strict=True)
-    )
-    return (down[:, None] * learned[1] + across).flatten()
-
-
-def sines(rows: int, columns: int, width: int) -> Tensor:
-    """[rows * columns, width]: half of the numbers tell the column, half the row, of each half one half sines."""
-    frequencies = 10_000.0 ** -(torch.arange(width // 4).float() / (width // 4))
-    found = []
-    for count, shape in ((columns, (1, columns)), (rows, (rows, 1))):
-        angle = torch.outer(torch.arange(count).float(), frequencies)
-        found.append(torch.cat([angle.sin(), angle.cos()], 1).view(*shape, -1).expand(rows, columns, -1))
-    return torch.cat(found, -1).flatten(0, 1)
-
-
 def ordered(x: Tensor, order: Tensor | None) -> Tensor:
     """Tokens that stand as ``order`` has them, as they stood before."""
     return x if order is None else torch.empty_like(x).index_copy_(0, order, x)

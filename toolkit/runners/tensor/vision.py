@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from toolkit.artifacts.canonical import Dense
-from toolkit.models.patches import Places, patch_grid, turns, windows
+from toolkit.models.patches import Places, nearest, patch_grid, sines, turns, windows
 from toolkit.models.pictures import Picture, shrunk, unpadded
 from toolkit.models.vision import Stage, VisionSpec, tensors
-from toolkit.runners.tensor.patches import joined, lined, merged, nearest, ordered, sines, turned
+from toolkit.runners.tensor.patches import joined, lined, merged, ordered, turned
 
 ACTIVATIONS = {
     "gelu": functional.gelu,
@@ -117,7 +117,9 @@ class Encoder:
         if tower.positions == "learned" and not tower.stretched:
             learned, first = self.weights["vision.position"], int(tower.class_token)
             if tower.nearest:
-                learned = torch.cat([learned[:first], learned[first:][nearest(grid, tower.grid).to(self.device)]])
+                learned = torch.cat(
+                    [learned[:first], learned[first:][torch.from_numpy(nearest(grid, tower.grid)).to(self.device)]]
+                )
             x = x + learned
         if tower.stretched:
             learned = self.weights["vision.position"].T.unflatten(1, tower.grid)[None]
@@ -256,7 +258,7 @@ class Encoder:
             near = functional.interpolate(near, (rows, columns), mode="bicubic", align_corners=False)
             places, asked = near[0].flatten(1).T, asked + learned
         else:
-            places = sines(rows, columns, x.shape[-1])
+            places = torch.from_numpy(sines(rows, columns, x.shape[-1]))
         q = self._linear(f"{name}.q", asked).expand(len(tiles), -1, -1)
         k = self._linear(f"{name}.k", x + places.to(x))
         q, k, v = (y.unflatten(2, (stage.heads, -1)).transpose(1, 2) for y in (q, k, self._linear(f"{name}.v", x)))
