@@ -19,12 +19,24 @@ import pytest
 from toolkit.eval.tasks import write_lm_eval
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+SEEING = {  # page → the model that it shows, the tiny one in its place, and which of that family's
+    "cogvlm": ("THUDM/cogvlm2-llama3-chat-19B", "cogvlm", 0),
+    "internvl": ("OpenGVLab/InternVL3-2B-hf", "internvl", 0),
+    "llava": ("llava-hf/llava-1.5-7b-hf", "llava", 0),
+    "minicpmv": ("openbmb/MiniCPM-V-2_6", "minicpmv", 0),
+    "mllama": ("meta-llama/Llama-3.2-11B-Vision-Instruct", "mllama", 0),
+    "molmo": ("allenai/Molmo-7B-D-0924", "molmo", 0),
+    "phi3": ("microsoft/Phi-3.5-vision-instruct", "phi3_v", 0),
+    "qwen2_vl": ("Qwen/Qwen2.5-VL-3B-Instruct", "qwen2_5_vl", 0),
+    "xcomposer2": ("internlm/internlm-xcomposer2d5-7b", "internlmxcomposer2", 0),
+}
 PAGES = (
     "add-a-model", "formats", "install", "lmdeploy", "quantization", "quantization-figures", "tools-and-thoughts",
     "how-to/adapters", "how-to/debug", "how-to/deploy", "how-to/embed-and-rank", "how-to/evaluate",
     "how-to/long-prompts", "how-to/measure-a-server", "how-to/quantize-on-a-laptop", "how-to/serve-a-model",
     "how-to/serve-an-agent", "how-to/several-models", "how-to/several-servers", "how-to/show-pictures",
     "how-to/use-a-gpu",
+    *(f"vision/{name}" for name in SEEING),
 )  # fmt: skip
 ELSEWHERE = {
     "index": "test_run.py",
@@ -51,7 +63,7 @@ HERE = {
     "tales=DIR": "tales=./tales",
     "OWNER/NAME": "./verse",
     "--dst-path my-engine": "--dst-path work/my-engine",
-    "llava-hf/llava-1.5-7b-hf": "./llava",
+    **{model: f"./{family}" for model, family, _ in SEEING.values()},
     "tool chat tiny-vlm --image drawings/000.png": "tool chat ./llava --image photo.jpg",
 }
 LITTLE = "--calib-samples 4 --calib-seqlen 32 --eval-tokens 128 --tune-steps 0 --overwrite"
@@ -62,8 +74,7 @@ MORE = {
     "tool profile": "--random-input-len 8 --random-output-len 4",
     "--request-rate": "--num-prompts 4",
     "serve api_server": "--session-len 2048",
-    "./llava --image": "--max-new-tokens 4",
-    "llava.gguf --image": "--max-new-tokens 4",
+    " --image ": "--max-new-tokens 4",
 }
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 
@@ -82,7 +93,8 @@ def made(tiny_models: Callable[..., Path], support: Any, tmp_path_factory: pytes
     model = tiny_models("llama", max_position_embeddings=16384)
     shutil.copytree(model, folder / "demo")
     shutil.copytree(tiny_models("seed_oss"), folder / "my-model")
-    shutil.copytree(tiny_models("llava"), folder / "llava")
+    for _, family, shape in SEEING.values():
+        shutil.copytree(tiny_models(family, shape=shape, max_position_embeddings=2048), folder / family)
     for name in ("tales", "verse"):
         support("adapters").write_adapter(folder / name, model, "q_proj|v_proj")
     (folder / "my_family.py").write_text(support("examples").blocks(DOCS / "add-a-model.md", "python")[0])
@@ -165,4 +177,6 @@ def test_a_page_runs(name: str, shell: Any, support: Any) -> None:
         text = re.sub(
             r'(?<=\()"(demo|MODEL|my-model)"', lambda m: f'"./{m[1].replace("MODEL", "demo")}"', "\n".join(code)
         )
-        shell.python(text.replace('"DIR"', '"./tales"').replace("llava-hf/llava-1.5-7b-hf", "./llava"))
+        for model, family, _ in SEEING.values():
+            text = text.replace(model, f"./{family}")
+        shell.python(text.replace('"DIR"', '"./tales"'))

@@ -1,0 +1,71 @@
+"""Two questions about one picture: when each answer begins, and what is computed again for the second one.
+
+    python scripts/bench/again.py              # CLIP's ViT-L/14 at 336 pixels before a model of SmolLM2-135M's shape
+    python scripts/bench/again.py MODEL        # any model that sees, in a directory
+
+Medians over new pictures, on the pipeline: from the request to its first token, the picture decoded and prepared each
+time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from llava_shape import DEMO, write_llava
+from PIL import Image
+
+from toolkit import GenerationConfig, pipeline
+from toolkit.commands.output import stdout, table
+from toolkit.vl import load_image
+
+QUESTIONS = ("What stands on the table?", "And what is behind it?")
+SIZE = (640, 480)
+
+
+def picture(seed: int) -> bytes:
+    coarse = np.random.default_rng(seed).integers(0, 256, (12, 16, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(coarse).resize(SIZE, Image.Resampling.BICUBIC).save(file, "JPEG")
+    return file.getvalue()
+
+
+def measure(model: str, rounds: int) -> None:
+    one = GenerationConfig(max_new_tokens=1)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    with pipeline(model) as pipe:
+        pipe("Hello", gen_config=one)
+        for seed in range(rounds + 1):
+            file = picture(seed)
+            for question, found in zip(QUESTIONS, seconds, strict=True):
+                begin = time.perf_counter()
+                pipe((question, load_image(Image.open(io.BytesIO(file)))), gen_config=one)
+                found.append(time.perf_counter() - begin)
+    rows = [
+        [name, f"{1e3 * statistics.median(found[1:]):.0f}", f"{1e3 * max(found[1:]):.0f}"]
+        for name, found in zip(("first question", "second question"), seconds, strict=True)
+    ]
+    title = f"{model or 'ViT-L/14 at 336'}, pictures of {SIZE[0]} × {SIZE[1]} pixels, {rounds} of them"
+    stdout().print(table(title, ["", "ms, median", "ms, most"], rows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model", nargs="?", help="a directory; without one ViT-L/14 and random weights")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    if args.model:
+        return measure(args.model, args.rounds)
+    with tempfile.TemporaryDirectory() as directory:
+        write_llava(Path(directory), DEMO, torch.bfloat16)
+        measure(directory, args.rounds)
+
+
+if __name__ == "__main__":
+    main()

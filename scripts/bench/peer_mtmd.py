@@ -1,0 +1,52 @@
+"""llama.cpp's mtmd on a picture, as a peer that waits: each line on standard input is one more encoding, answered by
+the seconds that it took.
+
+    PYTHON scripts/bench/peer_mtmd.py model.gguf mmproj.gguf picture.npy rows.npy THREADS
+
+PYTHON has llama-cpp-python. ``picture.npy``: uint8 [height, width, 3]; ``rows.npy``: written, what comes of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+
+import llama_cpp
+import llama_cpp.mtmd_cpp as mtmd
+import numpy as np
+
+IMAGE = 1  # kind of a chunk
+
+
+def main() -> None:
+    model_file, mmproj, picture, rows, threads = sys.argv[1:]
+    llama_cpp.llama_backend_init()
+    settings = llama_cpp.llama_model_default_params()
+    settings.vocab_only = True
+    model = llama_cpp.llama_model_load_from_file(model_file.encode(), settings)
+    options = mtmd.mtmd_context_params_default()
+    options.use_gpu, options.n_threads, options.print_timings = False, int(threads), False
+    context = mtmd.mtmd_init_from_file(mmproj.encode(), model, options)
+    assert context, f"{mmproj}: mtmd cannot read it"
+    pixels = np.ascontiguousarray(np.load(picture))
+    buffer = (ctypes.c_uint8 * pixels.size).from_buffer_copy(pixels.tobytes())
+    bitmap = mtmd.mtmd_bitmap_init(pixels.shape[1], pixels.shape[0], buffer)
+    mark = mtmd.mtmd_default_marker()
+    text = mtmd.mtmd_input_text(text=mark, text_len=len(mark), add_special=False, parse_special=True)
+    chunks = mtmd.mtmd_input_chunks_init()
+    bitmaps = (mtmd.mtmd_bitmap_p_ctypes * 1)(bitmap)
+    assert mtmd.mtmd_tokenize(context, chunks, ctypes.byref(text), bitmaps, 1) == 0
+    found = [mtmd.mtmd_input_chunks_get(chunks, i) for i in range(mtmd.mtmd_input_chunks_size(chunks))]
+    chunk = next(c for c in found if mtmd.mtmd_input_chunk_get_type(c) == IMAGE)
+    tokens, width = mtmd.mtmd_input_chunk_get_n_tokens(chunk), llama_cpp.llama_model_n_embd(model)
+    for _ in sys.stdin:
+        begin = time.perf_counter()
+        assert mtmd.mtmd_encode_chunk(context, chunk) == 0
+        seconds = time.perf_counter() - begin
+        np.save(rows, np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(context), (tokens, width)))
+        print(seconds, flush=True)
+
+
+if __name__ == "__main__":
+    main()
