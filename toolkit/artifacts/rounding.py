@@ -30,11 +30,14 @@ def to_channel_int8(weight: Tensor, name: str = "") -> ChannelInt8:
     return ChannelInt8((x / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales)
 
 
-def to_group_int(weight: Tensor, bits: int, group: int, change: Callable[[Tensor], Tensor] | None = None) -> GroupInt:
+Change = Callable[[Tensor, slice], Tensor]
+"""What some rows of a matrix, float32 [rows, in], become before they are rounded, and which rows they are."""
+
+
+def to_group_int(weight: Tensor, bits: int, group: int, change: Change | None = None) -> GroupInt:
     """Float [out, in] to integers in groups of ``group`` inputs with float16 scales, some rows at a time.
 
-    8 bits: symmetric around 128, the largest value of a group at 127 from it; 4 bits: with zeros. ``change``: what some
-    rows, float32 [rows, in], become before they are rounded.
+    8 bits: symmetric around 128, the largest value of a group at 127 from it; 4 bits: with zeros.
     """
     rows, cols = weight.shape
     codes = torch.empty((rows, cols), dtype=torch.uint8)
@@ -44,7 +47,7 @@ def to_group_int(weight: Tensor, bits: int, group: int, change: Callable[[Tensor
     for a in range(0, rows, step_rows):
         part = slice(a, a + step_rows)
         x = weight[part].float()
-        x = (x if change is None else change(x)).unflatten(1, (-1, group))
+        x = (x if change is None else change(x, part)).unflatten(1, (-1, group))
         low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
         scales[part] = (torch.maximum(-low, high) / 127 if bits == 8 else (high - low) / 15).to(torch.float16)
         step = scales[part].float().clamp(min=2.0**-24)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from toolkit.artifacts.canonical import Weight
+    from toolkit.artifacts.rounding import Change
     from toolkit.models.spec import DecoderSpec
 
 GROUPS = (64, 32)  # inputs; the larger that divides a row
@@ -31,20 +32,29 @@ def rounded(
     """``weights`` as ``load_format`` has them; in 4 bits they are scaled before."""
     if load_format not in BITS:
         return weights
-    if load_format == "int4":
-        from toolkit.runners.scaled_weights import ScaledWeights
+    if load_format != "int4":
+        return RoundedWeights(weights, spec, BITS[load_format])
+    from toolkit.runners.scaled_weights import ScaledWeights
 
-        weights = ScaledWeights(weights, spec, GROUPS[-1])
-    return RoundedWeights(weights, spec, BITS[load_format])
+    scaled = ScaledWeights(weights, spec, GROUPS[-1])
+    return RoundedWeights(scaled, spec, BITS[load_format], scaled.parts)
 
 
 class RoundedWeights(Mapping[str, "Weight | Tensor"]):
     """``weights`` of ``spec`` with the dense linears inside its layers rounded in groups to the nearest of 8 bits,
     symmetric, or of 4, with zeros; routers, linears that runners hold dense or whose rows no group divides, and what is
-    quantized already stay as they are."""
+    quantized already stay as they are. ``parts``: of a dense linear, what is stored and what to do to its rows before
+    they are rounded; None where nothing is."""
 
-    def __init__(self, weights: Mapping[str, Weight | Tensor], spec: DecoderSpec, bits: int = 8) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, Weight | Tensor],
+        spec: DecoderSpec,
+        bits: int = 8,
+        parts: Callable[[str], tuple[Weight | Tensor, Change | None]] | None = None,
+    ) -> None:
         self._weights, self._bits = weights, bits
+        self._parts = parts or (lambda name: (weights[name], None))
         held = {x.name for _, mixer in spec.mixers() for x in mixer.matrices()}  # as they are, whatever is read
         self._linears = {x.name for x in spec.linears()} - spec.routers() - held
 
@@ -52,11 +62,12 @@ class RoundedWeights(Mapping[str, "Weight | Tensor"]):
         from toolkit.artifacts.canonical import Dense
         from toolkit.artifacts.rounding import to_group_int
 
-        found = self._weights[name]
-        group = self._group(name, found)
-        return (
-            to_group_int(found.weight, self._bits, group) if group is not None and isinstance(found, Dense) else found
-        )
+        group = self._group(name, info_of(self._weights, name))
+        if group is None:
+            return self._weights[name]
+        found, change = self._parts(name)
+        assert isinstance(found, Dense)
+        return to_group_int(found.weight, self._bits, group, change)
 
     def info(self, name: str) -> Weight | Tensor:
         """``self[name]`` as headers tell it: its matrices are without memory."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import Dense
-from toolkit.artifacts.rounding import to_group_int
+from toolkit.artifacts.rounding import Change, to_group_int
 from toolkit.models.sites import NormFold, RowFold, Site, layer_sites
 from toolkit.runners.folding import Folded, expand, fold_site
 from toolkit.runners.weight_info import info_of
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 POWERS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the size of an input: the scale whose expected error is least is taken
 SAMPLED = 128  # rows of all linears of a site that are rounded to find it
+PIECE = 128  # rows that are made float32 at once
 REACH = 2.0**-12  # smallest scale of a site, of its largest
 
 
@@ -50,6 +51,21 @@ class ScaledWeights(Mapping[str, "Weight | Tensor"]):
         folded = self._folded(self._layer_of[name])[name]
         return Dense(folded) if isinstance(found, Dense) else folded
 
+    def parts(self, name: str) -> tuple[Weight | Tensor, Change | None]:
+        """A linear as it is stored, and what makes some of its rows those of ``self[name]``: whole matrices in float32
+        are not made, whose memory the system would take longer to clear than rounding does."""
+        found = self._weights[name]
+        if name not in self._layer_of:
+            return found, None
+        folded = self._folded(self._layer_of[name])
+        columns, divisors = folded.columns.get(name), folded.rows.get(name)
+
+        def change(rows: Tensor, part: slice) -> Tensor:
+            rows = rows if columns is None else rows * columns
+            return rows if divisors is None else rows / divisors[part]
+
+        return found, change
+
     def info(self, name: str) -> Weight | Tensor:
         """``self[name]`` as headers tell it: its matrices may be without memory."""
         found = info_of(self._weights, name)
@@ -73,6 +89,12 @@ class _Floats(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         found = self._weights[name]
         return (found if isinstance(found, Tensor) else found.dequantize()).float()
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """Of a matrix some rows at a time."""
+        found = self._weights[name]
+        matrix = found.weight if isinstance(found, Dense) else self[name]
+        return (rows.float() for rows in matrix.split(PIECE))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
@@ -118,8 +140,8 @@ def _made(site: Site, floats: _Floats, sizes: Mapping[str, Tensor], gates: Mappi
     """The mean square of each channel that ``site.fold`` makes, or of each row; of an unknown input it counts as 1."""
 
     def rows(name: str) -> Tensor:
-        weight = floats[name]
-        return weight.square() @ sizes.get(linear, weight.new_ones(weight.shape[1]))
+        size = sizes.get(linear)
+        return torch.cat([p.square() @ (p.new_ones(p.shape[1]) if size is None else size) for p in floats.pieces(name)])
 
     if isinstance(site.fold, NormFold):
         return (floats[site.fold.norm.name] + site.fold.norm.weight_offset).square()

@@ -324,7 +324,7 @@ def quantize_head(w: Dense, bits: int) -> GroupInt | None:
         return None
     if w.weight.is_meta:
         return taller(to_group_int(torch.zeros(1, cols), bits, group), w.shape[0])
-    return to_group_int(w.weight, bits, group, turn if bits == 8 else None)
+    return to_group_int(w.weight, bits, group, (lambda rows, _: turn(rows)) if bits == 8 else None)
 
 
 # -- a whole model
