@@ -171,6 +171,25 @@ def test_a_fork_ends_with_its_caller_and_is_seen_to_the_grave(tmp_path: Path) ->
     assert not psutil.pid_exists(child)
 
 
+def test_a_machine_without_room_for_a_fork_refuses_for_now(tmp_path: Path) -> None:
+    (tmp_path / "toolkit_full_machine.py").write_text(
+        "import os\n"
+        "fork, full = os.fork, [1, 1]\n"
+        "def seldom():\n"
+        "    if full:\n"
+        "        raise BlockingIOError(full.pop())\n"
+        "    return fork()\n"
+        "os.fork = seldom\n"
+        "def job(setup, data):\n"
+        "    return lambda value, more: (os.getppid(), more)\n"
+    )
+    one = Box("toolkit_full_machine:job", LIMITS, size=1, forks=True)
+    for _ in range(2):
+        with pytest.raises(Crowded, match="no room for another process; try again"):
+            one.run(1)
+    assert one.run(1) == one.run(1)
+
+
 def test_many_threads_share_a_few_children() -> None:
     two = box(size=2)
     with ThreadPoolExecutor(16) as pool:

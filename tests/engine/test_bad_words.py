@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import queue
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from toolkit.box.box import Ticket
 from toolkit.engine import bad_words
 from toolkit.engine.bad_words import BadWords, BadWordState
-from toolkit.engine.constraints import Constraints
+from toolkit.engine.constraints import THREADS, Constraints
 from toolkit.engine.request import SamplingParams
 
 AB = st.binary(max_size=6).map(lambda b: bytes(97 + x % 3 for x in b))
@@ -58,6 +60,28 @@ def test_a_tokenizer_is_opened_once_and_not_before_it_is_needed() -> None:
     assert constraints.build(SamplingParams(1, bad_words=["ab"]), Ticket()).words is not None
     constraints.prepare()
     assert len(opened) == 1
+
+
+def test_one_grammar_beside_many_lists_of_words_takes_one_thread() -> None:
+    """The others would wait for it, and what else has to be built for them."""
+    constraints, go_on = Constraints(None, len(VOCABULARY)), threading.Event()
+    begun: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def build(params: SamplingParams, ticket: Ticket) -> Any:
+        begun.put(params.grammar)
+        assert params.grammar == other or go_on.wait(60)
+
+    constraints.build = build  # type: ignore[method-assign]
+    same, other = ({"type": "choice", "choice": [c]} for c in "ab")
+    many = [constraints.begin(SamplingParams(1, bad_words=[str(i)], grammar=same)) for i in range(2 * THREADS)]
+    constraints.begin(SamplingParams(1, grammar=other)).wait(60)
+    assert [begun.get(timeout=60), begun.get(timeout=60)].count(other) == 1 and begun.empty()
+    go_on.set()
+    for building in many:
+        constraints.proceed()
+        building.wait(60)
+        assert building.done
+    assert begun.qsize() == 2 * THREADS - 1
 
 
 def test_hashes_that_meet_ban_nothing_too_much(monkeypatch: pytest.MonkeyPatch) -> None:

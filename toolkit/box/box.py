@@ -143,6 +143,8 @@ class Box:
             self._give_back(worker, healthy and (self._forks or ticket is None or not ticket.cancelled))
         if ended == child.CODE:
             raise _ended_by(value, limits)
+        if ended == child.CROWDED:
+            raise Crowded("the machine has no room for another process; try again")
         if ended == child.MEMORY:
             raise LimitError(_too_much_memory(self._limits))
         if ended == child.REFUSED:

@@ -20,6 +20,7 @@ from toolkit.box import frames
 
 MEMORY, FAILED, REFUSED, DONE = "memory", "failed", "refused", "done"  # how a job ended
 CODE = "code"  # likewise: without a word, the value is the exit code of its process
+CROWDED = "crowded"  # it did not begin
 
 
 def main(fd: int) -> None:
@@ -53,7 +54,12 @@ def main(fd: int) -> None:
 
 def _in_fork(sock: socket.socket, run: Any, value: Any, data: bytes, seconds: float) -> tuple[str, Any, bytes]:
     ours, theirs = socket.socketpair()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:  # the machine has no memory, or no number, for another process
+        ours.close()
+        theirs.close()
+        return CROWDED, None, b""
     if not pid:
         with suppress(BaseException):  # nothing else of this process may go on twice
             sock.close()

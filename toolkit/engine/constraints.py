@@ -52,7 +52,7 @@ class Constraints:
         self._bad_words: BadWords | None = None
         self._grammars: Grammars | None = None
         self._setting_up = threading.Lock()  # held by those that build, while they make the two above
-        self._under_way: dict[tuple[tuple[str, ...], str], Building] = {}  # by content: requests may join these
+        self._under_way: dict[tuple[tuple[str, ...], str | None], Building] = {}  # by content: requests may join these
         self._running: list[Building] = []
 
     def find(self, params: SamplingParams) -> Built | None:
@@ -70,24 +70,28 @@ class Constraints:
 
     def begin(self, params: SamplingParams) -> Building:
         """Have it built; requests that ask for the same share one ``Building``."""
-        content = (tuple(params.bad_words), json.dumps(_grammar(params), default=repr))
+        wanted = _grammar(params)
+        content = (tuple(params.bad_words), None if wanted is None else json.dumps(wanted, default=repr))
         building = self._under_way.get(content)
         if building is None or building.over:
-            building = self._under_way[content] = Building(self, params)
+            building = self._under_way[content] = Building(self, params, content[1])
         building.join()
         self.proceed()
         return building
 
     def proceed(self) -> None:
-        """Start what waits for a thread, in order of arrival."""
+        """Start what waits for a thread, in order of arrival; of those with the same grammar one at a time, for the
+        others would only wait for it."""
         self._under_way = {content: b for content, b in self._under_way.items() if not b.over}
         self._running = [b for b in self._running if b.running]
+        compiling = {b.grammar for b in self._running}
         for building in self._under_way.values():
             if len(self._running) >= THREADS:
                 return
-            if not building.started:
+            if not building.started and (building.grammar is None or building.grammar not in compiling):
                 building.start()
                 self._running.append(building)
+                compiling.add(building.grammar)
 
     def fields(self, request: EngineRequest, built: Built) -> dict[str, Any]:
         """``Sequence`` fields grammar, bad_words, history and biases."""
@@ -145,10 +149,12 @@ class Constraints:
 
 
 class Building:
-    """Constraints on their way, for all requests that joined. All but ``_build`` is the engine thread's."""
+    """Constraints on their way, for all requests that joined. All but ``_build`` is the engine thread's. ``grammar``:
+    what is compiled for them, as text."""
 
-    def __init__(self, constraints: Constraints, params: SamplingParams) -> None:
+    def __init__(self, constraints: Constraints, params: SamplingParams, grammar: str | None) -> None:
         self.started = False
+        self.grammar = grammar
         self._constraints = constraints
         self._params = params
         self._requests = 0
