@@ -44,7 +44,7 @@ def run(
     states: dict[str | None, Begun] = {"true": "open", "false": "closed", None: None}
     if enable_thinking not in states:
         raise UsageError(f"--enable-thinking: expected true or false, found {enable_thinking!r}")
-    called = registry.tool_format(parser) if parser else None
+    called = registry.tool_format(parser, "--parser") if parser else None
     thought = registry.reasoning_format(reasoning_parser) if reasoning_parser else None
     reader = registry.open_parser(called, thought, _functions(tools), seed="parse", begun=states[enable_thinking])
     raw = sys.stdin.buffer.read()

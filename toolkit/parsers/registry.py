@@ -60,9 +60,10 @@ TOOLS = tuple(
 REASONING = thinking.FORMATS
 
 
-def tool_format(name: str) -> ToolFormat:
-    """The format called ``name`` by us, LMDeploy or vLLM. Raises UsageError for an unknown one."""
-    return _named("--tool-call-parser", name, TOOLS)
+def tool_format(name: str, option: str = "--tool-call-parser") -> ToolFormat:
+    """The format called ``name`` by us, LMDeploy or vLLM. Raises UsageError, which names ``option``, for an unknown
+    one."""
+    return _named(option, name, TOOLS)
 
 
 def reasoning_format(name: str) -> ReasoningFormat:
