@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from toolkit import GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig, pipeline
+from toolkit.chat.template import ChatTemplate
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.pipeline.pipeline import Pipeline
 
@@ -55,6 +56,13 @@ def expected(
 def pipe(model: Path, adapters: dict[str, Path]) -> Iterator[Pipeline]:
     with pipeline(str(model), backend_config=config(adapters={k: str(v) for k, v in adapters.items()})) as made:
         yield made
+
+
+def test_an_adapter_called_as_a_template_is_talked_to_by_that_one(model: Path, adapters: dict[str, Path]) -> None:
+    with pipeline(str(model), backend_config=config(adapters={"internlm2": str(adapters["tales"])})) as pipe:
+        length = len(ChatTemplate.open(pipe.tokenizer, "x", "internlm2").encode("Hi"))
+        named, plain = pipe("Hi", gen_config=SHORT, adapter_name="internlm2"), pipe("Hi", gen_config=SHORT)
+    assert named.input_token_len == length != plain.input_token_len
 
 
 def test_a_call_names_its_adapter_and_the_prefix_cache_keeps_them_apart(pipe: Pipeline, expected: Any) -> None:

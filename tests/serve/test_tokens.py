@@ -46,6 +46,23 @@ def ask(url: str, path: str, body: Any = None) -> tuple[int, Any]:
 TEXT = "Grüß Gott, 世界"
 
 
+def test_an_adapter_called_as_a_template_is_talked_to_by_that_one(tokenizer: Tokenizer, request: Any) -> None:
+    conftest = request.config.pluginmanager.get_plugin(str(request.path.parent / "conftest.py"))
+    engine, own = conftest.FakeEngine(tokenizer), ChatTemplate.open(tokenizer, tokenizer.path)
+    found = ChatTemplate.of_adapters(("internlm2", "tales"), tokenizer, tokenizer.path)
+    settings = conftest.ServerSettings(model_name="tiny", adapters=("internlm2", "tales"))
+    messages = [{"role": "user", "content": "Hi"}]
+    with conftest.running(conftest.create_app(engine, own, settings, None, found), engine) as it:
+        prompts = {}
+        for name in ("tiny", "tales", "internlm2"):
+            prompts[name] = ask(it.url, "/apply-template", {"model": name, "messages": messages})[1]["prompt"]
+            ids = ask(it.url, "/tokenize", {"model": name, "messages": messages})[1]["tokens"]
+            assert ask(it.url, "/v1/chat/completions", {"model": name, "messages": messages, "max_tokens": 1})[0] == 200
+            assert engine.seen[-1][0] == ids == tokenizer.encode(prompts[name], False)
+    assert prompts["tiny"] == prompts["tales"] == own.render(messages)
+    assert prompts["internlm2"] == ChatTemplate.open(tokenizer, "x", "internlm2").render(messages) != prompts["tiny"]
+
+
 def test_tokenize_and_back(url: str, tokenizer: Tokenizer) -> None:
     for special in (True, False):
         _, got = ask(url, "/tokenize", {"prompt": TEXT, "add_special_tokens": special, "return_token_strs": True})

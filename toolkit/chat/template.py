@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
-from toolkit.chat import origin
+from toolkit.chat import builtin, origin
+from toolkit.chat.custom import MODELS
 from toolkit.chat.messages import PICTURE, Message, normalise
 from toolkit.chat.renderer import Renderer
 from toolkit.chat.sandbox import Sandbox, TemplateRefusal
@@ -108,6 +109,14 @@ class ChatTemplate:
         Raises UsageError for a name or file that is none, ToolkitError for a template that does not compile.
         """
         return cls(tokenizer, origin.choose(tokenizer, model_path, config), renderer, picture)
+
+    @staticmethod
+    def of_adapters(
+        names: Iterable[str], tokenizer: Tokenizer, model_path: str | Path, picture: str | None = None
+    ) -> dict[str, ChatTemplate]:
+        """The templates of adapters that are called as a built-in or registered template is, as LMDeploy has it."""
+        known = [name for name in names if builtin.find(name) is not None or name in MODELS]
+        return {name: ChatTemplate.open(tokenizer, model_path, name, picture=picture) for name in known}
 
     @staticmethod
     def check(config: ChatTemplateConfig | str | None) -> None:

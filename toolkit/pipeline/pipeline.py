@@ -126,6 +126,9 @@ class Pipeline:
                 renderer,
                 None if self._eyes is None else self._eyes.recipe.written,
             )
+            self._templates = ChatTemplate.of_adapters(
+                self.engine.adapters, self.engine.tokenizer, self.model_path, self.chat_template.picture
+            )
             self.gen_config: GenerationConfig = default or settings.of_model(self.tokenizer.path)
         except BaseException:
             self.engine.close()
@@ -336,23 +339,23 @@ class Pipeline:
         for line in {line for config in configs for line in config.without_effect()} - self._warned:
             self._warned.add(line)
             logger.warning("%s; give do_sample=True too, or leave it out", line)
-        jobs = []
+        jobs, template = [], self._templates.get(adapter_name or "", self.chat_template)
         for i, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
             session = sessions[i] if sessions else None
-            token_ids, pictures, error = self._encode(i, prompt, session, do_preprocess, options)
-            config = self.chat_template.with_stops(config) if do_preprocess else config
+            token_ids, pictures, error = self._encode(i, prompt, session, template if do_preprocess else None, options)
+            config = template.with_stops(config) if do_preprocess else config
             for choice, one in enumerate(arguments.choices(config)):
                 name = uuid4().hex
                 jobs.append(Job((i, choice), token_ids, one, session, error, name, adapter_name, pictures=pictures))
         return jobs
 
     def _encode(
-        self, i: int, prompt: Prompt, session: Session | None, do_preprocess: bool, options: dict[str, Any]
+        self, i: int, prompt: Prompt, session: Session | None, template: ChatTemplate | None, options: dict[str, Any]
     ) -> tuple[list[int], list[Picture], ToolkitError | None]:
         """Token ids of a prompt and its pictures, or the error that this one request ends with."""
         pictures: list[Picture] = []
         try:
-            if not do_preprocess:
+            if template is None:
                 if not isinstance(prompt, str):
                     raise UsageError("messages need the chat template: leave out do_preprocess=False, or pass text")
                 text, ids = prompt, self.tokenizer.encode(prompt)
@@ -360,7 +363,7 @@ class Pipeline:
                 if session is not None:
                     before = session.messages()
                     prompt = before + ([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-                text = self.chat_template.render(prompt, **options)
+                text = template.render(prompt, **options)
                 pictures, whole = self._seen(prompt, text)
                 ids = self.tokenizer.encode(whole, add_special_tokens=False)
         except ToolkitError as e:

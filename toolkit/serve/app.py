@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -68,12 +69,21 @@ ROUTES = (
 
 
 def create_app(
-    engine: AsyncEngine, template: ChatTemplate, settings: ServerSettings, keys: ApiKeys | None = None
+    engine: AsyncEngine,
+    template: ChatTemplate,
+    settings: ServerSettings,
+    keys: ApiKeys | None = None,
+    of_adapters: Mapping[str, ChatTemplate] | None = None,
 ) -> FastAPI:
     """The application that serves ``engine``; it neither opens nor closes it. Its state is ``app.state.server``.
-    ``keys``: those of ``settings``, where they have been read already."""
+    ``keys``: those of ``settings``, where they have been read already. ``of_adapters``: templates of those that have
+    one of their own."""
     limit, docs = settings.max_concurrent_requests, not settings.disable_fastapi_docs
     lanes, name = Lanes(settings.limits), settings.model_name or engine.model_name
+
+    def read_by(template: ChatTemplate) -> Formats:
+        return Formats.choose(engine.tokenizer, template, settings.tool_call_parser, settings.reasoning_parser)
+
     state = ServerState(
         engine=engine,
         template=template,
@@ -84,7 +94,8 @@ def create_app(
         pooling=pooling.choose(settings.pooling, engine.tokenizer.path),
         embeds=pooling_config(engine.tokenizer.path) is not None,
         eyes=Eyes.open(engine.tokenizer.path, image_rules(settings), engine.session_len),
-        formats=Formats.choose(engine.tokenizer, template, settings.tool_call_parser, settings.reasoning_parser),
+        formats=read_by(template),
+        of_adapters={name: (own, read_by(own)) for name, own in (of_adapters or {}).items()},
         kept=Store(settings.limits),
         slots=asyncio.Semaphore(limit) if limit else None,
     )

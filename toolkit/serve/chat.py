@@ -34,6 +34,7 @@ class Chat:
         self.request = request
         self.size = size
         self.id = id
+        self.formats = state.formats_of(request.model)
         self.choices: list[Choice] = []
         self.answers: list[Answer] = []
         self.usage = Usage([])
@@ -42,7 +43,7 @@ class Chat:
 
     async def prepare(self) -> None:
         """Render and tokenize the conversation. Raises ApiError, UsageError for what cannot be answered."""
-        state, request, formats = self.state, self.request, self.state.formats
+        state, request, formats = self.state, self.request, self.formats
         token_ids, prompt, pictures = await encode_chat(state, request, self.size, self.id)
         begun = formats.begun(prompt, request.continued)
         config = generation_config(
@@ -53,7 +54,7 @@ class Chat:
             vocab_size=vocab_size(state),
             prompt_logprobs=request.prompt_logprobs,
         )
-        bare = replace(state.template.with_stops(config), shown_special_tokens=formats.shown)
+        bare = replace(state.template_of(request.model).with_stops(config), shown_special_tokens=formats.shown)
         self._guided = formats.guide(request, begun) is not None
         asks = bool(request.cache_report)
 
@@ -80,7 +81,7 @@ class Chat:
 
     def _ruled(self, config: GenerationConfig, begun: Begun) -> GenerationConfig:
         """``config`` with the grammar that an answer follows whose prompt ended as ``begun`` says."""
-        formats, rule = self.state.formats, config.response_format
+        formats, rule = self.formats, config.response_format
         if self._guided:
             rule = formats.guide(self.request, begun)
         elif rule is not None and formats.reasoning is not None and begun != "closed":
@@ -89,7 +90,7 @@ class Chat:
 
     def _budget(self, config: GenerationConfig, begun: Begun) -> Budget | None:
         """The limit of the thoughts of the first choice."""
-        tokens, form = self.request.thinking_token_budget, self.state.formats.reasoning
+        tokens, form = self.request.thinking_token_budget, self.formats.reasoning
         if tokens is None or form is None or form.harmony or begun == "closed":
             return None
         text = closing_text(form, self.request.thinking_budget_message)

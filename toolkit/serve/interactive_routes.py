@@ -140,6 +140,7 @@ class Turn:
 
     async def _answer(self, talk: Talk, kept: bool) -> AsyncGenerator[tuple[Response, int, int], None]:
         state, request = self.state, self.request
+        template = state.template_of(self.adapter or state.model_name)
         config = generation_config(
             request,
             state.defaults,
@@ -153,13 +154,13 @@ class Turn:
                 asked = await run_sized(state, lambda: [m.for_template() for m in request.prompt], self.size)
                 refuse_pictures(asked, "prompt", "kept as text alone; images go to /v1/chat/completions")
                 messages, before = [*talk.messages, *asked], talk.tokens
-                ids = await encode_text(state, lambda: state.template.render(messages), "prompt", self.size)
+                ids = await encode_text(state, lambda: template.render(messages), "prompt", self.size)
             before = min(before, len(ids))
             choice = Choice(
                 0,
                 0,
                 ids,
-                state.template.with_stops(config),
+                template.with_stops(config),
                 self.adapter,
                 priority=request.priority or 0,
                 label=request.session_id if request.session_id >= 0 else None,

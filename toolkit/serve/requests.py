@@ -99,12 +99,12 @@ async def encode_chat(
     add_prompt = request.add_generation_prompt is not False
 
     variables = request.template_variables
-    if request.told_tools and state.formats.tools is None:
+    if request.told_tools and state.formats_of(request.model).tools is None:
         what = "this model's chat template has no place for them, or a way of calling that is not known"
         raise bad_field("tools", f"{what}; name one by the server's --tool-call-parser")
 
     def render(messages: list[dict[str, Any]]) -> str:
-        text = state.template.render(messages, add_generation_prompt=add_prompt, **variables)
+        text = state.template_of(request.model).render(messages, add_generation_prompt=add_prompt, **variables)
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s: prompt %r", name, state.shorten(text))
         return text

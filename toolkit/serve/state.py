@@ -47,11 +47,11 @@ def image_rules(settings: ServerSettings) -> Rules:
 
 @dataclass
 class ServerState:
-    """``pooling``: which hidden state is an embedding; ``embeds``: whether the model says so itself. ``eyes``: None
-    where it reads text alone. ``active``: ids of the engine requests in flight, each with its client's session_id.
-    ``admitted``: HTTP requests under way, those whose prompts are not tokens yet too. ``nap``: held while the model
-    goes to sleep or wakes. ``sleeping``: the model sleeps, or will once they have ended. ``closing``: the server is on
-    its way down."""
+    """``of_adapters``: of those that have a template of their own. ``pooling``: which hidden state is an embedding;
+    ``embeds``: whether the model says so itself. ``eyes``: None where it reads text alone. ``active``: ids of the
+    engine requests in flight, each with its client's session_id. ``admitted``: HTTP requests under way, those whose
+    prompts are not tokens yet too. ``nap``: held while the model goes to sleep or wakes. ``sleeping``: the model
+    sleeps, or will once they have ended. ``closing``: the server is on its way down."""
 
     engine: AsyncEngine
     template: ChatTemplate
@@ -61,6 +61,7 @@ class ServerState:
     lanes: Lanes
     formats: Formats
     kept: Store
+    of_adapters: dict[str, tuple[ChatTemplate, Formats]] = field(default_factory=dict)
     pooling: Pooling = "last"
     embeds: bool = False
     eyes: Eyes | None = None
@@ -123,6 +124,14 @@ class ServerState:
         names = ", ".join(repr(name) for name in self.model_names)
         message = f"model: {shown(model)} is not served here; this server has {names}"
         return ApiError(404, message, param="model", code="model_not_found")
+
+    def template_of(self, model: str) -> ChatTemplate:
+        """How a request's ``model`` is talked to."""
+        return self.of_adapters[model][0] if model in self.of_adapters else self.template
+
+    def formats_of(self, model: str) -> Formats:
+        """How the answers of a request's ``model`` are read."""
+        return self.of_adapters[model][1] if model in self.of_adapters else self.formats
 
     def adapter_of(self, model: str) -> str | None:
         """The adapter that a request's ``model`` names, None for the model itself."""

@@ -82,7 +82,7 @@ async def tokenize(raw: Request) -> HttpResponse:
     tokenizer = state.engine.tokenizer
 
     def render(messages: list[dict[str, Any]]) -> str:
-        return request.render(state.template, messages)
+        return request.render(state.template_of(request.model or state.model_name), messages)
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, request.special)

@@ -65,7 +65,7 @@ async def apply_template(raw: Request) -> HttpResponse:
     def render() -> str:
         messages = [message.for_template() for message in asked.messages]
         refuse_pictures(messages, "messages", "a prompt is told as text alone; leave the images out")
-        return asked.render(state.template, messages)
+        return asked.render(state.template_of(asked.model or state.model_name), messages)
 
     return json_response({"prompt": await state.lanes.run(render, size)})
 
