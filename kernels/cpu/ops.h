@@ -46,6 +46,7 @@ struct Matrix {
     int64_t tile_bytes() const {
         return format == INT ? groups() * group_bytes() : cols * LANES * (dtype == F32 ? 4 : 2);
     }
+    int64_t bytes() const { return data ? tiles() * tile_bytes() : 0; }
 };
 
 // Activations: float rows for DENSE weights; int8 with a scale and a sum for every (token, group) for INT ones.

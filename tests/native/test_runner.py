@@ -154,6 +154,21 @@ def test_bits_do_not_depend_on_chunks_batch_or_threads(family, form, options, dr
 
 
 @pytest.mark.parametrize(
+    "family, model", [("llama", {"intermediate_size": 12288}), ("qwen3_moe", {"moe_intermediate_size": 6144})]
+)
+def test_bits_do_not_depend_on_threads_where_they_share_weights_by_their_speed(family, model, drive) -> None:
+    """Megabytes of weights in a phase are taken in parts that get smaller, by whoever is free."""
+    ids, found = prompt(14, 6), []
+    for threads in (1, 2, 3):
+        driver = drive(family, model=model, threads=threads)
+        number = driver.add()
+        found.append([driver.step({number: piece}, "all").logits for piece in (ids[:10], ids[10:13], ids[13:])])
+    for other in found[1:]:
+        for one, expected in zip(other, found[0], strict=True):
+            np.testing.assert_array_equal(one, expected)
+
+
+@pytest.mark.parametrize(
     "family, form, options, near",
     [("minicpm3", "dense", {}, 1e-4), ("minicpm3", "bf16", CACHES[1], 0.03), ("deepseek_v3", "dense", CACHES[2], 0.03)],
 )

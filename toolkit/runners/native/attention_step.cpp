@@ -10,9 +10,9 @@ namespace tk {
 // Linears that read one input, side by side into rows of w.qkv from `out` on.
 void Run::project(const Input& in, const Norm& norm, const float* from, int64_t ld, float* out, std::initializer_list<const Linear*> parts) {
     Prepared x = prepare(in, norm, from, ld, count);
-    int64_t total = 0;
-    for (const Linear* l : parts) total += l->w.tiles();  // none, of one that is absent
-    share(P_QKV, total, pair_unit(), [&](Range r) {
+    int64_t total = 0, bytes = 0;
+    for (const Linear* l : parts) total += l->w.tiles(), bytes += l->w.bytes();  // none, of one that is absent
+    share_tiles(P_QKV, total, pair_unit(), bytes, [&](Range r) {
         const InputBuffer& rows = ready(x, in, norm, from, ld, count);
         int64_t start = 0;
         for (const Linear* l : parts) {
@@ -292,7 +292,7 @@ void Run::mix(const Sublayer& s, const Attention& a) {
         attend_split(a);
         bool merged = false;
         const Store to = residual(s);
-        share(P_O, a.o.w.tiles(), 1, [&](Range tiles) {
+        share_tiles(P_O, a.o.w.tiles(), 1, a.o.w.bytes(), [&](Range tiles) {
             if (!merged) merge_split(a);
             merged = true;
             linear(a.o, own.mid, 0, count, tiles, to);

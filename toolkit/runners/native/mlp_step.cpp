@@ -4,6 +4,11 @@
 #include "run.h"
 
 namespace tk {
+namespace {
+
+constexpr int64_t FEW = 8;  // rows of which whole shares fit a stripe: the more tiles at once, the more places a linear reads side by side
+
+}  // namespace
 
 // Whether the columns of a gated product are quantized right behind it, a stripe at a time: the next input has one plain
 // quantization.
@@ -15,7 +20,8 @@ bool Run::stripes(const Mlp& m) const {
 void Run::gated_rows(const Mlp& m, const InputBuffer& in, Range rows, Range tiles, bool fused) {
     const int64_t n = rows.last - rows.first;
     if (!fused) return gated(m, in, rows.first, n, tiles, w.mid.x + rows.first * w.mid.ldx + tiles.first * LANES, w.mid.ldx);
-    const int64_t group = m.mid.keys[0].group, unit = group / LANES, step = std::max<int64_t>(1, 4 / unit) * unit;
+    const int64_t group = m.mid.keys[0].group, unit = group / LANES;
+    const int64_t most = n > FEW ? std::max<int64_t>(4, unit) : CHUNK * STRIPE / LANES / n, step = most / unit * unit;
     for (int64_t t0 = tiles.first; t0 < tiles.last; t0 += step) {
         const int64_t t1 = std::min(t0 + step, tiles.last), g0 = t0 / unit, ld = (t1 - t0) * LANES;
         gated(m, in, rows.first, n, {t0, t1}, own.stripe, ld);
@@ -32,7 +38,8 @@ void Run::mix(const Sublayer& s, const Mlp& m) {
     save(s);
     Prepared x = prepare(m.in, s.pre, from, w.hidden_ld, count);
     const bool fused = stripes(m) && m.mid.width / m.mid.keys[0].group >= 2 * threads;
-    share(P_GATED, m.up.w.tiles(), fused ? m.mid.keys[0].group / LANES : pair_unit(), [&](Range tiles) {
+    const int64_t unit = fused ? m.mid.keys[0].group / LANES : pair_unit();
+    share_tiles(P_GATED, m.up.w.tiles(), unit, m.gate.w.bytes() + m.up.w.bytes(), [&](Range tiles) {
         gated_rows(m, ready(x, m.in, s.pre, from, w.hidden_ld, count), {0, count}, tiles, fused);
     });
     down(s, m.down, m.mid, fused, P_DOWN);

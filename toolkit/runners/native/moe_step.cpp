@@ -9,6 +9,8 @@
 namespace tk {
 namespace {
 
+constexpr int64_t MOE_PARTS = 32;  // parts a thread of which the work of experts is shared
+
 // The `n` best of `order`, which come first then, best first; ties go to the lower.
 void best_first(const std::vector<float>& rank, std::vector<int32_t>& order, int64_t n) {
     std::partial_sort(order.begin(), order.begin() + n, order.end(), [&](int32_t a, int32_t b) {
@@ -161,8 +163,9 @@ void Run::gather_pairs(const Moe& m) {
 template <class Body>
 void Run::each_expert(const Moe& m, bool down, Body&& body) {
     const ExpertRows& all = w.experts;
-    const int64_t parts = UNEVEN * threads;
-    share(P_MOE, parts, 1, [&](Range r) {
+    const int64_t parts = MOE_PARTS * threads, most = std::min(count * m.top_k, m.router.w.rows);
+    auto bytes = [&](const Mlp& e) { return down ? e.down.w.bytes() : e.gate.w.bytes() + e.up.w.bytes(); };
+    share_tiles(P_MOE, parts, 1, bytes(m.shared) + most * bytes(m.experts[0]), [&](Range r) {
         const int64_t shared = m.has_shared ? 1 : 0, n = shared + int64_t(all.active.size());
         auto expert = [&](int64_t i) -> const Mlp& { return i < shared ? m.shared : m.experts[size_t(all.active[size_t(i - shared)])]; };
         auto rows = [&](int64_t i) {
@@ -183,7 +186,7 @@ void Run::each_expert(const Moe& m, bool down, Body&& body) {
             const Range some{begin > at ? tile_at(begin) : 0, tile_at(end)};
             if (some.first < some.last) body(expert(i), rows(i), some);
         }
-    }, UNEVEN);
+    });
 }
 
 // Leaves what experts make of their rows in w.pairs_out, and what the shared one makes of all in w.tmp.

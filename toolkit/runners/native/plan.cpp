@@ -109,6 +109,16 @@ void cut_runs(Cut& cut, const StepArrays& in, int64_t threads) {
 
 }  // namespace
 
+Shares tapered(int64_t n, int64_t threads, int64_t least) {
+    Shares s;
+    for (int64_t left = n; left > 0; left = n - s.at[s.parts]) {
+        const int64_t last = s.parts + 1 == CUTS, size = std::max(least, left / (2 * threads));
+        s.at[s.parts + 1] = last || left < 2 * least ? n : s.at[s.parts] + size;
+        s.parts++;
+    }
+    return s;
+}
+
 Cut cut_chunk(const Program& p, const StepArrays& in, int64_t first, int64_t count, int64_t threads) {
     Cut cut;
     cut.first = first;

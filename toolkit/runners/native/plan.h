@@ -30,6 +30,19 @@ struct Range {
     int64_t first, last;
 };
 
+constexpr int64_t CUTS = 64;             // parts of a phase's work, at most
+constexpr int64_t PART_BYTES = 1 << 18;  // weights of a part, at least, where threads share them by their speed
+
+// Units [0, n) of a phase, cut into parts that threads take one after the other: part i is [at[i], at[i + 1]).
+struct Shares {
+    int64_t parts = 0;
+    int64_t at[CUTS + 1] = {};
+};
+
+// Parts that get smaller, down to `least` units: large ones first, so that few streams of weights begin anew, and small ones last, so
+// that a thread whose core is slower, or shared with others, leaves more to the rest.
+Shares tapered(int64_t n, int64_t threads, int64_t least);
+
 // Tokens of the chunk that one thread takes through layers alone, and their query blocks.
 struct RowPart {
     Range rows;

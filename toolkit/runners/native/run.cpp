@@ -72,7 +72,7 @@ void Run::add_post(const Sublayer& s) {
 void Run::down(const Sublayer& s, const Linear& l, const Input& mid, bool quantized, Phase phase) {
     Prepared x = quantized || mid.keys.empty() ? Prepared{&w.mid, true} : prepare(mid, Norm(), w.mid.x, w.mid.ldx, count);
     const Store to = residual(s);
-    share(phase, l.w.tiles(), pair_unit(), [&](Range tiles) {
+    share_tiles(phase, l.w.tiles(), pair_unit(), l.w.bytes(), [&](Range tiles) {
         linear(l, ready(x, mid, Norm(), w.mid.x, w.mid.ldx, count), 0, count, tiles, to);
     });
     add_post(s);
@@ -152,7 +152,7 @@ void Run::heads() {
         Store to;
         to.out = w.logits;
         to.ld = w.vocab_ld;
-        share(P_HEAD, p.head.w.tiles(), 2, [&](Range tiles) {
+        share_tiles(P_HEAD, p.head.w.tiles(), 2, p.head.w.bytes(), [&](Range tiles) {
             linear(p.head, ready(x, p.head_in, Norm(), from, w.hidden_ld, n), 0, n, tiles, to);
         });
         share(P_SAMPLE, n, 1, [&](Range r) {

@@ -1,6 +1,7 @@
 // One thread's view of a running step.
 #pragma once
 
+#include <algorithm>
 #include <initializer_list>
 #include <utility>
 #include <vector>
@@ -37,6 +38,15 @@ private:
             const int64_t a = units * i / chunks * unit, b = units * (i + 1) / chunks * unit;
             body(Range{a, b < n ? b : n});
         });
+        if (thread == 0 && model.profile) model.profile->tick(name);
+    }
+    // The same for the tiles of linears, `bytes` of weights in all: with enough of them whoever is faster takes more.
+    template <class Body>
+    void share_tiles(Phase name, int64_t n, int64_t unit, int64_t bytes, Body&& body) {
+        if (threads == 1 || bytes < 4 * threads * PART_BYTES) return share(name, n, unit, body);
+        const int64_t units = (n + unit - 1) / unit;
+        const Shares s = tapered(units, threads, (units * PART_BYTES + bytes - 1) / bytes);
+        model.pool.chunks(phase++, uint32_t(s.parts), [&](uint32_t i) { body(Range{s.at[i] * unit, std::min(n, s.at[i + 1] * unit)}); });
         if (thread == 0 && model.profile) model.profile->tick(name);
     }
     int64_t pair_unit() const { return count > SMALL ? 2 : 1; }
