@@ -220,13 +220,14 @@ def language_of(config: Fields, text: str = "text_config", default: str = "llama
     """The language model that ``config`` holds under ``text``, as its own family builds it. ``changes``: to its config.
     Where the whole says that embedding and head are one it counts, else what the part says.
     """
-    own = dict(config.over(text, {}).values)
+    own = config.inner(text).values
     kind = own.get("model_type") or default
-    values = (ABSENT.get(kind, {}) if isinstance(kind, str) else {}) | {"model_type": kind} | own | changes
+    absent = (ABSENT.get(kind, {}) if isinstance(kind, str) else {}) | {"model_type": kind}
+    # null counts as nothing, but to a family that gives it a meaning: DeepSeek-V2's q_lora_rank
+    values = absent | {key: value for key, value in own.items() if value is not None or key not in absent} | changes
     if config.has("tie_word_embeddings"):
-        values["tie_word_embeddings"] = config.flag("tie_word_embeddings", False) or own.get(
-            "tie_word_embeddings", False
-        )
+        tied = config.flag("tie_word_embeddings", False) or own.get("tie_word_embeddings") or False
+        values["tie_word_embeddings"] = tied
     inner = Fields(values, config.source, f"{text}.")
     family = find_family(values, f"{config.source}: {text}")
     spec, stored = family.build(inner)
