@@ -66,7 +66,7 @@ def test_quantization_of_activations(ops: Any) -> None:
 
 @pytest.mark.parametrize("bits, group, form, dtype", INTEGER)
 def test_integer_linear(bits, group, form, dtype, ops, quantize_groups) -> None:
-    rows, cols = 72, 384  # five tiles, the last one half full
+    rows, cols = 232, 384  # 8, 4, 2 and 1 tiles side by side, the last one half full
     weight = quantize_groups(torch.from_numpy(random((rows, cols), 2)), group, bits, form, dtype)
     packed = pack_weight(weight)
     dense = weight.dequantize(torch.float64).numpy()
@@ -78,7 +78,7 @@ def test_integer_linear(bits, group, form, dtype, ops, quantize_groups) -> None:
     for count in COUNTS:  # every regime gives the same bits
         np.testing.assert_array_equal(ops.linear(packed, x[:count]), whole[:count])
     np.testing.assert_array_equal(ops.linear(packed, x[:3], tiles=(2, 4))[:, 32:64], whole[:3, 32:64])
-    np.testing.assert_allclose(ops.row(packed, 70, 2.0), 2 * dense[70], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ops.row(packed, 230, 2.0), 2 * dense[230], rtol=1e-5, atol=1e-6)
 
 
 def test_channel_int8_linear(ops) -> None:
@@ -152,7 +152,7 @@ def test_epilogues(count, ops, quantize_groups) -> None:
 @pytest.mark.parametrize("count", [1, 5, 30])
 def test_gated_pairs(activation, function, count, ops, quantize_groups) -> None:
     x = random((count, 128), 13)
-    gate, up = (torch.from_numpy(random((48, 128), seed, 0.5)) for seed in (14, 15))  # so that swigluoai cuts off
+    gate, up = (torch.from_numpy(random((112, 128), seed, 0.5)) for seed in (14, 15))  # so that swigluoai cuts off
     for make in (pack_dense, lambda w: pack_weight(quantize_groups(w, 32))):
         g, u = make(gate), make(up)
         one, two = (torch.from_numpy(ops.linear(w, x)).double() for w in (g, u))

@@ -286,6 +286,35 @@ def test_tokens_that_see_each_other_are_computed_together(options, drive, tiny_m
         driver.step({driver.add(): ids}, mutual=np.array([[0, 513, 0]], np.int32))
 
 
+def test_layers_of_other_heads_do_not_meet(support, steps) -> None:
+    """Threads take parts of a long prompt through layers whose queries are as many and as long as chance has it."""
+    from toolkit.models.config.dims import Dims
+    from toolkit.models.decoder import assemble
+    from toolkit.models.spec import AttentionSpec, LayerSpec, LinearSpec, NormSpec, Sublayer
+    from toolkit.runners.base import RunnerOptions
+    from toolkit.runners.native.runner import NativeRunner
+
+    def layer(i: int, heads: int, kv_heads: int, dim: int) -> LayerSpec:
+        name = f"model.layers.{i}.self_attn"
+        q, k, v = (
+            LinearSpec(f"{name}.{x}", 48, n * dim) for x, n in zip("qkv", (heads, kv_heads, kv_heads), strict=True)
+        )
+        o = LinearSpec(f"{name}.o", heads * dim, 48)
+        attention = AttentionSpec(q, k, v, o, heads=heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5, rope=None)
+        return LayerSpec((Sublayer(attention, NormSpec(f"{name}.norm", 48, 1e-6)),))
+
+    shapes = ((4, 1, 16), (4, 4, 64), (2, 2, 16), (8, 2, 64), (6, 1, 48))
+    dims = Dims(96, 48, 0, len(shapes), 1, 1, 1, 1e-6, 1024, True)
+    spec = assemble(dims, [layer(i, *shape) for i, shape in enumerate(shapes)], NormSpec("model.norm", 48, 1e-6))
+    weights, ids = support("random_specs").weights(spec, "dense", 3), [token % 96 for token in prompt(500)]
+    options = {"dtype": "float32", "device": "cpu", "block_size": 16}
+    found = []
+    for threads in (1, 2, 4, 4):
+        driver = steps.Driver(NativeRunner(spec, lambda: weights, RunnerOptions(threads=threads, **options)))
+        found.append(driver.step({driver.add(): ids}, "all").logits)
+        np.testing.assert_array_equal(found[-1], found[0])
+
+
 @pytest.mark.parametrize("family", ["llama", "minicpm3", "qwen3_next", "falcon_h1"])
 @pytest.mark.parametrize("isa", library.isas())
 def test_instruction_sets_agree(family, isa, drive, monkeypatch) -> None:

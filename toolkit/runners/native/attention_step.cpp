@@ -28,7 +28,8 @@ void Run::project(const Input& in, const Norm& norm, const float* from, int64_t 
 }
 
 const uint8_t* Run::query(const Attention& a, int64_t head, int64_t t) const {
-    return w.queries + (head * CHUNK + t) * a.per_kv * a.dpad * (p.bf16 ? 2 : 4);
+    const int64_t rows = hand.last - hand.first;
+    return w.queries + (hand.first * w.queries_ld + (head * rows + t - hand.first) * a.per_kv * a.dpad) * (p.bf16 ? 2 : 4);
 }
 
 void Run::put_query(const Attention& a, const float* row, uint8_t* to) const {

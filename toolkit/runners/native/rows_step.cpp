@@ -72,6 +72,7 @@ void Run::layers_by_parts() {
         more = end < n;
         model.pool.chunks(phase++, uint32_t(parts.size()), [&](uint32_t i) {
             const RowPart& part = parts[i];
+            hand = part.rows;  // other threads may be at a layer of other heads
             if (from == 0 && !attend) embed_rows(part.rows);
             for (size_t k = from; k < end; k++) {
                 const Sublayer& s = p.sublayers[k];

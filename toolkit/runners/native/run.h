@@ -168,6 +168,7 @@ private:
     const std::vector<RowPart>& parts;
     const std::vector<int64_t>& runs;
     const int64_t first, count;  // the chunk's flat tokens
+    Range hand{0, count};        // those that this thread has in hand: a part of their own, or all
     const int thread, threads;
     ThreadScratch& own;
     int64_t phase = 0;

@@ -148,7 +148,8 @@ Workspace::Workspace(const Program& p, const Ops& ops, int thread_count) : threa
     if (spread_ld) spread = take<float>(CHUNK * spread_ld);
     logits = take<float>(logit_rows * vocab_ld);
     router = take<float>(CHUNK * router_ld);
-    queries = take<uint8_t>(CHUNK * w.queries * 4);
+    queries_ld = w.queries;
+    queries = take<uint8_t>(CHUNK * queries_ld * 4);
     in = input(CHUNK, w.in);
     mid = input(CHUNK, w.mid);
     if (w.top_k) {

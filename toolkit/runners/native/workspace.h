@@ -113,7 +113,8 @@ struct Workspace : Arena {
     int64_t hidden_ld, qkv_ld, spread_ld, vocab_ld, logit_rows, moe_pairs, router_ld, moe_width;
     float *x, *tmp, *block = nullptr, *qkv, *logits, *router;
     float* spread = nullptr;  // [CHUNK][spread_ld], what all heads of latent attention give, before it becomes values, or what a convolution gives
-    uint8_t* queries;  // [kv_head][token][per_kv][dpad], float or bfloat16
+    int64_t queries_ld;  // numbers of a token's queries in the layer that has most
+    uint8_t* queries;    // of each part of the chunk, or of all: [kv_head][token][per_kv][dpad], float or bfloat16
     InputBuffer in, mid, pairs_in, pairs_mid;
     float* pairs_out;
     std::vector<float*> cos, sin;  // a rope: [CHUNK][rotary / 2]
