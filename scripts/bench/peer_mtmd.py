@@ -22,9 +22,7 @@ IMAGE = 1  # kind of a chunk
 def main() -> None:
     model_file, mmproj, picture, rows, threads = sys.argv[1:]
     llama_cpp.llama_backend_init()
-    settings = llama_cpp.llama_model_default_params()
-    settings.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(model_file.encode(), settings)
+    model = llama_cpp.llama_model_load_from_file(model_file.encode(), llama_cpp.llama_model_default_params())
     options = mtmd.mtmd_context_params_default()
     options.use_gpu, options.n_threads, options.print_timings = False, int(threads), False
     context = mtmd.mtmd_init_from_file(mmproj.encode(), model, options)
