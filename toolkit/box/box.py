@@ -208,7 +208,7 @@ class _Child:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # what libraries write of hostile input is nobody's to read
-                start_new_session=forks,  # a fork is ended by a signal to all of it, which the child ignores
+                process_group=0 if forks else None,  # a fork is ended by a signal to all of it, which the child ignores
                 env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
             )
         self._first = first
