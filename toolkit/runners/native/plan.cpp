@@ -112,8 +112,8 @@ void cut_runs(Cut& cut, const StepArrays& in, int64_t threads) {
 Shares tapered(int64_t n, int64_t threads, int64_t least) {
     Shares s;
     for (int64_t left = n; left > 0; left = n - s.at[s.parts]) {
-        const int64_t last = s.parts + 1 == CUTS, size = std::max(least, left / (2 * threads));
-        s.at[s.parts + 1] = last || left < 2 * least ? n : s.at[s.parts] + size;
+        const int64_t room = CUTS - s.parts, size = std::max({least, left / (2 * threads), (left + room - 1) / room});
+        s.at[s.parts + 1] = left < 2 * least ? n : s.at[s.parts] + size;
         s.parts++;
     }
     return s;

@@ -30,7 +30,7 @@ struct Range {
     int64_t first, last;
 };
 
-constexpr int64_t CUTS = 64;             // parts of a phase's work, at most
+constexpr int64_t CUTS = 256;            // parts of a phase's work, at most
 constexpr int64_t PART_BYTES = 1 << 18;  // weights of a part, at least, where threads share them by their speed
 
 // Units [0, n) of a phase, cut into parts that threads take one after the other: part i is [at[i], at[i + 1]).

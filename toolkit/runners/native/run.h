@@ -43,7 +43,7 @@ private:
     // The same for the tiles of linears, `bytes` of weights in all: with enough of them whoever is faster takes more.
     template <class Body>
     void share_tiles(Phase name, int64_t n, int64_t unit, int64_t bytes, Body&& body) {
-        if (threads == 1 || bytes < 4 * threads * PART_BYTES) return share(name, n, unit, body);
+        if (threads == 1 || threads > CUTS / 2 || bytes < 4 * threads * PART_BYTES) return share(name, n, unit, body);
         const int64_t units = (n + unit - 1) / unit;
         const Shares s = tapered(units, threads, (units * PART_BYTES + bytes - 1) / bytes);
         model.pool.chunks(phase++, uint32_t(s.parts), [&](uint32_t i) { body(Range{s.at[i] * unit, std::min(n, s.at[i + 1] * unit)}); });
