@@ -183,7 +183,7 @@ def calibrate(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir
 @with_lite_flags
 @with_flags("options", Search)
 def search(model: Model, flags: LiteFlags, options: Search, work_dir: WorkDir = Path("work_dir")) -> None:
-    """Bits and group of every attention and MLP by measured loss, within a budget; AWQ's scales, GPTQ's rounding.
+    """Bits and group of every attention and MLP by what gradients say, within a budget; AWQ's scales, GPTQ's rounding.
 
     Example: tool lite search demo --bits 4.5 --work-dir demo-mixed
     """

@@ -97,6 +97,7 @@ class Implementation:
 
 FLOATS = ("float32", "bfloat16", "float16")
 FORMS = ("bits", "minima", "cache", "codes", "latent")  # traits by which a kernel takes another path; others are sizes
+SIGHTS = ("chunked", "alibi", "block")  # those of few models: more paths, which others need not be tried on
 
 
 @dataclass
@@ -212,7 +213,8 @@ def gate_cases(op: Op, implementation: Implementation, target: Target) -> list[C
 
     def asked(case: Case) -> bool:
         both = [name for name in FORMS if name in case.traits and name in target.traits]
-        return all(case.traits[name] == target.traits[name] for name in both)
+        more = [name for name in SIGHTS if case.traits.get(name)]
+        return all(case.traits[n] == target.traits[n] for n in both) and all(target.traits.get(n) for n in more)
 
     taken = [case for case in op.cases() if implementation.unsupported(at(case)) is None]
     return [case for case in taken if case.label in op.gate and asked(case)] or taken[:1]
@@ -221,7 +223,7 @@ def gate_cases(op: Op, implementation: Implementation, target: Target) -> list[C
 def tested(op: Op, implementation: Implementation, target: Target) -> str | None:
     """Why ``implementation`` is not to be trusted on ``target``: on one of its ``gate_cases`` it failed, or differed
     from the reference. None where it agreed. Once a process and form; a failure is logged as a warning."""
-    forms = tuple(target.traits.get(name) for name in FORMS)
+    forms = tuple(target.traits.get(name) for name in (*FORMS, *SIGHTS))
     key = (implementation.family, target.dtype, target.capability, *forms)
     if key not in op.verdicts:
         error: str | None = None

@@ -3,7 +3,7 @@
 // For an output row r, a token t and group g of columns, the integer D = sum (code - zero) * a is exact; then
 //     p = scale_w[r,g] * scale_a[t,g];  y = fma(float(D), p, y);  with minima also y = fma(min[r,g], scale_a * sum_a, y)
 // in ascending g. Both regimes below run exactly that, so their results are equal bit for bit:
-//   narrow   few tokens: stream up to four tiles side by side, split nibbles in registers, use each code for up to 8 tokens at
+//   narrow   few tokens: stream up to eight tiles side by side, split nibbles in registers, use each code for up to 8 tokens at
 //            once; with plain AVX2 and 4 bits any number of tokens. A core has more memory in flight when it reads several
 //            places: the processor fetches ahead in each of them, up to the end of a page.
 //   pairs    many tokens: two tiles by up to 6 tokens, integer and float sums both in registers; codes are split again for

@@ -197,6 +197,7 @@ def _attention_cases() -> Iterator[Case]:
         *("decode", "prompt", "sinks", "int8-decode", "int8-prompt", "int4", "int4-80", "int4-prompt"),
         *("e4m3-256", "e4m3-prompt", "e5m2", "e5m2-prompt"),
         *("latent", "latent-mixed", "latent-int8", "latent-e4m3", "latent-e5m2"),
+        *("chunked", "alibi", "alibi-rounded", "blocks"),
     ),
 )
 def paged_attention(

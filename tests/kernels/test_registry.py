@@ -108,15 +108,23 @@ def test_the_self_test_tries_each_path_of_the_form_asked_for(toy, monkeypatch, c
     monkeypatch.setattr(registry, "TRUSTED", ("reference",))
 
     def cases():
-        for label, rows, bits in (("one", 1, 0), ("many", 9, 0), ("codes", 9, 8)):
-            yield Case(label, lambda dtype, device, g, rows=rows: {"x": torch.ones(rows)}, {"bits": bits, "size": 2})
+        for label, rows, traits in (
+            ("one", 1, {}),
+            ("many", 9, {}),
+            ("codes", 9, {"bits": 8}),
+            ("far", 1, {"alibi": 1}),
+        ):
+            inputs = {"x": torch.ones(rows)}
+            yield Case(label, lambda dtype, device, g, inputs=inputs: inputs, {"bits": 0, "size": 2} | traits)
 
-    toy.cases, toy.gate = cases, ("one", "many", "codes")
+    toy.cases, toy.gate = cases, ("one", "many", "codes", "far")
     wrong_for_many = Implementation("torch", lambda x: x * (2 if len(x) == 1 else 3), ("cpu",), ("float32",))
     toy.implementations["torch"] = wrong_for_many
     plain, coded = (Target("cpu", "float32", None, {"bits": bits, "size": 64}) for bits in (0, 8))
     assert [c.label for c in gate_cases(toy, wrong_for_many, plain)] == ["one", "many"]
     assert [c.label for c in gate_cases(toy, wrong_for_many, coded)] == ["codes"]
+    far = Target("cpu", "float32", None, {"bits": 0, "alibi": True})
+    assert [c.label for c in gate_cases(toy, wrong_for_many, far)] == ["one", "many", "far"], "what few models need"
     assert [c.label for c in gate_cases(toy, wrong_for_many, Target("cpu", "float32", None, {"bits": 3}))] == ["one"]
     assert choose(toy, plain, trusted=False).family == "reference"
     assert "case many" in caplog.text and "9 of 9 values differ" in caplog.text

@@ -1,4 +1,4 @@
-"""Given a budget, how many bits each part of each layer gets: by measured loss, not by rule.
+"""Given a budget, how many bits each part of each layer gets: by what gradients weigh, not by rule.
 
 A *unit* is one mixer of a layer (its attention, its MLP, its experts): the linears of a unit share a grid. Every
 candidate grid is tried on some rows of every linear. Gradients tell what an error there does to the model's predictions
