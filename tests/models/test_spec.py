@@ -54,7 +54,7 @@ def test_unknown_field_is_refused(spec):
         (("layers", 1, "sublayers", 0, "mixer", "window"), 16, "window: found 16"),
         (("layers", 1, "sublayers", 0, "mixer", "rope", "rotary_dim"), 18, "even number up to 16"),
         (("layers", 1, "sublayers", 0, "mixer", "rope", "kind"), "spiral", "one of default"),
-        (("layers", 1, "sublayers", 0, "mixer", "rope", "high_freq_factor"), 0.5, "above low_freq_factor"),
+        (("layers", 1, "sublayers", 0, "mixer", "rope", "high_freq_factor"), 0.5, "at least low_freq_factor"),
         (("layers", 1, "sublayers", 1, "mixer", "down", "in_features"), 127, "expected"),
         (("cache_groups", 0, "layers"), [0], "cache_groups"),
         (("cache_groups",), [], "group: found 0"),

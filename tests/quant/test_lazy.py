@@ -24,8 +24,8 @@ from toolkit.quant.layers.lazy import Lazy
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.statistics import Gram, Taken, in_turns
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, blocked_fp8, mxfp4, smooth_quant
-from toolkit.quant.lite import search as search_
-from toolkit.quant.methods import gptq, search
+from toolkit.quant.lite import search
+from toolkit.quant.methods import gptq
 from toolkit.quant.methods.kv import kv
 from toolkit.quant.options import Awq, Gptq, Search
 
@@ -34,7 +34,7 @@ METHODS: dict[str, Any] = {
     "awq+gptq": partial(auto_awq, options=Awq(rounding="gptq", tune_steps=0)),
     "gptq": partial(auto_gptq, options=Gptq(tune_steps=0)),
     "smooth_quant": smooth_quant,
-    "search": partial(search_, options=Search(bits=4.6)),
+    "search": partial(search, options=Search(bits=4.6)),
     "blocked_fp8": blocked_fp8,
     "mxfp4": mxfp4,
     "kv": kv,
@@ -52,7 +52,7 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> Common:
 
 def keep_nothing(patch: pytest.MonkeyPatch) -> None:
     """Every weight is read whenever it is used, statistics are taken for as few sites at a time as can be."""
-    for module in (layers, layerwise, search):
+    for module in (layers, layerwise):
         patch.setattr(module, "KEEP", 0)
     patch.setattr(layerwise, "module_bytes", lambda layer: 0)
     patch.setattr(statistics, "BESIDE", 0)
