@@ -23,8 +23,7 @@ from toolkit.quant.layers import source as layers
 from toolkit.quant.layers.lazy import Lazy
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.statistics import Gram, Taken, in_turns
-from toolkit.quant.lite import Common, auto_awq, auto_gptq, blocked_fp8, mxfp4, smooth_quant
-from toolkit.quant.lite import search
+from toolkit.quant.lite import Common, auto_awq, auto_gptq, blocked_fp8, mxfp4, search, smooth_quant
 from toolkit.quant.methods import gptq
 from toolkit.quant.methods.kv import kv
 from toolkit.quant.options import Awq, Gptq, Search
