@@ -63,8 +63,7 @@ def build(config: Fields) -> Built:
     language = language_of(config, default="llama4_text")
     spec, inner = language[0], vision_fields(config)
     theta = inner.inner("rope_parameters").number("rope_theta", default=inner.number("rope_theta", default=1e4))
-    # Tiles have a patch for each place, the nearest is its own; the native library leaves towers that say so to torch.
-    own = {"eps": 1e-5, "turned": True, "nearest": True, "theta": theta, "post_norm": "used"}
+    own = {"eps": 1e-5, "turned": True, "theta": theta, "post_norm": "used"}
     tower = clip_tower(inner, activation=activation(inner, "gelu"), **own)
     if tower.head_dim % 4:
         inner.fail("num_attention_heads", tower.heads, f"one that cuts {tower.hidden} into multiples of 4")

@@ -32,16 +32,20 @@ void read_query_scale(const Record& r, Attention& a) {
     a.q_factor = r.number("factor");
 }
 
-}  // namespace
-
-Mixer read_attention(const Record& r, Program& prog) {
-    Attention a;
+void read_heads(const Record& r, Attention& a) {
     a.heads = r.integer("heads", 1, 4096);
     a.kv_heads = r.integer("kv_heads", 1, a.heads);
     if (a.heads % a.kv_heads) r.fail("kv_heads", "no divisor of the heads");
     a.per_kv = a.heads / a.kv_heads;
     a.head_dim = a.value_dim = r.integer("head_dim", 1, 4096);
     a.dpad = a.vpad = pad16(a.head_dim);
+}
+
+}  // namespace
+
+Mixer read_attention(const Record& r, Program& prog) {
+    Attention a;
+    read_heads(r, a);
     a.rope = r.has("rope") ? read_rope_of(r, prog, a.head_dim) : -1;
     a.window = r.integer("window", 0, LIMIT);
     a.chunked = r.flag("chunked");
@@ -80,12 +84,7 @@ Mixer read_attention(const Record& r, Program& prog) {
 Mixer read_cross(const Record& r, Program& prog) {
     Cross c;
     Attention& core = c.core;
-    core.heads = r.integer("heads", 1, 4096);
-    core.kv_heads = r.integer("kv_heads", 1, core.heads);
-    if (core.heads % core.kv_heads) r.fail("kv_heads", "no divisor of the heads");
-    core.per_kv = core.heads / core.kv_heads;
-    core.head_dim = core.value_dim = r.integer("head_dim", 1, 4096);
-    core.dpad = core.vpad = pad16(core.head_dim);
+    read_heads(r, core);
     core.scale = r.number("scale");
     core.softcap = 0;
     core.cell = cell_layout(prog.bf16 ? KV_BF16 : KV_F32, core.head_dim);

@@ -101,7 +101,9 @@ class DecodeCut:
         items = self.made.items.copy()
         length = lengths[items[:, 0]]
         items[:, 3] = length - 1
-        items[:, 4] = np.maximum(self.begin, self.sight.oldest(length - 1))
+        items[:, 4] = self.begin
+        if self.sight.window is not None:
+            items[:, 4] = np.maximum(self.begin, self.sight.oldest(length - 1))
         items[:, 5] = np.minimum(self.end, length)
         return Cut(items, self.made.merges, self.made.parts)
 
