@@ -14,6 +14,7 @@ from tiny_vlm.drawings import Scene, draw
 from tiny_vlm.words import ROWS, Words
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import clip_recipe
+from toolkit.runners.tensor.find import bf16_is_native
 from toolkit.vision.recipes import prepare
 
 IMAGE, PATCH = 64, 16  # ROWS patches
@@ -81,7 +82,7 @@ def learn_to_see(words: Words, steps: int, say: Callable[[str], None], rate: flo
     for step in range(steps):
         chosen = rng.choice(DRAWN, BATCH, replace=False)
         shift = tuple(int(x) for x in rng.integers(-SHIFT, SHIFT + 1, 2))
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16_is_native()):
             rows = eye(pictures[chosen].roll(shift, (2, 3)))
         loss, right = row_loss(words, rows.float(), [scenes[i] for i in chosen])
         optimizer.zero_grad()

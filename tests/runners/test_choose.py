@@ -79,13 +79,14 @@ def test_memory_that_runs_out_is_one_line_with_the_numbers(tiny_models, monkeypa
             call()
 
 
-def test_auto_dtype_is_the_checkpoints(tiny_models, monkeypatch):
-    runner, note = _open(tiny_models("llama", dtype="bfloat16"))
-    assert (runner.dtype, runner.notes, note) == ("bfloat16", ["dtype auto is bfloat16"], "")
+def test_auto_dtype_is_one_that_the_cpu_multiplies(tiny_models, monkeypatch):
     cpu = torch.device("cpu")
-    for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
+    for native, name, expected in ((True, "bfloat16", torch.bfloat16), (False, "float32", torch.float32)):
         monkeypatch.setattr(module, "bf16_is_native", lambda native=native: native)
-        assert find_dtype("auto", torch.float16, cpu) == expected
+        runner, note = _open(tiny_models("llama", dtype="bfloat16"))
+        assert (runner.dtype, runner.notes, note) == (name, [f"dtype auto is {name}"], "")
+        assert find_dtype("auto", torch.float16, cpu) == find_dtype("auto", torch.bfloat16, cpu) == expected
+        assert find_dtype("auto", torch.bfloat16, cpu, roomy=False) == torch.bfloat16
         assert find_dtype("auto", torch.float32, cpu) == torch.float32
         assert find_dtype("float16", torch.float32, cpu) == torch.float16
 

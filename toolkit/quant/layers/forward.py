@@ -22,6 +22,7 @@ from toolkit.quant.layers.forward_attention import attention, latent_attention
 from toolkit.quant.layers.forward_parts import Called, Observer, Rounding, Watch, Weights, linear, normed
 from toolkit.quant.layers.forward_states import delta, mamba, short_conv
 from toolkit.quant.layers.lazy import KEEP, Lazy
+from toolkit.runners.tensor.find import bf16_is_native
 
 HEAD_ELEMENTS = (1 << 20, 1 << 24)  # of the head that are multiplied at once: on a CPU, which caches the part; others
 
@@ -67,7 +68,7 @@ def fast_bf16(device: torch.device) -> bool:
     """Whether products of bfloat16 are faster there than of float32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
-    return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    return device.type == "cpu" and bf16_is_native()
 
 
 def in_bf16(device: torch.device) -> AbstractContextManager[object]:

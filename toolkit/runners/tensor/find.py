@@ -110,14 +110,15 @@ def bf16_is_native() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def find_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of activations. ``auto`` is ``stored``, the checkpoint's, but for float16 on a CPU, which computes
-    slowly in it: there bfloat16 where the CPU multiplies it in hardware, else float32.
+def find_dtype(name: str, stored: torch.dtype, device: torch.device, roomy: bool = True) -> torch.dtype:
+    """The dtype of activations. ``auto`` is ``stored``, the checkpoint's, but for 16 bits on a CPU: bfloat16 where the
+    CPU multiplies that in hardware, else float32, in which prompts are then read ten times as fast (``roomy``: its
+    weights fit into memory).
     """
     if name in DTYPES:
         return DTYPES[name]
     if name != "auto":
         raise UsageError(f"dtype: expected auto, {', '.join(DTYPES)}, found {name!r}")
-    if stored == torch.float16 and device.type == "cpu":
+    if stored.itemsize == 2 and device.type == "cpu" and roomy:
         return torch.bfloat16 if bf16_is_native() else torch.float32
     return stored if stored in DTYPES.values() else torch.float32

@@ -74,7 +74,8 @@ class TensorRunner:
         self._on: Device = graphs or open_device(options.device)
         self._adapters, self._adapter_step = adapters, AdapterStep(len(adapters))
         stored = weights()
-        self._dtype = find_dtype(options.dtype, stored_dtype(stored[spec.embed]), self._on.torch)
+        roomy = dense_bytes(spec, torch.float32) <= self._on.memory()[0] // 2
+        self._dtype = find_dtype(options.dtype, stored_dtype(stored[spec.embed]), self._on.torch, roomy)
         self.device, self.dtype = str(self._on.torch), str(self._dtype).removeprefix("torch.")
         sample = first_linear(spec, stored)
         with on_device(self._on.torch):
