@@ -19,14 +19,15 @@ from toolkit.models.vision import PREFIX
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model
 from toolkit.runners.native import library
+from toolkit.runners.native.encoders import open_encoder
 from toolkit.runners.native.pack import pack_model
 from toolkit.runners.native.packed import INT
 from toolkit.runners.native.runner import NativeRunner
 from toolkit.runners.native.tower import NativeEncoder
-from toolkit.runners.tensor.vision import Encoder
+from toolkit.runners.tensor.encoders import encoder_of
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library does not run here")
-FAMILIES = ("llava", "qwen2_5_vl", "mistral3", "qwen_vl")
+FAMILIES = ("llava", "qwen2_5_vl", "mistral3", "qwen_vl", "glm4v_9b", "cogvlm", "mllama")
 
 
 class Towers:
@@ -39,25 +40,27 @@ class Towers:
         self.vision = self.spec.vision
 
     def expected(self, pictures: list[Picture]) -> list[np.ndarray]:
-        encoder = Encoder(self.vision, self.weights, torch.device("cpu"), torch.float32)
+        encoder = encoder_of(self.vision)(self.vision, self.weights, torch.device("cpu"), torch.float32)
         return [rows.numpy() for rows in encoder.encode(pictures)]
 
     def native(self, bits: int, threads: int = 2) -> NativeEncoder:
         seeing = ((name, self.weights[name]) for name in self.weights if name.startswith(PREFIX))
         packed = dict(pack_model(self.spec, seeing, None, [], bits))
-        return NativeEncoder(self.vision, packed, bf16=bits != 32, threads=threads)
+        return open_encoder(self.vision, packed, bf16=bits != 32, threads=threads)
 
 
 def pictures(towers: Towers) -> list[Picture]:
     """Of different sizes where the tower takes them."""
     tower, rng, found = towers.vision.tower, np.random.default_rng(0), []
     merge = towers.vision.merge
-    for rows, columns in ((4, 6), (12, 8), (2, 2)):
+    for i, (rows, columns) in enumerate(((4, 6), (12, 8), (2, 2))):
         if tower.positions == "learned":
             rows, columns = tower.grid
-        size = (1, 3, rows * tower.patch, columns * tower.patch)
-        tokens = rows * columns // merge**2
-        found.append(Picture(rng.normal(size=size).astype(np.float32), (rows, columns), size[2:], tokens, b""))
+        grid = tower.shapes[-i] if tower.tiles else (rows, columns)  # of tiles that see each other, or of patches
+        tiles = grid[0] * grid[1] if tower.tiles else 1
+        size = (tiles, 3, rows * tower.patch, columns * tower.patch)
+        tokens = tiles * rows * columns // merge**2
+        found.append(Picture(rng.normal(size=size).astype(np.float32), grid, size[2:], tokens, b""))
     return found
 
 

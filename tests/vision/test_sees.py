@@ -238,7 +238,8 @@ def test_artifacts_see_the_same(seeing: Seeing, tmp_path: Path) -> None:
         core = opened(tmp_path / target, backend)
         found = run(core, request("a", ids, pictures, logits="all"))["a"]
         assert found[0] == expected[0]
-        np.testing.assert_array_equal(np.concatenate(found[1]), np.concatenate(expected[1]))
+        loose = 0.0 if target == "cpu" else 1e-5  # torch's products depend on where their operands lie
+        np.testing.assert_allclose(np.concatenate(found[1]), np.concatenate(expected[1]), rtol=loose, atol=loose)
         facts = dict(inspect(tmp_path / target).facts)
         assert facts["family"] == seeing.family and "patches of 7 x 7" in facts["vision"]
         eyes = Eyes.open(tmp_path / target)

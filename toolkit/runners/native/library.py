@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 10  # tk_version of api.cpp, which says when both are raised
+VERSION = 11  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -82,7 +82,7 @@ class TowerArrays(Structure):
         *_fields("first! last! rows! inputs! outputs! in out"),
         ("segments", c_int64 * 2),
         ("lengths", c_void_p * 2),
-        *_fields("cos sin"),
+        *_fields("cos sin real"),
     )
 
 

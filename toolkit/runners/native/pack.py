@@ -41,6 +41,7 @@ U8 = NDArray[np.uint8]
 _TORCH = {F32: torch.float32, BF16: torch.bfloat16, F16: torch.float16}
 _OURS = {v: k for k, v in _TORCH.items()}
 _TILES_AT_ONCE = 4
+ROUNDED = (f"{PREFIX}layers.", f"{PREFIX}over_all.")  # how names of the matrices begin that a tower has in 8 bits
 _SPLITS = (128, 96, 64, 48, 32, 16)  # activation groups that a long weight group is cut into
 
 
@@ -413,7 +414,7 @@ def pack_tower(name: str, weight: Tensor, bits: int) -> PackedTensor:
     divides it; 16 = as stored, but float16 as bfloat16, which processors multiply; 32 = as stored.
     """
     group = _tower_group(weight.shape[1])
-    if bits == 8 and group is not None and name.startswith(f"{PREFIX}layers."):
+    if bits == 8 and group is not None and name.startswith(ROUNDED):
         if weight.is_meta:
             return pack_weight(taller(to_group_int(torch.zeros(1, weight.shape[1]), 8, group), weight.shape[0]))
         return pack_weight(to_group_int(weight, 8, group))

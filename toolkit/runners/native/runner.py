@@ -18,6 +18,7 @@ from toolkit.runners.base import QUANT_POLICIES, Backend, MemoryNeed, RunnerErro
 from toolkit.runners.host_memory import free_host_bytes
 from toolkit.runners.native import library
 from toolkit.runners.native.arrays import Arrays, outputs_for
+from toolkit.runners.native.encoders import open_encoder
 from toolkit.runners.native.mixers import state_numbers
 from toolkit.runners.native.packed import PackedTensor
 from toolkit.runners.native.program import Program, build_program
@@ -250,7 +251,7 @@ class NativeRunner:
             held = found
             seeing = ((name, held[name]) for name in held if name.startswith(PREFIX))
             found = dict(pack_model(self.spec, seeing, None, [], 32 if exact else 16))
-        return NativeEncoder(vision, found, bf16=not exact, threads=self.options.threads or usable_cores())
+        return open_encoder(vision, found, bf16=not exact, threads=self.options.threads or usable_cores())
 
     def submit(self, batch: StepBatch) -> StepHandle:
         """Start a step and return; steps run one after the other. ``result`` raises RunnerError where it failed."""

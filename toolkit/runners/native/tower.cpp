@@ -72,6 +72,7 @@ void Tower::check(const TowerArrays& in) const {
         for (int64_t i = 0; i < in.segments[d]; i++) {
             if (in.lengths[d][i] < 1 || in.lengths[d][i] > in.rows) throw Error("tower: bad length of a segment");
             total += in.lengths[d][i];
+            if (d == 0 && in.real && (in.real[i] < 1 || in.real[i] > in.lengths[d][i])) throw Error("tower: bad number of rows that stand for something");
         }
         if (total != in.rows) throw Error("tower: segments do not hold all rows");
     }
@@ -86,7 +87,7 @@ void Tower::divide(const TowerArrays& in) {
         int64_t first = 0;
         for (int64_t i = 0; i < in.segments[d]; i++) {
             const int64_t last = first + in.lengths[d][i];
-            division.segments.push_back({first, last, division.cells});
+            division.segments.push_back({first, last, d == 0 && in.real ? first + in.real[i] : last, division.cells});
             division.of_row.insert(division.of_row.end(), size_t(last - first), int32_t(i));
             division.cells += (last - first + LANES - 1) / LANES;
             first = last;

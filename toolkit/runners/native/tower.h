@@ -21,6 +21,7 @@ struct TowerLayer {
     Vector scale1, scale2;  // what it adds is multiplied by; may be absent
     int64_t heads, head_dim, dpad;
     bool turned;  // by cosines and sines of each row
+    bool norm_after;  // norms are of what the layer adds, not of what it reads
     int division;
     CellLayout cell;
 };
@@ -57,6 +58,9 @@ struct TowerArrays {
     int64_t segments[2];
     const int64_t* lengths[2];
     const float *cos, *sin;  // [rows][head_dim / 2]; null where nothing is turned
+    // Of each segment of the first division how many rows all see; those behind them stand for nothing: they see the same, and not
+    // each other, but are seen by the others. Null = all.
+    const int64_t* real;
 };
 
 class Tower {
@@ -67,6 +71,7 @@ public:
 
     struct Segment {
         int64_t first, last;  // rows
+        int64_t real;         // the end of those that see all; those behind them see up to here
         int64_t cell;         // where its cells of 16 rows begin
     };
     struct Division {

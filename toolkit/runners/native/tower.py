@@ -1,5 +1,5 @@
 """What a model sees with, on the native library: products, norms and attention are its own, numpy puts rows in order
-between them.
+between them. ``encoders.py`` says which class runs a tower.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ _STAGES = {*_ORDERS, "rms", "layer", "linear", "matrix", "gated", "gelu", "gelu_
 
 def uncovered(vision: VisionSpec) -> str | None:
     """Why the library does not run what the model sees with, or None."""
-    tower = vision.tower
-    if tower.tiles or tower.norm_after:
-        return "it knows no such tower"
     if vision.high is not None or vision.fine is not None or vision.overlap:
         return "pictures are put together from several towers or overlapping tiles"
     if odd := {stage.kind for _, stages in _ways(vision) for stage in stages} - _STAGES:
@@ -93,9 +90,14 @@ class NativeEncoder:
         if tower.pre_norm:
             yield self._stage("pre_norm", tower.hidden, tower.hidden, norm=norm(t, "vision.pre_norm", tower))
         for i in range(tower.taken):
-            yield self._stage(f"layer{i}", tower.hidden, tower.hidden, layer=layer(t, tower, i))
+            near = bool(tower.window) and i not in tower.full
+            made = layer(t, tower, f"vision.layers.{i}", near)
+            yield self._stage(f"layer{i}", tower.hidden, tower.hidden, layer=made)
         if tower.post_norm == "used":
             yield self._stage("post_norm", tower.hidden, tower.hidden, norm=norm(t, "vision.post_norm", tower))
+        for i in range(tower.over_all):
+            made = layer(t, tower, f"vision.over_all.{i}")
+            yield self._stage(f"over_all{i}", tower.hidden, tower.hidden, layer=made)
         width = tower.outputs
         for way, stages in sorted(_ways(self.vision), key=lambda entry: entry[0].startswith("deep")):
             width = tower.hidden if way.startswith("deep") else width  # whole pictures' are those of the projector
@@ -124,8 +126,10 @@ class NativeEncoder:
         x: Floats,
         divisions: Sequence[Sequence[int]] = ((), ()),
         turned: tuple[Floats, Floats] | None = None,
+        real: int | None = None,
     ) -> Floats:
-        """Stages ``first`` to ``last`` of the rows ``x``."""
+        """Stages ``first`` to ``last`` of the rows ``x``. ``real``: where they are one segment, how many of them stand
+        for something."""
         x = np.ascontiguousarray(x, np.float32)
         out = np.empty((len(x), self._widths[last][1]), np.float32)
         lengths = [np.asarray(d, np.int64) for d in divisions]
@@ -136,6 +140,8 @@ class NativeEncoder:
         for i, length in enumerate(lengths):
             arrays.segments[i], arrays.lengths[i] = length.size, library.address(length)
         arrays.cos, arrays.sin = (library.address(a) for a in angles)
+        sees = None if real is None else np.asarray([real], np.int64)
+        arrays.real = library.address(sees)
         if self._library.tk_tower_run(self._model, ctypes.byref(arrays)):
             raise RunnerError(library.error(self._library))
         return out

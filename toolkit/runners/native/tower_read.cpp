@@ -12,6 +12,7 @@ TowerLayer read_layer(const Record& r, int64_t hidden, bool bf16) {
     l.dpad = pad16(l.head_dim);
     l.turned = r.flag("turned");
     if (l.turned && l.head_dim % 2) r.fail("turned", "heads of an odd number of elements");
+    l.norm_after = r.flag("norm_after");
     l.division = int(r.integer("division", 0, 1));
     l.cell = cell_layout(bf16 ? KV_BF16 : KV_F32, l.head_dim);
     const int64_t width = l.heads * l.head_dim;

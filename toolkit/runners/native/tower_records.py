@@ -13,14 +13,13 @@ Floats = NDArray[np.float32]
 TOWER_ACTIVATIONS = ACTIVATIONS | {"quick_gelu": 7}
 
 
-def floats(tensor: PackedTensor) -> Floats:
-    """The numbers of a vector, whatever type they are stored in."""
+def floats(tensor: PackedTensor, part: slice = slice(None)) -> Floats:
+    """The numbers of a vector, or a part of them, whatever type they are stored in."""
     dtype, data = tensor.meta.dtype, tensor.data
+    stored = data.view({BF16: np.uint16, F16: np.float16}.get(dtype, np.float32))[: tensor.meta.rows][part]
     if dtype == BF16:
-        wide = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    else:
-        wide = data.view(np.float16 if dtype == F16 else np.float32).astype(np.float32)
-    return wide[: tensor.meta.rows]
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32)
 
 
 def product(t: Tensors, name: str, bias: bool) -> Record:
@@ -44,23 +43,33 @@ def norm_of(t: Tensors, name: str, size: int, layer: bool, eps: float, offset: f
     return {"size": size, "sets": 1, "layer": layer, "weight": weight, "bias": bias, "eps": eps}
 
 
-def layer(t: Tensors, tower: Tower, index: int) -> Record:
-    name, width = f"vision.layers.{index}", tower.heads * tower.head_dim
+def layer(t: Tensors, tower: Tower, name: str, near: bool = False) -> Record:
+    """``name``: how its tensors begin; ``near``: its tokens see those of their window alone."""
+    width = tower.heads * tower.head_dim
     parts = ("gate", "up", "down") if tower.gated else ("up", "down")
     mlp = {part: linear(t, f"{name}.{part}", tower.mlp_bias) for part in parts}
     return {
         "heads": tower.heads,
         "head_dim": tower.head_dim,
         "turned": tower.positions != "learned" or tower.turned,
-        "division": bool(tower.window) and index not in tower.full,
+        "norm_after": tower.norm_after,
+        "division": near,
         "norm1": norm(t, f"{name}.norm1", tower),
         "norm2": norm(t, f"{name}.norm2", tower),
         **{f"{x}_norm": norm_of(t, f"{name}.{x}_norm", width, False, 1e-6) for x in "qk" if tower.qk_norm},
         **{x: linear(t, f"{name}.{x}", tower.qkv_bias) for x in "qkv"},
         "o": linear(t, f"{name}.o", tower.o_bias),
-        **{f"scale{k}": vector_of(t, f"{name}.scale{k}") for k in (1, 2) if tower.scaled},
+        **{f"scale{k}": scale for k in (1, 2) if (scale := _scale(t, tower, name, k)) is not None},
         "mlp": {"activation": TOWER_ACTIVATIONS[tower.activation], "gate_scale": 1.0, "width": tower.inner, **mlp},
     }
+
+
+def _scale(t: Tensors, tower: Tower, name: str, half: int) -> int | None:
+    """What a half of the layer adds is multiplied by."""
+    if tower.scaled:
+        return vector_of(t, f"{name}.scale{half}")
+    gate = t.weights.get(f"{name}.gate{half}")
+    return None if gate is None else t.numbers(np.repeat(np.tanh(floats(gate)), tower.hidden))
 
 
 def projected(t: Tensors, stage: Stage, width: int) -> Record:

@@ -49,7 +49,7 @@ void TowerRun::apply(const TowerLayer& l) {
 // Queries, keys and values of the rows to where all threads find them.
 void TowerRun::project(const TowerLayer& l, Range rows) {
     const int64_t n = rows.last - rows.first;
-    for (int64_t t = 0; t < n; t++) prepare_row(l.in, l.norm1, x + (rows.first + t) * ld, own.in, t);
+    for (int64_t t = 0; t < n; t++) prepare_row(l.in, l.norm_after ? Norm() : l.norm1, x + (rows.first + t) * ld, own.in, t);
     mark(P_PREPARE);
     Store to;
     to.ld = own.qkv_ld;
@@ -132,7 +132,7 @@ void TowerRun::attend(const TowerLayer& l, Range rows) {
     const Tower::Division& division = tower.divisions[l.division];
     for (int64_t first = rows.first; first < rows.last;) {
         const Tower::Segment& s = division.segments[size_t(division.of_row[size_t(first)])];
-        const int64_t last = std::min(s.last, rows.last);
+        const int64_t last = std::min(first < s.real ? s.real : s.last, rows.last);
         for (int64_t h = 0; h < l.heads; h++)
             for (int64_t t = first; t < last; t += QUERY_ROWS)
                 attend_block(l, s, h, {t, std::min(t + QUERY_ROWS, last)}, own.mid.x + (t - rows.first) * own.mid.ldx + h * l.head_dim);
@@ -141,10 +141,10 @@ void TowerRun::attend(const TowerLayer& l, Range rows) {
     mark(P_ATTENTION);
 }
 
-// Rows of one segment and one head to all of the segment, tile after tile.
+// Rows of one segment and one head to what they see of it, tile after tile.
 void TowerRun::attend_block(const TowerLayer& l, const Tower::Segment& s, int64_t head, Range block, float* out) {
-    const int64_t n = block.last - block.first, length = s.last - s.first;
-    const int64_t first = head * tower.divisions[l.division].cells + s.cell, cells = (length + LANES - 1) / LANES;
+    const int64_t n = block.last - block.first, length = (block.first < s.real ? s.last : s.real) - s.first;
+    const int64_t first = head * tower.divisions[l.division].cells + s.cell, cells = (s.last - s.first + LANES - 1) / LANES;
     AttnParams params{l.dpad, l.dpad, 1.0f / std::sqrt(float(l.head_dim)), 0.0f, tower.program.bf16};
     params.loose = 1;
     for (int64_t tile = 0; tile * KV_TILE < length; tile++) {
@@ -169,17 +169,19 @@ void TowerRun::attend_block(const TowerLayer& l, const Tower::Segment& s, int64_
     }
 }
 
-// The linear that ends a half of the layer, from a thread's rows into the residual.
-void TowerRun::add(const Linear& l, const InputBuffer& from, const Vector& scale, Range rows) {
+// The linear that ends a half of the layer, from a thread's rows into the residual: normed and scaled where there is a norm, a scale.
+void TowerRun::add(const Linear& l, const InputBuffer& from, const Norm& norm, const Vector& scale, Range rows) {
     const int64_t n = rows.last - rows.first;
     Store to;
-    to.add = !scale;
+    const bool plain = !scale && !norm.present();
+    to.add = plain;
     to.out = to.add ? x + rows.first * ld : own.tmp;
     to.ld = to.add ? ld : own.tmp_ld;
     linear(l, from, 0, n, {0, l.w.tiles()}, to);
-    for (int64_t t = 0; scale && t < n; t++) {
+    for (int64_t t = 0; !plain && t < n; t++) {
         float* row = own.tmp + t * own.tmp_ld;
-        ops.multiply(row, scale.data, l.w.rows, -1);
+        if (norm.present()) norm_row(norm, row, row);
+        if (scale) ops.multiply(row, scale.data, l.w.rows, -1);
         ops.add_scaled(x + (rows.first + t) * ld, row, 1.0f, l.w.rows);
     }
 }
@@ -187,15 +189,15 @@ void TowerRun::add(const Linear& l, const InputBuffer& from, const Vector& scale
 void TowerRun::finish(const TowerLayer& l, Range rows) {
     const int64_t n = rows.last - rows.first;
     for (int64_t t = 0; t < n; t++) quantize_row(l.out, own.mid, t);
-    add(l.o, own.mid, l.scale1, rows);
+    add(l.o, own.mid, l.norm_after ? l.norm1 : Norm(), l.scale1, rows);
     mark(P_O);
-    for (int64_t t = 0; t < n; t++) prepare_row(l.mlp.in, l.norm2, x + (rows.first + t) * ld, own.in, t);
+    for (int64_t t = 0; t < n; t++) prepare_row(l.mlp.in, l.norm_after ? Norm() : l.norm2, x + (rows.first + t) * ld, own.in, t);
     mark(P_PREPARE);
     gated(l.mlp, own.in, 0, n, {0, l.mlp.up.w.tiles()}, own.mid.x, own.mid.ldx);
     mark(P_GATED);
     for (int64_t t = 0; t < n; t++) quantize_row(l.mlp.mid, own.mid, t);
     mark(P_PREPARE);
-    add(l.mlp.down, own.mid, l.scale2, rows);
+    add(l.mlp.down, own.mid, l.norm_after ? l.norm2 : Norm(), l.scale2, rows);
     mark(P_DOWN);
 }
 

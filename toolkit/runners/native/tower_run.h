@@ -41,7 +41,7 @@ private:
     void attend(const TowerLayer& l, Range rows);
     void attend_block(const TowerLayer& l, const Tower::Segment& s, int64_t head, Range block, float* out);
     void finish(const TowerLayer& l, Range rows);
-    void add(const Linear& l, const InputBuffer& from, const Vector& scale, Range rows);
+    void add(const Linear& l, const InputBuffer& from, const Norm& norm, const Vector& scale, Range rows);
 
     Tower& tower;
     const TowerArrays& in;
