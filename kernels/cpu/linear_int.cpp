@@ -4,12 +4,15 @@
 //     p = scale_w[r,g] * scale_a[t,g];  y = fma(float(D), p, y);  with minima also y = fma(min[r,g], scale_a * sum_a, y)
 // in ascending g. Both regimes below run exactly that, so their results are equal bit for bit:
 //   narrow   few tokens: stream up to eight tiles side by side, split nibbles in registers, use each code for up to 8 tokens at
-//            once; with plain AVX2 and 4 bits any number of tokens. A core has more memory in flight when it reads several
+//            once; with plain AVX2 and 4 bits up to 17 tokens, from where on linear_split.h has them. A core has more memory in flight when it reads several
 //            places: the processor fetches ahead in each of them, up to the end of a page.
 //   pairs    many tokens: two tiles by up to 6 tokens, integer and float sums both in registers; codes are split again for
 //            each block of tokens, which costs nothing beside the products. What comes next is fetched meanwhile.
 // The unsigned operand of the dot product is the weight (code, or code - zero + 16), the signed one the activation.
 #include "ops_isa.h"
+#if defined(TK_SHORT_SUMS)
+#include "linear_split.h"
+#endif
 
 namespace tk {
 namespace TK_ISA {
@@ -390,9 +393,20 @@ void gated_pairs(const Matrix& gate, const Matrix& up, const Rows& in, int64_t c
 
 }  // namespace
 
-int64_t linear_int_scratch(const Matrix& w) { return 128 + 2 * WIDE * 64 + w.groups() * 384; }
+int64_t linear_int_scratch(const Matrix& w) {
+    const int64_t pair = 128 + 2 * WIDE * 64 + w.groups() * 384;
+#if defined(TK_SHORT_SUMS)
+    const int64_t split = split_scratch(w);
+    return split > pair ? split : pair;
+#else
+    return pair;
+#endif
+}
 
 void linear_int(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch) {
+#if defined(TK_SHORT_SUMS)
+    if (in_split(w, count)) return linear_split(w, nullptr, in, count, t0, t1, to, scratch);
+#endif
     if (in_pairs(w, count)) return linear_pairs(w, in, count, t0, t1, to, scratch);
     linear_narrow(w, in, count, t0, t1, to);
 }
@@ -400,6 +414,9 @@ void linear_int(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int6
 void gated_int(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,
                const Store& to, void* scratch) {
     const bool same = same_shape(gate, up);
+#if defined(TK_SHORT_SUMS)
+    if (same && in_split(gate, count)) return linear_split(gate, &up, in, count, t0, t1, to, scratch);
+#endif
     if (same && in_pairs(gate, count)) return gated_pairs(gate, up, in, count, t0, t1, to, scratch);
     if (same && count <= TWO) return gated_narrow(gate, up, in, count, t0, t1, to);
     for (int64_t tile = t0; tile < t1; tile++)

@@ -22,6 +22,8 @@ TK_INLINE F fsub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b,
 TK_INLINE F fmul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
 TK_INLINE F fdiv(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
 TK_INLINE F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+// z - x y
+TK_INLINE F fnma(F x, F y, F z) { return {_mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b)}; }
 TK_INLINE F fmax(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 TK_INLINE F fmin(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 TK_INLINE F as_f(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
@@ -94,6 +96,21 @@ TK_INLINE __m256i hdot(__m256i acc, __m256i u, __m256i s) {
     return acc;
 }
 TK_INLINE H hdot(H acc, B u, B s) { return {hdot(acc.a, u.a, s.a), hdot(acc.b, u.b, s.b)}; }
+// The same with the four activations at p; without a sum before them.
+TK_INLINE H hdot_at(H acc, B u, const int8_t* p) {
+    __m256i x, y;
+    __asm__("vpbroadcastd %6, %3\n\tvpmaddubsw %3, %4, %2\n\tvpmaddubsw %3, %5, %3\n\tvpaddw %2, %0, %0\n\tvpaddw %3, %1, %1"
+            : "+x"(acc.a), "+x"(acc.b), "=&x"(x), "=&x"(y)
+            : "x"(u.a), "x"(u.b), "m"(*(const int8_t(*)[4])p));
+    return acc;
+}
+TK_INLINE H hdot_at(B u, const int8_t* p) {
+    H out;
+    __asm__("vpbroadcastd %4, %1\n\tvpmaddubsw %1, %2, %0\n\tvpmaddubsw %1, %3, %1"
+            : "=&x"(out.a), "=&x"(out.b)
+            : "x"(u.a), "x"(u.b), "m"(*(const int8_t(*)[4])p));
+    return out;
+}
 // acc[lane] += both of its int16
 TK_INLINE I widen(I acc, H h) {
     const __m256i one = _mm256_set1_epi16(1);

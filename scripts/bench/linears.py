@@ -1,6 +1,8 @@
-"""Linears of quantized weights with two instruction sets in turn: billions of operations a second of one thread.
+"""Linears of quantized weights with two instruction sets, or two builds of the library, in turn: billions of operations
+a second of one thread.
 
     python scripts/bench/linears.py --isas avx512vnni amx --bits 4 --group 64
+    python scripts/bench/linears.py --isas avx2 avx2 --libraries before.so after.so
 
 Times are of the thread's own clock, the smallest of many, so that the ratio holds on a busy machine too.
 """
@@ -19,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"
 
 from native_ops import NativeOps, Store
 
+from toolkit.runners.native.library import library_path
 from toolkit.runners.native.packed import INT, PackedMeta, PackedTensor
 
 SHAPES = ((1536, 576), (576, 1536), (49152, 576), (8192, 2048), (2048, 8192), (4096, 4096), (4096, 14336))
@@ -35,14 +38,13 @@ def weight(rows: int, cols: int, bits: int, group: int) -> PackedTensor:
     return PackedTensor(data.reshape(-1), meta)
 
 
-def rates(isas: list[str], p: PackedTensor, tokens: int, seconds: float) -> list[float]:
+def rates(ops: list[NativeOps], p: PackedTensor, tokens: int, seconds: float) -> list[float]:
     x = np.random.default_rng(1).standard_normal((tokens, p.meta.cols), np.float32)
-    ops = [NativeOps(isa) for isa in isas]
     rows, _held = ops[0]._rows(p, x)
     tiles = max(2, min(p.meta.tiles, int(1e9 / (tokens * p.meta.cols * 16))))  # a call takes milliseconds
     out = np.zeros((tokens, p.meta.tiles * 16), np.float32)
     store = Store(out.ctypes.data, out.shape[1], None, None, 0, 1.0, -1, 1.0)
-    best, end = [np.inf] * len(isas), time.monotonic() + seconds
+    best, end = [np.inf] * len(ops), time.monotonic() + seconds
     while time.monotonic() < end:
         for i, one in enumerate(ops):
             before = time.thread_time()
@@ -62,15 +64,18 @@ def rates(isas: list[str], p: PackedTensor, tokens: int, seconds: float) -> list
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--isas", nargs=2, default=["avx512vnni", "amx"])
+    options.add_argument("--libraries", nargs=2, type=Path, default=[library_path()] * 2, help="default: the package's")
+    options.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     options.add_argument("--bits", type=int, choices=(4, 8), default=4)
     options.add_argument("--group", type=int, default=64)
     options.add_argument("--seconds", type=float, default=0.3, help="for each figure")
     o = options.parse_args()
+    ops = [NativeOps(isa, path) for isa, path in zip(o.isas, o.libraries, strict=True)]
     print(f"{o.bits} bits, groups of {o.group}; {' | '.join(o.isas)} | ratio")
     for rows, cols in SHAPES:
         p = weight(rows, cols, o.bits, o.group)
-        for tokens in TOKENS:
-            a, b = rates(o.isas, p, tokens, o.seconds)
+        for tokens in o.tokens:
+            a, b = rates(ops, p, tokens, o.seconds)
             print(f"{rows} x {cols}, {tokens} tokens: {a:.0f} | {b:.0f} | {b / a:.2f}", flush=True)
 
 

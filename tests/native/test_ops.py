@@ -93,6 +93,20 @@ def test_channel_int8_linear(ops) -> None:
     np.testing.assert_array_equal(ops.linear(packed, x[:2]), ops.linear(packed, x)[:2])
 
 
+@pytest.mark.parametrize("form", ["zeros", "minima"])
+def test_many_tokens_of_long_rows(form, ops, quantize_groups) -> None:
+    """More tokens and columns than a kernel takes at a time: the bits are those of a few tokens."""
+    rows, cols, group = 48, 1152, 64
+    packed, up = (
+        pack_weight(quantize_groups(torch.from_numpy(random((rows, cols), seed)), group, 4, form, torch.float16))
+        for seed in (5, 6)
+    )
+    x = random((110, cols), 7)
+    few = slice(97, 100)
+    np.testing.assert_array_equal(ops.linear(packed, x)[few], ops.linear(packed, x[few]))
+    np.testing.assert_array_equal(ops.gated(packed, up, x, 0)[few], ops.gated(packed, up, x[few], 0))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dense_linear(dtype, ops) -> None:
     weight = torch.from_numpy(random((120, 100), 7)).to(dtype)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,12 +103,12 @@ def _ptr(a: np.ndarray | None) -> c_void_p:
 
 
 class NativeOps:
-    """Every op of one instruction set on numpy arrays."""
+    """Every op of one instruction set on numpy arrays. ``path``: another build of the library."""
 
-    def __init__(self, isa: str) -> None:
+    def __init__(self, isa: str, path: Path | None = None) -> None:
         self.isa = isa
         self._name = isa.encode()
-        self._lib = library.load(library.library_path())
+        self._lib = library.load(path or library.library_path())
 
     def _call(self, name: str, *arguments: Any) -> None:
         assert getattr(self._lib, name)(self._name, *arguments) == 0
