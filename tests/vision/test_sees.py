@@ -367,12 +367,18 @@ def test_quantizing_leaves_the_tower_as_it_is(family: str, tiny_models: Any, tmp
 
 
 @pytest.mark.skipif(len(BACKENDS) < 2, reason="no native library")
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl", "mllama"])
-def test_bits_do_not_depend_on_how_pictures_come(family: str, tiny_models: Any, support: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family, shape",
+    [("gemma3", 0), ("qwen3_vl", 0), ("mllama", 0), ("cogvlm", 0), ("internlmxcomposer2", 2), ("internvl_chat", 2)],
+)
+def test_bits_do_not_depend_on_how_pictures_come(
+    family: str, shape: int, tiny_models: Any, support: Any, tmp_path: Path
+) -> None:
     """Of weights of 4 bits on the native runner: chunks, threads, neighbours, what is in the cache, preemption."""
     options = Packing(target="cpu", dtype="float32", load_format="int4")
-    convert(str(tiny_models(family)), tmp_path / "engine", options, quiet=True)
-    seeing = Seeing(family, 0, tiny_models(family), support)
+    path = tiny_models(family, shape=shape)
+    convert(str(path), tmp_path / "engine", options, quiet=True)
+    seeing = Seeing(family, shape, path, support)
     ids, pictures = seeing.prompt(PICTURES, "all happy families are alike " * 4)
     others = seeing.prompt(PICTURES[::-1])
     asked = request("a", ids, pictures, logits="all")

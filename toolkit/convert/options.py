@@ -23,6 +23,8 @@ class Packing:
         "with it; 16 for cuda-sm80 and cuda-sm90, where 8 halves what a step reads for its head.",
     )
     vision: str = option(
-        "auto", "What the model sees with: auto (as stored), int8 (its layers, weights and activations; target cpu)."
+        "auto",
+        "What the model sees with: auto (as stored), int8 (its layers, and linears that tokens of pictures have; "
+        "weights and activations; target cpu).",
     )
     tp: int = option(1, "1: an artifact holds the whole model, and is split when it is run.")

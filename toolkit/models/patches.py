@@ -79,11 +79,11 @@ def resized(values: Floats, shape: tuple[int, int], smooth: bool = False, edges:
     """[rows, columns, numbers] at another number of rows and columns: by lines, or by curves where ``smooth`` (cubic
     convolution with -0.75). ``edges``: the middles of the places in the corners lie over one another, not their edges.
     """
-    rows, columns = (_between(n, to, smooth, edges) for n, to in zip(values.shape, shape, strict=False))
+    rows, columns = (between(n, to, smooth, edges) for n, to in zip(values.shape, shape, strict=False))
     return np.ascontiguousarray(np.einsum("ar,rcn,bc->abn", rows, values, columns, optimize=True), np.float32)
 
 
-def _between(count: int, wanted: int, smooth: bool, edges: bool) -> Floats:
+def between(count: int, wanted: int, smooth: bool, edges: bool) -> Floats:
     """The weight of each of ``count`` places in each of ``wanted`` ones between them, [wanted, count]."""
     at = np.arange(wanted, dtype=np.float32)
     if edges:

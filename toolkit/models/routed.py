@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ROUTED = "vision.routed."  # how names of their tensors begin
+
 
 @dataclass(frozen=True)
 class Routed:
@@ -20,7 +22,7 @@ class Routed:
     @property
     def name(self) -> str:
         """How names of its tensors begin."""
-        return f"vision.routed.{self.linear}"
+        return ROUTED + self.linear
 
 
 def routed_tensors(routed: tuple[Routed, ...]) -> dict[str, tuple[int, ...]]:

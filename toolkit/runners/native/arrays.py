@@ -53,6 +53,8 @@ class Arrays:
             width = spec.hidden_size * (1 if spec.vision is None else 1 + len(spec.vision.deep))
             s.embeds = self._put("embeds", batch.embeds, F32, s.embeds_size * width)
             s.embed_index = self._put("embed_index", batch.embed_index, I32, s.embeds_size)
+        s.routed_size = len(batch.routed)
+        s.routed = self._put("routed", batch.routed, I32, s.routed_size)
         if batch.views is not None:
             self._views(batch.views, spec.hidden_size)
         self._groups(batch, spec, tokens, seqs)

@@ -62,11 +62,11 @@ Mixer read_attention(const Record& r, Program& prog) {
     a.norm_last = r.flag("norm_last");
     if (r.has("q_scale")) read_query_scale(r.record("q_scale"), a);
     const int64_t hidden = prog.hidden;
-    a.q = r.linear("q", a.heads * a.head_dim, hidden);
-    a.k = r.linear("k", a.kv_heads * a.head_dim, hidden);
-    a.v = r.linear("v", a.kv_heads * a.head_dim, hidden);
+    a.q = r.routed("q", a.heads * a.head_dim, hidden);
+    a.k = r.routed("k", a.kv_heads * a.head_dim, hidden);
+    a.v = r.routed("v", a.kv_heads * a.head_dim, hidden);
     a.gate = r.maybe_linear("gate", a.heads * a.head_dim, hidden);
-    a.o = r.linear("o", hidden, a.heads * a.head_dim);
+    a.o = r.routed("o", hidden, a.heads * a.head_dim);
     a.q_norm = r.norm("q_norm", a.head_dim, a.heads);
     a.k_norm = r.norm("k_norm", a.head_dim, a.kv_heads);
     a.sinks = r.vector("sinks", a.heads);

@@ -148,6 +148,7 @@ void check_step(const Program& p, const StepArrays& in, const StepResults& out, 
     within("target_index", in.target_index, in.target_size, 0, in.tokens);
     within("target_ids", in.target_ids, in.target_size, 0, p.vocab);
     within("embed_index", in.embed_index, in.embeds_size, 0, in.tokens);
+    within("routed", in.routed, in.routed_size, 0, in.tokens);
     if (in.embeds_size > 0 && !in.embeds) throw Error("embeds: missing");
     if ((in.logits_size && !out.logits) || (in.hidden_size && !out.hidden) || (in.target_size && !out.target_logprobs))
         throw Error("outputs: an array is missing");

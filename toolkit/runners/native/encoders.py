@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from toolkit.models.vision import VisionSpec
+from toolkit.runners.native.fine_tower import FineEncoder
+from toolkit.runners.native.high_tower import HighEncoder
+from toolkit.runners.native.overlap_tower import OverlapEncoder
 from toolkit.runners.native.packed import PackedWeights
 from toolkit.runners.native.tiled_tower import TiledEncoder
 from toolkit.runners.native.tower import NativeEncoder
@@ -10,5 +13,11 @@ from toolkit.runners.native.tower import NativeEncoder
 
 def open_encoder(vision: VisionSpec, weights: PackedWeights, *, bf16: bool, threads: int) -> NativeEncoder:
     """See ``NativeEncoder``."""
-    kind = TiledEncoder if vision.tower.tiles else NativeEncoder
+    kind: type[NativeEncoder] = TiledEncoder if vision.tower.tiles else NativeEncoder
+    if vision.high is not None:
+        kind = HighEncoder
+    elif vision.fine is not None:
+        kind = FineEncoder
+    elif vision.overlap:
+        kind = OverlapEncoder
     return kind(vision, weights, bf16=bf16, threads=threads)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.models.routed import Routed
 from toolkit.models.spec import (
     AlibiSpec,
     AttentionSpec,
@@ -25,7 +26,7 @@ from toolkit.models.spec import (
     RopeSpec,
     ShortConvSpec,
 )
-from toolkit.runners.native.packed import LANES, PackedTensor, PackedWeights, vector
+from toolkit.runners.native.packed import LANES, PackedTensor, PackedWeights, floats, vector
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swigluoai": 4, "relu2": 5}
 _QUERY_SCALES = {"floor": 1, "log": 2}
@@ -39,9 +40,12 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Tensors:
-    """The tensors of a program, ``found``, which records name by their index. KeyError where one is missing."""
+    """The tensors of a program, ``found``, which records name by their index. KeyError where one is missing.
 
-    def __init__(self, weights: PackedWeights, ropes: Sequence[RopeSpec] = ()) -> None:
+    ``routed``: what linears are for tokens of pictures."""
+
+    def __init__(self, weights: PackedWeights, ropes: Sequence[RopeSpec] = (), routed: Sequence[Routed] = ()) -> None:
+        self._routed = {x.linear: x for x in routed}
         self.found: list[PackedTensor] = []
         self.weights = weights
         self._ropes = ropes
@@ -80,7 +84,18 @@ class Tensors:
         """As ``matrix``, where there is one."""
         if linear is None:
             return None
-        return self.matrix(linear.name, f"{linear.name}.bias" if linear.bias else None)
+        made = self.matrix(linear.name, f"{linear.name}.bias" if linear.bias else None)
+        return made | {"seen": self._seen(self._routed.get(linear.name))}
+
+    def _seen(self, routed: Routed | None) -> Record | None:
+        """What it is for tokens of pictures."""
+        if routed is None:
+            return None
+        if routed.rank:
+            low = {x: {"matrix": self.named(f"{routed.name}.{x}")} for x in "ab"}
+            return {**low, "scale": routed.scale}
+        bias = self.numbers(floats(self.weights[f"{routed.name}.bias"])) if routed.bias else None
+        return {"whole": {"matrix": self.named(f"{routed.name}.weight"), "bias": bias}}
 
     def norm(self, norm: NormSpec | None) -> Record | None:
         """A norm, where there is one."""

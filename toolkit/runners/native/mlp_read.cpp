@@ -2,20 +2,35 @@
 #include "read.h"
 
 namespace tk {
+namespace {
 
-Mlp read_one_mlp(const Record& r, int64_t hidden, Input& in) {
+// What tokens of pictures have of a gated product.
+void check_routed(const Record& r, const Mlp& m) {
+    if (!m.gate.present() ? m.up.seen && m.up.seen->low() : bool(m.gate.seen) != bool(m.up.seen)) r.fail("up", "not routed as its gate");
+    if (!m.gate.present() || !m.up.seen) return;
+    const Routed &gate = *m.gate.seen, &up = *m.up.seen;
+    if (gate.low() != up.low() || gate.whole.w.format != up.whole.w.format || gate.whole.slot != up.whole.slot)
+        r.fail("gate", "routed otherwise than up");
+    if (up.low() && (m.gate_scale != 1.0f || m.activation == SWIGLUOAI)) r.fail("activation", "not of each by itself");
+}
+
+}  // namespace
+
+Mlp read_one_mlp(const Record& r, int64_t hidden, Input& in, bool may_route) {
+    auto linear = [&](const char* key, int64_t rows, int64_t cols) { return may_route ? r.routed(key, rows, cols) : r.linear(key, rows, cols); };
     Mlp m;
     m.activation = int32_t(r.integer("activation", SILU, QUICK_GELU));
     m.gate_scale = r.number("gate_scale");
     const int64_t width = r.integer("width", 1, LIMIT);
-    m.gate = r.maybe_linear("gate", width, hidden);
-    m.up = r.linear("up", width, hidden);
-    m.down = r.linear("down", hidden, width);
+    if (r.has("gate")) m.gate = linear("gate", width, hidden);
+    m.up = linear("up", width, hidden);
+    m.down = linear("down", hidden, width);
     if (!m.gate.present() && m.activation == SWIGLUOAI) r.fail("activation", "one of two without a gate");
     if (m.gate.present() && m.gate.w.format != m.up.w.format) r.fail("gate", "in another format than up");
     join(in, m.gate);
     join(in, m.up);
     if (m.gate.present() && m.gate.slot != m.up.slot) r.fail("gate", "quantized otherwise than up");
+    check_routed(r, m);
     m.mid.width = width;
     join(m.mid, m.down);
     return m;
@@ -24,7 +39,7 @@ Mlp read_one_mlp(const Record& r, int64_t hidden, Input& in) {
 Mixer read_mlp(const Record& r, Program& prog) {
     Input in;
     in.width = prog.hidden;
-    Mlp m = read_one_mlp(r, prog.hidden, in);
+    Mlp m = read_one_mlp(r, prog.hidden, in, true);
     m.in = in;
     return m;
 }

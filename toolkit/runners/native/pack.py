@@ -18,6 +18,7 @@ from torch import Tensor
 from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Weight
 from toolkit.artifacts.outline import taller
 from toolkit.artifacts.rounding import to_group_int
+from toolkit.models.routed import ROUTED
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import PREFIX
 from toolkit.runners.native.agreement import Agreement
@@ -41,7 +42,9 @@ U8 = NDArray[np.uint8]
 _TORCH = {F32: torch.float32, BF16: torch.bfloat16, F16: torch.float16}
 _OURS = {v: k for k, v in _TORCH.items()}
 _TILES_AT_ONCE = 4
-ROUNDED = (f"{PREFIX}layers.", f"{PREFIX}over_all.")  # how names of the matrices begin that a tower has in 8 bits
+# how names of matrices that may have 8 bits begin, or go on
+ROUNDED = (f"{PREFIX}layers.", f"{PREFIX}over_all.", ROUTED)
+ROUNDED_INSIDE = (".attn.", ".mlp.")
 _SPLITS = (128, 96, 64, 48, 32, 16)  # activation groups that a long weight group is cut into
 
 
@@ -408,17 +411,19 @@ def pack_model(
 
 
 def pack_tower(name: str, weight: Tensor, bits: int) -> PackedTensor:
-    """A matrix of what a model sees with.
+    """A matrix of what a model sees with, or of what tokens of pictures have in the language model.
 
     ``bits``: 8 = those of layers rounded in groups of up to 128 inputs, or of a whole row where none of 64 or more
-    divides it; 16 = as stored, but float16 as bfloat16, which processors multiply; 32 = as stored.
+    divides it; 16 = as stored, but float16 of the tower as bfloat16, which processors multiply; 32 = as stored.
     """
     group = _tower_group(weight.shape[1])
-    if bits == 8 and group is not None and name.startswith(ROUNDED):
+    rounded = name.startswith(ROUNDED) or any(part in name for part in ROUNDED_INSIDE)
+    if bits == 8 and group is not None and rounded and name.endswith(".weight"):
         if weight.is_meta:
             return pack_weight(taller(to_group_int(torch.zeros(1, weight.shape[1]), 8, group), weight.shape[0]))
         return pack_weight(to_group_int(weight, 8, group))
-    return pack_dense(weight.bfloat16() if bits != 32 and weight.dtype == torch.float16 else weight)
+    narrow = bits != 32 and weight.dtype == torch.float16 and not name.startswith(ROUTED)
+    return pack_dense(weight.bfloat16() if narrow else weight)
 
 
 def _tower_group(cols: int) -> int | None:

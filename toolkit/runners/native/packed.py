@@ -76,6 +76,16 @@ class PackedTensor:
 
 
 PackedWeights = Mapping[str, PackedTensor]
+Floats = NDArray[np.float32]
+
+
+def floats(tensor: PackedTensor, part: slice = slice(None)) -> Floats:
+    """The numbers of a vector, or a part of them, whatever type they are stored in."""
+    dtype, data = tensor.meta.dtype, tensor.data
+    stored = data.view({BF16: np.uint16, F16: np.float16}.get(dtype, np.float32))[: tensor.meta.rows][part]
+    if dtype == BF16:
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32)
 
 
 def vector(values: NDArray[Any], dtype: int = F32) -> PackedTensor:

@@ -70,6 +70,16 @@ void find_views(Cut& cut, const StepArrays& in) {
             cut.view_of[size_t(t - cut.first)] = int32_t(v);
 }
 
+// Which of the chunk's tokens have linears of pictures.
+void find_seen(Cut& cut, const StepArrays& in) {
+    for (int64_t i = 0; i < in.routed_size; i++) {
+        const int64_t t = in.routed[i] - cut.first;
+        if (t < 0 || t >= cut.count) continue;
+        cut.seen.resize(size_t(cut.count), 0);
+        cut.seen[size_t(t)] = 1;
+    }
+}
+
 // Blocks of flat tokens [first, last) that look at pictures, at most `tokens` of one view each.
 void cut_looks(Cut& cut, int64_t first, int64_t last, int64_t tokens) {
     auto view = [&](int64_t t) { return cut.view_of[size_t(t - cut.first)]; };
@@ -137,6 +147,7 @@ Cut cut_chunk(const Program& p, const StepArrays& in, int64_t first, int64_t cou
         if (span.first < span.last) cut.spans.push_back(span);
     }
     find_views(cut, in);
+    find_seen(cut, in);
     cut_parts(cut, p, threads);
     if (cut.parts.empty()) {
         cut_looks(cut, first, end, look_tokens);

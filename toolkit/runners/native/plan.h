@@ -61,6 +61,7 @@ struct Cut {
     std::vector<int64_t> seq_of;      // of the chunk's tokens
     std::vector<QueryBlock> spans;    // of each sequence all tokens in the chunk
     std::vector<QueryBlock> blocks;
+    std::vector<uint8_t> seen;        // of the chunk's tokens, whether they have linears of pictures; empty where none does
     std::vector<int32_t> view_of;     // of the chunk's tokens, -1: looks at no picture
     std::vector<QueryBlock> looks;    // as blocks, of tokens of one view: `seq` is its number
     std::vector<RowPart> parts;       // empty where every phase is shared out for itself

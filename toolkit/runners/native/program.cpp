@@ -60,18 +60,44 @@ Sublayer read_sublayer(const Record& r, Program& prog) {
     return s;
 }
 
-}  // namespace
+void check_ways(const Input& in) {
+    if (in.keys.size() + in.more.size() == MAX_KEYS) throw Error("program: one input is quantized in more than 3 ways");
+}
 
-void join(Input& in, Linear& l) {
+void join_own(Input& in, Linear& l) {
     if (!l.present() || l.w.format != INT) return;
     for (size_t i = 0; i < in.keys.size(); i++)
         if (in.keys[i] == l.key) {
             l.slot = int(i);
             return;
         }
-    if (in.keys.size() == MAX_KEYS) throw Error("program: one input is quantized in more than 3 ways");
+    check_ways(in);
     l.slot = int(in.keys.size());
     in.keys.push_back(l.key);
+}
+
+// The same of one that only tokens of pictures have.
+void join_more(Input& in, Linear& l) {
+    if (l.w.format != INT) return;
+    for (size_t i = 0; i < in.keys.size(); i++)
+        if (in.keys[i] == l.key) {
+            l.slot = int(i);
+            return;
+        }
+    size_t i = 0;
+    while (i < in.more.size() && !(in.more[i] == l.key)) i++;
+    if (i == in.more.size()) {
+        check_ways(in);
+        in.more.push_back(l.key);
+    }
+    l.slot = MAX_KEYS - 1 - int(i);
+}
+
+}  // namespace
+
+void join(Input& in, Linear& l) {
+    join_own(in, l);
+    if (l.seen && l.seen->whole.present()) join_more(in, l.seen->whole);
 }
 
 Program parse_program(const char* names, const double* values, int64_t count, const TensorRecord* tensors, int64_t tensors_size,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <variant>
@@ -31,13 +32,23 @@ struct QuantKey {
 
 constexpr int MAX_KEYS = 3;  // distinct quantizations of one input; a model with more is refused
 
+struct Routed;
+
 struct Linear {
     Matrix w;
     Vector bias;
     QuantKey key;
     int slot = 0;  // which of its input's quantizations it reads
     bool turned = false;  // holds W H, H = the block Hadamard matrix (head and embedding alone)
+    std::shared_ptr<Routed> seen;  // what tokens of pictures have; null = the same
     bool present() const { return w.data != nullptr; }
+};
+
+// What a linear is for tokens of pictures: another one in its place, or scale * b(a(x)) besides.
+struct Routed {
+    Linear whole, a, b;
+    float scale = 1;
+    bool low() const { return a.present(); }
 };
 
 // RMS norm, or layer norm where `layer`, of `size` elements at once; `sets` of weights where heads have their own.
@@ -54,6 +65,8 @@ struct Input {
     int64_t width = 0;
     bool turned = false;  // by the Hadamard matrix, before it is quantized
     std::vector<QuantKey> keys;
+    std::vector<QuantKey> more;  // of rows that are tokens of pictures: number i has slot MAX_KEYS - 1 - i
+    bool plain() const { return keys.empty() && more.empty(); }
 };
 
 struct Attention {
@@ -124,6 +137,7 @@ struct Mlp {
     Input in, mid;
     int32_t activation = SILU;
     float gate_scale = 1;
+    bool routed() const { return up.seen || down.seen; }
 };
 
 struct Moe {

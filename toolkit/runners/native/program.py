@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from toolkit.models.rope import inv_freq
+from toolkit.models.routed import Routed
 from toolkit.models.spec import DecoderSpec, Mixer, RopeSpec
 from toolkit.runners.native.mixers import ACTIVATIONS, MIXERS, Floats, Tensors, flat
 from toolkit.runners.native.packed import PackedTensor, PackedWeights
@@ -37,8 +39,8 @@ def unsupported(spec: DecoderSpec) -> str | None:
         "sublayers": (sum(len(layer.sublayers) for layer in spec.layers), 1 << 16),
         "tokens that see those behind them": (max(spec.block, spec.together), CHUNK),
     }
-    if spec.vision is not None and spec.vision.routed:
-        return "tokens of pictures have linears of their own"
+    if spec.vision is not None and (reason := _odd(spec, {x.linear: x for x in spec.vision.routed})):
+        return f"tokens of pictures have other linears {reason}"
     if not spec.cache_groups:
         return "it runs no model that keeps nothing of a request"
     mlps = [m for _, mixer in spec.mixers() for m in mixer.mlps()]
@@ -48,6 +50,23 @@ def unsupported(spec: DecoderSpec) -> str | None:
         if count > most:
             return f"it takes up to {most} {what}, the model has {count}"
     return None
+
+
+def _odd(spec: DecoderSpec, routed: Mapping[str, Routed]) -> str | None:
+    """What is not known of linears that tokens of pictures have otherwise, or None."""
+    names = set(routed)
+    for _, mixer in spec.mixers():
+        if mixer.kind == "attention":
+            names -= {x.name for x in (mixer.q, mixer.k, mixer.v, mixer.o)}
+        if mixer.kind != "mlp":
+            continue
+        names -= {x.name for x in mixer.linears()}
+        ranks = {x.name in routed and 1 + min(routed[x.name].rank, 1) for x in mixer.readers()}
+        if len(ranks) > 1:
+            return "for a gate and not for what it multiplies"
+        if 2 in ranks and (mixer.gate is None or mixer.gate_scale != 1 or mixer.activation == "swigluoai"):
+            return f"of low rank in an MLP with {mixer.activation}, without a gate or with a scaled one"
+    return f"outside of attention and MLPs: {min(names)}" if names else None
 
 
 @dataclass(frozen=True)
@@ -64,7 +83,7 @@ def build_program(
     spec: DecoderSpec, weights: PackedWeights, *, dtype: str, quant_policy: int, block_size: int
 ) -> Program:
     """``dtype`` names the type of keys and values where ``quant_policy`` is 0. KeyError where a weight is missing."""
-    tensors = Tensors(weights, spec.ropes())
+    tensors = Tensors(weights, spec.ropes(), () if spec.vision is None else spec.vision.routed)
     record = {
         "vocabulary": spec.vocab_size,
         "hidden": spec.hidden_size,

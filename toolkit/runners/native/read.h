@@ -14,8 +14,8 @@ Mixer read_mamba(const Record& r, Program& prog);
 Mixer read_mlp(const Record& r, Program& prog);
 Mixer read_moe(const Record& r, Program& prog);
 
-// An MLP whose input is `in`, which its linears join.
-Mlp read_one_mlp(const Record& r, int64_t hidden, Input& in);
+// An MLP whose input is `in`, which its linears join. `may_route`: tokens of pictures may have others.
+Mlp read_one_mlp(const Record& r, int64_t hidden, Input& in, bool may_route = false);
 
 // Says that `l` reads `in`: how the input is then quantized, and which of its quantizations is the linear's.
 void join(Input& in, Linear& l);

@@ -109,6 +109,24 @@ public:
         return l;
     }
 
+    // One that may be another for tokens of pictures.
+    Linear routed(const std::string& key, int64_t rows, int64_t cols) const {
+        Linear l = linear(key, rows, cols);
+        const Record r = record(key);
+        if (!r.has("seen")) return l;
+        const Record other = r.record("seen");
+        l.seen = std::make_shared<Routed>();
+        if (other.has("whole")) {
+            l.seen->whole = other.linear("whole", l.w.rows, l.w.cols);
+            return l;
+        }
+        l.seen->a = other.linear("a", 0, l.w.cols);
+        l.seen->b = other.linear("b", l.w.rows, l.seen->a.w.rows);
+        l.seen->scale = other.number("scale");
+        if (l.seen->a.w.format != DENSE || l.seen->b.w.format != DENSE) fail(key, "of low rank in integers");
+        return l;
+    }
+
     Linear maybe_linear(const std::string& key, int64_t rows, int64_t cols) const {
         return has(key) ? linear(key, rows, cols) : Linear();
     }

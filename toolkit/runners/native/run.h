@@ -17,9 +17,13 @@ int64_t phases_of(const Program& p, int64_t head_blocks);
 class Run : RowWork {
 public:
     Run(Model& m, const StepArrays& i, const StepResults& o, Plan& pl, const Cut& cut, int index)
-        : RowWork(*m.ops, m.program.bf16, false, m.work->threads[size_t(index)].linear), model(m), p(m.program), w(*m.work), in(i), out(o), plan(pl), seq_of(cut.seq_of), view_of(cut.view_of), spans(cut.spans),
+        : RowWork(*m.ops, m.program.bf16, false, m.work->threads[size_t(index)].linear,
+                  {cut.seen.empty() ? nullptr : cut.seen.data(), &m.work->threads[size_t(index)].low}),
+          model(m), p(m.program), w(*m.work), in(i), out(o), plan(pl), seq_of(cut.seq_of), view_of(cut.view_of), spans(cut.spans),
           blocks(cut.blocks), looks(cut.looks), parts(cut.parts), runs(cut.runs), first(cut.first), count(cut.count),
-          thread(index), threads(m.pool.size()), own(m.work->threads[size_t(index)]) {}
+          thread(index), threads(m.pool.size()), own(m.work->threads[size_t(index)]) {
+        for (LowScratch::Rows& made : own.low.made) made.of = nullptr;
+    }
 
     void layers();
     void heads();

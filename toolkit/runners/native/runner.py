@@ -12,6 +12,7 @@ import numpy as np
 from toolkit.artifacts.safetensors_file import forget_pages
 from toolkit.errors import UsageError
 from toolkit.models.pictures import Picture
+from toolkit.models.routed import ROUTED
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import PREFIX, patch_numbers
 from toolkit.runners.base import QUANT_POLICIES, Backend, MemoryNeed, RunnerError, RunnerOptions, StepHandle
@@ -172,7 +173,8 @@ class NativeRunner:
         from toolkit.runners.native.pack import gathered, pack_model
 
         notes: list[str] = []
-        language = ((name, found[name]) for name in found if not name.startswith(PREFIX))
+        own = (name for name in found if not name.startswith(PREFIX) or name.startswith(ROUTED))
+        language = ((name, found[name]) for name in own)
         packed = dict(pack_model(self.spec, language, None, notes))
         self.notes = gathered(notes)
         return packed
@@ -249,7 +251,8 @@ class NativeRunner:
             from toolkit.runners.native.pack import pack_model
 
             held = found
-            seeing = ((name, held[name]) for name in held if name.startswith(PREFIX))
+            own = (name for name in held if name.startswith(PREFIX) and not name.startswith(ROUTED))
+            seeing = ((name, held[name]) for name in own)
             found = dict(pack_model(self.spec, seeing, None, [], 32 if exact else 16))
         return open_encoder(vision, found, bf16=not exact, threads=self.options.threads or usable_cores())
 

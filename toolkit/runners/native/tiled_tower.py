@@ -9,8 +9,8 @@ import numpy as np
 
 from toolkit.models.patches import patch_grid
 from toolkit.models.pictures import Picture
+from toolkit.runners.native.packed import Floats, floats
 from toolkit.runners.native.tower import NativeEncoder
-from toolkit.runners.native.tower_records import Floats, floats
 
 WHOLE = 8  # of which each tile's tokens are a multiple, zeros behind them
 

@@ -35,12 +35,14 @@ Tower::Scratch::Scratch(const TowerProgram& p, const Ops& ops) {
         qkv_ld = std::max(qkv_ld, 3 * l->q.w.tiles() * LANES);
         tmp_ld = std::max(tmp_ld, pad16(s.outputs));
         dpad = std::max(dpad, l->dpad);
+        for (const Linear& f : l->far) measure({&f}), far_ld = std::max(far_ld, 2 * f.w.tiles() * LANES);
     }
     linear = take<uint8_t>(linear_bytes);
     in = input(TOWER_PART, in_width);
     mid = input(TOWER_PART, mid_width);
     qkv = take<float>(TOWER_PART * qkv_ld);
     tmp = take<float>(TOWER_PART * tmp_ld);
+    if (far_ld) far = take<float>(TOWER_PART * far_ld);
     head = take<float>(2 * LANES * dpad);
     scores = take<float>(QUERY_ROWS * KV_TILE * 2);
     for (AttnState* s : {&running, &part}) *s = {take<float>(QUERY_ROWS), take<float>(QUERY_ROWS), take<float>(QUERY_ROWS * dpad)};
@@ -66,6 +68,13 @@ void Tower::check(const TowerArrays& in) const {
         if (l && in.segments[l->division] < 1) throw Error("tower: rows are not divided");
     }
     if (width != in.outputs) throw Error("tower: rows of " + std::to_string(width) + " leave, found " + std::to_string(in.outputs));
+    for (int64_t i = in.first; i < in.last; i++) {
+        const TowerStage& s = program.stages[size_t(i)];
+        if (std::holds_alternative<TowerNear>(s.what) && (in.across < 1 || in.rows % in.across)) throw Error("tower: bad number of columns");
+        const TowerLayer* l = layer_of(s);
+        for (int64_t k = 0; l && l->side && k < in.segments[l->division]; k++)
+            if (in.lengths[l->division][k] != l->side * l->side) throw Error("tower: a segment is no square of the layer's side");
+    }
     for (int d = 0; d < 2; d++) {
         if (in.segments[d] == 0) continue;
         int64_t total = 0;

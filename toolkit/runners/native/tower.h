@@ -19,7 +19,11 @@ struct TowerLayer {
     Input in, out;
     Mlp mlp;
     Vector scale1, scale2;  // what it adds is multiplied by; may be absent
-    int64_t heads, head_dim, dpad;
+    int64_t heads, head_dim, dpad, vpad;  // dpad: of queries and keys, vpad: of values
+    // What is learned of how many lines and columns lie between a query and a key, [2 * side - 1, head_dim]: its product with a query
+    // is added to the score. Segments are squares of `side` rows a side then. side 0 = none.
+    Linear far[2];
+    int64_t side = 0;
     bool turned;  // by cosines and sines of each row
     bool norm_after;  // norms are of what the layer adds, not of what it reads
     int division;
@@ -35,9 +39,16 @@ struct TowerActivation {
     int32_t activation;
 };
 
+// Each channel by itself over neighbouring cells: the rows are those of a grid, line after line, zeros around it.
+struct TowerNear {
+    Vector weight, bias;  // weight: [kernel][kernel][ld]
+    int64_t channels, kernel;
+    int64_t ld() const { return pad16(channels); }
+};
+
 struct TowerStage {
     int64_t inputs, outputs;  // numbers of a row
-    std::variant<Norm, TowerProduct, TowerActivation, TowerLayer> what;
+    std::variant<Norm, TowerProduct, TowerActivation, TowerNear, TowerLayer> what;
 };
 
 struct TowerProgram {
@@ -61,6 +72,8 @@ struct TowerArrays {
     // Of each segment of the first division how many rows all see; those behind them stand for nothing: they see the same, and not
     // each other, but are seen by the others. Null = all.
     const int64_t* real;
+    const uint8_t* blank;  // [rows] whether a row is 0 to attention, however it stands in the residual; null = none is
+    int64_t across;        // cells of a line, for stages over grids
 };
 
 class Tower {
@@ -84,8 +97,9 @@ public:
         Scratch(const TowerProgram& p, const Ops& ops);
         uint8_t* linear;
         InputBuffer in, mid;
-        float *qkv, *tmp, *head, *scores;
-        int64_t qkv_ld = 16, tmp_ld = 16;
+        float *qkv, *tmp, *head, *scores, *far = nullptr;
+        int64_t qkv_ld = 16, tmp_ld = 16, far_ld = 0;
+        std::vector<float> line;  // of a grid, before and after
         AttnState running, part;
         int32_t *lo, *hi;
     };

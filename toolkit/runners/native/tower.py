@@ -5,7 +5,9 @@ between them. ``encoders.py`` says which class runs a tower.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -14,23 +16,22 @@ from numpy.typing import NDArray
 
 from toolkit.models.patches import Places, nearest, patch_grid, resized, sines, turns, windows
 from toolkit.models.pictures import Picture, shrunk, unpadded
+from toolkit.models.routed import routed_tensors
 from toolkit.models.vision import MERGES, Stage, VisionSpec, tensors
 from toolkit.runners.base import RunnerError
 from toolkit.runners.native import library
 from toolkit.runners.native.mixers import Record, Tensors, flat
-from toolkit.runners.native.packed import PackedWeights
-from toolkit.runners.native.tower_records import Floats, floats, layer, norm, product, projected, resampler
+from toolkit.runners.native.packed import LANES, Floats, PackedWeights, floats
+from toolkit.runners.native.tower_records import layer, norm, parts_of, product, projected
 
 _ORDERS = {*MERGES, "pool"}  # stages that numpy does
-_STAGES = {*_ORDERS, "rms", "layer", "linear", "matrix", "gated", "gelu", "gelu_tanh", "resample"}
+_PARTED = {"resample", "attend", "mine"}  # those that are several of the library's, rows put in order between them
 
 
 def uncovered(vision: VisionSpec) -> str | None:
     """Why the library does not run what the model sees with, or None."""
-    if vision.high is not None or vision.fine is not None or vision.overlap:
-        return "pictures are put together from several towers or overlapping tiles"
-    if odd := {stage.kind for _, stages in _ways(vision) for stage in stages} - _STAGES:
-        return f"its projectors have no stage {min(odd)}"
+    if vision.high is not None and vision.high.hidden % LANES:
+        return f"the second tower has {vision.high.hidden} numbers a patch, no multiple of {LANES}"
     return None
 
 
@@ -42,11 +43,12 @@ def _ways(vision: VisionSpec) -> list[tuple[str, tuple[Stage, ...]]]:
 
 
 def matrices(vision: VisionSpec) -> dict[str, tuple[int, int]]:
-    """Names and shapes of what it multiplies by; none where ``uncovered``."""
-    if uncovered(vision):
-        return {}
-    shapes = tensors(vision).items()
-    return {name: (s[0], s[1]) for name, s in shapes if name.endswith(".weight") and len(s) == 2}
+    """Names and shapes of what it multiplies by, the tower's none where ``uncovered``; and of linears that tokens of
+    pictures have."""
+    tower = {} if uncovered(vision) else tensors(replace(vision, routed=()))
+    shapes = {name: s for name, s in tower.items() if name.endswith(".weight")} | routed_tensors(vision.routed)
+    mixing = {name: s for name, s in shapes.items() if len(s) > 1 and s[1] > 1}  # not channels by themselves
+    return {name: (s[0], math.prod(s[1:])) for name, s in mixing.items()}
 
 
 class NativeEncoder:
@@ -107,9 +109,12 @@ class NativeEncoder:
                     width = width * (1 if stage.kind == "pool" else stage.factor**2)
                     continue
                 outputs = stage.outputs or width
-                if stage.kind == "resample":
-                    for part, (inputs, wide, record) in resampler(t, stage).items():
+                if stage.kind in _PARTED:
+                    for part, (inputs, wide, record) in parts_of(t, stage).items():
                         yield self._stage(f"{name}.{part}", inputs, wide, **record)
+                elif stage.kind == "beside":
+                    yield self._stage(name, stage.inputs, outputs, product=product(t, stage.name, stage.bias))
+                    outputs += width
                 else:
                     yield self._stage(name, width, outputs, **projected(t, stage, width))
                 width = outputs
@@ -127,9 +132,11 @@ class NativeEncoder:
         divisions: Sequence[Sequence[int]] = ((), ()),
         turned: tuple[Floats, Floats] | None = None,
         real: int | None = None,
+        blank: NDArray[np.bool_] | None = None,
+        across: int = 0,
     ) -> Floats:
         """Stages ``first`` to ``last`` of the rows ``x``. ``real``: where they are one segment, how many of them stand
-        for something."""
+        for something; ``blank``: which are zeros to attention; ``across``: columns of the grid that they are."""
         x = np.ascontiguousarray(x, np.float32)
         out = np.empty((len(x), self._widths[last][1]), np.float32)
         lengths = [np.asarray(d, np.int64) for d in divisions]
@@ -141,7 +148,7 @@ class NativeEncoder:
             arrays.segments[i], arrays.lengths[i] = length.size, library.address(length)
         arrays.cos, arrays.sin = (library.address(a) for a in angles)
         sees = None if real is None else np.asarray([real], np.int64)
-        arrays.real = library.address(sees)
+        arrays.real, arrays.blank, arrays.across = library.address(sees), library.address(blank), across
         if self._library.tk_tower_run(self._model, ctypes.byref(arrays)):
             raise RunnerError(library.error(self._library))
         return out
@@ -150,12 +157,24 @@ class NativeEncoder:
 
     def encode(self, pictures: Sequence[Picture]) -> list[Floats]:
         """The rows of each picture, [tokens, hidden of the language model], those of deep branches beside them."""
-        parts = [part for picture in pictures for part in picture.parts]
+        parts = [part for picture in pictures for part in self._parts(picture)]
         places = [patch_grid(part, self.tower.patch) for part in parts for _ in part]
         x = self._placed(self._run(0, 0, np.concatenate([self._patches(part) for part in parts])), places)
         outputs = zip(_ways(self.vision), self._layers(x, places), strict=False)
         made = [self._rows(way, stages, x, places, pictures) for (way, stages), x in outputs]
         return [np.concatenate(rows, 1) for rows in zip(*made, strict=True)]
+
+    def _parts(self, picture: Picture) -> tuple[Floats, ...]:
+        """The tiles that the tower reads."""
+        return picture.parts
+
+    def _told(self, x: Floats, places: Places, pictures: Sequence[Picture]) -> Floats:
+        """Rows of patches with what is learned of where they stand in the picture."""
+        return x
+
+    def _beside(self, pictures: Sequence[Picture]) -> Any:
+        """What another tower gives, for the stage that reads it."""
+        return None
 
     def _rows(
         self, way: str, stages: Sequence[Stage], x: Floats, places: Places, pictures: Sequence[Picture]
@@ -164,10 +183,11 @@ class NativeEncoder:
         if self.tower.class_token:
             starts = np.cumsum([0, *(rows * columns + 1 for rows, columns in places[:-1])])
             x = np.delete(x, starts, 0)
-        x, places = self._project(way, stages, x, places)
+        x = self._told(x, places, pictures)
+        x, places = self._project(way, stages, x, places, self._beside(pictures))
         ends = np.cumsum([rows * columns for rows, columns in places])
         tiles = iter(np.split(x, ends[:-1]))
-        return [self._whole([next(tiles) for part in p.parts for _ in part], p) for p in pictures]
+        return [self._whole([next(tiles) for part in self._parts(p) for _ in part], p) for p in pictures]
 
     def _patches(self, part: Floats) -> Floats:
         """[tiles, 3, height, width] to [all patches, numbers of one]."""
@@ -214,8 +234,8 @@ class NativeEncoder:
             order, near = windows(places, tower.window)
             x = x[order]
             turned = None if turned is None else (turned[0][order], turned[1][order])
-        first = self._at["pre_norm"] if tower.pre_norm and not tower.norm_first else self._at["layer0"]
-        last = self._at.get("post_norm", self._at[f"layer{tower.taken - 1}"])
+        first = self._at["patch"] + 1 + (tower.pre_norm and tower.norm_first)
+        last = self._at["patch"] + tower.pre_norm + tower.taken + (tower.post_norm == "used")
         deep, found = [branch.layer for branch in self.vision.deep], dict[int, Floats]()
         for i in sorted({*deep, *tower.also}):
             x = self._run(first, self._at[f"layer{i}"], x, (whole, near), turned)
@@ -225,17 +245,54 @@ class NativeEncoder:
         back = np.argsort(order) if tower.window else slice(None)
         return [rows[back] for rows in outputs]
 
-    def _project(self, way: str, stages: Sequence[Stage], x: Floats, places: Places) -> tuple[Floats, Places]:
+    def _project(
+        self, way: str, stages: Sequence[Stage], x: Floats, places: Places, beside: Any = None
+    ) -> tuple[Floats, Places]:
         """Rows of all tiles behind ``stages``, and each tile's rows and columns of them."""
-        for ours, run in groupby(enumerate(stages), key=lambda entry: entry[1].kind in {*_ORDERS, "resample"}):
+        for ours, run in groupby(enumerate(stages), key=lambda entry: entry[1].kind in {*_ORDERS, *_PARTED, "beside"}):
             group = [*run]
             if not ours:
                 x = self._run(self._at[f"{way}.{group[0][0]}"], self._at[f"{way}.{group[-1][0]}"], x)
                 continue
             for i, stage in group:
-                resamples = stage.kind == "resample"
-                x, places = self._resampled(f"{way}.{i}", x, places, stage) if resamples else _merged(x, places, stage)
+                at = f"{way}.{i}"
+                if stage.kind == "resample":
+                    x, places = self._resampled(at, x, places, stage)
+                elif stage.kind == "attend":
+                    x, places = self._attended(at, x, places, stage)
+                elif stage.kind == "mine":
+                    x = self._mined(at, x, beside, stage)
+                elif stage.kind == "beside":
+                    x = np.concatenate([self._run(self._at[at], self._at[at], beside), x], 1)
+                else:
+                    x, places = _merged(x, places, stage)
         return x, places
+
+    def _mined(self, at: str, x: Floats, beside: Iterable[Floats], stage: Stage) -> Floats:
+        """What each row finds in its own cells, added. ``beside``: those of some rows after the other."""
+
+        def run(part: str, rows: Floats) -> Floats:
+            return self._run(self._at[f"{at}.{part}_norm"], self._at[f"{at}.{part}"], rows)
+
+        q, found, first = run("query", x), list[Floats](), 0
+        for cells in beside:
+            flat = cells.reshape(-1, stage.rows)
+            k, v = (run(part, flat).reshape(*cells.shape[:2], 1, -1) for part in ("aux", "val"))
+            found.append(_asked(q[first : first + len(cells), None], k, v))
+            first += len(cells)
+        return x + np.concatenate(found)
+
+    def _attended(self, at: str, x: Floats, places: Places, stage: Stage) -> tuple[Floats, Places]:
+        """What the means of neighbouring rows find in those."""
+        near, places = _merged(x, places, replace(stage, kind="merge"))
+        near = near.reshape(len(near), stage.factor**2, -1)  # token, neighbours, numbers
+
+        def run(part: str, rows: Floats) -> Floats:
+            return self._run(self._at[f"{at}.{part}"], self._at[f"{at}.{part}"], rows)
+
+        q = run("q", near.mean(1)).reshape(len(near), stage.heads, -1)
+        k, v = (run(of, near.reshape(-1, near.shape[2])).reshape(*near.shape[:2], stage.heads, -1) for of in "kv")
+        return run("o", _asked(q, k, v)), places
 
     def _resampled(self, at: str, x: Floats, places: Places, stage: Stage) -> tuple[Floats, Places]:
         """What learned queries find in the rows of each tile."""
@@ -308,6 +365,13 @@ def _found(q: Floats, k: Floats, v: Floats, heads: int) -> Floats:
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     found = (weights / weights.sum(-1, keepdims=True)) @ v
     return found.transpose(1, 0, 2).reshape(q.shape[1], -1)
+
+
+def _asked(q: Floats, k: Floats, v: Floats) -> Floats:
+    """What each row [heads, numbers] finds in rows of its own, [rows, those, heads, numbers]; heads side by side."""
+    scores = np.einsum("thd,tchd->tch", q, k) * np.float32(q.shape[2] ** -0.5)
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    return np.einsum("tch,tchd->thd", weights / weights.sum(1, keepdims=True), v).reshape(len(q), -1)
 
 
 def _merged(x: Floats, places: Places, stage: Stage) -> tuple[Floats, Places]:

@@ -9,12 +9,21 @@ TowerLayer read_layer(const Record& r, int64_t hidden, bool bf16) {
     TowerLayer l;
     l.heads = r.integer("heads", 1, 4096);
     l.head_dim = r.integer("head_dim", 1, 4096);
-    l.dpad = pad16(l.head_dim);
+    l.vpad = pad16(l.head_dim);
+    if (r.has("far")) {
+        const Record far = r.record("far");
+        l.side = far.integer("side", 1, 4096);
+        for (int k = 0; k < 2; k++) {
+            l.far[k] = far.linear(k ? "columns" : "lines", 2 * l.side - 1, l.head_dim);
+            if (l.far[k].w.format != DENSE) r.fail("far", "in integers");
+        }
+    }
+    l.dpad = pad16(l.head_dim + 2 * l.side);
     l.turned = r.flag("turned");
     if (l.turned && l.head_dim % 2) r.fail("turned", "heads of an odd number of elements");
     l.norm_after = r.flag("norm_after");
     l.division = int(r.integer("division", 0, 1));
-    l.cell = cell_layout(bf16 ? KV_BF16 : KV_F32, l.head_dim);
+    l.cell = cell_layout(bf16 ? KV_BF16 : KV_F32, l.dpad);
     const int64_t width = l.heads * l.head_dim;
     l.norm1 = r.needed_norm("norm1", hidden);
     l.norm2 = r.needed_norm("norm2", hidden);
@@ -60,7 +69,16 @@ TowerStage read_stage(const Record& r, bool bf16) {
         return s;
     }
     if (s.outputs != s.inputs) r.fail("outputs", "others than inputs");
-    if (r.has("norm")) s.what = r.needed_norm("norm", s.inputs);
+    if (r.has("near")) {
+        const Record near = r.record("near");
+        TowerNear n;
+        n.channels = s.inputs;
+        n.kernel = near.integer("kernel", 1, 99);
+        if (n.kernel % 2 == 0) near.fail("kernel", "even");
+        n.weight = near.needed("weight", n.kernel * n.kernel * n.ld());
+        n.bias = near.needed("bias", n.channels);
+        s.what = n;
+    } else if (r.has("norm")) s.what = r.needed_norm("norm", s.inputs);
     else if (r.has("layer")) s.what = read_layer(r.record("layer"), s.inputs, bf16);
     else s.what = TowerActivation{int32_t(r.integer("activation", SILU, QUICK_GELU))};
     return s;

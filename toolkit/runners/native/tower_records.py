@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
-from numpy.typing import NDArray
 
 from toolkit.models.vision import Stage, Tower
 from toolkit.runners.native.mixers import ACTIVATIONS, Record, Tensors
-from toolkit.runners.native.packed import BF16, DENSE, F16, LANES, PackedMeta, PackedTensor
+from toolkit.runners.native.packed import DENSE, LANES, Floats, PackedMeta, PackedTensor, floats
 
-Floats = NDArray[np.float32]
 TOWER_ACTIVATIONS = ACTIVATIONS | {"quick_gelu": 7}
-
-
-def floats(tensor: PackedTensor, part: slice = slice(None)) -> Floats:
-    """The numbers of a vector, or a part of them, whatever type they are stored in."""
-    dtype, data = tensor.meta.dtype, tensor.data
-    stored = data.view({BF16: np.uint16, F16: np.float16}.get(dtype, np.float32))[: tensor.meta.rows][part]
-    if dtype == BF16:
-        return (stored.astype(np.uint32) << 16).view(np.float32)
-    return stored.astype(np.float32)
 
 
 def product(t: Tensors, name: str, bias: bool) -> Record:
@@ -88,24 +79,65 @@ def projected(t: Tensors, stage: Stage, width: int) -> Record:
 
 def turned_product(t: Tensors, name: str, inputs: int, outputs: int) -> Record:
     """Of a matrix that is stored [inputs, outputs], without a bias."""
-    rows = -(-outputs // LANES) * LANES
-    matrix = np.zeros((rows, inputs), np.float32)
-    matrix[:outputs] = floats(t.weights[name]).reshape(inputs, outputs).T
-    tiles = np.ascontiguousarray(matrix.reshape(-1, LANES, inputs).transpose(0, 2, 1))
-    packed = PackedTensor(tiles.view(np.uint8).reshape(-1), PackedMeta(DENSE, outputs, inputs))
-    return {"linear": {"matrix": t.add(packed), "bias": None}}
+    matrix = floats(t.weights[name]).reshape(inputs, outputs).T
+    return {"linear": {"matrix": t.add(dense(matrix)), "bias": None}}
 
 
-def resampler(t: Tensors, stage: Stage) -> dict[str, tuple[int, int, Record]]:
-    """The stages of one that asks, by name: inputs, outputs and what each does."""
+def dense(matrix: Floats) -> PackedTensor:
+    """[outputs, inputs] as the library multiplies by it."""
+    outputs, inputs = matrix.shape
+    padded = np.zeros((-(-outputs // LANES) * LANES, inputs), np.float32)
+    padded[:outputs] = matrix
+    tiles = np.ascontiguousarray(padded.reshape(-1, LANES, inputs).transpose(0, 2, 1))
+    return PackedTensor(tiles.view(np.uint8).reshape(-1), PackedMeta(DENSE, outputs, inputs))
+
+
+def near(t: Tensors, name: str, channels: int) -> Record:
+    """A convolution of each channel by itself, [channels, 1, kernel, kernel]."""
+    stored = floats(t.weights[f"{name}.weight"]).reshape(channels, -1)
+    kernel = math.isqrt(stored.shape[1])
+    weight = np.zeros((kernel * kernel, -(-channels // LANES) * LANES), np.float32)
+    weight[:, :channels] = stored.T
+    return {"kernel": kernel, "weight": t.numbers(weight), "bias": vector_of(t, f"{name}.bias")}
+
+
+def unfolded(cells: Floats, kernel: int, step: int) -> Floats:
+    """What a convolution reads of [rows, columns, numbers] at each place: [rows, columns, numbers * kernel * kernel],
+    as its weights have them."""
+    found = np.lib.stride_tricks.sliding_window_view(cells, (kernel, kernel), (0, 1))[::step, ::step]
+    return found.reshape(*found.shape[:2], -1)
+
+
+Parts = dict[str, tuple[int, int, Record]]  # stages that one is made of, by name: inputs, outputs and what each does
+
+
+def parts_of(t: Tensors, stage: Stage) -> Parts:
+    """Of a stage whose rows numpy puts in order inside."""
+    return _PARTS[stage.kind](t, stage)
+
+
+def _resampler(t: Tensors, stage: Stage) -> Parts:
     name, wide = stage.name, stage.outputs
-
-    def part(of: str) -> tuple[int, int, Record]:
-        if of.startswith("ln"):
-            return wide, wide, {"norm": norm_of(t, f"{name}.{of}", wide, True, stage.eps)}
-        return wide, wide, {"product": product(t, f"{name}.{of}", True)}
-
     entry = stage.inputs, wide, {"product": product(t, f"{name}.kv_proj", False)}
     last = wide, wide, {"product": turned_product(t, f"{name}.proj", wide, wide)}
-    middle = {of: part(of) for of in ("ln_kv", "k", "v", "ln_q", "q", "o", "ln_post")}
+    middle = {of: _part(t, stage, of, wide) for of in ("ln_kv", "k", "v", "ln_q", "q", "o", "ln_post")}
     return {"kv_proj": entry, **middle, "proj": last}
+
+
+def _part(t: Tensors, stage: Stage, of: str, inputs: int) -> tuple[int, int, Record]:
+    name = f"{stage.name}.{of}"
+    if of.startswith("ln") or of.endswith("norm"):
+        return inputs, inputs, {"norm": norm_of(t, name, inputs, True, stage.eps)}
+    return inputs, stage.outputs, {"product": product(t, name, True)}
+
+
+def _asking(t: Tensors, stage: Stage) -> Parts:
+    return {of: _part(t, stage, of, stage.outputs if of == "o" else stage.inputs) for of in "qkvo"}
+
+
+def _mining(t: Tensors, stage: Stage) -> Parts:
+    widths = {"query": stage.inputs, "aux": stage.rows, "val": stage.rows}
+    return {f"{of}{end}": _part(t, stage, f"{of}{end}", n) for of, n in widths.items() for end in ("_norm", "")}
+
+
+_PARTS = {"resample": _resampler, "attend": _asking, "mine": _mining}

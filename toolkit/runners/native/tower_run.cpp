@@ -30,6 +30,31 @@ void TowerRun::apply(const TowerActivation& a) {
     });
 }
 
+// A line at a time, by the lines around it; zeros behind it let the last cells look ahead.
+void TowerRun::apply(const TowerNear& n) {
+    const int64_t lines = in.rows / in.across, half = n.kernel / 2, width = n.ld(), length = in.across + half;
+    tower.pool.chunks(phase++, uint32_t(lines), [&](uint32_t line) {
+        own.line.assign(size_t((2 * length + 2 * half) * width), 0.0f);
+        float *from = own.line.data(), *to = from + length * width;
+        ConvRun run{from, width, to, width, to + length * width, width, nullptr, width, nullptr, length, n.channels, n.kernel, 0};
+        for (int64_t c = 0; c < in.across; c++) {
+            memset(y + (line * in.across + c) * ld, 0, size_t(ld) * 4);
+            ops.add_scaled(y + (line * in.across + c) * ld, n.bias.data, 1.0f, n.channels);
+        }
+        for (int64_t k = 0; k < n.kernel; k++) {
+            const int64_t other = int64_t(line) + k - half;
+            if (other < 0 || other >= lines) continue;
+            for (int64_t c = 0; c < in.across; c++) memcpy(from + c * width, x + (other * in.across + c) * ld, size_t(n.channels) * 4);
+            std::fill(run.tail, run.tail + 2 * half * width, 0.0f);
+            run.w = n.weight.data + k * n.kernel * width;
+            ops.convolve(run);
+            for (int64_t c = 0; c < in.across; c++) ops.add_scaled(y + (line * in.across + c) * ld, to + (c + half) * width, 1.0f, n.channels);
+        }
+    });
+    mark(P_OTHER);
+    std::swap(x, y);
+}
+
 void TowerRun::apply(const TowerProduct& p) {
     each_part([&](Range rows) {
         for (int64_t t = rows.first; t < rows.last; t++) prepare_row(p.pair.in, Norm(), x + t * ld, own.in, t - rows.first);
@@ -49,7 +74,14 @@ void TowerRun::apply(const TowerLayer& l) {
 // Queries, keys and values of the rows to where all threads find them.
 void TowerRun::project(const TowerLayer& l, Range rows) {
     const int64_t n = rows.last - rows.first;
-    for (int64_t t = 0; t < n; t++) prepare_row(l.in, l.norm_after ? Norm() : l.norm1, x + (rows.first + t) * ld, own.in, t);
+    for (int64_t t = 0; t < n; t++) {
+        if (in.blank && in.blank[rows.first + t]) {
+            memset(own.in.x + t * own.in.ldx, 0, size_t(l.in.width) * 4);
+            quantize_row(l.in, own.in, t);
+        } else {
+            prepare_row(l.in, l.norm_after ? Norm() : l.norm1, x + (rows.first + t) * ld, own.in, t);
+        }
+    }
     mark(P_PREPARE);
     Store to;
     to.ld = own.qkv_ld;
@@ -67,14 +99,20 @@ void TowerRun::project(const TowerLayer& l, Range rows) {
         if (l.turned) turn(l, rows.first + t, q, q + width);
     }
     const Tower::Division& division = tower.divisions[l.division];
-    for (int64_t t = rows.first, end; t < rows.last; t = end) {
-        const Tower::Segment& s = division.segments[size_t(division.of_row[size_t(t)])];
-        end = std::min({s.first + ((t - s.first) / LANES + 1) * LANES, s.last, rows.last});
-        const float* q = own.qkv + (t - rows.first) * own.qkv_ld;
-        for (int64_t h = 0; h < l.heads; h++) {
-            put_queries(l, h, {t, end}, q + h * l.head_dim);
-            put_keys(l, h, s, {t, end}, q + width + h * l.head_dim, q + 2 * width + h * l.head_dim);
+    auto put = [&](Range heads) {
+        for (int64_t t = rows.first, end; t < rows.last; t = end) {
+            const Tower::Segment& s = division.segments[size_t(division.of_row[size_t(t)])];
+            end = std::min({s.first + ((t - s.first) / LANES + 1) * LANES, s.last, rows.last});
+            for (int64_t h = heads.first; h < heads.last; h++) {
+                put_queries(l, h, s, {t, end}, rows.first);
+                put_keys(l, h, s, {t, end}, rows.first);
+            }
         }
+    };
+    if (!l.side) put({0, l.heads});
+    for (int64_t h = 0; l.side && h < l.heads; h++) {
+        ask_far(l, h, n);
+        put({h, h + 1});
     }
     mark(P_ROPE);
 }
@@ -101,9 +139,37 @@ uint8_t* TowerRun::query(const TowerLayer& l, int64_t head, int64_t row) const {
     return tower.shared.queries.data() + (head * in.rows + row) * l.dpad * (tower.program.bf16 ? 2 : 4);
 }
 
-void TowerRun::put_queries(const TowerLayer& l, int64_t head, Range rows, const float* q) const {
+// The head's queries by all that is learned of distances.
+void TowerRun::ask_far(const TowerLayer& l, int64_t head, int64_t rows) const {
+    InputBuffer queries;
+    queries.x = own.qkv + head * l.head_dim;
+    queries.ldx = own.qkv_ld;
+    Store to;
+    to.ld = own.far_ld;
+    to.out = own.far;
+    for (const Linear& f : l.far) {
+        linear(f, queries, 0, rows, {0, f.w.tiles()}, to);
+        to.out += f.w.tiles() * LANES;
+    }
+}
+
+// Behind each of the queries `to`, what their scores with keys of each line and of each column get: keys say there which line and
+// column is theirs. Before scores are scaled.
+void TowerRun::put_far(const TowerLayer& l, const Tower::Segment& s, Range rows, int64_t first_row, float* to) const {
+    const float factor = std::sqrt(float(l.head_dim));
+    for (int64_t t = rows.first; t < rows.last; t++, to += l.dpad) {
+        const int64_t at[2] = {(t - s.first) / l.side, (t - s.first) % l.side};
+        const float* far = own.far + (t - first_row) * own.far_ld;
+        for (int k = 0; k < 2; k++, far += l.far[0].w.tiles() * LANES)
+            for (int64_t j = 0; j < l.side; j++) to[l.head_dim + k * l.side + j] = far[at[k] - j + l.side - 1] * factor;
+    }
+}
+
+void TowerRun::put_queries(const TowerLayer& l, int64_t head, const Tower::Segment& s, Range rows, int64_t first_row) const {
     int64_t stride;
+    const float* q = own.qkv + (rows.first - first_row) * own.qkv_ld + head * l.head_dim;
     const float* from = padded(l, q, rows.last - rows.first, own.head, &stride);
+    if (l.side) put_far(l, s, rows, first_row, own.head);
     for (int64_t t = rows.first; t < rows.last; t++, from += stride) {
         if (tower.program.bf16) ops.to_bf16(from, reinterpret_cast<uint16_t*>(query(l, head, t)), l.dpad);
         else memcpy(query(l, head, t), from, size_t(l.dpad) * 4);
@@ -111,12 +177,20 @@ void TowerRun::put_queries(const TowerLayer& l, int64_t head, Range rows, const 
 }
 
 // Keys and values of rows that stand in one cell.
-void TowerRun::put_keys(const TowerLayer& l, int64_t head, const Tower::Segment& s, Range rows, const float* k, const float* v) const {
+void TowerRun::put_keys(const TowerLayer& l, int64_t head, const Tower::Segment& s, Range rows, int64_t first_row) const {
     const int64_t n = rows.last - rows.first, lane = (rows.first - s.first) % LANES;
     const int64_t at = head * tower.divisions[l.division].cells + s.cell + (rows.first - s.first) / LANES;
     uint8_t *kc = tower.shared.keys.data() + at * l.cell.k_cell, *vc = tower.shared.values.data() + at * l.cell.v_cell;
     int64_t stride;
+    const int64_t width = l.q.w.tiles() * LANES;
+    const float* k = own.qkv + (rows.first - first_row) * own.qkv_ld + width + head * l.head_dim;
+    const float* v = k + width;
     k = padded(l, k, n, own.head, &stride);
+    for (int64_t t = 0; l.side && t < n; t++) {
+        const int64_t at = rows.first + t - s.first;
+        float* key = own.head + t * l.dpad + l.head_dim;
+        key[at / l.side] = key[l.side + at % l.side] = 1.0f;
+    }
     v = padded(l, v, n, own.head + LANES * l.dpad, &stride);
     if (n == LANES && tower.program.bf16) return ops.kv_cell(l.dpad, k, v, stride, kc, vc);
     const int32_t type = tower.program.bf16 ? KV_BF16 : KV_F32;
@@ -145,7 +219,7 @@ void TowerRun::attend(const TowerLayer& l, Range rows) {
 void TowerRun::attend_block(const TowerLayer& l, const Tower::Segment& s, int64_t head, Range block, float* out) {
     const int64_t n = block.last - block.first, length = (block.first < s.real ? s.last : s.real) - s.first;
     const int64_t first = head * tower.divisions[l.division].cells + s.cell, cells = (s.last - s.first + LANES - 1) / LANES;
-    AttnParams params{l.dpad, l.dpad, 1.0f / std::sqrt(float(l.head_dim)), 0.0f, tower.program.bf16};
+    AttnParams params{l.dpad, l.vpad, 1.0f / std::sqrt(float(l.head_dim)), 0.0f, tower.program.bf16};
     params.loose = 1;
     for (int64_t tile = 0; tile * KV_TILE < length; tile++) {
         KvTile kv;
@@ -159,12 +233,12 @@ void TowerRun::attend_block(const TowerLayer& l, const Tower::Segment& s, int64_
             own.hi[r] = int32_t(std::min(KV_TILE, length - tile * KV_TILE));
         }
         ops.attn_tile(params, kv, query(l, head, block.first), n, own.lo, own.hi, tile ? own.part : own.running, own.scores);
-        if (tile) ops.attn_merge(l.dpad, n, own.running, own.part);
+        if (tile) ops.attn_merge(l.vpad, n, own.running, own.part);
     }
     const AttnState& a = own.running;
     for (int64_t r = 0; r < n; r++, out += own.mid.ldx) {
-        float* to = l.dpad == l.head_dim ? out : own.head;
-        ops.attn_finish(l.dpad, a.m[r], a.l[r], a.acc + r * l.dpad, nullptr, to);
+        float* to = l.vpad == l.head_dim ? out : own.head;
+        ops.attn_finish(l.vpad, a.m[r], a.l[r], a.acc + r * l.vpad, nullptr, to);
         if (to != out) memcpy(out, to, size_t(l.head_dim) * 4);
     }
 }

@@ -30,13 +30,16 @@ private:
     void apply(const Norm& n);
     void apply(const TowerProduct& p);
     void apply(const TowerActivation& a);
+    void apply(const TowerNear& n);
     void apply(const TowerLayer& l);
 
     void project(const TowerLayer& l, Range rows);
     void turn(const TowerLayer& l, int64_t row, float* q, float* k) const;
     const float* padded(const TowerLayer& l, const float* from, int64_t n, float* to, int64_t* ld_of) const;
-    void put_queries(const TowerLayer& l, int64_t head, Range rows, const float* q) const;
-    void put_keys(const TowerLayer& l, int64_t head, const Tower::Segment& s, Range rows, const float* k, const float* v) const;
+    void ask_far(const TowerLayer& l, int64_t head, int64_t rows) const;
+    void put_far(const TowerLayer& l, const Tower::Segment& s, Range rows, int64_t first_row, float* to) const;
+    void put_queries(const TowerLayer& l, int64_t head, const Tower::Segment& s, Range rows, int64_t first_row) const;
+    void put_keys(const TowerLayer& l, int64_t head, const Tower::Segment& s, Range rows, int64_t first_row) const;
     uint8_t* query(const TowerLayer& l, int64_t head, int64_t row) const;
     void attend(const TowerLayer& l, Range rows);
     void attend_block(const TowerLayer& l, const Tower::Segment& s, int64_t head, Range block, float* out);

@@ -45,9 +45,13 @@ namespace {
 struct Widths {
     int64_t in, mid, qkv = 16, spread = 0, queries = 16, heads = 1, dpad = 16, kv_cell = 0, scratch = 64, expanded = 0, made = 0, experts = 16, top_k = 0,
                      moe = 16;
+    int64_t low = 0;
     bool saves = false;
     void linear(const Ops& ops, const Linear& l) {
         if (l.present()) scratch = std::max(scratch, ops.linear_scratch(l.w));
+        if (!l.seen) return;
+        for (const Linear* of : {&l.seen->whole, &l.seen->a, &l.seen->b}) linear(ops, *of);
+        low = std::max(low, l.seen->a.w.tiles() * LANES);
     }
     void side_by_side(std::initializer_list<const Linear*> parts) {
         int64_t total = 0;
@@ -164,6 +168,11 @@ Workspace::Workspace(const Program& p, const Ops& ops, int thread_count) : threa
     dummy_cell = take<uint8_t>(w.dpad * 64);
     for (ThreadScratch& t : threads) {
         t.linear = take<uint8_t>(w.scratch);
+        if (w.low) {
+            t.low.ld = w.low;
+            for (LowScratch::Rows& made : t.low.made) made.x = take<float>(CHUNK * w.low);
+            t.low.gate = take<float>(CHUNK * STRIPE);
+        }
         t.stripe = take<float>(CHUNK * STRIPE);
         t.in = input(SMALL, w.in);
         t.mid = input(SMALL, w.mid);

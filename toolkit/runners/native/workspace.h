@@ -71,7 +71,21 @@ struct ExpandScratch {
     uint8_t* queries;        // [CHUNK][expanded]
 };
 
+// What products of low rank need: x[i] is a(x) of rows [first, last) by `of` (null = of nothing), [CHUNK][ld]; `gate` one half of a
+// gated product, [CHUNK][STRIPE].
+struct LowScratch {
+    struct Rows {
+        float* x = nullptr;
+        const Routed* of = nullptr;
+        Range rows{0, 0};
+    };
+    Rows made[2];
+    int64_t ld = 0;
+    float* gate = nullptr;
+};
+
 struct ThreadScratch {
+    LowScratch low;
     uint8_t* linear;
     float* stripe;        // [CHUNK][STRIPE]
     InputBuffer in, mid;  // SMALL rows

@@ -14,6 +14,7 @@ from toolkit.models.routed import Routed
 from toolkit.models.spec import LinearSpec
 from toolkit.runners.tensor.linear import Activations, Linear, Placement
 from toolkit.runners.tensor.lora import AdapterStep
+from toolkit.runners.tensor.vision import dense
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,7 @@ def by_kind(
     assert len(found) == len(specs), "of linears that run as one all are routed, or none"
 
     def tensor(name: str, *shape: int) -> Tensor:
-        made: Tensor = weights[name].reshape(shape).to(place.device, place.dtype)
-        return made
+        return dense(weights[name]).reshape(shape).to(place.device, place.dtype)
 
     pairs: list[tuple[Tensor, Tensor | None, bool]] = []
     for one in found:

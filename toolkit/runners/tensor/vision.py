@@ -37,7 +37,7 @@ class Encoder:
         self.spec, self.tower = spec, spec.tower
         self.device, self.dtype = device, dtype
         self.weights = {
-            name: _dense(weights[name]).reshape(shape).to(device, dtype)
+            name: dense(weights[name]).reshape(shape).to(device, dtype)
             for name, shape in tensors(replace(spec, routed=())).items()
             if name in weights
         }
@@ -288,7 +288,7 @@ class Encoder:
         return torch.cat([tiles[0], lined(lines, newline)])
 
 
-def _dense(weight: Any) -> Tensor:
+def dense(weight: Any) -> Tensor:
     """A parameter, or the numbers of a matrix in canonical form."""
     if isinstance(weight, Tensor):
         return weight
