@@ -31,6 +31,13 @@ def run(
     image: Annotated[
         list[str] | None, typer.Option(help="A picture that the first question is about: file or URL. Repeatable.")
     ] = None,
+    video: Annotated[
+        list[str] | None, typer.Option(help="A video that the first question is about: file or URL. Repeatable.")
+    ] = None,
+    media_io_kwargs: Annotated[
+        str | None,
+        typer.Option(metavar="<json>", help='How videos are read: \'{"video": {"num_frames": 16, "fps": 1}}\'.'),
+    ] = None,
     keep: Annotated[
         int, typer.Option(min=0, metavar="<int>", help="Messages from the start that stay when the context is full.")
     ] = 0,
@@ -59,6 +66,7 @@ def run(
             config,
             engine.chat_template,
             backend=engine.backend,
+            media_io_kwargs=media_io_kwargs,
             adapter_name=adapter,
             progress=lambda line: None,
             packed=engine.packed(config, lambda line: console.print(line, style="dim", markup=False, soft_wrap=True)),
@@ -67,6 +75,8 @@ def run(
         talk = Conversation(settings.change(pipe.gen_config, **given), system, keep=keep)
         for source in image or ():
             talk.show(pipe.checked_image(source))
+        for source in video or ():
+            talk.show(pipe.checked_video(source), "video_url")
         if question is None:
             show_engine(console, pipe.engine)
             facts = f"chat template: {pipe.chat_template.note}", f" · context {pipe.engine.session_len}"

@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "artifacts": {"models", "templates", "box"} | BASE,
     "models": BASE,
     "runners": {"artifacts", "models", "kernels"} | BASE,
-    "vision": {"artifacts", "models"} | BASE,
+    "vision": {"artifacts", "models", "box"} | BASE,
     "chat": {"vision", "artifacts", "templates", "parsers", "box"} | BASE,
     "engine": {"runners", "models", "artifacts", "kernels", "box", "json_lines"} | BASE,
     "measure": {"engine", "runners", "artifacts", "kernels"} | BASE,
@@ -62,7 +62,7 @@ MAY_IMPORT = {
     | BASE,
     "profile": {"engine", "chat", "artifacts", "tls"} | BASE,
     "check_env": {"engine", "runners", "models", "artifacts", "kernels"} | BASE,
-    "vl": {"vision"} | BASE,
+    "vl": {"vision", "models"} | BASE,
     "model": {"chat"},
     "pytorch": {"artifacts", "models"} | BASE,
     "opencompass": {"pipeline"} | BASE,
@@ -70,7 +70,7 @@ MAY_IMPORT = {
     "__main__": {"commands"},
 }
 # Of another room only these: the contract and what the registry says, no family by its name.
-SEEN = ("spec", "gguf", "mmproj", "family", "pictures", "registry", "vision")
+SEEN = ("spec", "gguf", "mmproj", "family", "pictures", "registry", "videos", "vision")
 ONLY = {("artifacts", "models"): {f"toolkit.models.{name}" for name in SEEN}}
 
 

@@ -302,7 +302,7 @@ def test_slow_hosts_hold_up_no_other_prompt(client: Any, monkeypatch: pytest.Mon
 def test_the_pictures_of_a_request_have_one_deadline(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     left, file = [], io.BytesIO()
     picture(0).save(file, "PNG")
-    monkeypatch.setattr(images, "fetch", lambda url, most, rules: left.append(rules.seconds) or file.getvalue())
+    monkeypatch.setattr(images, "fetch", lambda url, most, rules, what: left.append(rules.seconds) or file.getvalue())
     urls = [f"http://some.example/{i}.png" for i in range(3)]
     assert client.post("/v1/chat/completions", json=asked(*urls)).status_code == 200
     assert 10 > left[0] > left[1] > left[2] > 0

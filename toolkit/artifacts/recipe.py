@@ -1,12 +1,14 @@
-"""How the model in a directory has its pictures prepared."""
+"""How the model in a directory has its pictures and videos prepared."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.models.pictures import Recipe
-from toolkit.models.registry import build_recipe
+from toolkit.models.registry import build_recipe, build_video
 
 
 def open_recipe(directory: Path) -> Recipe | None:
@@ -14,10 +16,20 @@ def open_recipe(directory: Path) -> Recipe | None:
     path = directory / "config.json"
     if not path.is_file():
         return None
-    name, values = "preprocessor_config.json", {}
+    name, values = _processor(directory, "preprocessor_config.json", "image_processor")
+    beside, shown = _processor(directory, "video_preprocessor_config.json", "video_processor")
+    config = read_json_object(path)
+    recipe = build_recipe(config, values, str(path), str(directory / name))
+    if recipe is None:
+        return None
+    return replace(recipe, video=build_video(config, shown, recipe, str(path), str(directory / beside)))
+
+
+def _processor(directory: Path, name: str, part: str) -> tuple[str, dict[str, Any]]:
+    """(the file's name, its object): one of its own, else a part of the whole processor's."""
     if (directory / name).is_file():
-        values = read_json_object(directory / name)
-    elif (directory / (name := "processor_config.json")).is_file():
-        inner = read_json_object(directory / name).get("image_processor")
-        values = inner if isinstance(inner, dict) else {}
-    return build_recipe(read_json_object(path), values, str(path), str(directory / name))
+        return name, read_json_object(directory / name)
+    if (directory / (whole := "processor_config.json")).is_file():
+        inner = read_json_object(directory / whole).get(part)
+        return whole, inner if isinstance(inner, dict) else {}
+    return name, {}

@@ -20,6 +20,7 @@ _TEXTS_AND_PICTURES = (
     "*.tiktoken",
     "tiktoken.model",
     "preprocessor_config.json",
+    "video_preprocessor_config.json",
     "processor_config.json",
 )
 # What sentence-transformers keeps in a folder lies flat in an artifact; the first that is there counts.

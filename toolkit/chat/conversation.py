@@ -28,7 +28,7 @@ class Conversation:
     turns: list[Message] = field(default_factory=list)
     keep: int = 0
     left_out: int = 0
-    shown: list[str] = field(default_factory=list)  # URLs of pictures for the next question
+    shown: list[Message] = field(default_factory=list)  # parts that the next question is about
 
     def messages(self) -> list[Message]:
         """What goes to the model."""
@@ -46,16 +46,15 @@ class Conversation:
         """Forget what was said."""
         self.turns, self.left_out = [], 0
 
-    def show(self, url: str) -> None:
-        """A picture that the next question is about."""
-        self.shown.append(url)
+    def show(self, url: str, kind: str = "image_url") -> None:
+        """A picture, or of the other ``kind`` ("video_url") a video, that the next question is about."""
+        self.shown.append({"type": kind, kind: {"url": url}})
 
     def say(self, role: str, text: str) -> None:
-        """``role`` says ``text``, about the pictures that were shown since."""
+        """``role`` says ``text``, about what was shown since."""
         content: Any = text
         if self.shown and role == "user":
-            pictures = [{"type": "image_url", "image_url": {"url": url}} for url in self.shown]
-            content, self.shown = [*pictures, {"type": "text", "text": text}], []
+            content, self.shown = [*self.shown, {"type": "text", "text": text}], []
         self.turns.append({"role": role, "content": content})
 
     def take_back_answer(self) -> None:

@@ -20,6 +20,7 @@ HELP = """\
 /help                show this (also: /?)
 /system [TEXT]       show or set the system text; /system - drops it
 /image FILE          show a picture (file or URL); the next question is about it
+/video FILE          show a video (file or URL), likewise
 /set [NAME VALUE]    show or change sampling settings, e.g. /set temperature 0.7
 /clear               forget the conversation (also: end)
 /save FILE           write the conversation to a JSON file
@@ -35,7 +36,7 @@ LEAST_TIME = 0.001  # seconds; a speed measured over less is noise
 WORDS = {"end": "/clear", "/?": "/help"}  # "end": LMDeploy's word for the end of a session
 QUOTES = '"""'  # around a question of several lines
 ROOM = 4  # an answer is to have this part of the context, or max_new_tokens where that is less
-COMMANDS = ("/help", "/system", "/image", "/set", "/clear", "/save", "/load", "/retry", "/exit")
+COMMANDS = ("/help", "/system", "/image", "/video", "/set", "/clear", "/save", "/load", "/retry", "/exit")
 
 
 class Model(Protocol):
@@ -51,6 +52,9 @@ class Model(Protocol):
     def checked_image(self, source: str) -> str:
         """The URL by which messages may name the picture in a file or at a URL. Raises ToolkitError where it cannot be
         read, or the model does not see."""
+
+    def checked_video(self, source: str) -> str:
+        """Likewise of a video, which is not decoded yet."""
 
 
 class Screen(Protocol):
@@ -211,7 +215,8 @@ class Repl:
         handlers: dict[str, Callable[[str], None]] = {
             "/help": self._help,
             "/system": self._system,
-            "/image": self._image,
+            "/image": lambda rest: self._show("image", rest),
+            "/video": lambda rest: self._show("video", rest),
             "/set": self._set,
             "/clear": self._clear,
             "/save": self._save,
@@ -231,11 +236,14 @@ class Repl:
         text = self.conversation.system
         self.screen.note("no system text but the chat template's" if text is None else f"system: {text}")
 
-    def _image(self, rest: str) -> None:
+    def _show(self, kind: str, rest: str) -> None:
         if not rest:
-            raise UsageError("/image: expected a file name or a URL")
-        self.conversation.show(self.model.checked_image(rest))
-        self.screen.note(f"the next question is about {len(self.conversation.shown)} image(s)")
+            raise UsageError(f"/{kind}: expected a file name or a URL")
+        url = self.model.checked_image(rest) if kind == "image" else self.model.checked_video(rest)
+        self.conversation.show(url, f"{kind}_url")
+        kinds = [part["type"].removesuffix("_url") for part in self.conversation.shown]
+        counts = [f"{kinds.count(name)} {name}(s)" for name in ("image", "video") if name in kinds]
+        self.screen.note(f"the next question is about {' and '.join(counts)}")
 
     def _set(self, rest: str) -> None:
         if not rest:

@@ -17,6 +17,7 @@ import orjson
 
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
 from toolkit.models.pictures import Picture
+from toolkit.models.videos import Frame
 
 ARRAYS = ("logits", "hidden")  # float32 fields of EngineOutput
 PARTS = ("pixels", "more")  # of a picture
@@ -66,6 +67,8 @@ def read_request(message: dict[str, Any], data: memoryview, held: dict[bytes, Pi
             at += 4 * math.prod(shape)
         grid, size = tuple(told["grid"]), tuple(told["size"])
         rest = {"tokens": told["tokens"], "numbered": told["numbered"]}
+        if (frame := told["frame"]) is not None:
+            rest["frame"] = Frame(**frame | {"pooled": frame["pooled"] and tuple(frame["pooled"])})
         held[digest] = Picture(grid=grid, size=size, digest=digest, **rest, **parts)
         pictures.append(held[digest])
     params = dict(fields.pop("params"))

@@ -76,18 +76,21 @@ def axes_of(length: int, spans: Sequence[Span]) -> tuple[I32, int]:
     of later tokens differ from their places.
 
     Text has three equal positions, one after another. A picture's tokens have one time, their rows and their columns;
-    what follows goes on behind the longer of its sides. Source: arXiv 2409.12191, section 2.1.
+    those of a video's later pictures begin where its first does, but for the time. What follows goes on behind the
+    longest of the three. Source: arXiv 2409.12191, section 2.1.
     """
     found = np.empty((3, length), np.int32)
-    at, place = 0, 0
+    at, place, begin = 0, 0, 0
     for span in spans:
-        first = int(span.places[0])
+        first, frame = int(span.places[0]), span.picture.frame
         found[:, place:first] = np.arange(at, at + first - place)
         at += first - place
+        time = (frame.time if frame is not None else None) or 0
+        begin = begin if frame is not None and frame.follows and frame.time is not None else at
         rows, columns = span.picture.grid
-        found[0, first : first + rows * columns] = at
-        found[1, first : first + rows * columns] = at + np.repeat(np.arange(rows), columns)
-        found[2, first : first + rows * columns] = at + np.tile(np.arange(columns), rows)
-        at, place = at + max(rows, columns), first + rows * columns
+        found[0, first : first + rows * columns] = begin + time
+        found[1, first : first + rows * columns] = begin + np.repeat(np.arange(rows), columns)
+        found[2, first : first + rows * columns] = begin + np.tile(np.arange(columns), rows)
+        at, place = max(at, begin + max(time + 1, rows, columns)), first + rows * columns
     found[:, place:] = np.arange(at, at + length - place)
     return found, at - place

@@ -11,6 +11,7 @@ from toolkit.models.decoder import Built
 from toolkit.models.gguf import Gguf
 from toolkit.models.mmproj import Mmproj
 from toolkit.models.pictures import Recipe
+from toolkit.models.videos import Video
 
 # ``Family.spellings`` of a language model that also comes as a part of one that sees.
 WITHIN = (("model.", "model.language_model.", "language_model.model."), ("lm_head", "language_model.lm_head"))
@@ -41,10 +42,11 @@ class Family:
     one that sees that of its tower too or of its language model alone, or why there is none. ``twin``: for a family
     that transformers has no class for, the model_type of one that computes the same from the same weights under
     canonical names. ``recipe``: how pictures are prepared, from config.json and preprocessor_config.json; None: the
-    family does not see. ``spellings``: how names of tensors begin, first as ``build`` has it, then as other files have
-    it. ``token_fields``: fields that config.json may lack, and the special token whose id each is. ``others``: fields
-    of a config of these architectures that tell of another family, and which. ``blind``: the family of its language
-    model, which a config without ``vision_config`` is read as.
+    family does not see. ``video``: how videos are shown, by config.json, video_preprocessor_config.json and that
+    recipe; None: not at all. ``spellings``: how names of tensors begin, first as ``build`` has it, then as other files
+    have it. ``token_fields``: fields that config.json may lack, and the special token whose id each is. ``others``:
+    fields of a config of these architectures that tell of another family, and which. ``blind``: the family of its
+    language model, which a config without ``vision_config`` is read as.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Family:
     gguf: Gguf | Mmproj | str
     twin: str | None = None
     recipe: Callable[[Fields, Fields], Recipe] | None = None
+    video: Callable[[Fields, Fields, Recipe], Video] | None = None
     spellings: tuple[tuple[str, ...], ...] = ()
     token_fields: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, str] = field(default_factory=dict)

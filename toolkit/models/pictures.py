@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.models.fine import STEM
+from toolkit.models.videos import Frame, Video
 
 MOST_TILES = 24  # that a request may have a picture cut into, of kind "tiles"
 
@@ -49,7 +50,8 @@ class Recipe:
     only where a conversation has no more pictures they are cut, of kinds that ask for that. ``leads``: what a prompt
     may begin with, behind which all its pictures stand. ``high``: the side of a larger form, "boxed" and "mined" too,
     of which the other is made and which stands behind it, with ``high_mean`` and ``high_std``. ``per_tile``: tokens a
-    tile, of kinds that have tiles; ``most_tiles``: as in ``VisionSpec``.
+    tile, of kinds that have tiles; ``most_tiles``: as in ``VisionSpec``. ``video``: how videos are shown, None: not at
+    all.
     """
 
     kind: Literal[
@@ -102,16 +104,18 @@ class Recipe:
     high: int = 0
     high_mean: tuple[float, ...] = ()
     high_std: tuple[float, ...] = ()
+    video: Video | None = None
 
 
 @dataclass(frozen=True)
 class Picture:
     """A picture prepared for a tower, as a request carries it.
 
-    ``pixels``: float32 [tiles, 3, height, width]. ``grid``: rows and columns of tiles (but for the whole picture's),
+    ``pixels``: float32 [tiles, 3, height, width]; of a video's 3 x frames that are one, those of a colour side by
+    side. ``grid``: rows and columns of tiles (but for the whole picture's),
     of a single tile those of its tokens. ``size``: (height, width) before. ``tokens``: how many rows it becomes.
     ``digest``: of all that. ``more``: tiles
-    of another size, which stand behind. ``numbered``: as in ``Recipe``.
+    of another size, which stand behind. ``numbered``: as in ``Recipe``. ``frame``: of a part of a video.
     """
 
     pixels: NDArray[np.float32] = field(repr=False)
@@ -121,6 +125,7 @@ class Picture:
     digest: bytes
     more: NDArray[np.float32] | None = field(default=None, repr=False)
     numbered: bool = False
+    frame: Frame | None = None
 
     @property
     def parts(self) -> tuple[NDArray[np.float32], ...]:

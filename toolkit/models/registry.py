@@ -28,6 +28,7 @@ from toolkit.models.decoder import Built
 from toolkit.models.family import Family
 from toolkit.models.pictures import Recipe
 from toolkit.models.spec import StoredTensor
+from toolkit.models.videos import Video
 
 VARIABLE = "TOOLKIT_CUSTOM_MODULE_MAP"  # of the environment: Python files, one family each, with : between them
 PICKED = "attention to the tokens that an indexer picks"
@@ -190,6 +191,15 @@ def build_recipe(config: dict[str, Any], preprocessor: dict[str, Any], source: s
     except ToolkitError:
         return None
     return None if family.recipe is None else family.recipe(Fields(config, source), Fields(preprocessor, beside))
+
+
+def build_video(
+    config: dict[str, Any], preprocessor: dict[str, Any], recipe: Recipe, source: str, beside: str
+) -> Video | None:
+    """How a model whose pictures are prepared by ``recipe`` is shown videos, None where it is not. ``preprocessor``:
+    video_preprocessor_config.json; else as ``build_recipe``."""
+    make = find_family(config, source).video
+    return None if make is None else make(Fields(config, source), Fields(preprocessor, beside), recipe)
 
 
 def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None, own: Iterable[Family] = ()) -> Built:

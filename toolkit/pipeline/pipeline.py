@@ -37,8 +37,9 @@ from toolkit.pipeline.prompts import Prompt, as_batch
 from toolkit.pipeline.results import with_tensors
 from toolkit.pipeline.session import Session
 from toolkit.progress import Progress
-from toolkit.vision.eyes import Eyes
-from toolkit.vision.images import as_url
+from toolkit.vision.eyes import Eyes, media_sampling
+from toolkit.vision.images import Rules, as_url
+from toolkit.vision.videos import video_url
 
 __all__ = ["Pipeline", "Session", "pipeline"]
 
@@ -70,6 +71,7 @@ class Pipeline:
     log_level: of the logger "toolkit"; INFO shows every prompt after templating, cut to ``max_log_len`` characters.
     ``gen_config`` may be given as the default of all calls (else: what the model's generation_config.json asks for,
     or greedy), ``adapter_name`` too, ``backend`` ("turbomind" or "pytorch") in place of a backend_config,
+    ``media_io_kwargs`` as vLLM has it (``{"video": {"num_frames": …, "fps": …}}``),
     ``progress`` to be called with each line about loading, which otherwise is logged, ``packed`` as for
     ``AsyncEngine.open``. Raises UsageError for arguments that mean nothing, ToolkitError when the model cannot be
     loaded.
@@ -91,6 +93,7 @@ class Pipeline:
         packed = kwargs.pop("packed", None)
         self.adapter_name: str | None = kwargs.pop("adapter_name", None)
         vision = kwargs.pop("vision_config", None) or VisionConfig()
+        rules = Rules(sampling=media_sampling(kwargs.pop("media_io_kwargs", None)))
         ignored = ["trust_remote_code"] if kwargs.pop("trust_remote_code", None) else []
         arguments.refuse_unknown("pipeline()", kwargs)
         _check(speculative_config, default, max_log_len, vision)
@@ -118,7 +121,7 @@ class Pipeline:
         try:
             if self.adapter_name is not None:
                 self._check_adapter(self.adapter_name)
-            self._eyes = Eyes.open(self.tokenizer.path, max_tokens=self.engine.session_len)
+            self._eyes = Eyes.open(self.tokenizer.path, rules, self.engine.session_len)
             self.chat_template = ChatTemplate.open(
                 self.engine.tokenizer,
                 self.model_path,
@@ -269,6 +272,12 @@ class Pipeline:
         if self._eyes is None:
             raise UsageError(f"image: {self.model_path} reads text alone; load a model that sees")
         return as_url(source)
+
+    def checked_video(self, source: str) -> str:
+        """Likewise of a video, which is not decoded yet."""
+        if self._eyes is None or self._eyes.recipe.video is None:
+            raise UsageError(f"video: {self.model_path} takes no videos; load a model that does, or show it images")
+        return video_url(source)
 
     def get_ppl(self, input_ids: list[int] | list[list[int]]) -> list[float]:
         """Mean cross-entropy (natural logarithm, not exponentiated) of each sequence of at least two token ids."""

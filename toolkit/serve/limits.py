@@ -39,10 +39,13 @@ class Limits:
     max_tools: int = _limit(128, "Tools of a request.")
     max_tools_bytes: int = _limit(1 << 18, "Bytes of tools as JSON.")
     max_kwargs_bytes: int = _limit(1 << 16, "Bytes of chat_template_kwargs as JSON.")
-    max_images: int = _limit(32, "Images of a request.")
+    max_images: int = _limit(32, "Images and videos of a request.")
     max_image_bytes: int = _limit(16 << 20, "Bytes of an image's file.")
-    max_image_pixels: int = _limit(64 << 20, "Pixels of an image.")
-    image_timeout: float = _limit(10.0, "Seconds for a request's images to be fetched by their URLs.")
+    max_image_pixels: int = _limit(64 << 20, "Pixels of an image, or of a frame of a video.")
+    image_timeout: float = _limit(10.0, "Seconds for a request's images and videos to be fetched by their URLs.")
+    max_video_bytes: int = _limit(64 << 20, "Bytes of a video's file.")
+    max_video_seconds: float = _limit(3600.0, "Seconds that a video lasts.")
+    max_video_frames: int = _limit(128, "Frames of a video that a request may ask for.")
     max_sessions: int = _limit(256, "Conversations of /v1/chat/interactive that are kept.")
     session_timeout: float = _limit(3600.0, "Seconds without a turn after which such a conversation is forgotten.")
     max_stored_responses: int = _limit(1024, "Responses kept for previous_response_id.")
@@ -154,7 +157,7 @@ def _object_bytes(value: Any) -> int:
 
 
 def _characters(value: Any) -> int:
-    """Characters of all strings in a JSON value but images, which have a limit of their own."""
+    """Characters of all strings in a JSON value but images and videos, which have limits of their own."""
     found, left = 0, [value]
     while left:
         item = left.pop()
@@ -176,6 +179,8 @@ def _image_field(part: dict[str, Any]) -> str | None:
     kind = part.get("type")
     if kind in ("image_url", "input_image"):
         return "image_url"
+    if kind == "video_url":
+        return kind
     source = part.get("source") if kind == "image" else None
     return "source" if isinstance(source, dict) and source.get("type") == "base64" else None
 

@@ -71,10 +71,13 @@ class ServerSettings:
     )
     vision_max_batch_size: int = option(1, "Images that are encoded at once, at most.", min=1)
     allowed_local_media_path: Path | None = option(
-        None, "Folder whose files requests may name as images. Default: none may be.", **_IMAGES
+        None, "Folder whose files requests may name as images or videos. Default: none may be.", **_IMAGES
     )
     allowed_media_domains: Sequence[str] | None = option(
-        None, "Hosts that images are fetched from. Default: all that are public.", **_IMAGES
+        None, "Hosts that images and videos are fetched from. Default: all that are public.", **_IMAGES
+    )
+    media_io_kwargs: str | None = option(
+        None, 'How videos are read, as JSON: \'{"video": {"num_frames": 16, "fps": 1}}\'. Default: as the model has it.'
     )
     ssl: bool = option(False, "HTTPS, by the files in SSL_KEYFILE and SSL_CERTFILE.")
     ssl_certfile: Path | None = option(None, "HTTPS: this server's certificate, in PEM, with those that vouch for it.")
@@ -99,6 +102,10 @@ class ServerSettings:
                 raise UsageError(
                     f"{spelled(name)}: only for a server of {'one model' if several else 'several models'}"
                 )
+        if self.media_io_kwargs is not None:
+            from toolkit.vision.eyes import media_sampling
+
+            media_sampling(self.media_io_kwargs)
         if self.node_url is not None and self.proxy_url is None:
             raise UsageError("--node-url: only with --proxy-url, the proxy that is to know this address; name it too")
 

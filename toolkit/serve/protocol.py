@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, mod
 
 from toolkit.chat.messages import TOOL_ROLES
 from toolkit.config_checks import shown
+from toolkit.errors import UsageError
 from toolkit.generation_config import PARAMETERS
 from toolkit.request_limits import LOGIT_BIAS, MOST, PRIORITY, TOKEN_ID, WORD_LENGTH
 from toolkit.serve.formats import FormatFields
@@ -19,6 +20,7 @@ from toolkit.serve.parameters import parameter, with_parameters
 from toolkit.serve.strict import Strict
 from toolkit.serve.tool_fields import ToolFields
 from toolkit.serve.volatile import without_header
+from toolkit.vision.eyes import media_sampling
 
 CONTENT = str | list[dict[str, Any]] | dict[str, Any]
 TokenId = Annotated[int, Field(ge=TOKEN_ID.low, le=TOKEN_ID.high)]
@@ -47,7 +49,7 @@ UNSUPPORTED = {
     "truncate_prompt_tokens": "not supported; shorten the prompt",
     "cache_salt": "not supported; start a server for each tenant",
     "mm_processor_kwargs": "not supported; pictures are prepared as the model's files say",
-    "media_io_kwargs": "not supported; pictures are prepared as the model's files say",
+    "media_io_kwargs": "only for /v1/chat/completions",
     "kv_transfer_params": "not supported; caches stay in their server",
     "vllm_xargs": "not supported",
 }
@@ -56,6 +58,14 @@ UNSUPPORTED = {
 def _without_prewarm(given: dict[str, Any]) -> dict[str, Any]:
     if given.get("prewarm"):
         raise ValueError("prewarm is not supported: the cache is filled by requests that are answered")
+    return given
+
+
+def _checked_media(given: dict[str, Any]) -> dict[str, Any]:
+    try:
+        media_sampling(given)
+    except UsageError as e:
+        raise ValueError(str(e).removeprefix("media_io_kwargs: ")) from e
     return given
 
 
@@ -68,26 +78,24 @@ class StreamOptions(Strict):
 
 
 def _text_parts(value: Any) -> Any:
-    """A message's content: a string, OpenAI's list of parts, text or images, or the object a tool has returned."""
+    """A message's content: a string, OpenAI's list of parts (text, images, videos), or the object of a tool."""
     if isinstance(value, dict):
         return value
     if not isinstance(value, (str, list)):
         raise ValueError(f"expected a string or a list of parts, found {shown(value, 40)}")
     for i, part in enumerate(value if isinstance(value, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "image_url":
-            _image_url(i, part)
+        if kind in ("image_url", "video_url"):
+            _url(i, kind, part)
         elif kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"part {i}: expected {{'type': 'text', 'text': …}}, found {shown(kind or part, 40)}")
     return value
 
 
-def _image_url(i: int, part: dict[str, Any]) -> None:
-    given = part.get("image_url")
+def _url(i: int, kind: str, part: dict[str, Any]) -> None:
+    given = part.get(kind)
     if not isinstance(given.get("url") if isinstance(given, dict) else given, str):
-        raise ValueError(
-            f"part {i}: expected {{'type': 'image_url', 'image_url': {{'url': …}}}}, found {shown(given, 40)}"
-        )
+        raise ValueError(f"part {i}: expected {{'type': '{kind}', '{kind}': {{'url': …}}}}, found {shown(given, 40)}")
 
 
 class Message(Strict):
@@ -278,6 +286,9 @@ class ChatCompletionRequest(ReadingRequest, ToolFields):
         None, max_length=WORD_LENGTH["stop_words"], description="What ends a thought that reaches its budget"
     )
     modalities: list[Literal["text"]] | None = None
+    media_io_kwargs: Annotated[dict[str, Any], AfterValidator(_checked_media)] | None = Field(
+        None, description='How videos are read: {"video": {"num_frames": …, "fps": …}}'
+    )
     cache_report: bool | None = Field(None, description="usage says where the prompt left the prefix cache, and why")
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ from toolkit.generation_config import TYPED, GenerationConfig
 from toolkit.messages import FinishReason, Response
 from toolkit.serve.client import APIClient
 from toolkit.vision.images import as_url
+from toolkit.vision.videos import video_url
 
 
 class RemoteModel:
@@ -58,6 +59,10 @@ class RemoteModel:
         """The URL by which messages may name the picture in a file or at a URL: of a file one that holds it. Raises
         UsageError where it cannot be read."""
         return as_url(source)
+
+    def checked_video(self, source: str) -> str:
+        """Likewise of a video, which is not decoded yet."""
+        return video_url(source)
 
     def context(self, messages: list[dict[str, Any]]) -> None:
         """What a conversation takes there is not known here: the server itself says where it is too long."""

@@ -114,7 +114,7 @@ async def encode_chat(
             return _encode(state, text, "messages", special=False)
         return state.engine.tokenizer.encode(text, add_special_tokens=False)
 
-    return await encode_messages(state, request.messages, render, encode, size)
+    return await encode_messages(state, request.messages, render, encode, size, request.media_io_kwargs)
 
 
 async def encode_messages(
@@ -123,9 +123,11 @@ async def encode_messages(
     render: Callable[[list[dict[str, Any]]], str],
     encode: Callable[[str], list[int]],
     size: int,
+    media: dict[str, Any] | None = None,
 ) -> tuple[list[int], str, list[Picture]]:
-    """As ``encode_chat``: ``encode`` gets what ``render`` has written, with its pictures spelled."""
-    eyes = state.eyes
+    """As ``encode_chat``: ``encode`` gets what ``render`` has written, with its pictures spelled. ``media``: as
+    ``media_sampling`` has it."""
+    eyes = state.eyes if state.eyes is None or media is None else state.eyes.taking(media)
     seconds = state.settings.limits.image_timeout
 
     def read() -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from toolkit.serve.lanes import Lanes
 from toolkit.serve.metrics import ServerMetrics
 from toolkit.serve.options import ServerSettings
 from toolkit.serve.talks import Talks
+from toolkit.vision.eyes import media_sampling
 from toolkit.vision.fetch import Fetching
 from toolkit.vision.images import Rules
 
@@ -42,6 +43,10 @@ def image_rules(settings: ServerSettings) -> Rules:
         max_bytes=limits.max_image_bytes,
         max_pixels=limits.max_image_pixels,
         max_images=limits.max_images,
+        max_video_bytes=limits.max_video_bytes,
+        max_video_seconds=limits.max_video_seconds,
+        max_video_frames=limits.max_video_frames,
+        sampling=media_sampling(settings.media_io_kwargs),
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ from toolkit import extras
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.errors import UsageError
 from toolkit.models.pictures import MOST_TILES, Picture, Recipe
-from toolkit.vision.images import Rules, is_url, open_image
-from toolkit.vision.parts import is_picture, parts_of
+from toolkit.vision.images import Rules, Sampling, is_url, open_image
+from toolkit.vision.parts import is_picture, is_video, parts_of
 from toolkit.vision.recipes import prepare
+from toolkit.vision.spelling import spelled
+from toolkit.vision.videos import Reader, watch
 
 DETAIL = {"low": 6, "medium": 12, "high": MOST_TILES}  # tiles, as LMDeploy has them
+MOST_FPS = 120
 # Options of a single picture → kind of recipe that knows them, its field.
 OPTIONS = {
     "max_dynamic_patch": ("tiles", "most"),
@@ -30,11 +34,12 @@ OPTIONS = {
 @dataclass(frozen=True)
 class Eyes:
     """``recipe``: how the model has its pictures prepared; ``rules``: what may be read; ``max_tokens``: of the pictures
-    of a conversation, None: any."""
+    of a conversation, None: any; ``reader``: of videos."""
 
     recipe: Recipe
     rules: Rules = field(default_factory=Rules)
     max_tokens: int | None = None
+    reader: Reader = field(default_factory=Reader)
 
     @classmethod
     def open(cls, directory: Path, rules: Rules | None = None, max_tokens: int | None = None) -> Eyes | None:
@@ -42,6 +47,10 @@ class Eyes:
         cannot be."""
         recipe = open_recipe(directory)
         return None if recipe is None else cls(recipe, rules or Rules(), max_tokens)
+
+    def taking(self, media: Any) -> Eyes:
+        """These, for a request that says itself how its videos are read (``media_sampling``)."""
+        return replace(self, rules=replace(self.rules, sampling=media_sampling(media, self.rules.sampling)))
 
     def fetches(self, messages: Any) -> bool:
         """Whether ``look`` asks other hosts for pictures of these messages."""
@@ -59,32 +68,62 @@ class Eyes:
         tokens, few = 0, len(found) <= self.recipe.few
         for where, part in found:
             try:
-                source, options = _source(part)
-                image = open_image(source, self.rules.within(until - time.monotonic()))
-                pictures.append(prepare(_adjusted(self.recipe, self.rules, options), image, alone=few))
+                for picture in self._seen(part, self.rules.within(until - time.monotonic()), few):
+                    pictures.append(picture)
+                    tokens += picture.tokens
+                    self._check_room(tokens)
             except UsageError as e:
                 raise UsageError(f"{where}: {e}") from e
-            tokens += pictures[-1].tokens
-            if self.max_tokens is not None and tokens > self.max_tokens:
-                limit = f"a conversation may have {self.max_tokens} tokens in all; send fewer or smaller images"
-                raise UsageError(f"{where}: the images up to this one take {tokens} tokens, {limit}")
         return pictures
+
+    def _seen(self, part: Mapping[str, Any], rules: Rules, alone: bool) -> Iterator[Picture]:
+        """The picture that a part is, or those that stand for its video."""
+        source, options = _source(part)
+        if not is_video(part):
+            return iter([prepare(_adjusted(self.recipe, rules, options), open_image(source, rules), alone)])
+        if (video := self.recipe.video) is None:
+            raise UsageError("this model takes no videos; send frames of it as images")
+        return watch(self.recipe, video, self.reader.open(source, rules, sampling_of(options, rules.sampling), video))
+
+    def _check_room(self, tokens: int) -> None:
+        if self.max_tokens is not None and tokens > self.max_tokens:
+            limit = f"a conversation may have {self.max_tokens} tokens in all; send fewer or smaller images"
+            raise UsageError(f"the images up to this one take {tokens} tokens, {limit}")
 
     def spell(self, text: str, pictures: Sequence[Picture]) -> str:
         """A prompt whose marks are spelled as the tokens of the pictures they stand for. Raises UsageError where there
         are more or fewer of them."""
-        between = text.split(self.recipe.mark)
-        if len(between) != len(pictures) + 1:
+        between, shown = text.split(self.recipe.mark), _by_place(pictures)
+        if len(between) != len(shown) + 1:
             raise UsageError(
-                f"messages: expected as many images as places for them, found {len(pictures)} images and "
+                f"messages: expected as many images as places for them, found {len(shown)} images and "
                 f"{len(between) - 1} places ({self.recipe.mark} in the prompt)"
             )
         if self.recipe.leads:
             whole = "".join(between)
             lead = next((lead for lead in self.recipe.leads if whole.startswith(lead)), "")
-            between = [lead, *[""] * (len(pictures) - 1), whole.removeprefix(lead)] if pictures else between
-        spelled = [_tokens(self.recipe, picture, number) for number, picture in enumerate(pictures)]
-        return between[0] + "".join(a + b for a, b in zip(spelled, between[1:], strict=True))
+            between = [lead, *[""] * (len(shown) - 1), whole.removeprefix(lead)] if shown else between
+        if (video := self.recipe.video) is not None:
+            before, _, behind = self.recipe.written.partition(self.recipe.mark)
+            for i in (i for i, (first, *_) in enumerate(shown) if first.frame is not None):
+                between[i] = between[i].removesuffix(before) + video.around[0]
+                between[i + 1] = video.around[1] + between[i + 1].removeprefix(behind)
+        texts = [
+            "".join((p.frame and p.frame.said) or spelled(self.recipe, p, number) for p in some)
+            for number, some in enumerate(shown)
+        ]
+        return between[0] + "".join(a + b for a, b in zip(texts, between[1:], strict=True))
+
+
+def _by_place(pictures: Sequence[Picture]) -> list[list[Picture]]:
+    """Those of each place: one, or all of a video."""
+    found: list[list[Picture]] = []
+    for picture in pictures:
+        if picture.frame is not None and picture.frame.follows:
+            found[-1].append(picture)
+        else:
+            found.append([picture])
+    return found
 
 
 def _pictures(messages: Any) -> list[tuple[str, Mapping[str, Any]]]:
@@ -106,6 +145,34 @@ def _source(part: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         return given, {}
     options = {name: value for name, value in given.items() if name not in ("url", "data")}
     return given.get("url", given.get("data")), options
+
+
+def media_sampling(given: Any, default: Sampling = Sampling()) -> Sampling:
+    """What vLLM calls ``media_io_kwargs`` says of videos, as JSON or its object. Raises UsageError."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as e:
+            raise UsageError(f"media_io_kwargs: expected JSON, found {given!r:.40} ({e})") from e
+    if given is None:
+        return default
+    video = given.get("video", {}) if isinstance(given, dict) else None
+    if not isinstance(video, dict) or set(given) - {"video", "image"} or set(video) - {"num_frames", "fps"}:
+        wanted = '{"video": {"num_frames": …, "fps": …}}'
+        raise UsageError(f"media_io_kwargs: expected {wanted}, found {given!r:.80}")
+    return sampling_of(video, default)
+
+
+def sampling_of(options: Mapping[str, Any], default: Sampling) -> Sampling:
+    """Which frames of one video are taken; ``default``: what holds where nothing is said. Raises UsageError."""
+    count, by_second = (options.get(name) for name in ("num_frames", "fps"))
+    if count is None and by_second is None:
+        return default
+    if count is not None and (type(count) is not int or count < 1):
+        raise UsageError(f"num_frames: expected a whole number from 1 on, found {count!r:.40}")
+    if by_second is not None and (type(by_second) not in (int, float) or not 0 < by_second <= MOST_FPS):
+        raise UsageError(f"fps: expected a number above 0, {MOST_FPS} at most, found {by_second!r:.40}")
+    return Sampling(count, by_second)
 
 
 def _adjusted(recipe: Recipe, rules: Rules, options: Mapping[str, Any]) -> Recipe:
@@ -130,41 +197,3 @@ def _adjusted(recipe: Recipe, rules: Rules, options: Mapping[str, Any]) -> Recip
     if made.kind == "area" and not max(made.unit**2, made.least) <= made.most:
         raise UsageError(f"max_pixels: expected at least {max(made.unit**2, made.least)}, found {made.most}")
     return made
-
-
-def _tokens(recipe: Recipe, picture: Picture, number: int) -> str:
-    if recipe.spelled == "plain":
-        return recipe.before.replace("{}", str(number + 1)) + recipe.token * picture.tokens + recipe.after
-    if recipe.spelled == "scan":
-        one = recipe.before + recipe.token * recipe.per_tile + recipe.after
-        parts = [one] * (len(picture.pixels) - 1)
-        said = f"Here is the original image {one} and here are some crops to help you see better "
-        return said + " ".join(parts) if parts else one
-    if recipe.spelled == "named":
-        tile = recipe.token * recipe.per_tile
-        names = [f"TILE_{i}" for i in range(1, len(picture.pixels))]
-        return recipe.before + "".join(name + tile for name in (*names, "TILE_GLOBAL")) + recipe.after
-    rows, columns = picture.grid
-    if recipe.spelled == "slices":
-        return _sliced(recipe, rows, columns, f"<image_id>{number}</image_id>" if picture.numbered else "")
-    if recipe.spelled == "parted":
-        across, below = recipe.inner
-        tile = recipe.token * recipe.per_tile
-        grid = (across.join([tile] * columns) + below) * rows if rows * columns > 1 else ""
-        return recipe.before + grid + recipe.mark + tile + recipe.after
-    if recipe.spelled == "lines":
-        return recipe.before.join([recipe.token * columns] * rows) + recipe.after
-    tile = recipe.token * recipe.per_tile
-    lines = [
-        "".join(f"{recipe.before}<row_{r + 1}_col_{c + 1}>{tile}" for c in range(columns)) + "\n" for r in range(rows)
-    ]
-    return "".join(lines) + ("\n" if lines else "") + f"{recipe.before}{recipe.after}{tile}{recipe.before}"
-
-
-def _sliced(recipe: Recipe, rows: int, columns: int, name: str) -> str:
-    tile = recipe.token * recipe.per_tile
-    whole, (begin, end) = recipe.before + tile + recipe.after, recipe.inner
-    if not rows:
-        return name + whole
-    lines = "\n".join([(whole if recipe.around else begin + tile + end) * columns] * rows)
-    return name + whole + (begin + lines + end if recipe.around else lines)

@@ -39,21 +39,22 @@ class Fetching:
     hosts: tuple[str, ...] | None = None
 
 
-def fetch(url: str, most_bytes: int, rules: Fetching) -> bytes:
-    """What is at an http or https URL. Raises UsageError, one line, for one that may not or cannot be fetched."""
-    shown = shortened(url)
+def fetch(url: str, most_bytes: int, rules: Fetching, what: str = "image") -> bytes:
+    """What is at an http or https URL, ``what`` messages call it. Raises UsageError, one line, for one that may not or
+    cannot be fetched."""
+    shown = f"{what} {shortened(url)}"
     until = time.monotonic() + rules.seconds
     for _ in range(REDIRECTS + 1):
         try:
             status, where, body = _ask(url, most_bytes, rules, until, shown)
             url = urljoin(url, where or "")
         except (OSError, http.client.HTTPException, ValueError) as e:
-            raise UsageError(f"image {shown}: cannot be fetched: {str(e) or type(e).__name__}") from e
+            raise UsageError(f"{shown}: cannot be fetched: {str(e) or type(e).__name__}") from e
         if status == 200:
             return body
         if status not in (301, 302, 303, 307, 308) or not where:
-            raise UsageError(f"image {shown}: cannot be fetched: the server answers {status}")
-    raise UsageError(f"image {shown}: cannot be fetched: more than {REDIRECTS} redirects")
+            raise UsageError(f"{shown}: cannot be fetched: the server answers {status}")
+    raise UsageError(f"{shown}: cannot be fetched: more than {REDIRECTS} redirects")
 
 
 def shortened(text: str) -> str:
@@ -66,9 +67,9 @@ def _ask(url: str, most_bytes: int, rules: Fetching, until: float, shown: str) -
     parts = urlsplit(url)
     host = parts.hostname
     if parts.scheme not in ("http", "https") or not host:
-        raise UsageError(f"image {shown}: expected an http or https URL")
+        raise UsageError(f"{shown}: expected an http or https URL")
     if rules.hosts is not None and host not in rules.hosts:
-        raise UsageError(f"image {shown}: the server fetches from {', '.join(rules.hosts) or 'no host'} alone")
+        raise UsageError(f"{shown}: the server fetches from {', '.join(rules.hosts) or 'no host'} alone")
     port = parts.port or (443 if parts.scheme == "https" else 80)
     address = _address(host, port, rules, shown)
     connection = http.client.HTTPConnection(host, port)
@@ -78,7 +79,9 @@ def _ask(url: str, most_bytes: int, rules: Fetching, until: float, shown: str) -
     with stream, _cut_off(stream, _left(until)):
         connection.sock = stream
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        connection.request("GET", path, headers={"User-Agent": AGENT, "Accept": "image/*", "Connection": "close"})
+        connection.request(
+            "GET", path, headers={"User-Agent": AGENT, "Accept": "image/*,video/*", "Connection": "close"}
+        )
         answer = connection.getresponse()
         if answer.status != 200:
             return answer.status, answer.getheader("Location"), b""
@@ -86,7 +89,7 @@ def _ask(url: str, most_bytes: int, rules: Fetching, until: float, shown: str) -
         while piece := answer.read1(PIECE):
             found += len(piece)
             if found > most_bytes:
-                raise UsageError(f"image {shown}: expected at most {most_bytes:,} bytes, found more")
+                raise UsageError(f"{shown}: expected at most {most_bytes:,} bytes, found more")
             pieces.append(piece)
         _left(until)
         return 200, None, b"".join(pieces)
@@ -120,7 +123,7 @@ def _address(host: str, port: int, rules: Fetching, shown: str) -> tuple[str, in
     found = [info[4] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for address in found:
         if not rules.private and not _public(str(address[0])):
-            raise UsageError(f"image {shown}: its host has an address that is not public, which is not fetched from")
+            raise UsageError(f"{shown}: its host has an address that is not public, which is not fetched from")
     return str(found[0][0]), int(found[0][1])
 
 

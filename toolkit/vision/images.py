@@ -28,14 +28,29 @@ STILLS = ("MPO",)  # a JPEG with more pictures behind it, which cameras make: th
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """Which frames of a video are taken: ``num_frames`` of them; ``fps`` a second, ``num_frames`` at most. None: as the
+    model's processor has it."""
+
+    num_frames: int | None = None
+    fps: float | None = None
+
+
+@dataclass(frozen=True)
 class Rules:
-    """What may be read, and how much. ``files``: folders whose files may be; None = any, () = none."""
+    """What may be read, and how much. ``files``: folders whose files may be; None = any, () = none. ``max_pixels``:
+    of a picture, and of a frame of a video; ``max_images``: videos count as one. ``sampling``: of videos that say
+    nothing of it."""
 
     files: tuple[Path, ...] | None = None
     fetching: Fetching | None = field(default_factory=Fetching)  # None: no URL is fetched
     max_bytes: int = 20 << 20
     max_pixels: int = 64 << 20
     max_images: int = 64
+    max_video_bytes: int = 256 << 20
+    max_video_seconds: float = 4 * 3600.0
+    max_video_frames: int = 256
+    sampling: Sampling = Sampling()
 
     def within(self, seconds: float) -> Rules:
         """These, with no more than so many seconds to fetch a picture."""
@@ -55,7 +70,7 @@ def open_image(source: Any, rules: Rules) -> Image:
     if isinstance(source, pillow.Image):
         return to_rgb(source, rules, "image")
     if isinstance(source, str | Path):
-        data, shown = _read(str(source), rules)
+        data, shown = read_bytes(str(source), rules, rules.max_bytes)
     elif isinstance(source, bytes):
         data, shown = source, "image"
     else:
@@ -91,7 +106,7 @@ def as_url(source: str) -> str:
     open_image(source, rules)
     if source[:8].partition(":")[0].lower() in ("http", "https", "data"):
         return source
-    data, _ = _read(source, rules)
+    data, _ = read_bytes(source, rules, rules.max_bytes)
     kind = mimetypes.guess_type(source)[0] or "image/png"
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
@@ -125,46 +140,48 @@ def to_rgb(image: Image, rules: Rules, shown: str) -> Image:
         raise UsageError(f"{shown}: the picture is broken or cut off: {str(e) or type(e).__name__}") from e
 
 
-def _read(source: str, rules: Rules) -> tuple[bytes, str]:
-    """(the file's bytes, what messages call it)."""
+def read_bytes(source: str, rules: Rules, most: int, what: str = "image") -> tuple[bytes, str]:
+    """The bytes of a file, ``most`` of them, by its URL, data URL or path, and what messages call it, who know it as
+    ``what``. Raises UsageError, one line."""
     scheme = source[:8].partition(":")[0].lower()
     if scheme == "data":
-        return _decoded(source, rules), "image (data URL)"
-    shown = f"image {shortened(source)}"
+        shown = f"{what} (data URL)"
+        return _decoded(source, most, what, shown), shown
+    shown = f"{what} {shortened(source)}"
     if is_url(source):
         if rules.fetching is None:
-            raise UsageError(f"{shown}: URLs are not fetched here; send the picture as a data URL")
-        return fetch(source, rules.max_bytes, rules.fetching), shown
+            raise UsageError(f"{shown}: URLs are not fetched here; send the {what} as a data URL")
+        return fetch(source, most, rules.fetching, what), shown
     try:
         path = Path(url2pathname(urlsplit(source).path) if scheme == "file" else source)
-        return _of_file(path if rules.files is not None else path.expanduser(), rules, shown), shown
+        return _of_file(path if rules.files is not None else path.expanduser(), rules, most, what, shown), shown
     except (OSError, ValueError, RuntimeError) as e:  # the last of a user's home that is not known
         raise UsageError(f"{shown}: cannot be read: {getattr(e, 'strerror', None) or e}") from e
 
 
-def _decoded(source: str, rules: Rules) -> bytes:
+def _decoded(source: str, most: int, what: str, shown: str) -> bytes:
     head, comma, body = source.partition(",")
     if not comma:
-        raise UsageError("image: expected data:image/…;base64,…, found a data URL without a comma")
-    if len(body) > 2 * rules.max_bytes:
-        raise UsageError(f"image (data URL): expected at most {rules.max_bytes:,} bytes, found more")
+        raise UsageError(f"{what}: expected data:{what}/…;base64,…, found a data URL without a comma")
+    if len(body) > 2 * most:
+        raise UsageError(f"{shown}: expected at most {most:,} bytes, found more")
     if not head.lower().endswith(";base64"):
         return unquote(body).encode("latin-1", "replace")
     try:
         return base64.b64decode("".join(unquote(body).split()), validate=True)
     except (binascii.Error, ValueError) as e:
-        raise UsageError(f"image (data URL): expected base64, found something else ({e})") from e
+        raise UsageError(f"{shown}: expected base64, found something else ({e})") from e
 
 
-def _of_file(path: Path, rules: Rules, shown: str) -> bytes:
+def _of_file(path: Path, rules: Rules, most: int, what: str, shown: str) -> bytes:
     if rules.files is not None:
         where = path.resolve()
         if not any(where.is_relative_to(folder.resolve()) for folder in rules.files):
-            raise UsageError(f"{shown}: files are not read here; send the picture as a data URL")
+            raise UsageError(f"{shown}: files are not read here; send the {what} as a data URL")
     if not path.is_file():
         raise UsageError(f"{shown}: no such file")
-    if (size := path.stat().st_size) > rules.max_bytes:
-        raise UsageError(f"{shown}: expected at most {rules.max_bytes:,} bytes, found {size:,}")
+    if (size := path.stat().st_size) > most:
+        raise UsageError(f"{shown}: expected at most {most:,} bytes, found {size:,}")
     return path.read_bytes()
 
 

@@ -1,11 +1,14 @@
-"""Pictures in OpenAI messages: which parts they are, and how a pair of text and pictures becomes a message."""
+"""Pictures and videos in OpenAI messages: which parts they are, and how a pair of text and pictures becomes one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from toolkit.vision.clip import Clip
+
 PARTS = ("image_url", "image", "image_data")  # types of the parts of a message that are pictures
+VIDEOS = ("video_url", "video", "video_data")  # likewise, videos
 IMAGE_TOKEN = "<IMAGE_TOKEN>"  # stands in a text where a picture is to stand, as LMDeploy has it
 
 
@@ -16,7 +19,12 @@ def parts_of(message: Any) -> Sequence[Any]:
 
 
 def is_picture(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in PARTS
+    """Whether it is something to look at: a picture or a video."""
+    return isinstance(part, dict) and part.get("type") in (*PARTS, *VIDEOS)
+
+
+def is_video(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in VIDEOS
 
 
 def user_content(prompt: str | tuple[Any, ...]) -> str | list[dict[str, Any]]:
@@ -32,5 +40,10 @@ def user_content(prompt: str | tuple[Any, ...]) -> str | list[dict[str, Any]]:
     if not isinstance(text, str):
         raise ValueError("expected (text, images), found no text")
     some = list(pictures) if isinstance(pictures, list | tuple) else [pictures]
-    parts: list[dict[str, Any]] = [{"type": "image_data", "image_data": {"data": one}} for one in some]
-    return [*parts, {"type": "text", "text": text}]
+    return [*(_part(one) for one in some), {"type": "text", "text": text}]
+
+
+def _part(one: Any) -> dict[str, Any]:
+    """What the user shows; videos say so themselves."""
+    kind = "video_data" if isinstance(one, Clip) else "image_data"
+    return {"type": kind, kind: {"data": one}}

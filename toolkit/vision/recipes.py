@@ -32,20 +32,29 @@ def prepare(recipe: Recipe, image: Image, alone: bool = True) -> Picture:
     """``image`` (RGB) as the tower wants it. ``alone``: it is the only one of its conversation, and may be cut into
     tiles where the recipe has that for single pictures. Raises UsageError for a shape that the model does not take.
     """
-    size = (image.height, image.width)
-    found = f"image: found {image.width} x {image.height} pixels"
-    if max(size) > STEEPEST * min(size):
-        raise UsageError(f"{found}, expected sides of a ratio of at most {STEEPEST}")
+    size, found = check_shape(image)
     try:
         tiles, grid = _KINDS[recipe.kind](recipe, image, alone)
     except (OverflowError, MemoryError, ValueError) as e:
         raise UsageError(f"{found}, which cannot be resized: {str(e) or type(e).__name__}") from e
-    made = [(_rounded if recipe.rounded else _normed)(tile, recipe.mean, recipe.std) for tile in tiles]
+    made = [(_rounded if recipe.rounded else normed)(tile, recipe.mean, recipe.std) for tile in tiles]
     if recipe.high:
-        made[-1] = _normed(tiles[-1], recipe.high_mean, recipe.high_std)
+        made[-1] = normed(tiles[-1], recipe.high_mean, recipe.high_std)
     first = sum(1 for _ in takewhile(lambda tile: tile.shape == made[0].shape, made))
     parts = [np.stack(some) for some in (made[:first], made[first:]) if some]
-    tokens = _tokens(recipe, grid, size, len(tiles) - bool(recipe.high))
+    return as_picture(recipe, parts, grid, size, _tokens(recipe, grid, size, len(tiles) - bool(recipe.high)))
+
+
+def check_shape(image: Image) -> tuple[Size, str]:
+    """Its (height, width), and that in words. Raises UsageError for one that no model takes."""
+    found = f"image: found {image.width} x {image.height} pixels"
+    if max(image.size) > STEEPEST * min(image.size):
+        raise UsageError(f"{found}, expected sides of a ratio of at most {STEEPEST}")
+    return (image.height, image.width), found
+
+
+def as_picture(recipe: Recipe, parts: Sequence[NDArray[np.float32]], grid: Size, size: Size, tokens: int) -> Picture:
+    """One of tiles, those of one size together."""
     digest = blake2b(repr((recipe.kind, grid, size, [part.shape for part in parts])).encode(), digest_size=32)
     for part in parts:
         digest.update(part.tobytes())
@@ -53,13 +62,13 @@ def prepare(recipe: Recipe, image: Image, alone: bool = True) -> Picture:
     return Picture(parts[0], grid, size, tokens, digest.digest(), more, recipe.numbered)
 
 
-def _normed(tile: Tile, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
+def normed(tile: Tile, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
     shift, width = (np.array(x, np.float32).reshape(3, 1, 1) for x in (mean, std))
     return (array(tile) / np.float32(255) - shift) / width
 
 
 def _rounded(tile: Tile, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
-    """As ``_normed``, each step in bfloat16, as Llama 4's authors have it."""
+    """As ``normed``, each step in bfloat16, as Llama 4's authors have it."""
     shift, width = (bfloat16(np.array(x, np.float32).reshape(3, 1, 1)) for x in (mean, std))
     return bfloat16(bfloat16(bfloat16(array(tile) * np.float32(1 / 255)) - shift) / width)
 
@@ -236,17 +245,25 @@ def _fit(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
     return [resized(image, (grid[0] * recipe.unit, grid[1] * recipe.unit), recipe.resample)], grid
 
 
-def _area(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
-    height, width, unit = image.height, image.width, recipe.unit
+def area_grid(recipe: Recipe, size: Size, frames: int = 1, counted: int = 1) -> Size:
+    """Rows and columns of tokens, of kind "area"; of so many ``frames`` that all together have ``least`` to ``most``
+    pixels, where ``counted`` of them are looked at for that."""
+    (height, width), unit = size, recipe.unit
     if (scale := recipe.short / min(height, width)) > 1:
         height, width = int(height * scale), int(width * scale)
     rows, columns = round(height / unit), round(width / unit)
-    if rows * columns * unit**2 > recipe.most:
-        scale = math.sqrt(height * width / recipe.most)
+    if counted * rows * columns * unit**2 > recipe.most:
+        scale = math.sqrt(frames * height * width / recipe.most)
         rows, columns = (max(1, math.floor(side / scale / unit)) for side in (height, width))
-    elif rows * columns * unit**2 < recipe.least:
-        scale = math.sqrt(recipe.least / (height * width))
+    elif counted * rows * columns * unit**2 < recipe.least:
+        scale = math.sqrt(recipe.least / (frames * height * width))
         rows, columns = (math.ceil(side * scale / unit) for side in (height, width))
+    return rows, columns
+
+
+def _area(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
+    rows, columns = area_grid(recipe, (image.height, image.width))
+    unit = recipe.unit
     return [resized(image, (rows * unit, columns * unit), recipe.resample)], (rows, columns)
 
 

@@ -1,5 +1,5 @@
-"""LMDeploy's names for pictures: ``load_image``, ``constants.IMAGE_TOKEN``, ``utils.encode_image_base64``."""
+"""LMDeploy's names: ``load_image``, ``load_video``, ``constants.IMAGE_TOKEN``, ``utils.encode_image_base64``."""
 
-from toolkit.vl.utils import load_image
+from toolkit.vl.utils import load_image, load_video
 
-__all__ = ["load_image"]
+__all__ = ["load_image", "load_video"]

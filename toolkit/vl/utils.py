@@ -1,4 +1,4 @@
-"""Pictures read and written, by the names of LMDeploy."""
+"""Pictures and videos read and written, by the names of LMDeploy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.vision.images import Rules, open_image
+from toolkit.models.videos import Video
+from toolkit.vision.clip import Clip
+from toolkit.vision.eyes import sampling_of
+from toolkit.vision.images import Rules, Sampling, open_image
+from toolkit.vision.videos import Reader
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -16,6 +20,12 @@ if TYPE_CHECKING:
 def load_image(source: Any) -> Image:
     """A picture in RGB from a URL, data URL, path, bytes or Pillow image. Raises UsageError, one line."""
     return open_image(source, Rules())
+
+
+def load_video(source: Any, num_frames: int | None = None, fps: float | None = None) -> Clip:
+    """Frames of a video from a URL, data URL, path or bytes: ``num_frames`` evenly, or ``fps`` a second; else 2 a
+    second, 32 at most. A pipeline takes it where it takes a picture. Raises UsageError, one line."""
+    return Reader().open(source, Rules(), sampling_of({"num_frames": num_frames, "fps": fps}, Sampling()), Video())
 
 
 def encode_image_base64(image: str | Path | bytes | Image, format: str = "JPEG") -> str:

@@ -8,11 +8,13 @@ from typing import Any
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import area_recipe
+from toolkit.models.config.videos import area_video
 from toolkit.models.decoder import Built
 from toolkit.models.families import qwen2_vl
 from toolkit.models.family import Family, Tiny
 from toolkit.models.pictures import Recipe
 from toolkit.models.towers import activation, language_of, seeing, side, stored_vision
+from toolkit.models.videos import Video
 from toolkit.models.vision import Stage, VisionSpec
 
 SPELLING = qwen2_vl.BLOCKS | {
@@ -84,6 +86,21 @@ def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     )
 
 
+PIXELS = (112 * 112, 28 * 28 * 2 * 30000)  # of a video
+
+
+def video(config: Fields, preprocessor: Fields, recipe: Recipe) -> Video:
+    return area_video(
+        config.inner("vision_config"),
+        preprocessor,
+        recipe,
+        *PIXELS,
+        whole=True,
+        said="<|begin_of_image|>{tokens}<|end_of_image|>{first}",
+        around=("<|begin_of_video|>", "<|end_of_video|>"),
+    )
+
+
 FAMILY = Family(
     "glm4v",
     "GLM-4.1V 9B Thinking",
@@ -123,4 +140,5 @@ FAMILY = Family(
     ),
     "llama.cpp keeps the tower in a file of its own, which is not written here",
     recipe=recipe,
+    video=video,
 )

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import tiles_recipe
+from toolkit.models.config.videos import shown_as
 from toolkit.models.decoder import Built
 from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER
 from toolkit.models.family import Family, Tiny
@@ -15,6 +16,7 @@ from toolkit.models.mmproj import Clip, Mmproj, square, tower_fields
 from toolkit.models.pictures import Recipe
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.towers import activation, clip_tower, language_of, mlp, seeing, stored_vision, taken_layers
+from toolkit.models.videos import Video
 from toolkit.models.vision import Stage, Tower, VisionSpec
 
 INTERNVIT = {
@@ -90,6 +92,11 @@ def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     return tiles_recipe(vision_fields(config), preprocessor, round(1 / ratio))
 
 
+def video(config: Fields, preprocessor: Fields, recipe: Recipe) -> Video:
+    said: dict[str, Any] = {"said": "Frame{number}: {picture}", "between": "\n", "around": ("", "\n")}
+    return shown_as(preprocessor, recipe, {"least": 1, "most": 1}, middle=True, **said)
+
+
 SCALE = "projector.scale_factor"
 MLP = {"layer_norm": "mm.model.mlp.0", "linear_1": "mm.model.mlp.1", "linear_2": "mm.model.mlp.3"}
 
@@ -143,6 +150,7 @@ FAMILY = Family(
     ),
     MMPROJ,
     recipe=recipe,
+    video=video,
     spellings=(
         SPELLINGS[0],
         SPELLINGS[1],

@@ -140,5 +140,6 @@ FAMILY = Family(
     internvl.MMPROJ,
     twin="internvl",
     recipe=recipe,
+    video=internvl.video,
     token_fields={TOKEN: "<IMG_CONTEXT>"},
 )  # fmt: skip

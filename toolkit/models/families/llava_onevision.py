@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import canvases, clip_recipe, colours
+from toolkit.models.config.videos import shown_as
 from toolkit.models.decoder import Built
 from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER, parts
 from toolkit.models.family import Family, Tiny
 from toolkit.models.pictures import Recipe
 from toolkit.models.towers import language_of, seeing
+from toolkit.models.videos import Video
 
 SIDES = tuple(384 * n for n in range(1, 7))
 CANVASES = tuple((height, width) for height in SIDES for width in SIDES)
@@ -37,6 +39,10 @@ def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     return clip_recipe(inner, preprocessor, kind="anyres", **changes)
 
 
+def video(config: Fields, preprocessor: Fields, recipe: Recipe) -> Video:
+    return shown_as(preprocessor, recipe, {"kind": "square"}, pooled=True, said="{tokens}", around=("", "\n"))
+
+
 GRID = [[28, 28], [28, 56], [56, 28], [56, 56], [56, 84], [84, 84]]
 FAMILY = Family(
     "llava_onevision",
@@ -62,5 +68,6 @@ FAMILY = Family(
     ),
     "llama.cpp keeps the tower in a file of its own, which is not written here",
     recipe=recipe,
+    video=video,
     spellings=SPELLINGS,
 )

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import slices_recipe
+from toolkit.models.config.videos import shown_as
 from toolkit.models.decoder import Built
 from toolkit.models.families.llava import TINY_TOWER
 from toolkit.models.family import Family, Tiny
 from toolkit.models.pictures import Recipe
 from toolkit.models.towers import CLIP, language_of, seeing, siglip_tower, stored_vision
+from toolkit.models.videos import Video
 from toolkit.models.vision import Stage, VisionSpec
 
 TOKEN = "image_token_id"
@@ -74,6 +76,13 @@ SIZES = dict(
 )
 SLICES = dict(image_processor_type="MiniCPMVImageProcessor", patch_size=7, scale_resolution=35, max_slice_nums=6)
 TOKENS = ("<unk>", "<image>", "</image>", "<slice>", "</slice>")
+
+
+def video(config: Fields, preprocessor: Fields, recipe: Recipe) -> Video:
+    changes = {"most": min(2, recipe.most), "numbered": False}
+    return shown_as(preprocessor, recipe, changes, between="\n", around=("", "\n"))
+
+
 FAMILY = Family(
     "minicpmv",
     "MiniCPM-Llama3-V 2.5, MiniCPM-V 2.6",
@@ -89,5 +98,6 @@ FAMILY = Family(
     ),
     "llama.cpp keeps the tower in a file of its own, which is not written here",
     recipe=recipe,
+    video=video,
     token_fields={TOKEN: "<unk>"},
 )

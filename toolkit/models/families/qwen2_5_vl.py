@@ -7,13 +7,15 @@ from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import Fields
+from toolkit.models.config.videos import area_video
 from toolkit.models.decoder import Built
 from toolkit.models.families import qwen2_vl
-from toolkit.models.families.qwen2_vl import PREPROCESSOR, SPELLINGS, TEXT, recipe, tower, whole
+from toolkit.models.families.qwen2_vl import AROUND, PIXELS, PREPROCESSOR, SPELLINGS, TEXT, recipe, tower, whole
 from toolkit.models.family import Family, Tiny
 from toolkit.models.mmproj import Clip, Mmproj
 from toolkit.models.pictures import Recipe
 from toolkit.models.towers import activation
+from toolkit.models.videos import Video
 from toolkit.models.vision import VisionSpec
 
 
@@ -32,6 +34,12 @@ def build(config: Fields) -> Built:
     full = tuple(sorted(vision.indices("fullatt_block_indexes", plain.layers)))
     made = type(plain)(**{**vars(plain), "window": window, "full": full})
     return whole(config, made, {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")})
+
+
+def video(config: Fields, preprocessor: Fields, recipe: Recipe) -> Video:
+    vision = config.inner("vision_config")
+    ticks = vision.number("tokens_per_second", default=4.0, high=1e6)
+    return area_video(vision, preprocessor, recipe, *PIXELS, ticks=ticks, said="{tokens}", around=AROUND)
 
 
 def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -85,5 +93,6 @@ FAMILY = Family(
     ),
     Mmproj("qwen2.5vl_merger", qwen2_vl.MERGER, _read, _write, "qwen2_5_vl", qwen2_vl.TEXT_GGUF),
     recipe=recipe,
+    video=video,
     spellings=SPELLINGS,
 )

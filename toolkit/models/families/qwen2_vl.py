@@ -11,6 +11,7 @@ import numpy as np
 
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.preprocessor import area_recipe
+from toolkit.models.config.videos import area_video
 from toolkit.models.decoder import Built
 from toolkit.models.families import qwen2
 from toolkit.models.family import Family, Tiny
@@ -19,6 +20,7 @@ from toolkit.models.mmproj import Clip, Mmproj
 from toolkit.models.pictures import Recipe
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.towers import activation, language_of, seeing, stored_vision
+from toolkit.models.videos import Video
 from toolkit.models.vision import Stage, Tower, VisionSpec
 
 BLOCKS = {
@@ -97,6 +99,15 @@ def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     return area_recipe(preprocessor)
 
 
+PIXELS = (128 * 28 * 28, 768 * 28 * 28)  # of a frame
+AROUND = ("<|vision_start|>", "<|vision_end|>")
+
+
+def video(config: Fields, preprocessor: Fields, recipe: Recipe) -> Video:
+    vision = config.inner("vision_config")
+    return area_video(vision, preprocessor, recipe, *PIXELS, ticks=0.0, said="{tokens}", around=AROUND)
+
+
 MERGER = {"ln_q": "v.post_ln", "mlp.0": "mm.0", "mlp.2": "mm.2"}
 
 
@@ -165,5 +176,6 @@ FAMILY = Family(
     ),
     Mmproj("qwen2vl_merger", MERGER, _read, _write, "qwen2_vl", TEXT_GGUF),
     recipe=recipe,
+    video=video,
     spellings=SPELLINGS,
 )

@@ -67,6 +67,7 @@ FAMILY = Family(
     (tiny(dict(qwen3_5_text.FAMILY.tiny[0].fields)),),
     qwen3_5_text.GGUF,
     recipe=qwen2_vl.recipe,
+    video=qwen3_vl.video,
     spellings=SPELLINGS,
     blind="qwen3_5_text",
 )

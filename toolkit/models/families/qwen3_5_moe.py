@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
-from toolkit.models.families import qwen2_vl, qwen3_5, qwen3_5_moe_text
+from toolkit.models.families import qwen2_vl, qwen3_5, qwen3_5_moe_text, qwen3_vl
 from toolkit.models.family import Family
 from toolkit.models.towers import language_of
 
@@ -22,6 +22,7 @@ FAMILY = Family(
     (qwen3_5.tiny(dict(qwen3_5_moe_text.FAMILY.tiny[0].fields)),),
     qwen3_5_moe_text.FAMILY.gguf,
     recipe=qwen2_vl.recipe,
+    video=qwen3_vl.video,
     spellings=qwen3_5.SPELLINGS,
     blind="qwen3_5_moe_text",
 )

@@ -6,11 +6,14 @@ from __future__ import annotations
 import math
 
 from toolkit.models.config.fields import Fields
+from toolkit.models.config.videos import area_video
 from toolkit.models.decoder import Built
 from toolkit.models.families import qwen2_vl
 from toolkit.models.family import Family, Tiny
+from toolkit.models.pictures import Recipe
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.models.towers import activation, language_of, seeing, stored_vision
+from toolkit.models.videos import Video
 from toolkit.models.vision import Branch, Stage, VisionSpec
 
 SPELLING = qwen2_vl.BLOCKS | {
@@ -72,6 +75,14 @@ def build(config: Fields) -> Built:
     return seeing(language, made, stored, {"model.": "model.language_model."})
 
 
+PIXELS = (128 * 32 * 32, 768 * 32 * 32)  # of a video
+SAID = "<{seconds:.1f} seconds><|vision_start|>{tokens}<|vision_end|>"
+
+
+def video(config: Fields, preprocessor: Fields, recipe: Recipe) -> Video:
+    return area_video(config.inner("vision_config"), preprocessor, recipe, *PIXELS, whole=True, said=SAID)
+
+
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 TINY_TOWER = dict(
     depth=3,
@@ -103,4 +114,5 @@ FAMILY = Family(
     ),
     "llama.cpp keeps the tower in a file of its own, which is not written here",
     recipe=qwen2_vl.recipe,
+    video=video,
 )

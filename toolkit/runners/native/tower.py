@@ -190,14 +190,13 @@ class NativeEncoder:
         return [self._whole([next(tiles) for part in self._parts(p) for _ in part], p) for p in pictures]
 
     def _patches(self, part: Floats) -> Floats:
-        """[tiles, 3, height, width] to [all patches, numbers of one]."""
+        """[tiles, 3 or 3 x frames, height, width] to [all patches, numbers of one]."""
         size, frames = self.tower.patch, self.tower.frames
         rows, columns = patch_grid(part, size)
         pixels = part[:, :, : rows * size, : columns * size]
         order = (0, 2, 4, 3, 5, 1) if self.tower.patch_last else (0, 2, 4, 1, 3, 5)
-        x = pixels.reshape(-1, 3, rows, size, columns, size).transpose(order)
-        if frames > 1:
-            x = np.repeat(x[:, :, :, :, None], frames, 4)
+        pixels = np.repeat(pixels, 3 * frames // part.shape[1], 1)
+        x = pixels.reshape(len(pixels), -1, rows, size, columns, size).transpose(order)
         return x.reshape(len(pixels) * rows * columns, -1)
 
     def _placed(self, x: Floats, places: Places) -> Floats:
@@ -329,6 +328,9 @@ class NativeEncoder:
         if self.vision.join == "tiles":
             return np.concatenate(tiles)
         newline = floats(self._weights["vision.newline"])[None]
+        if picture.frame is not None and (shape := picture.frame.pooled):
+            pooled = resized(_grid(tiles, (1, 1)), shape).reshape(-1, newline.shape[1])
+            return np.concatenate([pooled, newline]) if picture.tokens > len(pooled) else pooled
         if self.vision.join == "lined":
             parts = [
                 _lined(_grid(part, grid), newline) for part, grid in ((tiles[:1], (1, 1)), (tiles[1:], picture.grid))

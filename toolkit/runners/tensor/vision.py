@@ -98,13 +98,14 @@ class Encoder:
         return self._norm(name, x, self.tower.norm, self.tower.eps)
 
     def _patches(self, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-        """[tiles, 3, height, width] to [tiles, patches, hidden]."""
+        """[tiles, 3 or 3 x frames, height, width] to [tiles, patches, hidden]."""
         size = self.tower.patch
         pixels = pixels[:, :, : grid[0] * size, : grid[1] * size]
         x = pixels.unflatten(2, (grid[0], size)).unflatten(4, (grid[1], size))  # tile, colour, row, y, column, x
+        if (repeats := 3 * self.tower.frames // pixels.shape[1]) > 1:
+            x = x.repeat_interleave(repeats, 1)
         order = (0, 2, 4, 3, 5, 1) if self.tower.patch_last else (0, 2, 4, 1, 3, 5)
-        x = x.permute(*order).unsqueeze(4).expand(-1, -1, -1, -1, self.tower.frames, -1, -1)
-        return self._linear("vision.patch", x.flatten(3).flatten(1, 2))
+        return self._linear("vision.patch", x.permute(*order).flatten(3).flatten(1, 2))
 
     def _embed(self, part: NDArray[np.float32], grid: tuple[int, int]) -> Tensor:
         """Patches as rows, what stands for their places added where that is learned."""
@@ -272,6 +273,11 @@ class Encoder:
         if self.spec.join == "tiles":
             return torch.cat([tiles.flatten(0, 1) for tiles in parts])
         (tiles,), newline = parts, self.weights["vision.newline"]
+        if picture.frame is not None and (shape := picture.frame.pooled):
+            side = (round(tiles.shape[1] ** 0.5),) * 2
+            near = functional.interpolate(tiles.transpose(1, 2).unflatten(2, side), shape, mode="bilinear")
+            rows = near.flatten(2)[0].T
+            return torch.cat([rows, newline[None]]) if picture.tokens > len(rows) else rows
         if self.spec.join == "lined":
             whole, all_tiles = (
                 lined(joined(x, grid), newline) for x, grid in ((tiles[:1], (1, 1)), (tiles[1:], picture.grid))

@@ -1,0 +1,181 @@
+"""From what a user names to frames of a video, and from those to the pictures that stand for it.
+
+Files are decoded by PyAV in a process of their own, which an evil one may only crash.
+"""
+
+from __future__ import annotations
+
+import base64
+import mimetypes
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toolkit import extras
+from toolkit.box.box import Box, LimitError, Limits
+from toolkit.errors import UsageError
+from toolkit.models.pictures import Picture, Recipe
+from toolkit.models.videos import FEWEST, TAKEN, Frame, Video
+from toolkit.vision.clip import Clip
+from toolkit.vision.images import Rules, Sampling, is_url, open_image, read_bytes
+from toolkit.vision.pixels import resized
+from toolkit.vision.recipes import area_grid, as_picture, check_shape, normed, prepare
+from toolkit.vision.spelling import spelled
+from toolkit.vision.video_job import FORMATS, sniff
+
+FRAMES_BYTES = 1 << 29  # of one video at most
+LIMITS = Limits(memory=4 << 30, cpu_seconds=60.0, seconds=90.0, reply=FRAMES_BYTES + (1 << 20))
+
+
+@dataclass
+class Reader:
+    """Reads videos. It starts its process with the first one."""
+
+    _box: Box | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def open(self, source: Any, rules: Rules, sampling: Sampling, video: Video) -> Clip:
+        """The frames of a video that a model is to see. ``source``: URL, data URL, path, bytes, Clip, or a list of
+        pictures, which are all taken. Raises UsageError, one line, for one that may not be read, is broken or too
+        large."""
+        if isinstance(source, Clip):
+            return source
+        if isinstance(source, list | tuple | np.ndarray):
+            return of_frames(source, rules, sampling.fps or video.fps)
+        asked = _asked(rules, sampling, video)
+        if isinstance(source, str | Path):
+            data, shown = read_bytes(str(source), rules, rules.max_video_bytes, "video")
+        elif isinstance(source, bytes):
+            data, shown = source, "video"
+        else:
+            raise UsageError(f"video: expected a URL, a path, bytes or frames, found {type(source).__name__}")
+        if len(data) > rules.max_video_bytes:
+            raise UsageError(f"{shown}: expected at most {rules.max_video_bytes:,} bytes, found {len(data):,}")
+        if (kind := sniff(data)) is None:
+            raise UsageError(f"{shown}: expected a video ({FORMATS}), found {len(data):,} bytes that are none")
+        try:
+            about, frames = self._started().run({"format": kind, **asked}, data)
+        except ValueError as e:
+            raise UsageError(f"{shown}: {e}") from e
+        except LimitError as e:
+            raise UsageError(f"{shown}: cannot be decoded: {e}") from e
+        shape = (-1, *about["shape"])
+        return Clip(np.frombuffer(frames, np.uint8).reshape(shape), tuple(about["seconds"]), about["rate"])
+
+    def _started(self) -> Box:
+        extras.require("av", "messages: videos")
+        with self._lock:
+            if self._box is None:
+                self._box = Box("toolkit.vision.video_job:start", LIMITS, size=2)
+            return self._box
+
+
+def _asked(rules: Rules, sampling: Sampling, video: Video) -> dict[str, Any]:
+    """What the process that decodes is told."""
+    count, by_second = sampling.num_frames, sampling.fps
+    if count is not None and not 1 <= count <= rules.max_video_frames:
+        raise UsageError(f"num_frames: expected 1 to {rules.max_video_frames}, found {count}")
+    most = count or (rules.max_video_frames if by_second is not None else min(TAKEN, rules.max_video_frames))
+    return {
+        "num_frames": most,
+        "fps": by_second or (video.fps if count is None else None),
+        "fewest": 1 if by_second is not None else FEWEST,
+        "middle": video.middle,
+        "max_seconds": rules.max_video_seconds,
+        "max_pixels": rules.max_pixels,
+        "max_bytes": FRAMES_BYTES,
+    }
+
+
+def video_url(source: str) -> str:
+    """A URL as it is; of a file a data URL that holds it. Raises UsageError, one line, for what is no video."""
+    if is_url(source) or source[:5].lower() == "data:":
+        return source
+    rules = Rules()
+    data, shown = read_bytes(source, rules, rules.max_video_bytes, "video")
+    if sniff(data) is None:
+        raise UsageError(f"{shown}: expected a video ({FORMATS}), found {len(data):,} bytes that are none")
+    return f"data:{mimetypes.guess_type(source)[0] or 'video/mp4'};base64,{base64.b64encode(data).decode()}"
+
+
+def of_frames(frames: Sequence[Any] | np.ndarray, rules: Rules, rate: float) -> Clip:
+    """Those that a user has cut, ``rate`` of them a second: an array as in ``Clip``, or pictures of one size."""
+    if isinstance(frames, np.ndarray):
+        if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or not frames.size:
+            raise UsageError(
+                f"video: expected uint8 [frames, height, width, 3], found {frames.dtype} {list(frames.shape)}"
+            )
+        return Clip(frames, tuple(i / rate for i in range(len(frames))), rate)
+    if not 1 <= len(frames) <= rules.max_video_frames:
+        raise UsageError(f"video: expected 1 to {rules.max_video_frames} frames, found {len(frames)}")
+    arrays = [np.asarray(open_image(frame, rules)) for frame in frames]
+    if len(shapes := {array.shape for array in arrays}) > 1:
+        raise UsageError(f"video: expected frames of one size, found {len(shapes)} sizes")
+    return of_frames(np.stack(arrays), rules, rate)
+
+
+def watch(recipe: Recipe, video: Video, clip: Clip) -> Iterator[Picture]:
+    """The pictures that stand for a video, in their order, each made when it is asked for."""
+    from PIL import Image as pillow
+
+    recipe = replace(recipe, **video.changes)
+    images = [pillow.fromarray(frame) for frame in clip.frames]
+    check_shape(images[0])
+    count = -(-len(images) // video.together)
+    if recipe.kind == "area":
+        made = _together(recipe, video, images)
+    elif video.pooled:
+        made = _pooled(recipe, images)
+    else:
+        made = (prepare(recipe, image) for image in images)
+    return (_framed(recipe, video, clip, i, count, picture) for i, picture in enumerate(made))
+
+
+def _together(recipe: Recipe, video: Video, images: Sequence[Any]) -> Iterator[Picture]:
+    """Some frames a picture, all of one grid."""
+    count, size = video.together, (images[0].height, images[0].width)
+    frames = max(len(images), count) if video.whole else 1
+    most = min(video.most, recipe.most * frames)  # what the tower has memory for
+    ruled = replace(recipe, least=min(video.least, most), most=most)
+    if video.whole:
+        grid = area_grid(replace(ruled, short=recipe.unit), size, frames, max(round(len(images) / count), 1) * count)
+    else:
+        grid = area_grid(ruled, size)
+    wanted = (grid[0] * recipe.unit, grid[1] * recipe.unit)
+    for i in range(0, len(images), count):
+        some = [normed(resized(x, wanted, recipe.resample), recipe.mean, recipe.std) for x in images[i : i + count]]
+        some += [some[-1]] * (count - len(some))
+        yield as_picture(recipe, [np.stack(some, 1).reshape(1, -1, *wanted)], grid, size, grid[0] * grid[1])
+
+
+def _pooled(recipe: Recipe, images: Sequence[Any]) -> Iterator[Picture]:
+    side = -(-round(recipe.per_tile**0.5) // 2)
+    for i, image in enumerate(images):
+        ends = i + 1 == len(images)
+        yield replace(prepare(recipe, image), tokens=side * side + ends, frame=Frame(pooled=(side, side)))
+
+
+def _framed(recipe: Recipe, video: Video, clip: Clip, i: int, count: int, picture: Picture) -> Picture:
+    """``picture`` as the ``i``-th of ``count`` that stand for ``clip``."""
+    first = clip.seconds[i * video.together]
+    last = clip.seconds[min((i + 1) * video.together, len(clip)) - 1]
+    time = None
+    if video.ticks is not None:
+        step = np.float32(video.ticks * video.together / clip.rate) if video.ticks else np.float32(1)
+        time = int(np.float32(i) * step)
+    said = video.said.format(
+        picture=spelled(recipe, picture, i) if "{picture}" in video.said else "",
+        tokens=recipe.token * picture.tokens,
+        number=i + 1,
+        first=int(first),
+        seconds=(first + last) / 2,
+    )
+    pooled = None if picture.frame is None else picture.frame.pooled
+    frame = Frame(i > 0, time, pooled, said + (video.between if i + 1 < count else ""))
+    told = repr((picture.digest, frame.follows, time, pooled, picture.tokens))
+    return replace(picture, frame=frame, digest=blake2b(told.encode(), digest_size=32).digest())
