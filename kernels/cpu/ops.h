@@ -162,6 +162,21 @@ struct StateRun {
     int32_t delta;
 };
 
+// Weights rounded to integers in groups of columns, of a multiple of 16: x = w * columns / divisor of the row.
+// 8 bits: scale = max|x| / 127, code = round(x / scale) + 128; 4 bits: scale = (max - min) / 15 of x and 0, zero = round(-min / scale),
+// code = round(x / scale) + zero. Scales are float16; x is divided by what that holds, 2^-24 at least.
+struct RoundRun {
+    const void* w;  // [rows][cols]
+    int64_t rows, cols;
+    const float* columns;   // [cols]; null = ones
+    const float* divisors;  // [rows]; null = ones
+    uint8_t* codes;         // [rows][cols]
+    uint16_t* scales;       // [rows][cols / group]
+    uint8_t* zeros;         // likewise; written for 4 bits alone
+    int32_t dtype, bits, group;
+    int32_t turned;  // x is turned by `hadamard` before it is rounded
+};
+
 struct Ops {
     const char* name;
     int32_t bf16_dot;  // attention may run on BF16 cells
@@ -180,6 +195,8 @@ struct Ops {
     // x[K] (gathered by perm where given) to int8 by groups g0..g1
     void (*quantize)(const float* x, const int32_t* perm, int64_t group, int64_t g0, int64_t g1, int8_t* q, float* scale,
                      int32_t* sum);
+    // rows [r0, r1) of a weight; scratch: a row of floats
+    void (*round_rows)(const RoundRun& r, int64_t r0, int64_t r1, float* scratch);
     // out = x / rms(x) * w; n elements, w padded like out to a multiple of 16 with zeros
     void (*rms_norm)(const float* x, const float* w, int64_t n, float eps, float* out);
     // out = (x - mean) / std * w + b; b null = none

@@ -2,8 +2,10 @@
 //
 // They check nothing but the name; the executor's boundary (toolkit/runners/native/check.cpp) is the guarded one.
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include "ops.h"
@@ -45,6 +47,24 @@ TK_EXPORT int tk_op_linear_back(const char* isa, const tk::Matrix* w, const tk::
     const tk::Ops* ops = find(isa);
     if (ops) ops->linear_back(*w, *in, count, t0, t1, out, w->cols);
     return !ops;
+}
+
+// Whole weights by so many threads.
+TK_EXPORT int tk_op_round(const char* isa, const tk::RoundRun* r, int64_t threads) {
+    const tk::Ops* ops = find(isa);
+    if (!ops) return 1;
+    constexpr int64_t ROWS = 16;  // at a time
+    std::atomic<int64_t> next{0};
+    const auto work = [&] {
+        std::vector<float> scratch(size_t(r->cols));
+        for (int64_t row; (row = next.fetch_add(ROWS)) < r->rows;)
+            ops->round_rows(*r, row, std::min(row + ROWS, r->rows), scratch.data());
+    };
+    std::vector<std::thread> others;
+    for (int64_t i = 1; i < std::min(threads, r->rows / ROWS); i++) others.emplace_back(work);
+    work();
+    for (std::thread& t : others) t.join();
+    return 0;
 }
 
 TK_EXPORT int tk_op_matrix_row(const char* isa, const tk::Matrix* w, int64_t row, float scale, float* out) {

@@ -66,7 +66,7 @@ def test_what_is_quantized_or_has_no_group_stays(tiny_models):
 
 def test_nothing_is_rounded_twice(tiny_models, monkeypatch):
     """Neither to plan memory nor to find the dtype."""
-    from toolkit.artifacts import rounding
+    from toolkit.runners.native import rounding
 
     rounded, exact = [], rounding.to_group_int
     monkeypatch.setattr(rounding, "to_group_int", lambda *a: rounded.append(a) or exact(*a))

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from toolkit.artifacts.canonical import Weight
-    from toolkit.artifacts.rounding import Change
     from toolkit.models.spec import DecoderSpec
+    from toolkit.runners.native.rounding import Scales
 
 GROUPS = (64, 32)  # inputs; the larger that divides a row
 BITS = {"int8": 8, "int4": 4}  # by load format
@@ -51,7 +51,7 @@ class RoundedWeights(Mapping[str, "Weight | Tensor"]):
         weights: Mapping[str, Weight | Tensor],
         spec: DecoderSpec,
         bits: int = 8,
-        parts: Callable[[str], tuple[Weight | Tensor, Change | None]] | None = None,
+        parts: Callable[[str], tuple[Weight | Tensor, Scales | None]] | None = None,
     ) -> None:
         self._weights, self._bits = weights, bits
         self._parts = parts or (lambda name: (weights[name], None))
@@ -60,14 +60,14 @@ class RoundedWeights(Mapping[str, "Weight | Tensor"]):
 
     def __getitem__(self, name: str) -> Weight | Tensor:
         from toolkit.artifacts.canonical import Dense
-        from toolkit.artifacts.rounding import to_group_int
+        from toolkit.runners.native.rounding import to_group_int
 
         group = self._group(name, info_of(self._weights, name))
         if group is None:
             return self._weights[name]
-        found, change = self._parts(name)
+        found, scales = self._parts(name)
         assert isinstance(found, Dense)
-        return to_group_int(found.weight, self._bits, group, change)
+        return to_group_int(found.weight, self._bits, group, scales)
 
     def info(self, name: str) -> Weight | Tensor:
         """``self[name]`` as headers tell it: its matrices are without memory."""

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import Dense
-from toolkit.artifacts.rounding import Change, to_group_int
 from toolkit.models.sites import NormFold, RowFold, Site, layer_sites
 from toolkit.runners.folding import Folded, expand, fold_site
+from toolkit.runners.native.rounding import Scales, to_group_int
 from toolkit.runners.weight_info import info_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 POWERS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the size of an input: the scale whose expected error is least is taken
 SAMPLED = 128  # rows of all linears of a site that are rounded to find it
-PIECE = 128  # rows that are made float32 at once
+PIECE = 32  # rows that are made float32 at once
 REACH = 2.0**-12  # smallest scale of a site, of its largest
 
 
@@ -51,20 +51,14 @@ class ScaledWeights(Mapping[str, "Weight | Tensor"]):
         folded = self._folded(self._layer_of[name])[name]
         return Dense(folded) if isinstance(found, Dense) else folded
 
-    def parts(self, name: str) -> tuple[Weight | Tensor, Change | None]:
+    def parts(self, name: str) -> tuple[Weight | Tensor, Scales | None]:
         """A linear as it is stored, and what makes some of its rows those of ``self[name]``: whole matrices in float32
         are not made, whose memory the system would take longer to clear than rounding does."""
         found = self._weights[name]
         if name not in self._layer_of:
             return found, None
         folded = self._folded(self._layer_of[name])
-        columns, divisors = folded.columns.get(name), folded.rows.get(name)
-
-        def change(rows: Tensor, part: slice) -> Tensor:
-            rows = rows if columns is None else rows * columns
-            return rows if divisors is None else rows / divisors[part]
-
-        return found, change
+        return found, Scales(folded.columns.get(name), folded.rows.get(name))
 
     def info(self, name: str) -> Weight | Tensor:
         """``self[name]`` as headers tell it: its matrices may be without memory."""
@@ -178,6 +172,6 @@ def _best_power(rows: Tensor, size: Tensor, group: int) -> float:
 
     def error(power: float) -> float:
         scale = _scale(size, power)
-        return float((to_group_int(rows * scale, 4, group).dequantize() / scale - rows).square().sum(0) @ size)
+        return float((to_group_int(rows, 4, group, Scales(scale)).dequantize() / scale - rows).square().sum(0) @ size)
 
     return min(POWERS, key=error)

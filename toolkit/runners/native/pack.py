@@ -35,6 +35,7 @@ from toolkit.runners.native.packed import (
     PackedWeights,
     vector,
 )
+from toolkit.runners.native.rounding import Scales, fits, round_groups
 from toolkit.runners.native.tower import matrices as matrices_of
 from toolkit.runners.weight_info import info_of
 
@@ -328,6 +329,8 @@ def quantize_head(w: Dense, bits: int) -> GroupInt | None:
         return None
     if w.weight.is_meta:
         return taller(to_group_int(torch.zeros(1, cols), bits, group), w.shape[0])
+    if fits(w.weight, group):
+        return round_groups(w.weight, bits, group, Scales(), turned=bits == 8)
     return to_group_int(w.weight, bits, group, (lambda rows, _: turn(rows)) if bits == 8 else None)
 
 

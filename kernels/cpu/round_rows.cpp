@@ -1,0 +1,71 @@
+// Weights to integers in groups, as they are read. See RoundRun; the same numbers as to_group_int of toolkit/artifacts/rounding.py.
+#include "ops_isa.h"
+
+namespace tk {
+namespace TK_ISA {
+namespace {
+
+TK_INLINE F load_as(const void* w, int32_t dtype, int64_t i) {
+    if (dtype == BF16) return load_bf16((const uint16_t*)w + i);
+    return dtype == F16 ? load_f16((const uint16_t*)w + i) : fload((const float*)w + i);
+}
+
+// NaN stays NaN: see fexp.
+TK_INLINE F between(float low, float high, F x) { return fmin(fset1(high), fmax(fset1(low), x)); }
+TK_INLINE F nearest(F x) { return f_of(i_of(x)); }
+
+TK_INLINE void store_codes(uint8_t* to, F x) {
+    int32_t v[16];
+    istore(v, i_of(x));
+    for (int i = 0; i < 16; i++) to[i] = uint8_t(v[i]);
+}
+
+// x = w * columns / divisor of one row
+void floats_of(const RoundRun& r, int64_t row, float* x) {
+    const F divisor = fset1(r.divisors ? r.divisors[row] : 1.0f);
+    for (int64_t k = 0; k < r.cols; k += 16) {
+        F v = load_as(r.w, r.dtype, row * r.cols + k);
+        if (r.columns) v = fmul(v, fload(r.columns + k));
+        fstore(x + k, r.divisors ? fdiv(v, divisor) : v);
+    }
+}
+
+void round_group(const RoundRun& r, const float* x, uint8_t* codes, uint16_t* scale, uint8_t* zero_code) {
+    F low = fzero(), high = fzero();
+    for (int64_t k = 0; k < r.group; k += 16) {
+        low = fmin(low, fload(x + k));
+        high = fmax(high, fload(x + k));
+    }
+    const float bottom = -hmax(fsub(fzero(), low)), top = hmax(high);
+    const float size = r.bits == 8 ? (top > -bottom ? top : -bottom) / 127.0f : (top - bottom) / 15.0f;
+    *scale = float_to_f16(size);
+    const float held = f16_to_float(*scale), step = held > 0x1p-24f ? held : 0x1p-24f;
+    float zero = 128.0f;
+    if (r.bits == 4) {
+        zero = nearbyintf(-bottom / step);
+        zero = zero < 15.0f ? zero : 15.0f;
+        *zero_code = uint8_t(zero);
+    }
+    for (int64_t k = 0; k < r.group; k += 16) {
+        const F code = nearest(fdiv(fload(x + k), fset1(step)));
+        if (r.bits == 8) store_codes(codes + k, fadd(between(-127.0f, 127.0f, code), fset1(zero)));
+        else store_codes(codes + k, between(0.0f, 15.0f, fadd(code, fset1(zero))));
+    }
+}
+
+}  // namespace
+
+void round_rows(const RoundRun& r, int64_t r0, int64_t r1, float* scratch) {
+    const int64_t groups = r.cols / r.group;
+    for (int64_t row = r0; row < r1; row++) {
+        floats_of(r, row, scratch);
+        if (r.turned) hadamard(scratch, r.cols);
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t at = row * groups + g;
+            round_group(r, scratch + g * r.group, r.codes + at * r.group, r.scales + at, r.zeros + at);
+        }
+    }
+}
+
+}  // namespace TK_ISA
+}  // namespace tk

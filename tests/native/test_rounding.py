@@ -1,0 +1,50 @@
+"""The library's rounding of weights beside torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from toolkit.artifacts.rounding import to_group_int
+from toolkit.runners.native import library
+from toolkit.runners.native.pack import turn
+from toolkit.runners.native.rounding import Scales, fits, round_groups
+
+
+@pytest.mark.parametrize("isa", library.isas())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bits, group", [(4, 32), (4, 64), (8, 64)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_numbers_are_those_of_torch(bits, group, dtype, scaled, isa, monkeypatch) -> None:
+    monkeypatch.setenv(library.ISA_VARIABLE, isa)
+    random = torch.Generator().manual_seed(bits)
+    weight = torch.randn(67, 192, generator=random) * torch.tensor([1e-7, 1e-3, 1.0])[torch.arange(67) % 3, None]
+    weight[5], weight[6], weight[7] = 0.0, weight[6].abs(), -weight[7].abs()
+    weight = weight.to(dtype)
+    columns, divisors = torch.rand(192, generator=random) + 0.1, torch.rand(67, 1, generator=random) + 0.1
+    scales = Scales(columns, divisors) if scaled else Scales()
+    assert fits(weight, group)
+    expected = to_group_int(weight, bits, group, scales)
+    found = round_groups(weight, bits, group, scales)
+    for name in ("codes", "scales", "zeros"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("isa", library.isas())
+def test_rows_are_turned_first(isa, monkeypatch) -> None:
+    monkeypatch.setenv(library.ISA_VARIABLE, isa)
+    weight = torch.randn(40, 192, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = round_groups(weight, 8, 64, Scales(), turned=True)
+    expected = turn(weight.float())
+    step = found.scales.float().repeat_interleave(64, 1)
+    # half a step, and what rounding the scale to float16 moves the largest code by
+    assert ((found.dequantize() - expected).abs() <= step * (0.5 + 127 * 2.0**-11) + 1e-6).all()
+
+
+def test_what_does_not_fit_is_left_to_torch() -> None:
+    weight = torch.zeros(4, 96, dtype=torch.bfloat16)
+    assert fits(weight, 32)
+    assert not fits(weight, 64)
+    assert not fits(weight.t(), 4)
+    assert not fits(weight.double(), 32)
+    assert not fits(weight.to("meta"), 32)
