@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from toolkit.commands.options import EngineFlags, with_engine_flags
+from toolkit.commands.output import stderr
 from toolkit.errors import UsageError
 from toolkit.option import spelled
 
@@ -40,6 +41,11 @@ def gradio(
     elif api_key is not None:
         raise UsageError("--api-key: only for a server's URL; leave it out")
     require("gradio", "serve gradio")
+    console = stderr()
+
+    def ready(url: str) -> None:
+        console.print(f"HINT:    The chat is ready at {url}", markup=False, soft_wrap=True)
+
     app.run(
         model,
         server_name,
@@ -49,4 +55,5 @@ def gradio(
         model_name=model_name,
         api_key=api_key,
         share=share,
+        ready=ready,
     )

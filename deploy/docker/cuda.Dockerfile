@@ -1,25 +1,38 @@
 # A server for NVIDIA GPUs, with torch and the GPU kernels built in: it runs checkpoints as they come.
 #   docker build -f deploy/docker/cuda.Dockerfile -t toolkit:cuda .
 #   docker run --rm --gpus all -p 23333:23333 -v "$PWD/model:/model:ro" toolkit:cuda
-FROM nvidia/cuda:12.8.1-devel-ubuntu22.04 AS build
+# --build-arg CUDA_VERSION=cu12 for a driver that knows CUDA 12 alone, cu13 for one of 580 or later. CUDA 11 has no torch
+# that is new enough.
+ARG CUDA_VERSION=cu13
+FROM nvidia/cuda:12.8.1-devel-ubuntu22.04 AS cu12
+FROM nvidia/cuda:13.0.1-devel-ubuntu22.04 AS cu13
+
+# hadolint ignore=DL3006
+FROM ${CUDA_VERSION} AS tools
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends g++ software-properties-common \
+    && apt-get install -y --no-install-recommends g++ git software-properties-common \
     && add-apt-repository --yes ppa:deadsnakes/ppa \
     && apt-get install -y --no-install-recommends python3.12-dev python3.12-venv \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
+
+FROM tools AS build
 COPY . .
 RUN PYTHON=python3.12 bash scripts/build_wheel
 
 FROM python:3.12-slim-bookworm
+ARG CUDA_VERSION
+# More of the package's extras, separated by commas.
+ARG EXTRAS=torch
 # Triton compiles its launchers with a C compiler; torch brings the CUDA libraries, the host brings the driver.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 RUN --mount=type=bind,from=build,source=/src/dist,target=/dist \
-    pip install --no-cache-dir "$(echo /dist/toolkit-*.whl)[torch]" \
+    if [ "$CUDA_VERSION" = cu12 ]; then export PIP_INDEX_URL=https://download.pytorch.org/whl/cu126 PIP_EXTRA_INDEX_URL=https://pypi.org/simple; fi \
+    && pip install --no-cache-dir "$(echo /dist/toolkit-*.whl)[$EXTRAS]" \
     && useradd --create-home --uid 10001 toolkit
 USER 10001
 ENV TOOLKIT_HOME=/home/toolkit/.cache/toolkit PYTHONUNBUFFERED=1 \

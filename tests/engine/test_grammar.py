@@ -21,6 +21,7 @@ from toolkit.box import box
 from toolkit.box.box import Cancelled, Limits, OutOfTime, Ticket
 from toolkit.engine import grammar
 from toolkit.engine.grammar import Grammars, GrammarState
+from toolkit.engine.grammar_cost import least_seconds
 from toolkit.engine.grammar_format import check_format
 from toolkit.engine.grammar_pace import Pace
 from toolkit.errors import BusyError, UsageError
@@ -113,6 +114,54 @@ def test_what_cannot_be_compiled_within_limits_costs_this_process_nothing(
     assert refused >= 3
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
     assert follow(grammars, {"type": "json_object"}, b"{}")
+
+
+def test_what_is_hopeless_is_told_from_its_text(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a process works on it")
+
+    monkeypatch.setattr(box.Box, "run", none)
+    optional = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(990)}}
+    hopeless = ["[^x]{1,8000}", "(ab|cd)?" * 1000, "a?" * 300, r"-(\d[^,]{0,500})*", "(" + "[a-z]?" * 200 + "|x)+"]
+    formats = [{"type": "regex_schema", "regex_schema": text} for text in hopeless]
+    formats += [{"type": "json_schema", "json_schema": {"schema": {"items": {"pattern": text}}}} for text in hopeless]
+    formats += [{"type": "grammar", "grammar": f"root ::= x\nx ::= {text}"} for text in ('"ab"? ' * 200, "[^x]{2,900}")]
+    for response_format in [*formats, {"type": "json_schema", "json_schema": {"schema": {"anyOf": [optional]}}}]:
+        assert "it takes more than 1 s of processor time (about " in refusal(grammars, response_format)
+
+
+def test_honest_formats_are_cheap_by_their_text(corpus: Any) -> None:
+    patterns = [
+        r"^[a-zA-Z0-9.!#$%&'*+/=?^_`{|}~-]+@[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?(?:\.[a-zA-Z0-9]{2,63})*$",
+        r"^\d{4}-[01]\d-[0-3]\dT[0-2]\d:[0-5]\d(:[0-5]\d(\.\d+)?)?(Z|[+-]\d\d:?\d\d)?$",
+        "^.{1,100}$",
+        r"^\w{1,255}$",
+        "^(([0-9]|[1-9][0-9]|1[0-9]{2}|2[0-4][0-9]|25[0-5])\\.){3}[0-9]{1,3}$",
+        "-?" + "[0-9]?" * 40,
+    ]
+    formats = [{"type": "regex_schema", "regex_schema": text} for text in patterns]
+    many = {f"p{i}": {"type": "string", "maxLength": 4000} for i in range(300)}
+    formats.append({"type": "json_schema", "json_schema": {"schema": {"properties": many}}})
+    for response_format in [*formats, *corpus("grammars").harmless()]:
+        assert least_seconds(response_format) <= (5.0 if response_format["type"] == "json_schema" else 1.0)
+
+
+def test_what_is_cheap_is_compiled_again_here_and_is_the_same(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    run = grammar.Box.run
+
+    def ran(self: Any, *args: Any, **more: Any) -> Any:
+        told.append((answer := run(self, *args, **more))[0])
+        return answer
+
+    wanted = FORMATS["objects"]
+    monkeypatch.setattr(grammar.Box, "run", ran)
+    here = Grammars(Letters(), SIZE).compiled(wanted)  # type: ignore[arg-type]
+    assert told == [True]
+    text = here.grammar.serialize_json()
+    assert grammar.CORE.CompiledGrammar.deserialize_json(text, grammars._info).serialize_json() == text
 
 
 def test_a_client_s_format_has_less_time_than_many_tools(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +321,7 @@ def test_long_and_deep_texts_are_followed_without_harm(grammars: Grammars) -> No
 
 def test_a_request_that_leaves_frees_the_compiler(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     long = {"type": "regex_schema", "regex_schema": "(ab|cd)?" * 900}
+    monkeypatch.setattr(grammar, "check_cost", lambda _: None)
     ticket, ends = Ticket(), []
 
     def ask(ticket: Ticket) -> None:

@@ -11,7 +11,7 @@ import yaml
 from toolkit.commands.serve import app
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-FILES = ["compose.yaml", "kubernetes/server.yaml", "helm/toolkit/templates/deployment.yaml"]
+FILES = ["compose.yaml", "compose.gpu.yaml", "kubernetes/server.yaml", "helm/toolkit/templates/deployment.yaml"]
 
 
 @pytest.mark.parametrize("name", [*FILES, "docker/cpu.Dockerfile", "docker/cuda.Dockerfile"])
@@ -44,3 +44,40 @@ def test_compose_sets_keys_only_where_the_user_has() -> None:
     """An empty list of keys is refused by the server."""
     server = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["server"]
     assert server["environment"] == ["TOOLKIT_API_KEYS"]
+
+
+def test_what_is_baked_is_there_and_every_image_has_its_tags() -> None:
+    text = (DEPLOY / "docker-bake.hcl").read_text()
+    targets = dict(re.findall(r'^target "(\w+)" \{\n(.*?)^\}', text, re.MULTILINE | re.DOTALL))
+    assert set(re.findall(r'"(\w+)"', text.split("targets =")[1].split("\n")[0])) == set(targets)
+    for body in targets.values():
+        (file,) = re.findall(r'dockerfile = "(.*)"', body)
+        dockerfile = (DEPLOY.parent / file).read_text()
+        given = {name for args in re.findall(r"args = \{(.*)\}", body) for name in re.findall(r"(\w+) =", args)}
+        assert given <= set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE))
+        tags = re.findall(r'"\$\{REGISTRY\}:([^"]*)"', body)
+        assert any("${VERSION}" in tag for tag in tags) and any("${VERSION}" not in tag for tag in tags)
+    assert '"${REGISTRY}:latest"' in targets["cu13"] and '"${REGISTRY}:latest-cu12"' in targets["cu12"]
+
+
+def test_cuda_versions_are_stages() -> None:
+    dockerfile = (DEPLOY / "docker/cuda.Dockerfile").read_text()
+    default = re.findall(r"^ARG CUDA_VERSION=(\w+)", dockerfile, re.MULTILINE)[0]
+    assert (
+        {"cu12", "cu13"} == set(re.findall(r"^FROM nvidia/\S+ AS (\w+)", dockerfile, re.MULTILINE)) > {default} - {""}
+    )
+    compose = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]["server"]
+    assert compose["build"]["args"]["CUDA_VERSION"] == f"${{CUDA_VERSION:-{default}}}"
+    (device,) = compose["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]} and compose["ipc"] == "host"
+
+
+@pytest.mark.parametrize("name", ["host-path", "shared"])
+def test_volumes_hold_the_claim_that_the_server_mounts(name: str) -> None:
+    volume, claim = yaml.safe_load_all((DEPLOY / f"kubernetes/volumes/{name}.yaml").read_text())
+    pod = next(yaml.safe_load_all((DEPLOY / "kubernetes/server.yaml").read_text()))["spec"]["template"]["spec"]
+    wanted = next(v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if v["name"] == "model")
+    chart = yaml.safe_load((DEPLOY / "helm/toolkit/values.yaml").read_text())
+    assert claim["metadata"]["name"] == wanted == chart["model"]["claim"] == volume["spec"]["claimRef"]["name"]
+    assert claim["spec"]["volumeName"] == volume["metadata"]["name"]
+    assert volume["spec"]["accessModes"] == claim["spec"]["accessModes"] == ["ReadOnlyMany"]

@@ -26,6 +26,7 @@ from toolkit.serve.fleet.app import create_app
 from toolkit.serve.fleet.catalog import Listed, listed
 from toolkit.serve.fleet.child import Spare
 from toolkit.serve.fleet.fleet import Fleet
+from toolkit.serve.fleet.unloaded import shown
 from toolkit.serve.options import ProxySettings, ServerSettings
 
 COMMAND = [sys.executable, "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
@@ -416,6 +417,31 @@ def test_two_models_on_one_port(tiny_checkpoint: Any, tmp_path: Path) -> None:
         process.communicate(timeout=60)
         _, alive = psutil.wait_procs(children, 60)
         assert process.returncode == 0 and not alive
+
+
+@pytest.mark.parametrize(
+    ("family", "spelled"),
+    [("llama", "max_position_embeddings"), ("chatglm", "seq_length"), ("dbrx", "max_seq_len")],
+)
+def test_a_model_that_is_not_loaded_is_described_as_its_family_spells_it(
+    family: str, spelled: str, tiny_checkpoint: Any, tmp_path: Path
+) -> None:
+    path = tiny_checkpoint(family, tmp_path / family)
+    config = json.loads((path / "config.json").read_text())
+    config.pop("max_position_embeddings", None)
+    config[spelled] = length = 448
+    (path / "config.json").write_text(json.dumps(config))
+    kind = config["model_type"]
+    info = shown("x", path, None, ServerSettings(), None)["model_info"]
+    layers = next(config[name] for name in ("num_hidden_layers", "num_layers", "n_layers") if name in config)
+    hidden = next(config[name] for name in ("hidden_size", "d_model") if name in config)
+    assert info == {
+        "general.architecture": kind,
+        f"{kind}.context_length": length,
+        f"{kind}.embedding_length": hidden,
+        f"{kind}.block_count": layers,
+    }
+    assert shown("x", path, None, ServerSettings(), 64)["model_info"][f"{kind}.context_length"] == 64
 
 
 def test_one_process_waits_for_the_next_model() -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from toolkit.commands.main import app as tool
-from toolkit.errors import UsageError
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.client import APIClient
 from toolkit.serve.gradio import app
 from toolkit.serve.remote import RemoteModel
@@ -45,6 +51,38 @@ def test_a_chat_through_a_server(start: Any) -> None:
             client.predict("x", "", None, 3, None, None, api_name="/chat")
     finally:
         demo.close()
+
+
+SLOW = """
+import sys, time
+import gradio
+from toolkit.serve.gradio.listen import listen
+from toolkit.serve.run import bind
+gradio.Blocks.run_startup_events = lambda self: time.sleep(6)
+with gradio.Blocks() as blocks:
+    gradio.Markdown("Here I am")
+listen(blocks, bind("127.0.0.1", 0), lambda url: print(url, flush=True))
+"""
+
+
+def test_a_machine_that_takes_long_is_waited_for_and_a_signal_ends_it() -> None:
+    """Gradio's own launch takes five seconds without an answer for a port in use."""
+    if importlib.util.find_spec("gradio") is None:
+        pytest.skip("needs gradio")
+    with subprocess.Popen([sys.executable, "-P", "-c", SLOW], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        with urllib.request.urlopen(url, timeout=60) as page:
+            assert page.status == 200 and b"Here I am" in page.read()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def test_a_port_in_use_is_told_before_a_model_is_looked_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ToolkitError, match=f"^--server-port {port}: in use on 127.0.0.1"):
+            app.run("no-such-model", server_port=port)
 
 
 def test_thoughts_do_not_go_back_to_the_model() -> None:

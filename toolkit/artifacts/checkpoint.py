@@ -108,7 +108,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
             f"{path}: this is an engine artifact, whose weights are packed; expected a checkpoint: "
             "give the directory it was converted from (tool inspect shows it)"
         )
-    config = _with_token_ids(path, _read_config(path))
+    config = read_config(path)
     infos, files = _with_prefix(*_read_headers(path))
     manifest = read_manifest(path)
     if manifest is not None:
@@ -123,7 +123,8 @@ def check_directory(path: Path) -> None:
         raise ToolkitError(f"{path}: expected config.json in it; give the directory of a Hugging Face checkpoint")
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a model's directory, with the token ids that its family asks for. Raises ToolkitError."""
     check_directory(path)
     config_path = path / "config.json"
     config = read_json_object(config_path)
@@ -135,7 +136,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"{config_path}: quantization_config.quant_method: expected a name, "
             f"found {quantization.get('quant_method')!r:.60}"
         )
-    return config
+    return _with_token_ids(path, config)
 
 
 def _with_token_ids(path: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.box.box import Box, Crowded, LimitError, Limits, OutOfTime, Ticket
+from toolkit.engine.grammar_cost import SMALLER, check_cost, given_seconds
 from toolkit.engine.grammar_format import check_format
+from toolkit.engine.grammar_job import compile_format, compiler, may_cache
 from toolkit.engine.grammar_pace import Pace
 from toolkit.engine.json_tokens import JsonTokens, has
 from toolkit.engine.xgrammar_core import CORE, unreachable, vocabulary
@@ -27,10 +29,9 @@ if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
 
 LIMITS = Limits(memory=2 << 30, cpu_seconds=10.0, seconds=50.0, reply=128 << 20)
-_SECONDS = 1.0  # of processor time for a format that a client has written
-_COUNT_SECONDS = 4.0  # more where letters are counted: xgrammar tries all tokens at each of up to 128 places
-_TOKENS = 1 << 16  # so many a vocabulary has for that; a larger one takes longer
-_BYTES_A_SECOND = 8 << 10  # one made of tools may take so much longer as there are more of them
+_TOKENS = (
+    1 << 16
+)  # so many tokens a vocabulary has where a format has the seconds of grammar_cost; a larger one has more
 _LONG_TURNS = 2  # formats that may take all their time at once; what comes meanwhile
 _SHORT_TURN = 0.25  # has so many seconds of processor time first,
 _LINE = 8  # and so many may then wait for a long turn
@@ -42,10 +43,11 @@ _REMEMBERED = 1024  # grammars that were refused: they are not tried again
 
 @dataclass(frozen=True)
 class Compiled:
-    """``grammar``: xgrammar's. ``json``: whether its texts are JSON, or have it in them."""
+    """``grammar``: xgrammar's. ``json``: whether its texts are JSON, or have it in them. ``size``: bytes."""
 
     grammar: Any
     json: bool
+    size: int
 
 
 class Grammars:
@@ -85,6 +87,7 @@ class Grammars:
         where others left it no time, and Cancelled when ``ticket`` says so.
         """
         check_format(response_format)
+        check_cost(response_format)
         return self._get(response_format, ticket or Ticket())
 
     def state(self, compiled: Compiled, stop_token_ids: list[int]) -> GrammarState:
@@ -116,34 +119,36 @@ class Grammars:
     def _compile(self, key: bytes, response_format: dict[str, Any], ticket: Ticket) -> Compiled:
         kind = response_format["type"]
         try:
-            data = self._in_turn(response_format, ticket)
+            again, data = self._in_turn(response_format, ticket)
         except Crowded as e:
             raise BusyError(f"response_format: the {kind} cannot be compiled now: {e}") from e
         except (ValueError, LimitError) as e:
-            smaller = "use a smaller one, with shorter counts (maxLength, {m,n}) or none"
-            why = f"cannot be compiled: {e}; {smaller}" if isinstance(e, LimitError) else str(e)
+            why = f"cannot be compiled: {e}; {SMALLER}" if isinstance(e, LimitError) else str(e)
             text = f"response_format: the {kind} {why}"
             with self._changed:
                 self._refused[key] = text
                 if len(self._refused) > _REMEMBERED:
                     self._refused.popitem(last=False)
             raise UsageError(text) from e
-        compiled = Compiled(CORE.CompiledGrammar.deserialize_json(data.decode(), self._info), kind in _JSON)
+        if again:  # in this thread, as it went well in the box
+            found = compile_format(compiler(self._info, may_cache(response_format)), response_format)
+        else:
+            found = CORE.CompiledGrammar.deserialize_json(data.decode(), self._info)
+        compiled = Compiled(found, kind in _JSON, max(len(data), found.memory_size_bytes()))
         with self._changed:
             self._compiled[key] = compiled
             while len(self._compiled) > 1 and (
-                len(self._compiled) > _KEPT
-                or sum(c.grammar.memory_size_bytes() for c in self._compiled.values()) > _KEPT_BYTES
+                len(self._compiled) > _KEPT or sum(c.size for c in self._compiled.values()) > _KEPT_BYTES
             ):
                 self._compiled.popitem(last=False)
         return compiled
 
-    def _in_turn(self, response_format: dict[str, Any], ticket: Ticket) -> bytes:
+    def _in_turn(self, response_format: dict[str, Any], ticket: Ticket) -> tuple[bool, bytes]:
         """What the box makes of it. While others take long it has a short turn, which is enough for most, and only then
         waits: so the formats of one client do not hold up those of others."""
 
-        def run(cpu_seconds: float) -> bytes:
-            return self._box.run(response_format, ticket=ticket, cpu_seconds=cpu_seconds)[1]
+        def run(cpu_seconds: float) -> tuple[bool, bytes]:
+            return self._box.run(response_format, ticket=ticket, cpu_seconds=cpu_seconds)
 
         larger = max(1.0, self._size / _TOKENS)
         if not self._long_turns.acquire(blocking=False):
@@ -152,7 +157,7 @@ class Grammars:
             except OutOfTime:
                 self._wait_in_line(ticket)
         try:
-            return run(_seconds(response_format) * larger)
+            return run(given_seconds(response_format) * larger)
         finally:
             self._long_turns.release()
 
@@ -168,14 +173,6 @@ class Grammars:
         finally:
             with self._changed:
                 self._in_line -= 1
-
-
-def _seconds(response_format: dict[str, Any]) -> float:
-    """The processor time that compiling may take over a vocabulary that is not large."""
-    text = json.dumps(response_format, default=repr)
-    made_of_tools = response_format["type"] == "structural_tag"
-    counts = _COUNT_SECONDS if '"maxLength"' in text else 0.0
-    return _SECONDS + counts + (len(text) / _BYTES_A_SECOND if made_of_tools else 0.0)
 
 
 def _key(response_format: dict[str, Any]) -> bytes:

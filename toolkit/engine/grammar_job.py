@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
+import resource
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,29 +22,35 @@ from toolkit.engine.xgrammar_core import CORE, vocabulary
 _PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: ")  # "[12:34:56] /project/cpp/file.cc:83: " before xgrammar's own words
 _WALKS, _TOKENS = 2, 48  # texts that are tried, tokens of each
 _CACHE = 32 << 20  # bytes of parts that schemas have in common
+_AGAIN_S, _AGAIN_BYTES = 0.5, 64 << 20  # processor time and memory of what may be compiled once more
+_STACK = 1 << 20  # half of what a thread has at the least: what fits here has room wherever it is compiled again
 
-Job = Callable[[dict[str, Any], bytes], tuple[None, bytes]]
+Job = Callable[[dict[str, Any], bytes], tuple[bool, bytes]]
+T = TypeVar("T")
 
 
 def compiling(setup: dict[str, Any], data: bytes) -> Job:
     """The box's job. ``setup``: the "lengths" of the tokens whose bytes are ``data``, the vocabulary's "size", "stops".
 
-    It takes a response_format and gives the compiled grammar as bytes. Raises ValueError, one line, for one that is not
-    valid, allows no text, or takes too long to follow.
+    It takes a response_format and gives False and the compiled grammar as bytes; or True and none where compiling was
+    cheap: as bytes a grammar holds all of itself once for each of its rules, and writing and reading that takes many
+    times as long as compiling again. Raises ValueError, one line, for one that is not valid, allows no text, or takes
+    too long to follow.
     """
     tokens = [data[a:b] for a, b in pairwise(accumulate(setup["lengths"], initial=0))]
     info = vocabulary(tokens, setup["size"], setup["stops"])
-    compiler = CORE.GrammarCompiler(info, 1, True, _CACHE)
-    afresh = CORE.GrammarCompiler(info, 1, False, -1)  # rules that ask for tokens by id would be taken for one another
+    compilers = {cached: compiler(info, cached) for cached in (False, True)}
 
-    def run(response_format: dict[str, Any], data: bytes) -> tuple[None, bytes]:
+    def run(response_format: dict[str, Any], data: bytes) -> tuple[bool, bytes]:
+        seconds, size = time.process_time(), _most_bytes()
         try:
-            compiled = compile_format(
-                afresh if response_format["type"] == "structural_tag" else compiler, response_format
-            )
+            compiled = _with_small_stack(lambda: compile_format(compilers[may_cache(response_format)], response_format))
+            seconds, size = time.process_time() - seconds, _most_bytes() - size
             for seed in range(_WALKS):
                 _try_out(compiled, setup, tokens, random.Random(seed))
-            return None, str(compiled.serialize_json()).encode()
+            if seconds <= _AGAIN_S and size <= _AGAIN_BYTES:
+                return True, b""
+            return False, str(compiled.serialize_json()).encode()
         except RuntimeError as e:
             if "bad_alloc" in str(e):
                 raise MemoryError from None
@@ -48,6 +58,30 @@ def compiling(setup: dict[str, Any], data: bytes) -> Job:
             raise ValueError(f"is not valid: {reason:.300}") from e
 
     return run
+
+
+def compiler(info: Any, cached: bool) -> Any:
+    """xgrammar's, over a vocabulary."""
+    return CORE.GrammarCompiler(info, 1, cached, _CACHE if cached else -1)
+
+
+def may_cache(response_format: dict[str, Any]) -> bool:
+    """Rules that ask for tokens by id would be taken for one another."""
+    return bool(response_format["type"] != "structural_tag")
+
+
+def _with_small_stack(function: Callable[[], T]) -> T:
+    """What ``function`` gives in a thread of its own; one that nests too deep ends the process."""
+    before = threading.stack_size(_STACK)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(function).result()
+    finally:
+        threading.stack_size(before)
+
+
+def _most_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def compile_format(compiler: Any, response_format: dict[str, Any]) -> Any:

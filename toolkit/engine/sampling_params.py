@@ -6,6 +6,7 @@ import secrets
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from toolkit.engine.grammar_cost import check_cost
 from toolkit.engine.grammar_format import check_format
 from toolkit.engine.request import SamplingParams
 from toolkit.errors import UsageError
@@ -26,6 +27,7 @@ def resolve(config: GenerationConfig, tokenizer: Tokenizer, prompt_len: int, ses
     config.validate()
     if config.response_format is not None:
         check_format(config.response_format)
+        check_cost(config.response_format)
     if config.logits_processors and not all(callable(p) for p in config.logits_processors):
         raise UsageError("logits_processors: expected a list of callables (token_ids, logits) -> logits")
     left = max(1, session_len - prompt_len)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,4 @@ def shown(
     formats = Formats.choose(tokenizer, template, settings.tool_call_parser, settings.reasoning_parser)
     embeds = pooling_config(directory) is not None
     can = cards.Abilities(tokenizer, template.source, formats, embeds, sees=recipe is not None)
-    listed = cards.Listed(name, path=directory)
-    return cards.shown(replace(listed, session_len=session_len or _stated_length(listed.config())), can)
-
-
-def _stated_length(config: dict[str, Any]) -> int | None:
-    inner = config.get("text_config")
-    found = (inner if isinstance(inner, dict) else config).get("max_position_embeddings")
-    return found if isinstance(found, int) else None
+    return cards.shown(cards.Listed(name, session_len=session_len, path=directory), can)

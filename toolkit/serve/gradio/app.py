@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from toolkit.chat import settings
@@ -12,6 +13,7 @@ from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.client import APIClient
 from toolkit.serve.remote import RemoteModel
 
+logger = logging.getLogger("toolkit.serve")
 SPACE = "huggingface-space"  # as a server_name: where Gradio itself is told to listen
 THOUGHTS = "Reasoning"  # the title that Gradio gives to what stands between reasoning_tags
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k")
@@ -27,21 +29,24 @@ def run(
     model_name: str | None = None,
     api_key: str | None = None,
     share: bool = False,
+    ready: Callable[[str], None] | None = None,
 ) -> None:
     """Chat with a model (a server of it runs in a process of its own), or through the server at a URL, until Ctrl-C.
 
-    ``model_name``: which of the server's models, its first by default. Raises ToolkitError or UsageError for whatever
-    keeps it from starting.
+    ``model_name``: which of the server's models, its first by default. ``ready`` gets the URL once it can be opened,
+    which else is logged; where Gradio itself chooses the address (``share``) it prints that. Raises ToolkitError or
+    UsageError for whatever keeps it from starting.
     """
     from toolkit.serve.background import serve
 
+    show = _prepare(server_name, server_port, share, ready or _log)
     if model_path_or_server.startswith(("http://", "https://")):
-        _launch(RemoteModel(APIClient(model_path_or_server, api_key), model_name), server_name, server_port, share)
+        show(RemoteModel(APIClient(model_path_or_server, api_key), model_name))
         return
     with serve(
         model_path_or_server, model_name, backend, backend_config, chat_template_config, server_port=0
     ) as server:
-        _launch(RemoteModel(server), server_name, server_port, share)
+        show(RemoteModel(server))
 
 
 def build(model: RemoteModel) -> Any:
@@ -79,9 +84,28 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
-def _launch(model: RemoteModel, host: str, port: int, share: bool) -> None:
-    where: dict[str, Any] = {} if host == SPACE else {"server_name": host, "server_port": port}
-    try:
-        build(model).queue().launch(share=share, **where)
-    except OSError as error:
-        raise ToolkitError(f"--server-port {port}: cannot listen on {host} ({error})") from error
+def _log(url: str) -> None:
+    logger.warning("the chat is ready at %s", url)
+
+
+def _prepare(host: str, port: int, share: bool, ready: Callable[[str], None]) -> Callable[[RemoteModel], None]:
+    """What shows the chat until Ctrl-C. A port that is in use is found before a model is loaded. Raises ToolkitError.
+
+    Gradio's own ``launch`` takes a server that needs more than five seconds to start for one whose port is in use; so
+    it runs only where Gradio itself is to choose the address, or to give a public one.
+    """
+    if share or host == SPACE:
+        where: dict[str, Any] = {} if host == SPACE else {"server_name": host, "server_port": port}
+
+        def launch(model: RemoteModel) -> None:
+            try:
+                build(model).queue().launch(share=share, **where)
+            except OSError as error:
+                raise ToolkitError(f"--server-port {port}: Gradio did not begin to listen ({error})") from error
+
+        return launch
+    from toolkit.serve.gradio.listen import listen
+    from toolkit.serve.run import bind
+
+    sock = bind(host, port)
+    return lambda model: listen(build(model), sock, ready)

@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI
 
+from toolkit.artifacts.checkpoint import read_config
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.errors import ToolkitError
+from toolkit.models.registry import build
 from toolkit.serve.answers import OllamaModels, OllamaVersion
 from toolkit.serve.infill import find_gap
 from toolkit.serve.schema import OLLAMA_ERRORS, answered
 
 if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
+    from toolkit.models.spec import DecoderSpec
     from toolkit.serve.parsing import Formats
 
 SPOKEN = "0.13.0"  # the version of Ollama whose API this is: clients ask for it
@@ -46,6 +49,13 @@ class Listed:
             return {} if self.path is None else read_json_object(self.path / "config.json")
         except ToolkitError:
             return {}
+
+    def spec(self) -> DecoderSpec | None:
+        """What its family makes of that, None where nothing is known."""
+        try:
+            return None if self.path is None else build(read_config(self.path), str(self.path))[0]
+        except ToolkitError:
+            return None
 
     def details(self) -> dict[str, Any]:
         files, config = self._files(), self.config()
@@ -97,13 +107,13 @@ class Abilities:
 
 
 def shown(listed: Listed, can: Abilities) -> dict[str, Any]:
-    """As /api/show has it."""
-    card, config = listed.card(), listed.config()
+    """As /api/show has it. Where ``listed`` has no ``session_len`` its context is as long as the model states."""
+    card, spec = listed.card(), listed.spec()
     family = card["details"]["family"] or "unknown"
-    info = {"general.architecture": family, f"{family}.context_length": listed.session_len or 0}
-    for key, field in (("embedding_length", "hidden_size"), ("block_count", "num_hidden_layers")):
-        if isinstance(config.get(field), int):
-            info[f"{family}.{key}"] = config[field]
+    stated = 0 if spec is None else spec.max_position
+    info = {"general.architecture": family, f"{family}.context_length": listed.session_len or stated}
+    if spec is not None:
+        info |= {f"{family}.embedding_length": spec.hidden_size, f"{family}.block_count": len(spec.layers)}
     abilities = {
         "completion": not can.embeds,
         "embedding": can.embeds,

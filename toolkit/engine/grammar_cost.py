@@ -1,0 +1,167 @@
+"""How long a format takes to compile at the least, told from its text: what is hopeless needs no process.
+
+xgrammar asks of every place of a grammar which tokens may stand there. Three things make that dear, as measured over
+49,152 tokens on one core at 2.5 GHz:
+
+- Places of wide classes of letters that are counted, for most tokens have to be tried at each: ``[^x]{1,200}``,
+  ``maxLength``. Beyond 128 it computes with the count, which costs as much as two hundred places would.
+- Parts in a row that may each be left out, for each leads to all behind it: ``(ab|cd)?`` a hundred times, and an
+  object's properties that are not required.
+
+The same class counted twice costs little more than once, so the largest count of each class is what is summed up.
+Everything else (nested groups, lists of choices, references) is cheap, or is told by compiling it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from toolkit.errors import UsageError
+
+PLACE_S = {"wide": 0.005, "letters": 0.0013, "narrow": 0.0}  # seconds that a place of a class takes
+ANY_TIMES = 2.0  # as much where it may be left out, too
+COUNTED, BEYOND = 128, 1.6  # so many places are made, and as much more where there are more
+CHAIN_S = 6.5e-7  # seconds x cube of the parts in a row that may be left out
+PROPERTIES_S = 2.8e-9  # likewise of an object's properties
+LOOKED_AT = 8192  # parts of a pattern or grammar
+
+SECONDS = 1.0  # of processor time for a format that a client has written
+COUNT_SECONDS = 4.0  # more where letters are counted: xgrammar tries all tokens at each of up to 128 places
+BYTES_A_SECOND = 8 << 10  # one made of tools may take so much longer as there are more of them
+SURELY = 1.5  # what takes at least so many times its limit, by these figures, is not tried
+SMALLER = "use a smaller one, with shorter counts (maxLength, {m,n}) or none"
+
+_LEXEMES = re.compile(
+    r"""(?P<class>\[(?:\\.|[^\]\\])*\]|\\[wWdDsS]|\.)
+    |(?P<open>\((?:\?(?:[:=!]|<[=!]|P?<\w+>))?)
+    |(?P<close>\))
+    |(?P<or>\|)
+    |(?P<times>[*+?]|\{\d+(?:,\d*)?\})
+    |(?P<item>\\.|.)""",
+    re.VERBOSE | re.DOTALL,
+)
+_EBNF = re.compile(
+    r"""(?P<rule>[\w.-]+\s*::=)
+    |(?P<text>"(?:\\.|[^"\\\n])*")
+    |(?P<name>[A-Za-z_][\w-]*)
+    |(?P<skip>\s+|[#].*)""",
+    re.VERBOSE,
+)
+
+
+def check_cost(response_format: dict[str, Any]) -> None:
+    """Raise UsageError, one line, for a checked ``response_format`` that is hopeless."""
+    given, least = given_seconds(response_format), least_seconds(response_format)
+    if least > given * SURELY:
+        raise UsageError(
+            f"response_format: the {response_format['type']} cannot be compiled: "
+            f"it takes more than {given:g} s of processor time (about {least:.1f} s); {SMALLER}"
+        )
+
+
+def given_seconds(response_format: dict[str, Any]) -> float:
+    """The processor time that compiling may take over a vocabulary that is not large."""
+    text = json.dumps(response_format, default=repr)
+    made_of_tools = response_format["type"] == "structural_tag"
+    counts = COUNT_SECONDS if '"maxLength"' in text else 0.0
+    return SECONDS + counts + (len(text) / BYTES_A_SECOND if made_of_tools else 0.0)
+
+
+def least_seconds(response_format: dict[str, Any]) -> float:
+    """Seconds that compiling a checked ``response_format`` takes at least; 0.0 where nothing dear is in it."""
+    kind = response_format["type"]
+    value: Any = response_format.get(kind)
+    if kind == "regex_schema":
+        return _of_patterns([_regex(value)])
+    if kind == "grammar":
+        return _of_patterns([_ebnf(value)])
+    if kind == "json_schema":
+        return _of_schema(value.get("schema", value))
+    return 0.0
+
+
+def _of_schema(schema: Any) -> float:
+    patterns: list[Iterator[tuple[str, str]]] = []
+    optional, longest = 0, 0
+    stack = [schema]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, list):
+            stack += item
+        elif isinstance(item, dict):
+            properties, required = item.get("properties"), item.get("required")
+            if isinstance(properties, dict):
+                needed = {n for n in required if isinstance(n, str)} if isinstance(required, list) else set()
+                optional = max(optional, len(properties.keys() - needed))
+            if isinstance(pattern := item.get("pattern"), str):
+                patterns.append(_regex(pattern))
+            if isinstance(most := item.get("maxLength"), int):
+                longest = max(longest, most)
+            stack += item.values()
+    texts = _counted("wide", 0, longest) if longest else 0.0
+    return PROPERTIES_S * optional**3 + max(texts, _of_patterns(patterns))
+
+
+def _of_patterns(patterns: list[Iterator[tuple[str, str]]]) -> float:
+    """The dearest count of each class, and the longest row of parts that may be left out."""
+    dearest: dict[str, float] = {}
+    longest = 0
+    for lexemes in patterns:
+        rows = [0]  # parts in a row that may be left out, of each group that is open
+        part, letters = False, ""  # whether the lexeme before ended a part, and the class that it was
+        for kind, text in islice(lexemes, LOOKED_AT):
+            if kind == "times":
+                least, most = _times(text)
+                if letters and most is not None:
+                    dearest[letters] = max(dearest.get(letters, 0.0), _counted(_width(letters), least, most))
+                if part and least == 0:
+                    rows[-1] += 1
+                    longest, part = max(longest, rows[-1]), False
+                letters = ""
+                continue
+            if part or kind in ("or", "rule"):
+                rows[-1] = 0
+            if kind == "open":
+                rows.append(0)
+            elif kind == "close" and len(rows) > 1:
+                rows.pop()
+            part, letters = kind not in ("open", "or", "rule"), text if kind == "class" else ""
+    return sum(dearest.values()) + CHAIN_S * longest**3
+
+
+def _counted(width: str, least: int, most: int) -> float:
+    places = min(most, COUNTED) * (ANY_TIMES if most > least else 1.0)
+    return PLACE_S[width] * places * (BEYOND if most > COUNTED else 1.0)
+
+
+def _width(letters: str) -> str:
+    if letters == "." or letters in (r"\W", r"\D", r"\S") or letters.startswith("[^"):
+        return "wide"
+    return "letters" if letters == r"\w" or re.search(r"[A-Za-z]-[A-Za-z]|\\w", letters) else "narrow"
+
+
+def _times(text: str) -> tuple[int, int | None]:
+    """How often a part may stand: at least, and at most."""
+    if text in "*+?":
+        return int(text == "+"), 1 if text == "?" else None
+    least, comma, most = text[1:-1].partition(",")
+    return int(least), int(most) if most else None if comma else int(least)
+
+
+def _regex(pattern: str) -> Iterator[tuple[str, str]]:
+    for found in _LEXEMES.finditer(pattern):
+        yield str(found.lastgroup), found[0]
+
+
+def _ebnf(grammar: str) -> Iterator[tuple[str, str]]:
+    at = 0
+    while at < len(grammar):
+        found = _EBNF.match(grammar, at) or _LEXEMES.match(grammar, at)
+        assert found is not None
+        if found.lastgroup != "skip":
+            yield str(found.lastgroup), found[0]
+        at = found.end()
