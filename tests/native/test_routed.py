@@ -4,17 +4,20 @@ weights."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
+from toolkit.models.registry import load_spec
 from toolkit.models.routed import ROUTED
 from toolkit.models.spec import DecoderSpec
-from toolkit.runners.base import RunnerOptions
+from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.native import library
 from toolkit.runners.native.packed import INT
@@ -79,11 +82,6 @@ def test_rows_of_pictures_have_their_own(
 
 
 def test_what_the_runner_lacks_is_said(tiny_models: Any) -> None:
-    from dataclasses import replace
-
-    from toolkit.artifacts.checkpoint import open_checkpoint
-    from toolkit.models.registry import load_spec
-
     spec = load_spec(open_checkpoint(tiny_models("cogvlm")))[0]
     assert unsupported(spec) is None and spec.vision is not None
     routed = spec.vision.routed
@@ -91,3 +89,25 @@ def test_what_the_runner_lacks_is_said(tiny_models: Any) -> None:
     odd = replace(spec.vision, routed=(replace(routed[0], linear="model.elsewhere"), *routed[1:]))
     assert "for a gate and not for what it multiplies" in str(unsupported(replace(spec, vision=alone)))
     assert "outside of attention and MLPs: model.elsewhere" in str(unsupported(replace(spec, vision=odd)))
+
+
+@pytest.mark.parametrize("family, shape", [("cogvlm", 0), ("internlmxcomposer2", 2)])
+def test_instruction_sets_agree(
+    family: str, shape: int, tiny_models: Any, tmp_path: Path, support: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packing = Packing(target="cpu", dtype="float32", head_bits=16, load_format="int4")
+    convert(str(tiny_models(family, shape=shape)), tmp_path / "engine", packing, quiet=True)
+    found = []
+    for isa in library.isas():
+        monkeypatch.setenv(library.ISA_VARIABLE, isa)
+        found.append(logits(tmp_path / "engine", "turbomind", support))
+    assert all(distance(other, found[0]) < 0.02 for other in found[1:])  # a code of an activation apart, here and there
+
+
+def test_tokens_that_are_not_there_are_refused(tiny_models: Any, support: Any) -> None:
+    options = RunnerOptions(device="cpu", dtype="float32", block_size=16, threads=1)
+    runner, _ = open_runner(tiny_models("cogvlm"), backend="turbomind", options=options)
+    driver = support("steps").Driver(runner)
+    with pytest.raises(RunnerError, match="routed"):
+        driver.step({driver.add(): [7, 8]}, routed=np.asarray([2], np.int32))
+    runner.close()

@@ -66,7 +66,6 @@ struct Input {
     bool turned = false;  // by the Hadamard matrix, before it is quantized
     std::vector<QuantKey> keys;
     std::vector<QuantKey> more;  // of rows that are tokens of pictures: number i has slot MAX_KEYS - 1 - i
-    bool plain() const { return keys.empty() && more.empty(); }
 };
 
 struct Attention {

@@ -35,6 +35,9 @@ protected:
     bool splits(const Linear& l) const { return kinds_.seen && l.seen; }
     bool splits(const Mlp& m) const { return kinds_.seen && m.routed(); }
 
+    // Whether the rows are read as they are.
+    bool plain(const Input& in) const { return in.keys.empty() && (!kinds_.seen || in.more.empty()); }
+
     const Ops& ops;
 
 private:

@@ -31,7 +31,7 @@ void Run::save(const Sublayer& s) {
 Run::Prepared Run::prepare(const Input& in, const Norm& norm, const float* from, int64_t ld, int64_t rows) {
     InputBuffer& shared = from == w.mid.x ? w.mid : w.in;
     if (rows <= SMALL) return {&shared == &w.mid ? &own.mid : &own.in, false};
-    if (norm.present() || !in.plain() || from != shared.x)
+    if (norm.present() || !plain(in) || from != shared.x)
         share(P_PREPARE, rows, 1, [&](Range r) {
             for (int64_t t = r.first; t < r.last; t++) prepare_row(in, norm, from + t * ld, shared, t);
         });
@@ -70,7 +70,7 @@ void Run::add_post(const Sublayer& s) {
 
 // The linear that ends a sublayer, from the shared middle rows (already quantized or not) into the residual.
 void Run::down(const Sublayer& s, const Linear& l, const Input& mid, bool quantized, Phase phase) {
-    Prepared x = quantized || mid.plain() ? Prepared{&w.mid, true} : prepare(mid, Norm(), w.mid.x, w.mid.ldx, count);
+    Prepared x = quantized || plain(mid) ? Prepared{&w.mid, true} : prepare(mid, Norm(), w.mid.x, w.mid.ldx, count);
     const Store to = residual(s);
     share_tiles(phase, l.w.tiles(), pair_unit(), l.w.bytes(), [&](Range tiles) {
         linear(l, ready(x, mid, Norm(), w.mid.x, w.mid.ldx, count), 0, count, tiles, to);
