@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt
+from toolkit.artifacts.formats.bits import AWQ_ORDER, pack_words
+from toolkit.artifacts.formats.words import Words
 from toolkit.kernels.reference.cache import hadamard
 from toolkit.runners.native.pack import (
     UnpackedWeights,
@@ -65,6 +67,63 @@ def test_group_int_comes_back_exactly(rows, groups, group, bits, form, dtype, ac
     same(unpack(packed), weight)
 
 
+def as_told(weight: GroupInt, packed) -> np.ndarray:
+    """The tiles as ops.h tells them, one code after the other."""
+    m = packed.meta
+    out = np.zeros((m.tiles, m.cols // m.group, m.group_bytes), np.uint8)
+    codes = weight.codes.numpy()[:, slice(None) if packed.perm is None else packed.perm]
+    for r in range(m.rows):
+        t, lane = divmod(r, 16)
+        for g in range(m.cols // m.group):
+            own = g * m.group // weight.group_size
+            block = out[t, g]
+            scale = weight.scales[r, own : own + 1]
+            if m.minima:  # both in float32
+                offset = -weight.zeros[r, own : own + 1].float() * scale.float()
+                block[4 * lane : 4 * lane + 4] = scale.float().view(torch.uint8).numpy()
+                block[64 + 4 * lane : 68 + 4 * lane] = offset.view(torch.uint8).numpy()
+            else:
+                block[2 * lane : 2 * lane + 2] = scale.view(torch.uint8).numpy()
+                block[32 + lane] = weight.zeros[r, own]
+            for i in range(m.group):
+                per = 32 // m.bits
+                at = m.header_bytes + i // per * 64 + 4 * lane + i % 4
+                block[at] |= codes[r, g * m.group + i] << (4 * (i % per // 4))
+    return out.reshape(-1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.sampled_from([8, 16, 24, 32, 40, 136, 264]),
+    groups=st.integers(1, 3),
+    group=st.sampled_from([16, 48, 64, 256]),
+    kind=st.sampled_from([("rows", 4), ("rows", 8), ("gptq", 4), ("gptq", 8), ("awq", 4)]),
+    act_order=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_words_of_a_file_are_packed_as_their_codes_are(rows, groups, group, kind, act_order, seed) -> None:
+    (layout, bits), g, cols = kind, torch.Generator().manual_seed(seed), groups * group
+    codes = torch.randint(0, 1 << bits, (rows, cols), generator=g).to(torch.uint8)
+    words = {
+        "rows": lambda: pack_words(codes, bits),
+        "gptq": lambda: pack_words(codes, bits).t().contiguous(),
+        "awq": lambda: pack_words(codes.t().contiguous(), bits, AWQ_ORDER),
+    }[layout]()
+    index = (torch.randperm(cols, generator=g) // group).to(torch.int32) if act_order else None
+    scales = (torch.rand(rows, groups, generator=g) + 0.01).half()
+    zeros = torch.randint(0, 1 << bits, (rows, groups), generator=g).to(torch.uint8)
+    plain = GroupInt(codes, scales, zeros, bits, group, group_index=index)
+    stored = GroupInt(Words(words, bits, layout), scales, zeros, bits, group, group_index=index)
+    assert stored.shape == plain.shape
+    packed = pack_weight(stored)
+    assert ("codes" in vars(stored)) == (act_order and layout != "gptq" and packed.perm is not None)
+    wanted = as_told(plain, packed)
+    assert np.array_equal(packed.data, wanted) and np.array_equal(pack_weight(plain).data, wanted)
+    for some in (slice(0, 8), slice(8, 16), slice(1, 3)):
+        assert torch.equal(stored.take_rows(some).codes, codes[some])
+    assert torch.equal(stored.codes, codes) and torch.equal(replace(stored, scales=scales * 2).codes, codes)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_dense_and_channel_int8_come_back_exactly(dtype) -> None:
     weight = Dense(torch.randn(37, 50, generator=torch.Generator().manual_seed(0)).to(dtype))
@@ -72,6 +131,9 @@ def test_dense_and_channel_int8_come_back_exactly(dtype) -> None:
     codes = torch.randint(-128, 128, (37, 48), generator=torch.Generator().manual_seed(1)).to(torch.int8)
     channel = ChannelInt8(codes, torch.rand(37))
     same(unpack(pack_weight(channel)), channel)
+    turned = Dense(torch.randn(50, 37, generator=torch.Generator().manual_seed(3)).to(dtype).t())
+    same(unpack(pack_weight(turned)), Dense(turned.weight.contiguous()))
+    assert np.array_equal(pack_weight(turned).data, pack_weight(Dense(turned.weight.contiguous())).data)
 
 
 def test_what_has_no_kernel_becomes_dense_and_is_told(quantize_groups) -> None:

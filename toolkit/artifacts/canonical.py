@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -76,11 +76,25 @@ def _spread(floats: Tensor, codes: Tensor) -> Tensor:
     return each * codes.float()
 
 
+class Stored(Protocol):
+    """Codes [out, in] as a file holds them."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def unpack(self) -> Tensor:
+        """uint8, one code a byte."""
+
+    def take_rows(self, rows: slice) -> Self | None:
+        """Those of some rows, or None where they do not stand apart."""
+
+
 @dataclass(frozen=True)
 class GroupInt(ByRow):
     """Integers in groups along the input dimension, one scale (and offset) a group.
 
-    ``codes``: uint8 [out, in], each below ``2**bits``, one code a byte.
+    ``codes``: uint8 [out, in], each below ``2**bits``, one code a byte. Given as ``Stored``, they stay so, are unpacked
+    when they are first asked for, and a packer finds them in ``stored``.
     ``scales``: [out, in/group_size], float16, bfloat16 or float32, exactly as stored on disk.
     ``zeros``: uint8 [out, in/group_size] or None; ``minima``: [out, in/group_size] float or None.
         w = (code - zero) * scale     with ``zeros``
@@ -102,9 +116,34 @@ class GroupInt(ByRow):
     group_index: Tensor | None = None
     super_scales: SuperScales | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.codes, Tensor):
+            self.__dict__["stored"] = self.__dict__.pop("codes")
+
+    if TYPE_CHECKING:
+        stored: ClassVar[Stored | None]
+    else:
+        stored = None
+
+        def __getattr__(self, name: str) -> Any:
+            if name != "codes" or self.stored is None:
+                raise AttributeError(name)
+            return self.__dict__.setdefault("codes", self.stored.unpack())
+
     @property
     def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
+        rows, columns = (self.codes if self.stored is None else self.stored).shape
+        return rows, columns
+
+    def take_rows(self, rows: Tensor | slice) -> Self:
+        """The weight of some rows; of a range mostly still as stored."""
+        part: Any = self.stored.take_rows(rows) if self.stored is not None and isinstance(rows, slice) else None
+        if part is None:
+            return super().take_rows(rows)
+        rest = (getattr(self, name) for name in self.BY_ROW if name != "codes")
+        scales, zeros, minima, supers = (None if x is None else x[rows] for x in rest)
+        assert supers is None and scales is not None
+        return type(self)(part, scales, zeros, self.bits, self.group_size, minima, self.group_index)
 
     @property
     def symmetric(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from toolkit.artifacts.formats.bits import AWQ_ORDER as ORDER
 from toolkit.artifacts.formats.bits import pack_words, unpack_columns
 from toolkit.artifacts.formats.describe import Layout, common_layout, form_name, layout_fits
 from toolkit.artifacts.formats.layout import FLOATS, Expected, group_size, whole, wrong
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from toolkit.artifacts.checkpoint import Checkpoint
 
 METHOD = "awq"
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def config(*, group_size: int, zero_point: bool, skip: list[str] | None = None, head: bool = False) -> dict[str, Any]:
@@ -74,9 +74,10 @@ def read_linear(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Gr
 def read_packed(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], settings: dict[str, Any]) -> GroupInt:
     """Read with explicit ``group_size``."""
     from toolkit.artifacts.canonical import GroupInt
+    from toolkit.artifacts.formats.words import stored_codes
 
     return GroupInt(
-        codes=unpack_columns(checkpoint.tensor(f"{name}.qweight"), 4, ORDER),
+        codes=stored_codes(checkpoint.tensor(f"{name}.qweight"), 4, "awq", shape[1]),
         scales=checkpoint.tensor(f"{name}.scales").t().contiguous(),
         zeros=unpack_columns(checkpoint.tensor(f"{name}.qzeros"), 4, ORDER),
         bits=4,

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of its eight rows the code in the i-th lowest bits of a word of AWQ's is of."""
+
 
 def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
     """int32 [..., W] → uint8 [..., W * 32 / bits].
@@ -45,7 +48,7 @@ def unpack_columns(words: Tensor, bits: int, order: Sequence[int]) -> Tensor:
     codes = torch.empty(words.shape[1], 4 * per, len(words), dtype=torch.uint8, device=words.device)
     if words.is_meta:  # an outline
         return codes.flatten(0, 1)
-    each = words.t().reshape(-1).view(torch.uint8).view(words.shape[1], len(words), 4)
+    each = words.t().contiguous().view(-1).view(torch.uint8).view(words.shape[1], len(words), 4)
     for byte in range(4):
         raw = each[..., byte].contiguous()
         for i in range(per):

@@ -119,6 +119,7 @@ def _read_packed(checkpoint: Checkpoint, name: str, scheme: Scheme, n_out: int, 
     import torch
 
     from toolkit.artifacts.canonical import GroupInt
+    from toolkit.artifacts.formats.words import stored_codes
 
     bits, size = scheme.bits, _group_size(scheme, name, n_in)
     scales = _as_rows(checkpoint.tensor(f"{name}.weight_scale"), n_out)
@@ -131,8 +132,9 @@ def _read_packed(checkpoint: Checkpoint, name: str, scheme: Scheme, n_out: int, 
             zeros = (stored.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
         else:
             zeros = _unpack(stored.t(), bits, n_out).t().contiguous()
+    packed = checkpoint.tensor(f"{name}.weight_packed")
     return GroupInt(
-        codes=_unpack(checkpoint.tensor(f"{name}.weight_packed"), bits, n_in),
+        codes=stored_codes(packed, bits, "rows", n_in) if bits in (4, 8) else _unpack(packed, bits, n_in),
         scales=scales,
         zeros=zeros,
         bits=bits,

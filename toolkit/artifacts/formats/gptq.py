@@ -108,13 +108,14 @@ def read_packed(
 ) -> GroupInt:
     """Read with explicit ``bits`` and ``group_size``; ``zero_offset`` is what was taken off the zeros when stored."""
     from toolkit.artifacts.canonical import GroupInt
+    from toolkit.artifacts.formats.words import stored_codes
 
     bits = whole(settings, "bits", BITS)
     size = group_size(settings, name, shape[1])
     zeros = unpack_words(checkpoint.tensor(f"{name}.qzeros"), bits)
     zeros = (zeros + zero_offset) & ((1 << bits) - 1)  # in version 1, zero point 0 was stored as all ones
     return GroupInt(
-        codes=unpack_words(checkpoint.tensor(f"{name}.qweight").t(), bits),
+        codes=stored_codes(checkpoint.tensor(f"{name}.qweight"), bits, "gptq", shape[1]),
         scales=checkpoint.tensor(f"{name}.scales").t().contiguous(),
         zeros=zeros.t().contiguous(),
         bits=bits,

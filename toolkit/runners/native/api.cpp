@@ -9,6 +9,7 @@
 #include <string>
 
 #include "model.h"
+#include "pack_tiles.h"
 #include "step.h"
 #include "tower.h"
 
@@ -62,7 +63,7 @@ tk::Group& group_of(tk::Model* m, int64_t group, int64_t block) {
 
 // Of all that passes here: functions, structures, the program's record, how tensors are packed. VERSION in library.py says
 // the same; raise both when any of it changes, so that neither side reads the other's as its own.
-TK_EXPORT int tk_version() { return 14; }
+TK_EXPORT int tk_version() { return 15; }
 
 TK_EXPORT const char* tk_error() { return message.c_str(); }
 
@@ -152,4 +153,13 @@ TK_EXPORT int tk_tower_run(tk::Tower* tower, const tk::TowerArrays* in) {
 
 TK_EXPORT void tk_profile_print(tk::Model* model) {
     if (model->profile) model->profile->print();
+}
+
+// Fills `bytes` bytes at `data` with a matrix, which `to` describes, from what `from` points at.
+TK_EXPORT int tk_pack(const tk::TensorRecord* to, uint8_t* data, const tk::PackSource* from, int64_t threads) {
+    return guarded([&] {
+        const tk::Matrix w{to->kind, to->dtype, to->bits, to->group, to->minima, to->rows, to->cols, data};
+        if (w.bytes() != to->bytes) throw tk::Error("pack: expected " + std::to_string(w.bytes()) + " bytes, found " + std::to_string(to->bytes));
+        tk::pack_tiles(w, *from, threads_or_throw(threads));
+    });
 }

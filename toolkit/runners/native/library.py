@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 14  # tk_version of api.cpp, which says when both are raised
+VERSION = 15  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -45,6 +45,22 @@ class TensorRecord(Structure):
         ("group", c_int32),
         ("minima", c_int32),
         ("turned", c_int32),
+    )
+
+
+class PackSource(Structure):
+    """tk::PackSource of pack_tiles.h."""
+
+    _fields_ = (
+        ("codes", c_void_p),
+        ("perm", c_void_p),
+        ("scales", c_void_p),
+        ("offsets", c_void_p),
+        ("ld", c_int64),
+        ("ld_scales", c_int64),
+        ("repeat", c_int64),
+        ("layout", c_int32),
+        ("flip", c_int32),
     )
 
 
@@ -137,12 +153,13 @@ def load(path: Path) -> ctypes.CDLL:
     lib.tk_block_export.argtypes = [c_void_p, c_int64, c_int64, c_void_p]
     lib.tk_block_import.argtypes = [c_void_p, c_int64, c_int64, c_char_p, c_int64]
     lib.tk_step.argtypes = [c_void_p, POINTER(StepArrays), POINTER(StepResults)]
+    lib.tk_pack.argtypes = [POINTER(TensorRecord), c_void_p, POINTER(PackSource), c_int64]
     lib.tk_profile_print.argtypes, lib.tk_profile_print.restype = [c_void_p], None
     lib.tk_tower_create.restype, lib.tk_tower_create.argtypes = c_void_p, lib.tk_model_create.argtypes
     lib.tk_tower_free.argtypes, lib.tk_tower_free.restype = [c_void_p], None
     lib.tk_tower_run.argtypes, lib.tk_tower_run.restype = [c_void_p, POINTER(TowerArrays)], c_int
     lib.tk_op_round.restype, lib.tk_op_round.argtypes = c_int, [c_char_p, POINTER(RoundRun), c_int64]
-    for name in ("tk_cache_allocate", "tk_cache_discard", "tk_block_export", "tk_block_import", "tk_step"):
+    for name in ("tk_cache_allocate", "tk_cache_discard", "tk_block_export", "tk_block_import", "tk_step", "tk_pack"):
         getattr(lib, name).restype = c_int
     return lib
 

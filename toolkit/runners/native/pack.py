@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Weight
+from toolkit.artifacts.formats.words import Words
 from toolkit.artifacts.outline import taller
 from toolkit.artifacts.rounding import to_group_int
 from toolkit.models.routed import ROUTED
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import PREFIX
+from toolkit.runners.native import library
 from toolkit.runners.native.agreement import Agreement
 from toolkit.runners.native.packed import (
     BF16,
@@ -38,14 +40,16 @@ from toolkit.runners.native.packed import (
 from toolkit.runners.native.rounding import Scales, fits, round_groups
 from toolkit.runners.native.tower import matrices as matrices_of
 from toolkit.runners.weight_info import info_of
+from toolkit.threads import usable_cores
 
 U8 = NDArray[np.uint8]
 _TORCH = {F32: torch.float32, BF16: torch.bfloat16, F16: torch.float16}
 _OURS = {v: k for k, v in _TORCH.items()}
-_TILES_AT_ONCE = 4
 # how names of matrices that may have 8 bits begin, or go on
 ROUNDED = (f"{PREFIX}layers.", f"{PREFIX}over_all.", ROUTED)
 ROUNDED_INSIDE = (".attn.", ".mlp.")
+_LAYOUTS = {"rows": 1, "gptq": 2, "awq": 3}  # CodeLayout of pack_tiles.h
+_ALONE = 1 << 18  # bytes that one thread packs sooner than two begin
 _SPLITS = (128, 96, 64, 48, 32, 16)  # activation groups that a long weight group is cut into
 
 
@@ -53,14 +57,6 @@ def _bits_of(t: Tensor) -> NDArray[Any]:
     """A float tensor as numpy; bfloat16 and float16 as their 16 bits."""
     t = t.detach().contiguous()
     return t.numpy() if t.dtype == torch.float32 else t.view(torch.int16).numpy().view(np.uint16)
-
-
-def _tiles(a: NDArray[Any]) -> NDArray[Any]:
-    """[rows, …] to [tiles, 16, …], filled up with zeros."""
-    short = -a.shape[0] % LANES
-    if short:
-        a = np.concatenate([a, np.zeros((short, *a.shape[1:]), a.dtype)])
-    return a.reshape(-1, LANES, *a.shape[1:])
 
 
 def _without_memory(meta: PackedMeta, perm: NDArray[np.int32] | None = None) -> PackedTensor:
@@ -71,13 +67,26 @@ def _without_memory(meta: PackedMeta, perm: NDArray[np.int32] | None = None) -> 
 # -- dense
 
 
+def _filled(meta: PackedMeta, **source: Any) -> U8:
+    """What the library packs from ``source``, fields of ``PackSource`` (arrays and tensors for their addresses)."""
+    lib = library.load(library.library_path())
+    out = np.empty(meta.nbytes, np.uint8)
+    record = library.tensor_records([PackedTensor(out, meta)])
+    fields = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in source.items()}
+    threads = usable_cores() if out.nbytes > _ALONE else 1
+    if lib.tk_pack(record, library.address(out), library.PackSource(**fields), threads):
+        raise AssertionError(library.error(lib))
+    return out
+
+
 def pack_dense(weight: Tensor) -> PackedTensor:
     """[out, in] float to tiles [in][16 rows]."""
     meta = packed_meta(Dense(weight))
     if weight.is_meta:
         return _without_memory(meta)
-    data = np.ascontiguousarray(_tiles(_bits_of(weight.to(_TORCH[meta.dtype]))).transpose(0, 2, 1))
-    return PackedTensor(data.reshape(-1).view(np.uint8), meta)
+    held = weight.detach().to(_TORCH[meta.dtype])
+    held = held if held.stride(1) == 1 else held.contiguous()
+    return PackedTensor(_filled(meta, codes=held, ld=held.stride(0)), meta)
 
 
 def _unpack_dense(p: PackedTensor) -> Tensor:
@@ -91,18 +100,6 @@ def _unpack_dense(p: PackedTensor) -> Tensor:
 # -- integers in groups
 
 
-def _pack_codes(codes: U8, bits: int) -> U8:
-    """[rows, cols] to [tiles, cols/8 or cols/4, 64], some tiles at a time: what a core keeps near."""
-    tiles, cols = -(-codes.shape[0] // LANES), codes.shape[1]
-    quads = np.ascontiguousarray(_tiles(codes)).view(np.uint32)  # [tiles, 16, cols/4], four codes in one number
-    out = np.empty((tiles, cols // (32 // bits), LANES), np.uint32)
-    for a in range(0, tiles, _TILES_AT_ONCE):
-        part = quads[a : a + _TILES_AT_ONCE]
-        both = part if bits == 8 else part[:, :, ::2] | (part[:, :, 1::2] << np.uint32(4))
-        out[a : a + _TILES_AT_ONCE] = both.transpose(0, 2, 1)
-    return out.view(np.uint8)
-
-
 def _unpack_codes(data: U8, rows: int, cols: int, bits: int) -> U8:
     tiles = data.shape[0]
     if bits == 8:
@@ -110,23 +107,6 @@ def _unpack_codes(data: U8, rows: int, cols: int, bits: int) -> U8:
     both = data.reshape(tiles, -1, LANES, 4)
     quads = np.stack([both & 15, both >> 4], axis=3)
     return np.ascontiguousarray(quads.transpose(0, 2, 1, 3, 4)).reshape(-1, cols)[:rows]
-
-
-def _assemble(codes: U8, scales: Tensor, offsets: U8 | Tensor, meta: PackedMeta) -> U8:
-    """Headers and codes interleaved. ``offsets``: uint8 zeros, or minima in the type of ``scales``; [rows, groups]."""
-    cols, group, bits = meta.cols, meta.group, meta.bits
-    out = np.zeros((meta.tiles, cols // group, meta.group_bytes), np.uint8)
-    out[:, :, meta.header_bytes :] = _pack_codes(codes, bits).reshape(meta.tiles, cols // group, -1)
-    half = 64 if meta.dtype == F32 else 32
-
-    def lanes(a: NDArray[Any]) -> U8:  # [rows, groups] to bytes [tiles, groups, 16 * itemsize]
-        t = np.ascontiguousarray(_tiles(a).transpose(0, 2, 1))
-        return t.view(np.uint8).reshape(meta.tiles, cols // group, -1)
-
-    out[:, :, :half] = lanes(_bits_of(scales))
-    second = lanes(_bits_of(offsets) if isinstance(offsets, Tensor) else offsets)
-    out[:, :, half : half + second.shape[2]] = second
-    return out.reshape(-1)
 
 
 def _split(group_size: int) -> int:
@@ -152,24 +132,35 @@ def pack_group_int(w: GroupInt) -> PackedTensor:
     """Codes below 16 in 4 bits, others in 8. ValueError where the groups do not fit the kernels."""
     meta = packed_meta(w)
     perm = _permutation(w)
-    if w.codes.is_meta:
+    codes, layout = _codes_of(w, meta, perm)
+    if codes.is_meta:
         return _without_memory(meta, perm)
-    codes = w.codes.numpy() if perm is None else w.codes.numpy()[:, perm]
-    scales = w.scales.to(_TORCH[meta.dtype])
-    offsets: U8 | Tensor
+    scales = w.scales.to(_TORCH[meta.dtype]).contiguous()
     if w.minima is not None:
         offsets = w.minima.to(scales.dtype)
     else:
         assert w.zeros is not None
         # exact: the product of a zero below 2^8 and a 16-bit float's scale fits float32
-        offsets = -w.zeros.float() * scales if meta.minima else w.zeros.numpy()
-    if meta.group != w.group_size:
-        times = w.group_size // meta.group
-        scales = scales.repeat_interleave(times, dim=1)
-        offsets = (
-            offsets.repeat_interleave(times, dim=1) if isinstance(offsets, Tensor) else offsets.repeat(times, axis=1)
-        )
-    return PackedTensor(_assemble(codes, scales, offsets, meta), meta, perm)
+        offsets = -w.zeros.float() * scales if meta.minima else w.zeros
+    if offsets.shape != scales.shape:
+        offsets = offsets.expand(scales.shape)
+    source = {"codes": codes, "ld": codes.stride(0), "layout": layout, "perm": library.address(perm)}
+    return PackedTensor(_packed_int(meta, scales, offsets, w.group_size // meta.group, **source), meta, perm)
+
+
+def _codes_of(w: GroupInt, meta: PackedMeta, perm: NDArray[np.int32] | None) -> tuple[Tensor, int]:
+    """Bytes or words of the codes, and their layout as ``PackSource`` numbers it."""
+    words = w.stored
+    if isinstance(words, Words) and words.bits == meta.bits and (perm is None or words.layout == "gptq"):
+        held = words.words
+        return held if held.stride(1) == 1 else held.contiguous(), _LAYOUTS[words.layout]
+    return w.codes if w.codes.stride(1) == 1 else w.codes.contiguous(), 0
+
+
+def _packed_int(meta: PackedMeta, scales: Tensor, offsets: Tensor, repeat: int, **source: Any) -> U8:
+    """``scales`` and ``offsets``: [rows, groups], each for ``repeat`` groups of the packed matrix."""
+    offsets = offsets.contiguous()
+    return _filled(meta, scales=scales, offsets=offsets, ld_scales=scales.shape[1], repeat=repeat, **source)
 
 
 def _unpack_group_int(p: PackedTensor) -> GroupInt:
@@ -218,9 +209,10 @@ def pack_channel_int8(w: ChannelInt8) -> PackedTensor:
     meta = packed_meta(w)
     if w.weight.is_meta:
         return _without_memory(meta)
-    codes = (w.weight.numpy().astype(np.int16) + 128).astype(np.uint8)
-    zeros = np.full((codes.shape[0], 1), 128, np.uint8)
-    return PackedTensor(_assemble(codes, w.scales.float()[:, None], zeros, meta), meta)
+    codes = w.weight.contiguous()
+    zeros = torch.full((codes.shape[0], 1), 128, dtype=torch.uint8)
+    scales = w.scales.float()[:, None].contiguous()
+    return PackedTensor(_packed_int(meta, scales, zeros, 1, codes=codes, ld=codes.stride(0), flip=128), meta)
 
 
 def packed_meta(w: Weight) -> PackedMeta:
