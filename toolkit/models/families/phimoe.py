@@ -92,6 +92,7 @@ LONG: dict[str, Any] = dict(
     long_mscale=1.2,
     original_max_position_embeddings=64,
 )
+ODD = {"short_factor": [1.0 + 0.15 * i for i in range(10)], "long_factor": [1.0 + 0.7 * i for i in range(10)]}
 APART = {"short_factor": [1.0 + 0.1 * i for i in range(16)], "long_factor": [1.0 + i for i in range(16)]}
 SIZES = dict(num_local_experts=6, num_experts_per_tok=2)
 FAMILY = Family(
@@ -111,6 +112,7 @@ FAMILY = Family(
                 tie_word_embeddings=True,
             )
         ),
+        Tiny(dict(SIZES, head_dim=20, num_attention_heads=6, num_key_value_heads=2, rope_parameters={**LONG, **ODD})),
     ),
     Gguf(
         "phimoe",
