@@ -3,7 +3,8 @@ the seconds that it took.
 
     PYTHON scripts/bench/peer_mtmd.py model.gguf mmproj.gguf picture.npy rows.npy THREADS
 
-PYTHON has llama-cpp-python. ``picture.npy``: uint8 [height, width, 3]; ``rows.npy``: written, what comes of it.
+PYTHON has llama-cpp-python. ``picture.npy``: uint8 [height, width, 3]; ``rows.npy``: written, what comes of it, tile
+after tile where it has several.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ IMAGE = 1  # kind of a chunk
 
 
 def main() -> None:
-    model_file, mmproj, picture, rows, threads = sys.argv[1:]
+    model_file, mmproj, picture, target, threads = sys.argv[1:]
     llama_cpp.llama_backend_init()
     model = llama_cpp.llama_model_load_from_file(model_file.encode(), llama_cpp.llama_model_default_params())
     options = mtmd.mtmd_context_params_default()
@@ -36,13 +37,17 @@ def main() -> None:
     bitmaps = (mtmd.mtmd_bitmap_p_ctypes * 1)(bitmap)
     assert mtmd.mtmd_tokenize(context, chunks, ctypes.byref(text), bitmaps, 1) == 0
     found = [mtmd.mtmd_input_chunks_get(chunks, i) for i in range(mtmd.mtmd_input_chunks_size(chunks))]
-    chunk = next(c for c in found if mtmd.mtmd_input_chunk_get_type(c) == IMAGE)
-    tokens, width = mtmd.mtmd_input_chunk_get_n_tokens(chunk), llama_cpp.llama_model_n_embd(model)
+    pictures = [chunk for chunk in found if mtmd.mtmd_input_chunk_get_type(chunk) == IMAGE]
+    width = llama_cpp.llama_model_n_embd_inp(model)  # more than that of texts where inner layers read rows too
     for _ in sys.stdin:
-        begin = time.perf_counter()
-        assert mtmd.mtmd_encode_chunk(context, chunk) == 0
-        seconds = time.perf_counter() - begin
-        np.save(rows, np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(context), (tokens, width)))
+        rows, seconds = [], 0.0
+        for chunk in pictures:
+            begin = time.perf_counter()
+            assert mtmd.mtmd_encode_chunk(context, chunk) == 0
+            seconds += time.perf_counter() - begin
+            tokens = mtmd.mtmd_input_chunk_get_n_tokens(chunk)
+            rows.append(np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(context), (tokens, width)).copy())
+        np.save(target, np.concatenate(rows))
         print(seconds, flush=True)
 
 

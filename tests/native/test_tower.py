@@ -103,7 +103,7 @@ def test_rows_are_those_of_torch(isa: str, towers: Towers, monkeypatch: pytest.M
         found = towers.native(bits).encode(several)
         assert [rows.shape for rows in found] == [rows.shape for rows in expected]
         errors[bits] = distance(np.concatenate(found), np.concatenate(expected))
-    assert errors[32] < 1e-5 and errors[16] < 0.02 and (1e-3 < errors[8] < 0.1 or not towers.vision.tower.taken)
+    assert errors[32] < 1e-5 and errors[16] < 0.02 and (5e-4 < errors[8] < 0.1 or not towers.vision.tower.taken)
 
 
 @pytest.mark.parametrize("bits", [16, 8])

@@ -26,7 +26,6 @@ from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.spans import axes_of, find_spans, runs_of
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.gguf import Gguf
 from toolkit.models.mmproj import Mmproj
 from toolkit.models.pictures import Picture
 from toolkit.models.registry import families, get, load_spec
@@ -241,7 +240,8 @@ def test_artifacts_see_the_same(seeing: Seeing, tmp_path: Path) -> None:
         loose = 0.0 if target == "cpu" else 1e-5  # torch's products depend on where their operands lie
         np.testing.assert_allclose(np.concatenate(found[1]), np.concatenate(expected[1]), rtol=loose, atol=loose)
         facts = dict(inspect(tmp_path / target).facts)
-        assert facts["family"] == seeing.family and "patches of 7 x 7" in facts["vision"]
+        patch = seeing.spec.vision.tower.patch
+        assert facts["family"] == seeing.family and f"patches of {patch} x {patch}" in facts["vision"]
         eyes = Eyes.open(tmp_path / target)
         assert eyes is not None and eyes.recipe == seeing.eyes.recipe
 
@@ -253,15 +253,9 @@ def test_gguf_sees_the_same(seeing: Seeing, tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setenv("TOOLKIT_HOME", str(tmp_path))
     spelling = get(seeing.family).gguf
-    if isinstance(spelling, Gguf):  # the language model alone
-        notes = rewrite(str(seeing.path), tmp_path / "m.gguf", to="gguf").notes
-        assert "without what it sees with" in " ".join(notes) and not list(tmp_path.glob("mmproj*"))
-        texts = [
-            run(opened(path, "pytorch"), request("a", [7, 8, 9], [])) for path in (seeing.path, tmp_path / "m.gguf")
-        ]
-        assert texts[0] == texts[1] and load_spec(open_checkpoint(tmp_path / "m.gguf"))[0].vision is None
-        return
-    if not isinstance(spelling, Mmproj) or seeing.spec.vision.routed:
+    vision = seeing.spec.vision
+    small = seeing.family == "internvl_chat" and vision.tower.norm == "rms"  # llama.cpp has RMS norms in the large one
+    if not isinstance(spelling, Mmproj) or vision.routed or small:
         with pytest.raises(ToolkitError, match="gguf: "):
             rewrite(str(seeing.path), tmp_path / "m.gguf", to="gguf")
         assert not list(tmp_path.glob("*.gguf"))
@@ -270,6 +264,7 @@ def test_gguf_sees_the_same(seeing: Seeing, tmp_path: Path, monkeypatch: pytest.
     reader = GGUFReader(tmp_path / "mmproj-m.gguf")
     allowed = {TENSOR_NAMES[t] for t in MODEL_TENSORS[MODEL_ARCH.MMPROJ]}
     allowed = {re.sub(r"\{bid\}", r"\\d+", re.escape(name).replace(r"\{", "{").replace(r"\}", "}")) for name in allowed}
+    allowed.add(re.escape("resampler.pos_embed_k"))  # as llama.cpp reads it; the table's name has no e
     for tensor in reader.tensors:
         assert any(re.fullmatch(f"{name}(.weight|.bias)?(.1)?", tensor.name) for name in allowed), tensor.name
     ids, pictures = seeing.prompt(PICTURES)

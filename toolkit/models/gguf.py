@@ -101,7 +101,8 @@ class Gguf:
     name, those that are not stored as the model has them. ``folded``: what the numbers of parameters are multiplied by
     as they are written, by canonical name, one number or one a row: multipliers that no key states.
     ``others``: architectures of models of the family that their ``fits`` takes; this one is that of the rest.
-    ``interleaved_qk``: rows of q and k stand as llama.cpp's rope turns them, neighbour by neighbour.
+    ``interleaved_qk``: rows of q and k stand as llama.cpp's rope turns them, neighbour by neighbour. ``sections``: the
+    one of those of its name whose tokens have three positions, as a key says; its rows stand in two halves.
     ``idle_window``: llama.cpp reads the window and sees everything. ``biases``, ``window``: whether the
     architecture has them. ``eps``: the config's name for that of its norms, layer norms if not ``rms_norm_eps``.
     ``norm_topk``: whether it rescales the experts' weights to sum 1, None where a key says so. ``scoring``: the
@@ -117,6 +118,7 @@ class Gguf:
     family: str
     names: Mapping[str, str]
     interleaved_qk: bool = False
+    sections: bool = False
     biases: bool = True
     window: bool = False
     idle_window: bool = False

@@ -43,12 +43,14 @@ def family_of(path: Path, metadata: Mapping[str, Any]) -> tuple[Family, Gguf]:
     """What a file is read as. Raises ToolkitError for an unknown architecture, with those known."""
     spelled = [(f, one) for f in families() if isinstance(f.gguf, Gguf) for one in (f.gguf, *f.gguf.others)]
     known = [(family, one) for family, one in spelled if one.family == family.name]
-    inside = {f.gguf.text.arch: f.gguf.text for f in families() if isinstance(f.gguf, Mmproj) and f.gguf.text}
-    known += [(get(text.family), text) for text in inside.values()]
+    inside = [f.gguf.text for f in families() if isinstance(f.gguf, Mmproj) and f.gguf.text]
+    known += [(get(text.family), text) for text in inside]
     name = metadata.get("general.architecture")
     found = [(family, spelling) for family, spelling in known if spelling.arch == name]
     slides = bool(metadata.get(f"{name}.attention.sliding_window"))
     found = [one for one in found if one[1].window == slides] or found
+    sections = f"{name}.rope.dimension_sections" in metadata
+    found = [one for one in found if one[1].sections == sections] or found
     scoring = metadata.get(f"{name}.expert_gating_func")
     found = [one for one in found if one[1].scoring == scoring] or found
     if not found:
@@ -110,6 +112,8 @@ def hf_tensors(
                 raise _no_place(path, source, gguf)
             heads = None if neighbours else _interleaved(gguf, stem, config)
             rows = _undone(layout.rows) if heads is None else _head_rows(path, source, part, heads)
+            if gguf.sections and neighbours and module.parts[0].rows is not None:
+                rows = np.argsort(module.rows_of(module.parts[0]))
             plus_one = suffix == "weight" and offset.get(module.parts[0].name, False)
             change = Change(rows, plus_one, columns=_undone(layout.columns), decay=layout.decay)
             yield _name(module, suffix), _fitting(path, source, part, module, suffix), source, change

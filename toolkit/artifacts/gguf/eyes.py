@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,11 @@ from toolkit.artifacts.manifest import EYES
 from toolkit.artifacts.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 from toolkit.models.family import Family
+from toolkit.models.gguf import MOST_LAYERS
 from toolkit.models.mmproj import Mmproj
 from toolkit.models.registry import families, get
 from toolkit.models.spec import StoredTensor
-from toolkit.models.vision import VisionSpec, tensors
+from toolkit.models.vision import Shapes, VisionSpec, tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 FILE = "mmproj.gguf"  # beside model.gguf
 _FLOATS = ("F32", "F16", "BF16")
 _SWAPPED = {"up": "down", "down": "up"}
+_OLDER = {"v.image_newline": "model.image_newline"}  # names of tensors in files of older versions
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ class _Clip:
 
     def _fail(self, key: str, found: object, expected: str) -> ToolkitError:
         return ToolkitError(f"{self.container.path}: clip.vision.{key}: expected {expected}, found {found!r:.40}")
+
+    def top(self, key: str) -> int:
+        value = self.container.metadata.get(f"clip.{key}")
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ToolkitError(f"{self.container.path}: clip.{key}: expected a whole number, found {value!r:.40}")
+        return value
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = self._value(key, default)
@@ -60,23 +68,43 @@ class _Clip:
             raise self._fail(key, value, "three numbers")
         return [float(str(x)) for x in value.astype(np.float32)]
 
+    def wholes(self, key: str) -> list[int]:
+        value = self._value(key, np.zeros(0, np.int32))
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or value.size > MOST_LAYERS:
+            raise self._fail(key, value, "a list of whole numbers")
+        return [int(x) for x in value]
+
     def has(self, tensor: str) -> bool:
         return tensor in self.container.tensors
 
+    def text(self, key: str) -> str:
+        value = self._value(key, "")
+        if not isinstance(value, str):
+            raise self._fail(key, value, "a text")
+        return value
+
+    def rows(self, tensor: str) -> int:
+        info = self.container.tensors.get(tensor)
+        if info is None or len(info.shape) != 2:
+            raise ToolkitError(f"{self.container.path}: tensor {tensor}: expected a matrix, found {info}")
+        return info.shape[0]
+
     @property
     def inner(self) -> int:
-        info = self.container.tensors.get("v.blk.0.ffn_up.weight")
-        if info is None or len(info.shape) != 2:
-            raise ToolkitError(f"{self.container.path}: tensor v.blk.0.ffn_up.weight: expected a matrix, found {info}")
-        return info.shape[0] if info.shape[1] == self.whole("embedding_length") else info.shape[1]
+        rows = self.rows("v.blk.0.ffn_up.weight")
+        columns = self.container.tensors["v.blk.0.ffn_up.weight"].shape[1]
+        return rows if columns == self.whole("embedding_length") else columns
 
     @property
     def activation(self) -> str:
         flags = {name: bool(self.container.metadata.get(f"clip.use_{name}")) for name in ("silu", "gelu")}
         return next((name for name, there in flags.items() if there), "quick_gelu")
 
+    def knows(self, text: str) -> bool:
+        return text in self.tokens
+
     def token(self, text: str) -> int:
-        if text not in self.tokens:
+        if not self.knows(text):
             raise ToolkitError(
                 f"{self.container.path}: the model beside it has no token {text}, which its pictures need"
             )
@@ -98,9 +126,9 @@ class Eyes:
         has another size."""
         found, shapes = {}, tensors(spec)
         for item in stored:
-            if item.kind != "vision" or (item.optional and not all(self._there(p.name, shapes) for p in item.parts)):
+            if item.kind != "vision" or (item.optional and not self._there(spec, item, shapes)):
                 continue
-            kinds = {info.dtype for part in item.parts for _, info in self._sources(part.name, shapes)}
+            kinds = {info.dtype for part in item.parts for _, info in self._sources(spec, part.name, shapes)}
             kind = kinds.pop() if len(kinds) == 1 and kinds <= set(_FLOATS) else "F32"
             found[item.name] = (TensorInfo(kind, item.shape, 0, 0), item)
         return found
@@ -110,49 +138,64 @@ class Eyes:
         import torch
 
         shapes = tensors(spec)
+        if self.spelling.as_stored:
+            return self._numbers(spec, item.parts[0].name, shapes).reshape(item.shape)
         parts = [self._canonical(spec, part.name, shapes).reshape(-1) for part in item.parts]
         wide = parts if len({part.dtype for part in parts}) == 1 else [part.float() for part in parts]
         return torch.cat(wide).reshape(item.shape)
 
-    def _there(self, name: str, shapes: dict[str, tuple[int, ...]]) -> bool:
-        return self._name(name, shapes) in self.container.tensors
+    def _there(self, spec: VisionSpec, item: StoredTensor, shapes: Shapes) -> bool:
+        return all(self._name(spec, part.name, shapes) in self.container.tensors for part in item.parts)
 
-    def _name(self, name: str, shapes: dict[str, tuple[int, ...]]) -> str:
+    def _name(self, spec: VisionSpec, name: str, shapes: Shapes) -> str:
         """Of the tensor; older files have the MLP's two matrices the other way round."""
-        found, parts = self.spelling.spelled(name), name.split(".")
+        found, parts = self.spelling.spelled(name, spec), name.split(".")
         if len(parts) == 5 and parts[3] in _SWAPPED:
             weight = self.container.tensors.get(found.rpartition(".")[0] + ".weight")
             wanted = shapes[".".join([*parts[:4], "weight"])]
             if weight is not None and weight.shape != wanted and weight.shape == wanted[::-1]:
                 return found.replace(f"ffn_{parts[3]}", f"ffn_{_SWAPPED[parts[3]]}")
-        return found
+        return found if found in self.container.tensors else _OLDER.get(found, found)
 
-    def _sources(self, name: str, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, TensorInfo]]:
+    def _sources(self, spec: VisionSpec, name: str, shapes: Shapes) -> Iterator[tuple[str, TensorInfo]]:
         """The tensors that hold a parameter: of a patch's two frames each has one."""
-        first = self._name(name, shapes)
+        first = self._name(spec, name, shapes)
         names = [first, f"{first}.1"] if f"{first}.1" in self.container.tensors else [first]
-        size = 0
+        size, wanted = 0, (3 if self._is_joined(name) else 1) * math.prod(shapes[name])
         for one in names:
             info = self.container.tensors.get(one)
             if info is None:
                 raise ToolkitError(f"{self.container.path}: tensor {one} is missing; fetch the file again")
             size += math.prod(info.shape)
             yield one, info
-        if size != math.prod(shapes[name]):
+        if size != wanted:
             raise ToolkitError(f"{self.container.path}: tensor {first}: expected {shapes[name]}, found {size} numbers")
 
-    def _canonical(self, spec: VisionSpec, name: str, shapes: dict[str, tuple[int, ...]]) -> Tensor:
+    def _is_joined(self, name: str) -> bool:
+        return self.spelling.joined and name.split(".")[3:4] in (["q"], ["k"], ["v"])
+
+    def _numbers(self, spec: VisionSpec, name: str, shapes: Shapes) -> Tensor:
+        """Of a parameter, as they stand there."""
         import torch
 
         from toolkit.artifacts.canonical import Dense
         from toolkit.artifacts.gguf.blocks import from_blocks
 
         parts = []
-        for source, info in self._sources(name, shapes):
+        for source, info in self._sources(spec, name, shapes):
             flat = (math.prod(info.shape[:-1]), info.shape[-1])
             weight = from_blocks(info.dtype, self.container.raw(source), flat)
             parts.append((weight.weight if isinstance(weight, Dense) else weight.dequantize()).reshape(info.shape))
-        found = parts[0] if len(parts) == 1 else torch.stack(parts, 2)
+        return parts[0] if len(parts) == 1 else torch.stack(parts, 2)
+
+    def _canonical(self, spec: VisionSpec, name: str, shapes: Shapes) -> Tensor:
+        import torch
+
+        found = self._numbers(spec, name, shapes)
+        if self._is_joined(name):
+            found = found.chunk(3)["qkv".index(name.split(".")[3])]
+        if name in self.spelling.turned:
+            found = found.T
         if self.spelling.heads and name.split(".")[3:4] in (["q"], ["k"]):
             found = found[torch.from_numpy(row_order(found.shape[0], spec.tower.heads))]
         if name.removesuffix(".weight") in self.spelling.plus_one:
@@ -169,26 +212,26 @@ def open_eyes(path: Path, language: GgufContainer) -> Eyes | None:
     for file in [named] * named.is_file() + others:
         container = read_container(file)
         if file == named or container.metadata.get("clip.vision.projection_dim") == width:
-            return _read(container, language.metadata.get("tokenizer.ggml.tokens") or [])
+            return _read(container, language.metadata)
     return None
 
 
-def spellings() -> dict[str, Mmproj]:
-    """By ``clip.projector_type``, of what is read."""
-    found = (family.gguf for family in families())
-    return {one.projector: one for one in found if isinstance(one, Mmproj)}
-
-
-def _read(container: GgufContainer, tokens: Sequence[str]) -> Eyes:
+def _read(container: GgufContainer, language: Mapping[str, Any]) -> Eyes:
+    """``language``: the metadata of the file beside it."""
     metadata = container.metadata
     kind = metadata.get("clip.vision.projector_type", metadata.get("clip.projector_type"))
-    known = spellings()
-    if kind not in known:
+    known = [family.gguf for family in families() if isinstance(family.gguf, Mmproj)]
+    fitting = [one for one in known if one.projector == kind]
+    if not fitting:
+        names = ", ".join(dict.fromkeys(one.projector for one in known))
         where = f"{container.path}: clip.projector_type"
-        raise ToolkitError(f"{where}: expected {', '.join(known)}, found {kind!r:.40}; without the file texts are read")
-    spelling, clip = known[kind], _Clip(container, tokens)
+        raise ToolkitError(f"{where}: expected {names}, found {kind!r:.40}; without the file texts are read")
+    arch = language.get("general.architecture")
+    spelling = next((one for one in fitting if one.text is not None and one.text.arch == arch), fitting[0])
+    clip = _Clip(container, language.get("tokenizer.ggml.tokens") or [])
     fields, preprocessor = spelling.read(clip)
-    family = get(spelling.family)
-    config = {"architectures": [family.architectures[0]], "model_type": family.name, **fields}
+    fields = {"model_type": spelling.family, **fields}
+    family = get(fields["model_type"])
+    config = {"architectures": [family.architectures[0]], **fields}
     colours = {"image_mean": clip.numbers("image_mean"), "image_std": clip.numbers("image_std")}
     return Eyes(container, family, spelling, config, preprocessor | colours)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from toolkit.artifacts.gguf.writer import Entry, write_gguf
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.artifacts.weights import is_present, load_stored, split_parts
 from toolkit.errors import ToolkitError
-from toolkit.models.mmproj import BREAK, Mmproj
+from toolkit.models.mmproj import BREAK, Mmproj, kernel
 from toolkit.models.pictures import Recipe
 from toolkit.models.registry import get
 from toolkit.models.spec import DecoderSpec, StoredTensor
@@ -89,24 +90,30 @@ def _metadata(spec: DecoderSpec, vision: VisionSpec, recipe: Recipe, spelling: M
 def _pieces(
     checkpoint: Checkpoint, vision: VisionSpec, stored: list[StoredTensor], spelling: Mmproj
 ) -> Iterator[_Piece]:
-    shapes, tower = tensors(vision), vision.tower
-    patch = (tower.hidden, 3, tower.patch, tower.patch)
     for item in stored:
         if item.kind != "vision" or (item.optional and not is_present(checkpoint, item)):
             continue
-        for index, part in enumerate(item.parts):
-            name = part.name
+        for parts in _together(item, spelling):
+            name = item.parts[parts[0]].name
             if not _runs(name, vision):
                 continue
             try:
-                target = spelling.spelled(name)
+                target = spelling.spelled(name, vision)
             except KeyError:
                 raise ToolkitError(f"gguf: {name} has no place in llama.cpp's {spelling.projector}") from None
-            for frame in range(tower.frames if name == "vision.patch.weight" else 1):
-                shape = patch if name == "vision.patch.weight" else shapes[name]
-                kind = _kind(checkpoint, item, shape, target)
+            shape = item.shape if spelling.as_stored else _shape([item.parts[i].name for i in parts], vision, spelling)
+            kind = _kind(checkpoint, item, name, shape, target, spelling)
+            for frame in range(vision.tower.frames if name == "vision.patch.weight" else 1):
                 entry = Entry(target + (f".{frame}" if frame else ""), shape, kind)
-                yield _Piece(entry, _reader(checkpoint, item, index, vision, spelling, entry, frame))
+                yield _Piece(entry, _reader(checkpoint, item, parts, vision, spelling, entry, frame))
+    for target, values in (spelling.more(vision) if spelling.more is not None else {}).items():
+        yield _Piece(Entry(target, values.shape, "F32"), partial(torch.from_numpy, values))
+
+
+def _together(item: StoredTensor, spelling: Mmproj) -> list[range]:
+    """Which parts of a stored tensor become one there."""
+    count = len(item.parts)
+    return [range(count)] if spelling.joined and count == 3 else [range(i, i + 1) for i in range(count)]
 
 
 def _runs(name: str, vision: VisionSpec) -> bool:
@@ -117,8 +124,21 @@ def _runs(name: str, vision: VisionSpec) -> bool:
     return parts[1] != "post_norm" or vision.tower.post_norm == "used"
 
 
-def _kind(checkpoint: Checkpoint, item: StoredTensor, shape: tuple[int, ...], target: str) -> str:
-    if len(shape) != 2 or target.startswith("v.position_embd"):
+def _shape(names: list[str], vision: VisionSpec, spelling: Mmproj) -> tuple[int, ...]:
+    """Of the tensor that these parameters, one below the other, become."""
+    shapes, tower = tensors(vision), vision.tower
+    if names[0] == "vision.patch.weight":
+        return (tower.hidden, 3, tower.patch, tower.patch)
+    found = shapes[names[0]]
+    if names[0] in spelling.kernels:
+        return kernel(found, vision.merge)
+    return found[::-1] if names[0] in spelling.turned else (len(names) * found[0], *found[1:])
+
+
+def _kind(
+    checkpoint: Checkpoint, item: StoredTensor, name: str, shape: tuple[int, ...], target: str, spelling: Mmproj
+) -> str:
+    if len(shape) != 2 or name == "vision.position" or name in spelling.vectors:
         return "F32"
     kind = {"F16": "F16", "BF16": "BF16"}.get(checkpoint.info(item.weight_name).dtype, "F32")
     return "F16" if target == NO_BF16 and kind == "BF16" else kind
@@ -127,18 +147,17 @@ def _kind(checkpoint: Checkpoint, item: StoredTensor, shape: tuple[int, ...], ta
 def _reader(
     checkpoint: Checkpoint,
     item: StoredTensor,
-    index: int,
+    parts: range,
     vision: VisionSpec,
     spelling: Mmproj,
     entry: Entry,
     frame: int,
 ) -> Callable[[], Tensor]:
     def read() -> Tensor:
-        name, found = list(split_parts(item, *load_stored(checkpoint, item)))[index]
-        assert isinstance(found, Tensor)
-        if len(entry.shape) == 4:
+        name, found = item.parts[parts[0]].name, _numbers(checkpoint, item, parts, spelling)
+        if name == "vision.patch.weight" and vision.tower.frames > 1:
             found = found.reshape(vision.tower.hidden, 3, vision.tower.frames, -1)[:, :, frame]
-        found = found.reshape(entry.shape)
+        found = found.reshape(entry.shape[::-1]).T if name in spelling.turned else found.reshape(entry.shape)
         if spelling.heads and name.split(".")[3:4] in (["q"], ["k"]):
             found = found[torch.from_numpy(np.argsort(row_order(found.shape[0], vision.tower.heads)))]
         if name.removesuffix(".weight") in spelling.plus_one:
@@ -146,6 +165,15 @@ def _reader(
         return found.to({"F16": torch.float16, "BF16": torch.bfloat16}.get(entry.kind, torch.float32))
 
     return read
+
+
+def _numbers(checkpoint: Checkpoint, item: StoredTensor, parts: range, spelling: Mmproj) -> Tensor:
+    weight, bias = load_stored(checkpoint, item)
+    if spelling.as_stored:
+        assert isinstance(weight, Tensor)
+        return weight.reshape(-1)
+    found = [value for _, value in split_parts(item, weight, bias)]
+    return torch.cat([torch.as_tensor(found[i]).reshape(-1) for i in parts])
 
 
 def _break(checkpoint: Checkpoint, spec: DecoderSpec, stored: list[StoredTensor], recipe: Recipe) -> _Piece:

@@ -29,7 +29,7 @@ _ARRAYS = {
     "<i8": 11,
     "<f8": 12,
 }
-_BOOL, _STRING, _ARRAY, _UINT32, _FLOAT32 = 7, 8, 9, 4, 6
+_BOOL, _STRING, _ARRAY, _UINT32, _INT32, _FLOAT32 = 7, 8, 9, 4, 5, 6
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Entry:
 def write_gguf(
     path: Path, metadata: Mapping[str, Any], entries: Sequence[Entry], data: Iterable[NDArray[np.uint8]]
 ) -> None:
-    """Write ``path``. ``metadata``: str, bool, int (uint32), float (float32), list of str, or numpy array values;
+    """Write ``path``. ``metadata``: str, bool, int (uint32), float (float32), np.int32, list of str, or numpy array
+    values;
     ``data``: the bytes of each entry in order, made one at a time. OSError passes through.
     """
     with path.open("wb") as file:
@@ -88,6 +89,8 @@ def _value(file: IO[bytes], value: Any) -> None:
         file.write(struct.pack("<IB", _BOOL, value))
     elif isinstance(value, int):
         file.write(struct.pack("<II", _UINT32, value))
+    elif isinstance(value, np.int32):
+        file.write(struct.pack("<Ii", _INT32, value))
     elif isinstance(value, float):
         file.write(struct.pack("<If", _FLOAT32, value))
     elif isinstance(value, np.ndarray):

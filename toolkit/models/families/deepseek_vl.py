@@ -62,6 +62,6 @@ FAMILY = Family(
             tokens=("<image_placeholder>",),
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    "llama.cpp has no model that sees so",
     recipe=recipe,
 )

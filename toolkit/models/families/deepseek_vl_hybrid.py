@@ -112,6 +112,6 @@ FAMILY = Family(
             tokens=TINY.tokens,
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    "llama.cpp has no model that sees so",
     recipe=recipe,
 )

@@ -19,23 +19,24 @@ def build(config: Fields) -> Built:
     return glm.build(config, NORMS)
 
 
+GGUF = Gguf(
+    "glm4",
+    "glm4",
+    {
+        **glm.NAMES,
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
+    joined=GATE_UP,
+    interleaved_qk=True,
+    fields={"hidden_act": "silu"},
+    read=lambda file, config: {"attention_bias": has_qkv_bias(file)},
+)
 FAMILY = Family(
     "glm4",
     "GLM-4 9B, 32B (0414), GLM-Z1",
     ("Glm4ForCausalLM",),
     build,
     (Tiny(dict(head_dim=32)), glm.FAMILY.tiny[1]),
-    Gguf(
-        "glm4",
-        "glm4",
-        {
-            **glm.NAMES,
-            "post_attention_norm": "post_self_attn_layernorm",
-            "post_ffw_norm": "post_mlp_layernorm",
-        },
-        joined=GATE_UP,
-        interleaved_qk=True,
-        fields={"hidden_act": "silu"},
-        read=lambda file, config: {"attention_bias": has_qkv_bias(file)},
-    ),
+    GGUF,
 )

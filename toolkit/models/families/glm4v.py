@@ -3,6 +3,8 @@ convolution. Source: transformers ``Glm4vForConditionalGeneration``, arXiv 2507.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +12,10 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import area_recipe
 from toolkit.models.config.videos import area_video
 from toolkit.models.decoder import Built
-from toolkit.models.families import qwen2_vl
+from toolkit.models.families import glm4, qwen2_vl
 from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import Metadata, has_qkv_bias
+from toolkit.models.mmproj import Clip, Mmproj
 from toolkit.models.pictures import Recipe
 from toolkit.models.towers import activation, language_of, seeing, side, stored_vision
 from toolkit.models.videos import Video
@@ -101,6 +105,55 @@ def video(config: Fields, preprocessor: Fields, recipe: Recipe) -> Video:
     )
 
 
+DOWN = "vision.projector.downsample.weight"
+NAMES = {
+    "downsample": "mm.patch_merger",
+    "merger.proj": "mm.model.fc",
+    "merger.post_projection_norm": "mm.post_norm",
+    **{f"merger.{name}_proj": f"mm.{name}" for name in ("gate", "up", "down")},
+}
+
+
+def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
+    patch = clip.whole("patch_size")
+    vision = qwen2_vl.read_vision(clip) | {
+        "hidden_size": clip.whole("embedding_length"),
+        "out_hidden_size": clip.rows("mm.model.fc.weight"),
+        "intermediate_size": clip.rows("mm.gate.weight"),
+        "image_size": math.isqrt(clip.rows("v.position_embd.weight")) * patch,
+        "hidden_act": clip.activation,
+        "rms_norm_eps": clip.number("attention.layer_norm_epsilon"),
+        "attention_bias": clip.has("v.blk.0.attn_qkv.bias"),
+    }
+    pixels = qwen2_vl.read_pixels(clip)
+    sizes = {f"{side}_edge": 2 * pixels.pop(f"{name}_pixels") for side, name in SIDES if f"{name}_pixels" in pixels}
+    fields = {"vision_config": vision, "image_token_id": clip.token("<|image|>")}
+    return fields, pixels | ({"size": sizes} if len(sizes) == 2 else {})
+
+
+SIDES = (("shortest", "min"), ("longest", "max"))
+
+
+def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
+    size = vision.tower.grid[0] * vision.tower.patch
+    return qwen2_vl.write_pixels(vision, recipe) | {"clip.vision.image_size": size}
+
+
+def _read_text(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    return qwen2_vl.read_text(file, config) | {"attention_bias": has_qkv_bias(file)}
+
+
+MMPROJ = Mmproj(
+    "glm4v",
+    NAMES,
+    _read,
+    _write,
+    "glm4v",
+    replace(glm4.GGUF, interleaved_qk=False, sections=True, read=_read_text, write=qwen2_vl.write_text),
+    tower={"pre_norm": "v.norm_embd"},
+    joined=True,
+    kernels=frozenset({DOWN}),
+)
 FAMILY = Family(
     "glm4v",
     "GLM-4.1V 9B Thinking",
@@ -138,7 +191,7 @@ FAMILY = Family(
             tokens=("<|image|>", "<|begin_of_image|>", "<|end_of_image|>"),
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    MMPROJ,
     recipe=recipe,
     video=video,
 )

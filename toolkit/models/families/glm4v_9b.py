@@ -151,6 +151,6 @@ FAMILY = Family(
             tokens=("<|begin_of_image|>", "<|end_of_image|>"),
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    "llama.cpp has no model that sees so",
     recipe=recipe,
 )

@@ -97,7 +97,7 @@ def video(config: Fields, preprocessor: Fields, recipe: Recipe) -> Video:
     return shown_as(preprocessor, recipe, {"least": 1, "most": 1}, middle=True, **said)
 
 
-SCALE = "projector.scale_factor"
+SCALE, LARGE = "projector.scale_factor", (3200, 45)  # width and layers of InternViT-6B, by which llama.cpp knows it
 MLP = {"layer_norm": "mm.model.mlp.0", "linear_1": "mm.model.mlp.1", "linear_2": "mm.model.mlp.3"}
 
 
@@ -118,6 +118,10 @@ def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
         raise ToolkitError("gguf: llama.cpp's internvl is InternVL of version 2 and later, with use_mean_pooling")
     if vision.routed:
         raise ToolkitError("gguf: llama.cpp has no model whose tokens of pictures have linears of their own")
+    if (vision.tower.norm == "rms") != ((vision.tower.hidden, vision.tower.taken) == LARGE):
+        raise ToolkitError(
+            f"gguf: llama.cpp's internvl has RMS norms where its tower is {LARGE[0]} wide and nowhere else"
+        )
     tiles = {"preproc_min_tiles": recipe.least, "preproc_max_tiles": recipe.most}
     return {f"clip.vision.{key}": value for key, value in {SCALE: vision.merge, **tiles}.items()}
 

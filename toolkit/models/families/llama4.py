@@ -4,12 +4,14 @@ text model. Source: transformers ``Llama4ForConditionalGeneration``."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import canvas_recipe
 from toolkit.models.decoder import Built
 from toolkit.models.families import llama4_text
 from toolkit.models.family import WITHIN, Family, Tiny
+from toolkit.models.mmproj import Clip, Mmproj, square, tower_fields
 from toolkit.models.pictures import Recipe
 from toolkit.models.spec import Part, StoredTensor
 from toolkit.models.towers import CLIP, activation, check_grid, clip_tower, language_of, seeing, side, stored_vision
@@ -115,6 +117,28 @@ def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     )
 
 
+def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
+    out = clip.rows("mm.model.mlp.2.weight")
+    vision = tower_fields(clip, "gelu") | {
+        "norm_eps": clip.number("attention.layer_norm_epsilon"),
+        "intermediate_size": clip.inner,
+        "projector_input_dim": out,
+        "projector_output_dim": out,
+        "vision_output_dim": out,
+    }
+    most = clip.whole("preproc_max_tiles", CANVASES)
+    return {"vision_config": vision, "image_token_index": clip.token("<|patch|>")}, {
+        "size": square(clip),
+        "max_patches": most,
+    }
+
+
+def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
+    most = max(height * width for height, width in recipe.canvases) // recipe.size[0] ** 2
+    return {"clip.vision.projector.scale_factor": vision.merge, "clip.vision.preproc_max_tiles": most}
+
+
+NAMES = {"linear_1": "mm.model.mlp.1", "linear_2": "mm.model.mlp.2", "linear_3": "mm.model.fc"}
 TOKENS = ("<|patch|>", "<|image|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>")
 FAMILY = Family(
     "llama4",
@@ -144,7 +168,7 @@ FAMILY = Family(
             tokens=TOKENS,
         ),
     ),
-    llama4_text.FAMILY.gguf,
+    Mmproj("llama4", NAMES, _read, _write, "llama4", llama4_text.GGUF, as_stored=True),
     recipe=recipe,
     spellings=WITHIN,
     blind="llama4_text",

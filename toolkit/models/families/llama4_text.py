@@ -143,6 +143,19 @@ SIZES = dict(
     num_experts_per_tok=1,
     attention_chunk_size=12,
 )
+GGUF = Gguf(
+    "llama4",
+    "llama4_text",
+    {**BLOCK, **with_experts({}, SHARED_EXPERT)},
+    interleaved_qk=True,
+    biases=False,
+    window=True,
+    norm_topk=False,
+    fields={"hidden_act": "silu"},
+    numbers={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+    read=_read,
+    write=_write,
+)
 FAMILY = Family(
     "llama4_text",
     "Llama 4 Scout, Maverick (text)",
@@ -164,18 +177,6 @@ FAMILY = Family(
             )
         ),
     ),
-    Gguf(
-        "llama4",
-        "llama4_text",
-        {**BLOCK, **with_experts({}, SHARED_EXPERT)},
-        interleaved_qk=True,
-        biases=False,
-        window=True,
-        norm_topk=False,
-        fields={"hidden_act": "silu"},
-        numbers={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
-        read=_read,
-        write=_write,
-    ),
+    GGUF,
     spellings=WITHIN,
 )

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import clip_recipe, fit_recipe
 from toolkit.models.decoder import Built
 from toolkit.models.family import Family, Tiny
-from toolkit.models.mmproj import Clip, Mmproj, square, tower_fields
+from toolkit.models.mmproj import LAYER, Clip, Mmproj, feature_layer, square, tower_fields
 from toolkit.models.pictures import Recipe
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.models.towers import (
@@ -81,26 +83,58 @@ def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     return clip_recipe(inner, preprocessor)
 
 
+PINPOINTS, UNPAD = "image_grid_pinpoints", "spatial_unpad"
+
+
 def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
     siglip = not clip.has("v.class_embd")
     kind = {"model_type": "siglip_vision_model" if siglip else "clip_vision_model"}
-    fields = {
+    fields: dict[str, Any] = {
         "vision_config": kind | tower_fields(clip, "gelu_pytorch_tanh" if siglip else "gelu"),
-        "vision_feature_layer": -1,
+        "vision_feature_layer": feature_layer(clip),
         "vision_feature_select_strategy": "full" if siglip else "default",
-        "image_token_index": clip.token("<image>"),
         "multimodal_projector_bias": clip.has("mm.0.bias"),
     }
-    size = square(clip)
-    return fields, {"size": size if siglip else {"shortest_edge": size["height"]}, "crop_size": size}
+    size, sides = square(clip), clip.wholes(PINPOINTS)
+    prepared: dict[str, Any] = {"size": size if siglip else {"shortest_edge": size["height"]}, "crop_size": size}
+    pinpoints = {PINPOINTS: [[height, width] for width, height in zip(sides[::2], sides[1::2], strict=False)]}
+    yi, pads = clip.has("mm.3.weight"), clip.text("image_aspect_ratio") == "pad"
+    if yi or not clip.knows("<image>"):
+        return fields | _published(clip, pinpoints if sides else {}, yi, pads), prepared
+    fields |= {"image_token_index": clip.token("<image>")} | ({"model_type": "llava_next"} if sides else {})
+    return fields, prepared | (pinpoints if sides else {}) | ({"do_pad": True} if pads else {})
+
+
+def _published(clip: Clip, pinpoints: dict[str, Any], yi: bool, pads: bool) -> dict[str, Any]:
+    """What ``llava_llama`` reads besides."""
+    cuts = {"image_aspect_ratio": "anyres", "mm_patch_merge_type": UNPAD, **pinpoints}
+    return {
+        "model_type": "llava_llama",
+        "mm_projector_type": "mlp2x_gelu_Norm" if yi else "mlp2x_gelu",
+        "mm_vision_select_layer": feature_layer(clip),
+        "image_token_index": clip.token("<unk>"),
+        **(cuts if pinpoints else {"image_aspect_ratio": "pad" if pads else "square"}),
+    }
 
 
 def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
-    if vision.tower.positions != "learned":
+    tower = vision.tower
+    if tower.positions != "learned":
         raise ToolkitError("gguf: llama.cpp reads Pixtral in the form of Mistral Small 3.1 alone")
-    return {"clip.has_llava_projector": True}
+    if not all(stage.bias for stage in vision.projector if stage.kind == "linear"):
+        raise ToolkitError("gguf: llama.cpp's mlp has linears with biases, this model's have none")
+    sides = [side for height, width in recipe.canvases for side in (width, height)]
+    cuts = {f"clip.vision.{PINPOINTS}": np.array(sides, np.int32), "clip.vision.mm_patch_merge_type": UNPAD}
+    return {
+        "clip.has_llava_projector": True,
+        LAYER: np.array([tower.taken], np.int32),
+        **(cuts if sides else {"clip.vision.image_aspect_ratio": "pad"} if recipe.pad else {}),
+    }
 
 
+# The linears behind a norm have other numbers: Yi-VL's.
+NAMES = {"linear_1": "mm.0", "linear_2": "mm.2", "norm_1": "mm.1", "linear_3": "mm.3", "norm_2": "mm.4"}
+MLP = Mmproj("mlp", NAMES, _read, _write, "llava")
 TINY_TOWER = dict(
     model_type="clip_vision_model", hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2,
     image_size=28, patch_size=7,
@@ -121,7 +155,7 @@ FAMILY = Family(
             tokens=("<image>",),
         ),
     ),
-    Mmproj("mlp", {"linear_1": "mm.0", "linear_2": "mm.2"}, _read, _write, "llava"),
+    MLP,
     recipe=recipe,
     spellings=SPELLINGS,
 )

@@ -24,7 +24,7 @@ CLIP_H = {
     "image_size": 448,
     "hidden_act": "gelu",
 }
-NORMED = {"projector.norm_1": "1", "projector.linear_2": "3", "projector.norm_2": "4"}
+NORMED = {"projector.norm_1": "1", "projector.linear_3": "3", "projector.norm_2": "4"}
 BEGIN = "model.vision_tower.vision_tower.vision_model."
 SPELLING = {**CLIP, "newline": "model.image_newline", "projector.linear_1": "0", "projector.linear_2": "2"}
 
@@ -50,8 +50,11 @@ def build(config: Fields) -> Built:
     if config.values.get("mm_projector_type") not in PROJECTORS:
         config.fail("mm_projector_type", config.values.get("mm_projector_type"), " or ".join(PROJECTORS))
     names = config.values.get("architectures") or [""]
-    inner = Fields({"text_config": dict(config.values)}, config.source)
-    language = language_of(inner, model_type=LANGUAGES.get(names[0], "llama"), architectures=None)
+    if config.has("text_config"):  # of a GGUF file
+        language = language_of(config)
+    else:
+        inner = Fields({"text_config": dict(config.values)}, config.source)
+        language = language_of(inner, model_type=LANGUAGES.get(names[0], "llama"), architectures=None)
     changes = {"vision_feature_layer": config.values.get("mm_vision_select_layer")}
     values = {**config.values, **changes, "vision_config": dict(vision_fields(config).values)}
     join = "anyres" if cuts(config) else "tiles"
@@ -61,6 +64,7 @@ def build(config: Fields) -> Built:
         hidden, spelled = language[0].hidden_size, SPELLING | NORMED
         norms = (Stage("layer", f"vision.projector.norm_{i}", hidden, eps=1e-5) for i in (1, 2))
         one, act, two = made.projector
+        two = replace(two, name="vision.projector.linear_3")
         made = replace(made, projector=(one, next(norms), act, two, next(norms)))
     return seeing(language, made, stored_vision(made, BEGIN, "model.mm_projector", spelled), {})
 
@@ -111,7 +115,7 @@ FAMILY = Family(
             tokens=("<unk>",),
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    llava.MLP,
     twin="llava",
     recipe=recipe,
     token_fields={TOKEN: "<unk>"},

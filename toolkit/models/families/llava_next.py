@@ -6,7 +6,7 @@ from __future__ import annotations
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import canvases, clip_recipe
 from toolkit.models.decoder import Built
-from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER, parts
+from toolkit.models.families.llava import LANGUAGE, MLP, SPELLINGS, TINY_TOWER, parts
 from toolkit.models.family import Family, Tiny
 from toolkit.models.pictures import Recipe
 from toolkit.models.towers import language_of, seeing
@@ -47,7 +47,7 @@ FAMILY = Family(
             tokens=("<image>",),
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    MLP,
     recipe=recipe,
     spellings=SPELLINGS,
 )

@@ -66,7 +66,7 @@ FAMILY = Family(
             tokens=("<image>",),
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    "llama.cpp has no model that sees so",
     recipe=recipe,
     video=video,
     spellings=SPELLINGS,

@@ -3,14 +3,21 @@ behind. Source: the models' own ``modeling_minicpmv.py``, arXiv 2408.01800."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
+
+from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import slices_recipe
 from toolkit.models.config.videos import shown_as
 from toolkit.models.decoder import Built
 from toolkit.models.families.llava import TINY_TOWER
 from toolkit.models.family import Family, Tiny
+from toolkit.models.mmproj import Clip, Mmproj, tower_fields
+from toolkit.models.patches import sines
 from toolkit.models.pictures import Recipe
 from toolkit.models.towers import CLIP, language_of, seeing, siglip_tower, stored_vision
 from toolkit.models.videos import Video
@@ -45,7 +52,8 @@ def is_later(config: Fields) -> bool:
 
 def build(config: Fields) -> Built:
     kind, kind_class = ("qwen2", "Qwen2ForCausalLM") if is_later(config) else ("llama", "LlamaForCausalLM")
-    own = Fields({"text_config": dict(config.values)}, config.source)
+    inner = config.values.get("text_config", config.values)  # GGUF files have it apart
+    own = Fields({"text_config": dict(inner)}, config.source)
     language = language_of(own, model_type=kind, architectures=[kind_class])
     tower = siglip_tower(vision_fields(config), post_norm="used", nearest=True)
     if config.flag("drop_vision_last_layer", False):
@@ -69,8 +77,59 @@ def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     return replace(made, around=not is_later(config), numbered=is_later(config) and made.numbered)
 
 
+POSITIONS, VERSIONS = "v.position_embd.weight", {2: "2.5", 3: "2.6"}
+SIDE = 70  # places along a side, as llama.cpp has them; it needs a table of them that it does not read
+NAMES = {name: f"resampler.{name}" for name in ("query", "ln_q", "ln_kv", "ln_post")} | {
+    **{part: f"resampler.attn.{part}" for part in "qkv"},
+    "o": "resampler.attn.out",
+    "kv_proj": "resampler.kv",
+    "proj": "resampler.proj.weight",
+}
+
+
+def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
+    found = clip.top("minicpmv_version")
+    if found not in VERSIONS:
+        raise ToolkitError(f"clip.minicpmv_version: expected 2 (MiniCPM-V 2.5) or 3 (2.6), found {found}")
+    size, patch = clip.whole("image_size"), clip.whole("patch_size")
+    vision = tower_fields(clip, "gelu_pytorch_tanh") | {"image_size": math.isqrt(clip.rows(POSITIONS)) * patch}
+    fields = {
+        "version": VERSIONS[found],
+        "vision_config": vision,
+        "query_num": clip.rows("resampler.query"),
+        TOKEN: clip.token("<unk>"),
+    }
+    most = clip.whole("preproc_max_tiles", 9)
+    sizes = {"scale_resolution": size, "patch_size": patch, "max_slice_nums": most}
+    return fields, sizes | {"use_image_id": found == 3}
+
+
+def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
+    stage = vision.projector[0]
+    if vision.tower.grid != (SIDE, SIDE) or stage.outputs % HEAD_DIM:
+        raise ToolkitError(f"gguf: llama.cpp's resampler has {SIDE} x {SIDE} places and heads of {HEAD_DIM} numbers")
+    return {
+        "clip.has_minicpmv_projector": True,
+        "clip.minicpmv_version": np.int32(2 if recipe.around else 3),
+        "clip.minicpmv_query_num": stage.rows,
+        "clip.vision.image_size": recipe.size[0],
+        "clip.vision.preproc_max_tiles": recipe.most,
+    }
+
+
+MMPROJ = Mmproj(
+    "resampler",
+    NAMES,
+    _read,
+    _write,
+    "minicpmv",
+    turned=frozenset({"vision.projector.proj"}),
+    vectors=frozenset({"vision.projector.query"}),
+    more=lambda vision: {"resampler.pos_embed_k": sines(SIDE, SIDE, vision.projector[0].outputs)},
+)
 SIZES = dict(
-    vision_config={k: v for k, v in TINY_TOWER.items() if k != "model_type"} | {"image_size": 35},
+    vision_config={k: v for k, v in TINY_TOWER.items() if k != "model_type"} | {"image_size": 7 * SIDE},
+    hidden_size=2 * HEAD_DIM,
     query_num=4,
     image_token_id=5,
 )
@@ -96,7 +155,7 @@ FAMILY = Family(
         ),
         Tiny(SIZES | dict(version="2.5"), preprocessor=SLICES | {"image_feature_size": 4}, tokens=TOKENS),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    MMPROJ,
     recipe=recipe,
     video=video,
     token_fields={TOKEN: "<unk>"},

@@ -18,6 +18,8 @@ from toolkit.models.towers import activation
 from toolkit.models.videos import Video
 from toolkit.models.vision import VisionSpec
 
+WINDOW = 112  # pixels along a side, of released models and of all in llama.cpp
+
 
 def build(config: Fields) -> Built:
     vision = config.inner("vision_config")
@@ -30,7 +32,7 @@ def build(config: Fields) -> Built:
         gated=True,
     )
     merge = vision.integer("spatial_merge_size", default=2, high=16)
-    window = vision.integer("window_size", default=112, high=1 << 16) // (plain.patch * merge) * merge
+    window = vision.integer("window_size", default=WINDOW, high=1 << 16) // (plain.patch * merge) * merge
     full = tuple(sorted(vision.indices("fullatt_block_indexes", plain.layers)))
     made = type(plain)(**{**vars(plain), "window": window, "full": full})
     return whole(config, made, {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")})
@@ -49,7 +51,7 @@ def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
         "hidden_size": clip.whole("embedding_length"),
         "intermediate_size": clip.inner,
         "hidden_act": "silu",
-        "window_size": clip.whole("window_size", 112),
+        "window_size": clip.whole("window_size", WINDOW),
         "fullatt_block_indexes": list(range(every - 1, vision["depth"], every)),
     }
     return {"vision_config": vision, "image_token_id": clip.token("<|image_pad|>")}, qwen2_vl.read_pixels(clip)
@@ -60,8 +62,10 @@ def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
     every = tower.full[0] + 1 if tower.full else 0
     if not every or tower.full != tuple(range(every - 1, tower.layers, every)):
         raise ToolkitError("gguf: llama.cpp's qwen2.5vl_merger attends to all in each n-th layer alone")
+    if tower.window * tower.patch != WINDOW:
+        raise ToolkitError(f"gguf: llama.cpp's qwen2.5vl_merger has windows of {WINDOW} pixels alone")
     pixels = qwen2_vl.write_pixels(vision, recipe)
-    return pixels | {"clip.vision.n_wa_pattern": every, "clip.vision.window_size": tower.window * tower.patch}
+    return pixels | {"clip.vision.n_wa_pattern": every, "clip.vision.window_size": WINDOW}
 
 
 FAMILY = Family(
@@ -79,15 +83,15 @@ FAMILY = Family(
                     out_hidden_size=64,
                     num_heads=2,
                     intermediate_size=48,
-                    patch_size=7,
-                    window_size=28,
+                    patch_size=28,
+                    window_size=WINDOW,
                     fullatt_block_indexes=[1],
                 ),
                 image_token_id=5,
                 vision_start_token_id=6,
                 vision_end_token_id=7,
             ),
-            preprocessor=PREPROCESSOR,
+            preprocessor=PREPROCESSOR | dict(patch_size=28, min_pixels=56 * 56 * 4, max_pixels=56 * 56 * 40),
             tokens=("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
         ),
     ),

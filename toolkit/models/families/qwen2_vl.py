@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.preprocessor import area_recipe
 from toolkit.models.config.videos import area_video
@@ -111,12 +112,12 @@ def video(config: Fields, preprocessor: Fields, recipe: Recipe) -> Video:
 MERGER = {"ln_q": "v.post_ln", "mlp.0": "mm.0", "mlp.2": "mm.2"}
 
 
-def _read_text(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+def read_text(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     sections = file.each("rope.dimension_sections", 4)[:3]
     return {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"], "mrope_section": sections}}
 
 
-def _write_text(spec: DecoderSpec) -> dict[str, Any]:
+def write_text(spec: DecoderSpec) -> dict[str, Any]:
     sections = next(rope.sections for rope in spec.ropes())
     return {"rope.dimension_sections": np.array([*sections, 0], np.int32)}
 
@@ -137,8 +138,10 @@ def read_pixels(clip: Clip) -> dict[str, Any]:
 
 
 def write_pixels(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
-    least, most = recipe.least, recipe.most
-    return {"clip.vision.image_size": 560, "clip.vision.image_min_pixels": least, "clip.vision.image_max_pixels": most}
+    if vision.merge != 2 or vision.tower.frames != 2:
+        raise ToolkitError("gguf: llama.cpp's towers of Qwen-VL join 2 x 2 patches, of 2 frames each")
+    sizes = {"image_size": 560, "image_min_pixels": recipe.least, "image_max_pixels": recipe.most}
+    return {f"clip.vision.{key}": value for key, value in {**sizes, "spatial_merge_size": vision.merge}.items()}
 
 
 def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -151,7 +154,7 @@ def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
     return write_pixels(vision, recipe)
 
 
-TEXT_GGUF = replace(qwen2.GGUF, arch="qwen2vl", read=_read_text, write=_write_text)
+TEXT_GGUF = replace(qwen2.GGUF, arch="qwen2vl", read=read_text, write=write_text)
 TEXT = dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]})
 PREPROCESSOR = dict(
     image_processor_type="Qwen2VLImageProcessor", patch_size=7, min_pixels=14 * 14 * 4, max_pixels=14 * 14 * 40

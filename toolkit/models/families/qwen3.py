@@ -19,11 +19,12 @@ def build(config: Fields) -> Built:
     return llama_like(config, dims, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
+GGUF = Gguf("qwen3", "qwen3", {**BLOCK, **QK_NORMS}, biases=False, fields=FIELDS)
 FAMILY = Family(
     "qwen3",
     "Qwen 3",
     ("Qwen3ForCausalLM",),
     build,
     (Tiny(dict(head_dim=32)),),
-    Gguf("qwen3", "qwen3", {**BLOCK, **QK_NORMS}, biases=False, fields=FIELDS),
+    GGUF,
 )

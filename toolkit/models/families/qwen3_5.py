@@ -16,7 +16,6 @@ from toolkit.models.towers import language_of, seeing
 
 TOKEN = 248056
 SPELLINGS = (("model.visual.",), *WITHIN)
-SECTIONS = [11, 11, 10]  # frequencies that turn by time, row and column, in turn
 
 
 def whole(config: Fields, language: Built) -> Built:
@@ -28,13 +27,13 @@ def whole(config: Fields, language: Built) -> Built:
 
 def _turning(spec: DecoderSpec, text: Fields) -> DecoderSpec:
     name = "rope_scaling" if text.nested("rope_scaling") else "rope_parameters"
-    scaling = text.over(name, {"mrope_section": SECTIONS})
 
     def turned(sublayer: Sublayer) -> Sublayer:
         mixer = sublayer.mixer
         if mixer.kind != "attention" or mixer.rope is None:
             return sublayer
-        sections = read_sections(scaling, mixer.rope.rotary_dim)
+        thirds = {"mrope_section": qwen3_5_text.thirds(mixer.rope.rotary_dim)}
+        sections = read_sections(text.over(name, thirds), mixer.rope.rotary_dim)
         return replace(sublayer, mixer=replace(mixer, rope=replace(mixer.rope, sections=sections, woven=True)))
 
     layers = (replace(layer, sublayers=tuple(map(turned, layer.sublayers))) for layer in spec.layers)
@@ -65,7 +64,7 @@ FAMILY = Family(
     ("Qwen3_5ForConditionalGeneration",),
     build,
     (tiny(dict(qwen3_5_text.FAMILY.tiny[0].fields)),),
-    qwen3_5_text.GGUF,
+    qwen3_vl.mmproj("qwen3_5", qwen3_5_text.GGUF),
     recipe=qwen2_vl.recipe,
     video=qwen3_vl.video,
     spellings=SPELLINGS,

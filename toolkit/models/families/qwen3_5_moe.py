@@ -20,7 +20,7 @@ FAMILY = Family(
     ("Qwen3_5MoeForConditionalGeneration",),
     build,
     (qwen3_5.tiny(dict(qwen3_5_moe_text.FAMILY.tiny[0].fields)),),
-    qwen3_5_moe_text.FAMILY.gguf,
+    qwen3_vl.mmproj("qwen3_5_moe", qwen3_5_moe_text.GGUF),
     recipe=qwen2_vl.recipe,
     video=qwen3_vl.video,
     spellings=qwen3_5.SPELLINGS,

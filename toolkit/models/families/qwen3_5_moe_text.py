@@ -26,6 +26,14 @@ def build(config: Fields) -> Built:
 
 
 SIZES = dict(DELTA, moe_intermediate_size=32, shared_expert_intermediate_size=64, num_experts=4, num_experts_per_tok=2)
+GGUF = replace(
+    qwen3_5_text.GGUF,
+    arch="qwen35moe",
+    family="qwen3_5_moe_text",
+    names={**EXPERT_NAMES, "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"},
+    numbers=qwen3_next.GGUF.numbers,
+    write=lambda spec: qwen3_5_text.write_gguf(spec, "qwen35moe"),
+)
 FAMILY = Family(
     "qwen3_5_moe_text",
     "Qwen3.5 35B-A3B to 397B-A17B (text)",
@@ -35,13 +43,6 @@ FAMILY = Family(
         Tiny(dict(SIZES, rope_parameters=qwen3_5_text.SECTIONS)),
         Tiny(dict(SIZES, linear_num_value_heads=2, linear_value_head_dim=32, tie_word_embeddings=True)),
     ),
-    replace(
-        qwen3_5_text.GGUF,
-        arch="qwen35moe",
-        family="qwen3_5_moe_text",
-        names={**EXPERT_NAMES, "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a"},
-        numbers=qwen3_next.GGUF.numbers,
-        write=lambda spec: qwen3_5_text.write_gguf(spec, "qwen35moe"),
-    ),
+    GGUF,
     spellings=WITHIN,
 )

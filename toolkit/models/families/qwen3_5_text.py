@@ -24,9 +24,13 @@ def build(config: Fields) -> Built:
 def write_gguf(spec: DecoderSpec, arch: str) -> dict[str, Any]:
     """llama.cpp wants to know which frequencies turn by which of three positions, which text has alike."""
     found = delta_keys(spec, arch)
-    turned = next(rope.rotary_dim // 2 for rope in spec.ropes())
-    sections = [(turned + 2) // 3, (turned + 1) // 3, turned // 3, 0]
-    return {**found, "rope.dimension_sections": per_layer(sections)}
+    given = next((rope.sections or thirds(rope.rotary_dim)) for rope in spec.ropes())
+    return {**found, "rope.dimension_sections": per_layer([*given, 0])}
+
+
+def thirds(rotary_dim: int) -> list[int]:
+    """Frequencies that turn by time, row and column, in turn."""
+    return [(rotary_dim // 2 + more) // 3 for more in (2, 1, 0)]
 
 
 GGUF = Gguf(

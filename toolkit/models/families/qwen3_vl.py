@@ -4,12 +4,19 @@ added behind the language model's first layers. Source: transformers ``Qwen3VLFo
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.videos import area_video
 from toolkit.models.decoder import Built
-from toolkit.models.families import qwen2_vl
+from toolkit.models.families import qwen2_vl, qwen3
 from toolkit.models.family import Family, Tiny
+from toolkit.models.gguf import Gguf, Metadata
+from toolkit.models.mmproj import Clip, Mmproj
 from toolkit.models.pictures import Recipe
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.models.towers import activation, language_of, seeing, stored_vision
@@ -83,6 +90,45 @@ def video(config: Fields, preprocessor: Fields, recipe: Recipe) -> Video:
     return area_video(config.inner("vision_config"), preprocessor, recipe, *PIXELS, whole=True, said=SAID)
 
 
+POSITIONS = "v.position_embd.weight"
+
+
+def read_eyes(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
+    layers = clip.whole("block_count")
+    vision = qwen2_vl.read_vision(clip) | {
+        "hidden_size": clip.whole("embedding_length"),
+        "intermediate_size": clip.inner,
+        "hidden_act": "gelu_pytorch_tanh",
+        "num_position_embeddings": clip.rows(POSITIONS),
+        "deepstack_visual_indexes": [i for i in range(layers) if clip.has(f"v.deepstack.{i}.fc1.weight")],
+    }
+    return {"vision_config": vision, "image_token_id": clip.token("<|image_pad|>")}, qwen2_vl.read_pixels(clip)
+
+
+def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
+    deep = {branch.layer for branch in vision.deep}
+    return qwen2_vl.write_pixels(vision, recipe) | {
+        "clip.vision.image_size": vision.tower.grid[0] * vision.tower.patch,
+        "clip.vision.is_deepstack_layers": np.array([i in deep for i in range(vision.tower.layers)]),
+    }
+
+
+def mmproj(family: str, text: Gguf) -> Mmproj:
+    names = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
+    return Mmproj("qwen3vl_merger", names, read_eyes, _write, family, text, joined=True)
+
+
+def _read_text(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    read = qwen2_vl.read_text(file, config)
+    return {"rope_parameters": read["rope_parameters"] | {"mrope_interleaved": True}}
+
+
+def _write_text(spec: DecoderSpec) -> dict[str, Any]:
+    assert spec.vision is not None
+    return qwen2_vl.write_text(spec) | {"n_deepstack_layers": len(spec.vision.deep)}
+
+
+TEXT_GGUF = replace(qwen3.GGUF, arch="qwen3vl", read=_read_text, write=_write_text)
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 TINY_TOWER = dict(
     depth=3,
@@ -112,7 +158,7 @@ FAMILY = Family(
             tokens=("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    mmproj("qwen3_vl", TEXT_GGUF),
     recipe=qwen2_vl.recipe,
     video=video,
 )

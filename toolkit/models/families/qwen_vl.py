@@ -130,6 +130,6 @@ FAMILY = Family(
             tokens=("<img>", "</img>", "<imgpad>"),
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    "llama.cpp has no model that sees so",
     recipe=recipe,
 )
