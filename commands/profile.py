@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 
 MODEL = Annotated[str, typer.Argument(help="Local directory, hub id, .gguf file, artifact, or demo.")]
+IMAGES = {"total_images": "images", "image_throughput": "images/s"}
 JSON = Annotated[
     str | None, typer.Option("--json", help="Write the figures as JSON to this file (- = standard output).")
 ]
@@ -97,7 +98,7 @@ def throughput(
     from toolkit.profile import throughput as runner
     from toolkit.profile.metrics import throughput_summary
 
-    columns = ["model", "concurrency", *throughput_summary([], 1.0)]
+    columns = ["model", "concurrency", *throughput_summary([], 1.0, load.images)]
     result_file.check_json("--json", json_file, columns[2:])
     result_file.check_csv("--csv", csv_file, columns)
     result_file.check_plot("--plot", plot)
@@ -134,6 +135,7 @@ def _print_throughput(model: str, summary: dict[str, float | int]) -> None:
         ("requests/s", summary["request_throughput"]),
         ("input tokens", summary["total_input_tokens"]),
         ("output tokens", summary["total_output_tokens"]),
+        *((label, summary[key]) for key, label in IMAGES.items() if key in summary),
         ("input tokens/s", summary["input_throughput"]),
         ("output tokens/s", summary["output_throughput"]),
     ]

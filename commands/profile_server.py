@@ -201,6 +201,8 @@ def _print(title: str, traffic: Traffic, rows: list[dict[str, Any]]) -> None:
     counts = {"completed": "requests completed", "failed": "requests failed", "duration": "duration, s"}
     rates = {"request": "requests/s", "input": "input tokens/s", "output": "output tokens/s"}
     keys = {**counts, **{f"{name}_throughput": label for name, label in rates.items()}}
+    if traffic.images:
+        keys |= {"total_images": "images", "image_throughput": "images/s"}
     if traffic.limits:
         keys["goodput"] = "goodput, requests/s"
     kinds = {"e2e_latency": "whole request", "ttft": "first token", "tpot": "per token", "itl": "between tokens"}

@@ -60,9 +60,9 @@ MAY_IMPORT = {
     "quant": {"measure", "engine", "runners", "models", "artifacts", "kernels", "chat"} | BASE,
     "serve": {"engine", "chat", "vision", "models", "parsers", "artifacts", "config_checks", "json_lines", "tls"}
     | BASE,
-    "profile": {"engine", "chat", "artifacts", "tls"} | BASE,
+    "profile": {"engine", "chat", "vision", "models", "artifacts", "tls"} | BASE,
     "check_env": {"engine", "runners", "models", "artifacts", "kernels"} | BASE,
-    "vl": {"vision", "models"} | BASE,
+    "vl": {"vision", "models", "artifacts"} | BASE,
     "model": {"chat"},
     "pytorch": {"artifacts", "models"} | BASE,
     "opencompass": {"pipeline"} | BASE,

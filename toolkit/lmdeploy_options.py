@@ -25,7 +25,6 @@ IGNORED = {
     "enable_microbatch": "a model runs on one device",
     "enable_mp_engine": "a server's engine has a process of its own anyway",
     "kernel_block_size": "kernels work on blocks of the cache's own size",
-    "language_model_only": "a model that sees is loaded with what it sees by",
     "max_prefill_iters": "a step's tokens are bounded by max_prefill_token_num",
     "migration_backend": "caches do not leave the engine",
     "moe_a2a_backend": "experts lie on one device",

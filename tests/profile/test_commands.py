@@ -99,3 +99,16 @@ def test_misuse_is_one_line(run: Run, tiny_models: Any, arguments: list[str], sa
     assert done.returncode in (1, 2) and done.stdout == ""
     *progress, complaint = done.stderr.strip().splitlines()
     assert says in complaint and not any(line.startswith("tool:") for line in progress), done.stderr
+
+
+def test_throughput_with_drawings(run: Run, tiny_models: Any, tmp_path: Path) -> None:
+    shown = ("--dataset-name", "image", "--image-size", "40x30", "--images-per-request", "2", "--random-input-len", "8")
+    more = ("--num-prompts", "3", "--random-output-len", "4", "--json", tmp_path / "a.json")
+    done = run("throughput", tiny_models("llava"), *shown, *more)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "a.json").read_text())
+    assert figures["completed"] == 3 and figures["total_images"] == 6 and figures["image_throughput"] > 0
+    assert figures["total_input_tokens"] >= 3 * (2 * 16 + 8)
+    assert "images/s" in done.stdout
+    refused = run("throughput", tiny_models("llama"), *shown, "--num-prompts", "1")
+    assert refused.returncode == 2 and "reads text alone" in refused.stderr

@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 
 from toolkit.errors import UsageError
+from toolkit.profile.drawings import drawings
+from toolkit.profile.http_client import Client
+from toolkit.profile.options import Prompts, Traffic
+from toolkit.profile.serving import asks_of
 from toolkit.profile.workload import dataset_asks, poisson_starts, random_asks, random_prompts
 
 
@@ -110,3 +114,25 @@ def test_a_missing_file(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="UTF-8"):
         dataset_asks(tmp_path / "b.json", 0, Words(), 1, 100, None)
+
+
+def test_drawings_are_those_of_their_seed() -> None:
+    one, two = drawings(3, 2, (40, 30)), drawings(3, 2, (40, 30))
+    assert [image.size for image in one] == [(40, 30)] * 2
+    assert [image.tobytes() for image in one] == [image.tobytes() for image in two]
+    assert one[0].tobytes() != one[1].tobytes() != drawings(4, 1, (40, 30))[0].tobytes()
+
+
+@pytest.mark.parametrize("size", ["", "640", "0x30", "axb", "640x480x3"])
+def test_sizes_that_are_none(size: str) -> None:
+    with pytest.raises(UsageError, match="--image-size: expected width x height"):
+        Prompts(dataset="image", image_size=size).check()
+
+
+def test_requests_to_a_server_show_drawings() -> None:
+    traffic = Traffic(dataset="image", num_prompts=3, images_per_request=2, image_size="20x10", random_input_len=4)
+    asks = asks_of(traffic, 0)
+    assert [len(ask.images) for ask in asks] == [2] * 3 and len({url for ask in asks for url in ask.images}) == 6
+    content = Client("http://a", "m", "chat")._body(asks[0])["messages"][0]["content"]
+    assert [part["type"] for part in content] == ["image_url", "image_url", "text"]
+    assert content[0]["image_url"]["url"].startswith("data:image/png;base64,")

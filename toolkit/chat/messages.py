@@ -85,7 +85,8 @@ def _text(i: int, message: Message, has_calls: bool, sees: bool) -> str:
 
 def _check_picture(where: str, role: str, sees: bool) -> None:
     if not sees:
-        raise UsageError(f"{where}: this model reads text alone; leave it out, or load a model that sees")
+        told = "leave it out, or load a model that sees (and without --disable-vision-encoder)"
+        raise UsageError(f"{where}: this model reads text alone; {told}")
     if role in BLIND_ROLES:
         raise UsageError(f"{where}: only a user's message takes images, found one of role {role}")
 

@@ -143,6 +143,11 @@ class AsyncEngine:
         return self._facts.backend
 
     @property
+    def blind(self) -> bool:
+        """Whether it was opened without what the model sees with."""
+        return self._facts.blind
+
+    @property
     def device(self) -> str:
         return self._facts.device
 

@@ -72,7 +72,8 @@ class Setup:
 @dataclass(frozen=True)
 class Facts:
     """What a front end wants to know of an opened engine. ``runner_why``: why the model runs otherwise than was asked
-    for or is fastest, "" if it does not; ``runner_note``: what else is worth knowing of the runner."""
+    for or is fastest, "" if it does not; ``runner_note``: what else is worth knowing of the runner.
+    ``blind``: pictures are not taken, whatever the model."""
 
     plan: MemoryPlan
     runner_why: str
@@ -82,6 +83,7 @@ class Facts:
     device: str
     dtype: str
     vocab_size: int
+    blind: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -179,7 +181,7 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
     )
     verify_tensors(setup.path, core.tell_damage)
     named = runner.name, runner.backend, runner.device, runner.dtype
-    return core, Facts(memory, why, "; ".join(runner.notes), *named, runner.spec.vocab_size)
+    return core, Facts(memory, why, "; ".join(runner.notes), *named, runner.spec.vocab_size, config.blind)
 
 
 def _open(setup: Setup) -> tuple[Runner, str]:
@@ -206,6 +208,7 @@ def _open(setup: Setup) -> tuple[Runner, str]:
         use_logn_attn=getattr(config, "use_logn_attn", False),
         model_format=config.model_format,
         load_format=config.load_format,
+        blind=config.blind,
         families=from_files([own] if isinstance(own, str) else own),
     )
 

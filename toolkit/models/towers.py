@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.decoder import Built
 from toolkit.models.registry import find_family
-from toolkit.models.spec import Part, StoredTensor
+from toolkit.models.spec import DecoderSpec, Part, StoredTensor
 from toolkit.models.vision import Stage, Tower, VisionSpec, tensors
 
 Spelling = Mapping[str, str]
@@ -246,3 +246,9 @@ def seeing(language: Built, spec: VisionSpec, stored: list[StoredTensor], spelle
         *(replace(x, name=whole(x.name)) for x in text),
         *stored,
     ]
+
+
+def without_sight(spec: DecoderSpec) -> DecoderSpec:
+    """The language model alone: what it sees with is not loaded, nor are layers that read pictures alone."""
+    layers = tuple(layer for layer in spec.layers if not any(s.mixer.kind == "cross" for s in layer.sublayers))
+    return replace(spec, vision=None, layers=layers)

@@ -121,7 +121,8 @@ class Pipeline:
         try:
             if self.adapter_name is not None:
                 self._check_adapter(self.adapter_name)
-            self._eyes = Eyes.open(self.tokenizer.path, rules, self.engine.session_len)
+            sees = not self.engine.blind
+            self._eyes = Eyes.open(self.tokenizer.path, rules, self.engine.session_len) if sees else None
             self.chat_template = ChatTemplate.open(
                 self.engine.tokenizer,
                 self.model_path,

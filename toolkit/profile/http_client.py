@@ -22,10 +22,11 @@ CONNECT_S = 10.0
 
 @dataclass(frozen=True)
 class TextAsk:
-    """A prompt, and how many tokens to generate from it."""
+    """A prompt, and how many tokens to generate from it. ``images``: URLs, for the endpoint "chat"."""
 
     text: str
     output_len: int
+    images: tuple[str, ...] = ()
 
 
 @dataclass
@@ -81,7 +82,9 @@ class Client:
     def _body(self, ask: TextAsk) -> dict[str, Any]:
         prompt: dict[str, Any] = {"prompt": ask.text}
         if self.endpoint == "chat":
-            prompt = {"messages": [{"role": "user", "content": ask.text}]}
+            shown = [{"type": "image_url", "image_url": {"url": url}} for url in ask.images]
+            content = [*shown, {"type": "text", "text": ask.text}] if shown else ask.text
+            prompt = {"messages": [{"role": "user", "content": content}]}
         usage = {"stream": True, "stream_options": {"include_usage": True}}
         return {"model": self.model, **prompt, "max_tokens": ask.output_len, **usage, **self.extra}
 

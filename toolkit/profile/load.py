@@ -7,11 +7,12 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from toolkit.engine.stream import Timings
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig, Response
+from toolkit.models.pictures import Picture
 from toolkit.profile.metrics import RequestRecord
 from toolkit.profile.workload import Ask
 
@@ -29,6 +30,7 @@ class Engine(Protocol):
         *,
         request_id: str | None = None,
         timings: Timings | None = None,
+        pictures: Sequence[Picture] = (),
     ) -> AsyncIterator[Response]: ...
 
 
@@ -37,7 +39,8 @@ async def run_one(engine: Engine, ask: Ask, request_id: str, sampling: Generatio
     config = replace(sampling, max_new_tokens=ask.output_len, ignore_eos=True)
     timings = Timings()
     record = RequestRecord(len(ask.token_ids), time.perf_counter(), drawn=timings.drawn)
-    stream = engine.generate(ask.token_ids, config, request_id=request_id, timings=timings)
+    more: dict[str, Any] = {"pictures": ask.pictures} if ask.pictures else {}
+    stream = engine.generate(ask.token_ids, config, request_id=request_id, timings=timings, **more)
     async for response in stream:
         if response.token_ids:
             record.arrivals.append((time.perf_counter(), len(response.token_ids)))

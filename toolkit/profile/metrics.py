@@ -112,8 +112,9 @@ def goodput(records: Sequence[RequestRecord], limits: Mapping[str, float], durat
     return sum(map(kept, completed(records))) / duration
 
 
-def throughput_summary(records: Sequence[RequestRecord], duration: float) -> dict[str, float | int]:
-    """The figures of a run that took ``duration`` seconds: counts, rates a second, latencies in milliseconds."""
+def throughput_summary(records: Sequence[RequestRecord], duration: float, images: int = 0) -> dict[str, float | int]:
+    """The figures of a run that took ``duration`` seconds: counts, rates a second, latencies in milliseconds.
+    ``images``: of each request."""
     good = completed(records)
     inputs, outputs = sum(r.input_tokens for r in good), sum(r.output_tokens for r in good)
     summary: dict[str, float | int] = {
@@ -125,6 +126,8 @@ def throughput_summary(records: Sequence[RequestRecord], duration: float) -> dic
         "input_throughput": inputs / duration,
         "output_throughput": outputs / duration,
     }
+    if images:
+        summary |= {"total_images": images * len(good), "image_throughput": images * len(good) / duration}
     figures = {name: _statistics(values) for name, values in _series(good).items()}
     for i, statistic in enumerate(("mean", "median", "p99")):
         for name in LATENCIES:

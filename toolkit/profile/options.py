@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,13 +38,31 @@ class Prompts(Seeded):
     """What is asked."""
 
     dataset: str = option(
-        "random", "random, or a file: ShareGPT .json, .jsonl, or .txt with blank lines between prompts."
+        "random",
+        "random; image (that, and drawings); or a file: ShareGPT .json, .jsonl, or .txt with blank lines between.",
+        "--dataset",
+        "--dataset-name",
     )
+    image_size: str = option("512x512", "Width x height of a drawing.")
+    images_per_request: int = option(1, "Drawings of a request.", min=1)
     num_prompts: int = option(64, "Requests to send, in each run.", min=1)
     random_input_len: int = option(256, "Tokens of a random prompt.", min=1)
     random_output_len: int | None = option(
         None, "Tokens to generate. Default: 128, or as a dataset's own answers.", min=1
     )
+
+    @property
+    def images(self) -> int:
+        """Drawings of a request."""
+        return self.images_per_request if self.dataset == "image" else 0
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of a drawing. Raises UsageError for what is none."""
+        found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", self.image_size)
+        if found is None or not 1 <= min(int(side) for side in found.groups()):
+            raise UsageError(f"--image-size: expected width x height such as 640x480, found {self.image_size!r:.40}")
+        return int(found[1]), int(found[2])
 
     @property
     def output_len(self) -> int:
@@ -52,9 +71,12 @@ class Prompts(Seeded):
 
     def check(self) -> None:
         super().check()
-        _at_least_one(self, "num_prompts", "random_input_len", "random_output_len")
-        if self.dataset != "random" and not Path(self.dataset).is_file():
-            raise UsageError(f"--dataset: expected 'random' or a file, found {self.dataset!r}, which is no file")
+        _at_least_one(self, "num_prompts", "random_input_len", "random_output_len", "images_per_request")
+        _ = self.size
+        if self.dataset not in ("random", "image") and not Path(self.dataset).is_file():
+            raise UsageError(
+                f"--dataset: expected 'random', 'image' or a file, found {self.dataset!r}, which is no file"
+            )
 
 
 @dataclass(frozen=True)

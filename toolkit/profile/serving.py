@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.profile.drawings import data_url, drawings
 from toolkit.profile.exchange import Exchange
 from toolkit.profile.http_client import Client, TextAsk
 from toolkit.profile.load import raise_if_all_failed, run_at
@@ -24,9 +25,12 @@ def asks_of(traffic: Traffic, run: int) -> list[TextAsk]:
     """The requests of run number ``run``, the same for the same seed. Random ones never come again in another run: no
     prefix cache knows them."""
     seed, length = traffic.seed + run, traffic.random_output_len
-    if traffic.dataset == "random":
+    if traffic.dataset in ("random", "image"):
         texts = random_texts(seed, traffic.tokenizer, traffic.num_prompts, traffic.random_input_len)
-        return [TextAsk(text, traffic.output_len) for text in texts]
+        each = traffic.images
+        urls = [data_url(image) for image in drawings(seed, each * len(texts), traffic.size)] if each else []
+        shown = (tuple(urls[i * each : (i + 1) * each]) for i in range(len(texts)))
+        return [TextAsk(text, traffic.output_len, some) for text, some in zip(texts, shown, strict=True)]
     pairs = dataset_texts(Path(traffic.dataset), seed, traffic.tokenizer, traffic.num_prompts, length)
     return [TextAsk(text, length) for text, length in pairs]
 
@@ -44,7 +48,7 @@ def row(
         "request_rate": None if rate == math.inf else rate,
         "max_concurrency": concurrency,
         "failed": len(records) - len(completed(records)),
-        **throughput_summary(records, duration),
+        **throughput_summary(records, duration, traffic.images),
         **percentiles(records, traffic.metric_percentiles),
         **({"goodput": goodput(records, traffic.limits, duration)} if traffic.limits else {}),
     }
@@ -71,6 +75,8 @@ async def measure(
     Raises ToolkitError where it cannot be reached, or where no request of a run succeeds.
     """
     traffic.check()
+    if traffic.images:
+        client.endpoint = "chat"  # the only one that takes them
     on_start(await client.choose_model())
     raise_if_all_failed([client.record(await client.run(WARM_UP))])
     runs: list[Run] = []

@@ -12,23 +12,47 @@ from toolkit.engine.frontend import AsyncEngine
 from toolkit.engine.setup import Packed
 from toolkit.engine_configs import EngineConfig
 from toolkit.errors import UsageError
+from toolkit.profile.drawings import drawings
 from toolkit.profile.load import raise_if_all_failed, run_all
 from toolkit.profile.metrics import RequestRecord, throughput_summary
 from toolkit.profile.options import Load
-from toolkit.profile.workload import Ask, dataset_asks, poisson_starts, random_asks
+from toolkit.profile.workload import Ask, dataset_asks, poisson_starts, random_asks, random_texts
+from toolkit.vision.eyes import Eyes
 
 
 def asks_of(load: Load, engine: AsyncEngine) -> list[Ask]:
     """The requests, the same for the same load and tokenizer."""
-    if load.dataset != "random":
+    if load.dataset not in ("random", "image"):
         file, limit = Path(load.dataset), engine.session_len
         return dataset_asks(file, load.seed, engine.tokenizer, load.num_prompts, limit, load.random_output_len)
+    if load.images:
+        return image_asks(load, engine)
     if load.random_input_len + load.output_len > engine.session_len:
         raise UsageError(
             f"--random-input-len {load.random_input_len} + --random-output-len {load.output_len}: pass the session of "
             f"{engine.session_len} tokens"
         )
     return random_asks(load.seed, engine.tokenizer, load.num_prompts, load.random_input_len, load.output_len)
+
+
+def image_asks(load: Load, engine: AsyncEngine) -> list[Ask]:
+    """Drawings before random words. Raises UsageError where the model does not see, or they do not fit the session."""
+    eyes = Eyes.open(engine.tokenizer.path, max_tokens=engine.session_len)
+    if eyes is None:
+        raise UsageError("--dataset image: the model reads text alone; load one that sees")
+    images = drawings(load.seed, load.num_prompts * load.images, load.size)
+    texts = random_texts(load.seed, engine.tokenizer, load.num_prompts, load.random_input_len)
+    found = []
+    for i, text in enumerate(texts):
+        some = images[i * load.images : (i + 1) * load.images]
+        pictures = eyes.look([{"role": "user", "content": [{"type": "image", "image": image} for image in some]}])
+        spelled = eyes.spell(eyes.recipe.written * load.images + text, pictures)
+        ids = engine.tokenizer.encode(spelled, add_special_tokens=True)
+        if len(ids) + load.output_len > engine.session_len:
+            took = f"{len(ids)} tokens with its {load.images} image(s) + --random-output-len {load.output_len}"
+            raise UsageError(f"a prompt takes {took}: they pass the session of {engine.session_len} tokens")
+        found.append(Ask(ids, load.output_len, tuple(pictures)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -71,4 +95,4 @@ def measure(
     finally:
         engine.close()
     raise_if_all_failed(records)
-    return ThroughputResult(throughput_summary(records, duration), records)
+    return ThroughputResult(throughput_summary(records, duration, load.images), records)

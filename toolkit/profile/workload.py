@@ -11,6 +11,7 @@ import numpy as np
 
 from toolkit.artifacts.json_file import parse_json
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.pictures import Picture
 
 MIN_TOKENS = 4  # shorter questions and answers of a dataset measure nothing
 # Of random texts: words that most tokenizers know as one token each.
@@ -39,6 +40,7 @@ class Ask:
 
     token_ids: list[int]
     output_len: int
+    pictures: tuple[Picture, ...] = ()
 
 
 def random_prompts(rng: np.random.Generator, tokenizer: Encoder, count: int, length: int) -> list[list[int]]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.engine_configs import LOAD_FORMATS
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import DecoderSpec, StoredTensor
+from toolkit.models.vision import PREFIX
 from toolkit.runners.base import BACKENDS, Backend, Runner, RunnerOptions
 from toolkit.runners.native.library import explain_mapped_faults
 
@@ -53,29 +54,41 @@ def open_model(
     model_format: str | None = None,
     load_format: str = "auto",
     device: str = "cpu",
+    blind: bool = False,
     families: Sequence[Family] = (),
 ) -> Opened:
     """Open and validate a checkpoint, GGUF file or engine artifact without reading its weights.
 
     ``hf_overrides`` and ``rope_scaling_factor`` change config.json's fields, ``use_logn_attn`` has queries grow beyond
-    its length (``toolkit.models.positions``); ``model_format`` is checked against what
-    the checkpoint holds. ``load_format`` "int8" and "int4" round the dense linears of a checkpoint while they are read;
-    "dummy" reads config.json alone, and makes random weights on ``device``, where weights packed for a GPU are unpacked
-    too. ``families``: of the caller's, asked before the known ones. Raises ToolkitError or UsageError, one line.
+    its length (``toolkit.models.positions``), ``blind`` leaves out what it sees with; ``model_format`` is checked
+    against what the checkpoint holds. ``load_format`` "int8" and "int4" round the dense linears of a checkpoint while
+    they are read; "dummy" reads config.json alone, and makes random weights on ``device``, where weights packed for a
+    GPU are unpacked too. ``families``: of the caller's, asked before the known ones. Raises ToolkitError or UsageError,
+    one line.
     """
+    opened = _open_any(path, hf_overrides, rope_scaling_factor, model_format, load_format, device, blind, families)
+    spec = opened.spec
+    if blind:
+        from toolkit.models.towers import without_sight
+
+        spec = without_sight(spec)
     if use_logn_attn:
         from toolkit.models.positions import grow_queries
 
-        plain = open_model(
-            path,
-            hf_overrides=hf_overrides,
-            rope_scaling_factor=rope_scaling_factor,
-            model_format=model_format,
-            load_format=load_format,
-            device=device,
-            families=families,
-        )
-        return replace(plain, spec=grow_queries(plain.spec))
+        spec = grow_queries(spec)
+    return replace(opened, spec=spec)
+
+
+def _open_any(
+    path: Path,
+    hf_overrides: dict[str, Any] | None,
+    rope_scaling_factor: float,
+    model_format: str | None,
+    load_format: str,
+    device: str,
+    blind: bool,
+    families: Sequence[Family],
+) -> Opened:
     from toolkit.artifacts.manifest import read_manifest
 
     if load_format not in LOAD_FORMATS:
@@ -87,7 +100,7 @@ def open_model(
         if load_format != "auto":
             raise UsageError(f"--load-format {load_format}: {path} is packed already; leave the option out")
         return _open_engine(path, hf_overrides, rope_scaling_factor, model_format, device, families)
-    return _open_checkpoint(path, hf_overrides, rope_scaling_factor, model_format, load_format, families)
+    return _open_checkpoint(path, hf_overrides, rope_scaling_factor, model_format, load_format, blind, families)
 
 
 def _open_checkpoint(
@@ -96,6 +109,7 @@ def _open_checkpoint(
     rope_scaling_factor: float,
     model_format: str | None,
     load_format: str,
+    blind: bool,
     families: Sequence[Family],
 ) -> Opened:
     from toolkit.artifacts.checkpoint import open_checkpoint
@@ -116,6 +130,7 @@ def _open_checkpoint(
     validate_checkpoint(checkpoint, stored)
     if line := left_out(checkpoint, stored):
         log.warning("%s", line)
+    stored = [x for x in stored if not (blind and x.parts[0].name.startswith(PREFIX))]
 
     def weights() -> Mapping[str, Any]:
         return rounded(CheckpointWeights(checkpoint, stored), spec, load_format)
@@ -235,6 +250,7 @@ def open_runner(
     use_logn_attn: bool = False,
     model_format: str | None = None,
     load_format: str = "auto",
+    blind: bool = False,
     families: Sequence[Family] = (),
 ) -> tuple[Runner, str]:
     """A runner for the model at ``path`` and one line on which it is and why (empty: nothing worth saying).
@@ -254,6 +270,7 @@ def open_runner(
         model_format=model_format,
         load_format=load_format,
         device=_weights_device(options),
+        blind=blind,
         families=families,
     )
     why = ""

@@ -93,7 +93,7 @@ def create_app(
         lanes=lanes,
         pooling=pooling.choose(settings.pooling, engine.tokenizer.path),
         embeds=pooling_config(engine.tokenizer.path) is not None,
-        eyes=Eyes.open(engine.tokenizer.path, image_rules(settings), engine.session_len),
+        eyes=None if engine.blind else Eyes.open(engine.tokenizer.path, image_rules(settings), engine.session_len),
         formats=read_by(template),
         of_adapters={name: (own, read_by(own)) for name, own in (of_adapters or {}).items()},
         kept=Store(settings.limits),

@@ -231,7 +231,7 @@ def serve(
         )
         try:
             directory = engine.tokenizer.path
-            recipe = open_recipe(directory)
+            recipe = None if engine.blind else open_recipe(directory)
             picture = None if recipe is None else recipe.written
             template = ChatTemplate.open(engine.tokenizer, directory, chat_template, renderer, picture)
             name = settings.model_name or engine.model_name

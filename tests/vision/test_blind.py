@@ -1,0 +1,55 @@
+"""``disable_vision_encoder``: the language model of one that sees, alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from starlette.testclient import TestClient
+
+from toolkit import GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig, pipeline
+from toolkit.runners.base import RunnerOptions
+from toolkit.runners.choose import open_runner
+from toolkit.runners.native.runner import available
+from toolkit.serve.app import create_app
+from toolkit.serve.options import ServerSettings
+
+BACKENDS = ("pytorch", "turbomind") if available() is None else ("pytorch",)
+SHORT = GenerationConfig(max_new_tokens=6)
+KINDS: dict[str, Any] = {"pytorch": PytorchEngineConfig, "turbomind": TurbomindEngineConfig}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "mllama", "cogvlm"])
+def test_texts_are_answered_the_same(tiny_models: Any, family: str, backend: str) -> None:
+    path = str(tiny_models(family))
+    answers = []
+    for option in ({}, {"disable_vision_encoder": True}, {"language_model_only": True}):
+        config = KINDS[backend](session_len=128, max_batch_size=1, dtype="float32", **option)
+        with pipeline(path, config) as opened:
+            answers.append(opened("what is it", gen_config=SHORT).token_ids)
+    assert answers[0] == answers[1] == answers[2] and answers[0]
+
+
+def test_what_it_sees_with_is_not_loaded(tiny_models: Any) -> None:
+    options = RunnerOptions(device="cpu", dtype="float32", block_size=16, threads=1)
+    sees, blind = (
+        open_runner(tiny_models("llava"), backend="pytorch", options=options, blind=blind)[0] for blind in (False, True)
+    )
+    assert blind.memory().weights < sees.memory().weights and blind.memory().picture_patch == 0
+
+
+def test_pictures_are_refused_in_one_line(tiny_models: Any, tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    config = PytorchEngineConfig(session_len=128, max_batch_size=1, dtype="float32", disable_vision_encoder=True)
+    with pipeline(str(tiny_models("llava")), config) as opened:
+        answer = opened(("what", str(tmp_path / "a.png")), gen_config=SHORT)
+        assert "reads text alone" in answer.error_message and "--disable-vision-encoder" in answer.error_message
+        settings = ServerSettings(model_name="tiny")
+        with TestClient(create_app(opened.engine, opened.chat_template, settings)) as client:
+            content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]
+            body = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
+            refused = client.post("/v1/chat/completions", json=body)
+            assert refused.status_code == 400 and "reads text alone" in refused.json()["error"]["message"]

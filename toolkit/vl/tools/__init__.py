@@ -1,0 +1,1 @@
+"""LMDeploy's names of tools for models that see."""
