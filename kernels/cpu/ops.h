@@ -164,7 +164,8 @@ struct StateRun {
 
 // Weights rounded to integers in groups of columns, of a multiple of 16: x = w * columns / divisor of the row.
 // 8 bits: scale = max|x| / 127, code = round(x / scale) + 128; 4 bits: scale = (max - min) / 15 of x and 0, zero = round(-min / scale),
-// code = round(x / scale) + zero. Scales are float16; x is divided by what that holds, 2^-24 at least.
+// code = round(x / scale) + zero. Scales are float16; x is divided by what that holds, 2^-24 at least. Where
+// a group holds NaN its scale is NaN.
 struct RoundRun {
     const void* w;  // [rows][cols]
     int64_t rows, cols;

@@ -10,7 +10,6 @@ TK_INLINE F load_as(const void* w, int32_t dtype, int64_t i) {
     return dtype == F16 ? load_f16((const uint16_t*)w + i) : fload((const float*)w + i);
 }
 
-// NaN stays NaN: see fexp.
 TK_INLINE F between(float low, float high, F x) { return fmin(fset1(high), fmax(fset1(low), x)); }
 TK_INLINE F nearest(F x) { return f_of(i_of(x)); }
 
@@ -31,13 +30,17 @@ void floats_of(const RoundRun& r, int64_t row, float* x) {
 }
 
 void round_group(const RoundRun& r, const float* x, uint8_t* codes, uint16_t* scale, uint8_t* zero_code) {
-    F low = fzero(), high = fzero();
+    F low = fzero(), high = fzero(), odd = fzero();
     for (int64_t k = 0; k < r.group; k += 16) {
-        low = fmin(low, fload(x + k));
-        high = fmax(high, fload(x + k));
+        const F v = fload(x + k);
+        low = fmin(low, v);
+        high = fmax(high, v);
+        odd = fma(v, fzero(), odd);  // NaN where one is not finite
     }
     const float bottom = -hmax(fsub(fzero(), low)), top = hmax(high);
-    const float size = r.bits == 8 ? (top > -bottom ? top : -bottom) / 127.0f : (top - bottom) / 15.0f;
+    float size = r.bits == 8 ? (top > -bottom ? top : -bottom) / 127.0f : (top - bottom) / 15.0f;
+    if (hsum(odd) != 0.0f)  // fmin and fmax give their second operand for NaN: the next number hides it
+        for (int64_t k = 0; k < r.group; k++) size = x[k] == x[k] ? size : x[k];
     *scale = float_to_f16(size);
     const float held = f16_to_float(*scale), step = held > 0x1p-24f ? held : 0x1p-24f;
     float zero = 128.0f;

@@ -31,6 +31,17 @@ def test_numbers_are_those_of_torch(bits, group, dtype, scaled, isa, monkeypatch
 
 
 @pytest.mark.parametrize("isa", library.isas())
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_is_not_finite_is_not_hidden(bits, isa, monkeypatch) -> None:
+    monkeypatch.setenv(library.ISA_VARIABLE, isa)
+    weight = torch.randn(5, 128, generator=torch.Generator().manual_seed(bits))
+    weight[0, 5], weight[1, 127], weight[2, 0], weight[3, 70] = (float(x) for x in ("nan", "nan", "inf", "-inf"))
+    expected, found = (f(weight, bits, 64, Scales()) for f in (to_group_int, round_groups))
+    assert torch.isnan(found.scales).tolist() == [[True, False], [False, True], *[[False, False]] * 3]
+    assert torch.equal(found.dequantize().isfinite(), expected.dequantize().isfinite())
+
+
+@pytest.mark.parametrize("isa", library.isas())
 def test_rows_are_turned_first(isa, monkeypatch) -> None:
     monkeypatch.setenv(library.ISA_VARIABLE, isa)
     weight = torch.randn(40, 192, generator=torch.Generator().manual_seed(1)).bfloat16()
