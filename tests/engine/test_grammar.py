@@ -130,6 +130,23 @@ def test_what_is_hopeless_is_told_from_its_text(grammars: Grammars, monkeypatch:
         assert "it takes more than 1 s of processor time (about " in refusal(grammars, response_format)
 
 
+@pytest.mark.parametrize(
+    "text", ["[", "-", ".", "1", '"', "(", "\\[", '"\\', "{1", "a ", "[a-z]{1", "-" + " " * 99, "(?<a"]
+)
+def test_texts_that_close_nothing_are_read_once(text: str) -> None:
+    """The server waits while they are read."""
+    pattern = (text * (1 << 13))[: 1 << 13]
+    began = time.thread_time()
+    least_seconds({"type": "grammar", "grammar": (text * (1 << 18))[: 1 << 18]})
+    least_seconds({"type": "json_schema", "json_schema": {"allOf": [{"pattern": pattern}] * 31}})
+    assert time.thread_time() - began < 1.0
+
+
+def test_counts_of_very_many_digits_are_counts() -> None:
+    for count in ("{" + "9" * 5000 + "}", "{0," + "9" * 5000 + "}"):
+        assert least_seconds({"type": "regex_schema", "regex_schema": f"[^x]{count}"}) > 1.0
+
+
 def test_honest_formats_are_cheap_by_their_text(corpus: Any) -> None:
     patterns = [
         r"^[a-zA-Z0-9.!#$%&'*+/=?^_`{|}~-]+@[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?(?:\.[a-zA-Z0-9]{2,63})*$",

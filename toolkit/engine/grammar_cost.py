@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 from toolkit.errors import UsageError
@@ -27,7 +26,8 @@ ANY_TIMES = 2.0  # as much where it may be left out, too
 COUNTED, BEYOND = 128, 1.6  # so many places are made, and as much more where there are more
 CHAIN_S = 6.5e-7  # seconds x cube of the parts in a row that may be left out
 PROPERTIES_S = 2.8e-9  # likewise of an object's properties
-LOOKED_AT = 8192  # parts of a pattern or grammar
+LOOKED_AT = 8192  # parts of all patterns of a schema, or of a grammar: the server waits meanwhile
+_DIGITS = 9  # of a count that are read
 
 SECONDS = 1.0  # of processor time for a format that a client has written
 COUNT_SECONDS = 4.0  # more where letters are counted: xgrammar tries all tokens at each of up to 128 places
@@ -35,8 +35,9 @@ BYTES_A_SECOND = 8 << 10  # one made of tools may take so much longer as there a
 SURELY = 1.5  # what takes at least so many times its limit, by these figures, is not tried
 SMALLER = "use a smaller one, with shorter counts (maxLength, {m,n}) or none"
 
+# No letter is looked at again and again: what is not closed goes to the end, or it would be sought from each place.
 _LEXEMES = re.compile(
-    r"""(?P<class>\[(?:\\.|[^\]\\])*\]|\\[wWdDsS]|\.)
+    r"""(?P<class>\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)|\\[wWdDsS]|\.)
     |(?P<open>\((?:\?(?:[:=!]|<[=!]|P?<\w+>))?)
     |(?P<close>\))
     |(?P<or>\|)
@@ -47,7 +48,7 @@ _LEXEMES = re.compile(
 _EBNF = re.compile(
     r"""(?P<rule>[\w.-]+\s*::=)
     |(?P<text>"(?:\\.|[^"\\\n])*")
-    |(?P<name>[A-Za-z_][\w-]*)
+    |(?P<name>[\w.-]+)
     |(?P<skip>\s+|[#].*)""",
     re.VERBOSE,
 )
@@ -109,11 +110,11 @@ def _of_schema(schema: Any) -> float:
 def _of_patterns(patterns: list[Iterator[tuple[str, str]]]) -> float:
     """The dearest count of each class, and the longest row of parts that may be left out."""
     dearest: dict[str, float] = {}
-    longest = 0
+    longest, looked_at = 0, iter(range(LOOKED_AT))
     for lexemes in patterns:
         rows = [0]  # parts in a row that may be left out, of each group that is open
         part, letters = False, ""  # whether the lexeme before ended a part, and the class that it was
-        for kind, text in islice(lexemes, LOOKED_AT):
+        for kind, text in (lexeme for lexeme, _ in zip(lexemes, looked_at, strict=False)):
             if kind == "times":
                 least, most = _times(text)
                 if letters and most is not None:
@@ -149,7 +150,7 @@ def _times(text: str) -> tuple[int, int | None]:
     if text in "*+?":
         return int(text == "+"), 1 if text == "?" else None
     least, comma, most = text[1:-1].partition(",")
-    return int(least), int(most) if most else None if comma else int(least)
+    return int(least[:_DIGITS]), int(most[:_DIGITS]) if most else None if comma else int(least[:_DIGITS])
 
 
 def _regex(pattern: str) -> Iterator[tuple[str, str]]:
