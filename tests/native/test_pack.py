@@ -124,6 +124,16 @@ def test_words_of_a_file_are_packed_as_their_codes_are(rows, groups, group, kind
     assert torch.equal(stored.codes, codes) and torch.equal(replace(stored, scales=scales * 2).codes, codes)
 
 
+@pytest.mark.parametrize(
+    "shape, indexes", [((40, 1), 256), ((39, 4), 256), ((40, 8), 256), ((40, 4), 128), ((40, 4), 512)]
+)
+def test_no_more_is_read_than_there_is(shape, indexes) -> None:
+    scales, zeros = torch.ones(shape).half(), torch.zeros(shape, dtype=torch.uint8)
+    index = torch.arange(indexes, dtype=torch.int32) // 64
+    with pytest.raises(ValueError, match="expected|different sizes"):
+        pack_weight(GroupInt(torch.zeros(40, 256, dtype=torch.uint8), scales, zeros, 4, 64, group_index=index))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_dense_and_channel_int8_come_back_exactly(dtype) -> None:
     weight = Dense(torch.randn(37, 50, generator=torch.Generator().manual_seed(0)).to(dtype))

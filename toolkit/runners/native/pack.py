@@ -122,7 +122,7 @@ def _permutation(w: GroupInt) -> NDArray[np.int32] | None:
         return None
     index = w.group_index.numpy()
     counts = np.bincount(index, minlength=w.scales.shape[1])
-    if (counts != w.group_size).any():
+    if index.size != w.shape[1] or (counts != w.group_size).any():
         raise ValueError("groups of different sizes")
     order = np.argsort(index, kind="stable").astype(np.int32)
     return None if (order == np.arange(order.size)).all() else order
@@ -158,7 +158,11 @@ def _codes_of(w: GroupInt, meta: PackedMeta, perm: NDArray[np.int32] | None) -> 
 
 
 def _packed_int(meta: PackedMeta, scales: Tensor, offsets: Tensor, repeat: int, **source: Any) -> U8:
-    """``scales`` and ``offsets``: [rows, groups], each for ``repeat`` groups of the packed matrix."""
+    """``scales`` and ``offsets``: [rows, groups], each for ``repeat`` groups of the packed matrix. ValueError where there
+    are not as many."""
+    wanted = meta.rows, -(-meta.cols // (meta.group * repeat))
+    if scales.shape != wanted or offsets.shape != wanted:
+        raise ValueError(f"scales {tuple(scales.shape)} and offsets {tuple(offsets.shape)}, expected {wanted}")
     offsets = offsets.contiguous()
     return _filled(meta, scales=scales, offsets=offsets, ld_scales=scales.shape[1], repeat=repeat, **source)
 

@@ -11,7 +11,6 @@ namespace tk {
 namespace {
 
 constexpr int64_t BLOCK = 8;  // tiles
-constexpr int64_t ROWS = BLOCK * LANES;
 
 using Bytes = uint8_t __attribute__((vector_size(16)));
 using Pairs = uint16_t __attribute__((vector_size(16)));
