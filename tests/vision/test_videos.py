@@ -8,8 +8,11 @@ import io
 import json
 import shutil
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from starlette.testclient import TestClient
 
 from toolkit import GenerationConfig, PytorchEngineConfig, extras, pipeline
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.box.box import Crowded
 from toolkit.chat.conversation import Conversation
 from toolkit.engine.core import EngineCore
 from toolkit.engine.options import EngineOptions
@@ -469,6 +473,50 @@ def test_the_server_refuses_in_one_line(client: Any, given: Any, more: dict[str,
     found = client.post("/v1/chat/completions", json=body)
     told = found.json()["error"]["message"]
     assert found.status_code == 400 and message in told and "\n" not in told, found.text
+
+
+def test_videos_that_take_long_hold_up_no_other_prompt(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, release = threading.Semaphore(0), threading.Event()
+    given: list[float] = []
+
+    def slow(value: Any, data: bytes, cpu_seconds: float) -> Any:
+        given.append(cpu_seconds)
+        began.release()
+        release.wait(60)
+        raise Crowded("try again")
+
+    monkeypatch.setattr(Reader, "_started", lambda _: SimpleNamespace(run=slow))
+    part = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAAAGZ0eXA="}}
+    text = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "what"}]}
+    body = text | {"messages": [{"role": "user", "content": [part]}]}
+    with ThreadPoolExecutor(6) as pool:
+        waiting = [pool.submit(client.post, "/v1/chat/completions", json=body) for _ in range(6)]
+        try:
+            assert all(began.acquire(timeout=60) for _ in range(2))
+            assert (other := client.post("/v1/chat/completions", json=text)).status_code == 200, other.text
+            assert len(given) == 2 and not any(one.done() for one in waiting)  # two have frames in memory at once
+        finally:
+            release.set()
+        found = [one.result() for one in waiting]
+    assert {one.status_code for one in found} == {503} and "Retry-After" in found[0].headers
+    assert "cannot be decoded now: try again" in found[0].json()["error"]["message"]
+    assert max(given) <= ServerSettings().limits.prompt_timeout
+
+
+def test_the_videos_of_a_request_have_one_deadline(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def ran(value: Any, data: bytes, cpu_seconds: float) -> Any:
+        given.append(cpu_seconds)
+        return {"shape": [28, 28, 3], "seconds": [0.0], "rate": 1.0}, bytes(28 * 28 * 3)
+
+    monkeypatch.setattr(Reader, "_started", lambda _: SimpleNamespace(run=ran))
+    part = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAAAGZ0eXA="}}
+    messages = [{"role": "user", "content": [part] * 2}]
+    pipe._eyes.look(messages, decoding=50.0)
+    assert 50 > given[0] > given[1] > 0
+    with pytest.raises(UsageError, match=r"content\[0\]: video.*no time left to decode"):
+        pipe._eyes.look(messages, decoding=0.0)
 
 
 def test_the_terminal_shows_videos(pipe: Any, files: dict[str, Path], tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from toolkit.config_checks import shown
-from toolkit.errors import ToolkitError, UsageError
+from toolkit.errors import BusyError, ToolkitError, UsageError
 
 # Fields whose HTTP name differs from GenerationConfig's, so that an error names what the client sent.
 HTTP_FIELD = {"max_new_tokens": "max_tokens", "random_seed": "seed", "stop_words": "stop"}
@@ -153,6 +153,8 @@ def from_exception(error: Exception) -> ApiError:
             name = name.replace("[", ".").replace("]", "")
             return bad_field(HTTP_FIELD.get(name, name), rest)
         return ApiError(400, str(error))
+    if isinstance(error, BusyError):
+        return ApiError(503, str(error))
     if isinstance(error, ToolkitError):
         return ApiError(500, str(error), code="engine_error")
     return ApiError(500, "Internal error; the server's log has the details", code="internal_error")

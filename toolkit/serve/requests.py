@@ -128,7 +128,7 @@ async def encode_messages(
     """As ``encode_chat``: ``encode`` gets what ``render`` has written, with its pictures spelled. ``media``: as
     ``media_sampling`` has it."""
     eyes = state.eyes if state.eyes is None or media is None else state.eyes.taking(media)
-    seconds = state.settings.limits.image_timeout
+    limits = state.settings.limits
 
     def read() -> list[dict[str, Any]]:
         found = [message.for_template() for message in messages]
@@ -143,7 +143,11 @@ async def encode_messages(
     if eyes is None:
         return await state.lanes.run(lambda: finish(read(), []), size)
     found = await state.lanes.run(read, size)
-    pictures = await state.lanes.run(lambda: eyes.look(found, seconds), size, fetches=eyes.fetches(found))
+
+    def look() -> list[Picture]:
+        return eyes.look(found, limits.image_timeout, limits.prompt_timeout)
+
+    pictures = await state.lanes.run(look, size, fetches=eyes.fetches(found), decodes=eyes.decodes(found))
     return await state.lanes.run(lambda: finish(found, pictures), size)
 
 

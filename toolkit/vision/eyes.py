@@ -56,10 +56,15 @@ class Eyes:
         """Whether ``look`` asks other hosts for pictures of these messages."""
         return self.rules.fetching is not None and any(is_url(_source(part)[0]) for _, part in _pictures(messages))
 
-    def look(self, messages: Any, seconds: float = math.inf) -> list[Picture]:
+    def decodes(self, messages: Any) -> bool:
+        """Whether ``look`` decodes videos of these messages."""
+        return any(is_video(part) for _, part in _pictures(messages))
+
+    def look(self, messages: Any, seconds: float = math.inf, decoding: float = math.inf) -> list[Picture]:
         """The pictures of OpenAI messages, in order. Raises UsageError that names the part at fault; also where not all
-        are there in so many ``seconds``."""
-        until, found = time.monotonic() + seconds, _pictures(messages)
+        are fetched in so many ``seconds``, or a video's turn to be decoded comes after ``decoding`` seconds; BusyError
+        where other videos left one no time."""
+        began, found = time.monotonic(), _pictures(messages)
         if len(found) > self.rules.max_images:
             raise UsageError(f"messages: expected at most {self.rules.max_images} images, found {len(found)}")
         if found:
@@ -67,8 +72,9 @@ class Eyes:
         pictures: list[Picture] = []
         tokens, few = 0, len(found) <= self.recipe.few
         for where, part in found:
+            passed = time.monotonic() - began
             try:
-                for picture in self._seen(part, self.rules.within(until - time.monotonic()), few):
+                for picture in self._seen(part, self.rules.within(seconds - passed), few, decoding - passed):
                     pictures.append(picture)
                     tokens += picture.tokens
                     self._check_room(tokens)
@@ -76,14 +82,15 @@ class Eyes:
                 raise UsageError(f"{where}: {e}") from e
         return pictures
 
-    def _seen(self, part: Mapping[str, Any], rules: Rules, alone: bool) -> Iterator[Picture]:
-        """The picture that a part is, or those that stand for its video."""
+    def _seen(self, part: Mapping[str, Any], rules: Rules, alone: bool, decoding: float) -> Iterator[Picture]:
+        """The picture that a part is, or those that stand for its video, which has ``decoding`` seconds."""
         source, options = _source(part)
         if not is_video(part):
             return iter([prepare(_adjusted(self.recipe, rules, options), open_image(source, rules), alone)])
         if (video := self.recipe.video) is None:
             raise UsageError("this model takes no videos; send frames of it as images")
-        return watch(self.recipe, video, self.reader.open(source, rules, sampling_of(options, rules.sampling), video))
+        sampling = sampling_of(options, rules.sampling)
+        return watch(self.recipe, video, self.reader.open(source, rules, sampling, video, decoding))
 
     def _check_room(self, tokens: int) -> None:
         if self.max_tokens is not None and tokens > self.max_tokens:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from toolkit import extras
-from toolkit.box.box import Box, LimitError, Limits
-from toolkit.errors import UsageError
+from toolkit.box.box import Box, Crowded, LimitError, Limits
+from toolkit.errors import BusyError, UsageError
 from toolkit.models.pictures import Picture, Recipe
 from toolkit.models.videos import FEWEST, TAKEN, Frame, Video
 from toolkit.vision.clip import Clip
@@ -39,10 +39,12 @@ class Reader:
     _box: Box | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def open(self, source: Any, rules: Rules, sampling: Sampling, video: Video) -> Clip:
+    def open(
+        self, source: Any, rules: Rules, sampling: Sampling, video: Video, seconds: float = LIMITS.cpu_seconds
+    ) -> Clip:
         """The frames of a video that a model is to see. ``source``: URL, data URL, path, bytes, Clip, or a list of
-        pictures, which are all taken. Raises UsageError, one line, for one that may not be read, is broken or too
-        large."""
+        pictures, which are all taken. Raises UsageError, one line, for one that may not be read, is broken, too large
+        or takes more than ``seconds`` of processor time; BusyError where others left it no time."""
         if isinstance(source, Clip):
             return source
         if isinstance(source, list | tuple | np.ndarray):
@@ -58,10 +60,14 @@ class Reader:
             raise UsageError(f"{shown}: expected at most {rules.max_video_bytes:,} bytes, found {len(data):,}")
         if (kind := sniff(data)) is None:
             raise UsageError(f"{shown}: expected a video ({FORMATS}), found {len(data):,} bytes that are none")
+        if seconds <= 0:
+            raise UsageError(f"{shown}: there is no time left to decode it; send fewer or shorter videos")
         try:
-            about, frames = self._started().run({"format": kind, **asked}, data)
+            about, frames = self._started().run({"format": kind, **asked}, data, cpu_seconds=seconds)
         except ValueError as e:
             raise UsageError(f"{shown}: {e}") from e
+        except Crowded as e:
+            raise BusyError(f"{shown}: cannot be decoded now: {e}") from e
         except LimitError as e:
             raise UsageError(f"{shown}: cannot be decoded: {e}") from e
         shape = (-1, *about["shape"])
