@@ -130,7 +130,7 @@ def test_words_of_a_file_are_packed_as_their_codes_are(rows, groups, group, kind
 def test_no_more_is_read_than_there_is(shape, indexes) -> None:
     scales, zeros = torch.ones(shape).half(), torch.zeros(shape, dtype=torch.uint8)
     index = torch.arange(indexes, dtype=torch.int32) // 64
-    with pytest.raises(ValueError, match="expected|different sizes"):
+    with pytest.raises(ValueError, match=r"expected|different sizes"):
         pack_weight(GroupInt(torch.zeros(40, 256, dtype=torch.uint8), scales, zeros, 4, 64, group_index=index))
 
 

@@ -66,7 +66,7 @@ def written(file: Path, frames: int, size: tuple[int, int] = (64, 48), codec: st
     import av
 
     with av.open(str(file), "w") as container:
-        stream = container.add_stream(codec, rate=RATE, options={"g": "12"})
+        stream = container.add_stream(codec, rate=RATE, options={"g": "12"} | ({"bf": "2"} if codec == "mpeg4" else {}))
         stream.width, stream.height = size
         stream.pix_fmt = "yuv420p"
         for i in range(frames):

@@ -12,7 +12,7 @@ from contextlib import closing
 from typing import Any
 
 FORMATS = "MP4, MOV, WebM, MKV, AVI, GIF"
-SEEKING = ("mov", "matroska", "avi")
+SEEKING = ("mov", "matroska")  # formats that lead to a frame by its time; AVI knows the order of decoding alone
 
 
 def sniff(data: bytes) -> str | None:

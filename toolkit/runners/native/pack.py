@@ -158,8 +158,8 @@ def _codes_of(w: GroupInt, meta: PackedMeta, perm: NDArray[np.int32] | None) -> 
 
 
 def _packed_int(meta: PackedMeta, scales: Tensor, offsets: Tensor, repeat: int, **source: Any) -> U8:
-    """``scales`` and ``offsets``: [rows, groups], each for ``repeat`` groups of the packed matrix. ValueError where there
-    are not as many."""
+    """``scales`` and ``offsets``: [rows, groups], each for ``repeat`` groups of the packed matrix. Raises ValueError
+    where there are not as many."""
     wanted = meta.rows, -(-meta.cols // (meta.group * repeat))
     if scales.shape != wanted or offsets.shape != wanted:
         raise ValueError(f"scales {tuple(scales.shape)} and offsets {tuple(offsets.shape)}, expected {wanted}")
