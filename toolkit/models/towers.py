@@ -11,8 +11,8 @@ from typing import Any
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.decoder import Built
 from toolkit.models.registry import find_family
-from toolkit.models.spec import DecoderSpec, Part, StoredTensor
-from toolkit.models.vision import Stage, Tower, VisionSpec, tensors
+from toolkit.models.spec import DecoderSpec, LayerSpec, Part, StoredTensor
+from toolkit.models.vision import PREFIX, Stage, Tower, VisionSpec, tensors
 
 Spelling = Mapping[str, str]
 """Part of a canonical name → how checkpoints spell it; ``{}`` is the layer's number."""
@@ -250,5 +250,13 @@ def seeing(language: Built, spec: VisionSpec, stored: list[StoredTensor], spelle
 
 def without_sight(spec: DecoderSpec) -> DecoderSpec:
     """The language model alone: what it sees with is not loaded, nor are layers that read pictures alone."""
-    layers = tuple(layer for layer in spec.layers if not any(s.mixer.kind == "cross" for s in layer.sublayers))
-    return replace(spec, vision=None, layers=layers)
+    return replace(spec, vision=None, layers=tuple(layer for layer in spec.layers if not _reads_pictures(layer)))
+
+
+def names_of_sight(spec: DecoderSpec) -> tuple[str, ...]:
+    """How names of the parameters begin that ``without_sight`` leaves out."""
+    return (PREFIX, *(f"model.layers.{i}." for i, layer in enumerate(spec.layers) if _reads_pictures(layer)))
+
+
+def _reads_pictures(layer: LayerSpec) -> bool:
+    return any(s.mixer.kind == "cross" for s in layer.sublayers)

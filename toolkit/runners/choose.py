@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from toolkit.engine_configs import LOAD_FORMATS
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import DecoderSpec, StoredTensor
-from toolkit.models.vision import PREFIX
 from toolkit.runners.base import BACKENDS, Backend, Runner, RunnerOptions
 from toolkit.runners.native.library import explain_mapped_faults
 
@@ -115,6 +114,7 @@ def _open_checkpoint(
     from toolkit.artifacts.checkpoint import open_checkpoint
     from toolkit.artifacts.weights import left_out, validate_checkpoint
     from toolkit.models.registry import apply_overrides, load_spec
+    from toolkit.models.towers import names_of_sight
     from toolkit.runners.checkpoint_weights import CheckpointWeights
     from toolkit.runners.rounded_weights import check_load_format, rounded
 
@@ -130,7 +130,8 @@ def _open_checkpoint(
     validate_checkpoint(checkpoint, stored)
     if line := left_out(checkpoint, stored):
         log.warning("%s", line)
-    stored = [x for x in stored if not (blind and x.parts[0].name.startswith(PREFIX))]
+    if blind:
+        stored = [x for x in stored if not x.parts[0].name.startswith(names_of_sight(spec))]
 
     def weights() -> Mapping[str, Any]:
         return rounded(CheckpointWeights(checkpoint, stored), spec, load_format)

@@ -178,7 +178,7 @@ def _unpack_group_int(p: PackedTensor) -> GroupInt:
     def floats(part: U8) -> Tensor:
         kind = np.float32 if m.dtype == F32 else np.int16
         raw = np.ascontiguousarray(part).view(kind).transpose(0, 2, 1).reshape(-1, part.shape[1])[: m.rows]
-        t = torch.from_numpy(np.ascontiguousarray(raw))
+        t = torch.from_numpy(np.array(raw, order="C"))  # a copy: a mapped file is not writable
         return t if m.dtype == F32 else t.view(_TORCH[m.dtype])
 
     step = o["group_size"] // m.group
@@ -192,7 +192,7 @@ def _unpack_group_int(p: PackedTensor) -> GroupInt:
     else:
         raw = np.ascontiguousarray(blocks[:, :, half : half + LANES]).transpose(0, 2, 1)
         stored = np.ascontiguousarray(raw).reshape(-1, m.cols // m.group)[: m.rows, ::step]
-        zeros = torch.from_numpy(np.ascontiguousarray(stored))
+        zeros = torch.from_numpy(np.array(stored, order="C"))
     index = None
     if o["act_order"]:
         order = np.arange(m.cols) if p.perm is None else p.perm
