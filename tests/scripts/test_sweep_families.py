@@ -58,8 +58,10 @@ def test_what_fails_is_said_and_what_takes_its_result_is_not_tried(script, tmp_p
 )
 def test_a_family_that_crashes_or_hangs_is_one_failure(script, tmp_path, monkeypatch, work, limit, says):
     monkeypatch.setattr(script, "sweep", lambda family, root: work())
-    cells = script.apart("qwen3", tmp_path, limit=limit)
-    assert list(cells) == list(script.COLUMNS) and all(says in cell["failed"] for cell in cells.values())
+    found = dict(script.apart(["qwen3", "llama", "gemma"], tmp_path, jobs=2, limit=limit))
+    assert sorted(found) == ["gemma", "llama", "qwen3"]
+    for cells in found.values():
+        assert list(cells) == list(script.COLUMNS) and all(says in cell["failed"] for cell in cells.values())
 
 
 def test_an_unknown_family_is_refused(script, capsys):
