@@ -55,7 +55,9 @@ def run(
     from toolkit.chat.conversation import Conversation
     from toolkit.messages import GenerationConfig
     from toolkit.pipeline.pipeline import Pipeline
+    from toolkit.vision.eyes import media_sampling
 
+    media_sampling(media_io_kwargs, name="--media-io-kwargs")
     settings.change(GenerationConfig(), **given)  # wrong values are told before the model is loaded
     console = stderr()
     with console.status(f"Loading {model}"):

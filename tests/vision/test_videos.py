@@ -21,11 +21,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 
 from toolkit import GenerationConfig, PytorchEngineConfig, extras, pipeline
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.box.box import Crowded
 from toolkit.chat.conversation import Conversation
+from toolkit.commands.main import app as tool
 from toolkit.engine.core import EngineCore
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.records import pack_add, read_request, unpack
@@ -179,6 +181,23 @@ def test_without_pyav_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, files:
 def test_media_options_that_are_none(given: str) -> None:
     with pytest.raises(UsageError, match="media_io_kwargs: expected"):
         media_sampling(given)
+    found = CliRunner().invoke(tool, ["chat", "/no/model", "--prompt", "x", "--media-io-kwargs", given])
+    assert isinstance(found.exception, UsageError) and str(found.exception).startswith("--media-io-kwargs: expected")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ('{"video": {"fps": 0}}', "--media-io-kwargs: fps: expected a number above 0, 120 at most, found 0"),
+        (
+            '{"video": {"num_frames": 129}}',
+            r"--media-io-kwargs: expected num_frames of at most 128 \(--max-video-frames\), found 129",
+        ),
+    ],
+)
+def test_a_server_does_not_start_with_media_options_that_no_request_could_have(given: str, message: str) -> None:
+    with pytest.raises(UsageError, match=f"^{message}$"):
+        ServerSettings(media_io_kwargs=given).check()
 
 
 # -- what a model is shown

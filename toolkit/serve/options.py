@@ -105,7 +105,10 @@ class ServerSettings:
         if self.media_io_kwargs is not None:
             from toolkit.vision.eyes import media_sampling
 
-            media_sampling(self.media_io_kwargs)
+            name, most = spelled("media_io_kwargs"), self.limits.max_video_frames
+            count = media_sampling(self.media_io_kwargs, name=name).num_frames
+            if count is not None and count > most:
+                raise UsageError(f"{name}: expected num_frames of at most {most} (--max-video-frames), found {count}")
         if self.node_url is not None and self.proxy_url is None:
             raise UsageError("--node-url: only with --proxy-url, the proxy that is to know this address; name it too")
 

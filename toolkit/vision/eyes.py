@@ -154,20 +154,24 @@ def _source(part: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
     return given.get("url", given.get("data")), options
 
 
-def media_sampling(given: Any, default: Sampling = Sampling()) -> Sampling:
-    """What vLLM calls ``media_io_kwargs`` says of videos, as JSON or its object. Raises UsageError."""
+def media_sampling(given: Any, default: Sampling = Sampling(), name: str = "media_io_kwargs") -> Sampling:
+    """What vLLM calls ``media_io_kwargs`` says of videos, as JSON or its object. Raises UsageError, which calls it
+    ``name``."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
         except ValueError as e:
-            raise UsageError(f"media_io_kwargs: expected JSON, found {given!r:.40} ({e})") from e
+            raise UsageError(f"{name}: expected JSON, found {given!r:.40} ({e})") from e
     if given is None:
         return default
     video = given.get("video", {}) if isinstance(given, dict) else None
     if not isinstance(video, dict) or set(given) - {"video", "image"} or set(video) - {"num_frames", "fps"}:
         wanted = '{"video": {"num_frames": …, "fps": …}}'
-        raise UsageError(f"media_io_kwargs: expected {wanted}, found {given!r:.80}")
-    return sampling_of(video, default)
+        raise UsageError(f"{name}: expected {wanted}, found {given!r:.80}")
+    try:
+        return sampling_of(video, default)
+    except UsageError as e:
+        raise UsageError(f"{name}: {e}") from e
 
 
 def sampling_of(options: Mapping[str, Any], default: Sampling) -> Sampling:
