@@ -2,10 +2,10 @@
 //
 // For an output row r, a token t and group g of columns, the integer D = sum (code - zero) * a is exact; then
 //     p = scale_w[r,g] * scale_a[t,g];  y = fma(float(D), p, y);  with minima also y = fma(min[r,g], scale_a * sum_a, y)
-// in ascending g. Both regimes below run exactly that, so their results are equal bit for bit:
+// in ascending g. All regimes run exactly that, so their results are equal bit for bit:
 //   narrow   few tokens: stream up to eight tiles side by side, split nibbles in registers, use each code for up to 8 tokens at
-//            once; with plain AVX2 and 4 bits up to 17 tokens, from where on linear_split.h has them. A core has more memory in flight when it reads several
-//            places: the processor fetches ahead in each of them, up to the end of a page.
+//            once. A core has more memory in flight when it reads several places: the processor fetches ahead in each of them,
+//            up to the end of a page. With plain AVX2 and 4 bits up to 17 tokens; from there on linear_split.h has them.
 //   pairs    many tokens: two tiles by up to 6 tokens, integer and float sums both in registers; codes are split again for
 //            each block of tokens, which costs nothing beside the products. What comes next is fetched meanwhile.
 // The unsigned operand of the dot product is the weight (code, or code - zero + 16), the signed one the activation.

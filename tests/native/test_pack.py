@@ -134,6 +134,15 @@ def test_no_more_is_read_than_there_is(shape, indexes) -> None:
         pack_weight(GroupInt(torch.zeros(40, 256, dtype=torch.uint8), scales, zeros, 4, 64, group_index=index))
 
 
+def test_what_is_unpacked_is_a_copy() -> None:
+    scales, zeros = torch.ones(16, 1).half(), torch.zeros(16, 1, dtype=torch.uint8)
+    packed = pack_weight(GroupInt(torch.zeros(16, 64, dtype=torch.uint8), scales, zeros, 4, 64))
+    packed.data.flags.writeable = False  # as of a mapped file
+    found = unpack(packed)
+    for tensor in (found.codes, found.scales.view(torch.int16), found.zeros):
+        assert not np.shares_memory(tensor.numpy(), packed.data)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_dense_and_channel_int8_come_back_exactly(dtype) -> None:
     weight = Dense(torch.randn(37, 50, generator=torch.Generator().manual_seed(0)).to(dtype))
