@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,13 @@ def test_what_is_baked_is_there_and_every_image_has_its_tags() -> None:
         tags = re.findall(r'"\$\{REGISTRY\}:([^"]*)"', body)
         assert any("${VERSION}" in tag for tag in tags) and any("${VERSION}" not in tag for tag in tags)
     assert '"${REGISTRY}:latest"' in targets["cu13"] and '"${REGISTRY}:latest-cu12"' in targets["cu12"]
+
+
+@pytest.mark.parametrize("name", ["InternVL", "Qwen2VL"])
+def test_images_for_models_that_see_have_what_seeing_needs(name: str) -> None:
+    needed = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]["vision"]
+    (line,) = re.findall(r"^RUN pip install (.*)", (DEPLOY / f"docker/{name}_Dockerfile").read_text(), re.MULTILINE)
+    assert re.findall(r'"(.*?)"', line) == [one for one in needed if not one.startswith("toolkit")]  # it is there
 
 
 def test_cuda_versions_are_stages() -> None:

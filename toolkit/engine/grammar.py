@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
 
 LIMITS = Limits(memory=2 << 30, cpu_seconds=10.0, seconds=50.0, reply=128 << 20)
-_TOKENS = (
-    1 << 16
-)  # so many tokens a vocabulary has where a format has the seconds of grammar_cost; a larger one has more
+_TOKENS = 1 << 16  # of a vocabulary with which a format has the seconds of grammar_cost; with more it has longer
 _LONG_TURNS = 2  # formats that may take all their time at once; what comes meanwhile
 _SHORT_TURN = 0.25  # has so many seconds of processor time first,
 _LINE = 8  # and so many may then wait for a long turn

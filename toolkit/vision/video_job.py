@@ -64,7 +64,7 @@ def start(setup: Any, data: bytes) -> Callable[[Any, bytes], tuple[Any, bytes]]:
         indices = choose(len(times), duration, value["num_frames"], value["fps"], value["fewest"], value["middle"])
         if len(indices) * width * height * 3 > value["max_bytes"]:
             most = f"at most {value['max_bytes'] >> 20} MiB of frames"
-            raise ValueError(f"expected {most}, found {len(indices)} of {width} x {height} pixels; ask for fewer")
+            raise ValueError(f"expected {most}, found {len(indices)} of {width} x {height} pixels; lower num_frames")
         wanted = [times[i] for i in indices]
         seeks = container.format.name.partition(",")[0] in SEEKING
         shown = _frames(container, wanted, keys, seeks)
