@@ -127,13 +127,8 @@ class CommonEngineConfig:
     dllm_unmasking_strategy: str = option(Unmasking.strategy, f"Which guesses stay: {', '.join(UNMASKING)}.")
     dllm_denoising_steps: int | None = option(None, "Passes over a block at most. Default: one a token.")
     dllm_confidence_threshold: float = option(Unmasking.threshold, "From which the first keeps a guess, 0 to 1.")
-    disable_vision_encoder: bool = option(
-        False,
-        "Leave out what the model sees with: texts alone.",
-        "--disable-vision-encoder",
-        "--language-model-only",
-    )
-    language_model_only: bool = False
+    disable_vision_encoder: bool = option(False, "Leave out what the model sees with: texts alone.")
+    language_model_only: bool = option(False, "The same.", hidden=True)
     enable_metrics: bool = True
     dp: int = 1
     ep: int = 1
