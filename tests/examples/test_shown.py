@@ -19,8 +19,14 @@ FOREIGN = {
     "--include_path",
     "--apply_chat_template",
     "--build",
+    "--build-arg",
+    "--gpus",
+    "--net",
+    "--print",
+    "--push",
     "--rm",
     "--set",
+    "--shm-size",
 }  # llama.cpp, gdb, lm-eval, docker, helm
 SHOWN = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]")
 

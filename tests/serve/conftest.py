@@ -96,6 +96,7 @@ class FakeEngine:
     sessions: list[str | None] = field(default_factory=list)  # likewise
     ended_sessions: list[str] = field(default_factory=list)
     asleep: bool = False
+    blind: bool = False
     plan: Any = field(default_factory=lambda: SimpleNamespace(total=1 << 20))
 
     def stats(self) -> dict[str, float]:

@@ -213,6 +213,7 @@ def test_enable_metrics_of_the_engine_decides(kind: Any, wanted: bool, tmp_path:
         model_name="m",
         adapters=(),
         session_len=9,
+        blind=False,
         stats=dict,
         end_session=lambda name: None,
         close=lambda: None,

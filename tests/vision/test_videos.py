@@ -207,7 +207,8 @@ def eyes_of(tiny_models: Any, family: str) -> Eyes:
     found = Eyes.open(tiny_models(family))
     assert found is not None
     if family in TIMED:  # sizes of theirs are of whole models
-        video = replace(found.recipe.video, least=14 * 14 * 4, most=14 * 14 * (80 if family in WHOLE else 30))
+        area = found.recipe.unit**2
+        video = replace(found.recipe.video, least=area * 4, most=area * (80 if family in WHOLE else 30))
         return replace(found, recipe=replace(found.recipe, video=video))
     return found
 

@@ -33,7 +33,7 @@ FAMILY = Family(
     (
         Tiny(
             dict(
-                text_config=dict(model_type="mistral"),
+                text_config=dict(model_type="mistral", sliding_window=None),
                 vision_config=TINY_TOWER,
                 image_token_index=5,
                 image_grid_pinpoints=[[28, 56], [56, 28], [56, 56], [84, 28]],
