@@ -23,7 +23,7 @@ from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import Opened, open_model
-from toolkit.runners.native.pack import pack_model
+from toolkit.runners.native.pack_model import pack_model
 from toolkit.runners.native.packed import PackedTensor
 from toolkit.runners.native.runner import NativeRunner
 from toolkit.runners.weight_info import info_of

@@ -7,7 +7,7 @@ import torch
 
 from toolkit.artifacts.rounding import to_group_int
 from toolkit.runners.native import library
-from toolkit.runners.native.pack import turn
+from toolkit.runners.native.head import turn
 from toolkit.runners.native.rounding import Scales, fits, round_groups
 
 

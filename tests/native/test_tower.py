@@ -23,7 +23,7 @@ from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model
 from toolkit.runners.native import library
 from toolkit.runners.native.encoders import open_encoder
-from toolkit.runners.native.pack import pack_model
+from toolkit.runners.native.pack_model import pack_model
 from toolkit.runners.native.packed import INT
 from toolkit.runners.native.runner import NativeRunner
 from toolkit.runners.native.tower import NativeEncoder

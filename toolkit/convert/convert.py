@@ -128,7 +128,7 @@ def write_packed(
 ) -> tuple[dict[str, dict], list[str]]:
     """Write the files of an artifact but its manifest. Returns what its arrays mean, and a line for each kind of weight
     that takes more bits than it has. OSError passes through."""
-    from toolkit.runners.native.pack import gathered
+    from toolkit.runners.native.pack_model import gathered
 
     params: dict[str, dict] = {}
     notes: list[str] = []

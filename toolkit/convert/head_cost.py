@@ -46,7 +46,7 @@ def head_cost(artifact: EngineArtifact, checkpoint: Checkpoint, stored: list[Sto
     ids = _tokens(checkpoint, spec)
     if len(ids) < FEWEST_TOKENS:
         from toolkit.measure.errors import sampled_error
-        from toolkit.runners.native.pack import unpack
+        from toolkit.runners.native.unpack import unpack
 
         exact, code = (unpack(weights[head]) for weights in (plain, packed))
         return figures | {"relative_error": sampled_error(exact.dequantize(), code, None)}

@@ -361,7 +361,7 @@ def canonical(opened: Opened) -> Callable[[], Mapping[str, Any]]:
     """The model's weights in canonical form, those packed for a CPU unpacked."""
     if opened.target != "cpu":
         return opened.weights
-    from toolkit.runners.native.pack import UnpackedWeights
+    from toolkit.runners.native.unpack import UnpackedWeights
 
     packed = opened.weights()
     return lambda: UnpackedWeights(packed)

@@ -48,7 +48,7 @@ def pack_cpu(
     notes: list[str] | None = None,
 ) -> Arrays:
     """The arrays of an artifact, one parameter at a time; fills ``params``. Bits: see ``pack.pack_model``."""
-    from toolkit.runners.native.pack import pack_model
+    from toolkit.runners.native.pack_model import pack_model
 
     for name, packed in pack_model(spec, weights, head_bits, [] if notes is None else notes, vision_bits):
         params[name] = _describe(packed.meta)

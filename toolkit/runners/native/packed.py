@@ -25,7 +25,7 @@ class PackedMeta:
 
     ``turned``: the matrix is W·H, H a block Hadamard matrix (its own inverse) as of ``Ops::hadamard``: its input is
     turned likewise first, a row of it last. ``origin`` says what it was packed from, for the exact inverse
-    (``toolkit.runners.native.pack.unpack``).
+    (``toolkit.runners.native.unpack.unpack``).
     """
 
     kind: int

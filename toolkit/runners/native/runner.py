@@ -116,7 +116,7 @@ class NativeRunner:
         spec = self.spec
         if isinstance(found[spec.embed], PackedTensor):
             return sum(found[name].meta.nbytes for name in found)
-        from toolkit.runners.native.pack import packed_bytes
+        from toolkit.runners.native.pack_model import packed_bytes
 
         return packed_bytes(spec, found)
 
@@ -170,7 +170,7 @@ class NativeRunner:
         found: Mapping[str, Any] = self._weights()
         if isinstance(found[self.spec.embed], PackedTensor):
             return found
-        from toolkit.runners.native.pack import gathered, pack_model
+        from toolkit.runners.native.pack_model import gathered, pack_model
 
         notes: list[str] = []
         own = (name for name in found if not name.startswith(PREFIX) or name.startswith(ROUTED))
@@ -248,7 +248,7 @@ class NativeRunner:
 
             return TorchEncoder(vision, found, packed=packed, exact=exact)
         if not packed:
-            from toolkit.runners.native.pack import pack_model
+            from toolkit.runners.native.pack_model import pack_model
 
             held = found
             own = (name for name in held if name.startswith(PREFIX) and not name.startswith(ROUTED))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from toolkit.models.pictures import Picture
 from toolkit.models.vision import VisionSpec
 from toolkit.runners.base import RunnerError
-from toolkit.runners.native.pack import UnpackedWeights
+from toolkit.runners.native.unpack import UnpackedWeights
 from toolkit.runners.tensor.encoders import encoder_of
 from toolkit.runners.tensor.find import find_dtype
 
