@@ -245,6 +245,6 @@ def test_more_layers_than_can_be_are_refused_before_lists_of_them_are_made(tiny_
 
 def test_a_window_that_llama_cpp_does_not_use_is_said() -> None:
     spec = build({"architectures": ["Phi3ForCausalLM"], **SIZES, "sliding_window": 13})[0]
-    found = model_metadata(spec, 256)
+    found = model_metadata(spec)
     assert found.values["phi3.attention.sliding_window"] == 13
     assert any("sees everything" in note and "13 tokens" in note for note in found.notes)

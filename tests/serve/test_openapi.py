@@ -93,6 +93,7 @@ def test_answers_and_errors_are_as_documented(start: Any) -> None:
         tested.add(path.partition("?")[0])
         for sent in (body, None if body is None else body | {"mystery": 1}):
             status, told = ask(server.url + path, sent)
+            assert status < 500, told
             model_of(responses[str(status)]).model_validate(told, strict=True)
         assert "422" not in responses and {"400", "429", "500", "503"} <= set(responses)
     rest = {"/metrics", "/tokenizer_info", "/terminate", "/v1/models/{name}", "/v1/responses/{id}", "/infill", "/slots"}

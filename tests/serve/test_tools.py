@@ -24,6 +24,8 @@ TWO = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 class Echo:
     """Makes the last message the answer of the echoing engine."""
 
+    source = "{{ messages }}"
+
     def __init__(self, form: str | None, reasoning: str | None = None) -> None:
         self.tool_format = registry.tool_format(form) if form else None
         self.reasoning_format = registry.reasoning_format(reasoning) if reasoning else None

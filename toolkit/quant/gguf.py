@@ -65,7 +65,7 @@ def _offset(value: Weight | Tensor) -> Weight | Tensor:
 
 def check_model(source: LayerSource) -> None:
     """Raise ToolkitError for a model that GGUF cannot express, before anything is computed."""
-    model_metadata(source.spec, source.spec.max_position)
+    model_metadata(source.spec)
 
 
 def overhead_bits(source: LayerSource) -> int:

@@ -17,7 +17,7 @@ from toolkit.engine.request import Only
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.serve.choice import Choice
-from toolkit.serve.errors import ApiError
+from toolkit.serve.errors import ApiError, bad_field
 from toolkit.serve.generation import run_choices
 from toolkit.serve.requests import encode_prompt, encode_text
 from toolkit.serve.state import ServerState
@@ -113,12 +113,14 @@ class Pairs:
         self._queries = queries
         self._documents = documents
         self._params = params
-        self._instruction = instruction or INSTRUCTION
+        self._instruction = instruction
 
     async def scores(self, method: str | None, adapter: str | None) -> tuple[list[float], dict[str, Any]]:
         """One score a document, and the usage. ``method`` None: "embedding" for a model that says how its embeddings
-        are made, else "yes_no"."""
+        are made, else "yes_no". Raises ApiError (400) for an instruction that nobody would be told."""
         by_vectors = method == "embedding" or (method is None and self._state.embeds)
+        if by_vectors and self._instruction:
+            raise bad_field("instruction", "only with method yes_no; vectors are of the texts alone")
         async with self._state.slot():
             return await (self._cosines(adapter) if by_vectors else self._yes_or_no(adapter))
 
@@ -147,7 +149,7 @@ class Pairs:
 
         async def encode(i: int) -> list[int]:
             query = self._queries[i if len(self._queries) > 1 else 0]
-            text = f"<Instruct>: {self._instruction}\n<Query>: {query}\n<Document>: {self._documents[i]}"
+            text = f"<Instruct>: {self._instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {self._documents[i]}"
             messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
 
             def render() -> str:

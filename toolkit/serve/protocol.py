@@ -161,11 +161,10 @@ def as_list(value: Any) -> Any:
     top_k=parameter("top_k", ge=-1, description="Keep this many likeliest tokens; 0 or -1 = all."),
 )
 class SampledRequest(FormatFields):
-    """What both endpoints share."""
+    """What OpenAI's and LMDeploy's endpoints that write text share."""
 
     model: str
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     n: int | None = parameter("n")
     logit_bias: dict[str, Annotated[float, Field(ge=LOGIT_BIAS.low, le=LOGIT_BIAS.high)]] | None = Field(
         None, max_length=MOST["logit_bias"]
@@ -180,8 +179,6 @@ class SampledRequest(FormatFields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    return_token_ids: bool | None = Field(None, description="As vLLM has it: the ids of prompt and answer come too")
-    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="As vLLM has it; not in a stream")
     priority: int | None = Field(
         None, ge=PRIORITY.low, le=PRIORITY.high, description="The lower, the sooner it starts; default 0"
     )
@@ -218,18 +215,6 @@ class SampledRequest(FormatFields):
             self.min_new_tokens = self.min_tokens
         return self
 
-    @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> SampledRequest:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: only with stream=true")
-        if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("prompt_logprobs: not with stream=true")
-        return self
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
     @property
     def drawn(self) -> int:
         """Answers that are generated for each prompt."""
@@ -256,17 +241,28 @@ TemplateVariables = Annotated[dict[str, Any], AfterValidator(_for_the_template)]
 
 
 class ReadingRequest(SampledRequest):
-    """One whose prompt may take long to read."""
+    """What OpenAI's two endpoints tell of a prompt, a stream and their tokens."""
 
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = Field(None, description="As vLLM has it: the ids of prompt and answer come too")
+    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="As vLLM has it; not in a stream")
     return_progress: bool | None = Field(
         None, description="As llama.cpp has it: a stream says how far the prompt has come"
     )
 
     @model_validator(mode="after")
-    def _progress_needs_stream(self) -> ReadingRequest:
+    def _fits_a_stream(self) -> ReadingRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream=true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: not with stream=true")
         if self.return_progress and not self.stream:
             raise ValueError("return_progress: only with stream=true")
         return self
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
 
 
 class ChatCompletionRequest(ReadingRequest, ToolFields):

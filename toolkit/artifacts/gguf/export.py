@@ -185,8 +185,7 @@ def plan_export(
 
     Raises ToolkitError for a quantized matrix that the type cannot hold exactly, and for a model GGUF cannot express.
     """
-    context = checkpoint.config.get("max_position_embeddings")
-    model = model_metadata(spec, context if isinstance(context, int) else spec.max_position)
+    model = model_metadata(spec)
     mixture = None if gguf_type == "auto" else find_mixture(gguf_type)
     pieces = _pieces(spec, stored, model, checkpoint)
     load = _last(load or partial(load_stored, checkpoint))

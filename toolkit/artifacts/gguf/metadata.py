@@ -29,8 +29,8 @@ class ModelMetadata:
     folded: dict[str, Any] = field(default_factory=dict)
 
 
-def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
-    """Metadata of a model. ``context_length``: what config.json states.
+def model_metadata(spec: DecoderSpec) -> ModelMetadata:
+    """Metadata of a model.
 
     Raises ToolkitError for what llama.cpp's architecture of that name does not compute.
     """
@@ -41,7 +41,7 @@ def model_metadata(spec: DecoderSpec, context_length: int) -> ModelMetadata:
     latents = [mixer for _, mixer in spec.mixers() if mixer.kind == "latent"]
     values: dict[str, Any] = {
         "block_count": len(spec.layers),
-        "context_length": context_length,
+        "context_length": spec.max_position,
         "embedding_length": spec.hidden_size,
         "feed_forward_length": _feed_forward(spec),
         **(_sizes(layers[0]) if layers else _latent_sizes(latents[0]) if latents else {"attention.head_count": 0}),
@@ -123,7 +123,7 @@ def _latent_scale(first: LatentSpec, gguf: Gguf) -> dict[str, float]:
 def unsupported(spec: DecoderSpec) -> str | None:
     """Why llama.cpp's architectures cannot hold the model, or None."""
     try:
-        model_metadata(spec, spec.max_position)
+        model_metadata(spec)
     except ToolkitError as error:
         return str(error).removeprefix("gguf: ")
     return None
@@ -170,6 +170,8 @@ def _rope(rope: RopeSpec, found: ModelMetadata) -> None:
     if rope.kind in ("linear", "yarn"):
         values["rope.scaling.type"] = rope.kind
         values["rope.scaling.factor"] = float(rope.factor)
+    if rope.kind == "linear":  # readers stretch it themselves
+        values["context_length"] = min(values["context_length"], round(rope.max_position / rope.factor))
     if rope.kind == "yarn":
         values["rope.scaling.original_context_length"] = rope.original_max_position
         if not rope.truncate:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, FastAPI
 
 from toolkit.artifacts.checkpoint import read_config
-from toolkit.artifacts.json_file import read_json_object
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import build
 from toolkit.serve.answers import OllamaModels, OllamaVersion
@@ -46,14 +45,14 @@ class Listed:
     def config(self) -> dict[str, Any]:
         """Its config.json, empty where there is none."""
         try:
-            return {} if self.path is None else read_json_object(self.path / "config.json")
+            return {} if self.path is None else read_config(self.path)
         except ToolkitError:
             return {}
 
     def spec(self) -> DecoderSpec | None:
         """What its family makes of that, None where nothing is known."""
         try:
-            return None if self.path is None else build(read_config(self.path), str(self.path))[0]
+            return build(self.config(), str(self.path))[0]
         except ToolkitError:
             return None
 
