@@ -19,6 +19,7 @@ from toolkit import GenerationConfig, PytorchEngineConfig, VisionConfig, extras,
 from toolkit.chat.conversation import Conversation
 from toolkit.errors import UsageError
 from toolkit.models.config.fields import Fields
+from toolkit.models.pictures import Recipe
 from toolkit.models.registry import get
 from toolkit.pipeline.pipeline import Pipeline
 from toolkit.serve.app import create_app
@@ -26,6 +27,7 @@ from toolkit.serve.options import ServerSettings
 from toolkit.serve.state import image_rules
 from toolkit.vision import images
 from toolkit.vision.eyes import Eyes
+from toolkit.vision.recipes import prepare
 from toolkit.vl import load_image
 from toolkit.vl.constants import IMAGE_TOKEN
 from toolkit.vl.utils import encode_image_base64
@@ -194,6 +196,53 @@ def test_options_of_a_picture_have_limits(family: str, option: str, most: int) -
     assert len(eyes.look(asking(most))) == 1
     with pytest.raises(UsageError, match=f"{option}: expected a whole number from 1 to {most}"):
         eyes.look(asking(most + 1))
+
+
+def test_a_picture_is_prepared_once(pipe: Pipeline, files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again at each turn of a conversation; a file that has changed is another one."""
+    prepared: list[int] = []
+
+    def counted(recipe: Recipe, image: Image.Image, alone: bool) -> Any:
+        prepared.append(image.width)
+        return prepare(recipe, image, alone)
+
+    monkeypatch.setattr("toolkit.vision.eyes.prepare", counted)
+    file = files[0].with_name("changing.png")
+    Image.new("RGB", (33, 20), "red").save(file)
+    session = pipe.chat(("What is it?", str(file)), gen_config=SHORT)
+    session = pipe.chat("And why?", session, gen_config=SHORT)
+    assert prepared == [33] and not session.response.error_message
+    Image.new("RGB", (34, 20), "red").save(file)
+    pipe.chat("And now?", session, gen_config=SHORT)
+    assert prepared == [33, 34]
+
+
+@pytest.mark.parametrize(
+    "given", ["{", "4", "[]", '{"image": -1}', '{"image": 1.5}', '{"sound": 1}', '{"image": true}']
+)
+def test_limits_of_a_kind_that_are_none(given: str) -> None:
+    with pytest.raises(UsageError, match=r'^--limit-mm-per-prompt: expected \{"image": …, "video": …\}'):
+        ServerSettings(limit_mm_per_prompt=given).check()
+
+
+def test_limits_of_a_kind(pipe: Pipeline) -> None:
+    """As vLLM has them, under that of both together."""
+    with pytest.raises(
+        UsageError, match=r"--limit-mm-per-prompt: expected image of at most 32 \(--max-images\), found 33"
+    ):
+        ServerSettings(limit_mm_per_prompt='{"image": 33}').check()
+    settings = ServerSettings(model_name="tiny", limit_mm_per_prompt='{"image": 1, "video": 0}')
+    settings.check()
+    with TestClient(create_app(pipe.engine, pipe.chat_template, settings)) as client:
+        assert client.post("/v1/chat/completions", json=asked(data_url(0))).status_code == 200
+        found = client.post("/v1/chat/completions", json=asked(data_url(0), data_url(1)))
+        told = found.json()["error"]["message"]
+        assert found.status_code == 400 and "at most 1 images (--limit-mm-per-prompt), found 2" in told
+        body = asked()
+        body["messages"][0]["content"].append({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}})
+        found = client.post("/v1/chat/completions", json=body)
+        told = found.json()["error"]["message"]
+        assert found.status_code == 400 and "at most 0 videos (--limit-mm-per-prompt), found 1" in told
 
 
 def test_without_torch_the_extra_is_named(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:

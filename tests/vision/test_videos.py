@@ -44,6 +44,7 @@ from toolkit.serve.options import ServerSettings
 from toolkit.vision.clip import Clip
 from toolkit.vision.eyes import Eyes, media_sampling
 from toolkit.vision.images import Rules, Sampling
+from toolkit.vision.kept import Kept
 from toolkit.vision.video_job import choose
 from toolkit.vision.videos import Reader, of_frames
 from toolkit.vl import load_video
@@ -301,6 +302,64 @@ def test_times_are_those_of_the_second(tiny_models: Any) -> None:
         assert [p.frame.follows for p in pictures] == [False, True, True]
 
 
+def test_a_video_is_decoded_once(tiny_models: Any, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its content, however it comes; with other options anew."""
+    decoded: list[int] = []
+    started = Reader._started
+
+    def counted(self: Reader) -> Any:
+        decoded.append(1)
+        return started(self)
+
+    monkeypatch.setattr(Reader, "_started", counted)
+    eyes = eyes_of(tiny_models, "internvl")
+    data = files["mp4"].read_bytes()
+    first = eyes.look(shown(str(files["mp4"])))
+    again = eyes.look(shown(data) + shown(f"data:video/mp4;base64,{base64.b64encode(data).decode()}"))
+    assert len(decoded) == 1 and [p.digest for p in again] == [p.digest for p in first] * 2
+    assert all(a.pixels is b.pixels for a, b in zip(again, first, strict=False))
+    assert len(eyes.look(shown(str(files["mp4"]), num_frames=2))) == 2 < len(first)
+    assert len(eyes.taking({"video": {"num_frames": 3}}).look(shown(data))) == 3 and len(decoded) == 3
+    eyes.look(shown(files["mkv"].read_bytes()))
+    assert len(decoded) == 4
+
+
+def test_what_is_kept_is_bounded() -> None:
+    """The least used go first; what is larger than all that may be kept passes through; limits hold again and again."""
+
+    def one(name: int, count: int = 1) -> list[Picture]:
+        return [Picture(np.full((1, 3, 10, 10), name, np.float32), (1, 1), (1, 1), 1, bytes([name]))] * count
+
+    kept = Kept(most=3 * 1200)
+    for name in range(3):
+        assert [p.digest for p in kept.keeping(bytes([name]), iter(one(name)))] == [bytes([name])]
+    assert kept.get(b"\0") is not None
+    list(kept.keeping(b"\3", iter(one(3))))
+    assert kept.get(b"\1") is None and all(kept.get(bytes([i])) for i in (0, 2, 3))
+    assert len(list(kept.keeping(b"\4", iter(one(4, 4))))) == 4 and kept.get(b"\4") is None
+    broken = kept.keeping(b"\5", (x / 0 for x in (1,)))  # type: ignore[arg-type, misc]
+    with pytest.raises(ZeroDivisionError):
+        list(broken)
+    assert kept.get(b"\5") is None
+    some = kept.keeping(b"\6", iter(one(6, 2)))
+    next(some)
+    some.close()  # what nobody takes to the end is not whole
+    assert kept.get(b"\6") is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=40))
+def test_what_is_kept_is_what_was_made(asked: list[tuple[int, int]]) -> None:
+    kept, sizes = Kept(most=400), dict[int, int]()
+    for name, size in asked:
+        size = sizes.setdefault(name, size)
+        made = [Picture(np.zeros((1, 1, size, 10), np.float32), (1, 1), (1, 1), size, bytes([name]))]
+        found = kept.get(bytes([name]))
+        assert found is None or found[0].tokens == size
+        if found is None:
+            list(kept.keeping(bytes([name]), iter(made)))
+        assert kept._bytes == sum(p.pixels.nbytes for some in kept._found.values() for p in some) <= 400
+
+
 def test_a_model_without_videos_says_so(tiny_models: Any) -> None:
     with pytest.raises(UsageError, match=r"content\[0\]: this model takes no videos; send frames of it as images"):
         eyes_of(tiny_models, "llava").look(shown(clip(2, 30, 28)))
@@ -531,10 +590,13 @@ def test_the_videos_of_a_request_have_one_deadline(pipe: Any, monkeypatch: pytes
         return {"shape": [28, 28, 3], "seconds": [0.0], "rate": 1.0}, bytes(28 * 28 * 3)
 
     monkeypatch.setattr(Reader, "_started", lambda _: SimpleNamespace(run=ran))
-    part = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAAAGZ0eXA="}}
-    messages = [{"role": "user", "content": [part] * 2}]
+    files = (base64.b64encode(b"\0\0\0\0ftyp" + bytes([i])).decode() for i in range(2))
+    parts = [{"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{file}"}} for file in files]
+    messages = [{"role": "user", "content": parts}]
     pipe._eyes.look(messages, decoding=50.0)
     assert 50 > given[0] > given[1] > 0
+    other = base64.b64encode(b"\0\0\0\0ftyp other").decode()
+    messages[0]["content"] = [{"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{other}"}}]
     with pytest.raises(UsageError, match=r"content\[0\]: video.*no time left to decode"):
         pipe._eyes.look(messages, decoding=0.0)
 

@@ -79,6 +79,9 @@ class ServerSettings:
     media_io_kwargs: str | None = option(
         None, 'How videos are read, as JSON: \'{"video": {"num_frames": 16, "fps": 1}}\'. Default: as the model has it.'
     )
+    limit_mm_per_prompt: str | None = option(
+        None, 'Images and videos of a request, as JSON: \'{"image": 4, "video": 1}\'. Default: --max-images.', **_IMAGES
+    )
     ssl: bool = option(False, "HTTPS, by the files in SSL_KEYFILE and SSL_CERTFILE.")
     ssl_certfile: Path | None = option(None, "HTTPS: this server's certificate, in PEM, with those that vouch for it.")
     ssl_keyfile: Path | None = option(None, "The certificate's key. Default: in the same file.")
@@ -102,6 +105,18 @@ class ServerSettings:
                 raise UsageError(
                     f"{spelled(name)}: only for a server of {'one model' if several else 'several models'}"
                 )
+        self._check_media()
+        if self.node_url is not None and self.proxy_url is None:
+            raise UsageError("--node-url: only with --proxy-url, the proxy that is to know this address; name it too")
+
+    def _check_media(self) -> None:
+        if self.limit_mm_per_prompt is not None:
+            from toolkit.vision.eyes import LIMIT, media_limits
+
+            most = self.limits.max_images
+            for kind, count in media_limits(self.limit_mm_per_prompt).items():
+                if count > most:
+                    raise UsageError(f"{LIMIT}: expected {kind} of at most {most} (--max-images), found {count}")
         if self.media_io_kwargs is not None:
             from toolkit.vision.eyes import media_sampling
 
@@ -109,8 +124,6 @@ class ServerSettings:
             count = media_sampling(self.media_io_kwargs, name=name).num_frames
             if count is not None and count > most:
                 raise UsageError(f"{name}: expected num_frames of at most {most} (--max-video-frames), found {count}")
-        if self.node_url is not None and self.proxy_url is None:
-            raise UsageError("--node-url: only with --proxy-url, the proxy that is to know this address; name it too")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from toolkit.serve.lanes import Lanes
 from toolkit.serve.metrics import ServerMetrics
 from toolkit.serve.options import ServerSettings
 from toolkit.serve.talks import Talks
-from toolkit.vision.eyes import media_sampling
+from toolkit.vision.eyes import media_limits, media_sampling
 from toolkit.vision.fetch import Fetching
 from toolkit.vision.images import Rules
 
@@ -43,6 +43,7 @@ def image_rules(settings: ServerSettings) -> Rules:
         max_bytes=limits.max_image_bytes,
         max_pixels=limits.max_image_pixels,
         max_images=limits.max_images,
+        of_a_kind=media_limits(settings.limit_mm_per_prompt),
         max_video_bytes=limits.max_video_bytes,
         max_video_seconds=limits.max_video_seconds,
         max_video_frames=limits.max_video_frames,

@@ -14,7 +14,10 @@ from toolkit import extras
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.errors import UsageError
 from toolkit.models.pictures import MOST_TILES, Picture, Recipe
-from toolkit.vision.images import Rules, Sampling, is_url, open_image
+from toolkit.option import spelled as flag
+from toolkit.vision.clip import Clip
+from toolkit.vision.images import Rules, Sampling, is_url, open_image, read_bytes
+from toolkit.vision.kept import Kept, key
 from toolkit.vision.parts import is_picture, is_video, parts_of
 from toolkit.vision.recipes import prepare
 from toolkit.vision.spelling import spelled
@@ -22,6 +25,7 @@ from toolkit.vision.videos import Reader, watch
 
 DETAIL = {"low": 6, "medium": 12, "high": MOST_TILES}  # tiles, as LMDeploy has them
 MOST_FPS = 120
+LIMIT = flag("limit_mm_per_prompt")
 # Options of a single picture → kind of recipe that knows them, its field.
 OPTIONS = {
     "max_dynamic_patch": ("tiles", "most"),
@@ -34,12 +38,13 @@ OPTIONS = {
 @dataclass(frozen=True)
 class Eyes:
     """``recipe``: how the model has its pictures prepared; ``rules``: what may be read; ``max_tokens``: of the pictures
-    of a conversation, None: any; ``reader``: of videos."""
+    of a conversation, None: any; ``reader``: of videos; ``kept``: what it has prepared."""
 
     recipe: Recipe
     rules: Rules = field(default_factory=Rules)
     max_tokens: int | None = None
     reader: Reader = field(default_factory=Reader)
+    kept: Kept = field(default_factory=Kept)
 
     @classmethod
     def open(cls, directory: Path, rules: Rules | None = None, max_tokens: int | None = None) -> Eyes | None:
@@ -65,8 +70,7 @@ class Eyes:
         are fetched in so many ``seconds``, or a video's turn to be decoded comes after ``decoding`` seconds; BusyError
         where other videos left one no time."""
         began, found = time.monotonic(), _pictures(messages)
-        if len(found) > self.rules.max_images:
-            raise UsageError(f"messages: expected at most {self.rules.max_images} images, found {len(found)}")
+        self._check_count([is_video(part) for _, part in found])
         if found:
             extras.require("torch", "messages: images")  # towers run in it, whatever runs the language model
         pictures: list[Picture] = []
@@ -85,12 +89,34 @@ class Eyes:
     def _seen(self, part: Mapping[str, Any], rules: Rules, alone: bool, decoding: float) -> Iterator[Picture]:
         """The picture that a part is, or those that stand for its video, which has ``decoding`` seconds."""
         source, options = _source(part)
-        if not is_video(part):
-            return iter([prepare(_adjusted(self.recipe, rules, options), open_image(source, rules), alone)])
-        if (video := self.recipe.video) is None:
-            raise UsageError("this model takes no videos; send frames of it as images")
-        sampling = sampling_of(options, rules.sampling)
-        return watch(self.recipe, video, self.reader.open(source, rules, sampling, video, decoding))
+        kind, most, video = "image", rules.max_bytes, None
+        if is_video(part):
+            kind, most, video = "video", rules.max_video_bytes, self.recipe.video
+            if video is None:
+                raise UsageError("this model takes no videos; send frames of it as images")
+        shown = kind
+        if isinstance(source, str | Path):
+            source, shown = read_bytes(str(source), rules, most, kind)
+
+        def made() -> Iterator[Picture]:
+            if video is None:
+                yield prepare(_adjusted(self.recipe, rules, options), open_image(source, rules, shown), alone)
+            else:
+                clip = self.reader.open(source, rules, sampling_of(options, rules.sampling), video, decoding, shown)
+                yield from watch(self.recipe, video, clip)
+
+        if not isinstance(source, bytes | Clip):
+            return made()
+        name = key(source, kind, sorted(options.items()), *((alone,) if video is None else (rules.sampling,)))
+        found = self.kept.get(name)
+        return self.kept.keeping(name, made()) if found is None else iter(found)
+
+    def _check_count(self, videos: Sequence[bool]) -> None:
+        if len(videos) > self.rules.max_images:
+            raise UsageError(f"messages: expected at most {self.rules.max_images} images, found {len(videos)}")
+        for kind, found in (("image", videos.count(False)), ("video", videos.count(True))):
+            if found > (most := self.rules.of_a_kind.get(kind, found)):
+                raise UsageError(f"messages: expected at most {most} {kind}s ({LIMIT}), found {found}")
 
     def _check_room(self, tokens: int) -> None:
         if self.max_tokens is not None and tokens > self.max_tokens:
@@ -172,6 +198,19 @@ def media_sampling(given: Any, default: Sampling = Sampling(), name: str = "medi
         return sampling_of(video, default)
     except UsageError as e:
         raise UsageError(f"{name}: {e}") from e
+
+
+def media_limits(given: str | None) -> dict[str, int]:
+    """What vLLM calls ``--limit-mm-per-prompt`` says, as JSON. Raises UsageError."""
+    try:
+        found = {} if given is None else json.loads(given)
+        if {type(count) for count in found.values()} <= {int} and set(found) <= {"image", "video"}:
+            if min(found.values(), default=0) >= 0:
+                return dict(found)
+    except (ValueError, AttributeError):
+        pass
+    wanted = '{"image": …, "video": …}'
+    raise UsageError(f"{LIMIT}: expected {wanted}, whole numbers from 0 on, found {given!r:.80}")
 
 
 def sampling_of(options: Mapping[str, Any], default: Sampling) -> Sampling:

@@ -10,6 +10,7 @@ import base64
 import binascii
 import io
 import mimetypes
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,14 +40,15 @@ class Sampling:
 @dataclass(frozen=True)
 class Rules:
     """What may be read, and how much. ``files``: folders whose files may be; None = any, () = none. ``max_pixels``:
-    of a picture, and of a frame of a video; ``max_images``: videos count as one. ``sampling``: of videos that say
-    nothing of it."""
+    of a picture, and of a frame of a video; ``max_images``: videos count as one; ``of_a_kind``: images and videos each,
+    where less is allowed of one. ``sampling``: of videos that say nothing of it."""
 
     files: tuple[Path, ...] | None = None
     fetching: Fetching | None = field(default_factory=Fetching)  # None: no URL is fetched
     max_bytes: int = 20 << 20
     max_pixels: int = 64 << 20
     max_images: int = 64
+    of_a_kind: Mapping[str, int] = field(default_factory=dict)
     max_video_bytes: int = 256 << 20
     max_video_seconds: float = 4 * 3600.0
     max_video_frames: int = 256
@@ -59,8 +61,9 @@ class Rules:
         return replace(self, fetching=replace(self.fetching, seconds=min(self.fetching.seconds, seconds)))
 
 
-def open_image(source: Any, rules: Rules) -> Image:
-    """A picture in RGB, turned as its EXIF data say. ``source``: URL, data URL, path, bytes or Pillow image.
+def open_image(source: Any, rules: Rules, shown: str = "image") -> Image:
+    """A picture in RGB, turned as its EXIF data say. ``source``: URL, data URL, path, bytes or Pillow image; ``shown``:
+    what messages call the last two.
 
     Raises UsageError, one line, for one that may not be read, is broken, too large, or moves.
     """
@@ -68,11 +71,11 @@ def open_image(source: Any, rules: Rules) -> Image:
         from PIL import Image as pillow
 
     if isinstance(source, pillow.Image):
-        return to_rgb(source, rules, "image")
+        return to_rgb(source, rules, shown)
     if isinstance(source, str | Path):
         data, shown = read_bytes(str(source), rules, rules.max_bytes)
     elif isinstance(source, bytes):
-        data, shown = source, "image"
+        data = source
     else:
         raise UsageError(f"image: expected a URL, a path, bytes or a Pillow image, found {type(source).__name__}")
     if len(data) > rules.max_bytes:

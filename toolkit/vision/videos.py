@@ -40,11 +40,18 @@ class Reader:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def open(
-        self, source: Any, rules: Rules, sampling: Sampling, video: Video, seconds: float = LIMITS.cpu_seconds
+        self,
+        source: Any,
+        rules: Rules,
+        sampling: Sampling,
+        video: Video,
+        seconds: float = LIMITS.cpu_seconds,
+        shown: str = "video",
     ) -> Clip:
-        """The frames of a video that a model is to see. ``source``: URL, data URL, path, bytes, Clip, or a list of
-        pictures, which are all taken. Raises UsageError, one line, for one that may not be read, is broken, too large
-        or takes more than ``seconds`` of processor time; BusyError where others left it no time."""
+        """The frames of a video that a model is to see. ``source``: URL, data URL, path, bytes, which messages call
+        ``shown``, Clip, or a list of pictures, which are all taken. Raises UsageError, one line, for one that may not
+        be read, is broken, too large or takes more than ``seconds`` of processor time; BusyError where others left it
+        no time."""
         if isinstance(source, Clip):
             return source
         if isinstance(source, list | tuple | np.ndarray):
@@ -53,7 +60,7 @@ class Reader:
         if isinstance(source, str | Path):
             data, shown = read_bytes(str(source), rules, rules.max_video_bytes, "video")
         elif isinstance(source, bytes):
-            data, shown = source, "video"
+            data = source
         else:
             raise UsageError(f"video: expected a URL, a path, bytes or frames, found {type(source).__name__}")
         if len(data) > rules.max_video_bytes:
