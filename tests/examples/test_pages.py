@@ -75,6 +75,7 @@ MORE = {
     "--request-rate": "--num-prompts 4",
     "serve api_server": "--session-len 2048",
     " --image ": "--max-new-tokens 4",
+    " --video ": "--max-new-tokens 4",
 }
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
 
@@ -121,6 +122,9 @@ def _pictures(folder: Path) -> None:
 
     for name, colour in (("photo.jpg", "red"), ("other.png", "blue")):
         Image.new("RGB", (40, 30), colour).save(folder / name)
+    frames = [Image.new("RGB", (40, 30), (i, 0, 0)) for i in range(0, 250, 25)]
+    frames[0].save(folder / "clip.gif", save_all=True, append_images=frames[1:], duration=100)
+    (folder / "clip.gif").rename(folder / "clip.mp4")  # a file is read as what it holds
 
 
 def _wikitext(folder: Path) -> None:

@@ -10,6 +10,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from toolkit import GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig, pipeline
+from toolkit.errors import UsageError
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.native.runner import available
@@ -53,6 +54,8 @@ def test_pictures_are_refused_in_one_line(tiny_models: Any, tmp_path: Path) -> N
     with pipeline(str(tiny_models("llava")), config) as opened:
         answer = opened(("what", str(tmp_path / "a.png")), gen_config=SHORT)
         assert "reads text alone" in answer.error_message and "--disable-vision-encoder" in answer.error_message
+        with pytest.raises(UsageError, match="reads text alone; leave out --disable-vision-encoder"):
+            opened.checked_image(str(tmp_path / "a.png"))
         settings = ServerSettings(model_name="tiny")
         with TestClient(create_app(opened.engine, opened.chat_template, settings)) as client:
             content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]

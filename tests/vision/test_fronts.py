@@ -281,6 +281,7 @@ def test_responses_take_images(client: Any, pipe: Pipeline) -> None:
         ("PICTURE <IMAGE_TOKEN> <IMAGE_TOKEN>", "user", "found 2 for 1 images"),
         ("<IMAGE_TOKEN>", "user", "found 1 for 0 images"),
         ("PICTURE", "system", "only a user's message takes images, found one of role system"),
+        ("PICTURE", "assistant", "only a user's message takes images, found one of role assistant"),
     ],
 )
 def test_odd_places_are_one_line_in_every_front(

@@ -271,7 +271,8 @@ class Pipeline:
         """The URL by which messages may name the picture in a file or at a URL: of a file one that holds it. Raises
         UsageError where it cannot be read, or the model reads text alone."""
         if self._eyes is None:
-            raise UsageError(f"image: {self.model_path} reads text alone; load a model that sees")
+            mend = "leave out --disable-vision-encoder" if self.engine.blind else "load a model that sees"
+            raise UsageError(f"image: {self.model_path} reads text alone; {mend}")
         return as_url(source)
 
     def checked_video(self, source: str) -> str:

@@ -113,10 +113,10 @@ class ServerSettings:
         if self.limit_mm_per_prompt is not None:
             from toolkit.vision.eyes import LIMIT, media_limits
 
-            most = self.limits.max_images
-            for kind, count in media_limits(self.limit_mm_per_prompt).items():
-                if count > most:
-                    raise UsageError(f"{LIMIT}: expected {kind} of at most {most} (--max-images), found {count}")
+            images = self.limits.max_images
+            for kind, found in media_limits(self.limit_mm_per_prompt).items():
+                if found > images:
+                    raise UsageError(f"{LIMIT}: expected {kind} of at most {images} (--max-images), found {found}")
         if self.media_io_kwargs is not None:
             from toolkit.vision.eyes import media_sampling
 

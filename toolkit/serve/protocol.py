@@ -88,7 +88,10 @@ def _text_parts(value: Any) -> Any:
         if kind in ("image_url", "video_url"):
             _url(i, kind, part)
         elif kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"part {i}: expected {{'type': 'text', 'text': …}}, found {shown(kind or part, 40)}")
+            others = "" if kind == "text" else ", or an image_url or video_url"
+            raise ValueError(
+                f"part {i}: expected {{'type': 'text', 'text': …}}{others}, found {shown(kind or part, 40)}"
+            )
     return value
 
 

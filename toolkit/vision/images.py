@@ -147,6 +147,8 @@ def read_bytes(source: str, rules: Rules, most: int, what: str = "image") -> tup
     """The bytes of a file, ``most`` of them, by its URL, data URL or path, and what messages call it, who know it as
     ``what``. Raises UsageError, one line."""
     scheme = source[:8].partition(":")[0].lower()
+    if not source.strip():
+        raise UsageError(f"{what}: expected a URL or a path, found an empty one")
     if scheme == "data":
         shown = f"{what} (data URL)"
         return _decoded(source, most, what, shown), shown
@@ -155,6 +157,8 @@ def read_bytes(source: str, rules: Rules, most: int, what: str = "image") -> tup
         if rules.fetching is None:
             raise UsageError(f"{shown}: URLs are not fetched here; send the {what} as a data URL")
         return fetch(source, most, rules.fetching, what), shown
+    if "://" in source and scheme != "file":
+        raise UsageError(f"{shown}: expected a URL of http, https, data or file")
     try:
         path = Path(url2pathname(urlsplit(source).path) if scheme == "file" else source)
         return _of_file(path if rules.files is not None else path.expanduser(), rules, most, what, shown), shown

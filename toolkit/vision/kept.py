@@ -20,7 +20,7 @@ KEPT_BYTES = 256 << 20  # of their numbers
 def key(source: bytes | Clip, *told: object) -> bytes:
     """Of a file's content, or of frames, and of what else pictures depend on, which ``repr`` tells apart."""
     if isinstance(source, Clip):
-        made = blake2b(np.ascontiguousarray(source.frames), digest_size=32)
+        made = blake2b(np.ascontiguousarray(source.frames).data, digest_size=32)
         told = (*told, source.frames.shape, source.seconds, source.rate)
     else:
         made = blake2b(source, digest_size=32)

@@ -68,7 +68,12 @@ def _answer(blocks: Sequence[Any]) -> list[dict[str, Any]]:
         for block in blocks
         if block.type == "tool_use"
     ]
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(_texts(blocks))}
+    text = "".join(_texts(blocks))
+    images = [_image(block.source) for block in blocks if block.type == "image"]  # refused as all of this role are
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": [*images, {"type": "text", "text": text}] if images else text,
+    }
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     if calls:
