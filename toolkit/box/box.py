@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -21,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from toolkit import child_process
 from toolkit.box import child, frames
 
 FORK_S = 5.0  # seconds that a child has to end after its fork
@@ -200,12 +200,10 @@ class _Child:
     def __init__(self, first: bytes, forks: bool) -> None:
         self._forks = forks
         self._sock, theirs = socket.socketpair()
-        code = f"from toolkit.box.child import main; main({theirs.fileno()})"
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", code],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
+            self._process = child_process.start(
+                "toolkit.box.child",
+                theirs,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # what libraries write of hostile input is nobody's to read
                 process_group=0 if forks else None,  # a fork is ended by a signal to all of it, which the child ignores

@@ -16,6 +16,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+from toolkit import child_process
 from toolkit.box import frames
 
 MEMORY, FAILED, REFUSED, DONE = "memory", "failed", "refused", "done"  # how a job ended
@@ -25,8 +26,7 @@ CROWDED = "crowded"  # it did not begin
 
 def main(fd: int) -> None:
     """Speak ``frames`` over socket ``fd``."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the parent's to handle
-        signal.signal(number, signal.SIG_IGN)
+    child_process.ignore(signal.SIGINT, signal.SIGTERM)
     with socket.socket(fileno=fd) as sock, suppress(EOFError, OSError):
         first, data = frames.receive(sock)
         _confine(first["memory"])

@@ -9,7 +9,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from toolkit import json_lines
+from toolkit import child_process, json_lines
 from toolkit.engine import records
 from toolkit.engine.loop import OnDown, OnOutputs
 from toolkit.engine.outage import Budget, Outage, exit_text
@@ -43,11 +42,9 @@ class Child:
         try:
             mine, theirs = socket.socketpair()
             with mine, theirs:
-                code = f"from toolkit.engine.worker import main; main({theirs.fileno()})"
-                self.process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", code],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
+                self.process = child_process.start(
+                    "toolkit.engine.worker",
+                    theirs,
                     stdout=2,  # standard output is the command's own
                     env=os.environ | {"PYTHONUNBUFFERED": "1"},
                 )

@@ -1,6 +1,6 @@
 """The process that an engine loop runs in; ``process_loop.py`` is its other end.
 
-``python -P -c "from toolkit.engine.worker import main; main(FD)"`` speaks ``records.py``'s messages over socket FD.
+``child_process.start("toolkit.engine.worker", SOCKET)`` speaks ``records.py``'s messages over the socket.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from toolkit import child_process
 from toolkit.engine import records
 from toolkit.engine.core import INTAKE_SECONDS
 from toolkit.engine.setup import Setup, start
@@ -31,8 +32,7 @@ GATHER_SECONDS = 0.01  # tokens of steps that are shorter go together: on a CPU 
 
 def main(fd: int) -> None:
     """Open what the first message says, then run requests until the other end closes."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the front end's to handle
-        signal.signal(number, signal.SIG_IGN)
+    child_process.ignore(signal.SIGINT, signal.SIGTERM)
     with Connection(fd) as pipe, suppress(EOFError, BrokenPipeError, ConnectionResetError):
         for name in NEEDED:
             importlib.import_module(name)

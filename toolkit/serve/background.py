@@ -15,13 +15,12 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toolkit import tls
+from toolkit import child_process, tls
 from toolkit.chat.custom import MODELS
 from toolkit.engine.setup import CONFIGS
 from toolkit.engine_configs import EngineConfig
@@ -167,10 +166,8 @@ class Started:
 
     def __init__(self) -> None:
         self.link, theirs = socket.socketpair()
-        code = f"from toolkit.serve.background import main; main({theirs.fileno()})"
-        command = [sys.executable, "-P", "-c", code]
         with theirs:
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self.process = child_process.start("toolkit.serve.background", theirs)
 
     def alive(self) -> bool:
         return self.process.poll() is None
@@ -216,7 +213,7 @@ def _end(process: subprocess.Popen[bytes], link: socket.socket, grace_s: float =
 
 def main(fd: int) -> None:
     """Serve what the parent orders until it closes its end, and tell it the URL or what went wrong."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal's Ctrl-C: the parent decides
+    child_process.ignore(signal.SIGINT)
     from toolkit.chat.renderer import Renderer
     from toolkit.engine.process_loop import Child
     from toolkit.serve import run  # noqa: F401  # takes longest: done before there is an order
