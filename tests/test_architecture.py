@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "measure": {"engine", "runners", "artifacts", "kernels"} | BASE,
     "convert": {"measure", "runners", "models", "artifacts"} | BASE,
     "eval": {"measure"} | BASE,
-    "quant": {"measure", "engine", "runners", "models", "artifacts", "kernels", "chat"} | BASE,
+    "quant": {"measure", "engine", "runners", "models", "artifacts", "kernels", "chat", "vision"} | BASE,
     "serve": {"engine", "chat", "vision", "models", "parsers", "artifacts", "config_checks", "json_lines", "tls"}
     | BASE,
     "profile": {"engine", "chat", "vision", "models", "artifacts", "tls"} | BASE,

@@ -90,9 +90,15 @@ def narrow(weights: Weights, device: torch.device) -> Weights:
     return Called(found, weights.modules) if isinstance(weights, Called) else found
 
 
-def embed(spec: DecoderSpec, table: Tensor, token_ids: Tensor) -> Tensor:
-    """Hidden states [batch, length, hidden] (float32) of token ids [batch, length]."""
-    return table[token_ids].float() * spec.embed_scale
+def embed(spec: DecoderSpec, table: Tensor, token_ids: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Hidden states [batch, length, hidden] (float32) of token ids [batch, length]. Ids behind the vocabulary are those
+    of ``rows`` [count, hidden], what pictures became."""
+    if rows is None:
+        return table[token_ids].float() * spec.embed_scale
+    shown = token_ids >= spec.vocab_size
+    found = table[token_ids.masked_fill(shown, 0)].float()
+    found[shown] = rows.to(found.device)[token_ids[shown] - spec.vocab_size]
+    return found * spec.embed_scale
 
 
 def head_logits(spec: DecoderSpec, weights: Weights, hidden: Tensor) -> Tensor:

@@ -70,7 +70,9 @@ class Flow:
         few = max(1, CPU_TOKENS // token_ids.shape[1])
         self.batch_size = min(batch_size, few) if device.type == "cpu" else batch_size
         batches = token_ids.split(self.batch_size) if len(token_ids) else ()
-        self.hidden = Tensors((embed(source.spec, table, b.to(table.device)).cpu() for b in batches), spill)
+        self.hidden = Tensors(
+            (embed(source.spec, table, b.to(table.device), source.rows).cpu() for b in batches), spill
+        )
 
     def statistics(
         self,

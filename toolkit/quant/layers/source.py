@@ -24,12 +24,14 @@ GAPS = 64 << 20  # bytes that a process may grow by while weights are read, befo
 
 
 class LayerSource:
-    """An unquantized checkpoint, opened and validated. ``stored[i]``: the modules of layer i; ``outer``: the others."""
+    """An unquantized checkpoint, opened and validated. ``stored[i]``: the modules of layer i; ``outer``: the others.
+    ``rows``: of pictures in the text that goes through it, see ``embed``."""
 
     def __init__(self, path: Path) -> None:
         self.checkpoint: Checkpoint = open_checkpoint(path)
         self.spec: DecoderSpec
         self.spec, stored = load_spec(self.checkpoint)
+        self.rows: Tensor | None = None
         _refuse_quantized(self.checkpoint, stored)
         validate_checkpoint(self.checkpoint, stored)
         check_whole(self.checkpoint)

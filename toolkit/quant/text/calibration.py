@@ -13,6 +13,7 @@ from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.extras import require
 from toolkit.quant.text.datasets import KNOWN, find_known, known_texts
+from toolkit.quant.text.pictures import Pictures, placed
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 SAMPLES = 128  # unless the user or the preset asks for another number
@@ -102,13 +103,16 @@ def _needed(dataset: str) -> Iterator[str]:
         yield "pyarrow"
 
 
-def read_samples(plan: CalibrationPlan, tokenizer: Tokenizer, model: Path) -> list[list[int]]:
-    """Samples from a file, folder or known dataset (not "self"). Raises ToolkitError or UsageError, one line."""
+def read_samples(
+    plan: CalibrationPlan, tokenizer: Tokenizer, model: Path, pictures: Pictures | None = None
+) -> list[list[int]]:
+    """Samples from a file, folder or known dataset (not "self"). ``pictures``: takes those that messages show. Raises
+    ToolkitError or UsageError, one line."""
     if known := find_known(plan.dataset):
         texts: Iterable[str | list[dict[str, Any]]] = known_texts(*known, plan.seed)
     else:
         texts = local_texts(Path(plan.dataset).expanduser(), plan.seed)
-    return pack(plan, _tokenize(texts, tokenizer, model, plan.dataset))
+    return pack(plan, _tokenize(texts, tokenizer, model, plan.dataset, pictures))
 
 
 def pack(plan: CalibrationPlan, documents: Iterable[list[int]]) -> list[list[int]]:
@@ -201,7 +205,7 @@ def _text_of(row: Any, file: Path, number: int) -> str | list[dict[str, Any]]:
         for name in ("messages", "conversations"):
             found = row.get(name)
             if isinstance(found, list) and found and all(isinstance(m, dict) for m in found):
-                return [_message(m) for m in found]
+                return placed([_message(m) for m in found], file.parent)
     kinds = {k: type(v).__name__ for k, v in row.items()} if isinstance(row, dict) else type(row).__name__
     raise UsageError(f"--calib-dataset {file}: row {number}: expected text or messages, found {kinds!s:.80}")
 
@@ -214,7 +218,11 @@ def _message(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokenize(
-    texts: Iterable[str | list[dict[str, Any]]], tokenizer: Tokenizer, model: Path, dataset: str
+    texts: Iterable[str | list[dict[str, Any]]],
+    tokenizer: Tokenizer,
+    model: Path,
+    dataset: str,
+    pictures: Pictures | None,
 ) -> Iterator[list[int]]:
     template = None
     for text in texts:
@@ -225,9 +233,11 @@ def _tokenize(
         if template is None:
             from toolkit.chat.template import ChatTemplate
 
-            template = ChatTemplate.open(tokenizer, model)
+            template = ChatTemplate.open(tokenizer, model, picture=None if pictures is None else pictures.written)
         try:
-            rendered = template.render(text, add_generation_prompt=False)
+            if pictures is None:
+                yield tokenizer.encode(template.render(text, add_generation_prompt=False), add_special_tokens=False)
+            else:
+                yield pictures.encode(template, tokenizer, text)
         except ToolkitError as error:
-            raise UsageError(f"--calib-dataset {dataset}: messages do not fit the chat template: {error}") from error
-        yield tokenizer.encode(rendered, add_special_tokens=False)
+            raise UsageError(f"--calib-dataset {dataset}: messages do not fit the model: {error}") from error

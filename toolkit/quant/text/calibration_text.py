@@ -17,6 +17,7 @@ from toolkit.errors import ToolkitError
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.text.calibration import CalibrationPlan, interleave, read_samples
 from toolkit.quant.text.datasets import find_known
+from toolkit.quant.text.pictures import FIRST, Pictures
 from toolkit.quant.text.selftext import self_samples
 
 Progress = Callable[[str, int, int], None]
@@ -41,23 +42,32 @@ class CalibrationText:
         }
 
     def read(self, stage: Stage, tokenizer: Tokenizer, digest: str, progress: Progress) -> torch.Tensor:
-        """Token ids [samples, seqlen]; kept in the stage, so that a resumed run sees the same text. ``digest``: the
-        model's. Raises ToolkitError or UsageError, one line."""
+        """Token ids [samples, seqlen], those of pictures behind the vocabulary, whose rows ``source`` is given; kept in
+        the stage, so that a resumed run sees the same text. ``digest``: the model's. Raises ToolkitError or UsageError,
+        one line."""
         if stage.done("calibration"):
-            return stage.load("calibration")["ids"]
-        parts = []
+            kept = stage.load("calibration")
+            self.source.rows = kept.get("rows")
+            return kept["ids"]
+        parts, pictures = [], Pictures(self.source)
         if (given := self.plan.given) is not None:
-            parts.append(read_samples(given, tokenizer, self.source.checkpoint.tokenizer_dir))
+            parts.append(read_samples(given, tokenizer, self.source.checkpoint.tokenizer_dir, pictures))
         if (written := self.plan.written) is not None:
             told = lambda done, total: progress("writing calibration text", done, total)  # noqa: E731
             parts.append(self_samples(self.source.path, digest, written, tokenizer, told))
         ids = torch.tensor(interleave(parts), dtype=torch.int64)
-        if int(ids.max()) >= self.source.spec.vocab_size:
+        if (last := int(ids.where(ids < FIRST, 0).max())) >= self.source.spec.vocab_size:
             raise ToolkitError(
-                f"{self.source.path}: the tokenizer gives token id {int(ids.max())}, but the model has "
+                f"{self.source.path}: the tokenizer gives token id {last}, but the model has "
                 f"{self.source.spec.vocab_size} tokens; tokenizer and weights disagree"
             )
-        stage.save("calibration", {"ids": ids})
+        kept = {"ids": ids}
+        if bool((ids >= FIRST).any()):
+            progress("looking at pictures", 0, 1)
+            ids, rows = pictures.rows(ids)
+            self.source.rows = rows
+            kept = {"ids": ids, "rows": rows}
+        stage.save("calibration", kept)
         return ids
 
 

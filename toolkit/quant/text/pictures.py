@@ -1,0 +1,109 @@
+"""Pictures among calibration messages: in the place of their tokens' embeddings stand rows of the model's tower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.errors import UsageError
+from toolkit.models.vision import PREFIX, VisionSpec
+from toolkit.quant.layers.source import LayerSource
+from toolkit.runners.tensor.encoders import encoder_of
+from toolkit.vision.eyes import Eyes
+from toolkit.vision.images import is_url
+from toolkit.vision.parts import is_picture, is_video, parts_of
+
+if TYPE_CHECKING:
+    from toolkit.chat.template import ChatTemplate
+
+FIRST = 1 << 40  # from here on ids are rows of pictures, counted through
+
+
+class Pictures:
+    """Those that the messages of a calibration text show the model of ``source``."""
+
+    def __init__(self, source: LayerSource) -> None:
+        self._source, self._eyes = source, Eyes.open(source.checkpoint.tokenizer_dir)
+        self._count = 0
+        self._shown: list[tuple[int, int, list[Any], int]] = []  # (first row, stop, parts of messages, which of them)
+
+    @property
+    def written(self) -> str | None:
+        """What a chat template writes for one; None where the model reads text alone."""
+        return None if self._eyes is None else self._eyes.recipe.written
+
+    def encode(self, template: ChatTemplate, tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
+        """Token ids of messages; those of their pictures are rows from ``FIRST`` on. Raises ToolkitError."""
+        text = template.render(messages, add_generation_prompt=False)
+        parts = [part for message in messages for part in parts_of(message) if is_picture(part)]
+        if self._eyes is None or not parts:
+            return tokenizer.encode(text, add_special_tokens=False)
+        vision = self._source.spec.vision
+        assert vision is not None
+        if any(map(is_video, parts)) or (why := _unsupported(vision)):
+            raise UsageError(f"expected texts, found {'a video' if any(map(is_video, parts)) else why}")
+        pictures = self._eyes.look(messages)
+        ids = tokenizer.encode(self._eyes.spell(text, pictures), add_special_tokens=False)
+        places = [i for i, token in enumerate(ids) if token == vision.image_token]
+        if len(places) != sum(picture.tokens for picture in pictures):
+            raise UsageError(f"expected {sum(p.tokens for p in pictures)} tokens of pictures, found {len(places)}")
+        for i, place in enumerate(places):
+            ids[place] = FIRST + self._count + i
+        for i, picture in enumerate(pictures):
+            self._shown.append((self._count, self._count + picture.tokens, parts, i))
+            self._count += picture.tokens
+        return ids
+
+    def rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(``ids`` whose rows of pictures are counted from the vocabulary's size on, those rows [count, hidden] as if
+        embedded, in float32). Only pictures that ``ids`` still have are encoded."""
+        wanted, places = torch.unique(ids[ids >= FIRST] - FIRST, return_inverse=True)
+        spec, found = self._source.spec, [torch.zeros(0, self._source.spec.hidden_size)]
+        vision, eyes = spec.vision, self._eyes
+        if len(wanted) and vision is not None and eyes is not None:
+            device = torch.device("cpu")
+            weights = {k: v for k, v in self._source.outer_weights(device).items() if k.startswith(PREFIX)}
+            tower = encoder_of(vision)(vision, weights, device, torch.float32)
+            for first, stop, parts, i in self._shown:
+                here = wanted[(wanted >= first) & (wanted < stop)]
+                if len(here):
+                    picture = eyes.look([{"role": "user", "content": parts}])[i]
+                    found.append(tower.encode([picture])[0].float()[here - first] / spec.embed_scale)
+        ids = ids.clone()
+        ids[ids >= FIRST] = spec.vocab_size + places
+        return ids, torch.cat(found)
+
+
+def placed(messages: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """``messages`` whose pictures' names are relative to ``folder``."""
+    return [
+        {**message, "content": [_placed(part, folder) for part in parts]} if (parts := parts_of(message)) else message
+        for message in messages
+    ]
+
+
+def _placed(part: Any, folder: Path) -> Any:
+    if not is_picture(part):
+        return part
+    kind = part["type"]
+    given = part.get(kind)
+    name = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(name, str) or is_url(name) or ":" in name[:8]:
+        return part
+    where = str(folder / Path(name).expanduser())
+    return {**part, kind: {**given, "url": where} if isinstance(given, dict) else where}
+
+
+def _unsupported(vision: VisionSpec) -> str | None:
+    """What tokens of pictures have besides their rows, without which they would not be what the model meets."""
+    found = {
+        "weights": vision.routed, "positions": vision.axes or vision.shared, "rows in later layers": vision.deep,
+        "sight of each other": vision.mutual, "layers": vision.crossed,
+    }  # fmt: skip
+    named = " and ".join(name for name, there in found.items() if there)
+    return f"images, whose tokens have {named} of their own in this model" if named else None
