@@ -34,79 +34,97 @@ TK_INLINE F fexp2(F x) {
     return as_f(iadd(as_i(p), ishl(n, 23)));
 }
 
-// Two cells that are read later, as one run of lines: two lines are fetched for each step of the product over two cells.
+// Query rows whose sums stay in registers beside a step's operands, by how many cells (scores) or groups of 16 columns (values).
+#if defined(__AVX512F__)
+constexpr int SCORE_ROWS = 8, VALUE_ROWS = 4;
+constexpr int cells_beside(int) { return 2; }
+constexpr int groups_beside(int) { return 4; }
+constexpr int fewer(int rows) { return rows == 8 ? 4 : rows - 1; }
+#else
+constexpr int SCORE_ROWS = 6, VALUE_ROWS = 6;
+constexpr int cells_beside(int rows) { return rows <= 2 ? 2 : 1; }
+constexpr int groups_beside(int rows) { return rows <= 2 ? 4 / rows : 1; }
+constexpr int fewer(int rows) { return rows - 1; }
+#endif
+
+// Cells that are read later, one after the other, as one run of lines: so many are fetched at each step of the product over as many
+// cells as are multiplied together.
 struct Ahead {
     const uint8_t *first, *second;
     int64_t bytes;  // of a cell
-    TK_INLINE void fetch(const uint8_t* p) { __builtin_prefetch(p); }
+    template <int LINES>
     void step(int64_t i) const {
-        const uint8_t* p = i * 128 < bytes ? first + i * 128 : second + (i * 128 - bytes);
-        fetch(p);
-        fetch(p + 64);
+        const uint8_t* p = i * LINES * 64 < bytes ? first + i * LINES * 64 : second + (i * LINES * 64 - bytes);
+        TK_EACH(j, LINES, __builtin_prefetch(p + j * 64););
     }
 };
 
-// ---- scores: M rows by 2 cells
-template <int M, bool AHEAD>
-void scores_f32(const float* q, int64_t d, const void* c0, const void* c1, const Ahead& ahead, float* s) {
-    F a[M], b[M];
-    TK_EACH(r, M, a[r] = b[r] = fzero(););
-    for (int64_t i = 0; i < d; i++) {
-        const F k0 = fload((const float*)c0 + i * 16), k1 = fload((const float*)c1 + i * 16);
-        if (AHEAD) ahead.step(i);
-        TK_EACH(r, M, {
-            const F x = fset1(q[r * d + i]);
-            a[r] = fma(k0, x, a[r]);
-            b[r] = fma(k1, x, b[r]);
+// ---- scores: M rows of floats by N cells
+template <int M, int N, bool BF16, bool AHEAD>
+void scores_wide(const float* q, int64_t d, const void* const* cells, const Ahead& ahead, float* s) {
+    F y[M * N];
+    TK_EACH(i, M * N, y[i] = fzero(););
+    for (int64_t i = 0; i < d; i += 2) {
+        if (AHEAD) ahead.step<N * (BF16 ? 1 : 2)>(i / 2);
+        TK_EACH(j, 2, {
+            F k[N];
+            TK_EACH(n, N, {
+                if (BF16) k[n] = load_half<j>((const uint8_t*)cells[n] + i * 32);
+                else k[n] = fload((const float*)cells[n] + (i + j) * 16);
+            });
+            TK_EACH(r, M, {
+                const F x = fset1(q[r * d + i + j]);
+                TK_EACH(n, N, y[r * N + n] = fma(k[n], x, y[r * N + n]););
+            });
         });
     }
-    TK_EACH(r, M, {
-        fstore(s + r * KV_TILE, a[r]);
-        fstore(s + r * KV_TILE + 16, b[r]);
-    });
+    TK_EACH(r, M, TK_EACH(n, N, fstore(s + r * KV_TILE + n * 16, y[r * N + n]);););
 }
 
 // ---- values: M rows by N groups of 16 columns, `tokens` of them
-template <int M, int N, bool AHEAD>
-void values_f32(const float* p, const KvTile& tile, int64_t d, int64_t col, int64_t tokens, float* acc, int64_t ld) {
+template <int M, int N, bool BF16, bool AHEAD>
+void values_wide(const float* p, const KvTile& tile, int64_t d, int64_t col, int64_t tokens, float* acc, int64_t ld) {
     F y[M * N];
     TK_EACH(i, M * N, y[i] = fzero(););
-    for (int64_t t = 0; t < tokens; t++) {
-        const int64_t at = (t % 16 * d + col) * 4;
-        const float* v = (const float*)((const uint8_t*)tile.v[t / 16] + at);
-        F w[N];
-        TK_EACH(n, N, w[n] = fload(v + 16 * n););
-        if (AHEAD) TK_EACH(n, N, __builtin_prefetch((const uint8_t*)tile.next->v[t / 16] + at + 64 * n););
-        TK_EACH(r, M, {
-            const F x = fset1(p[r * KV_TILE + t]);
-            TK_EACH(n, N, y[r * N + n] = fma(w[n], x, y[r * N + n]););
-        });
+    for (int64_t t = 0; t < tokens; t += 2) {
+        const int64_t at = BF16 ? (t % 16 / 2 * d + col) * 4 : (t % 16 * d + col) * 4;
+        const uint8_t* v = (const uint8_t*)tile.v[t / 16] + at;
+        if (AHEAD) {
+            const uint8_t* next = (const uint8_t*)tile.next->v[t / 16] + at;
+            TK_EACH(n, N, __builtin_prefetch(next + 64 * n););
+            if (!BF16) TK_EACH(n, N, __builtin_prefetch(next + d * 4 + 64 * n););
+        }
+        const bool two = t + 1 < tokens;
+        TK_EACH(j, 2, TK_EACH(n, N, {
+            if (j && !two) return;
+            const F w = BF16 ? load_half<j>(v + 64 * n) : fload((const float*)v + j * d + 16 * n);
+            TK_EACH(r, M, y[r * N + n] = fma(w, fset1(p[r * KV_TILE + t + j]), y[r * N + n]););
+        }););
     }
     TK_EACH(r, M, TK_EACH(n, N, fstore(acc + r * ld + col + 16 * n, y[r * N + n]);););
 }
 
 #if defined(TK_BF16_DOT)
-template <int M, bool AHEAD>
-void scores_bf16(const uint16_t* q, int64_t d, const void* c0, const void* c1, const Ahead& ahead, float* s) {
-    F a[M], b[M];
-    TK_EACH(r, M, a[r] = b[r] = fzero(););
+constexpr bool DOT = true;
+
+template <int M, int N, bool AHEAD>
+void scores_dot(const uint16_t* q, int64_t d, const void* const* cells, const Ahead& ahead, float* s) {
+    F y[M * N];
+    TK_EACH(i, M * N, y[i] = fzero(););
     for (int64_t i = 0; i < d; i += 2) {
-        const I k0 = bload((const uint8_t*)c0 + i * 32), k1 = bload((const uint8_t*)c1 + i * 32);
-        if (AHEAD) ahead.step(i / 2);
+        I k[N];
+        TK_EACH(n, N, k[n] = bload((const uint8_t*)cells[n] + i * 32););
+        if (AHEAD) ahead.step<N>(i / 2);
         TK_EACH(r, M, {
             const I x = bset4(q + r * d + i);
-            a[r] = dot_bf16(a[r], k0, x);
-            b[r] = dot_bf16(b[r], k1, x);
+            TK_EACH(n, N, y[r * N + n] = dot_bf16(y[r * N + n], k[n], x););
         });
     }
-    TK_EACH(r, M, {
-        fstore(s + r * KV_TILE, a[r]);
-        fstore(s + r * KV_TILE + 16, b[r]);
-    });
+    TK_EACH(r, M, TK_EACH(n, N, fstore(s + r * KV_TILE + n * 16, y[r * N + n]);););
 }
 
 template <int M, int N, bool AHEAD>
-void values_bf16(const uint16_t* p, const KvTile& tile, int64_t d, int64_t col, int64_t tokens, float* acc, int64_t ld) {
+void values_dot(const uint16_t* p, const KvTile& tile, int64_t d, int64_t col, int64_t tokens, float* acc, int64_t ld) {
     F y[M * N];
     TK_EACH(i, M * N, y[i] = fzero(););
     for (int64_t t = 0; t < tokens; t += 2) {
@@ -123,61 +141,64 @@ void values_bf16(const uint16_t* p, const KvTile& tile, int64_t d, int64_t col, 
     TK_EACH(r, M, TK_EACH(n, N, fstore(acc + r * ld + col + 16 * n, y[r * N + n]);););
 }
 #else
-template <int M, bool AHEAD>
-void scores_bf16(const uint16_t*, int64_t, const void*, const void*, const Ahead&, float*) {}
+constexpr bool DOT = false;
+
 template <int M, int N, bool AHEAD>
-void values_bf16(const uint16_t*, const KvTile&, int64_t, int64_t, int64_t, float*, int64_t) {}
+void scores_dot(const uint16_t*, int64_t, const void* const*, const Ahead&, float*) {}
+template <int M, int N, bool AHEAD>
+void values_dot(const uint16_t*, const KvTile&, int64_t, int64_t, int64_t, float*, int64_t) {}
 #endif
 
 template <int M, bool AHEAD>
 void score_rows(const AttnParams& p, const KvTile& tile, const void* q, int64_t r, int64_t cells, float* s) {
-    for (int64_t c = 0; c < cells; c += 2) {
-        const int64_t next = c + 1 < cells ? c + 1 : c;
+    constexpr int N = cells_beside(M);
+    for (int64_t c = 0; c < cells; c += N) {
+        const void* k[2] = {tile.k[c], tile.k[c + 1 < cells ? c + 1 : c]};
         float* to = s + r * KV_TILE + c * 16;
         Ahead a{nullptr, nullptr, p.dpad * (p.bf16 ? 32 : 64)};
-        if (AHEAD) a.first = (const uint8_t*)tile.next->k[c], a.second = (const uint8_t*)tile.next->k[c + 1];
-        if (p.bf16) scores_bf16<M, AHEAD>((const uint16_t*)q + r * p.dpad, p.dpad, tile.k[c], tile.k[next], a, to);
-        else scores_f32<M, AHEAD>((const float*)q + r * p.dpad, p.dpad, tile.k[c], tile.k[next], a, to);
+        if (AHEAD) a.first = (const uint8_t*)tile.next->k[c], a.second = (const uint8_t*)tile.next->k[c + N - 1];
+        const float* wide = (const float*)q + r * p.dpad;
+        if (!p.bf16) scores_wide<M, N, false, AHEAD>(wide, p.dpad, k, a, to);
+        else if (DOT) scores_dot<M, N, AHEAD>((const uint16_t*)q + r * p.dpad, p.dpad, k, a, to);
+        else scores_wide<M, N, true, AHEAD>(wide, p.dpad, k, a, to);
     }
 }
 
 template <int M, int N, bool AHEAD>
 void value_cols(const AttnParams& p, const KvTile& tile, const float* s, const uint16_t* h, int64_t r, int64_t col,
                 int64_t tokens, float* acc) {
-    if (p.bf16) values_bf16<M, N, AHEAD>(h + r * KV_TILE, tile, p.dpad, col, tokens, acc + r * p.vpad, p.vpad);
-    else values_f32<M, N, AHEAD>(s + r * KV_TILE, tile, p.dpad, col, tokens, acc + r * p.vpad, p.vpad);
+    const float* wide = s + r * KV_TILE;
+    float* to = acc + r * p.vpad;
+    if (!p.bf16) values_wide<M, N, false, AHEAD>(wide, tile, p.dpad, col, tokens, to, p.vpad);
+    else if (DOT) values_dot<M, N, AHEAD>(h + r * KV_TILE, tile, p.dpad, col, tokens, to, p.vpad);
+    else values_wide<M, N, true, AHEAD>(wide, tile, p.dpad, col, tokens, to, p.vpad);
 }
 
 template <int M, bool AHEAD>
 void value_rows(const AttnParams& p, const KvTile& tile, const float* s, const uint16_t* h, int64_t r, int64_t tokens,
                 float* acc) {
+    constexpr int N = groups_beside(M);
     int64_t col = 0;
-    for (; col + 64 <= p.vpad; col += 64) value_cols<M, 4, AHEAD>(p, tile, s, h, r, col, tokens, acc);
-    for (; col < p.vpad; col += 16) value_cols<M, 1, AHEAD>(p, tile, s, h, r, col, tokens, acc);
+    for (; col + 16 * N <= p.vpad; col += 16 * N) value_cols<M, N, AHEAD>(p, tile, s, h, r, col, tokens, acc);
+    for (; N > 1 && col < p.vpad; col += 16) value_cols<M, 1, AHEAD>(p, tile, s, h, r, col, tokens, acc);
 }
 
-// Blocks of 8, 4, 3, 2 or 1 of the few rows there are; the first one also fetches the next tile.
-template <bool AHEAD>
-int64_t score_few(const AttnParams& p, const KvTile& tile, const void* q, int64_t r, int64_t rows, int64_t cells, float* s) {
-    switch (rows - r) {
-        case 1: return score_rows<1, AHEAD>(p, tile, q, r, cells, s), r + 1;
-        case 2: return score_rows<2, AHEAD>(p, tile, q, r, cells, s), r + 2;
-        case 3: return score_rows<3, AHEAD>(p, tile, q, r, cells, s), r + 3;
-        default:
-            if (rows - r >= 8) return score_rows<8, AHEAD>(p, tile, q, r, cells, s), r + 8;
-            return score_rows<4, AHEAD>(p, tile, q, r, cells, s), r + 4;
-    }
+// A block of the rows from r on, of M at most; returns the row behind it. The first one of few rows also fetches the next tile.
+template <bool AHEAD, int M = SCORE_ROWS>
+int64_t score_some(const AttnParams& p, const KvTile& tile, const void* q, int64_t r, int64_t rows, int64_t cells, float* s) {
+    if constexpr (M > 1)
+        if (rows - r < M) return score_some<AHEAD, fewer(M)>(p, tile, q, r, rows, cells, s);
+    score_rows<M, AHEAD>(p, tile, q, r, cells, s);
+    return r + M;
 }
 
-template <bool AHEAD>
-int64_t value_few(const AttnParams& p, const KvTile& tile, const float* s, const uint16_t* h, int64_t r, int64_t rows,
-                  int64_t tokens, float* acc) {
-    switch (rows - r) {
-        case 1: return value_rows<1, AHEAD>(p, tile, s, h, r, tokens, acc), r + 1;
-        case 2: return value_rows<2, AHEAD>(p, tile, s, h, r, tokens, acc), r + 2;
-        case 3: return value_rows<3, AHEAD>(p, tile, s, h, r, tokens, acc), r + 3;
-        default: return value_rows<4, AHEAD>(p, tile, s, h, r, tokens, acc), r + 4;
-    }
+template <bool AHEAD, int M = VALUE_ROWS>
+int64_t value_some(const AttnParams& p, const KvTile& tile, const float* s, const uint16_t* h, int64_t r, int64_t rows,
+                   int64_t tokens, float* acc) {
+    if constexpr (M > 1)
+        if (rows - r < M) return value_some<AHEAD, fewer(M)>(p, tile, s, h, r, rows, tokens, acc);
+    value_rows<M, AHEAD>(p, tile, s, h, r, tokens, acc);
+    return r + M;
 }
 
 TK_INLINE void store_probs(uint16_t* h, F a, F b) {
@@ -230,7 +251,7 @@ TK_INLINE float weigh(const AttnParams& p, Seen<WHOLE> seen, float top, float* s
                 total = fadd(total, v[i]);
             }
         });
-        if (p.bf16) {
+        if (DOT && p.bf16) {
             store_probs(h + c * 16, v[0], v[1]);
         } else {
             fstore(s + c * 16, v[0]);
@@ -300,11 +321,11 @@ void attn_tile(const AttnParams& p, const KvTile& tile, const void* q, int64_t r
 #endif
     uint16_t* h = (uint16_t*)(scratch + rows * KV_TILE);
     const bool ahead = tile.next && rows <= FEW_ROWS;
-    int64_t r = ahead ? score_few<true>(p, tile, q, 0, rows, cells, s) : 0;
-    while (r < rows) r = score_few<false>(p, tile, q, r, rows, cells, s);
+    int64_t r = ahead ? score_some<true>(p, tile, q, 0, rows, cells, s) : 0;
+    while (r < rows) r = score_some<false>(p, tile, q, r, rows, cells, s);
     softmax_rows(p, rows, lo, hi, s, h, out);
-    r = ahead ? value_few<true>(p, tile, s, h, 0, rows, last, out.acc) : 0;
-    while (r < rows) r = value_few<false>(p, tile, s, h, r, rows, last, out.acc);
+    r = ahead ? value_some<true>(p, tile, s, h, 0, rows, last, out.acc) : 0;
+    while (r < rows) r = value_some<false>(p, tile, s, h, r, rows, last, out.acc);
 }
 
 // Factors 2^(a - max) and 2^(b - max) of up to 16 rows, and the maxima.

@@ -136,14 +136,14 @@ void load_int_values(int64_t d, bool four, const uint8_t* vc, const uint8_t* vp,
 
 // 32 interleaved 16-bit numbers (a0 b0 a1 b1 …) as two rows of floats.
 TK_INLINE void split_pairs(const uint8_t* p, bool bf16, F* a, F* b) {
-    const I x = bload(p);
     if (bf16) {
-        *a = as_f(ishl(x, 16));
-        *b = as_f(iand(x, iset1(int32_t(0xffff0000u))));
+        *a = load_half<0>(p);
+        *b = load_half<1>(p);
         return;
     }
     uint16_t even[16], odd[16];
 #if defined(__AVX512F__)
+    const I x = bload(p);
     _mm256_storeu_si256((__m256i*)even, _mm512_cvtepi32_epi16(x));
     _mm256_storeu_si256((__m256i*)odd, _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)));
 #else

@@ -53,12 +53,11 @@ Split split(const Matrix& w, const uint8_t* tile, int64_t g0, uint8_t* scratch) 
     return out;
 }
 
-// 32 columns of M tokens: d[t] += their products. 8 times 2 of 15 * 127 fit 16 bits.
+// Sums of products of 32 columns and M tokens. 8 times 2 of 15 * 127 fit 16 bits.
 template <int M>
-TK_INLINE void short_sums(const uint8_t* codes, const int8_t* a, int64_t lda, I* d) {
+TK_INLINE void short_sums(const uint8_t* codes, const int8_t* a, int64_t lda, H* h) {
     const int8_t* rows[(M + 2) / 3];  // from every third one address arithmetic reaches the others
     TK_EACH(r, (M + 2) / 3, rows[r] = a + r * 3 * lda;);
-    H h[M];
     TK_EACH(j, 8, {
         const B c = bload(codes + 64 * j);
         TK_EACH(t, M, {
@@ -66,7 +65,6 @@ TK_INLINE void short_sums(const uint8_t* codes, const int8_t* a, int64_t lda, I*
             h[t] = j ? hdot_at(h[t], c, at) : hdot_at(c, at);
         });
     });
-    TK_EACH(t, M, d[t] = widen(d[t], h[t]););
 }
 
 // M tokens from t0 on; their sums stand in the panel from `at` on.
@@ -80,9 +78,25 @@ void deep(const Matrix& w, const Split& s, const Rows& in, int64_t t0, int64_t a
     F y[M];
     TK_EACH(t, M, y[t] = s.g0 ? fload(s.y + (at + t) * 16) : fzero(););
     for (int64_t g = s.g0; g < s.g1; g++, header += w.group_bytes(), low += 16, scale++, sum++) {
+        H h[M];
         I d[M];
-        TK_EACH(t, M, d[t] = izero(););
-        for (int64_t k = 0; k < w.group; k += 32, codes += 512, a += 32) short_sums<M>(codes, a, lda, d);
+        const auto next = [&]() __attribute__((always_inline)) {
+            short_sums<M>(codes, a, lda, h);
+            codes += 512, a += 32;
+        };
+        next();
+        if (w.group == 32) {
+            TK_EACH(t, M, d[t] = widen(h[t]););
+        } else {  // the last columns' sums need not go to memory, where the others have to wait for them
+            I before[M];
+            TK_EACH(t, M, before[t] = widen(h[t]););
+            for (int64_t k = 64; k < w.group; k += 32) {
+                next();
+                TK_EACH(t, M, before[t] = widen(before[t], h[t]););
+            }
+            next();
+            TK_EACH(t, M, d[t] = widen(before[t], h[t]););
+        }
         const F x = header_floats(header, w.dtype, 0), b = fload(low);
         TK_EACH(t, M, {
             const F sa = fset1(scale[t * lds]), total = f_of(iset1(sum[t * lds]));

@@ -120,7 +120,7 @@ struct AttnParams {
     int64_t vpad;  // of results: the first so many columns of values
     float scale;
     float softcap;  // 0 = none
-    int32_t bf16;   // cells and queries are bfloat16
+    int32_t bf16;   // cells are bfloat16, and so are queries where Ops::bf16_dot
     // ALiBi; null = none. Row r's score of token t of the tile is raised by slope[r] * (from[r] + t), before it is scaled, or
     // where `rounded` by rounded * bfloat16(slope[r] * bfloat16(from[r] + t)).
     const float* slope = nullptr;
@@ -180,7 +180,7 @@ struct RoundRun {
 
 struct Ops {
     const char* name;
-    int32_t bf16_dot;  // attention may run on BF16 cells
+    int32_t bf16_dot;  // it multiplies bfloat16
 
     // scratch bytes that linear and gated need for this matrix
     int64_t (*linear_scratch)(const Matrix& w);
@@ -240,6 +240,9 @@ struct Ops {
     double (*sum_exp)(const float* x, int64_t n, float max, float scale);
     // softcap * tanh(x * scale / softcap), or x * scale where softcap is 0
     void (*scale_logits)(float* x, int64_t n, float scale, float softcap);
+    // a loop of nothing but products of int8 and their sums, to measure what the processor makes of them at most; returns how many
+    // multiplications and additions it did
+    int64_t (*int_products)(int64_t rounds);
 };
 
 // The table for an instruction set (toolkit/runners/native/build.py has their names), or null where this processor or this

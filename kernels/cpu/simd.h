@@ -33,6 +33,13 @@ TK_INLINE I bf16_bits(F x) {
     return ishr(iadd(iadd(b, iset1(0x7fff)), odd), 16);
 }
 
+// Of 32 bfloat16 a0 b0 a1 b1 … the 16 a (0) or b (1).
+template <int WHICH>
+TK_INLINE F load_half(const void* p) {
+    const I x = bload(p);
+    return as_f(WHICH ? iand(x, iset1(int32_t(0xffff0000u))) : ishl(x, 16));
+}
+
 #if !defined(TK_STORES_BF16)
 TK_INLINE void store_bf16(uint16_t* p, F x) {
     float v[16];

@@ -111,11 +111,12 @@ TK_INLINE H hdot_at(B u, const int8_t* p) {
             : "x"(u.a), "x"(u.b), "m"(*(const int8_t(*)[4])p));
     return out;
 }
-// acc[lane] += both of its int16
-TK_INLINE I widen(I acc, H h) {
+// Each lane's two int16, and acc[lane] += both.
+TK_INLINE I widen(H h) {
     const __m256i one = _mm256_set1_epi16(1);
-    return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(h.a, one)), _mm256_add_epi32(acc.b, _mm256_madd_epi16(h.b, one))};
+    return {_mm256_madd_epi16(h.a, one), _mm256_madd_epi16(h.b, one)};
 }
+TK_INLINE I widen(I acc, H h) { return iadd(acc, widen(h)); }
 // Bytes u - 128, as absolute value (128 at most, so that twice that by 127 fits) and sign.
 struct Centred { B size, sign; };
 TK_INLINE Centred centred(B u) {

@@ -143,6 +143,12 @@ TK_EXPORT int tk_op_row_stats(const char* isa, const float* x, int64_t n, float*
     return 0;
 }
 
+TK_EXPORT int tk_op_int_products(const char* isa, int64_t rounds, int64_t* operations) {
+    const tk::Ops* ops = find(isa);
+    if (ops) *operations = ops->int_products(rounds);
+    return !ops;
+}
+
 // Attention of `rows` queries [rows][head_dim] over keys and values [tokens][head_dim] of one head, through the cache's stored form:
 // row r sees tokens [lo[r], hi[r]). hadamard as the executor applies it for int4 keys. values null: keys are the values too.
 TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, int64_t head_dim, int64_t tokens, const float* keys,
@@ -152,7 +158,9 @@ TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, in
     if (!ops) return 1;
     const int64_t d = tk::pad16(head_dim), cells = (tokens + 15) / 16, tiles = (tokens + tk::KV_TILE - 1) / tk::KV_TILE;
     const int32_t half = bf16 && ops->bf16_dot;
-    const bool rows_alone = !values, as_stored = kv_type == (half ? tk::KV_BF16 : tk::KV_F32);
+    const bool rows_alone = !values;
+    const bool wide = kv_type == tk::KV_BF16 && !ops->bf16_dot && !rows_alone;  // bfloat16 cells beside queries of floats
+    const bool as_stored = wide || kv_type == (half ? tk::KV_BF16 : tk::KV_F32);
     const tk::CellLayout cell = tk::cell_layout(kv_type, head_dim, rows_alone);
     std::vector<uint8_t> store(size_t(cells * cell.bytes() + 64)), dummy(size_t(d * 64));
     auto part = [&](int64_t c, int which) {
@@ -203,7 +211,7 @@ TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, in
             l[size_t(r)] = int32_t(a < 0 ? 0 : a > tk::KV_TILE ? tk::KV_TILE : a);
             h[size_t(r)] = int32_t(b < 0 ? 0 : b > tk::KV_TILE ? tk::KV_TILE : b);
         }
-        const tk::AttnParams params{d, d, scale, softcap, half};
+        const tk::AttnParams params{d, d, scale, softcap, half || wide};
         const void* qs = half ? static_cast<const void*>(q16.data()) : q.data();
         ops->attn_tile(params, kv, qs, rows, l.data(), h.data(), tile ? next : into, scores.data());
         if (tile) ops->attn_merge(d, rows, into, next);

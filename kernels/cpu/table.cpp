@@ -23,6 +23,39 @@ void matrix_row(const Matrix& w, int64_t row, float scale, float* out) {
     (w.format == INT ? int_row : dense_row)(w, row, scale, out);
 }
 
+// Registers of sums beside which the operands have room.
+#if defined(__AVX512F__)
+constexpr int SUMS = 12;
+#else
+constexpr int SUMS = 5;
+#endif
+
+int64_t int_products(int64_t rounds) {
+    uint8_t from[64];
+    for (int i = 0; i < 64; i++) from[i] = uint8_t(i % 16);
+#if defined(TK_SHORT_SUMS)
+    H sums[SUMS];
+#else
+    I sums[SUMS];
+#endif
+    TK_EACH(i, SUMS, sums[i] = izero(););
+    for (int64_t round = 0; round < rounds; round++) {
+        __asm__ volatile("" ::"r"(from) : "memory");  // no round's products are another's
+        const B u = bload(from), s = bset4(from);
+#if defined(TK_SHORT_SUMS)
+        TK_EACH(i, SUMS, sums[i] = hdot(sums[i], u, s););
+#else
+        TK_EACH(i, SUMS, sums[i] = dot4(sums[i], u, s););
+#endif
+    }
+    int32_t kept[16];
+    TK_EACH(i, SUMS, {
+        istore(kept, sums[i]);
+        __asm__ volatile("" ::"r"(kept) : "memory");
+    });
+    return rounds * SUMS * 128;
+}
+
 }  // namespace
 
 extern const Ops table;
@@ -35,7 +68,7 @@ const Ops table = {
 #endif
     linear_scratch, linear, gated, linear_back, matrix_row, quantize, round_rows, rms_norm, layer_norm, add_scaled, rope, hadamard, activate,
     multiply, to_bf16, kv_write, kv_cell, kv_load, key_cell, attn_tile, attn_merge, attn_finish, convolve, recur,
-    row_max, at_least, sum_exp, scale_logits,
+    row_max, at_least, sum_exp, scale_logits, int_products,
 };
 
 }  // namespace TK_ISA

@@ -1,6 +1,7 @@
 // The table of `amx`: that of AVX-512, but for linears of many tokens, and for what may add up in any order.
 #include "linear_amx.h"
 #include "loose_amx.h"
+#include "tiles.h"
 
 namespace tk {
 namespace avx512vnni {
@@ -30,6 +31,17 @@ void gated(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, 
     (tiled(gate, count) && same_shape(gate, up) ? gated_tiled : base.gated)(gate, up, in, count, t0, t1, to, scratch);
 }
 
+int64_t int_products(int64_t rounds) {
+    Tiles r(TILE_ROWS, TILE_BYTES);
+    for (int64_t round = 0; round < rounds; round++) {
+        r.multiply<0, 4, 6, true>();
+        r.multiply<1, 4, 7, true>();
+        r.multiply<2, 5, 6, true>();
+        r.multiply<3, 5, 7, true>();
+    }
+    return rounds * 4 * 2 * TILE_ROWS * TILE_ROWS * TILE_BYTES;
+}
+
 Ops with_tiles() {
     Ops ops = base;
     ops.name = "amx";
@@ -37,6 +49,7 @@ Ops with_tiles() {
     ops.linear = linear;
     ops.gated = gated;
     ops.attn_tile = attn_tile;
+    ops.int_products = int_products;
     return ops;
 }
 

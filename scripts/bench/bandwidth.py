@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from limits import PROBE, needs_of
 
 from toolkit.check_env.machine import read_bandwidth
 from toolkit.commands.output import stdout, table
@@ -22,30 +23,10 @@ from toolkit.engine.core import EngineCore
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.runners.base import RunnerOptions
-from toolkit.runners.choose import Opened, open_model
-from toolkit.runners.native.pack_model import pack_model
-from toolkit.runners.native.packed import PackedTensor
+from toolkit.runners.choose import open_model
 from toolkit.runners.native.runner import NativeRunner
-from toolkit.runners.weight_info import info_of
 
 BLOCK = 64
-PROBE = 2 << 30  # bytes: beyond every cache
-
-
-def active_bytes(opened: Opened) -> int:
-    """Of the weights, as the runner holds them, that one token is multiplied by."""
-    spec, weights = opened.spec, opened.weights()
-    if isinstance(weights[spec.embed], PackedTensor):
-        held = {name: weights[name].meta.nbytes for name in weights}
-    else:
-        outlines = ((name, info_of(weights, name)) for name in weights)
-        held = {name: packed.meta.nbytes for name, packed in pack_model(spec, outlines, None, [])}
-    total = sum(size for name, size in held.items() if name != spec.embed or spec.tied)
-    for _, mixer in spec.mixers():
-        if mixer.kind == "moe":
-            experts = sum(held[x.name] for expert in mixer.experts for x in expert.linears())
-            total -= round(experts * (1 - mixer.top_k / len(mixer.experts)))
-    return total
 
 
 def start(runner: NativeRunner, prompt: int, tokens: int) -> EngineCore:
@@ -78,7 +59,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     args = parser.parse_args()
     opened = open_model(args.model, load_format=args.load_format)
-    needed = active_bytes(opened)
+    needed = needs_of(opened).bytes
     runner = NativeRunner(opened.spec, opened.weights, RunnerOptions(block_size=BLOCK, threads=args.threads))
     core = start(runner, args.prompt_tokens, 16 + args.rounds * args.tokens)
     rows = []

@@ -1,7 +1,8 @@
 """Compare the native runner with its peers on a CPU: a model for each, all of them in turn, a table of medians.
 
 Every engine is a process of its own and answers with the rows of ``tool profile generation``; a round runs all of
-them once, so that a drifting machine treats them alike. Ratios are taken round by round, then their median.
+them once, so that a drifting machine treats them alike. Ratios are taken round by round, then their median. So are our
+shares of what the machine gives: reads of memory and products of int8 are measured before each round.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from hog import KINDS, beside
+from limits import PROBE, Needs, needs_of, product_rate
 
 from toolkit.artifacts.source import resolve_model
 from toolkit.check_env.machine import cpu, read_bandwidth
 from toolkit.commands.output import stderr, stdout, table
+from toolkit.runners.choose import open_model
 
 HERE = Path(__file__).resolve().parent
 METRICS = ("prefill_throughput", "decode_throughput", "output_throughput", "peak_memory_mib")
-PROBE = 1 << 30  # bytes: beyond every cache
 PEER_OF = {"llama.cpp": "peer_llama_cpp.py", "openvino": "peer_openvino.py", "vllm": "peer_vllm.py"}
 
 
@@ -115,6 +118,27 @@ def show(rows: list[dict[str, object]], title: str) -> None:
     stdout().print(table(title, columns, cells))
 
 
+def shares(rounds: list[list[dict[str, float]]], limits: list[dict[str, float]], needs: Needs) -> list[dict[str, Any]]:
+    """Of ours: what prompts take of the products, and what one request's decoding takes of the reads; medians."""
+    rows = []
+    for i, n in enumerate(r["concurrency"] for r in next((r for r in rounds if r), [])):
+        pairs = [(row[i], limit) for row, limit in zip(rounds, limits, strict=True) if row]
+        made = [row["prefill_throughput"] * needs.operations / limit["operations"] for row, limit in pairs]
+        read = [row["decode_throughput"] * needs.bytes / limit["bytes"] for row, limit in pairs]
+        alone = statistics.median(read) if n == 1 else None
+        rows.append({"concurrency": n, "products": statistics.median(made), "reads": alone})
+    return rows
+
+
+def show_shares(rows: list[dict[str, Any]], limits: list[dict[str, float]], needs: Needs) -> None:
+    rate, read = (statistics.median(limit[name] for limit in limits) for name in ("operations", "bytes"))
+    title = f"Ours as a share of the machine's {rate / 1e9:.0f} int8 GOPS and {read / 1e9:.1f} GB/s"
+    prefill, decode = f"{needs.operations / 1e9:.3f} G operations", f"{needs.bytes / 1e6:.0f} MB"
+    columns = ["requests", f"prefill ({prefill} a token)", f"decode ({decode} a token)"]
+    cells = [[r["concurrency"], *("" if r[k] is None else f"{r[k]:.0%}" for k in ("products", "reads"))] for r in rows]
+    stdout().print(table(title, columns, cells))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", help="checkpoint to measure (default: the demo)")
@@ -137,10 +161,12 @@ def main() -> None:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     commands = prepare(args)
     runs: dict[str, list[list[dict[str, float]]]] = {name: [] for name in commands}
-    bandwidth = []
+    needs = needs_of(open_model(args.work_dir / "engine"))
+    limits: list[dict[str, float]] = []
     with beside(args.beside):
         for turn in range(args.rounds):
-            bandwidth.append(read_bandwidth(0.5, PROBE)["gb_per_s"])
+            read = read_bandwidth(0.5, PROBE)["gb_per_s"] * 1e9
+            limits.append({"bytes": read, "operations": product_rate(threads=args.threads)})
             for name, command in commands.items():
                 start = time.perf_counter()
                 runs[name].append(run(command, args))
@@ -148,9 +174,12 @@ def main() -> None:
     rows = summary(runs)
     shape = f"{args.prompt_tokens} prompt + {args.completion_tokens} new tokens, {args.threads} threads"
     neighbour = f", beside a process busy with {args.beside}" if args.beside else ""
-    show(rows, f"{shape}{neighbour}; memory reads {statistics.median(bandwidth):.1f} GB/s")
+    show(rows, f"{shape}{neighbour}")
+    taken = shares(runs["ours"], limits, needs)
+    show_shares(taken, limits, needs)
     if args.json:
-        found = {"machine": cpu(), "command": sys.argv, "read_gb_per_s": bandwidth, "rows": rows, "runs": runs}
+        found = {"machine": cpu(), "command": sys.argv, "limits": limits, "needs": needs._asdict(), "shares": taken}
+        found |= {"rows": rows, "runs": runs}
         args.json.write_text(json.dumps(found, indent=2, default=str) + "\n")
 
 

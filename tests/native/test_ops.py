@@ -359,8 +359,22 @@ def test_attention_rows_do_not_meet(ops) -> None:
     lo = np.maximum(hi - 140, 0)
     for kind, bf16 in ((0, False), (1, True), (2, False), (3, True), (4, False)):
         whole = ops.attention(k, v, q, lo, hi, kv_type=kind, bf16=bf16, scale=0.125)
-        for r in (0, 7, 23):
-            alone = ops.attention(
-                k, v, q[r : r + 1].copy(), lo[r : r + 1], hi[r : r + 1], kv_type=kind, bf16=bf16, scale=0.125
-            )
-            np.testing.assert_array_equal(alone[0], whole[r])
+        for r, n in ((0, 1), (7, 2), (11, 3), (17, 5), (10, 7), (23, 1)):
+            some = slice(r, r + n)
+            alone = ops.attention(k, v, q[some].copy(), lo[some], hi[some], kv_type=kind, bf16=bf16, scale=0.125)
+            np.testing.assert_array_equal(alone, whole[some])
+
+
+def test_cells_of_bfloat16_are_read_as_their_numbers(ops) -> None:
+    """Queries of floats meet them widened, wherever that is done."""
+    k, v, q = random((300, 80), 26), random((300, 80), 27), random((13, 80), 28)
+    near = [torch.from_numpy(x).bfloat16().float().numpy() for x in (k, v)]
+    lo, hi = np.arange(13, dtype=np.int64) * 9, np.arange(288, 301, dtype=np.int64)
+    found = ops.attention(k, v, q, lo, hi, kv_type=1, bf16=False, scale=0.125)
+    np.testing.assert_array_equal(found, ops.attention(*near, q, lo, hi, kv_type=0, bf16=False, scale=0.125))
+
+
+def test_a_loop_of_products_counts_them(ops) -> None:
+    one = ops.int_products(1)
+    assert one > 0
+    assert ops.int_products(7) == 7 * one

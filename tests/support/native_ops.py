@@ -253,6 +253,11 @@ class NativeOps:
         self._call("tk_op_row_stats", _ptr(x), c_int64(len(x)), byref(top), byref(index), byref(nan), byref(total))
         return top.value, index.value, bool(nan.value), total.value
 
+    def int_products(self, rounds: int) -> int:
+        done = c_int64()
+        self._call("tk_op_int_products", c_int64(rounds), byref(done))
+        return done.value
+
     def attention(
         self,
         keys: np.ndarray,

@@ -154,6 +154,11 @@ void Run::load_cells(const Attention& a, int64_t tile, Range tokens, const KvTil
     }
 }
 
+// Whether the attention kernel reads cells where they lie.
+bool Run::reads_stored(const Attention& a) const {
+    return !a.rows && (p.kv_type == (p.bf16 ? KV_BF16 : KV_F32) || (p.kv_type == KV_BF16 && !ops.bf16_dot));
+}
+
 // Tokens that tokens [t0, t1) of a sequence see, as absolute positions.
 Range Run::seen(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const {
     return {a.oldest(position_of(seq, t0)), reach(a, seq, t1 - 1)};
@@ -168,7 +173,8 @@ void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next,
     KvTile kv, ahead;
     find_cells(a, seq, head, tile, tokens, &kv);
     if (next) find_cells(a, next->seq, next->head, next->tile, seen(a, next->seq, next->first, next->last), &ahead);
-    if (!a.rows && p.kv_type == (p.bf16 ? KV_BF16 : KV_F32)) kv.next = next ? &ahead : nullptr;
+    const bool stored = reads_stored(a);
+    if (stored) kv.next = next ? &ahead : nullptr;
     else load_cells(a, tile, tokens, next && t1 - t0 == 1 ? &ahead : nullptr, &kv);
     for (int64_t t = t0; t < t1; t++) {
         const int64_t pos = position_of(seq, t), low = a.oldest(pos) - base, high = reach(a, seq, t) - base;
@@ -181,7 +187,7 @@ void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next,
             s.from[r] = int32_t(a.alibi_rounded != 0.0f ? base : base - pos);
         }
     }
-    AttnParams params{a.dpad, a.vpad, a.scale, a.softcap, p.bf16};
+    AttnParams params{a.dpad, a.vpad, a.scale, a.softcap, stored ? p.kv_type == KV_BF16 : p.bf16};
     if (a.alibi) params.slope = s.slope, params.from = s.from, params.rounded = a.alibi_rounded;
     ops.attn_tile(params, kv, query(a, head, t0 - first), (t1 - t0) * a.per_kv, s.lo, s.hi, to, s.scores);
 }

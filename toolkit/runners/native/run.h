@@ -96,6 +96,7 @@ private:
     Range seen(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const;
     void find_cells(const Attention& a, int64_t seq, int64_t head, int64_t tile, Range tokens, KvTile* to) const;
     void load_cells(const Attention& a, int64_t tile, Range tokens, const KvTile* ahead, KvTile* cells);
+    bool reads_stored(const Attention& a) const;
     void attend_tile(const Attention& a, const Piece& piece, const Piece* next, const AttnState& to);
     void attend_blocks(const Attention& a, Range which, Range heads);
     void attend_split(const Attention& a);
