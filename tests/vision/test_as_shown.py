@@ -10,13 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import toolkit
 from toolkit import GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig, pipeline
-from toolkit.errors import ToolkitError
+from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.registry import load_spec
 from toolkit.pipeline.pipeline import Pipeline
 from toolkit.runners.native.runner import available
+from toolkit.runners.tensor.find import find_dtype
 from toolkit.serve.client import APIClient
 from toolkit.vl.constants import IMAGE_TOKEN
 from toolkit.vl.utils import encode_image_base64
@@ -203,3 +207,18 @@ def test_the_client_sends_messages_with_images(tiny_models: Any, tmp_path: Path)
     assert item["choices"][0]["message"]["content"] == expected.text
     assert item["usage"]["prompt_tokens"] == expected.input_token_len
     assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"]) == expected.text
+
+
+def test_mono_internvl_is_not_run_in_float16(tiny_models: Any) -> None:
+    """Its authors run it in bfloat16 alone; a checkpoint in float16, as quantizers write, is run in bfloat16 too."""
+    path = tiny_models("internvl_chat", shape=2, dtype="float16")
+    for kind in BACKENDS:
+        with pytest.raises(UsageError, match="dtype: this model is not stable in float16, its authors say"):
+            opened(path, kind, dtype="float16").__enter__()
+    with opened(path, dtype="bfloat16") as pipe:
+        assert not pipe(("what is it", picture(0)), gen_config=SHORT).error_message
+    spec = load_spec(open_checkpoint(path))[0]
+    assert not spec.float16 and load_spec(open_checkpoint(tiny_models("internvl_chat")))[0].float16
+    gpu = torch.device("cuda")
+    assert find_dtype("auto", torch.float16, gpu, float16=spec.float16) == torch.bfloat16
+    assert find_dtype("auto", torch.float16, gpu) == torch.float16

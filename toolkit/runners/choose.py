@@ -274,6 +274,8 @@ def open_runner(
         blind=blind,
         families=families,
     )
+    if options.dtype == "float16" and not opened.spec.float16:
+        raise UsageError("dtype: this model is not stable in float16, its authors say; use bfloat16, float32 or auto")
     why = ""
     if backend == "turbomind" or (backend is None and opened.target != "torch"):
         fast, why = _fast_runner(opened, options)

@@ -79,6 +79,6 @@ FAMILY = Family(
             tokens=(PLACES[0],),
         ),
     ),
-    "llama.cpp keeps the tower in a file of its own, which is not written here",
+    "llama.cpp's cogvlm counts positions through a picture, and has neither CogVLM2's convolution nor its grouped keys",
     recipe=recipe,
 )

@@ -72,6 +72,7 @@ def build(config: Fields) -> Built:
         routed = tuple(Routed(x.name, x.in_features, x.out_features) for x in mlps)
         tower = replace(made.tower, layers=0, taken=0, scaled=False, qk_norm=False, post_norm="none")
         made = replace(made, tower=tower, routed=routed)
+        language = replace(language[0], float16=False), language[1]  # as the authors tell
     stored = stored_vision(made, "vision_model.", "mlp1", SPELLING, internvl.shapes(made.tower))
     return seeing(language, made, stored, {"": "language_model."})
 

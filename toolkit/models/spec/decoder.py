@@ -87,7 +87,8 @@ class DecoderSpec:
     ``max_position``: longest context the checkpoint states. ``vision``: what it sees with, if it does. ``head_rows``:
     where the head has fewer rows than the embedding, so many; no token behind them is ever drawn. 0 = as many.
     ``mask_token``: of a model that guesses the tokens of a block together, in several passes (block diffusion), the id
-    that stands where one is not known yet; logits of a row are then about its own token, not the next.
+    that stands where one is not known yet; logits of a row are then about its own token, not the next. ``float16``:
+    whether what it computes stays within that type's numbers.
     """
 
     family: str
@@ -107,6 +108,7 @@ class DecoderSpec:
     vision: VisionSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
     head_rows: int = later(0)
     mask_token: int | None = later(None)
+    float16: bool = later(True)
 
     @property
     def head_size(self) -> int:

@@ -110,10 +110,12 @@ def bf16_is_native() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def find_dtype(name: str, stored: torch.dtype, device: torch.device, roomy: bool = True) -> torch.dtype:
+def find_dtype(
+    name: str, stored: torch.dtype, device: torch.device, roomy: bool = True, float16: bool = True
+) -> torch.dtype:
     """The dtype of activations. ``auto`` is ``stored``, the checkpoint's, but for 16 bits on a CPU: bfloat16 where the
     CPU multiplies that in hardware, else float32, in which prompts are then read ten times as fast (``roomy``: its
-    weights fit into memory).
+    weights fit into memory); and bfloat16 where the model cannot be run in ``float16``.
     """
     if name in DTYPES:
         return DTYPES[name]
@@ -121,4 +123,6 @@ def find_dtype(name: str, stored: torch.dtype, device: torch.device, roomy: bool
         raise UsageError(f"dtype: expected auto, {', '.join(DTYPES)}, found {name!r}")
     if stored.itemsize == 2 and device.type == "cpu" and roomy:
         return torch.bfloat16 if bf16_is_native() else torch.float32
+    if stored == torch.float16 and not float16:
+        return torch.bfloat16
     return stored if stored in DTYPES.values() else torch.float32

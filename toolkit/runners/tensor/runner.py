@@ -75,7 +75,8 @@ class TensorRunner:
         self._adapters, self._adapter_step = adapters, AdapterStep(len(adapters))
         stored = weights()
         roomy = dense_bytes(spec, torch.float32) <= self._on.memory()[0] // 2
-        self._dtype = find_dtype(options.dtype, stored_dtype(stored[spec.embed]), self._on.torch, roomy)
+        kept = stored_dtype(stored[spec.embed])
+        self._dtype = find_dtype(options.dtype, kept, self._on.torch, roomy, spec.float16)
         self.device, self.dtype = str(self._on.torch), str(self._dtype).removeprefix("torch.")
         sample = first_linear(spec, stored)
         with on_device(self._on.torch):

@@ -53,7 +53,7 @@ def unsupported(
         hint = f" (but {better} would do: --device)" if better else ""
         name = torch.cuda.get_device_name(index)
         return f"it needs compute capability 8.0 or newer, {name} has {capability // 10}.{capability % 10}{hint}"
-    dtype = find_dtype(options.dtype, stored_dtype(weights()[spec.embed]), device)
+    dtype = find_dtype(options.dtype, stored_dtype(weights()[spec.embed]), device, float16=spec.float16)
     if (reason := experts_apart(spec, weights(), dtype)) is not None:
         return f"a captured step waits for nothing, as {reason} do for the router"
     with on_device(torch.device("cuda", index)):
