@@ -100,6 +100,8 @@ def test_conversations_go_on_about_a_picture(pipe: Pipeline, files: list[Path]) 
         ((f"{IMAGE_TOKEN} {IMAGE_TOKEN} b", picture(0)), "found 2 for 1 images"),
         (f"{IMAGE_TOKEN} b", "found 1 for 0 images"),
         (("a", [None]), "expected a URL, a path"),
+        (("a", [np.zeros((8, 8, 3), np.uint8)]), "expected a URL, a path, bytes or a Pillow image, found ndarray"),
+        (("a", ""), "expected a URL or a path, found an empty one"),
     ],
     ids=lambda x: str(x)[:30],
 )

@@ -163,6 +163,10 @@ def test_what_is_wrong_with_a_file_is_one_line(files: dict[str, Path], tmp_path:
         (7, {}, "expected a URL, a path, bytes or frames"),
         ([], {}, "1 to 256 frames, found 0"),
         (np.zeros((2, 3), np.uint8), {}, r"uint8 \[frames, height, width, 3\]"),
+        (Clip(np.zeros((0, 8, 8, 3), np.uint8), (), 2.0), {}, r"uint8 \[frames, height, width, 3\], found uint8 \[0"),
+        (Clip(np.zeros((1, 8, 8, 3), np.float32), (0.0,), 2.0), {}, r"found float32"),
+        (Clip(np.zeros((2, 8, 8, 3), np.uint8), (0.0,), 2.0), {}, "a second for each frame.*found 1 for 2 frames"),
+        (Clip(np.zeros((1, 8, 8, 3), np.uint8), (0.0,), 0.0), {}, "a rate above 0.*0.0 a second"),
     ):
         with pytest.raises(UsageError, match=message) as told:
             READER.open(source, Rules(**rules), Sampling(), Video())

@@ -107,7 +107,7 @@ class Eyes:
 
         if not isinstance(source, bytes | Clip):
             return made()
-        name = key(source, kind, sorted(options.items()), *((alone,) if video is None else (rules.sampling,)))
+        name = key(source, kind, sorted(options.items(), key=str), *((alone,) if video is None else (rules.sampling,)))
         found = self.kept.get(name)
         return self.kept.keeping(name, made()) if found is None else iter(found)
 

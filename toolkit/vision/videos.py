@@ -53,6 +53,10 @@ class Reader:
         be read, is broken, too large or takes more than ``seconds`` of processor time; BusyError where others left it
         no time."""
         if isinstance(source, Clip):
+            _check_frames(source.frames)
+            if len(source.seconds) != len(source) or not source.rate > 0:
+                found = f"{len(source.seconds)} for {len(source)} frames, {source.rate} a second"
+                raise UsageError(f"video: expected a second for each frame and a rate above 0, found {found}")
             return source
         if isinstance(source, list | tuple | np.ndarray):
             return of_frames(source, rules, sampling.fps or video.fps)
@@ -119,10 +123,7 @@ def video_url(source: str) -> str:
 def of_frames(frames: Sequence[Any] | np.ndarray, rules: Rules, rate: float) -> Clip:
     """Those that a user has cut, ``rate`` of them a second: an array as in ``Clip``, or pictures of one size."""
     if isinstance(frames, np.ndarray):
-        if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or not frames.size:
-            raise UsageError(
-                f"video: expected uint8 [frames, height, width, 3], found {frames.dtype} {list(frames.shape)}"
-            )
+        _check_frames(frames)
         return Clip(frames, tuple(i / rate for i in range(len(frames))), rate)
     if not 1 <= len(frames) <= rules.max_video_frames:
         raise UsageError(f"video: expected 1 to {rules.max_video_frames} frames, found {len(frames)}")
@@ -130,6 +131,11 @@ def of_frames(frames: Sequence[Any] | np.ndarray, rules: Rules, rate: float) -> 
     if len(shapes := {array.shape for array in arrays}) > 1:
         raise UsageError(f"video: expected frames of one size, found {len(shapes)} sizes")
     return of_frames(np.stack(arrays), rules, rate)
+
+
+def _check_frames(frames: np.ndarray) -> None:
+    if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[3] != 3 or not frames.size:
+        raise UsageError(f"video: expected uint8 [frames, height, width, 3], found {frames.dtype} {list(frames.shape)}")
 
 
 def watch(recipe: Recipe, video: Video, clip: Clip) -> Iterator[Picture]:
