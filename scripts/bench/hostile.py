@@ -3,9 +3,10 @@
 
     python scripts/bench/hostile.py demo --floods 8,32 --rounds 3
 
-A round is: four streams alone, the same with a flood of hostile formats and an honest one every half second, alone
-again. Printed are the load of the machine, the times of the 400s and of the honest answers, other answers by their
-status, and p50 and p99 of the gaps between a stream's pieces before and during. Every format is new to the server.
+A round is: four streams alone for four seconds; the same with a flood of hostile formats, and an honest one every half
+second, for as long at the least; alone again. Printed are the load of the machine, the times of the 400s and of the
+honest answers, other answers by their status, and p50 and p99 of the gaps between a stream's pieces before and during.
+Every format is new to the server.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def one_round(client: Client, flood: int) -> dict[str, Any]:
     attack = [threading.Thread(target=lambda i=i: told.append(client.ask(hostile(i)))) for i in range(flood)]
     for thread in attack:
         thread.start()
-    while any(thread.is_alive() for thread in attack):
+    end = time.perf_counter() + QUIET_S
+    while any(thread.is_alive() for thread in attack) or time.perf_counter() < end:
         good.append(client.ask(honest()))
         time.sleep(0.5)
     during = percentiles(gaps, 50, 99)

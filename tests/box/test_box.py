@@ -85,6 +85,11 @@ def test_a_job_that_passes_a_limit_is_ended_and_the_next_one_runs(forks: bool, w
         os.kill(first, 0)
 
 
+def test_a_fork_may_stand_back() -> None:
+    one, own = box(size=1, forks=True), os.nice(0)
+    assert [one.run("os.nice(0)", nice=n)[0] for n in (3, 0)] == [min(own + 3, 19), own]
+
+
 def test_a_job_may_have_less_time_than_the_limit() -> None:
     one = box(Limits(memory=256 << 20, cpu_seconds=60, seconds=60), size=1)
     with pytest.raises(LimitError, match=r"0\.2 s of processor time"):

@@ -124,10 +124,15 @@ def test_what_is_hopeless_is_told_from_its_text(grammars: Grammars, monkeypatch:
     optional = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(990)}}
     hopeless = ["[^x]{1,8000}", "(ab|cd)?" * 1000, "a?" * 300, r"-(\d[^,]{0,500})*", "(" + "[a-z]?" * 200 + "|x)+"]
     formats = [{"type": "regex_schema", "regex_schema": text} for text in hopeless]
-    formats += [{"type": "json_schema", "json_schema": {"schema": {"items": {"pattern": text}}}} for text in hopeless]
+    rows = [text for text in hopeless if "[^" not in text]  # what a schema's pattern counts beyond 128 costs nothing
+    formats += [{"type": "json_schema", "json_schema": {"schema": {"items": {"pattern": text}}}} for text in rows]
     formats += [{"type": "grammar", "grammar": f"root ::= x\nx ::= {text}"} for text in ('"ab"? ' * 200, "[^x]{2,900}")]
     for response_format in [*formats, {"type": "json_schema", "json_schema": {"schema": {"anyOf": [optional]}}}]:
         assert "it takes more than 1 s of processor time (about " in refusal(grammars, response_format)
+    many = {"properties": {f"p{n}": {"type": "string", "maxLength": 200 + n} for n in range(40)}}
+    assert "processor time (about 36.0 s)" in refusal(
+        grammars, {"type": "json_schema", "json_schema": {"schema": many}}
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,7 +162,7 @@ def test_honest_formats_are_cheap_by_their_text(corpus: Any) -> None:
         "-?" + "[0-9]?" * 40,
     ]
     formats = [{"type": "regex_schema", "regex_schema": text} for text in patterns]
-    many = {f"p{i}": {"type": "string", "maxLength": 4000} for i in range(300)}
+    many = {f"p{i}": {"type": "string", "maxLength": (4000, 255, 100, 20)[i % 4]} for i in range(300)}
     formats.append({"type": "json_schema", "json_schema": {"schema": {"properties": many}}})
     for response_format in [*formats, *corpus("grammars").harmless()]:
         assert least_seconds(response_format) <= (5.0 if response_format["type"] == "json_schema" else 1.0)
@@ -184,7 +189,7 @@ def test_what_is_cheap_is_compiled_again_here_and_is_the_same(
 def test_a_client_s_format_has_less_time_than_many_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
 
-    def run(self: Any, value: Any, ticket: Any = None, cpu_seconds: float = 0.0) -> Any:
+    def run(self: Any, value: Any, ticket: Any = None, cpu_seconds: float = 0.0, nice: int = 0) -> Any:
         asked.append(cpu_seconds)
         raise ValueError("is not valid")
 
@@ -192,10 +197,34 @@ def test_a_client_s_format_has_less_time_than_many_tools(monkeypatch: pytest.Mon
     monkeypatch.setattr(grammar.Box, "run", run)
     tools = {"type": "structural_tag", "structural_tag": {"format": "x" * 40_000}}
     name = {"type": "json_schema", "json_schema": {"schema": {"type": "string", "maxLength": 200}}}
-    for response_format in ({"type": "json_object"}, {"type": "regex_schema", "regex_schema": "[abc]+"}, tools, name):
+    names = {"anyOf": [{"type": "string", "maxLength": n} for n in (100, 200, 300, 300)]}
+    several = {"type": "json_schema", "json_schema": {"schema": names}}
+    for response_format in (
+        {"type": "json_object"},
+        {"type": "regex_schema", "regex_schema": "[abc]+"},
+        tools,
+        name,
+        several,
+    ):
         with pytest.raises(UsageError):
             grammars.compiled(response_format)
-    assert asked[0] == asked[1] == 1.0 and 5 < asked[2] < 10 and asked[3] == 5.0
+    assert asked[0] == asked[1] == 1.0 and 5 < asked[2] < 10 and asked[3:] == [1.9, 2.8]
+
+
+def test_texts_whose_letters_are_counted(grammars: Grammars) -> None:
+    """Many lengths in one schema; a pattern that says no more than one; patterns that xgrammar cannot keep."""
+    lengths = {f"p{n}": {"type": "string", "maxLength": n} for n in (5, 60, 128, 129, 500)}
+    lengths["any"] = {"type": "string", "pattern": "^.{2,300}$"}
+    lengths["counted"] = {"type": "string", "pattern": "^[a-z]{0,200}$"}
+    asked = {"type": "object", "properties": lengths, "required": list(lengths), "additionalProperties": False}
+    value = {name: "x" * min(part.get("maxLength", 200), 300) for name, part in lengths.items()} | {"any": "ab"}
+    for name, text, right in (
+        ("p5", "x" * 5, True), ("p5", "x" * 6, False), ("p129", "x" * 130, False), ("any", "x" * 300, True),
+        ("any", "x", False), ("any", "x" * 301, False), ("counted", "x" * 201, False), ("counted", "X", False),
+    ):  # fmt: skip
+        text = json.dumps(value | {name: text})
+        named = {"type": "json_schema", "json_schema": {"schema": asked}}
+        assert follow(grammars, named, text.encode()) is right, (name, text)
 
 
 def test_formats_that_take_long_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +232,9 @@ def test_formats_that_take_long_do_not_hold_up_others(monkeypatch: pytest.Monkey
     grammars, go_on, begun = Grammars(Letters(), SIZE), threading.Event(), threading.Semaphore(0)  # type: ignore[arg-type]
     run = grammar.Box.run
 
-    def ran(self: Any, value: Any, ticket: Any = None, cpu_seconds: float = 0.0) -> Any:
+    def ran(self: Any, value: Any, ticket: Any = None, cpu_seconds: float = 0.0, nice: int = 0) -> Any:
         if value["type"] != "regex_schema":
-            return run(self, value, ticket=ticket, cpu_seconds=cpu_seconds)
+            return run(self, value, ticket=ticket, cpu_seconds=cpu_seconds, nice=nice)
         begun.release()
         assert cpu_seconds < 1 or go_on.wait(60)
         raise OutOfTime(f"it takes more than {cpu_seconds:g} s of processor time")

@@ -108,17 +108,22 @@ class Box:
                 self._idle.append(self._new())
 
     def run(
-        self, value: Any, data: bytes = b"", ticket: Ticket | None = None, cpu_seconds: float = math.inf
+        self,
+        value: Any,
+        data: bytes = b"",
+        ticket: Ticket | None = None,
+        cpu_seconds: float = math.inf,
+        nice: int = 0,
     ) -> tuple[Any, bytes]:
         """What the job makes of ``value`` (plain JSON) and ``data``. ``cpu_seconds``: where this one is to have less
-        than the limit.
+        than the limit. ``nice``: how far it stands back for others, where jobs are forks.
 
         Raises TypeError for a value that is no plain JSON, ValueError with the job's own words where it refuses,
         LimitError where it was ended (OutOfTime after its processor time, Crowded where time or a free child was
         lacking, or the machine's memory), Cancelled, RuntimeError for a fault in the job.
         """
         limits = replace(self._limits, cpu_seconds=min(cpu_seconds, self._limits.cpu_seconds))
-        message = frames.pack([value, limits.cpu_seconds], data)
+        message = frames.pack([value, limits.cpu_seconds, nice], data)
         deadline = time.monotonic() + self._limits.seconds
         worker = self._take(deadline, ticket)
         healthy = False

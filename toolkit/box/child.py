@@ -3,7 +3,8 @@
 A job is named ``module:function``; ``function(setup, data)`` gives ``run(value, data) -> (value, data)``. Values are
 plain JSON. What ``run`` raises goes back as text; a job that runs out of processor time is ended by the kernel.
 
-Where jobs are often ended, each runs in a fork of this process: what was built for it is there for the next one.
+Where jobs are often ended, each runs in a fork of this process: what was built for it is there for the next one. A job
+that has ``prepare(value)`` may build more before the fork, of its own making: no limit ends that.
 """
 
 from __future__ import annotations
@@ -43,16 +44,20 @@ def main(fd: int) -> None:
         ended = DONE
         while first["forks"] or ended != MEMORY:  # a heap that was full is not used again
             _allow(0)
-            (value, seconds), data = frames.receive(sock)
+            (value, seconds, nice), data = frames.receive(sock)
             if first["forks"]:
-                ended, value, data = _in_fork(sock, run, value, data, seconds)
+                ended, value, data = _in_fork(sock, run, value, data, seconds, nice)
             else:
                 _allow(seconds)
                 ended, value, data = _attempt(run, value, data)
             frames.send(sock, frames.pack([ended, value], data))
 
 
-def _in_fork(sock: socket.socket, run: Any, value: Any, data: bytes, seconds: float) -> tuple[str, Any, bytes]:
+def _in_fork(
+    sock: socket.socket, run: Any, value: Any, data: bytes, seconds: float, nice: int
+) -> tuple[str, Any, bytes]:
+    if prepare := getattr(run, "prepare", None):
+        prepare(value)
     ours, theirs = socket.socketpair()
     try:
         pid = os.fork()
@@ -65,6 +70,7 @@ def _in_fork(sock: socket.socket, run: Any, value: Any, data: bytes, seconds: fl
             sock.close()
             ours.close()
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.nice(nice)
             _allow(seconds)
             ended, value, data = _attempt(run, value, data)
             frames.send(theirs, frames.pack([ended, value], data))

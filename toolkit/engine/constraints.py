@@ -7,6 +7,7 @@ is done in a few threads of its own, so that running requests do not wait. The e
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from toolkit.engine.grammar import Grammars
 
 PATIENCE = 60.0  # seconds that building a request's constraints may take, waiting for a thread included
+NICE = 5  # how far they stand back for those that answer
 THREADS = 16  # that build at once; most only wait for a box, and more than may wait there for a longer turn
 
 
@@ -208,6 +210,7 @@ class Building:
         return self._built
 
     def _build(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICE)
         try:
             self._built = self._constraints.build(self._params, self._ticket)
         except Exception as e:

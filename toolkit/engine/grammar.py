@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from numpy.typing import NDArray
 
 from toolkit.box.box import Box, Crowded, LimitError, Limits, OutOfTime, Ticket
 from toolkit.engine.grammar_cost import SMALLER, check_cost, given_seconds
-from toolkit.engine.grammar_format import check_format
-from toolkit.engine.grammar_job import compile_format, compiler, may_cache
+from toolkit.engine.grammar_format import as_lengths, check_format
+from toolkit.engine.grammar_job import Compilers
 from toolkit.engine.grammar_pace import Pace
 from toolkit.engine.json_tokens import JsonTokens, has
 from toolkit.engine.xgrammar_core import CORE, unreachable, vocabulary
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 
 LIMITS = Limits(memory=2 << 30, cpu_seconds=10.0, seconds=50.0, reply=128 << 20)
 _TOKENS = 1 << 16  # of a vocabulary with which a format has the seconds of grammar_cost; with more it has longer
-_LONG_TURNS = 2  # formats that may take all their time at once; what comes meanwhile
+_LONG_TURNS = 2 if len(os.sched_getaffinity(0)) > 2 else 1  # that may take all their time at once; what comes meanwhile
 _SHORT_TURN = 0.25  # has so many seconds of processor time first,
+NICE = 5  # and stands so far back for those that answer,
 _LINE = 8  # and so many may then wait for a long turn
 _KEPT, _KEPT_BYTES = 64, 256 << 20  # compiled grammars
 _JSON = ("json_object", "json_schema", "structural_tag")  # formats whose texts are JSON, or have it in them
@@ -60,9 +62,10 @@ class Grammars:
             if i < len(tokens):
                 tokens[i] = unreachable(tokens[i]) if i not in self._eos else b""
         self._info = vocabulary(tokens, vocab_size, self._eos)
+        self._compilers = Compilers(self._info)
         setup = {"lengths": [len(t) for t in tokens], "size": vocab_size, "stops": self._eos}
         size = _LONG_TURNS + 1
-        self._box = Box("toolkit.engine.grammar_job:compiling", LIMITS, setup, b"".join(tokens), size, forks=True)
+        self._box = Box("toolkit.engine.grammar_job:Compiling", LIMITS, setup, b"".join(tokens), size, forks=True)
         self._long_turns = threading.Semaphore(_LONG_TURNS)
         self._in_line = 0  # formats that wait for one
         self._compiled: OrderedDict[bytes, Compiled] = OrderedDict()  # the one used last is last
@@ -85,8 +88,8 @@ class Grammars:
         where others left it no time, and Cancelled when ``ticket`` says so.
         """
         check_format(response_format)
-        check_cost(response_format)
-        return self._get(response_format, ticket or Ticket())
+        check_cost(as_lengths(response_format))
+        return self._get(_key(response_format), as_lengths(response_format), ticket or Ticket())
 
     def state(self, compiled: Compiled, stop_token_ids: list[int]) -> GrammarState:
         """A matcher at the start of a grammar; it allows the stop ids (else eos) where the grammar may end."""
@@ -94,8 +97,7 @@ class Grammars:
         matcher = CORE.GrammarMatcher(compiled.grammar, stops or None, not stops, -1, None)
         return GrammarState(matcher, frozenset(stops), self._json if compiled.json else None)
 
-    def _get(self, response_format: dict[str, Any], ticket: Ticket) -> Compiled:
-        key = _key(response_format)
+    def _get(self, key: bytes, response_format: dict[str, Any], ticket: Ticket) -> Compiled:
         with self._changed:
             while key in self._compiling:  # another request asked for the same
                 ticket.check()
@@ -129,7 +131,8 @@ class Grammars:
                     self._refused.popitem(last=False)
             raise UsageError(text) from e
         if again:  # in this thread, as it went well in the box
-            found = compile_format(compiler(self._info, may_cache(response_format)), response_format)
+            self._compilers.prepare(response_format)
+            found = self._compilers.compile(response_format)
         else:
             found = CORE.CompiledGrammar.deserialize_json(data.decode(), self._info)
         compiled = Compiled(found, kind in _JSON, max(len(data), found.memory_size_bytes()))
@@ -145,13 +148,13 @@ class Grammars:
         """What the box makes of it. While others take long it has a short turn, which is enough for most, and only then
         waits: so the formats of one client do not hold up those of others."""
 
-        def run(cpu_seconds: float) -> tuple[bool, bytes]:
-            return self._box.run(response_format, ticket=ticket, cpu_seconds=cpu_seconds)
+        def run(cpu_seconds: float, nice: int = 0) -> tuple[bool, bytes]:
+            return self._box.run(response_format, ticket=ticket, cpu_seconds=cpu_seconds, nice=nice)
 
         larger = max(1.0, self._size / _TOKENS)
         if not self._long_turns.acquire(blocking=False):
             try:
-                return run(_SHORT_TURN * larger)
+                return run(_SHORT_TURN * larger, NICE)
             except OutOfTime:
                 self._wait_in_line(ticket)
         try:

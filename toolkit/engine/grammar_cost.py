@@ -8,7 +8,9 @@ xgrammar asks of every place of a grammar which tokens may stand there. Three th
 - Parts in a row that may each be left out, for each leads to all behind it: ``(ab|cd)?`` a hundred times, and an
   object's properties that are not required.
 
-The same class counted twice costs little more than once, so the largest count of each class is what is summed up.
+The same class counted twice costs little more than once, so the largest count of each class is what is summed up. Up
+to 128 letters of a text are counted once for all schemas (``grammar_job.py``); beyond, each pair of lengths has its
+price. Patterns of a schema that count beyond 128 cost nothing.
 Everything else (nested groups, lists of choices, references) is cheap, or is told by compiling it.
 """
 
@@ -27,10 +29,15 @@ COUNTED, BEYOND = 128, 1.6  # so many places are made, and as much more where th
 CHAIN_S = 6.5e-7  # seconds x cube of the parts in a row that may be left out
 PROPERTIES_S = 2.8e-9  # likewise of an object's properties
 LOOKED_AT = 8192  # parts of all patterns of a schema, or of a grammar: the server waits meanwhile
+LENGTH_NAMES = ("minLength", "maxLength")
 _DIGITS = 9  # of a count that are read
 
 SECONDS = 1.0  # of processor time for a format that a client has written
-COUNT_SECONDS = 4.0  # more where letters are counted: xgrammar tries all tokens at each of up to 128 places
+LENGTH_S, LENGTHS = (
+    0.9,
+    6,
+)  # seconds for each pair of lengths of a schema's texts beyond COUNTED; so many get their time
+COUNT_SECONDS = 4.0  # more for tools whose schemas count letters: for them all places are made anew
 BYTES_A_SECOND = 8 << 10  # one made of tools may take so much longer as there are more of them
 SURELY = 1.5  # what takes at least so many times its limit, by these figures, is not tried
 SMALLER = "use a smaller one, with shorter counts (maxLength, {m,n}) or none"
@@ -66,10 +73,12 @@ def check_cost(response_format: dict[str, Any]) -> None:
 
 def given_seconds(response_format: dict[str, Any]) -> float:
     """The processor time that compiling may take over a vocabulary that is not large."""
+    if response_format["type"] == "json_schema":
+        return SECONDS + LENGTH_S * min(len(_lengths(_schema(response_format))), LENGTHS)
+    if response_format["type"] != "structural_tag":
+        return SECONDS
     text = json.dumps(response_format, default=repr)
-    made_of_tools = response_format["type"] == "structural_tag"
-    counts = COUNT_SECONDS if '"maxLength"' in text else 0.0
-    return SECONDS + counts + (len(text) / BYTES_A_SECOND if made_of_tools else 0.0)
+    return SECONDS + (COUNT_SECONDS if '"maxLength"' in text else 0.0) + len(text) / BYTES_A_SECOND
 
 
 def least_seconds(response_format: dict[str, Any]) -> float:
@@ -81,34 +90,49 @@ def least_seconds(response_format: dict[str, Any]) -> float:
     if kind == "grammar":
         return _of_patterns([_ebnf(value)])
     if kind == "json_schema":
-        return _of_schema(value.get("schema", value))
+        return _of_schema(_schema(response_format))
     return 0.0
 
 
-def _of_schema(schema: Any) -> float:
-    patterns: list[Iterator[tuple[str, str]]] = []
-    optional, longest = 0, 0
+def _schema(response_format: dict[str, Any]) -> Any:
+    value = response_format["json_schema"]
+    return value.get("schema", value)
+
+
+def _objects(schema: Any) -> Iterator[dict[str, Any]]:
     stack = [schema]
     while stack:
         item = stack.pop()
         if isinstance(item, list):
             stack += item
         elif isinstance(item, dict):
-            properties, required = item.get("properties"), item.get("required")
-            if isinstance(properties, dict):
-                needed = {n for n in required if isinstance(n, str)} if isinstance(required, list) else set()
-                optional = max(optional, len(properties.keys() - needed))
-            if isinstance(pattern := item.get("pattern"), str):
-                patterns.append(_regex(pattern))
-            if isinstance(most := item.get("maxLength"), int):
-                longest = max(longest, most)
+            yield item
             stack += item.values()
-    texts = _counted("wide", 0, longest) if longest else 0.0
-    return PROPERTIES_S * optional**3 + max(texts, _of_patterns(patterns))
 
 
-def _of_patterns(patterns: list[Iterator[tuple[str, str]]]) -> float:
-    """The dearest count of each class, and the longest row of parts that may be left out."""
+def _lengths(schema: Any) -> set[tuple[int, ...]]:
+    """Least and most letters of the texts that may have, or have to have, more than COUNTED."""
+    pairs = (tuple(n if isinstance(n := o.get(name), int) else 0 for name in LENGTH_NAMES) for o in _objects(schema))
+    return {pair for pair in pairs if max(pair) > COUNTED}
+
+
+def _of_schema(schema: Any) -> float:
+    patterns: list[Iterator[tuple[str, str]]] = []
+    optional = 0
+    for item in _objects(schema):
+        properties, required = item.get("properties"), item.get("required")
+        if isinstance(properties, dict):
+            needed = {n for n in required if isinstance(n, str)} if isinstance(required, list) else set()
+            optional = max(optional, len(properties.keys() - needed))
+        if isinstance(pattern := item.get("pattern"), str):
+            patterns.append(_regex(pattern))
+    texts = LENGTH_S * len(_lengths(schema))
+    return PROPERTIES_S * optional**3 + texts + _of_patterns(patterns, COUNTED)
+
+
+def _of_patterns(patterns: list[Iterator[tuple[str, str]]], most_counted: int = 1 << 31) -> float:
+    """The dearest count of each class, and the longest row of parts that may be left out. ``most_counted``: more than
+    so many cost nothing."""
     dearest: dict[str, float] = {}
     longest, looked_at = 0, iter(range(LOOKED_AT))
     for lexemes in patterns:
@@ -117,7 +141,7 @@ def _of_patterns(patterns: list[Iterator[tuple[str, str]]]) -> float:
         for kind, text in (lexeme for lexeme, _ in zip(lexemes, looked_at, strict=False)):
             if kind == "times":
                 least, most = _times(text)
-                if letters and most is not None:
+                if letters and most is not None and most <= most_counted:
                     dearest[letters] = max(dearest.get(letters, 0.0), _counted(_width(letters), least, most))
                 if part and least == 0:
                     rows[-1] += 1

@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 from toolkit.errors import UsageError
@@ -20,6 +22,7 @@ MAX_TEXT = 1 << 18  # characters of a schema, regex, grammar or list of choices
 MAX_DEPTH = 128  # levels of a schema's JSON: two for each object inside an object
 MAX_PROPERTIES = 1000  # of all objects in a schema together
 MAX_REGEX = 1 << 13  # characters of a regex or a schema's pattern
+_ANY = re.compile(r'"pattern": "\^\.\{(\d{1,6}),(\d{1,6})\}\$"')  # ^.{1,255}$
 MAX_GROUPS = 64  # groups inside one another in a regex
 
 
@@ -49,6 +52,15 @@ def check_format(response_format: Any) -> None:
     _check_size(kind, value)
     if kind == "regex_schema":
         _check_regex(kind, str(value))
+
+
+def as_lengths(response_format: dict[str, Any]) -> dict[str, Any]:
+    """The same with patterns of a schema that say nothing but how long a text is as minLength and maxLength: xgrammar
+    cannot follow them beyond 128 letters."""
+    if response_format["type"] != "json_schema":
+        return response_format
+    text, found = _ANY.subn(r'"minLength": \1, "maxLength": \2', json.dumps(response_format))
+    return json.loads(text) if found else response_format
 
 
 def _check_size(kind: str, value: Any) -> None:

@@ -16,38 +16,73 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.engine.grammar_cost import COUNTED
 from toolkit.engine.grammar_pace import Pace
 from toolkit.engine.xgrammar_core import CORE, vocabulary
 
 _PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: ")  # "[12:34:56] /project/cpp/file.cc:83: " before xgrammar's own words
 _WALKS, _TOKENS = 2, 48  # texts that are tried, tokens of each
 _CACHE = 32 << 20  # bytes of parts that schemas have in common
-_AGAIN_S, _AGAIN_BYTES = 0.5, 64 << 20  # processor time and memory of what may be compiled once more
+_AGAIN_S, _AGAIN_BYTES = 6.0, 64 << 20  # processor time and memory of what may be compiled once more
 _STACK = 1 << 20  # half of what a thread has at the least: what fits here has room wherever it is compiled again
 
-Job = Callable[[dict[str, Any], bytes], tuple[bool, bytes]]
+_NOT_KEPT = "per_rule_fsm_hashes"  # of the message with which it fails
+_COUNTS = re.compile('"m(?:ax|in)Length"')
+_COUNTED = {"type": "json_schema", "json_schema": {"schema": {"type": "string", "maxLength": COUNTED}}}
+
 T = TypeVar("T")
 
 
-def compiling(setup: dict[str, Any], data: bytes) -> Job:
+class Compilers:
+    """xgrammar's over one vocabulary, with a cache and without."""
+
+    def __init__(self, info: Any) -> None:
+        self._made = {kept: CORE.GrammarCompiler(info, 1, kept, _CACHE if kept else -1) for kept in (False, True)}
+        self._prepared = False
+        self._preparing = threading.Lock()
+
+    def prepare(self, response_format: dict[str, Any]) -> None:
+        """Places of texts whose letters are counted are the same for all schemas, and most of what those cost."""
+        if may_cache(response_format) and counts_letters(response_format):
+            with self._preparing:
+                if not self._prepared:
+                    compile_format(self._made[True], _COUNTED)
+                    self._prepared = True
+
+    def compile(self, response_format: dict[str, Any]) -> Any:
+        """``compile_format``, with the cache where there may be one. xgrammar cannot keep patterns that count beyond
+        128, and fails: these compile without."""
+        if may_cache(response_format):
+            try:
+                return compile_format(self._made[True], response_format)
+            except RuntimeError as e:
+                if _NOT_KEPT not in str(e):
+                    raise
+        return compile_format(self._made[False], response_format)
+
+
+class Compiling:
     """The box's job. ``setup``: the "lengths" of the tokens whose bytes are ``data``, the vocabulary's "size", "stops".
 
-    It takes a response_format and gives False and the compiled grammar as bytes; or True and none where compiling was
-    cheap: as bytes a grammar holds all of itself once for each of its rules, and writing and reading that takes many
+    It takes a response_format and gives False and the compiled grammar as bytes; or True and none where compiling is
+    cheaper: as bytes a grammar holds all of itself once for each of its rules, and writing and reading that takes many
     times as long as compiling again. Raises ValueError, one line, for one that is not valid, allows no text, or takes
     too long to follow.
     """
-    tokens = [data[a:b] for a, b in pairwise(accumulate(setup["lengths"], initial=0))]
-    info = vocabulary(tokens, setup["size"], setup["stops"])
-    compilers = {cached: compiler(info, cached) for cached in (False, True)}
 
-    def run(response_format: dict[str, Any], data: bytes) -> tuple[bool, bytes]:
+    def __init__(self, setup: dict[str, Any], data: bytes) -> None:
+        self._setup = setup
+        self._tokens = [data[a:b] for a, b in pairwise(accumulate(setup["lengths"], initial=0))]
+        self._compilers = Compilers(vocabulary(self._tokens, setup["size"], setup["stops"]))
+        self.prepare = self._compilers.prepare  # before the fork
+
+    def __call__(self, response_format: dict[str, Any], data: bytes) -> tuple[bool, bytes]:
         seconds, size = time.process_time(), _most_bytes()
         try:
-            compiled = _with_small_stack(lambda: compile_format(compilers[may_cache(response_format)], response_format))
+            compiled = _with_small_stack(lambda: self._compilers.compile(response_format))
             seconds, size = time.process_time() - seconds, _most_bytes() - size
             for seed in range(_WALKS):
-                _try_out(compiled, setup, tokens, random.Random(seed))
+                _try_out(compiled, self._setup, self._tokens, random.Random(seed))
             if seconds <= _AGAIN_S and size <= _AGAIN_BYTES:
                 return True, b""
             return False, str(compiled.serialize_json()).encode()
@@ -57,12 +92,10 @@ def compiling(setup: dict[str, Any], data: bytes) -> Job:
             reason = _PLACE.sub("", " ".join(str(e).split()))
             raise ValueError(f"is not valid: {reason:.300}") from e
 
-    return run
 
-
-def compiler(info: Any, cached: bool) -> Any:
-    """xgrammar's, over a vocabulary."""
-    return CORE.GrammarCompiler(info, 1, cached, _CACHE if cached else -1)
+def counts_letters(response_format: dict[str, Any]) -> bool:
+    """Whether a schema may say how long a text is."""
+    return response_format["type"] == "json_schema" and bool(_COUNTS.search(json.dumps(response_format)))
 
 
 def may_cache(response_format: dict[str, Any]) -> bool:
