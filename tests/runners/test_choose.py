@@ -216,6 +216,30 @@ def test_an_artifact_takes_other_positions(target, tiny_models, tmp_path, steps)
 
 
 @pytest.mark.parametrize("target", NAMES)
+def test_dynamic_rope_reaches_as_far_as_a_session(target, tiny_models, tmp_path, steps):
+    """A request of that length is turned as transformers turns it, of a converted model too."""
+    from transformers import AutoModelForCausalLM
+
+    from toolkit.convert.convert import convert
+    from toolkit.convert.options import Packing
+
+    model, ids = tiny_models("llama", max_position_embeddings=24), list(range(3, 63))
+    convert(str(model), tmp_path / "engine", Packing(target=target), quiet=True)
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, rope_parameters=rope).eval()
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([ids])).logits[0].numpy()
+    asked = RunnerOptions(device="cpu", dtype="float32", block_size=16)
+    found = {}
+    for length in (None, 60):
+        options = {"rope_scaling_factor": 2.0, "session_len": length}
+        driver = steps.Driver(open_runner(tmp_path / "engine", backend=NAMES[target], options=asked, **options)[0])
+        found[length] = driver.step({driver.add(long=True): ids}, "all").logits
+    np.testing.assert_allclose(found[60], expected, rtol=1e-3, atol=1e-4)
+    assert not np.isclose(found[None], expected, rtol=1e-3, atol=1e-3).all()
+
+
+@pytest.mark.parametrize("target", NAMES)
 def test_queries_grow_beyond_the_length_of_the_config_where_asked(target, tiny_models, tmp_path, steps):
     """Of a converted model too, with and without scaled rope; up to that length nothing changes."""
     from toolkit.convert.convert import convert

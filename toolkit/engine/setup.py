@@ -206,6 +206,7 @@ def _open(setup: Setup) -> tuple[Runner, str]:
         hf_overrides=_overrides(config),
         rope_scaling_factor=getattr(config, "rope_scaling_factor", 0.0),
         use_logn_attn=getattr(config, "use_logn_attn", False),
+        session_len=config.session_len,
         model_format=config.model_format,
         load_format=config.load_format,
         blind=config.blind,

@@ -40,6 +40,23 @@ def grow_queries(spec: DecoderSpec) -> DecoderSpec:
     return found
 
 
+def reach(spec: DecoderSpec, length: int) -> DecoderSpec:
+    """``spec`` whose dynamic rope turns a request longer than the model was trained for by the base of ``length``
+    tokens, the longest that a session may have, where its config.json takes that of the length that it states."""
+    layers = []
+    for layer in spec.layers:
+        parts = [replace(s, mixer=_reaching(s.mixer, length)) for s in layer.sublayers]
+        layers.append(replace(layer, sublayers=tuple(parts)))
+    return replace(spec, layers=tuple(layers))
+
+
+def _reaching(mixer: Mixer, length: int) -> Mixer:
+    rope = getattr(mixer, "rope", None)
+    if rope is None or rope.kind != "dynamic":
+        return mixer
+    return replace(mixer, rope=replace(rope, max_position=max(length, rope.original_max_position)))
+
+
 def _grown(mixer: Mixer, longest: int) -> Mixer:
     if mixer.kind != "attention" or mixer.q_scale is not None:
         return mixer

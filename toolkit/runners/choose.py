@@ -50,6 +50,7 @@ def open_model(
     hf_overrides: dict[str, Any] | None = None,
     rope_scaling_factor: float = 0.0,
     use_logn_attn: bool = False,
+    session_len: int | None = None,
     model_format: str | None = None,
     load_format: str = "auto",
     device: str = "cpu",
@@ -59,11 +60,11 @@ def open_model(
     """Open and validate a checkpoint, GGUF file or engine artifact without reading its weights.
 
     ``hf_overrides`` and ``rope_scaling_factor`` change config.json's fields, ``use_logn_attn`` has queries grow beyond
-    its length (``toolkit.models.positions``), ``blind`` leaves out what it sees with; ``model_format`` is checked
-    against what the checkpoint holds. ``load_format`` "int8" and "int4" round the dense linears of a checkpoint while
-    they are read; "dummy" reads config.json alone, and makes random weights on ``device``, where weights packed for a
-    GPU are unpacked too. ``families``: of the caller's, asked before the known ones. Raises ToolkitError or UsageError,
-    one line.
+    its length, ``session_len`` says how far dynamic rope is to reach (``toolkit.models.positions``), ``blind`` leaves
+    out what it sees with; ``model_format`` is checked against what the checkpoint holds. ``load_format`` "int8" and
+    "int4" round the dense linears of a checkpoint while they are read; "dummy" reads config.json alone, and makes
+    random weights on ``device``, where weights packed for a GPU are unpacked too. ``families``: of the caller's, asked
+    before the known ones. Raises ToolkitError or UsageError, one line.
     """
     opened = _open_any(path, hf_overrides, rope_scaling_factor, model_format, load_format, device, blind, families)
     spec = opened.spec
@@ -75,6 +76,10 @@ def open_model(
         from toolkit.models.positions import grow_queries
 
         spec = grow_queries(spec)
+    if session_len is not None:
+        from toolkit.models.positions import reach
+
+        spec = reach(spec, session_len)
     return replace(opened, spec=spec)
 
 
@@ -249,6 +254,7 @@ def open_runner(
     hf_overrides: dict[str, Any] | None = None,
     rope_scaling_factor: float = 0.0,
     use_logn_attn: bool = False,
+    session_len: int | None = None,
     model_format: str | None = None,
     load_format: str = "auto",
     blind: bool = False,
@@ -268,6 +274,7 @@ def open_runner(
         hf_overrides=hf_overrides,
         rope_scaling_factor=rope_scaling_factor,
         use_logn_attn=use_logn_attn,
+        session_len=session_len,
         model_format=model_format,
         load_format=load_format,
         device=_weights_device(options),
