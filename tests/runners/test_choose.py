@@ -224,7 +224,8 @@ def test_dynamic_rope_reaches_as_far_as_a_session(target, tiny_models, tmp_path,
     from toolkit.convert.options import Packing
 
     model, ids = tiny_models("llama", max_position_embeddings=24), list(range(3, 63))
-    convert(str(model), tmp_path / "engine", Packing(target=target), quiet=True)
+    bits = 16 if target == "cpu" else None
+    convert(str(model), tmp_path / "engine", Packing(target=target, head_bits=bits), quiet=True)
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, rope_parameters=rope).eval()
     with torch.inference_mode():
