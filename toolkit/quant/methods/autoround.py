@@ -14,7 +14,7 @@ import gc
 import io
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +74,18 @@ def tune(source: LayerSource, selection: Selection, run: Prepared, tuning: Tunin
                 continue
             kept = _file(run.directory, sites)
             if not kept.is_file():
-                codes = _tune_layer(source, i, layer, sites, weights, exact.hidden, rounded.hidden, tuning)
+                how = tuning if _reached(layer) else replace(tuning, iters=0)
+                codes = _tune_layer(source, i, layer, sites, weights, exact.hidden, rounded.hidden, how)
                 write_tensors(kept, {f"{name}:{k}": v for name, code in codes.items() for k, v in _parts(code)})
             found = {name: code.dequantize().to(setting.device) for name, code in _load(kept, sites, tuning).items()}
             exact.advance(i, layer, weights)
             rounded.advance(i, layer, {**weights, **found})
         run.progress("tuning the rounding", len(layers), len(layers))
+
+
+def _reached(layer: LayerSpec) -> bool:
+    """Whether a text goes through any of its linears: those that look at pictures give it nothing to be tuned by."""
+    return any(s.mixer.kind != "cross" and getattr(s.mixer, "seen", None) is None for s in layer.sublayers)
 
 
 def method(directory: Path, tuning: Tuning, *, dtype: torch.dtype, head: str) -> Method:
