@@ -85,6 +85,11 @@ class Page:
     def click(self, selector: str) -> None:
         self.run(f"document.querySelector({json.dumps(selector)}).click()")
 
+    def choose(self, selector: str, files: list[str]) -> None:
+        """Files in the dialog of an input."""
+        node = self.call("Runtime.evaluate", expression=f"document.querySelector({selector!r})")["result"]["objectId"]
+        self.call("DOM.setFileInputFiles", files=files, objectId=node)
+
     def type(self, text: str) -> None:
         """Into what has the focus."""
         self.call("Input.insertText", text=text)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from toolkit.parsers import registry
 
@@ -239,8 +242,7 @@ def test_conversations_go_out_and_come_back(talk: Callable[..., Talk], tmp_path:
     for name, content, says in (("bad.json", '{"a": 1}', "expected a file"), ("good.json", text, "1 conversations")):
         file = tmp_path / name
         file.write_text(content)
-        node = one.page.call("Runtime.evaluate", expression="document.querySelector('#file')")["result"]["objectId"]
-        one.page.call("DOM.setFileInputFiles", files=[str(file)], objectId=node)
+        one.page.choose("#file", [str(file)])
         one.page.wait(f"document.querySelector('#notice').textContent.includes({says!r})")
     one.page.click("#list .item button")
     assert "remember" in one.page.run(TEXT)
@@ -332,3 +334,39 @@ def test_a_phone_sees_the_conversation_first(talk: Callable[..., Talk]) -> None:
     for _ in range(2):  # dark, then light
         one.page.click("#theme")
     assert one.page.run("getComputedStyle(document.body).backgroundColor") != dark
+
+
+def test_pictures_are_shown_sent_and_kept(talk: Callable[..., Talk], tmp_path: Path) -> None:
+    """Chosen in a file dialog, made smaller; one that is refused is not lost, and goes with the next question."""
+    file, other = tmp_path / "a.png", tmp_path / "b.png"
+    Image.new("RGBA", (3000, 30), (0, 0, 0, 0)).save(file)
+    other.write_text("no picture")
+    one = talk()
+    one.page.run("window.sent = []; window.real = window.fetch; window.fetch = (path, options) => "
+                 "{ if (options?.body) sent.push(JSON.parse(options.body)); return real(path, options); }")  # fmt: skip
+    one.page.choose("#pictures", [str(other)])
+    assert "b.png: this browser cannot read it as an image" in one.page.wait(
+        "!document.querySelector('#notice').hidden && document.querySelector('#notice').textContent"
+    )
+    one.page.choose("#pictures", [str(file), str(file)])
+    one.page.wait("document.querySelectorAll('#shown img').length == 2")
+    one.page.run("document.querySelector('#shown button').click()")
+    one.say("What is it?")
+    told = one.page.wait("!document.querySelector('#notice').hidden && document.querySelector('#notice').textContent")
+    assert "reads text alone" in told  # the stand-in does
+    assert one.page.wait("document.querySelectorAll('#shown img').length") == 1
+    assert one.page.run("document.querySelector('#input').value") == "What is it?"
+    image, text = one.page.run("sent.at(-1).messages.at(-1).content")
+    url = image["image_url"]["url"]
+    made = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+    assert text == {"type": "text", "text": "What is it?"} and url.startswith("data:image/jpeg;base64,")
+    assert made.size == (1280, 13) and made.convert("RGB").getpixel((5, 5)) == (255, 255, 255)
+    answer = 'data: {"choices": [{"delta": {"content": "A line."}, "finish_reason": "stop"}]}\\n\\ndata: [DONE]\\n\\n'
+    one.page.run(f"window.real = async () => new Response('{answer}')")
+    one.page.key("Enter")
+    one.page.wait(f"document.querySelectorAll('.message').length == 2 && {DONE}")
+    assert one.page.run("document.querySelectorAll('#shown img').length") == 0
+    one.page.open(one.server.url)  # kept with the conversation
+    one.page.click("#list .item button")
+    assert one.page.wait("document.querySelector('.message.user img')?.naturalWidth") == 1280
+    assert not [error for error in one.page.errors if "400" not in error]

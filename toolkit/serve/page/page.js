@@ -2,6 +2,7 @@
 
 import { answer, models } from "./api.js";
 import { make } from "./markdown.js";
+import { parts, pictureElements, readPicture } from "./pictures.js";
 import { openPanel, requestFields, settings, wire } from "./settings.js";
 import * as store from "./store.js";
 import { button, editMessage, messageElement, showAnswer } from "./view.js";
@@ -10,12 +11,13 @@ const $ = (id) => document.getElementById(id);
 let talk = store.newTalk(); // the one that is shown
 let running = null; // {talk, message, abort, element, kept, gone} of the answer that is being written
 let frame = 0;
+let shown = []; // pictures that the next question is about
 
 // --- asking
 
 function body(talked) {
-  const messages = talked.map(({ role, content, reasoning_content, tool_calls, tool_call_id }) => (
-    { role, content, reasoning_content, tool_calls, tool_call_id }
+  const messages = talked.map(({ reasoning_content, role, tool_calls, tool_call_id, ...said }) => (
+    { role, content: parts(said), reasoning_content, tool_calls, tool_call_id }
   ));
   if (settings.system) messages.unshift({ role: "system", content: settings.system });
   const model = $("model").value;
@@ -71,15 +73,35 @@ function changed() {
 
 async function send() {
   const text = $("input").value;
-  if (!text.trim() || running) return;
+  const images = shown;
+  if (!(text.trim() || images.length) || running) return;
   $("input").value = "";
+  show([]);
   grow();
-  if (await ask([...talk.messages, { role: "user", content: text }])) return;
+  if (await ask([...talk.messages, { role: "user", content: text, ...(images.length && { images }) }])) return;
   $("input").value = [text, $("input").value].filter(Boolean).join("\n"); // refused or stopped, and not lost
+  show([...images, ...shown]);
   grow();
 }
 
 const stop = () => running?.abort.abort();
+
+/** Show these pictures beside the box, for the next question. */
+function show(images) {
+  shown = images;
+  $("shown").replaceChildren(...pictureElements(shown, (i) => show(shown.filter((_, j) => j !== i))));
+  $("shown").hidden = !shown.length;
+}
+
+async function addPictures(files) {
+  for (const file of files) {
+    try {
+      show([...shown, await readPicture(file)]);
+    } catch (error) {
+      notice(error.message);
+    }
+  }
+}
 
 function keep(which) {
   if (!which.messages.length) return store.forget(which.id);
@@ -212,6 +234,20 @@ const startNew = () => openTalk(store.newTalk());
 $("composer").addEventListener("submit", (event) => (event.preventDefault(), send()));
 $("stop").addEventListener("click", stop);
 $("new").addEventListener("click", startNew);
+$("attach").addEventListener("click", () => $("pictures").click());
+$("pictures").addEventListener("change", async () => {
+  await addPictures($("pictures").files);
+  $("pictures").value = "";
+  $("input").focus();
+});
+for (const [kind, files] of [["paste", (event) => event.clipboardData.files], ["drop", (event) => event.dataTransfer.files]]) {
+  addEventListener(kind, (event) => {
+    if (!files(event).length) return;
+    event.preventDefault();
+    addPictures(files(event));
+  });
+}
+addEventListener("dragover", (event) => event.preventDefault());
 $("search").addEventListener("input", showList);
 $("side-open").addEventListener("click", () => aside(true));
 $("side-close").addEventListener("click", () => aside(false));

@@ -94,6 +94,7 @@ function readMessage({ role, content, ...others }) {
   for (const name of ["reasoning_content", "tool_call_id", "name", "end", "error"]) {
     if (typeof others[name] === "string") made[name] = others[name];
   }
+  if (others.images) made.images = others.images.filter((url) => typeof url === "string" && url.startsWith("data:image/"));
   if (others.tool_calls) made.tool_calls = others.tool_calls.map(readCall);
   const { tokens = 0, wait = 0, speed = 0 } = others.stats ?? {};
   made.stats = { tokens: Number(tokens), wait: Number(wait), speed: Number(speed) };

@@ -1,11 +1,13 @@
 // Messages as the page shows them.
 
 import { copyText, make, show } from "./markdown.js";
+import { pictureElements } from "./pictures.js";
 
 /** The element of a message. `on`: what its buttons do ({edit, retry, go, answerCalls}); `last`: it ends the talk. */
 export function messageElement(message, { last, busy, on }) {
   const element = make("article", { className: `message ${message.role}` });
   if (message.role === "user") {
+    if (message.images) element.append(make("div", { className: "pictures" }, ...pictureElements(message.images)));
     element.append(make("div", { className: "text", textContent: message.content }));
   } else if (message.role === "tool") {
     element.append(folded(`Result of ${message.name ?? "a tool"}`, make("pre", { className: "text", textContent: message.content })));
