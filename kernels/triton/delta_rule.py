@@ -1,8 +1,8 @@
-"""The gated delta rule (Yang et al., 2024), token by token in registers.
+"""The gated delta rule (Yang et al., 2024), token by token in registers; prompts go in chunks (``delta_chunks``).
 
 A program has some columns of one head's state, of one sequence: it reads them once, walks over the tokens and writes
-them once. Columns do not depend on each other. A decode step is bound by that memory, a prompt by how long a token
-takes after the one before it.
+them once. Columns do not depend on each other. A decode step is bound by that memory, a prompt would be by how long a
+token takes after the one before it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..reference import recurrent as reference
 from .codes import cast
+from .delta_chunks import WIDEST, delta_chunks
 from .launch import FLOATS, launch, needs, power_of_2
-from .state_slots import HELD, bounds, by_head, slots, starts_of, state_at
+from .state_slots import HELD, SHORT, bounds, by_head, parts_of, slots, starts_of, state_at
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -41,12 +42,15 @@ def delta_rule_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     PARTS: tl.constexpr,
+    MOST: tl.constexpr,
 ):
-    """Program (one of PARTS blocks of COLS columns of a head's state [K_DIM, V_DIM], sequence). SHARE neighbouring
-    heads have one q and k.
+    """Program (one of PARTS blocks of COLS columns of a head's state [K_DIM, V_DIM], sequence of up to MOST tokens).
+    SHARE neighbouring heads have one q and k.
     """
     sequence = tl.program_id(1)
     begin, stop = bounds(starts, sequence)
+    if stop - begin > MOST:
+        return
     read, write = slots(table, sequence, table_stride)
     head = tl.program_id(0) // PARTS
     i = tl.arange(0, ROWS)
@@ -82,30 +86,23 @@ def delta_rule(
     cu_seqlens: np.ndarray,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """One launch; reads slices of the convolved projection as they are."""
+    """One launch for steps of one token a sequence; reads slices of the convolved projection as they are."""
     q, k, v = by_head(q), by_head(k), by_head(v)
     assert states.is_contiguous()
     (tokens, heads, v_dim), k_dim = v.shape, k.shape[2]
+    fade, beta, starts = fade.contiguous(), beta.contiguous(), starts_of(cu_seqlens, starts, tokens, table)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    walked, chunks = parts_of(cu_seqlens, tokens, table, v.dtype) if k_dim <= WIDEST else (True, 0)
+    if chunks and starts is not None:
+        delta_chunks(q, k, v, fade, beta, states, table, starts, out, chunks)
     rows = power_of_2(k_dim)
     columns = min(power_of_2(v_dim), max(1, HELD // rows))
     parts = triton.cdiv(v_dim, columns)
     launch(
         delta_rule_kernel,
-        (heads * parts, len(table)),
-        q,
-        k,
-        v,
-        fade.contiguous(),
-        beta.contiguous(),
-        states,
-        table,
-        starts_of(cu_seqlens, starts, tokens, table),
-        out,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        table.stride(0),
+        (heads * parts, len(table) if walked else 0),
+        *(q, k, v, fade, beta, states, table, starts, out),
+        *(q.stride(0), k.stride(0), v.stride(0), table.stride(0)),
         warps=1,
         HEADS=heads,
         SHARE=heads // k.shape[1],
@@ -114,5 +111,6 @@ def delta_rule(
         ROWS=rows,
         COLS=columns,
         PARTS=parts,
+        MOST=SHORT if chunks else 1 << 30,
     )
     return out

@@ -1,7 +1,7 @@
-"""Mamba-2's recurrence (Dao and Gu, 2024), token by token in registers.
+"""Mamba-2's recurrence (Dao and Gu, 2024), token by token in registers; prompts go in chunks (``scan_chunks``).
 
 A program has some rows of one head's state, of one sequence: it reads them once, walks over the tokens and writes them
-once. A decode step is bound by that memory, a prompt by how long a token takes after the one before it.
+once. A decode step is bound by that memory, a prompt would be by how long a token takes after the one before it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 from ..reference import recurrent as reference
 from .codes import cast
 from .launch import FLOATS, launch, needs, power_of_2
-from .state_slots import HELD, bounds, by_head, slots, starts_of, state_at
+from .scan_chunks import WIDEST, scan_chunks
+from .state_slots import HELD, SHORT, bounds, by_head, parts_of, slots, starts_of, state_at
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -41,12 +42,15 @@ def state_scan_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     PARTS: tl.constexpr,
+    MOST: tl.constexpr,
 ):
-    """Program (one of PARTS blocks of ROWS rows of a head's state [DIM, SIZE], sequence). SHARE neighbouring heads have
-    one b and c.
+    """Program (one of PARTS blocks of ROWS rows of a head's state [DIM, SIZE], sequence of up to MOST tokens). SHARE
+    neighbouring heads have one b and c.
     """
     sequence = tl.program_id(1)
     begin, stop = bounds(starts, sequence)
+    if stop - begin > MOST:
+        return
     read, write = slots(table, sequence, table_stride)
     head = tl.program_id(0) // PARTS
     i = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
@@ -83,31 +87,23 @@ def state_scan(
     cu_seqlens: np.ndarray,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """One launch; reads slices of the convolved projection as they are."""
+    """One launch for steps of one token a sequence; reads slices of the convolved projection as they are."""
     x, b, c = by_head(x), by_head(b), by_head(c)
     assert states.is_contiguous()
     (tokens, heads, dim), size = x.shape, b.shape[2]
+    dt, starts = dt.contiguous(), starts_of(cu_seqlens, starts, tokens, table)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    walked, chunks = parts_of(cu_seqlens, tokens, table, x.dtype) if size <= WIDEST else (True, 0)
+    if chunks and starts is not None:
+        scan_chunks(x, dt, a, b, c, skip, states, table, starts, out)
     columns = power_of_2(size)
     rows = min(power_of_2(dim), max(1, HELD // columns))
     parts = triton.cdiv(dim, rows)
     launch(
         state_scan_kernel,
-        (heads * parts, len(table)),
-        x,
-        dt.contiguous(),
-        a,
-        b,
-        c,
-        skip,
-        states,
-        table,
-        starts_of(cu_seqlens, starts, tokens, table),
-        out,
-        x.stride(0),
-        b.stride(0),
-        c.stride(0),
-        table.stride(0),
+        (heads * parts, len(table) if walked else 0),
+        *(x, dt, a, b, c, skip, states, table, starts, out),
+        *(x.stride(0), b.stride(0), c.stride(0), table.stride(0)),
         warps=1,
         HEADS=heads,
         SHARE=heads // b.shape[1],
@@ -116,5 +112,6 @@ def state_scan(
         ROWS=rows,
         COLS=columns,
         PARTS=parts,
+        MOST=SHORT if chunks else 1 << 30,
     )
     return out

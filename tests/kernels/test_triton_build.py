@@ -28,6 +28,8 @@ HARD = [
     ("linear_group_int", "int4-g128-1", 0, "group_linear_kernel"), ("sample", "vocab128256", 1, "draw_kernel"),
     ("paged_attention", "decode-80-x1-int8", 0, "attend_kernel"),
     ("paged_attention", "latent-decode-x16", 0, "latent_kernel"), ("delta_rule", "decode", 0, "delta_rule_kernel"),
+    ("delta_rule", "prompt", 0, "delta_prepare_kernel"), ("delta_rule", "prompt", 1, "delta_walk_kernel"),
+    ("state_scan", "prompt", 0, "scan_walk_kernel"),
 ]  # fmt: skip
 
 
