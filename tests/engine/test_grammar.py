@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -184,6 +185,16 @@ def test_what_is_cheap_is_compiled_again_here_and_is_the_same(
     assert told == [True]
     text = here.grammar.serialize_json()
     assert grammar.CORE.CompiledGrammar.deserialize_json(text, grammars._info).serialize_json() == text
+
+
+@pytest.mark.parametrize(("least", "most"), [(500, 5), (10**6, 10**7), (10**400, 10**401), (-5, 200), (True, 300)])
+def test_lengths_that_nobody_means_end_no_process_for_others(grammars: Grammars, least: int, most: int) -> None:
+    asked = {"type": "string", "minLength": least, "maxLength": most}
+    with contextlib.suppress(UsageError):
+        grammars.compiled({"type": "json_schema", "json_schema": {"schema": asked}})
+    (box,) = {child._process.pid for child in grammars._box._idle if child.alive} or {0}
+    assert follow(grammars, {"type": "choice", "choice": ["yes", f"{most}"]}, b"yes")
+    assert {child._process.pid for child in grammars._box._idle} == {box}, "it was replaced"
 
 
 def test_a_client_s_format_has_less_time_than_many_tools(monkeypatch: pytest.MonkeyPatch) -> None:

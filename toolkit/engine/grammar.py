@@ -131,7 +131,6 @@ class Grammars:
                     self._refused.popitem(last=False)
             raise UsageError(text) from e
         if again:  # in this thread, as it went well in the box
-            self._compilers.prepare(response_format)
             found = self._compilers.compile(response_format)
         else:
             found = CORE.CompiledGrammar.deserialize_json(data.decode(), self._info)

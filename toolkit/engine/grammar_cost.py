@@ -74,7 +74,7 @@ def check_cost(response_format: dict[str, Any]) -> None:
 def given_seconds(response_format: dict[str, Any]) -> float:
     """The processor time that compiling may take over a vocabulary that is not large."""
     if response_format["type"] == "json_schema":
-        return SECONDS + LENGTH_S * min(len(_lengths(_schema(response_format))), LENGTHS)
+        return SECONDS + LENGTH_S * min(len(long_texts(response_format)), LENGTHS)
     if response_format["type"] != "structural_tag":
         return SECONDS
     text = json.dumps(response_format, default=repr)
@@ -90,7 +90,7 @@ def least_seconds(response_format: dict[str, Any]) -> float:
     if kind == "grammar":
         return _of_patterns([_ebnf(value)])
     if kind == "json_schema":
-        return _of_schema(_schema(response_format))
+        return _of_schema(_schema(response_format), len(long_texts(response_format)))
     return 0.0
 
 
@@ -110,13 +110,14 @@ def _objects(schema: Any) -> Iterator[dict[str, Any]]:
             stack += item.values()
 
 
-def _lengths(schema: Any) -> set[tuple[int, ...]]:
-    """Least and most letters of the texts that may have, or have to have, more than COUNTED."""
-    pairs = (tuple(n if isinstance(n := o.get(name), int) else 0 for name in LENGTH_NAMES) for o in _objects(schema))
+def long_texts(response_format: dict[str, Any]) -> set[tuple[int, ...]]:
+    """Least and most letters (0: not said) of a schema's texts that may have, or have to have, more than COUNTED."""
+    found = ([o.get(name) for name in LENGTH_NAMES] for o in _objects(_schema(response_format)))
+    pairs = (tuple(n if type(n) is int else 0 for n in pair) for pair in found)
     return {pair for pair in pairs if max(pair) > COUNTED}
 
 
-def _of_schema(schema: Any) -> float:
+def _of_schema(schema: Any, lengths: int) -> float:
     patterns: list[Iterator[tuple[str, str]]] = []
     optional = 0
     for item in _objects(schema):
@@ -126,8 +127,7 @@ def _of_schema(schema: Any) -> float:
             optional = max(optional, len(properties.keys() - needed))
         if isinstance(pattern := item.get("pattern"), str):
             patterns.append(_regex(pattern))
-    texts = LENGTH_S * len(_lengths(schema))
-    return PROPERTIES_S * optional**3 + texts + _of_patterns(patterns, COUNTED)
+    return PROPERTIES_S * optional**3 + LENGTH_S * lengths + _of_patterns(patterns, COUNTED)
 
 
 def _of_patterns(patterns: list[Iterator[tuple[str, str]]], most_counted: int = 1 << 31) -> float:

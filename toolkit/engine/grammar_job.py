@@ -16,19 +16,19 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.engine.grammar_cost import COUNTED
+from toolkit.engine.grammar_cost import COUNTED, LENGTHS, long_texts
 from toolkit.engine.grammar_pace import Pace
 from toolkit.engine.xgrammar_core import CORE, vocabulary
 
 _PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: ")  # "[12:34:56] /project/cpp/file.cc:83: " before xgrammar's own words
 _WALKS, _TOKENS = 2, 48  # texts that are tried, tokens of each
-_CACHE = 32 << 20  # bytes of parts that schemas have in common
+_CACHE = 64 << 20  # bytes of parts that schemas have in common
 _AGAIN_S, _AGAIN_BYTES = 6.0, 64 << 20  # processor time and memory of what may be compiled once more
 _STACK = 1 << 20  # half of what a thread has at the least: what fits here has room wherever it is compiled again
 
 _NOT_KEPT = "per_rule_fsm_hashes"  # of the message with which it fails
-_COUNTS = re.compile('"m(?:ax|in)Length"')
-_COUNTED = {"type": "json_schema", "json_schema": {"schema": {"type": "string", "maxLength": COUNTED}}}
+_LONGEST = 1 << 16  # letters of a text that no limit of time is needed for
+_COUNTS = re.compile(r'"m(?:ax|in)Length": \d')
 
 T = TypeVar("T")
 
@@ -38,16 +38,14 @@ class Compilers:
 
     def __init__(self, info: Any) -> None:
         self._made = {kept: CORE.GrammarCompiler(info, 1, kept, _CACHE if kept else -1) for kept in (False, True)}
-        self._prepared = False
-        self._preparing = threading.Lock()
 
     def prepare(self, response_format: dict[str, Any]) -> None:
-        """Places of texts whose letters are counted are the same for all schemas, and most of what those cost."""
-        if may_cache(response_format) and counts_letters(response_format):
-            with self._preparing:
-                if not self._prepared:
-                    compile_format(self._made[True], _COUNTED)
-                    self._prepared = True
+        """Texts of one length are the same for all schemas, and most of what those cost: have them in the cache."""
+        if response_format["type"] == "json_schema" and _COUNTS.search(json.dumps(response_format)):
+            honest = [(a, b) for a, b in sorted(long_texts(response_format)) if 0 <= a <= COUNTED < b <= _LONGEST]
+            for least, most in [(0, COUNTED), *honest[:LENGTHS]]:
+                counted = {"type": "string", "minLength": least, "maxLength": most}
+                compile_format(self._made[True], {"type": "json_schema", "json_schema": {"schema": counted}})
 
     def compile(self, response_format: dict[str, Any]) -> Any:
         """``compile_format``, with the cache where there may be one. xgrammar cannot keep patterns that count beyond
@@ -91,11 +89,6 @@ class Compiling:
                 raise MemoryError from None
             reason = _PLACE.sub("", " ".join(str(e).split()))
             raise ValueError(f"is not valid: {reason:.300}") from e
-
-
-def counts_letters(response_format: dict[str, Any]) -> bool:
-    """Whether a schema may say how long a text is."""
-    return response_format["type"] == "json_schema" and bool(_COUNTS.search(json.dumps(response_format)))
 
 
 def may_cache(response_format: dict[str, Any]) -> bool:
