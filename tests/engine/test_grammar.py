@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from toolkit.box import box
 from toolkit.box.box import Cancelled, Limits, OutOfTime, Ticket
-from toolkit.engine import grammar
+from toolkit.engine import grammar, grammar_job
 from toolkit.engine.grammar import Grammars, GrammarState
 from toolkit.engine.grammar_cost import least_seconds
 from toolkit.engine.grammar_format import check_format
@@ -195,6 +195,30 @@ def test_lengths_that_nobody_means_end_no_process_for_others(grammars: Grammars,
     (box,) = {child._process.pid for child in grammars._box._idle if child.alive} or {0}
     assert follow(grammars, {"type": "choice", "choice": ["yes", f"{most}"]}, b"yes")
     assert {child._process.pid for child in grammars._box._idle} == {box}, "it was replaced"
+
+
+def test_what_no_limit_ends_does_not_go_on_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths that strangers think up are compiled before the fork only in long turns, and few of them."""
+    made: list[tuple[int, int]] = []
+    compiled = grammar_job.compile_format
+
+    def counted(compiler: Any, response_format: dict[str, Any]) -> Any:
+        text = response_format["json_schema"]["schema"]
+        made.append((text["minLength"], text["maxLength"]))
+        return compiled(compiler, response_format)
+
+    monkeypatch.setattr(grammar_job, "compile_format", counted)
+    compilers = grammar_job.Compilers(Grammars(Letters(), SIZE)._info)  # type: ignore[arg-type]
+
+    def prepare(first: int, seconds: float) -> set[tuple[int, int]]:
+        texts = [{"type": "string", "maxLength": first + i} for i in range(4)]
+        made.clear()
+        compilers.prepare({"type": "json_schema", "json_schema": {"schema": {"anyOf": texts}}}, seconds)
+        return set(made) - {(0, grammar_job.COUNTED)}
+
+    assert prepare(200, 0.25) == set(), "a short turn"
+    assert prepare(200, 10.0) == {(0, 200 + i) for i in range(4)} and prepare(200, 10.0) == set()
+    assert sum(len(prepare(300 + 10 * i, 10.0)) for i in range(9)) == grammar_job.PREPARED - 4
 
 
 def test_a_client_s_format_has_less_time_than_many_tools(monkeypatch: pytest.MonkeyPatch) -> None:

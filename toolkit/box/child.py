@@ -4,7 +4,8 @@ A job is named ``module:function``; ``function(setup, data)`` gives ``run(value,
 plain JSON. What ``run`` raises goes back as text; a job that runs out of processor time is ended by the kernel.
 
 Where jobs are often ended, each runs in a fork of this process: what was built for it is there for the next one. A job
-that has ``prepare(value)`` may build more before the fork, of its own making: no limit ends that.
+that has ``prepare(value, seconds)`` may build more before the fork, of its own making: no limit ends that, so it has to
+see to it that what strangers ask for cannot make it long. ``seconds``: of processor time that the run has.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _in_fork(
     sock: socket.socket, run: Any, value: Any, data: bytes, seconds: float, nice: int
 ) -> tuple[str, Any, bytes]:
     if prepare := getattr(run, "prepare", None):
-        prepare(value)
+        prepare(value, seconds)
     ours, theirs = socket.socketpair()
     try:
         pid = os.fork()

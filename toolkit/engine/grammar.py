@@ -119,7 +119,7 @@ class Grammars:
     def _compile(self, key: bytes, response_format: dict[str, Any], ticket: Ticket) -> Compiled:
         kind = response_format["type"]
         try:
-            again, data = self._in_turn(response_format, ticket)
+            found, size = self._in_turn(response_format, ticket)
         except Crowded as e:
             raise BusyError(f"response_format: the {kind} cannot be compiled now: {e}") from e
         except (ValueError, LimitError) as e:
@@ -130,11 +130,7 @@ class Grammars:
                 if len(self._refused) > _REMEMBERED:
                     self._refused.popitem(last=False)
             raise UsageError(text) from e
-        if again:  # in this thread, as it went well in the box
-            found = self._compilers.compile(response_format)
-        else:
-            found = CORE.CompiledGrammar.deserialize_json(data.decode(), self._info)
-        compiled = Compiled(found, kind in _JSON, max(len(data), found.memory_size_bytes()))
+        compiled = Compiled(found, kind in _JSON, max(size, found.memory_size_bytes()))
         with self._changed:
             self._compiled[key] = compiled
             while len(self._compiled) > 1 and (
@@ -143,12 +139,15 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return compiled
 
-    def _in_turn(self, response_format: dict[str, Any], ticket: Ticket) -> tuple[bool, bytes]:
-        """What the box makes of it. While others take long it has a short turn, which is enough for most, and only then
-        waits: so the formats of one client do not hold up those of others."""
+    def _in_turn(self, response_format: dict[str, Any], ticket: Ticket) -> tuple[Any, int]:
+        """xgrammar's grammar, and the bytes it came in. While others take long it has a short turn, which is enough for
+        most, and only then waits: so the formats of one client do not hold up those of others."""
 
-        def run(cpu_seconds: float, nice: int = 0) -> tuple[bool, bytes]:
-            return self._box.run(response_format, ticket=ticket, cpu_seconds=cpu_seconds, nice=nice)
+        def run(cpu_seconds: float, nice: int = 0) -> tuple[Any, int]:
+            again, data = self._box.run(response_format, ticket=ticket, cpu_seconds=cpu_seconds, nice=nice)
+            if again:  # in this thread, as it went well in the box
+                return self._compilers.compile(response_format), 0
+            return CORE.CompiledGrammar.deserialize_json(data.decode(), self._info), len(data)
 
         larger = max(1.0, self._size / _TOKENS)
         if not self._long_turns.acquire(blocking=False):

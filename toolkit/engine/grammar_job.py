@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.engine.grammar_cost import COUNTED, LENGTHS, long_texts
+from toolkit.engine.grammar_cost import COUNTED, LENGTHS, given_seconds, long_texts
 from toolkit.engine.grammar_pace import Pace
 from toolkit.engine.xgrammar_core import CORE, vocabulary
 
@@ -28,6 +28,7 @@ _STACK = 1 << 20  # half of what a thread has at the least: what fits here has r
 
 _NOT_KEPT = "per_rule_fsm_hashes"  # of the message with which it fails
 _LONGEST = 1 << 16  # letters of a text that no limit of time is needed for
+PREPARED = 16  # lengths beyond COUNTED that are compiled before the fork: nothing ends that, so no client may go on so
 _COUNTS = re.compile(r'"m(?:ax|in)Length": \d')
 
 T = TypeVar("T")
@@ -38,12 +39,17 @@ class Compilers:
 
     def __init__(self, info: Any) -> None:
         self._made = {kept: CORE.GrammarCompiler(info, 1, kept, _CACHE if kept else -1) for kept in (False, True)}
+        self._prepared: set[tuple[int, ...]] = set()
 
-    def prepare(self, response_format: dict[str, Any]) -> None:
-        """Texts of one length are the same for all schemas, and most of what those cost: have them in the cache."""
+    def prepare(self, response_format: dict[str, Any], seconds: float) -> None:
+        """Texts of one length are the same for all schemas, and most of what those cost: have them in the cache. Beyond
+        ``COUNTED`` only the first lengths that come, and in runs with all their time; later ones go by its limit."""
         if response_format["type"] == "json_schema" and _COUNTS.search(json.dumps(response_format)):
             honest = [(a, b) for a, b in sorted(long_texts(response_format)) if 0 <= a <= COUNTED < b <= _LONGEST]
-            for least, most in [(0, COUNTED), *honest[:LENGTHS]]:
+            new = [pair for pair in honest[:LENGTHS] if pair not in self._prepared]
+            new = new[: PREPARED - len(self._prepared)] if seconds >= given_seconds(response_format) else []
+            self._prepared.update(new)
+            for least, most in [(0, COUNTED), *new]:
                 counted = {"type": "string", "minLength": least, "maxLength": most}
                 compile_format(self._made[True], {"type": "json_schema", "json_schema": {"schema": counted}})
 
