@@ -370,3 +370,25 @@ def test_pictures_are_shown_sent_and_kept(talk: Callable[..., Talk], tmp_path: P
     one.page.click("#list .item button")
     assert one.page.wait("document.querySelector('.message.user img')?.naturalWidth") == 1280
     assert not [error for error in one.page.errors if "400" not in error]
+
+
+def test_pictures_that_come_at_once_are_all_there(talk: Callable[..., Talk], tmp_path: Path) -> None:
+    """Pasted one after the other, before the first was read; text that comes with a picture of itself stays text."""
+    file = tmp_path / "a.png"
+    Image.new("RGB", (30, 30)).save(file)
+    one = talk()
+    data = base64.b64encode(file.read_bytes()).decode()
+    one.page.run(
+        f"window.bytes = Uint8Array.from(atob('{data}'), (c) => c.charCodeAt());"
+        "window.file = new File([bytes], 'a.png', { type: 'image/png' });"
+        "window.bring = (kind, Kind, name, text) => {"
+        "  const data = new DataTransfer(); data.items.add(file); if (text) data.setData('text/plain', text);"
+        "  return document.dispatchEvent(new Kind(kind, { [name]: data, bubbles: true, cancelable: true })); };"
+    )
+    taken = one.page.run(
+        "[bring('paste', ClipboardEvent, 'clipboardData', '1\\t2'), bring('paste', ClipboardEvent, 'clipboardData'),"
+        " bring('paste', ClipboardEvent, 'clipboardData'), bring('drop', DragEvent, 'dataTransfer', 'http://a/a.png')]"
+    )
+    assert taken == [True, False, False, False]
+    assert one.page.wait("document.querySelectorAll('#shown img').length") >= 1
+    one.page.wait("document.querySelectorAll('#shown img').length == 3")

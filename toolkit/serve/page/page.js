@@ -96,7 +96,8 @@ function show(images) {
 async function addPictures(files) {
   for (const file of files) {
     try {
-      show([...shown, await readPicture(file)]);
+      const made = await readPicture(file); // meanwhile others may have come, and some been sent
+      show([...shown, made]);
     } catch (error) {
       notice(error.message);
     }
@@ -240,11 +241,13 @@ $("pictures").addEventListener("change", async () => {
   $("pictures").value = "";
   $("input").focus();
 });
-for (const [kind, files] of [["paste", (event) => event.clipboardData.files], ["drop", (event) => event.dataTransfer.files]]) {
+for (const [kind, given] of [["paste", "clipboardData"], ["drop", "dataTransfer"]]) {
   addEventListener(kind, (event) => {
-    if (!files(event).length) return;
+    const files = [...event[given].files];
+    const text = kind === "paste" && event[given].getData("text/plain"); // cells of a table come as a picture, too
+    if (!files.length || text) return;
     event.preventDefault();
-    addPictures(files(event));
+    addPictures(files);
   });
 }
 addEventListener("dragover", (event) => event.preventDefault());
