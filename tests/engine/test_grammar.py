@@ -23,7 +23,7 @@ from toolkit.box.box import Cancelled, Limits, OutOfTime, Ticket
 from toolkit.engine import grammar, grammar_job
 from toolkit.engine.grammar import Grammars, GrammarState
 from toolkit.engine.grammar_cost import least_seconds
-from toolkit.engine.grammar_format import check_format
+from toolkit.engine.grammar_format import as_lengths, check_format
 from toolkit.engine.grammar_pace import Pace
 from toolkit.errors import BusyError, UsageError
 
@@ -260,6 +260,28 @@ def test_texts_whose_letters_are_counted(grammars: Grammars) -> None:
         text = json.dumps(value | {name: text})
         named = {"type": "json_schema", "json_schema": {"schema": asked}}
         assert follow(grammars, named, text.encode()) is right, (name, text)
+
+
+def test_a_pattern_of_a_length_is_one_beside_others_and_nowhere_else(grammars: Grammars) -> None:
+    """Of two lengths the narrower holds, whichever stands first; values that look like schemas stay what they are."""
+
+    def named(**schema: Any) -> dict[str, Any]:
+        return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+    pattern = {"pattern": "^.{2,255}$"}
+    both = [
+        {"type": "string", "maxLength": 5} | pattern,
+        {"type": "string"} | pattern | {"maxLength": 5, "minLength": 1},
+    ]
+    for schema in both:
+        fits = [follow(grammars, named(**schema), b'"%s"' % (b"a" * n)) for n in (1, 2, 5, 6)]
+        assert fits == [False, True, True, False]
+    text = json.dumps(pattern, separators=(",", ":")).encode()
+    for schema in ({"const": pattern}, {"enum": ["x", pattern]}):
+        assert follow(grammars, named(**schema), text)
+    assert as_lengths(named(**pattern, maxLength=None)) == named(**pattern, maxLength=None), "no length"
+    inside = named(type="object", properties={"const": {"type": "string"} | pattern}, required=["const"])
+    assert not follow(grammars, inside, b'{"const": "a"}') and follow(grammars, inside, b'{"const": "aa"}')
 
 
 def test_formats_that_take_long_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -22,7 +21,9 @@ MAX_TEXT = 1 << 18  # characters of a schema, regex, grammar or list of choices
 MAX_DEPTH = 128  # levels of a schema's JSON: two for each object inside an object
 MAX_PROPERTIES = 1000  # of all objects in a schema together
 MAX_REGEX = 1 << 13  # characters of a regex or a schema's pattern
-_ANY = re.compile(r'"pattern": "\^\.\{(\d{1,6}),(\d{1,6})\}\$"')  # ^.{1,255}$
+_ANY = re.compile(r"\^\.\{(\d{1,6}),(\d{1,6})\}\$", re.ASCII)  # ^.{1,255}$
+_VALUES = ("const", "enum", "default", "examples")  # words of a schema behind which there are values of any kind,
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # and schemas by names
 MAX_GROUPS = 64  # groups inside one another in a regex
 
 
@@ -59,8 +60,28 @@ def as_lengths(response_format: dict[str, Any]) -> dict[str, Any]:
     cannot follow them beyond 128 letters."""
     if response_format["type"] != "json_schema":
         return response_format
-    text, found = _ANY.subn(r'"minLength": \1, "maxLength": \2', json.dumps(response_format))
-    return json.loads(text) if found else response_format
+    return response_format | {"json_schema": _measured(response_format["json_schema"])}
+
+
+def _measured(item: Any, names: bool = False) -> Any:
+    """``as_lengths`` of a part of a schema. ``names``: its keys are those of properties, not the schema's words."""
+    if isinstance(item, list):
+        return [_measured(part) for part in item]
+    if not isinstance(item, dict):
+        return item
+    pattern = None if names else item.get("pattern")
+    if isinstance(pattern, str) and (found := _ANY.fullmatch(pattern)):
+        least, most = map(int, found.groups())
+        if all(type(item.get(name, 0)) is int for name in ("minLength", "maxLength")):  # both hold
+            item = {name: part for name, part in item.items() if name != "pattern"}
+            item |= {
+                "minLength": max(least, item.get("minLength", 0)),
+                "maxLength": min(most, item.get("maxLength", most)),
+            }
+    return {
+        name: part if not names and name in _VALUES else _measured(part, not names and name in _NAMED)
+        for name, part in item.items()
+    }
 
 
 def _check_size(kind: str, value: Any) -> None:
