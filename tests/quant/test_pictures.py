@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
-from toolkit.errors import UsageError
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.quant.layers.forward import embed
 from toolkit.quant.layers.layerwise import Flow
 from toolkit.quant.layers.source import LayerSource
@@ -128,3 +128,15 @@ def test_models_that_need_more_say_so(family: str, message: str, folder: Path, t
     with pytest.raises(UsageError, match=f"--calib-dataset .*: messages do not fit the model: .*{message}") as told:
         read_samples(CalibrationPlan(str(folder), 1, 64, 0), Tokenizer.open(path), path, Pictures(LayerSource(path)))
     assert "\n" not in str(told.value)
+
+
+def test_a_text_calibrates_a_model_whose_pictures_cannot_be_prepared(
+    folder: Path, tiny_checkpoint: Any, tmp_path: Path
+) -> None:
+    path = tiny_checkpoint("llava", tmp_path / "model")
+    (path / "preprocessor_config.json").write_text('{"crop_size": 99}')
+    (tmp_path / "a.txt").write_text("It was the best of times. " * 99)
+    source, tokenizer = LayerSource(path), Tokenizer.open(path)
+    assert len(read_samples(CalibrationPlan(str(tmp_path / "a.txt"), 1, 64, 0), tokenizer, path, Pictures(source))) == 1
+    with pytest.raises(ToolkitError, match=r"preprocessor_config\.json: crop_size: found 99"):
+        read_samples(CalibrationPlan(str(folder), 1, 64, 0), tokenizer, path, Pictures(source))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +29,13 @@ class Pictures:
     """Those that the messages of a calibration text show the model of ``source``."""
 
     def __init__(self, source: LayerSource) -> None:
-        self._source, self._eyes = source, Eyes.open(source.checkpoint.tokenizer_dir)
+        self._source = source
         self._count = 0
         self._shown: list[tuple[int, int, list[Any], int]] = []  # (first row, stop, parts of messages, which of them)
+
+    @cached_property
+    def _eyes(self) -> Eyes | None:
+        return Eyes.open(self._source.checkpoint.tokenizer_dir)  # a text needs none, whatever is wrong with them
 
     @property
     def written(self) -> str | None:
