@@ -29,18 +29,34 @@ SPAN = 256  # sequences that are looked through at once
 
 
 @triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """``a`` @ ``b`` in a precision of ``tl.dot`` or as "halves": float32 as fp16 and what that leaves, as exact as tf32
+    in three parts and in half of the registers. For numbers of about 1.
+    """
+    if PRECISION == "halves":
+        high_a, high_b = a.to(tl.float16), b.to(tl.float16)
+        y = tl.dot((a - high_a.to(tl.float32)).to(tl.float16), high_b, input_precision="ieee")
+        if b.dtype == tl.float32:
+            y = tl.dot(high_a, (b - high_b.to(tl.float32)).to(tl.float16), y, input_precision="ieee")
+        return tl.dot(high_a, high_b, y, input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
 def widened(t, a, i, j, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     """``t``: the inverses of the blocks of SIZE on the diagonal of I + ``a``; returns those of blocks twice as large.
     ``i``, ``j``: row and column.
     """
     below = (i // SIZE == j // SIZE + 1) & (j // SIZE % 2 == 0)
-    left = tl.dot(tl.where(below, a, 0.0), t, input_precision=PRECISION)
-    return t - tl.dot(t, left, input_precision=PRECISION)
+    return t - product(t, product(tl.where(below, a, 0.0), t, PRECISION), PRECISION)
 
 
 @triton.jit
-def inverse(a, CHUNK: tl.constexpr):
-    """(I + ``a``)⁻¹ of ``a`` [CHUNK, CHUNK], 0 on and above the diagonal: first all blocks of 16 at once."""
+def inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + ``a``)⁻¹ of ``a`` [CHUNK, CHUNK], 0 on and above the diagonal: first all blocks of 16 at once, then larger
+    ones in PRECISION.
+    """
     n, r = tl.arange(0, CHUNK // 16), tl.arange(0, 16)
     own = n[:, None, None, None] == n[None, None, :, None]
     small = tl.sum(tl.where(own, tl.reshape(a, [CHUNK // 16, 16, CHUNK // 16, 16]), 0.0), 2)
@@ -51,8 +67,8 @@ def inverse(a, CHUNK: tl.constexpr):
     t = widened(t, small, i, j, 8, "tf32x3")
     t = tl.reshape(tl.where(own, t[:, :, None, :], 0.0), [CHUNK, CHUNK])
     c = tl.arange(0, CHUNK)
-    t = widened(t, a, c[:, None], c[None, :], 16, "tf32")
-    return widened(t, a, c[:, None], c[None, :], 32, "tf32")
+    t = widened(t, a, c[:, None], c[None, :], 16, PRECISION)
+    return widened(t, a, c[:, None], c[None, :], 32, PRECISION)
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -75,6 +91,7 @@ def delta_prepare_kernel(
     SHORT: tl.constexpr,
     CHUNK: tl.constexpr,
     SPAN: tl.constexpr,
+    PRECISION: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Program (head, chunk). Writes γ to ``gone`` [T, HEADS], and the brackets to ``inside`` [T, HEADS, CHUNK] and
@@ -93,12 +110,13 @@ def delta_prepare_kernel(
     queries = tile(q + shared, first, stop, q_stride, i, d, K_DIM).to(DOT)
     falling = tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
     alike = tl.dot(keys, tl.trans(keys), input_precision="ieee")
-    t = inverse(tl.where(i[:, None] > i[None, :], alike * falling * rate[:, None], 0.0), CHUNK)
+    t = inverse(tl.where(i[:, None] > i[None, :], alike * falling * rate[:, None], 0.0), CHUNK, PRECISION)
     seen = tl.dot(queries, tl.trans(keys), input_precision="ieee") * falling
-    made = cast(tl.dot(seen, t, input_precision="tf32"), inside.dtype.element_ty)
+    made = cast(product(seen, t, PRECISION), inside.dtype.element_ty)
     tl.store(inside + at[:, None] * CHUNK + i[None, :], made, mask=live[:, None])
-    left = keys.to(tl.float32) * tl.exp(tl.sum(tl.where(i == CHUNK - 1, total, 0.0), 0) - total)[:, None]
-    made = cast(tl.dot(tl.trans(t), left, input_precision="tf32"), into.dtype.element_ty)
+    left = tl.trans(t * tl.exp(tl.sum(tl.where(i == CHUNK - 1, total, 0.0), 0) - total)[:, None])
+    exact = keys if PRECISION == "halves" else keys.to(tl.float32)
+    made = cast(product(left, exact, PRECISION), into.dtype.element_ty)
     tl.store(into + at[:, None] * K_DIM + d[None, :], made, mask=live[:, None] & (d < K_DIM)[None, :])
 
 
@@ -192,12 +210,15 @@ def delta_chunks(
     sizes = {"HEADS": heads, "SHARE": heads // k.shape[1], "K_DIM": k_dim, "ROWS": rows, "SHORT": SHORT}
     sizes |= {"CHUNK": CHUNK, "DOT": dot}
     strides, many = (q.stride(0), k.stride(0)), len(table)
+    narrow = v.dtype == torch.float16  # what tf32 loses adds up to more than its tolerance where keys are alike
     launch(
         delta_prepare_kernel,
         (heads, chunks),
         *(q, k, fade, beta, starts, gone, inside, into),
         *(*strides, many),
+        warps=8 if narrow else 4,
         SPAN=SPAN,
+        PRECISION="halves" if narrow else "tf32",
         **sizes,
     )
     parts = triton.cdiv(v_dim, columns)

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton._C.libtriton import ir
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from toolkit.kernels import registry
 from toolkit.kernels.tolerances import TOLERANCES
@@ -110,6 +112,29 @@ def test_keys_that_are_nearly_the_same(dtype):
 
 def test_keys_that_are_nearly_the_same_exactly(exact):
     agree("delta_rule", delta((150,), strength=SLOW, alike=True), 1e-4, 1e-4)
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Of operands in tf32 tensor cores read the upper 19 bits, the interpreter all."""
+    whole = InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, d, precision, *more):
+        if precision == ir.INPUT_PRECISION.TF32 and a.data.dtype == np.float32:
+            a, b = (
+                TensorHandle((np.ascontiguousarray(x.data).view(np.uint32) & 0xFFFFE000).view(np.float32), x.dtype)
+                for x in (a, b)
+            )
+        return whole(self, a, b, d, precision, *more)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.parametrize("dtype", sorted(HALVES))
+def test_queries_like_keys_that_are_nearly_the_same_where_products_are_cut(dtype, cut):
+    """What each product loses adds up over the tokens that such a query looks at."""
+    inputs = delta((200,), 1, 1, 128, 16, SLOW, alike=True, dtype=getattr(torch, dtype))
+    agree("delta_rule", inputs | {"q": inputs["k"].flip(0)}, *TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("name, make", [("delta_rule", delta), ("state_scan", scan)])
