@@ -7,6 +7,7 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from toolkit.errors import ToolkitError
+from toolkit.models.positions import reach
 from toolkit.models.registry import apply_overrides, build, get, names
 from toolkit.models.rope import inv_freq
 
@@ -113,11 +114,12 @@ def test_a_rope_factor_goes_before_internlm_s_rotary():
     assert (rope.kind, rope.theta, rope.factor) == ("dynamic", 20000.0, 4.0)
 
 
-def test_qwen_1_stretches_its_base_beyond_the_trained_length():
+@pytest.mark.parametrize("session", [None, 1000, 2048, 4096, 5000, 10_000])
+def test_qwen_1_stretches_its_base_beyond_the_trained_length(session):
     config = {"architectures": ["QWenLMHeadModel"], **SIZES, "kv_channels": 16, "seq_length": 2048}
     spec, _ = build({**config, "max_position_embeddings": 8192})
-    attention = spec.attention_layers()[0][1]
-    alpha = 2 ** (math.ceil(math.log2(8192 / 2048)) + 1) - 1  # as its own code has it
+    attention = (spec if session is None else reach(spec, session)).attention_layers()[0][1]
+    alpha = max(2 ** (math.ceil(math.log2((session or 8192) / 2048) + 1)) - 1, 1)  # as its own code has it
     stretched = 10000.0 * alpha ** (16 / 14)
     np.testing.assert_allclose(inv_freq(attention.rope, long=True)[0][1], stretched ** (-2 / 16), rtol=1e-6)
     np.testing.assert_allclose(inv_freq(attention.rope)[0][1], 10000.0 ** (-2 / 16), rtol=1e-6)

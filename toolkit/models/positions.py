@@ -54,7 +54,14 @@ def _reaching(mixer: Mixer, length: int) -> Mixer:
     rope = getattr(mixer, "rope", None)
     if rope is None or rope.kind != "dynamic":
         return mixer
-    return replace(mixer, rope=replace(rope, max_position=max(length, rope.original_max_position)))
+    trained = rope.original_max_position
+    whole = doubled(trained, length) if rope.doubled else max(length, trained)
+    return replace(mixer, rope=replace(rope, max_position=whole))
+
+
+def doubled(trained: int, length: int) -> int:
+    """``trained``, doubled until it is ``length`` or more."""
+    return trained << max(-(-length // trained) - 1, 0).bit_length()
 
 
 def _grown(mixer: Mixer, longest: int) -> Mixer:

@@ -11,6 +11,7 @@ from toolkit.models.config.fields import MAX_LAYERS, MAX_POSITION, MAX_WIDTH, Fi
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QKV, Gguf, as_wide_as_the_model
+from toolkit.models.positions import doubled
 from toolkit.models.spec import DecoderSpec, QueryScale, RopeSpec
 from toolkit.models.stored import fused_qkv, renamed
 
@@ -57,18 +58,16 @@ def build(config: Fields) -> Built:
 
 
 def _rope(config: Fields, head_dim: int, trained: int, longest: int) -> RopeSpec:
-    """NTK beyond the trained length: its base is stretched by 2^⌈log2(length / trained) + 1⌉ - 1, which for the longest
-    context is dynamic rope of factor 2."""
+    """NTK beyond the trained length: its base is stretched by 2^⌈log2(length / trained) + 1⌉ - 1, which is
+    dynamic rope of factor 2 that reaches a power of two times as far."""
     theta = config.number("rotary_emb_base", default=10_000.0, low=1.0)
     share = config.number("rotary_pct", default=1.0, high=1.0)
     if share != 1.0:
         config.fail("rotary_pct", share, "1, as in all released models")
     if longest <= trained or not config.flag("use_dynamic_ntk", True):
         return RopeSpec(head_dim, theta, max_position=longest)
-    whole = trained
-    while whole < longest:
-        whole *= 2
-    return RopeSpec(head_dim, theta, "dynamic", 2.0, original_max_position=trained, max_position=whole)
+    whole = doubled(trained, longest)
+    return RopeSpec(head_dim, theta, "dynamic", 2.0, original_max_position=trained, max_position=whole, doubled=True)
 
 
 def _write(spec: DecoderSpec) -> dict[str, Any]:

@@ -63,6 +63,7 @@ class RopeSpec:
 
     ``sections``: tokens have three positions, in time, rows and columns; so many of the frequencies turn by each of
     them, in this order. () = one position. ``woven``: not one after another but in turn, as long as each has some.
+    ``doubled``: of ``dynamic``, that it reaches as far as the trained length doubled and doubled again (Qwen 1).
     """
 
     rotary_dim: int
@@ -82,6 +83,7 @@ class RopeSpec:
     long_attention_factor: float | None = later(None)
     sections: tuple[int, ...] = later(())
     woven: bool = later(False)
+    doubled: bool = later(False)
 
 
 @dataclass(frozen=True)
