@@ -33,10 +33,8 @@ LENGTH_NAMES = ("minLength", "maxLength")
 _DIGITS = 9  # of a count that are read
 
 SECONDS = 1.0  # of processor time for a format that a client has written
-LENGTH_S, LENGTHS = (
-    0.9,
-    6,
-)  # seconds for each pair of lengths of a schema's texts beyond COUNTED; so many get their time
+LENGTH_S = 0.9  # more for each pair of lengths of a schema's texts beyond COUNTED,
+LENGTHS = 6  # so many at most
 COUNT_SECONDS = 4.0  # more for tools whose schemas count letters: for them all places are made anew
 BYTES_A_SECOND = 8 << 10  # one made of tools may take so much longer as there are more of them
 SURELY = 1.5  # what takes at least so many times its limit, by these figures, is not tried

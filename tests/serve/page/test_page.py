@@ -366,6 +366,11 @@ def test_pictures_are_shown_sent_and_kept(talk: Callable[..., Talk], tmp_path: P
     one.page.key("Enter")
     one.page.wait(f"document.querySelectorAll('.message').length == 2 && {DONE}")
     assert one.page.run("document.querySelectorAll('#shown img').length") == 0
+    one.page.key("ArrowUp")  # an image may do without words
+    one.page.run("document.querySelector('.edit textarea').value = ''")
+    one.page.key("Enter")
+    one.page.wait(f"!document.querySelector('.edit') && {DONE}")
+    assert one.page.run("document.querySelector('.message.user .text').textContent") == ""
     one.page.open(one.server.url)  # kept with the conversation
     one.page.click("#list .item button")
     assert one.page.wait("document.querySelector('.message.user img')?.naturalWidth") == 1280

@@ -152,7 +152,7 @@ function buttons(i) {
     edit: (text) => {
       const mine = message.role === "user";
       const done = async (text) => {
-        if (!text.trim()) return;
+        if (!text.trim() && !message.images?.length) return;
         const changed = { ...message, content: text };
         const asked = talk;
         if (mine) return (await ask([...talk.messages.slice(0, i), changed])) || asked !== talk || buttons(i).edit(text);
