@@ -88,8 +88,9 @@ class Grammars:
         where others left it no time, and Cancelled when ``ticket`` says so.
         """
         check_format(response_format)
-        check_cost(as_lengths(response_format))
-        return self._get(_key(response_format), as_lengths(response_format), ticket or Ticket())
+        wanted = as_lengths(response_format)
+        check_cost(wanted)
+        return self._get(_key(response_format), wanted, ticket or Ticket())
 
     def state(self, compiled: Compiled, stop_token_ids: list[int]) -> GrammarState:
         """A matcher at the start of a grammar; it allows the stop ids (else eos) where the grammar may end."""
