@@ -12,6 +12,7 @@ tensor cores twice, as a number and what that leaves: once would be more than a 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -49,6 +50,7 @@ def scan_walk_kernel(
     PARTS: tl.constexpr,
     SHORT: tl.constexpr,
     CHUNK: tl.constexpr,
+    UNIT: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Program (one of PARTS blocks of COLS rows of a head's state [DIM, SIZE], held as columns; sequence of more than
@@ -79,10 +81,10 @@ def scan_walk_kernel(
         u = tile(x + head * DIM, first, stop, x_stride, i, p, DIM)
         falling = tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
         seen = tl.dot(queries, tl.trans(keys), input_precision="ieee") * falling * step[None, :]
-        kept = state.to(DOT)
-        y = tl.dot(queries, kept, input_precision="ieee")
-        y = tl.dot(queries, (state - kept.to(tl.float32)).to(DOT), y, input_precision="ieee")
-        y = tl.dot(seen.to(DOT), u.to(DOT), y * tl.exp(total)[:, None], input_precision="ieee")
+        kept = (state * (1.0 / UNIT)).to(DOT)
+        y = tl.dot(queries, (state - kept.to(tl.float32) * UNIT).to(DOT), input_precision="ieee") * (1.0 / UNIT)
+        y = tl.dot(queries, kept, y, input_precision="ieee")
+        y = tl.dot(seen.to(DOT), u.to(DOT), y * (tl.exp(total) * UNIT)[:, None], input_precision="ieee")
         added = (u.to(tl.float32) * (step * tl.exp(last - total))[:, None]).to(DOT)
         state = tl.dot(tl.trans(keys), added, state * tl.exp(last), input_precision="ieee")
         y = cast(y + through * u.to(tl.float32), out.dtype.element_ty)
@@ -122,5 +124,6 @@ def scan_chunks(
         PARTS=parts,
         SHORT=SHORT,
         CHUNK=CHUNK,
+        UNIT=256.0 if x.dtype == torch.float16 else 1.0,  # sums over many tokens may be beyond fp16's 65504
         DOT=dot_dtype(x.dtype),
     )

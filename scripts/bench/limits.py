@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.check_env.machine import read_bandwidth
+from toolkit.models.vision import PREFIX
 from toolkit.runners.choose import Opened, open_model
 from toolkit.runners.native import library
 from toolkit.runners.native.pack_model import pack_model
@@ -57,15 +58,16 @@ class Needs(NamedTuple):
 
 
 def needs_of(opened: Opened) -> Needs:
-    """Of experts those count that a token is given to; of the embedding nothing, and of products those of the head
-    neither, which a prompt needs once."""
+    """Of experts those count that a token is given to; of the embedding and of what sees pictures nothing, and of
+    products those of the head neither, which a prompt needs once."""
     spec, weights = opened.spec, opened.weights()
     if isinstance(weights[spec.embed], PackedTensor):
         metas = {name: weights[name].meta for name in weights}
     else:
         outlines = ((name, info_of(weights, name)) for name in weights)
         metas = {name: packed.meta for name, packed in pack_model(spec, outlines, None, [])}
-    read: float = sum(meta.nbytes for name, meta in metas.items() if name != spec.embed or spec.tied)
+    unread = set() if spec.tied else {spec.embed}
+    read: float = sum(m.nbytes for name, m in metas.items() if name not in unread and not name.startswith(PREFIX))
     products: float = 0
 
     def of(linears: Any) -> tuple[int, int]:

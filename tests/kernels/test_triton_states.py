@@ -110,6 +110,16 @@ def test_keys_that_are_nearly_the_same(dtype):
     agree("delta_rule", delta((150,), strength=SLOW, alike=True, dtype=getattr(torch, dtype)), *TOLERANCES[dtype])
 
 
+def test_a_state_beyond_float16():
+    inputs = scan((70,), strength=SLOW, dtype=torch.float16)
+    inputs["states"] *= 2.0**18
+    inputs["c"] /= 2.0**14
+    rest = inputs | {"states": inputs["states"].clone()}
+    y, expected = OPS["state_scan"].implementations["triton"].run(**inputs), OPS["state_scan"].reference(**rest)
+    torch.testing.assert_close(y, expected, rtol=4e-3, atol=4e-3)
+    torch.testing.assert_close(inputs["states"], rest["states"], rtol=1e-3, atol=1e-3)
+
+
 def test_keys_that_are_nearly_the_same_exactly(exact):
     agree("delta_rule", delta((150,), strength=SLOW, alike=True), 1e-4, 1e-4)
 
