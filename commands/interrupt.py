@@ -12,8 +12,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import wraps
+from importlib.machinery import ExtensionFileLoader
+from typing import Any
 
 INTERRUPTED = 130  # exit code
 WITHIN = 0.5  # seconds that a command gets to end by itself; the rest of the second is for the system's tidying up
@@ -33,6 +36,9 @@ class Watch:
                 signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
                 threading.Thread(target=self._run, name="toolkit-interrupt", daemon=True).start()
         self._hook, sys.unraisablehook = sys.unraisablehook, self._lost
+        self._loads = {name: getattr(ExtensionFileLoader, name) for name in ("create_module", "exec_module")}
+        for name, load in self._loads.items():
+            setattr(ExtensionFileLoader, name, _after(load))
 
     def tell(self) -> None:
         """Say "interrupted", once; from now on a second Ctrl-C changes nothing."""
@@ -56,6 +62,8 @@ class Watch:
     def close(self) -> None:
         """Watch no longer: the command has ended by itself."""
         sys.unraisablehook = self._hook
+        for name, load in self._loads.items():
+            setattr(ExtensionFileLoader, name, load)
         with suppress(ValueError):
             before = signal.set_wakeup_fd(-1)
             if before != self._theirs.fileno():
@@ -74,6 +82,29 @@ class Watch:
             sys.stdout.flush()
         self.tell()
         os._exit(INTERRUPTED)
+
+
+def _after(load: Callable[..., Any]) -> Callable[..., Any]:
+    """``load`` of an extension module, with a KeyboardInterrupt that comes meanwhile raised after it: C++ that calls
+    Python while it is set up (Triton's does) may abort the process over an exception."""
+
+    @wraps(load)
+    def loaded(*args: Any) -> Any:
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return load(*args)
+        came = threading.Event()
+        try:
+            signal.signal(signal.SIGINT, lambda *_: came.set())
+        except ValueError:  # not the main thread, which is the one that is interrupted
+            return load(*args)
+        try:
+            return load(*args)
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if came.is_set():
+                raise KeyboardInterrupt
+
+    return loaded
 
 
 @contextmanager

@@ -82,6 +82,28 @@ def test_an_interrupt_that_python_swallows() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
+EXTENSION = """
+import enum, signal, sys, toolkit.__main__ as tool, toolkit.commands.main as main
+find = enum.EnumType._find_data_repr_
+def interrupted(*args):
+    signal.raise_signal(signal.SIGINT)
+    return find(*args)
+def load(**options):
+    import dataclasses, functools, importlib, pathlib, re, subprocess, sysconfig, typing
+    enum.EnumType._find_data_repr_ = staticmethod(interrupted)
+    import triton._C.libtriton
+    print("was not ended", "triton._C.libtriton" in sys.modules)
+main.app = load
+tool.main()
+"""
+
+
+def test_an_interrupt_while_an_extension_is_set_up() -> None:
+    """Triton's builds an enum then, by Python's own class, and aborts where that raises."""
+    done = subprocess.run([sys.executable, "-P", "-c", EXTENSION], capture_output=True, text=True, timeout=500)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 SLOW_END = """
 import atexit, time, toolkit.__main__ as tool, toolkit.commands.main as main
 def interrupted(**options):
