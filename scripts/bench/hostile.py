@@ -43,6 +43,12 @@ def properties(count: int) -> dict[str, Any]:
     return {f"p{draw.randrange(10**6)}_{i}": {"type": "string"} for i in range(count)}
 
 
+def lengths(count: int) -> dict[str, Any]:
+    """Texts of lengths that no schema had before."""
+    pairs = [(draw.randrange(100), 150 + draw.randrange(10**4)) for _ in range(count)]
+    return {f"t{i}": {"type": "string", "minLength": a, "maxLength": b} for i, (a, b) in enumerate(pairs)}
+
+
 def hostile(number: int) -> dict[str, Any]:
     """One of several kinds, like no other."""
     some = draw.randrange(10**6)
@@ -54,6 +60,7 @@ def hostile(number: int) -> dict[str, Any]:
         lambda: schema({"type": "object", "properties": {f"x{some}": {"pattern": "a?" * 400}}}),
         lambda: regex(f"(a*)*b{some}"),
         lambda: regex(f"[^a]{{1,{60 + some % 60}}}{some}[^b]{{1,70}}[^c]{{1,70}}"),  # of those that have to be tried
+        lambda: schema({"type": "object", "properties": lengths(6)}),
         lambda: {"type": "grammar", "grammar": f'root ::= "{some}" x\nx ::= {"[^y]? " * 300}'},
     ]
     return kinds[number % len(kinds)]()

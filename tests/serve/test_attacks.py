@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import shutil
 import signal
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -156,6 +158,44 @@ def test_a_request_that_was_there_twice_is_not_run_a_third_time(
     assert refused.startswith("400") and "both times" in refused
     assert target(server, model).post({**body, "prompt": [9, 9, 8]}) == "200"
     assert stream(client, 2, 300) == undisturbed[2]
+
+
+def test_between_a_kill_and_the_return_health_says_so(
+    server: Any, model: Path, undisturbed: list[str], client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked at every 10 ms, while streams run; the new process is not started before it has been seen."""
+    attacked, seen, ends = target(server, model), threading.Event(), list[str]()
+    told: list[tuple[int, dict[str, Any]]] = []
+    monkeypatch.setattr(Budget, "pause", property(lambda budget: float(not seen.wait(60))))
+
+    def read(number: int) -> None:
+        try:
+            ends.append(stream(client, number, 390))
+        except openai.APIError as error:
+            ends.append(str(error))
+
+    os.kill(attacked.worker, signal.SIGSTOP)  # or they would be done before it is killed
+    readers = [threading.Thread(target=read, args=(i,)) for i in range(STREAMS)]
+    for reader in readers:
+        reader.start()
+    server.wait(lambda: len(server.engine._loop._open) == STREAMS)
+    os.kill(attacked.worker, signal.SIGKILL)
+    end = time.monotonic() + 60
+    while not (seen.is_set() and told[-1][0] == 200) and time.monotonic() < end:
+        told.append(attacked.health())
+        if told[-1][0] == 503:
+            seen.set()
+        time.sleep(0.01)
+    for reader in readers:
+        reader.join()
+    down = [said for status, said in told if status == 503]
+    assert down and all(said["restarting"] and "SIGKILL" in said["reason"] for said in down), told[-1]
+    assert told[-1][0] == 200 and [status for status, _ in itertools.groupby(told, lambda it: it[0])] in (
+        [503, 200],
+        [200, 503, 200],  # the first look may come before the system has told
+    )
+    assert len(ends) == STREAMS and all("SIGKILL" in text and "restarted" in text for text in ends), ends
+    assert stream(client, 3, 300) == undisturbed[3]
 
 
 def test_a_file_that_was_cut_short_is_named(server: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ import pytest
 from tests.serve.test_tools import Echo
 from toolkit.serve import replies
 from toolkit.serve.limits import Limits
+from toolkit.serve.responses.asked import conversation
+from toolkit.serve.responses.fields import ResponsesRequest
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 ADD = {"type": "function", "name": "add", "description": "Sum.", "parameters": SCHEMA, "strict": False}
@@ -106,6 +108,53 @@ def test_one_system_message_leads(start: Any) -> None:
     ask(server, "And?", instructions="Be rude.", previous_response_id=first.id)
     leads = [[(m["role"], m["content"]) for m in seen if m["role"] == "system"] for seen, _ in template.seen]
     assert leads == [[("system", "Be kind.\n\nBe brief.")], [("system", "Be rude.\n\nBe brief.")]]
+
+
+def test_a_call_of_a_namespaces_tool_says_so(start: Any) -> None:
+    """Codex finds a tool of an MCP server by both names; two servers may have tools of the same name."""
+    server = start(template=(template := Echo("hermes")))
+    now = {"type": "function", "name": "now", "parameters": SCHEMA}
+    spaces = [{"type": "namespace", "name": name, "tools": [now]} for name in ("mcp__clock", "mcp__moon__")]
+    tools = [*spaces, {**PATCH, "name": "now"}]
+    for called, name in (("mcp__clock__now", "mcp__clock"), ("mcp__moon__now", "mcp__moon__"), ("now", None)):
+        text = CALL.replace('"add"', f'"{called}"')
+        (call,) = ask(server, text, tools=tools).output
+        assert (call.name, getattr(call, "namespace", None)) == ("now", name)
+        assert call.type == ("function_call" if name else "custom_tool_call")
+        last = events(server, text, tools=tools)[-1].response.output[0]
+        assert (last.name, getattr(last, "namespace", None)) == ("now", name)
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "noon"}
+        if name:
+            ask(server, [{"role": "user", "content": "x"}, call.model_dump(), result], tools=tools)
+            assert template.seen[-1][0][1]["tool_calls"][0]["function"]["name"] == called
+        choice = {"type": "function", "name": "now"} | ({"namespace": name} if name else {})
+        ask(server, text, tools=tools, tool_choice=choice)
+        assert f'"{called}"' in json.dumps(server.engine.seen[-1][1].response_format).replace("\\", "")
+    with pytest.raises(openai.BadRequestError, match="'sun__now' is not among the tools"):
+        ask(server, "x", tools=tools, tool_choice={"type": "function", "name": "now", "namespace": "sun"})
+
+
+def test_pictures_that_tools_show_are_shown_by_the_user(start: Any) -> None:
+    talk = [
+        {"type": "function_call", "name": "look", "arguments": "{}", "call_id": "1"},
+        {"type": "function_call", "name": "look", "arguments": "{}", "call_id": "2"},
+        *(
+            {
+                "type": "function_call_output",
+                "call_id": f"{i}",
+                "output": [{"type": "input_text", "text": f"{i}"}, {"type": "input_image", "image_url": f"data:{i}"}],
+            }
+            for i in (1, 2)
+        ),
+        {"role": "user", "content": "And?"},
+    ]
+    asked = ResponsesRequest.model_validate({"model": "x", "input": talk})
+    told = conversation(asked.input)
+    assert [m["role"] for m in told] == ["assistant", "tool", "tool", "user", "user"]
+    assert [part["image_url"]["url"] for part in told[3]["content"]] == ["data:1", "data:2"]
+    assert [m["content"] for m in told[1:3]] == ["1", "2"] and conversation(asked.input[:-1]) == told[:-1]
+    with pytest.raises(openai.BadRequestError, match="reads text alone"):
+        ask(start(template=Echo("hermes")), talk)
 
 
 def test_tools_of_namespaces_count(start: Any) -> None:

@@ -19,6 +19,7 @@ from toolkit.serve.responses.fields import (
     Said,
     Thought,
     Tool,
+    spelled,
 )
 
 Message = dict[str, Any]
@@ -28,7 +29,11 @@ CUSTOM = "input"  # the parameter of the function that stands for a custom tool
 def conversation(items: Sequence[Any]) -> list[Message]:
     """Items of an input as messages: a thought, a text and calls that follow one another are one message."""
     told: list[Message] = []
-    for item in items:
+    shown: list[Picture] = []  # by tools: templates take images of users alone, behind all results
+    for item in (*items, None):
+        if shown and not isinstance(item, Returned):
+            told.append({"role": "user", "content": _content(shown)})
+            shown = []
         if isinstance(item, Said):
             _add(told, item.role, content=_content(item.content))
         elif isinstance(item, Thought):
@@ -38,10 +43,12 @@ def conversation(items: Sequence[Any]) -> list[Message]:
         elif isinstance(item, Called):
             own = item.type == "function_call"
             arguments = item.arguments if own else json.dumps({CUSTOM: item.input}, ensure_ascii=False)
-            call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
+            named = {"name": spelled(item.name, item.namespace), "arguments": arguments}
+            call = {"id": item.call_id, "type": "function", "function": named}
             _add(told, "assistant", tool_calls=[call])
         elif isinstance(item, Returned):
-            output = "".join(_text(part) for part in item.output)
+            shown += [part for part in item.output if isinstance(part, Picture)]
+            output = "".join(_text(part) for part in item.output if isinstance(part, Part))
             told.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
     return told
 
@@ -64,7 +71,7 @@ def chat_request(request: ResponsesRequest, talk: Sequence[Message]) -> ChatComp
     if request.tools:
         made["tools"] = [{"type": "function", "function": _function(tool)} for tool in request.tools]
     if request.tool_choice is not None:
-        made["tool_choice"] = _choice(request.tool_choice)
+        made["tool_choice"] = _choice(request.tool_choice, request.tools or ())
     return ChatCompletionRequest.model_validate(made)
 
 
@@ -104,7 +111,8 @@ def _text(part: Part) -> str:
 
 
 def _function(tool: Tool) -> dict[str, Any]:
-    made: dict[str, Any] = {"name": tool.name, "description": tool.description, "strict": tool.strict}
+    name = spelled(tool.name, tool.namespace)
+    made: dict[str, Any] = {"name": name, "description": tool.description, "strict": tool.strict}
     if tool.type == "custom":
         made["parameters"] = {
             "type": "object",
@@ -119,14 +127,17 @@ def _function(tool: Tool) -> dict[str, Any]:
     return {name: value for name, value in made.items() if value is not None}
 
 
-def _choice(choice: str | Named | Allowed) -> Any:
+def _choice(choice: str | Named | Allowed, tools: Sequence[Tool]) -> Any:
     if isinstance(choice, str):
         return choice
     if isinstance(choice, Named):
-        return _named(choice)
-    allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
+        return _named(choice, tools)
+    allowed = {"mode": choice.mode, "tools": [_named(tool, tools) for tool in choice.tools]}
     return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
-def _named(choice: Named) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": choice.name}}
+def _named(choice: Named, tools: Sequence[Tool]) -> dict[str, Any]:
+    """Where it gives no namespace, a tool of that name in any."""
+    given = choice.namespace
+    fits = [t.namespace for t in tools if t.name == choice.name and given in (None, t.namespace)]
+    return {"type": "function", "function": {"name": spelled(choice.name, None if None in fits else [*fits, given][0])}}

@@ -71,12 +71,18 @@ class Said(Item):
         return self
 
 
+def spelled(name: str, namespace: str | None) -> str:
+    """The one name by which models know a tool of a namespace: two may have tools of the same name."""
+    return f"{namespace.removesuffix('__')}__{name}" if namespace else name
+
+
 class Called(Item):
     """``input``: of a custom tool, which takes text."""
 
     type: Literal["function_call", "custom_tool_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str = ""
     input: str = ""
 
@@ -84,7 +90,7 @@ class Called(Item):
 class Returned(Item):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: Texts
+    output: Parts
 
 
 class Thought(Item):
@@ -157,10 +163,11 @@ def _items(value: Any) -> Any:
 
 
 class Tool(Item):
-    """``format``: of a custom tool's text; the model is told of it."""
+    """``format``: of a custom tool's text; the model is told of it. ``namespace``: that it was listed in."""
 
     type: Literal["function", "custom"]
     name: str = Field(pattern=NAME)
+    namespace: str | None = Field(None, pattern=NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -175,7 +182,8 @@ def _own_tools(value: Any) -> Any:
     for tool in value:
         kind = tool.get("type") if isinstance(tool, dict) else None
         if kind == "namespace" and isinstance(tool.get("tools"), list):
-            found += _own_tools(tool["tools"])
+            inner = _own_tools(tool["tools"])
+            found += [{"namespace": tool.get("name"), **t} if isinstance(t, dict) else t for t in inner]
         elif not isinstance(kind, str) or kind in ("function", "custom"):
             found.append(tool)
     return found
@@ -184,6 +192,7 @@ def _own_tools(value: Any) -> Any:
 class Named(Strict):
     type: Literal["function", "custom"]
     name: str
+    namespace: str | None = None
 
 
 class Allowed(Strict):

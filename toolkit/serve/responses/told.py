@@ -16,7 +16,7 @@ from toolkit.serve.chat import Chat
 from toolkit.serve.errors import ApiError, from_exception
 from toolkit.serve.parameters import given_parameters
 from toolkit.serve.responses.asked import CUSTOM
-from toolkit.serve.responses.fields import ResponsesRequest
+from toolkit.serve.responses.fields import ResponsesRequest, spelled
 
 logger = logging.getLogger("toolkit.serve")
 Event = dict[str, Any]
@@ -28,7 +28,7 @@ class Told:
     def __init__(self, request: ResponsesRequest, chat: Chat, keep: Callable[[Event], None]) -> None:
         self._chat = chat
         self._keep = keep
-        self._custom = {tool.name for tool in request.tools or () if tool.type == "custom"}
+        self._tools = {spelled(tool.name, tool.namespace): tool for tool in request.tools or ()}
         self._count = 0  # of events
         self._items: list[Event] = []
         self._open: Event | None = None  # the last item, while it grows
@@ -105,12 +105,15 @@ class Told:
         id = f"{self._chat.id.removeprefix('resp_')}_{index}"
         item: Event
         if piece.kind == "call":
-            custom = piece.text in self._custom
+            tool = self._tools.get(piece.text)
+            custom = tool is not None and tool.type == "custom"
             item = {
                 "id": f"{'ctc' if custom else 'fc'}_{id}",
                 "type": "custom_tool_call" if custom else "function_call",
             }
             item |= {"call_id": piece.id, "name": piece.text, "arguments": "", "status": "in_progress"}
+            if tool is not None and tool.namespace is not None:
+                item |= {"name": tool.name, "namespace": tool.namespace}
         elif piece.kind == "content":
             item = {"id": f"msg_{id}", "type": "message", "role": "assistant", "status": "in_progress"}
             item["content"] = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
