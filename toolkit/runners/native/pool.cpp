@@ -29,6 +29,16 @@ void futex(std::atomic<uint32_t>* word, int op, uint32_t value) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), op | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
 }
 
+// Moves this thread off a core, to wherever else it may run.
+void leave(int core) {
+    cpu_set_t allowed, others;
+    if (core < 0 || core >= CPU_SETSIZE || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+    others = allowed;
+    CPU_CLR(core, &others);
+    if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return;
+    sched_setaffinity(0, sizeof allowed, &allowed);
+}
+
 }  // namespace
 
 // Keeps a worker on the index-th core of those that the process may use; where that is refused it stays free.
@@ -75,6 +85,7 @@ void Pool::wait(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, Ov
     sleepers.fetch_add(1);
     for (uint32_t seen; !over(seen = word.load());) futex(&word, FUTEX_WAIT, seen);
     sleepers.fetch_sub(1);
+    if (const int core = waker_.load(); core == sched_getcpu()) leave(core);
 }
 
 void Pool::wait_for(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, uint32_t value) {
@@ -82,7 +93,9 @@ void Pool::wait_for(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers
 }
 
 void Pool::wake(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers) {
-    if (sleepers.load()) futex(&word, FUTEX_WAKE, INT_MAX);
+    if (!sleepers.load()) return;
+    waker_ = sched_getcpu();
+    futex(&word, FUTEX_WAKE, INT_MAX);
 }
 
 void Pool::work(int index) {

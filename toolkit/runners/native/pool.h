@@ -3,7 +3,8 @@
 // A phase is cut into chunks that threads take one after the other; it is over when all its chunks are done, not when
 // all threads have arrived. So a thread that another process keeps off its core holds up at most the chunk in its hand, and
 // when it comes back it passes the phases that ended meanwhile. Between runs the workers sleep; waiting spins for at most 20
-// microseconds before it sleeps.
+// microseconds before it sleeps. Who is woken on its waker's core would take that core from it for a slice of the system's,
+// milliseconds, so it moves to another first.
 #pragma once
 
 #include <atomic>
@@ -45,9 +46,9 @@ public:
 
 private:
     template <class Over>
-    static void wait(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, Over over);
-    static void wait_for(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, uint32_t value);
-    static void wake(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers);
+    void wait(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, Over over);
+    void wait_for(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, uint32_t value);
+    void wake(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers);
     void work(int index);
 
     int size_;
@@ -58,6 +59,7 @@ private:
     alignas(64) std::atomic<uint32_t> active_{0};  // workers inside fn, or about to look whether they may enter
     std::atomic<uint32_t> active_sleepers_{0};
     std::atomic<bool> open_{false}, stop_{false};
+    std::atomic<int> waker_{-1};  // the core of who woke others last
     void (*fn_)(void*, int) = nullptr;
     void* arg_ = nullptr;
     std::vector<std::thread> threads_;
