@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .codes import cast
 from .launch import dot_dtype, launch, power_of_2
-from .state_slots import CHUNK, GONE, SHORT, bounds, chunk_at, slots, state_at, tile
+from .state_slots import CHUNK, GONE, SHORT, bounds, chunk_at, falling, read_state, slots, tile, write_state
 
 WIDEST = 128  # rows of a state, which a program holds all of
 MOST_COLUMNS = 64  # of a state
@@ -108,15 +108,15 @@ def delta_prepare_kernel(
     shared = head // SHARE * K_DIM
     keys = tile(k + shared, first, stop, k_stride, i, d, K_DIM).to(DOT)
     queries = tile(q + shared, first, stop, q_stride, i, d, K_DIM).to(DOT)
-    falling = tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
+    left = falling(total, i)
     alike = tl.dot(keys, tl.trans(keys), input_precision="ieee")
-    t = inverse(tl.where(i[:, None] > i[None, :], alike * falling * rate[:, None], 0.0), CHUNK, PRECISION)
-    seen = tl.dot(queries, tl.trans(keys), input_precision="ieee") * falling
+    t = inverse(tl.where(i[:, None] > i[None, :], alike * left * rate[:, None], 0.0), CHUNK, PRECISION)
+    seen = tl.dot(queries, tl.trans(keys), input_precision="ieee") * left
     made = cast(product(seen, t, PRECISION), inside.dtype.element_ty)
     tl.store(inside + at[:, None] * CHUNK + i[None, :], made, mask=live[:, None])
-    left = tl.trans(t * tl.exp(tl.sum(tl.where(i == CHUNK - 1, total, 0.0), 0) - total)[:, None])
+    turned = tl.trans(t * tl.exp(tl.sum(tl.where(i == CHUNK - 1, total, 0.0), 0) - total)[:, None])
     exact = keys if PRECISION == "halves" else keys.to(tl.float32)
-    made = cast(product(left, exact, PRECISION), into.dtype.element_ty)
+    made = cast(product(turned, exact, PRECISION), into.dtype.element_ty)
     tl.store(into + at[:, None] * K_DIM + d[None, :], made, mask=live[:, None] & (d < K_DIM)[None, :])
 
 
@@ -159,10 +159,7 @@ def delta_walk_kernel(
     head = tl.program_id(0) // PARTS
     i, d = tl.arange(0, CHUNK), tl.arange(0, ROWS)
     j = tl.program_id(0) % PARTS * COLS + tl.arange(0, COLS)
-    rows, columns = d < K_DIM, j < V_DIM
-    before = state_at(states, read, head, d, j, HEADS, K_DIM, V_DIM)
-    begun = columns[None, :] & (d < tl.where(read >= 0, K_DIM, 0))[:, None]
-    state = tl.load(before, mask=begun, other=0.0)
+    state = read_state(states, read, head, d, j, HEADS, K_DIM, V_DIM)
     shared = head // SHARE * K_DIM
     for number in range(tl.cdiv(stop - begin, CHUNK)):
         first = begin + number * CHUNK
@@ -183,9 +180,8 @@ def delta_walk_kernel(
         y = tl.dot(seen, missing, y, input_precision="ieee")
         state = tl.dot(tl.trans(add), missing, state * tl.exp(last), input_precision="ieee")
         target = out + at[:, None] * V_DIM + j[None, :]
-        tl.store(target, cast(y, out.dtype.element_ty), mask=live[:, None] & columns[None, :])
-    after = state_at(states, write, head, d, j, HEADS, K_DIM, V_DIM)
-    tl.store(after, state, mask=rows[:, None] & columns[None, :])
+        tl.store(target, cast(y, out.dtype.element_ty), mask=live[:, None] & (j < V_DIM)[None, :])
+    write_state(state, states, write, head, d, j, HEADS, K_DIM, V_DIM)
 
 
 def delta_chunks(

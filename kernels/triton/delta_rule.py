@@ -17,7 +17,7 @@ from ..reference import recurrent as reference
 from .codes import cast
 from .delta_chunks import WIDEST, delta_chunks
 from .launch import FLOATS, launch, needs, power_of_2
-from .state_slots import HELD, SHORT, bounds, by_head, parts_of, slots, starts_of, state_at
+from .state_slots import HELD, SHORT, bounds, by_head, parts_of, read_state, slots, starts_of, write_state
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -56,9 +56,7 @@ def delta_rule_kernel(
     i = tl.arange(0, ROWS)
     j = tl.program_id(0) % PARTS * COLS + tl.arange(0, COLS)
     rows, columns = i < K_DIM, j < V_DIM
-    before = state_at(states, read, head, i, j, HEADS, K_DIM, V_DIM)
-    begun = columns[None, :] & (i < tl.where(read >= 0, K_DIM, 0))[:, None]
-    state = tl.load(before, mask=begun, other=0.0)
+    state = read_state(states, read, head, i, j, HEADS, K_DIM, V_DIM)
     shared = head // SHARE * K_DIM + i
     for t in range(stop - begin):
         token = begin.to(tl.int64) + t
@@ -70,8 +68,7 @@ def delta_rule_kernel(
         state += key[:, None] * missing[None, :]
         y = tl.sum(state * query[:, None], 0)
         tl.store(out + (token * HEADS + head) * V_DIM + j, cast(y, out.dtype.element_ty), mask=columns)
-    after = state_at(states, write, head, i, j, HEADS, K_DIM, V_DIM)
-    tl.store(after, state, mask=rows[:, None] & columns[None, :])
+    write_state(state, states, write, head, i, j, HEADS, K_DIM, V_DIM)
 
 
 @reference.delta_rule.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .codes import cast
 from .launch import dot_dtype, launch, power_of_2
-from .state_slots import CHUNK, GONE, SHORT, bounds, slots, state_at, tile
+from .state_slots import CHUNK, GONE, SHORT, bounds, falling, read_state, slots, tile, write_state
 
 WIDEST = 128  # columns of a state, which a program holds all of
 MOST_COLUMNS = 32  # of a state held as columns: with 64 the loop would spill
@@ -64,9 +64,7 @@ def scan_walk_kernel(
     head = tl.program_id(0) // PARTS
     i, n = tl.arange(0, CHUNK), tl.arange(0, ROWS)
     p = tl.program_id(0) % PARTS * COLS + tl.arange(0, COLS)
-    mine = (p < DIM)[:, None] & (n < SIZE)[None, :]
-    begun = mine & (n < tl.where(read >= 0, SIZE, 0))[None, :]
-    state = tl.trans(tl.load(state_at(states, read, head, p, n, HEADS, DIM, SIZE), mask=begun, other=0.0))
+    state = tl.trans(read_state(states, read, head, p, n, HEADS, DIM, SIZE))
     rate, through = tl.load(a + head), tl.load(skip + head)
     shared = head // SHARE * SIZE
     for number in range(tl.cdiv(stop - begin, CHUNK)):
@@ -79,8 +77,7 @@ def scan_walk_kernel(
         keys = tile(b + shared, first, stop, b_stride, i, n, SIZE).to(DOT)
         queries = tile(c + shared, first, stop, c_stride, i, n, SIZE).to(DOT)
         u = tile(x + head * DIM, first, stop, x_stride, i, p, DIM)
-        falling = tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
-        seen = tl.dot(queries, tl.trans(keys), input_precision="ieee") * falling * step[None, :]
+        seen = tl.dot(queries, tl.trans(keys), input_precision="ieee") * falling(total, i) * step[None, :]
         kept = (state * (1.0 / UNIT)).to(DOT)
         y = tl.dot(queries, (state - kept.to(tl.float32) * UNIT).to(DOT), input_precision="ieee") * (1.0 / UNIT)
         y = tl.dot(queries, kept, y, input_precision="ieee")
@@ -89,7 +86,7 @@ def scan_walk_kernel(
         state = tl.dot(tl.trans(keys), added, state * tl.exp(last), input_precision="ieee")
         y = cast(y + through * u.to(tl.float32), out.dtype.element_ty)
         tl.store(out + at[:, None] * DIM + p[None, :], y, mask=live[:, None] & (p < DIM)[None, :])
-    tl.store(state_at(states, write, head, p, n, HEADS, DIM, SIZE), tl.trans(state), mask=mine)
+    write_state(tl.trans(state), states, write, head, p, n, HEADS, DIM, SIZE)
 
 
 def scan_chunks(

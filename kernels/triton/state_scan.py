@@ -16,7 +16,7 @@ from ..reference import recurrent as reference
 from .codes import cast
 from .launch import FLOATS, launch, needs, power_of_2
 from .scan_chunks import WIDEST, scan_chunks
-from .state_slots import HELD, SHORT, bounds, by_head, parts_of, slots, starts_of, state_at
+from .state_slots import HELD, SHORT, bounds, by_head, parts_of, read_state, slots, starts_of, write_state
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -56,9 +56,7 @@ def state_scan_kernel(
     i = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, COLS)
     rows, columns = i < DIM, j < SIZE
-    before = state_at(states, read, head, i, j, HEADS, DIM, SIZE)
-    begun = columns[None, :] & (i < tl.where(read >= 0, DIM, 0))[:, None]
-    state = tl.load(before, mask=begun, other=0.0)
+    state = read_state(states, read, head, i, j, HEADS, DIM, SIZE)
     rate, through = tl.load(a + head), tl.load(skip + head)
     shared = head // SHARE * SIZE + j
     for t in range(stop - begin):
@@ -70,8 +68,7 @@ def state_scan_kernel(
         state = state * tl.exp(rate * step) + (step * u)[:, None] * key[None, :]
         y = tl.sum(state * query[None, :], 1) + through * u
         tl.store(out + (token * HEADS + head) * DIM + i, cast(y, out.dtype.element_ty), mask=rows)
-    after = state_at(states, write, head, i, j, HEADS, DIM, SIZE)
-    tl.store(after, state, mask=rows[:, None] & columns[None, :])
+    write_state(state, states, write, head, i, j, HEADS, DIM, SIZE)
 
 
 @reference.state_scan.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())

@@ -60,9 +60,30 @@ def tile(x, first, stop, stride, i, j, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def falling(total, i):
+    """exp(total[i] - total[j]) for j up to i, else 0, of the running sums ``total`` of tokens ``i`` of a chunk."""
+    return tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
+
+
+@triton.jit
 def state_at(states, slot, head, i, j, HEADS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Pointers to rows ``i`` and columns ``j`` of a head's state; ``states``: [slots, HEADS, ROWS, COLS]."""
     return states + (slot * HEADS + head) * (ROWS * COLS) + i[:, None] * COLS + j[None, :]
+
+
+@triton.jit
+def read_state(states, slot, head, i, j, HEADS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Rows ``i`` and columns ``j`` of a head's state, see ``state_at``; 0 beyond it, and all of it where slot is -1."""
+    rows = i < tl.where(slot >= 0, ROWS, 0)
+    at = state_at(states, slot, head, i, j, HEADS, ROWS, COLS)
+    return tl.load(at, mask=rows[:, None] & (j < COLS)[None, :], other=0.0)
+
+
+@triton.jit
+def write_state(state, states, slot, head, i, j, HEADS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Put what ``read_state`` reads."""
+    at = state_at(states, slot, head, i, j, HEADS, ROWS, COLS)
+    tl.store(at, state, mask=(i < ROWS)[:, None] & (j < COLS)[None, :])
 
 
 def starts_of(cu_seqlens: np.ndarray, starts: Tensor | None, tokens: int, table: Tensor) -> Tensor | None:
