@@ -23,22 +23,28 @@ def compiled(code: str) -> str:
     return done.stdout
 
 
+B16, F16, F32 = "bfloat16", "float16", "float32"
 HARD = [
-    ("paged_attention", "decode-128-x4-int4", 1, "attend_kernel"), ("rms_norm", "hidden4096", 0, "rms_norm_kernel"),
-    ("linear_group_int", "int4-g128-1", 0, "group_linear_kernel"), ("sample", "vocab128256", 1, "draw_kernel"),
-    ("paged_attention", "decode-80-x1-int8", 0, "attend_kernel"),
-    ("paged_attention", "latent-decode-x16", 0, "latent_kernel"), ("delta_rule", "decode", 0, "delta_rule_kernel"),
-    ("delta_rule", "prompt", 0, "delta_prepare_kernel"), ("delta_rule", "prompt", 1, "delta_walk_kernel"),
-    ("state_scan", "prompt", 0, "scan_walk_kernel"),
-]  # fmt: skip
+    ("paged_attention", "decode-128-x4-int4", B16, 1, "attend_kernel"),
+    ("rms_norm", "hidden4096", B16, 0, "rms_norm_kernel"),
+    ("linear_group_int", "int4-g128-1", B16, 0, "group_linear_kernel"),
+    ("sample", "vocab128256", F32, 1, "draw_kernel"),
+    ("paged_attention", "decode-80-x1-int8", B16, 0, "attend_kernel"),
+    ("paged_attention", "latent-decode-x16", B16, 0, "latent_kernel"),
+    ("delta_rule", "decode", B16, 0, "delta_rule_kernel"),
+    ("delta_rule", "prompt", B16, 0, "delta_prepare_kernel"),
+    ("delta_rule", "prompt", F16, 0, "delta_prepare_kernel"),
+    ("delta_rule", "prompt", B16, 1, "delta_walk_kernel"),
+    ("state_scan", "prompt", B16, 0, "scan_walk_kernel"),
+]
 
 
 @pytest.mark.parametrize("architecture, count", [(80, 1), (90, len(HARD)), (120, 1)])
 def test_one_variant_of_each_hard_kernel_compiles_without_a_gpu(architecture, count):
     out = compiled(f"""
 from toolkit.kernels.triton.build import Variant, build_one
-for op, label, index, _ in {HARD[:count]}:
-    built = build_one(Variant(op, label, "float32" if op == "sample" else "bfloat16", index, {architecture}))
+for op, label, dtype, index, _ in {HARD[:count]}:
+    built = build_one(Variant(op, label, dtype, index, {architecture}))
     print(built.kernel, built.shared, *built.faults)
 """)
     rows = [line.split() for line in out.splitlines()]

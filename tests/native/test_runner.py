@@ -316,11 +316,12 @@ def test_layers_of_other_heads_do_not_meet(support, steps) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "minicpm3", "qwen3_next", "falcon_h1"])
-@pytest.mark.parametrize("isa", library.isas())
+@pytest.mark.parametrize("isa", library.isas()[:-1])
 def test_instruction_sets_agree(family, isa, drive, monkeypatch) -> None:
+    """With the plainest of this build: ``generic``, but in one for this processor alone."""
     monkeypatch.setenv(library.ISA_VARIABLE, isa)
     driver = drive(family, weights="int4")
-    monkeypatch.setenv(library.ISA_VARIABLE, "generic")
+    monkeypatch.setenv(library.ISA_VARIABLE, library.isas()[-1])
     plain = drive(family, weights="int4")
     a, b = (d.step({d.add(): prompt(60, 8)}, "all").logits for d in (driver, plain))
     assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)  # a rounding to int8 may fall the other way
