@@ -199,7 +199,7 @@ def test_the_client_sends_messages_with_images(tiny_models: Any, tmp_path: Path)
         chunks = list(
             api_client.chat_completions_v1(messages=[{"role": "user", "content": parts}], stream=True, **fields)
         )
-        with pytest.raises(ToolkitError, match=r"at most 1 images \(--limit-mm-per-prompt\), found 2"):
+        with pytest.raises(ToolkitError, match=r"at most 1 image \(--limit-mm-per-prompt\), found 2"):
             list(api_client.chat_completions_v1(messages=[{"role": "user", "content": [*parts, parts[1]]}], **fields))
     with opened(path) as pipe:
         order = [{"type": "text", "text": parts[0]["text"]}, {"type": "image_data", "image_data": {"data": image}}]

@@ -239,7 +239,7 @@ def test_limits_of_a_kind(pipe: Pipeline) -> None:
         assert client.post("/v1/chat/completions", json=asked(data_url(0))).status_code == 200
         found = client.post("/v1/chat/completions", json=asked(data_url(0), data_url(1)))
         told = found.json()["error"]["message"]
-        assert found.status_code == 400 and "at most 1 images (--limit-mm-per-prompt), found 2" in told
+        assert found.status_code == 400 and "at most 1 image (--limit-mm-per-prompt), found 2" in told
         body = asked()
         body["messages"][0]["content"].append({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,"}})
         found = client.post("/v1/chat/completions", json=body)

@@ -113,10 +113,10 @@ class Eyes:
 
     def _check_count(self, videos: Sequence[bool]) -> None:
         if len(videos) > self.rules.max_images:
-            raise UsageError(f"messages: expected at most {self.rules.max_images} images, found {len(videos)}")
+            raise UsageError(f"messages: expected at most {_some(self.rules.max_images, 'image')}, found {len(videos)}")
         for kind, found in (("image", videos.count(False)), ("video", videos.count(True))):
             if found > (most := self.rules.of_a_kind.get(kind, found)):
-                raise UsageError(f"messages: expected at most {most} {kind}s ({LIMIT}), found {found}")
+                raise UsageError(f"messages: expected at most {_some(most, kind)} ({LIMIT}), found {found}")
 
     def _check_room(self, tokens: int) -> None:
         if self.max_tokens is not None and tokens > self.max_tokens:
@@ -146,6 +146,10 @@ class Eyes:
             for number, some in enumerate(shown)
         ]
         return between[0] + "".join(a + b for a, b in zip(texts, between[1:], strict=True))
+
+
+def _some(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _by_place(pictures: Sequence[Picture]) -> list[list[Picture]]:
