@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from toolkit.artifacts.manifest import file_digest
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.quant.layers.forward import embed
@@ -18,8 +20,10 @@ from toolkit.quant.layers.layerwise import Flow
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.lite import auto_awq, auto_gptq
 from toolkit.quant.options import Awq, Common, Gptq
-from toolkit.quant.text.calibration import CalibrationPlan, read_samples
+from toolkit.quant.text.calibration import CalibrationPlan, local_texts, read_samples, shown_files
+from toolkit.quant.text.calibration_text import CalibrationText
 from toolkit.quant.text.pictures import FIRST, Pictures
+from toolkit.vision.parts import source_of
 from toolkit.vl import load_image
 
 
@@ -87,6 +91,38 @@ def test_only_what_is_left_of_pictures_is_encoded(folder: Path, tiny_models: Any
     size = source.spec.vocab_size
     assert ids.tolist() == [[7, size + 1, size, 8, size + 1]] and rows.shape == (2, source.spec.hidden_size)
     assert pictures.rows(torch.tensor([[7, 8]]))[1].shape == (0, source.spec.hidden_size)
+
+
+@pytest.mark.parametrize("spelled", [{"image": "PICTURE"}, {"url": "PICTURE"}, {"image": {"data": "PICTURE"}}], ids=str)
+def test_pictures_are_beside_their_file_however_they_are_named(spelled: Any, tmp_path: Path) -> None:
+    shown = json.loads(json.dumps({"type": "image"} | spelled).replace("PICTURE", "0.png"))
+    long = {"type": "image", "image": "iVBORw0K" * 99}
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": [shown, long]}]}))
+    assert shown_files(tmp_path / "a.jsonl") == []
+    Image.new("RGB", (4, 4)).save(tmp_path / "0.png")
+    assert shown_files(tmp_path / "a.jsonl") == shown_files(tmp_path) == [tmp_path / "0.png"]
+    ((message,),) = local_texts(tmp_path / "a.jsonl", 0)
+    assert source_of(message["content"][0])[0] == str(tmp_path / "0.png")  # type: ignore[index]
+
+
+def test_a_result_depends_on_the_pictures_that_are_shown(folder: Path, tiny_models: Any, tmp_path: Path) -> None:
+    """By their content, wherever they lie; a model that reads text alone depends on the text."""
+    (tmp_path / "talks").mkdir()
+    talks = tmp_path / "talks" / "talks.jsonl"
+    talks.write_text((folder / "talks.jsonl").read_text().replace("0.png", "../0.png"))
+    for i, name in enumerate(("0.png", "talks/1.png")):
+        shutil.copy(folder / f"{i}.png", tmp_path / name)
+
+    def key(family: str, path: Path) -> str:
+        plan = CalibrationPlan(str(path), 1, 64, 0)
+        return str(CalibrationText(LayerSource(tiny_models(family)), plan).options()["calib_dataset"])
+
+    before = {path: key("llava", path) for path in (talks, talks.parent)}
+    assert before == {path: key("llava", path) for path in before}
+    assert key("llama", talks) == f"{talks} sha256:{file_digest(talks)}"
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "0.png")
+    for path, told in before.items():
+        assert key("llava", path) != told and key("llava", path).startswith(f"{path} sha256:")
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])

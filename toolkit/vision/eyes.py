@@ -18,7 +18,7 @@ from toolkit.option import spelled as flag
 from toolkit.vision.clip import Clip
 from toolkit.vision.images import Rules, Sampling, is_url, open_image, read_bytes
 from toolkit.vision.kept import Kept, key
-from toolkit.vision.parts import is_picture, is_video, parts_of
+from toolkit.vision.parts import is_picture, is_video, parts_of, source_of
 from toolkit.vision.recipes import prepare
 from toolkit.vision.spelling import spelled
 from toolkit.vision.videos import Reader, watch
@@ -59,7 +59,7 @@ class Eyes:
 
     def fetches(self, messages: Any) -> bool:
         """Whether ``look`` asks other hosts for pictures of these messages."""
-        return self.rules.fetching is not None and any(is_url(_source(part)[0]) for _, part in _pictures(messages))
+        return self.rules.fetching is not None and any(is_url(source_of(part)[0]) for _, part in _pictures(messages))
 
     def decodes(self, messages: Any) -> bool:
         """Whether ``look`` decodes videos of these messages."""
@@ -88,7 +88,7 @@ class Eyes:
 
     def _seen(self, part: Mapping[str, Any], rules: Rules, alone: bool, decoding: float) -> Iterator[Picture]:
         """The picture that a part is, or those that stand for its video, which has ``decoding`` seconds."""
-        source, options = _source(part)
+        source, options = source_of(part)
         kind, most, video = "image", rules.max_bytes, None
         if is_video(part):
             kind, most, video = "video", rules.max_video_bytes, self.recipe.video
@@ -171,17 +171,6 @@ def _pictures(messages: Any) -> list[tuple[str, Mapping[str, Any]]]:
         for j, part in enumerate(parts_of(message))
         if is_picture(part)
     ]
-
-
-def _source(part: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """(what names the picture, its options): OpenAI's ``image_url``, transformers' ``image``, LMDeploy's
-    ``image_data``."""
-    kind = part["type"]
-    given = part.get(kind, part.get("url"))
-    if not isinstance(given, Mapping):
-        return given, {}
-    options = {name: value for name, value in given.items() if name not in ("url", "data")}
-    return given.get("url", given.get("data")), options
 
 
 def media_sampling(given: Any, default: Sampling = Sampling(), name: str = "media_io_kwargs") -> Sampling:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit.vision.clip import Clip
@@ -25,6 +25,26 @@ def is_picture(part: Any) -> bool:
 
 def is_video(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in VIDEOS
+
+
+def source_of(part: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """(what names the picture, its options): OpenAI's ``image_url``, transformers' ``image``, LMDeploy's
+    ``image_data``."""
+    given = _given(part)
+    if not isinstance(given, Mapping):
+        return given, {}
+    options = {name: value for name, value in given.items() if name not in ("url", "data")}
+    return given.get("url", given.get("data")), options
+
+
+def naming(part: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The part with another picture, which ``source_of`` then gives."""
+    given = _given(part)
+    return {**part, part["type"]: {**given, "url": source} if isinstance(given, Mapping) else source}
+
+
+def _given(part: Mapping[str, Any]) -> Any:
+    return part.get(part["type"], part.get("url"))
 
 
 def user_content(prompt: str | tuple[Any, ...]) -> str | list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from os.path import isfile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.extras import require
 from toolkit.quant.text.datasets import KNOWN, find_known, known_texts
-from toolkit.quant.text.pictures import Pictures, placed
+from toolkit.quant.text.pictures import Pictures, files_of, placed
 
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet")
 SAMPLES = 128  # unless the user or the preset asks for another number
@@ -150,6 +151,18 @@ def interleave(parts: Sequence[Sequence[Row]]) -> list[Row]:
 
 def local_texts(path: Path, seed: int) -> Iterator[str | list[dict[str, Any]]]:
     """Texts (or lists of chat messages) of a file or of all such files in a folder, in an order drawn by the seed."""
+    rows = _local_rows(path)
+    random.Random(seed).shuffle(rows)
+    yield from rows
+
+
+def shown_files(path: Path) -> list[Path]:
+    """Files of the pictures that the messages of such a file or folder show, as far as they are there."""
+    named = {file for row in _local_rows(path) if not isinstance(row, str) for file in files_of(row)}
+    return sorted(file for file in named if isfile(file))  # a name may be what no file can be called
+
+
+def _local_rows(path: Path) -> list[str | list[dict[str, Any]]]:
     if path.is_dir():
         files = sorted(x for x in path.rglob("*") if x.is_file() and x.suffix.lower() in SUFFIXES)
         if not files:
@@ -161,8 +174,7 @@ def local_texts(path: Path, seed: int) -> Iterator[str | list[dict[str, Any]]]:
     rows = [row for file in files for row in _rows(file)]
     if not any(rows):
         raise UsageError(f"--calib-dataset {path}: the file holds no text" if path.is_file() else f"{path}: no text")
-    random.Random(seed).shuffle(rows)
-    yield from rows
+    return rows
 
 
 def _rows(file: Path) -> list[str | list[dict[str, Any]]]:

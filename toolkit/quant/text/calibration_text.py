@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from toolkit.artifacts.stage import Stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.errors import ToolkitError
 from toolkit.quant.layers.source import LayerSource
-from toolkit.quant.text.calibration import CalibrationPlan, interleave, read_samples
+from toolkit.quant.text.calibration import CalibrationPlan, interleave, read_samples, shown_files
 from toolkit.quant.text.datasets import find_known
 from toolkit.quant.text.pictures import FIRST, Pictures
 from toolkit.quant.text.selftext import self_samples
@@ -35,7 +36,7 @@ class CalibrationText:
         """What a result depends on, for the stage's key."""
         own = {"calib_self_samples": self.plan.own} if self.plan.own else {}
         return own | {
-            "calib_dataset": self.plan.dataset if self.plan.dataset == "self" else _named(self.plan.dataset),
+            "calib_dataset": self.plan.dataset if self.plan.dataset == "self" else self._named(),
             "calib_samples": self.plan.samples - self.plan.own,
             "calib_seqlen": self.plan.seqlen,
             "seed": self.plan.seed,
@@ -70,14 +71,18 @@ class CalibrationText:
         stage.save("calibration", kept)
         return ids
 
-
-def _named(dataset: str) -> str:
-    """A dataset as the stage's key sees it: a local one by content."""
-    known = find_known(dataset)
-    path = known[1] if known and known[1] else Path(dataset).expanduser()
-    if path.is_file():
-        return f"{path.resolve()} sha256:{file_digest(path)}"
-    if path.is_dir():
-        digests = [f"{f.relative_to(path)} {file_digest(f)}" for f in sorted(path.rglob("*")) if f.is_file()]
-        return f"{path.resolve()} sha256:{hashlib.sha256(chr(10).join(digests).encode()).hexdigest()}"
-    return dataset
+    def _named(self) -> str:
+        """The dataset as the stage's key sees it: a local one by content, and by that of the pictures it shows."""
+        dataset = self.plan.dataset
+        known = find_known(dataset)
+        path = known[1] if known and known[1] else Path(dataset).expanduser()
+        if not path.exists():
+            return dataset
+        here = path.resolve()
+        files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]
+        if known is None and self.source.spec.vision is not None:
+            files += [f for f in shown_files(path) if here not in f.resolve().parents]
+        if files == [path]:
+            return f"{here} sha256:{file_digest(path)}"
+        digests = "\n".join(f"{os.path.relpath(f, path)} {file_digest(f)}" for f in files)
+        return f"{here} sha256:{hashlib.sha256(digests.encode()).hexdigest()}"

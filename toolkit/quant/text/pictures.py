@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,7 @@ from toolkit.models.vision import PREFIX, VisionSpec
 from toolkit.quant.layers.source import LayerSource
 from toolkit.runners.tensor.encoders import encoder_of
 from toolkit.vision.eyes import Eyes
-from toolkit.vision.images import is_url
-from toolkit.vision.parts import is_picture, is_video, parts_of
+from toolkit.vision.parts import is_picture, is_video, naming, parts_of, source_of
 
 if TYPE_CHECKING:
     from toolkit.chat.template import ChatTemplate
@@ -31,7 +30,7 @@ class Pictures:
     def __init__(self, source: LayerSource) -> None:
         self._source = source
         self._count = 0
-        self._shown: list[tuple[int, int, list[Any], int]] = []  # (first row, stop, parts of messages, which of them)
+        self._shown: list[tuple[int, int, list[Any]]] = []  # (first row, stop, pictures of a talk)
 
     @cached_property
     def _eyes(self) -> Eyes | None:
@@ -59,9 +58,8 @@ class Pictures:
             raise UsageError(f"expected {sum(p.tokens for p in pictures)} tokens of pictures, found {len(places)}")
         for i, place in enumerate(places):
             ids[place] = FIRST + self._count + i
-        for i, picture in enumerate(pictures):
-            self._shown.append((self._count, self._count + picture.tokens, parts, i))
-            self._count += picture.tokens
+        self._shown.append((self._count, self._count + len(places), parts))
+        self._count += len(places)
         return ids
 
     def rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,11 +72,14 @@ class Pictures:
             device = torch.device("cpu")
             weights = {k: v for k, v in self._source.outer_weights(device).items() if k.startswith(PREFIX)}
             tower = encoder_of(vision)(vision, weights, device, torch.float32)
-            for first, stop, parts, i in self._shown:
-                here = wanted[(wanted >= first) & (wanted < stop)]
-                if len(here):
-                    picture = eyes.look([{"role": "user", "content": parts}])[i]
-                    found.append(tower.encode([picture])[0].float()[here - first] / spec.embed_scale)
+            for first, stop, parts in self._shown:
+                if not bool(((wanted >= first) & (wanted < stop)).any()):
+                    continue
+                for picture in eyes.look([{"role": "user", "content": parts}]):
+                    here = wanted[(wanted >= first) & (wanted < first + picture.tokens)] - first
+                    if len(here):
+                        found.append(tower.encode([picture])[0].float()[here] / spec.embed_scale)
+                    first += picture.tokens
         ids = ids.clone()
         ids[ids >= FIRST] = spec.vocab_size + places
         return ids, torch.cat(found)
@@ -93,15 +94,19 @@ def placed(messages: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, A
 
 
 def _placed(part: Any, folder: Path) -> Any:
-    if not is_picture(part):
-        return part
-    kind = part["type"]
-    given = part.get(kind)
-    name = given.get("url") if isinstance(given, dict) else given
-    if not isinstance(name, str) or is_url(name) or ":" in name[:8]:
-        return part
-    where = str(folder / Path(name).expanduser())
-    return {**part, kind: {**given, "url": where} if isinstance(given, dict) else where}
+    file = _file(part)
+    return part if file is None else naming(part, str(folder / file))
+
+
+def files_of(messages: Sequence[dict[str, Any]]) -> Iterator[Path]:
+    """Those that hold the pictures of ``messages``."""
+    return (file for message in messages for part in parts_of(message) if (file := _file(part)) is not None)
+
+
+def _file(part: Any) -> Path | None:
+    """Where a part has its picture; None for no picture, and for one at a URL or in the part itself."""
+    name = source_of(part)[0] if is_picture(part) else None
+    return Path(name).expanduser() if isinstance(name, str) and ":" not in name[:8] else None
 
 
 def _unsupported(vision: VisionSpec) -> str | None:
