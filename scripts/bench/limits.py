@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,7 @@ from toolkit.runners.native import library
 from toolkit.runners.native.pack_model import pack_model
 from toolkit.runners.native.packed import PackedTensor
 from toolkit.runners.weight_info import info_of
+from toolkit.threads import usable_cores
 
 PROBE = 1 << 30  # bytes: beyond every cache
 PASS = 0.05  # seconds: longer than a turn that the system gives a process
@@ -31,7 +31,7 @@ PASS = 0.05  # seconds: longer than a turn that the system gives a process
 def product_rate(seconds: float = 0.5, threads: int = 0, isa: str = "") -> float:
     """Operations on int8 a second, each product and each sum one, best of the passes within ``seconds``."""
     lib, name = library.load(library.library_path()), (isa or library.wanted_isa()).encode()
-    threads = threads or len(os.sched_getaffinity(0))
+    threads = threads or usable_cores()
 
     def work(rounds: int) -> int:
         done = ctypes.c_int64()

@@ -110,5 +110,6 @@ def test_throughput_with_drawings(run: Run, tiny_models: Any, tmp_path: Path) ->
     assert figures["completed"] == 3 and figures["total_images"] == 6 and figures["image_throughput"] > 0
     assert figures["total_input_tokens"] >= 3 * (2 * 16 + 8)
     assert "images/s" in done.stdout
-    refused = run("throughput", tiny_models("llama"), *shown, "--num-prompts", "1")
-    assert refused.returncode == 2 and "reads text alone" in refused.stderr
+    for family, option in (("llama", ()), ("llava", ("--disable-vision-encoder",))):
+        refused = run("throughput", tiny_models(family), *shown, "--num-prompts", "1", *option)
+        assert refused.returncode == 2 and "reads text alone" in refused.stderr

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -25,13 +24,14 @@ from toolkit.engine.grammar_pace import Pace
 from toolkit.engine.json_tokens import JsonTokens, has
 from toolkit.engine.xgrammar_core import CORE, unreachable, vocabulary
 from toolkit.errors import BusyError, UsageError
+from toolkit.threads import usable_cores
 
 if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
 
 LIMITS = Limits(memory=2 << 30, cpu_seconds=10.0, seconds=50.0, reply=128 << 20)
 _TOKENS = 1 << 16  # of a vocabulary with which a format has the seconds of grammar_cost; with more it has longer
-_LONG_TURNS = 2 if len(os.sched_getaffinity(0)) > 2 else 1  # that may take all their time at once; what comes meanwhile
+_LONG_TURNS = 2 if usable_cores() > 2 else 1  # that may take all their time at once; what comes meanwhile
 _SHORT_TURN = 0.25  # has so many seconds of processor time first,
 NICE = 5  # and stands so far back for those that answer,
 _LINE = 8  # and so many may then wait for a long turn

@@ -13,6 +13,7 @@ from toolkit.errors import UsageError
 from toolkit.generation_config import GenerationConfig
 from toolkit.option import option, spelled
 
+MADE = ("random", "image")  # data sets that are drawn by the seed; others are files
 LATENCIES = ("e2e_latency", "ttft", "tpot", "itl")
 
 
@@ -73,7 +74,7 @@ class Prompts(Seeded):
         super().check()
         _at_least_one(self, "num_prompts", "random_input_len", "random_output_len", "images_per_request")
         _ = self.size
-        if self.dataset not in ("random", "image") and not Path(self.dataset).is_file():
+        if self.dataset not in MADE and not Path(self.dataset).is_file():
             raise UsageError(
                 f"--dataset: expected 'random', 'image' or a file, found {self.dataset!r}, which is no file"
             )

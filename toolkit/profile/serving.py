@@ -15,7 +15,7 @@ from toolkit.profile.exchange import Exchange
 from toolkit.profile.http_client import Client, TextAsk
 from toolkit.profile.load import raise_if_all_failed, run_at
 from toolkit.profile.metrics import RequestRecord, completed, goodput, percentiles, throughput_summary
-from toolkit.profile.options import Traffic
+from toolkit.profile.options import MADE, Traffic
 from toolkit.profile.workload import dataset_texts, poisson_starts, random_texts
 
 WARM_UP = TextAsk("Say something short.", 4)
@@ -25,7 +25,7 @@ def asks_of(traffic: Traffic, run: int) -> list[TextAsk]:
     """The requests of run number ``run``, the same for the same seed. Random ones never come again in another run: no
     prefix cache knows them."""
     seed, length = traffic.seed + run, traffic.random_output_len
-    if traffic.dataset in ("random", "image"):
+    if traffic.dataset in MADE:
         texts = random_texts(seed, traffic.tokenizer, traffic.num_prompts, traffic.random_input_len)
         each = traffic.images
         urls = [data_url(image) for image in drawings(seed, each * len(texts), traffic.size)] if each else []

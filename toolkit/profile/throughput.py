@@ -15,14 +15,14 @@ from toolkit.errors import UsageError
 from toolkit.profile.drawings import drawings
 from toolkit.profile.load import raise_if_all_failed, run_all
 from toolkit.profile.metrics import RequestRecord, throughput_summary
-from toolkit.profile.options import Load
+from toolkit.profile.options import MADE, Load
 from toolkit.profile.workload import Ask, dataset_asks, poisson_starts, random_asks, random_texts
 from toolkit.vision.eyes import Eyes
 
 
 def asks_of(load: Load, engine: AsyncEngine) -> list[Ask]:
     """The requests, the same for the same load and tokenizer."""
-    if load.dataset not in ("random", "image"):
+    if load.dataset not in MADE:
         file, limit = Path(load.dataset), engine.session_len
         return dataset_asks(file, load.seed, engine.tokenizer, load.num_prompts, limit, load.random_output_len)
     if load.images:
@@ -37,7 +37,7 @@ def asks_of(load: Load, engine: AsyncEngine) -> list[Ask]:
 
 def image_asks(load: Load, engine: AsyncEngine) -> list[Ask]:
     """Drawings before random words. Raises UsageError where the model does not see, or they do not fit the session."""
-    eyes = Eyes.open(engine.tokenizer.path, max_tokens=engine.session_len)
+    eyes = None if engine.blind else Eyes.open(engine.tokenizer.path, max_tokens=engine.session_len)
     if eyes is None:
         raise UsageError("--dataset image: the model reads text alone; load one that sees")
     images = drawings(load.seed, load.num_prompts * load.images, load.size)
