@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from toolkit.artifacts.checkpoint import open_checkpoint
-from toolkit.artifacts.gguf.architectures import family_of, hf_config, hf_tensors
+from toolkit.artifacts.gguf.architectures import family_of, hf_tensors
 from toolkit.artifacts.gguf.container import read_container
+from toolkit.artifacts.gguf.hf_config import hf_config
 from toolkit.artifacts.gguf.metadata import model_metadata, unsupported
 from toolkit.convert.formats import rewrite
 from toolkit.errors import ToolkitError

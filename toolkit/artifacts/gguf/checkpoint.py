@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.artifacts.gguf.architectures import Change, family_of, hf_config, hf_tensors
+from toolkit.artifacts.gguf.architectures import Change, family_of, hf_tensors
 from toolkit.artifacts.gguf.container import GgufContainer, read_container
 from toolkit.artifacts.gguf.eyes import Eyes, open_eyes
+from toolkit.artifacts.gguf.hf_config import hf_config
 from toolkit.artifacts.gguf.keys import check_kinds
 from toolkit.artifacts.gguf.tokenizer import write_tokenizer
 from toolkit.artifacts.home import toolkit_home
