@@ -72,6 +72,21 @@ def test_what_is_too_large_is_refused_before_it_is_compiled(corpus: Any) -> None
         assert "\n" not in str(error.value)
 
 
+def test_what_leads_nowhere_is_refused_or_ends_alone(grammars: Grammars) -> None:
+    """What refers to itself without an end, behind a text that can be written: no token can be drawn there."""
+    dead: dict[str, Any] = {"$ref": "#/$defs/b"}
+    schema = {"type": "object", "properties": {"a": dead}, "required": ["a"], "$defs": {"b": dead}}
+    asked = {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert "can never be fulfilled" in refusal(grammars, asked)
+    compiled = grammar.Compiled(grammars._compilers.compile(asked), True, 0)  # past the box, which does not find all
+    state, mask = grammars.state(compiled, []), np.zeros((1, -(-SIZE // 32)), np.int32)
+    for byte in b'{"a": ':
+        state.fill(mask, 0)
+        assert state.failure is None and state.accept(byte) is False
+    state.fill(mask, 0)
+    assert state.failure is not None and "no text goes on" in state.failure and not mask.any()
+
+
 def test_what_would_hold_the_engine_up_is_refused_or_soon_followed_no_further(grammars: Grammars, corpus: Any) -> None:
     at_once = 0
     for response_format in corpus("grammars").too_slow():
@@ -217,8 +232,8 @@ def test_what_no_limit_ends_does_not_go_on_for_ever(monkeypatch: pytest.MonkeyPa
         return set(made) - {(0, grammar_job.COUNTED)}
 
     assert prepare(200, 0.25) == set(), "a short turn"
-    assert prepare(200, 10.0) == {(0, 200 + i) for i in range(4)} and prepare(200, 10.0) == set()
-    assert sum(len(prepare(300 + 10 * i, 10.0)) for i in range(9)) == grammar_job.PREPARED - 4
+    assert prepare(200, 100.0) == {(0, 200 + i) for i in range(4)} and prepare(200, 100.0) == set()
+    assert sum(len(prepare(300 + 10 * i, 100.0)) for i in range(9)) == grammar_job.PREPARED - 4
 
 
 def test_a_client_s_format_has_less_time_than_many_tools(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +258,7 @@ def test_a_client_s_format_has_less_time_than_many_tools(monkeypatch: pytest.Mon
     ):
         with pytest.raises(UsageError):
             grammars.compiled(response_format)
-    assert asked[0] == asked[1] == 1.0 and 5 < asked[2] < 10 and asked[3:] == [1.9, 2.8]
+    assert asked[0] == asked[1] == 1.0 and 5 < asked[2] < 10 and asked[3:] == pytest.approx([3.4, 5.8])
 
 
 def test_texts_whose_letters_are_counted(grammars: Grammars) -> None:
@@ -307,7 +322,7 @@ def test_formats_that_take_long_do_not_hold_up_others(monkeypatch: pytest.Monkey
         assert all(begun.acquire(timeout=60) for _ in first)
         others = [pool.submit(ask, 20 + i) for i in range(grammar._LINE + 1)]
         sent_away = next(as_completed(others, 60)).result()
-        assert "8 others that take long wait already" in sent_away
+        assert f"{grammar._LINE} others that take long wait already" in sent_away
         assert follow(grammars, {"type": "json_object"}, b"{}")
         assert sum(future.done() for future in [*first, *others]) == 1
         go_on.set()

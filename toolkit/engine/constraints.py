@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from toolkit.engine.bad_words import BadWords, WordList
     from toolkit.engine.grammar import Grammars
 
-PATIENCE = 60.0  # seconds that building a request's constraints may take, waiting for a thread included
+PATIENCE = 120.0  # seconds that building a request's constraints may take, waiting for a thread included
 NICE = 5  # how far they stand back for those that answer
 THREADS = 16  # that build at once; most only wait for a box, and more than may wait there for a longer turn
 

@@ -29,15 +29,17 @@ from toolkit.threads import usable_cores
 if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
 
-LIMITS = Limits(memory=2 << 30, cpu_seconds=10.0, seconds=50.0, reply=128 << 20)
+LIMITS = Limits(memory=2 << 30, cpu_seconds=100.0, seconds=100.0, reply=128 << 20)
 _TOKENS = 1 << 16  # of a vocabulary with which a format has the seconds of grammar_cost; with more it has longer
 _LONG_TURNS = 2 if usable_cores() > 2 else 1  # that may take all their time at once; what comes meanwhile
 _SHORT_TURN = 0.25  # has so many seconds of processor time first,
 NICE = 5  # and stands so far back for those that answer,
-_LINE = 8  # and so many may then wait for a long turn
+_LINE = 6  # and so many may then wait for a long turn
+_DEAR_S = 2.0  # who may take more has turns, and a line, of its own, one at a time
 _KEPT, _KEPT_BYTES = 64, 256 << 20  # compiled grammars
 _JSON = ("json_object", "json_schema", "structural_tag")  # formats whose texts are JSON, or have it in them
 SPARE = 32  # tokens, or an eighth of what a text may have: so much longer a token may make the way to its end
+DEAD_END = "response_format: has come to a place from which no text goes on: part of it can never be fulfilled"
 _REMEMBERED = 1024  # grammars that were refused: they are not tried again
 
 
@@ -64,14 +66,14 @@ class Grammars:
         self._info = vocabulary(tokens, vocab_size, self._eos)
         self._compilers = Compilers(self._info)
         setup = {"lengths": [len(t) for t in tokens], "size": vocab_size, "stops": self._eos}
-        size = _LONG_TURNS + 1
+        size = _LONG_TURNS + 2
         self._box = Box("toolkit.engine.grammar_job:Compiling", LIMITS, setup, b"".join(tokens), size, forks=True)
-        self._long_turns = threading.Semaphore(_LONG_TURNS)
-        self._in_line = 0  # formats that wait for one
+        self._long_turns, self._dear_turns = _Turns(_LONG_TURNS), _Turns(1)
         self._compiled: OrderedDict[bytes, Compiled] = OrderedDict()  # the one used last is last
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._compiling: set[bytes] = set()
-        self._changed = threading.Condition()  # over the four above
+        self._changed = threading.Condition()  # over the three above
+        self._looking = threading.Lock()
 
     def find(self, response_format: dict[str, Any]) -> Compiled | None:
         """What ``compiled`` gives where it is there; waits for nothing that is being compiled."""
@@ -87,9 +89,10 @@ class Grammars:
         Raises UsageError, one line, for a schema, regex or grammar that is too large or does not compile, BusyError
         where others left it no time, and Cancelled when ``ticket`` says so.
         """
-        check_format(response_format)
-        wanted = as_lengths(response_format)
-        check_cost(wanted)
+        with self._looking:  # one at a time: many threads in Python would keep the engine's from it
+            check_format(response_format)
+            wanted = as_lengths(response_format)
+            check_cost(wanted)
         return self._get(_key(response_format), wanted, ticket or Ticket())
 
     def state(self, compiled: Compiled, stop_token_ids: list[int]) -> GrammarState:
@@ -150,29 +153,42 @@ class Grammars:
                 return self._compilers.compile(response_format), 0
             return CORE.CompiledGrammar.deserialize_json(data.decode(), self._info), len(data)
 
-        larger = max(1.0, self._size / _TOKENS)
-        if not self._long_turns.acquire(blocking=False):
+        larger, given = max(1.0, self._size / _TOKENS), given_seconds(response_format)
+        turns = self._dear_turns if given > _DEAR_S else self._long_turns
+        if not turns.begun():
             try:
                 return run(_SHORT_TURN * larger, NICE)
             except OutOfTime:
-                self._wait_in_line(ticket)
+                turns.wait(ticket)
         try:
-            return run(given_seconds(response_format) * larger)
+            return run(given * larger)
         finally:
-            self._long_turns.release()
+            turns.end()
 
-    def _wait_in_line(self, ticket: Ticket) -> None:
-        """Until a long turn is this one's. Raises Crowded where too many wait, Cancelled when ``ticket`` says so."""
-        with self._changed:
-            if self._in_line >= _LINE:
-                raise Crowded(f"{_LINE} others that take long wait already; try again later")
-            self._in_line += 1
+
+class _Turns:
+    """``count`` at a time, and ``_LINE`` that wait."""
+
+    def __init__(self, count: int) -> None:
+        self._free = threading.Semaphore(count)
+        self._places = threading.Semaphore(_LINE)
+
+    def begun(self) -> bool:
+        """Whether one was free; it is taken."""
+        return self._free.acquire(blocking=False)
+
+    def wait(self, ticket: Ticket) -> None:
+        """Until one is this format's. Raises Crowded where too many wait, Cancelled when ``ticket`` says so."""
+        if not self._places.acquire(blocking=False):
+            raise Crowded(f"{_LINE} others that take long wait already; try again later")
         try:
-            while not self._long_turns.acquire(timeout=0.1):
+            while not self._free.acquire(timeout=0.1):
                 ticket.check()
         finally:
-            with self._changed:
-                self._in_line -= 1
+            self._places.release()
+
+    def end(self) -> None:
+        self._free.release()
 
 
 def _key(response_format: dict[str, Any]) -> bytes:
@@ -212,6 +228,8 @@ class GrammarState:
             return
         if self.failure is None:
             self._call(self._matcher.fill_next_token_bitmask, mask, row, False)
+            if self.failure is None and not mask[row].any():
+                self.failure = DEAD_END
         if self.failure is not None:
             mask[row] = 0
         elif self._json is not None:

@@ -33,10 +33,12 @@ LENGTH_NAMES = ("minLength", "maxLength")
 _DIGITS = 9  # of a count that are read
 
 SECONDS = 1.0  # of processor time for a format that a client has written
-LENGTH_S = 0.9  # more for each pair of lengths of a schema's texts beyond COUNTED,
-LENGTHS = 6  # so many at most
+LENGTH_S = 0.9  # that each pair of lengths of a schema's texts beyond COUNTED takes,
+LENGTH_GIVEN_S = 2.4  # and gives: beside other work 1.0 to 1.7 were needed, and 2.4 of 99 letters at the least;
+LENGTHS = 6  # pairs that give more at most
 COUNT_SECONDS = 4.0  # more for tools whose schemas count letters: for them all places are made anew
-BYTES_A_SECOND = 8 << 10  # one made of tools may take so much longer as there are more of them
+BYTES_A_SECOND = 8 << 10  # one made of tools may take so much longer as there are more of them,
+TOOLS_SECONDS = 10.0  # so long at most
 SURELY = 1.5  # what takes at least so many times its limit, by these figures, is not tried
 SMALLER = "use a smaller one, with shorter counts (maxLength, {m,n}) or none"
 
@@ -72,11 +74,12 @@ def check_cost(response_format: dict[str, Any]) -> None:
 def given_seconds(response_format: dict[str, Any]) -> float:
     """The processor time that compiling may take over a vocabulary that is not large."""
     if response_format["type"] == "json_schema":
-        return SECONDS + LENGTH_S * min(len(long_texts(response_format)), LENGTHS)
+        return SECONDS + LENGTH_GIVEN_S * min(len(long_texts(response_format)), LENGTHS)
     if response_format["type"] != "structural_tag":
         return SECONDS
     text = json.dumps(response_format, default=repr)
-    return SECONDS + (COUNT_SECONDS if '"maxLength"' in text else 0.0) + len(text) / BYTES_A_SECOND
+    counted = COUNT_SECONDS if '"maxLength"' in text else 0.0
+    return min(SECONDS + counted + len(text) / BYTES_A_SECOND, TOOLS_SECONDS)
 
 
 def least_seconds(response_format: dict[str, Any]) -> float:
