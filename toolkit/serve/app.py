@@ -184,7 +184,7 @@ async def http_error_reply(request: Request, error: HTTPException) -> HttpRespon
     """Unknown routes and methods, in the envelope."""
     message = str(error.detail)
     if error.status_code in (404, 405):
-        message = f"{request.method} {request.url.path}: no such route; the API lives under /v1"
+        message = f"{request.method} {request.url.path:.200}: no such route; the API lives under /v1"
     code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code)
     told = ApiError(error.status_code, message, code=code)
     return json_response(told.envelope_at(request.url.path), told.status, headers=error.headers)
