@@ -140,4 +140,5 @@ def _named(choice: Named, tools: Sequence[Tool]) -> dict[str, Any]:
     """Where it gives no namespace, a tool of that name in any."""
     given = choice.namespace
     fits = [t.namespace for t in tools if t.name == choice.name and given in (None, t.namespace)]
-    return {"type": "function", "function": {"name": spelled(choice.name, None if None in fits else [*fits, given][0])}}
+    namespace = None if None in fits else next(iter(fits), given)
+    return {"type": "function", "function": {"name": spelled(choice.name, namespace)}}
