@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from toolkit.engine.core import EngineCore
 from toolkit.engine.options import EngineOptions
-from toolkit.engine.pace import ALONE, FIRST_GUESS, LEAST, Pace
+from toolkit.engine.pace import ALONE, FIRST_GUESS, LEAST, STRETCH, Pace
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
@@ -24,13 +24,23 @@ TARGET = 150.0
 
 class Machine:
     """An engine whose steps take made-up time. ``token``: seconds of a prompt's token; ``far``: more of them for every
-    token before it; ``decode``: seconds of a step that decodes; ``noise``: by which share times vary.
+    token before it; ``decode``: seconds of a step that decodes; ``one``: more of them for each request that does;
+    ``noise``: by which share times vary.
     """
 
     def __init__(
-        self, fake: Any, monkeypatch: Any, *, token: float, far: float = 0.0, decode: float = 0.0, noise: float = 0.1
+        self,
+        fake: Any,
+        monkeypatch: Any,
+        *,
+        token: float,
+        far: float = 0.0,
+        decode: float = 0.0,
+        one: float = 0.0,
+        noise: float = 0.1,
+        target: float | None = TARGET,
     ) -> None:
-        self.token, self.far, self.decode, self.noise = token, far, decode, noise
+        self.token, self.far, self.decode, self.one, self.noise = token, far, decode, one, noise
         self.now = 0.0
         self.steps: list[tuple[int, list[tuple[str, int]], float]] = []  # decodes, chunks, seconds
         self.random = random.Random(1)
@@ -41,7 +51,7 @@ class Machine:
             max_batch_size=64,
             max_prefill_token_num=8192,
             num_blocks=(4000,),
-            target_step_ms=TARGET,
+            target_step_ms=target,
         )
         self.core = EngineCore(runner, options, None)
         submit = runner.submit
@@ -52,7 +62,7 @@ class Machine:
             chunks = [(int(c), int(e - c)) for _, e, c in plan]
             seconds = sum(c * (self.token + self.far * (start + c / 2)) for c, start in chunks)
             decodes = len(counts) - len(chunks)
-            seconds += self.decode * (decodes > 0)
+            seconds += self.decode * (decodes > 0) + self.one * decodes
             seconds *= 1 + self.noise * self.random.uniform(-1, 1)
             self.now += seconds
             self.steps.append((decodes, [(name, c) for name, _, c in plan], seconds))
@@ -106,6 +116,46 @@ def test_prompts_leave_steps_at_the_target_while_others_decode(
     steady = times[len(times) // 3 : -3]
     if len(steady) > 3 and token > 1e-4:
         assert np.mean(steady) >= 0.1  # the time is used, too
+
+
+@pytest.mark.parametrize("streams", [2, 8, 24])
+def test_by_default_prompts_stretch_a_step_to_a_few_times_what_decoding_takes(
+    machine: Callable[..., Machine], streams: int
+) -> None:
+    m = machine(token=1e-3, far=1e-7, decode=0.004, one=0.0018, target=None)
+    for i in range(streams):
+        m.ask(f"stream {i}", 20, 3000)
+    m.run(60)
+    for i in range(3):
+        m.ask(f"long {i}", 4000)
+    m.run(200)
+    times, alone = m.mixed(), 0.004 + 0.0018 * streams
+    bound = max(STRETCH * alone, alone + 1.2 * LEAST * m.token)
+    assert np.percentile(times, 95) <= 1.3 * bound and np.median(times) >= 0.7 * bound
+
+
+def test_by_default_a_step_takes_no_longer_than_a_target(machine: Callable[..., Machine]) -> None:
+    found = []
+    for target in (None, TARGET):
+        m = machine(token=1e-3, decode=0.14, target=target)
+        m.ask("stream", 20, 3000)
+        m.run(20)
+        m.ask("long", 4000)
+        m.run(60)
+        found.append(m.mixed())
+    assert found[0] == found[1]
+
+
+def test_one_stream_does_not_starve_a_burst_of_prompts(machine: Callable[..., Machine]) -> None:
+    m = machine(token=1e-3, decode=0.004, one=0.0018, target=None)
+    m.ask("stream", 20, 3000)
+    m.run(100)  # what is known of decoding is one request's
+    begun = m.now
+    for i in range(40):
+        m.ask(f"burst {i}", 130, 100)
+    while any(not s.decodes for s in (*m.core.scheduler.waiting, *m.core.scheduler.running)):
+        m.core.step()
+    assert m.now - begun < 2.5 * 40 * 130 * m.token
 
 
 def test_a_machine_that_becomes_slower_is_noticed_within_steps(machine: Callable[..., Machine]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from toolkit.engine.block_manager import blocks_for, window_blocks
+from toolkit.engine.pace import MOST_MS
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import CacheGroup
 from toolkit.runners.base import MemoryNeed
@@ -19,7 +20,6 @@ CPU_SHARE = 0.25  # of free memory that KV may take on a CPU where nothing else 
 CPU_BATCH, CUDA_BATCH, LARGE_CUDA_BATCH = 64, 128, 256
 LARGE_CUDA_BYTES = 40 << 30  # free bytes from which a device counts as large
 SAFE_SHARE = 0.95  # of free memory that all of it together may take: other processes breathe too
-CPU_STEP_MS = 150.0  # what a step should take on a CPU where nothing else is said; on a GPU there is no limit
 LOGIT_COPIES = 3  # float32 copies of a row of logits while it is sampled
 
 
@@ -46,7 +46,7 @@ class MemoryPlan:
     session_len: int
     max_batch_size: int
     max_prefill_token_num: int
-    target_step_ms: float
+    target_step_ms: float | None  # None on a CPU where nothing is said; on a GPU there is no limit then
     block_size: int
     num_blocks: tuple[int, ...]
     free: int
@@ -64,8 +64,9 @@ class MemoryPlan:
         return [*shown, ("free before", show_bytes(self.free), f"{show_bytes(self.free - self.total)} stay free")]
 
 
-def _step(tokens: int, batch: int, target: float) -> str:
-    paced = f" (while others decode: what takes {target:g} ms)" if target else ""
+def _step(tokens: int, batch: int, target: float | None) -> str:
+    most = f"{MOST_MS:g} ms at most" if target is None else f"{target:g} ms"
+    paced = "" if target == 0 else f" (while others decode: what takes {most})"
     return f"{tokens} prompt tokens{paced} and {batch} requests a step"
 
 
@@ -116,7 +117,7 @@ class _Planner:
 
     def run(self) -> MemoryPlan:
         w = self.wishes
-        target = w.target_step_ms if w.target_step_ms is not None else CPU_STEP_MS if self.cpu else 0.0
+        target = 0.0 if w.target_step_ms is None and not self.cpu else w.target_step_ms
         if self.usable <= 0:
             tower = f", encoding pictures {show_bytes(self.tower)}" if self.tower else ""
             tower += f", keeping them {show_bytes(self.pictures)}" if self.pictures else ""

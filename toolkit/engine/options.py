@@ -13,7 +13,7 @@ class EngineOptions:
     one step computes at most, decode tokens included. ``num_blocks``: KV blocks of each cache group.
 
     ``target_step_ms``: what a step with prompts in it should take while other requests decode; 0 = no limit but
-    ``max_prefill_token_num``.
+    ``max_prefill_token_num``; None = as ``Pace`` has it.
     ``prefix_caching``: requests share the KV blocks of equal prefixes; without it only the turns of one session do.
     ``max_logit_bytes``: float32 logits rows that one step may return to the host (it limits the chunks of requests
     that want a row for every token; a picture whose tokens see each other is computed whole, though).
@@ -28,7 +28,7 @@ class EngineOptions:
     max_batch_size: int
     max_prefill_token_num: int
     num_blocks: tuple[int, ...]
-    target_step_ms: float = 0.0
+    target_step_ms: float | None = 0.0
     prefix_caching: bool = True
     max_logit_bytes: int = 64 << 20
     lookahead: bool | None = None
