@@ -28,7 +28,12 @@ from toolkit.runners.choose import open_model
 
 HERE = Path(__file__).resolve().parent
 METRICS = ("prefill_throughput", "decode_throughput", "output_throughput", "peak_memory_mib")
-PEER_OF = {"llama.cpp": "peer_llama_cpp.py", "openvino": "peer_openvino.py", "vllm": "peer_vllm.py"}
+PEER_OF = {
+    "llama.cpp": "peer_llama_cpp.py",
+    "ik_llama.cpp": "peer_ik_llama_cpp.py",
+    "openvino": "peer_openvino.py",
+    "vllm": "peer_vllm.py",
+}
 
 
 def make(*argv: str | Path) -> None:
@@ -60,11 +65,12 @@ def prepare(args: argparse.Namespace) -> dict[str, list[str]]:
         make("lite", "auto_awq", source, "--work-dir", work / "awq", "--w-group-size", "64", "--calib-samples", "16")
         make("convert", work / "awq", "--dst-path", engine, "--target", "cpu")
     commands = {"ours": ["tool", "profile", "generation", str(engine), "--json", "-"]}
-    if args.llama_python or args.openvino_python:
+    readers = {"llama.cpp": args.llama_python, "ik_llama.cpp": args.ik_llama_python, "openvino": args.openvino_python}
+    if any(readers.values()):
         gguf = work / "q4_0.gguf"
         if not gguf.exists():
             make("convert", source, "--to", "gguf", "--gguf-type", "q4_0", "--dst-path", gguf)
-        for name, python in (("llama.cpp", args.llama_python), ("openvino", args.openvino_python)):
+        for name, python in readers.items():
             if python:
                 commands[name] = [python, str(HERE / PEER_OF[name]), str(gguf)]
     if args.vllm_python:
@@ -145,6 +151,7 @@ def main() -> None:
     parser.add_argument("--shape", help="instead of --model and --quantized: random weights of random_model.py")
     parser.add_argument("--quantized", help="ours runs this quantized checkpoint instead of quantizing --model")
     parser.add_argument("--llama-python")
+    parser.add_argument("--ik-llama-python")
     parser.add_argument("--openvino-python")
     parser.add_argument("--vllm-python")
     parser.add_argument("--torch", action="store_true", help="the unquantized model too: pytorch backend, transformers")

@@ -1,0 +1,64 @@
+"""A peer that reads GGUF files, measured by the definitions of ``tool profile generation``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+
+class Peer(Protocol):
+    vocab: int
+
+    def forget(self) -> None: ...
+
+    def run(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
+        """One decode of (token, position, sequence, wants a token); returns the greedy tokens of those that want."""
+        ...
+
+
+def measure(engine: Peer, n: int, prompt: int, new: int, rng: random.Random) -> dict[str, float]:
+    engine.forget()
+    prompts = [[rng.randrange(5, engine.vocab - 5) for _ in range(prompt)] for _ in range(n)]
+    start = time.perf_counter()
+    last = []
+    for seq, tokens in enumerate(prompts):
+        for at in range(0, prompt, 512):
+            part = tokens[at : at + 512]
+            rows = [(t, at + i, seq, at + i == prompt - 1) for i, t in enumerate(part)]
+            last += engine.run(rows)
+    first = time.perf_counter()
+    for step in range(new - 1):
+        last = engine.run([(t, prompt + step, seq, True) for seq, t in enumerate(last)])
+    end = time.perf_counter()
+    return {
+        "concurrency": n,
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "prefill_throughput": n * prompt / (first - start),
+        "decode_throughput": n * (new - 1) / (end - first),
+        "output_throughput": n * new / (end - start),
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def main(engine: Callable[[Path, int, int, int], Peer]) -> None:
+    """Print one JSON list of rows. ``engine`` opens a file for so many sequences of so many tokens, on so many threads."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--completion-tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    counts = [int(c) for c in args.concurrency.split(",")]
+    rng = random.Random(0)
+    peer = engine(args.model, max(counts), args.prompt_tokens + args.completion_tokens, args.threads)
+    measure(peer, 1, min(64, args.prompt_tokens), 8, rng)
+    rows = [measure(peer, n, args.prompt_tokens, args.completion_tokens, rng) for n in counts]
+    print(json.dumps(rows))

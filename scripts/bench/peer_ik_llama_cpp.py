@@ -1,0 +1,56 @@
+"""ik_llama.cpp measured by the definitions of ``tool profile generation``. Runs in an environment of its own:
+
+    pip install ik-llama-cpp-python
+    python peer_ik_llama_cpp.py MODEL.gguf --concurrency 1,8,32 --prompt-tokens 512 --completion-tokens 128 --threads 2
+
+Weights are repacked when they are loaded, which is its fastest way for many tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+import numpy as np
+from gguf_rounds import main
+from ik_llama_cpp import _ctypes_api as lib
+
+
+class Engine:
+    def __init__(self, path: Path, sequences: int, length: int, threads: int) -> None:
+        model = lib.llama_model_default_params()
+        model.repack_tensors = True
+        self.model = lib.llama_model_load_from_file(str(path).encode(), model)
+        params = lib.llama_context_default_params()
+        params.n_ctx = sequences * length
+        params.n_batch = params.n_ubatch = 512
+        params.n_seq_max = sequences
+        params.n_threads = params.n_threads_batch = threads
+        params.flash_attn = True
+        self.ctx = lib.llama_init_from_model(self.model, params)
+        self.vocab = lib._lib.llama_n_vocab(ctypes.c_void_p(self.model))
+        self.batch = lib.llama_batch_init(max(512, sequences), 0, 1)
+
+    def forget(self) -> None:
+        lib.llama_kv_cache_clear(self.ctx)
+
+    def run(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
+        """One decode of (token, position, sequence, wants a token); returns the greedy tokens of those that want."""
+        b = self.batch
+        b.n_tokens = len(rows)
+        for i, (token, position, seq, want) in enumerate(rows):
+            b.token[i], b.pos[i], b.n_seq_id[i], b.logits[i] = token, position, 1, want
+            b.seq_id[i][0] = seq
+        code = lib.llama_decode(self.ctx, b)
+        if code:
+            sys.exit(f"llama_decode failed with code {code}")
+        return [self._best(i) for i, row in enumerate(rows) if row[3]]
+
+    def _best(self, row: int) -> int:
+        logits = lib.llama_get_logits_ith(self.ctx, row)
+        return int(np.ctypeslib.as_array(logits, (self.vocab,)).argmax())
+
+
+if __name__ == "__main__":
+    main(Engine)
