@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
+
+from peak_memory import peak_memory_mib
 
 
 class Peer(Protocol):
@@ -43,12 +44,12 @@ def measure(engine: Peer, n: int, prompt: int, new: int, rng: random.Random) -> 
         "prefill_throughput": n * prompt / (first - start),
         "decode_throughput": n * (new - 1) / (end - first),
         "output_throughput": n * new / (end - start),
-        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_memory_mib": peak_memory_mib(),
     }
 
 
 def main(engine: Callable[[Path, int, int, int], Peer]) -> None:
-    """Print one JSON list of rows. ``engine`` opens a file for so many sequences of so many tokens, on so many threads."""
+    """Print one JSON list of rows. ``engine`` opens a file for so many sequences of so many tokens and threads."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("--concurrency", default="1,8,32")

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import time
 
 import numpy as np
 import openvino
 import openvino_genai as genai
+from peak_memory import peak_memory_mib
 
 
 def measure(
@@ -39,7 +39,7 @@ def measure(
         "prefill_throughput": n * prompt / first,
         "decode_throughput": n * (new - 1) / max(total - first, 1e-9),
         "output_throughput": sum(len(t) for t in result.tokens) / total,
-        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_memory_mib": peak_memory_mib(),
     }
 
 

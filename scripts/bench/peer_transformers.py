@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import time
 
 import torch
+from peak_memory import peak_memory_mib
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
@@ -47,7 +47,7 @@ def measure(model: torch.nn.Module, n: int, prompt: int, new: int, rng: torch.Ge
         "prefill_throughput": n * prompt / prefill,
         "decode_throughput": n * (new - 1) / decode,
         "output_throughput": n * new / (prefill + decode),
-        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_memory_mib": peak_memory_mib(),
     }
 
 

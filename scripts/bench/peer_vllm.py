@@ -13,13 +13,13 @@ import argparse
 import json
 import os
 import random
-import resource
 import time
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
+from peak_memory import peak_memory_mib
 from vllm import LLM, SamplingParams
 
 
@@ -48,7 +48,7 @@ def measure(llm: LLM, n: int, prompt: int, new: int, vocab: int, rng: random.Ran
         "prefill_throughput": n * prompt / (first - start),
         "decode_throughput": (tokens - n) / (end - first),
         "output_throughput": tokens / (end - start),
-        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_memory_mib": peak_memory_mib(),
     }
 
 
