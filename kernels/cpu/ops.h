@@ -178,6 +178,17 @@ struct RoundRun {
     int32_t turned;  // x is turned by `hadamard` before it is rounded
 };
 
+// Scales by which groups of floats become small integers with the least squared error, each value's counted w times.
+// Without lows x = code * scale, codes -levels … levels - 1; with lows x = code * scale + low, codes 0 … levels.
+struct FitRun {
+    const float *x, *w;  // [groups][group]
+    int64_t groups;
+    float *scales, *lows;  // [groups]
+    int32_t group;  // up to 32
+    int32_t levels;
+    int32_t negative;  // lows are at most 0
+};
+
 struct Ops {
     const char* name;
     int32_t bf16_dot;  // it multiplies bfloat16
@@ -198,6 +209,8 @@ struct Ops {
                      int32_t* sum);
     // rows [r0, r1) of a weight; scratch: a row of floats
     void (*round_rows)(const RoundRun& r, int64_t r0, int64_t r1, float* scratch);
+    // groups [g0, g1)
+    void (*fit_scales)(const FitRun& r, int64_t g0, int64_t g1);
     // out = x / rms(x) * w; n elements, w padded like out to a multiple of 16 with zeros
     void (*rms_norm)(const float* x, const float* w, int64_t n, float eps, float* out);
     // out = (x - mean) / std * w + b; b null = none

@@ -19,6 +19,19 @@ const tk::Ops* find(const char* isa) {
     return tk::select_ops(isa, &reason);
 }
 
+// work(i0, i1) for all of [0, count), so many at a time, by so many threads.
+template <typename Work>
+void split(int64_t threads, int64_t count, int64_t step, const Work& work) {
+    std::atomic<int64_t> next{0};
+    const auto some = [&] {
+        for (int64_t i; (i = next.fetch_add(step)) < count;) work(i, std::min(i + step, count));
+    };
+    std::vector<std::thread> others;
+    for (int64_t i = 1; i < std::min(threads, count / step); i++) others.emplace_back(some);
+    some();
+    for (std::thread& t : others) t.join();
+}
+
 }  // namespace
 
 // Sizes for packers: bytes of a packed matrix.
@@ -53,18 +66,18 @@ TK_EXPORT int tk_op_linear_back(const char* isa, const tk::Matrix* w, const tk::
 TK_EXPORT int tk_op_round(const char* isa, const tk::RoundRun* r, int64_t threads) {
     const tk::Ops* ops = find(isa);
     if (!ops) return 1;
-    constexpr int64_t ROWS = 16;  // at a time
-    std::atomic<int64_t> next{0};
-    const auto work = [&] {
+    split(threads, r->rows, 16, [&](int64_t r0, int64_t r1) {
         std::vector<float> scratch(size_t(r->cols));
-        for (int64_t row; (row = next.fetch_add(ROWS)) < r->rows;)
-            ops->round_rows(*r, row, std::min(row + ROWS, r->rows), scratch.data());
-    };
-    std::vector<std::thread> others;
-    for (int64_t i = 1; i < std::min(threads, r->rows / ROWS); i++) others.emplace_back(work);
-    work();
-    for (std::thread& t : others) t.join();
+        ops->round_rows(*r, r0, r1, scratch.data());
+    });
     return 0;
+}
+
+// All groups by so many threads.
+TK_EXPORT int tk_op_fit_scales(const char* isa, const tk::FitRun* r, int64_t threads) {
+    const tk::Ops* ops = find(isa);
+    if (ops) split(threads, r->groups, 1024, [&](int64_t g0, int64_t g1) { ops->fit_scales(*r, g0, g1); });
+    return !ops;
 }
 
 TK_EXPORT int tk_op_matrix_row(const char* isa, const tk::Matrix* w, int64_t row, float scale, float* out) {

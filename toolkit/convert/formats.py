@@ -147,11 +147,12 @@ def _write_gguf(
     """As ``write_weights``, to ``file``. ``eyes``: where the tower goes of a model that sees."""
     from toolkit.artifacts.gguf.export import plan_export
     from toolkit.artifacts.gguf.eyes_export import write_eyes
+    from toolkit.runners.native.gguf_scales import find_scales
 
     if eyes is not None:
         write_eyes(checkpoint, spec, stored, eyes)
     export = plan_export(checkpoint, spec, stored, gguf_type, importance)
-    export.write(file, progress)
+    export.write(file, progress, find_scales)
     layers = [{"name": name, "rel_error": error} for name, error in export.errors.items()]
     blind = spec.vision is not None and eyes is None
     alone = "the language model alone, without what it sees with, of which no such file is written here"

@@ -26,7 +26,7 @@ from toolkit.artifacts.gguf.container import TOOL_KEY
 from toolkit.artifacts.gguf.fit import ORDER, fit, smallest
 from toolkit.artifacts.gguf.metadata import ModelMetadata, model_metadata
 from toolkit.artifacts.gguf.mixtures import MIXTURES, Mixture, Place, columns_of, find_mixture, type_of
-from toolkit.artifacts.gguf.quantize import quantize
+from toolkit.artifacts.gguf.quantize import Search, quantize
 from toolkit.artifacts.gguf.vocabulary import vocabulary
 from toolkit.artifacts.gguf.writer import Entry, write_gguf
 from toolkit.artifacts.weights import is_present, load_stored, split_parts
@@ -76,27 +76,29 @@ class Export:
         """GGML type → how many matrices have it."""
         return dict(Counter(piece.kind for piece in self.pieces if piece.place.columns))
 
-    def write(self, path: Path, progress: Callable[[int, int], None] | None = None) -> None:
+    def write(
+        self, path: Path, progress: Callable[[int, int], None] | None = None, search: Search | None = None
+    ) -> None:
         """Write the file; fills ``errors``: relative error of every matrix that is rounded, by canonical name.
 
-        ``progress``: called with (tensors done, of how many).
+        ``progress``: called with (tensors done, of how many). ``search``: of ``quantize``.
         """
         entries = [Entry(name, factors.shape, "F32") for name, factors in self.factors.items()]
         entries += [Entry(piece.name, _shape(piece), piece.kind) for piece in self.pieces]
-        write_gguf(path, self.metadata, entries, self._bytes(progress))
+        write_gguf(path, self.metadata, entries, self._bytes(progress, search))
 
-    def _bytes(self, progress: Callable[[int, int], None] | None) -> Iterator[NDArray[np.uint8]]:
+    def _bytes(self, progress: Callable[[int, int], None] | None, search: Search | None) -> Iterator[NDArray[np.uint8]]:
         for factors in self.factors.values():
             yield factors.view(np.uint8)
         for i, piece in enumerate(self.pieces):
             if progress is not None:
                 progress(i + 1, len(self.pieces))
-            parts = [self._one(piece, item, name) for item, name in piece.sources]
+            parts = [self._one(piece, item, name, search) for item, name in piece.sources]
             whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
             rows = list(piece.layout.rows)
             yield whole.reshape(len(rows), -1)[rows] if rows else whole
 
-    def _one(self, piece: Piece, item: StoredTensor, name: str) -> NDArray[np.uint8]:
+    def _one(self, piece: Piece, item: StoredTensor, name: str, search: Search | None) -> NDArray[np.uint8]:
         value = load_part(self.load, item, name, piece)
         if isinstance(value, Tensor):
             numbers = value.float() * self.folded.get(name, 1.0) + piece.add
@@ -112,7 +114,7 @@ class Export:
         importance = self.importance.get(name)
         if importance is not None and piece.layout.columns:
             importance = importance[list(piece.layout.columns)]
-        rounded = quantize(dense, piece.kind, importance, name)
+        rounded = quantize(dense, piece.kind, importance, name, search)
         norm = float(dense.norm())
         self.errors[name] = float((rounded.dequantize() - dense).norm()) / norm if norm else 0.0
         return to_blocks(piece.kind, rounded)

@@ -9,6 +9,8 @@ times sqrt(mean(x**2) + x**2) of its block, which lets large values count more.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,15 +21,21 @@ from toolkit.errors import ToolkitError
 WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 """Types that floats can be rounded to."""
 
+Search = Callable[[Tensor, Tensor, BlockType], tuple[Tensor, Tensor | None]]
+"""Finds a scale for each group: ``find_scales``, or another way to the same."""
+
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = 1 << 18  # elements rounded at once: what bounds memory
 _REFITS = 3
 
 
-def quantize(weight: Tensor, kind: str, importance: Tensor | None = None, name: str = "") -> Weight:
+def quantize(
+    weight: Tensor, kind: str, importance: Tensor | None = None, name: str = "", search: Search | None = None
+) -> Weight:
     """Round ``weight`` (float [out, in]) to GGML type ``kind``, one of ``WRITTEN``.
 
     ``importance``: float [in], how much an error in each column counts (mean squared input), or None: all alike.
+    ``search``: what finds the scales; default ``find_scales``.
     Raises ToolkitError, with ``name``, for NaN, infinity, or values that float16 cannot hold.
     """
     if not bool(torch.isfinite(weight).all()):
@@ -42,7 +50,8 @@ def quantize(weight: Tensor, kind: str, importance: Tensor | None = None, name: 
         importance = importance.float().clamp(min=0)
         importance = importance / importance.mean().clamp(min=1e-30)
     rows = max(1, _CHUNK // weight.shape[1])
-    parts = [_quantize_rows(part.float().contiguous(), block, importance) for part in weight.split(rows)]
+    search = search or find_scales
+    parts = [_quantize_rows(part.float().contiguous(), block, importance, search) for part in weight.split(rows)]
     found = join_rows(parts)
     assert isinstance(found, GroupInt)
     floats = found.scales if found.super_scales is None else found.super_scales.d
@@ -51,27 +60,23 @@ def quantize(weight: Tensor, kind: str, importance: Tensor | None = None, name: 
     return found
 
 
-def _quantize_rows(x: Tensor, block: BlockType, importance: Tensor | None) -> GroupInt:
+def _quantize_rows(x: Tensor, block: BlockType, importance: Tensor | None, search: Search) -> GroupInt:
     n_out = x.shape[0]
     blocks = x.view(-1, block.columns)
-    spread = (blocks.square().mean(1, keepdim=True) + blocks.square()).sqrt()
+    spread = blocks.square()
+    spread = spread.add_(spread.mean(1, keepdim=True)).sqrt_()
     if importance is not None:
-        spread = spread * importance.view(1, -1, block.columns).expand(n_out, -1, -1).reshape(blocks.shape)
+        spread.view(n_out, -1).mul_(importance)
     groups = blocks.view(-1, block.group)
     counts = spread.view(-1, block.group)
     if block.name == "Q8_0":
         return _q8_0(groups, n_out)
-    if block.zero is None:
-        scale, low = _search_affine(groups, counts, (1 << block.bits) - 1, negative=block.supers)
-        if block.supers:
-            return _with_minima(groups, counts, scale, low, block, n_out)
+    scale, low = search(groups, counts, block)
+    if not block.supers:
         return _simple(groups, scale, low, block, n_out)
-    scale = _search_symmetric(groups, counts, block.zero)
-    return (
-        _without_minima(groups, counts, scale, block, n_out)
-        if block.supers
-        else _simple(groups, scale, None, block, n_out)
-    )
+    if low is None:
+        return _without_minima(groups, counts, scale, block, n_out)
+    return _with_minima(groups, counts, scale, low, block, n_out)
 
 
 def _q8_0(x: Tensor, n_out: int) -> GroupInt:
@@ -85,8 +90,18 @@ def _q8_0(x: Tensor, n_out: int) -> GroupInt:
 
 
 def _divide(a: Tensor, b: Tensor) -> Tensor:
-    """a / b, and 0 where b is 0."""
-    return torch.where(b == 0, torch.zeros_like(a), a / torch.where(b == 0, torch.ones_like(b), b))
+    """a / b, and 0 where b is 0; ``a`` is finite."""
+    return a / b.masked_fill(b == 0, torch.inf)
+
+
+def find_scales(x: Tensor, counts: Tensor, block: BlockType) -> tuple[Tensor, Tensor | None]:
+    """Scales and lows [groups, 1] of ``x`` [groups, group], float32; lows: of a type with minima, else None.
+
+    ``counts``: how much the squared error of each value counts.
+    """
+    if block.zero is None:
+        return _search_affine(x, counts, (1 << block.bits) - 1, negative=block.supers)
+    return _search_symmetric(x, counts, block.zero), None
 
 
 def _search_symmetric(x: Tensor, w: Tensor, half: int) -> Tensor:
@@ -139,7 +154,7 @@ def _simple(x: Tensor, scale: Tensor, low: Tensor | None, block: BlockType, n_ou
     offset = None if low is None else low.half()
     zero = 0 if block.zero is None else block.zero
     shifted = x if offset is None else x - offset.float()
-    codes = _divide(shifted, stored.float().expand_as(x)).round_().add_(zero).clamp_(0, (1 << block.bits) - 1)
+    codes = _divide(shifted, stored.float()).round_().add_(zero).clamp_(0, (1 << block.bits) - 1)
     scales = stored.view(n_out, -1)
     return GroupInt(
         codes.to(torch.uint8).view(n_out, -1),
@@ -159,19 +174,19 @@ def _without_minima(x: Tensor, w: Tensor, scale: Tensor, block: BlockType, n_out
     scales = scale.view(-1, per_block)
     peak = scales.gather(1, scales.abs().argmax(1, keepdim=True))
     d = (peak / -128).half()
-    sub = _divide(scales, d.float().expand_as(scales)).round_().clamp_(-128, 127)
+    sub = _divide(scales, d.float()).round_().clamp_(-128, 127)
     blocks, weights = x.view(-1, per_block, block.group), w.view(-1, per_block, block.group)
 
     def codes_for(d: Tensor) -> Tensor:
-        step = (d.float() * sub)[..., None]
-        return _divide(blocks, step.expand_as(blocks)).round_().clamp_(-half, half - 1)
+        return _divide(blocks, (d.float() * sub)[..., None]).round_().clamp_(-half, half - 1)
 
     def error(codes: Tensor, d: Tensor) -> Tensor:
-        return (weights * (codes * (d.float() * sub)[..., None] - blocks).square()).sum((1, 2))[:, None]
+        off = (codes * (d.float() * sub)[..., None]).sub_(blocks)
+        return off.square_().mul_(weights).sum((1, 2))[:, None]
 
     def refit(codes: Tensor) -> Tensor:
-        units = codes * sub[..., None]
-        up, down = (weights * units * blocks).sum((1, 2)), (weights * units * units).sum((1, 2))
+        weighted = weights * codes
+        up, down = (sub * (weighted * blocks).sum(2)).sum(1), (sub * sub * weighted.mul_(codes).sum(2)).sum(1)
         return _divide(up, down)[:, None].half()
 
     codes = codes_for(d)
@@ -196,24 +211,26 @@ def _with_minima(x: Tensor, w: Tensor, scale: Tensor, low: Tensor, block: BlockT
     scales, lows = scale.view(-1, per_block), -low.view(-1, per_block)
     d = (scales.amax(1, keepdim=True) / 63).half()
     dmin = (lows.amax(1, keepdim=True) / 63).half()
-    sub = _divide(scales, d.float().expand_as(scales)).round_().clamp_(0, 63)
-    sub_min = _divide(lows, dmin.float().expand_as(lows)).round_().clamp_(0, 63)
+    sub = _divide(scales, d.float()).round_().clamp_(0, 63)
+    sub_min = _divide(lows, dmin.float()).round_().clamp_(0, 63)
     blocks, weights = x.view(-1, per_block, block.group), w.view(-1, per_block, block.group)
 
     def codes_for(d: Tensor, dmin: Tensor) -> Tensor:
         step, under = (d.float() * sub)[..., None], (dmin.float() * sub_min)[..., None]
-        return _divide(blocks + under, step.expand_as(blocks)).round_().clamp_(0, top)
+        return _divide(blocks + under, step).round_().clamp_(0, top)
 
     def error(codes: Tensor, d: Tensor, dmin: Tensor) -> Tensor:
-        value = codes * (d.float() * sub)[..., None] - (dmin.float() * sub_min)[..., None]
-        return (weights * (value - blocks).square()).sum((1, 2))[:, None]
+        value = (codes * (d.float() * sub)[..., None]).sub_((dmin.float() * sub_min)[..., None])
+        return value.sub_(blocks).square_().mul_(weights).sum((1, 2))[:, None]
+
+    minima = (sub_min * sub_min * weights.sum(2)).sum(1)
+    minima_x = -(sub_min * (weights * blocks).sum(2)).sum(1)
 
     def refit(codes: Tensor) -> tuple[Tensor, Tensor]:
         """The two floats that are best for these codes: a weighted least squares of two unknowns."""
-        a, b = codes * sub[..., None], -sub_min[..., None].expand_as(codes)
-        wa, wb = weights * a, weights * b
-        aa, ab, bb = (wa * a).sum((1, 2)), (wa * b).sum((1, 2)), (wb * b).sum((1, 2))
-        ax, bx = (wa * blocks).sum((1, 2)), (wb * blocks).sum((1, 2))
+        weighted = weights * codes
+        ab, ax = -(sub * sub_min * weighted.sum(2)).sum(1), (sub * (weighted * blocks).sum(2)).sum(1)
+        aa, bb, bx = (sub * sub * weighted.mul_(codes).sum(2)).sum(1), minima, minima_x
         det = aa * bb - ab * ab
         lone = det.abs() <= 1e-6 * aa * bb  # no minima to speak of
         first = torch.where(lone, _divide(ax, aa), _divide(bb * ax - ab * bx, det))

@@ -26,6 +26,7 @@ from toolkit.quant.methods.awq import Grid, inputs_after, search_clip
 from toolkit.quant.methods.grid import grid_of, group_range, no_scale, round_to
 from toolkit.quant.options import Gptq
 from toolkit.runners.folding import Folded
+from toolkit.runners.native.gguf_scales import find_scales
 
 ROWS = 16384  # rows of one input's linears that are rounded together …
 ACROSS_BYTES = 32 << 20  # … and of more than one module (several experts) so many bytes
@@ -144,7 +145,7 @@ def _rows(linears: Sequence[LinearSpec], weights: Mapping[str, Tensor]) -> Tenso
 
 
 def _super_blocks(weight: Tensor, kind: str, xtx: Tensor, name: str) -> GroupInt:
-    found = gguf_quantize.quantize(weight.cpu(), kind, xtx.diagonal().cpu(), name)
+    found = gguf_quantize.quantize(weight.cpu(), kind, xtx.diagonal().cpu(), name, find_scales)
     assert isinstance(found, GroupInt)
     return found
 

@@ -35,6 +35,7 @@ from toolkit.quant.methods.sensitivity import SAMPLES, Felt, feel
 from toolkit.quant.selection import Selection
 from toolkit.record import read
 from toolkit.runners.folding import Folded, fold_site
+from toolkit.runners.native.gguf_scales import find_scales
 
 BITS = (2, 3, 4, 8)
 GROUPS = (128, 64, 32)
@@ -224,7 +225,9 @@ def _lost(rows: Tensor, costs: Tensor, grid: Grid, name: str) -> float:
     """Squared errors of ``rows`` [n, in] on a grid whose ranges are clipped where that pays, each column's by what it
     costs."""
     if grid.ggml is not None:
-        back = gguf_quantize.quantize(rows.cpu(), grid.ggml, costs.cpu(), name).dequantize().to(rows.device)
+        back = (
+            gguf_quantize.quantize(rows.cpu(), grid.ggml, costs.cpu(), name, find_scales).dequantize().to(rows.device)
+        )
     else:
         bounds = clip_groups(rows, torch.diag_embed(costs.view(-1, grid.group_size)), grid)
         code = quantize(rows, grid.group_size, bits=grid.bits, symmetric=grid.symmetric, name=name, bounds=bounds)

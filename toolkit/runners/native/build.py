@@ -24,7 +24,17 @@ HERE = Path(__file__).resolve().parent
 LIBRARY = "_native.so"
 
 ISAS_VARIABLE = "TOOLKIT_NATIVE_ISAS"  # all (the default) or here
-FAMILIES = ("linear_int", "linear_dense", "rowwise", "round_rows", "kv_cache", "attention", "state", "table")
+FAMILIES = (
+    "linear_int",
+    "linear_dense",
+    "rowwise",
+    "round_rows",
+    "fit_scales",
+    "kv_cache",
+    "attention",
+    "state",
+    "table",
+)
 
 
 class Isa(NamedTuple):

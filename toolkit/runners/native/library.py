@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 15  # tk_version of api.cpp, which says when both are raised
+VERSION = 16  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -114,6 +114,17 @@ class RoundRun(Structure):
     )
 
 
+class FitRun(Structure):
+    """tk::FitRun of kernels/cpu/ops.h."""
+
+    _fields_ = (
+        *_fields("x w groups! scales lows"),
+        ("group", c_int32),
+        ("levels", c_int32),
+        ("negative", c_int32),
+    )
+
+
 def library_path() -> Path:
     """Where the library lies, or would lie."""
     return Path(os.environ.get(LIBRARY_VARIABLE) or Path(__file__).with_name("_native.so"))
@@ -159,6 +170,7 @@ def load(path: Path) -> ctypes.CDLL:
     lib.tk_tower_free.argtypes, lib.tk_tower_free.restype = [c_void_p], None
     lib.tk_tower_run.argtypes, lib.tk_tower_run.restype = [c_void_p, POINTER(TowerArrays)], c_int
     lib.tk_op_round.restype, lib.tk_op_round.argtypes = c_int, [c_char_p, POINTER(RoundRun), c_int64]
+    lib.tk_op_fit_scales.restype, lib.tk_op_fit_scales.argtypes = c_int, [c_char_p, POINTER(FitRun), c_int64]
     for name in ("tk_cache_allocate", "tk_cache_discard", "tk_block_export", "tk_block_import", "tk_step", "tk_pack"):
         getattr(lib, name).restype = c_int
     return lib
