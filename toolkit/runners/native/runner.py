@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from toolkit.runners.host_memory import free_host_bytes
 from toolkit.runners.native import library
 from toolkit.runners.native.arrays import Arrays, outputs_for
 from toolkit.runners.native.encoders import open_encoder
+from toolkit.runners.native.library import StepResults
 from toolkit.runners.native.mixers import state_numbers
 from toolkit.runners.native.packed import PackedTensor
 from toolkit.runners.native.program import Program, build_program
@@ -257,16 +259,21 @@ class NativeRunner:
         return open_encoder(vision, found, bf16=not exact, threads=self.options.threads or usable_cores())
 
     def submit(self, batch: StepBatch) -> StepHandle:
-        """Start a step and return; steps run one after the other. ``result`` raises RunnerError where it failed."""
-        return self._stepper.start(lambda: self._run(batch))
+        """Start a step and return; steps run one after the other. ``result`` raises RunnerError where it failed.
 
-    def _run(self, batch: StepBatch) -> StepOutput:
-        model = self._loaded()
-        arrays = Arrays(batch, self.spec)
-        output, results = outputs_for(batch, self.spec)
-        bad = np.zeros(len(batch.sample_index), np.int32)
+        The arrays are made ready here, while the step before it runs, so that its thread goes from step to step.
+        """
+        try:
+            arrays = Arrays(batch, self.spec)
+            output, results = outputs_for(batch, self.spec)
+        except Exception as error:
+            return self._stepper.start(partial(_fail, error))
+        return self._stepper.start(partial(self._run, arrays, output, results))
+
+    def _run(self, arrays: Arrays, output: StepOutput, results: StepResults) -> StepOutput:
+        bad = np.zeros(len(output.tokens), np.int32)
         results.bad = library.address(bad)
-        self._check(self._library.tk_step(model, ctypes.byref(arrays.structure), ctypes.byref(results)))
+        self._check(self._library.tk_step(self._loaded(), ctypes.byref(arrays.structure), ctypes.byref(results)))
         output.bad_rows = np.flatnonzero(bad).astype(np.int32)
         return output
 
@@ -297,6 +304,10 @@ class NativeRunner:
     def __del__(self) -> None:
         if hasattr(self, "_stepper"):
             self.close()
+
+
+def _fail(error: Exception) -> StepOutput:
+    raise error
 
 
 def _stored_dtype(value: Any) -> str:
