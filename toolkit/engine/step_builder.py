@@ -2,12 +2,13 @@
 
 What every decoding request contributes each step (last token, lengths, sampling numbers) lives in arrays indexed by its
 row, so that a decode step is a handful of gathers whatever the batch; only prompts, penalties and constraints are
-looked at one request at a time.
+looked at one request at a time. Where the same requests decode once more, what cannot have changed is taken over as it is:
+between two short steps every array counts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -66,10 +67,12 @@ class StepBuilder:
         self._columns = {name: np.full(rows, getattr(Draw, name), dtype) for name, dtype in COLUMNS.items()}
         self._logprobs = np.full(rows, -1, np.int32)
         self._host_fields = np.zeros(rows, bool)  # has penalties, biases or a grammar
+        self._known: tuple[NDArray[np.intp], Step] | None = None  # rows and step of those that decoded last
 
     def enter(self, seq: Sequence) -> None:
         """Fill the arrays for a request that has just been given its row."""
         row, p = seq.row, seq.params
+        self._known = None
         self._length[row] = seq.length
         self._generated[row] = seq.generated
         self._last[row] = seq.tokens[seq.length - 1]
@@ -95,6 +98,30 @@ class StepBuilder:
 
     def build(self, plan: Plan) -> Step:
         """The arrays of one step."""
+        if self._known is not None and not plan.chunks and plan.decodes == self._known[1].sampled:
+            return self._again(plan, *self._known)
+        return self._anew(plan)
+
+    def _again(self, plan: Plan, rows: NDArray[np.intp], known: Step) -> Step:
+        """The step behind ``known``, of the same requests, which draw a token each and want nothing else."""
+        seq_lens = self._length[rows]
+        places = seq_lens - 1
+        positions = np.empty((self.axes, len(rows)), np.int32)
+        positions[:] = places + self._shift[rows]
+        batch = replace(
+            known.batch,
+            token_ids=self._last[rows],
+            from_previous=self._source[rows],
+            positions=positions,
+            seq_lens=seq_lens,
+            block_tables=self._block_tables(rows, places, seq_lens),
+            slot_mapping=self._slots(rows, known.batch.cu_seqlens[1:], places),
+            sampling=replace(known.batch.sampling, position=self._generated[rows]),
+            copy_blocks=self.blocks.take_copies(),
+        )
+        return Step(plan, batch, known.sampled)
+
+    def _anew(self, plan: Plan) -> Step:
         sequences = list(plan.sequences())
         rows = np.fromiter((s.row for s in sequences), np.intp, len(sequences))
         decodes = len(plan.decodes)
@@ -149,6 +176,8 @@ class StepBuilder:
         step = Step(plan, batch, sampled, guesses)
         if any(s.wants_all or s.wants_rows or s.processors for s in sequences):
             self._ask_for_rows(step)
+        elif len(sampled) == decodes == len(sequences) and not self._host_fields[rows].any():
+            self._known = rows, replace(step, batch=replace(batch))
         return step
 
     def _block_tables(

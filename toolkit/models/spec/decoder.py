@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from toolkit.models.spec.attention import AttentionSpec
@@ -115,9 +116,9 @@ class DecoderSpec:
         """Rows of the head."""
         return self.head_rows or self.vocab_size
 
-    @property
+    @cached_property
     def block(self) -> int:
-        """Positions whose tokens see each other both ways, 1 where none do."""
+        """Positions whose tokens see each other both ways, 1 where none do. Asked for at every step."""
         return max((a.block for _, a in self.attention_layers()), default=1)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,14 +16,26 @@ I32, I64, F32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
 I8 = np.dtype(np.int8)
 
 
+class Checked(NamedTuple):
+    """An array that is as it should be, and where its numbers lie."""
+
+    array: np.ndarray[Any, Any]
+    dtype: np.dtype[Any]
+    size: int
+    address: int | None
+
+
 class Arrays:
     """``structure`` points into arrays that this object keeps. The lengths checked here, the library checks the values.
+    ``before``: those of a step before, some of whose arrays may come again.
 
     Raises RunnerError naming the array whose type or size is wrong.
     """
 
-    def __init__(self, batch: StepBatch, spec: DecoderSpec) -> None:
+    def __init__(self, batch: StepBatch, spec: DecoderSpec, before: Arrays | None = None) -> None:
         self._held: list[Any] = []
+        self._known: dict[int, Checked] = {}
+        self._before = {} if before is None else before._known
         self.structure = s = StepArrays()
         tokens, seqs = len(batch.token_ids), len(batch.seq_lens)
         rows, groups = len(batch.sample_index), len(batch.block_tables)
@@ -59,15 +71,26 @@ class Arrays:
             self._views(batch.views, spec.hidden_size)
         self._groups(batch, spec, tokens, seqs)
         self._sampling(batch.sampling, rows, spec.vocab_size)
+        self._before = {}
 
     def _put(self, name: str, array: np.ndarray[Any, Any], dtype: np.dtype[Any], size: int) -> int | None:
+        known = self._before.get(id(array))  # kept alive by it, so it is the same
+        if known is not None and known.dtype is dtype and known.size == size:
+            self._known[id(array)] = known
+            return known.address
         if array.dtype != dtype or array.size != size or not array.flags.c_contiguous:
             raise RunnerError(f"{name}: expected {size} contiguous {dtype} values, found {array.size} of {array.dtype}")
-        self._held.append(array)
-        return address(array)
+        checked = Checked(array, dtype, size, address(array))
+        self._known[id(array)] = checked
+        return checked.address
 
     def _pointers(self, addresses: list[int | None]) -> int:
         array = (ctypes.c_void_p * max(len(addresses), 1))(*addresses)
+        self._held.append(array)
+        return ctypes.addressof(array)
+
+    def _numbers(self, values: list[int]) -> int:
+        array = (ctypes.c_int64 * max(len(values), 1))(*values)
         self._held.append(array)
         return ctypes.addressof(array)
 
@@ -86,19 +109,16 @@ class Arrays:
         s, groups = self.structure, len(batch.block_tables)
         if len(batch.slot_mapping) != groups or len(batch.copy_blocks) not in (0, groups):
             raise RunnerError(f"slot_mapping, copy_blocks: expected {groups} groups")
-        tables, widths, slots = [], np.zeros(groups, np.int64), []
+        tables, widths, slots = [], [], []
         for g, (table, group) in enumerate(zip(batch.block_tables, spec.cache_groups, strict=False)):
-            widths[g] = table.shape[-1]
+            widths.append(table.shape[-1])
             tables.append(self._put("block_tables", table, I32, seqs * table.shape[-1]))
             slots.append(self._put("slot_mapping", batch.slot_mapping[g], I64, 0 if group.kind == "state" else tokens))
-        copies, sizes = [], np.zeros(groups, np.int64)
-        for g, pairs in enumerate(batch.copy_blocks):
-            sizes[g] = len(pairs)
-            copies.append(self._put("copy_blocks", pairs, I32, 2 * len(pairs)))
+        copies = [self._put("copy_blocks", pairs, I32, 2 * len(pairs)) for pairs in batch.copy_blocks]
         s.block_tables, s.slot_mapping = self._pointers(tables), self._pointers(slots)
         s.copies = self._pointers(copies or [None] * groups)
-        self._held += [widths, sizes]
-        s.table_width, s.copies_size = widths.ctypes.data, sizes.ctypes.data
+        s.table_width = self._numbers(widths)
+        s.copies_size = self._numbers([len(pairs) for pairs in batch.copy_blocks] or [0] * groups)
 
     def _sampling(self, b: SamplingBatch, rows: int, vocab: int) -> None:
         s, put = self.structure, self._put

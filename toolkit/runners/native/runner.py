@@ -95,6 +95,7 @@ class NativeRunner:
             raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, found {self.dtype!r}")
         self._library = library.load(library.library_path())
         self._stepper = Stepper()
+        self._arrays: Arrays | None = None  # of the last step
         self._model: int | None = None
         self._program: Program | None = None  # holds the tensors that the model points into
         self._weight_bytes = 0
@@ -264,7 +265,7 @@ class NativeRunner:
         The arrays are made ready here, while the step before it runs, so that its thread goes from step to step.
         """
         try:
-            arrays = Arrays(batch, self.spec)
+            arrays = self._arrays = Arrays(batch, self.spec, self._arrays)
             output, results = outputs_for(batch, self.spec)
         except Exception as error:
             return self._stepper.start(partial(_fail, error))
