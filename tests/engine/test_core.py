@@ -63,6 +63,32 @@ def test_one_request_equals_the_model_without_cache(fake: Any, windows: tuple[An
     assert core.blocks.usage() == 0
 
 
+@pytest.mark.parametrize("windows", [(None,), (6,), ("state",)])
+def test_arrays_of_requests_that_decode_once_more_equal_those_made_anew(fake: Any, windows: tuple[Any, ...]) -> None:
+    core, taken_over = fake.make_core(windows, VOCAB), []
+    builder, again = core.builder, core.builder._again
+
+    def compared(plan: Any, rows: Any, known: Any) -> Any:
+        step, anew = again(plan, rows, known), builder._anew(plan)
+        taken_over.append(len(plan.decodes))
+        assert step.sampled == anew.sampled
+        anew.batch.copy_blocks = step.batch.copy_blocks  # those of a step are handed out once
+        for a, b in ((step.batch, anew.batch), (step.batch.sampling, anew.batch.sampling)):
+            for name in vars(a):
+                if name != "sampling":
+                    np.testing.assert_array_equal(getattr(a, name), getattr(b, name), strict=True, err_msg=name)
+        return step
+
+    builder._again = compared
+    core.add(request("a", list(range(9)), 30, temperature=0.7, seed=1))
+    core.add(request("b", list(range(3)), 9, temperature=1.2, seed=2, top_k=5))
+    fake.run(core)
+    core.add(request("c", list(range(5)), 9, min_p=0.2))  # in a row that another had
+    fake.run(core)
+    assert {1, 2} == set(taken_over)
+    assert len(taken_over) > 30
+
+
 def test_who_asks_is_told_how_far_a_prompt_has_come(fake: Any) -> None:
     core = fake.make_core((None,), VOCAB, max_prefill_token_num=7)
     prompt = list(range(1, 24))

@@ -110,6 +110,19 @@ def test_what_is_wrong_is_named(change, message, drive) -> None:
         d.runner.submit(batch).result()
 
 
+def test_an_array_that_comes_again_is_checked_again(drive) -> None:
+    d = drive("llama")
+    batch = d.batch({d.add(): [5, 6]})
+    d.runner.submit(batch).result()
+    batch.rope_set = batch.seq_lens  # right in another place, of another type
+    with pytest.raises(RunnerError, match="rope_set"):
+        d.runner.submit(batch).result()
+    batch = d.batch({d.add(): [5, 6]})
+    batch.token_ids[1] = 320  # the same array, with another value
+    with pytest.raises(RunnerError, match="token_ids"):
+        d.runner.submit(batch).result()
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -2,8 +2,8 @@
 
 What every decoding request contributes each step (last token, lengths, sampling numbers) lives in arrays indexed by its
 row, so that a decode step is a handful of gathers whatever the batch; only prompts, penalties and constraints are
-looked at one request at a time. Where the same requests decode once more, what cannot have changed is taken over as it is:
-between two short steps every array counts.
+looked at one request at a time. Where the same requests decode once more, what cannot have changed is taken over as it
+is: between two short steps every array counts.
 """
 
 from __future__ import annotations
