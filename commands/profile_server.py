@@ -38,7 +38,9 @@ def api_server(
     ] = None,
     base_url: Annotated[str | None, typer.Option(help="The server's address, in place of the argument.")] = None,
     model: Annotated[str | None, typer.Option(help="Which of its models. Default: the first.")] = None,
-    endpoint: Annotated[str | None, typer.Option(help="completions or chat. Default: completions.")] = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="completions or chat. Default: completions, for drawings chat.")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="The same, as vLLM's and SGLang's clients name it.")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Model whose tokenizer measures prompts. Default: a word is a token.")
@@ -79,6 +81,7 @@ def api_server(
     """
     from toolkit.artifacts import result_file
     from toolkit.profile.http_client import Client
+    from toolkit.profile.serving import check_endpoint
     from toolkit.profile.serving import columns as row_names
 
     if (target is None) == (base_url is None):
@@ -92,12 +95,14 @@ def api_server(
     extra = {"temperature": 0.0, **ends, **sampling.given(), **_object("--extra-body", extra_body)}
     extra.pop("do_sample", None)
     columns = row_names(traffic)
+    api = _endpoint(endpoint, backend, drawings=traffic.images > 0)
+    check_endpoint(traffic, api)
     result_file.check_json("--json", json_file, columns)
     result_file.check_csv("--csv", csv_file, ["target", *columns])
     result_file.check_plot("--plot", plot)
     progress = Progress()
     with progress, _served(target, remote, progress) as url:
-        client = Client(url, model, _endpoint(endpoint, backend), api_key, extra, timeout, insecure)
+        client = Client(url, model, api, api_key, extra, timeout, insecure)
         found = _measured(client, traffic, progress)
     rows = [run.row for run in found]
     if failed := sum(row["failed"] for row in rows):
@@ -140,10 +145,14 @@ def _measured(client: Client, traffic: Traffic, progress: Progress) -> list[Run]
     return asyncio.run(measure(client, traffic, on_done=advance))
 
 
-def _endpoint(endpoint: str | None, backend: str | None) -> Any:
+def _endpoint(endpoint: str | None, backend: str | None, *, drawings: bool) -> Any:
     known = {"completions": "completions", "chat": "chat", **dict.fromkeys(CHAT, "chat")}
     known |= dict.fromkeys(COMPLETIONS, "completions")
-    option, name = ("--backend", backend) if backend is not None else ("--endpoint", endpoint or "completions")
+    option, name = (
+        ("--backend", backend)
+        if backend is not None
+        else ("--endpoint", endpoint or ("chat" if drawings else "completions"))
+    )
     name = name.removeprefix("/v1/").replace("chat/completions", "chat")
     if name not in known:
         raise UsageError(f"{option}: expected completions or chat, found {name!r}")

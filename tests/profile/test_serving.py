@@ -155,6 +155,15 @@ def test_runs_of_a_sweep(server: Any, tmp_path: Path) -> None:
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
+def test_drawings_to_completions_are_refused(server: Any) -> None:
+    shown = ("--dataset-name", "image", "--image-size", "20x10", "--num-prompts", "1", "--random-output-len", "2")
+    for option in (("--endpoint", "completions"), ("--backend", "vllm")):
+        with pytest.raises(UsageError, match=r"--endpoint .*: expected chat, .* found 'completions'"):
+            app(args=["profile", "api_server", server[0], *shown, *option], standalone_mode=False)
+    with pytest.raises(UsageError, match="expected chat"):
+        asyncio.run(measure(Client(server[0]), Traffic(dataset="image", num_prompts=1)))
+
+
 def test_all_requests_failing_is_an_error(server: Any, tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("please do refuse this one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.client
 import json
 import logging
@@ -208,6 +209,31 @@ def test_a_body_that_is_refused_is_read_to_its_end(start: Any, monkeypatch: pyte
     reply = connection.getresponse()
     assert reply.status == 413 and b"--max-body-bytes" in reply.read()
     connection.close()
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd", "br", "gzip, identity"])
+def test_a_packed_body_is_refused_as_such(start: Any, coding: str) -> None:
+    connection = http.client.HTTPConnection(start().url.removeprefix("http://"), timeout=60)
+    for path in ("/v1/completions", "/v1/messages"):
+        connection.request("POST", path, gzip.compress(BODY), {"Content-Encoding": coding})
+        reply = connection.getresponse()
+        told = json.loads(reply.read())["error"]
+        assert reply.status == 415 and told["message"].startswith("Content-Encoding: ") and coding in told["message"]
+    connection.request("POST", "/v1/completions", BODY, {"Content-Encoding": "identity"})
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "path"), [("http://x:1", "/v1/models"), ("HTTPS://x", "/v1/models/echo?a=1"), ("http://x", "")]
+)
+def test_a_whole_url_asks_for_its_path(start: Any, before: str, path: str) -> None:
+    server = start()
+    found = [
+        answer_to(server, f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        for target in (before + path, path or "/")
+    ]
+    assert found[0].startswith(b"HTTP/1.1 200 ") and len({reply.split(b"\r\n\r\n")[1] for reply in found}) == 1
 
 
 def test_one_connection_too_many(start: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from typing import Any
 
 import pytest
@@ -122,6 +123,18 @@ def test_arguments_of_a_guided_call_are_streamed(start: Any) -> None:
     cut = ask(start(template=Echo("hermes")), answer, tool_choice="required", max_tokens=50)[0]["choices"][0]
     assert cut["finish_reason"] == "length"
     assert cut["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": 12}'[: 50 - answer.index('{"a"')]
+
+
+def test_marks_for_others_caches_reach_no_template(start: Any) -> None:
+    template = Echo("hermes")
+    mark = {"cache_control": {"type": "ephemeral"}}
+    tool = {**TOOLS[0], "function": {**TOOLS[0]["function"], **mark}, **mark}
+    for more, tools in ((mark, [tool]), ({}, TOOLS[:1])):
+        body = {"model": "echo", "messages": [{"role": "user", "content": "hi", **more}], "tools": tools}
+        request = urllib.request.Request(start(template=template).v1 + "/chat/completions", json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            assert reply.status == 200
+    assert template.seen[0] == template.seen[1]
 
 
 def test_allowed_tools_are_the_only_ones(start: Any) -> None:

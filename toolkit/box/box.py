@@ -24,6 +24,7 @@ from toolkit import child_process
 from toolkit.box import child, frames
 
 FORK_S = 5.0  # seconds that a child has to end after its fork
+STAND_BACK = 5  # niceness of work for who waits, for the sake of those that are answered
 _CRASHED = "it crashes the process that works on it"
 
 

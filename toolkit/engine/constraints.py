@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit import extras
-from toolkit.box.box import Ticket
+from toolkit.box.box import STAND_BACK, Ticket
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.sequence import Biases, History
 from toolkit.errors import BusyError, ToolkitError, UsageError
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from toolkit.engine.grammar import Grammars
 
 PATIENCE = 120.0  # seconds that building a request's constraints may take, waiting for a thread included
-NICE = 5  # how far they stand back for those that answer
 THREADS = 16  # that build at once; most only wait for a box, and more than may wait there for a longer turn
 
 
@@ -210,7 +209,7 @@ class Building:
         return self._built
 
     def _build(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICE)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + STAND_BACK)
         try:
             self._built = self._constraints.build(self._params, self._ticket)
         except Exception as e:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.box.box import Box, Crowded, LimitError, Limits, OutOfTime, Ticket
+from toolkit.box.box import STAND_BACK, Box, Crowded, LimitError, Limits, OutOfTime, Ticket
 from toolkit.engine.grammar_cost import SMALLER, check_cost, given_seconds
 from toolkit.engine.grammar_format import as_lengths, check_format
 from toolkit.engine.grammar_job import Compilers
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 LIMITS = Limits(memory=2 << 30, cpu_seconds=100.0, seconds=100.0, reply=128 << 20)
 _TOKENS = 1 << 16  # of a vocabulary with which a format has the seconds of grammar_cost; with more it has longer
 _LONG_TURNS = 2 if usable_cores() > 2 else 1  # that may take all their time at once; what comes meanwhile
-_SHORT_TURN = 0.25  # has so many seconds of processor time first,
-NICE = 5  # and stands so far back for those that answer,
+_SHORT_TURN = 0.25  # has so many seconds of processor time first, standing back once more,
 _LINE = 6  # and so many may then wait for a long turn
 _DEAR_S = 2.0  # who may take more has turns, and a line, of its own, one at a time
 _KEPT, _KEPT_BYTES = 64, 256 << 20  # compiled grammars
@@ -157,7 +156,7 @@ class Grammars:
         turns = self._dear_turns if given > _DEAR_S else self._long_turns
         if not turns.begun():
             try:
-                return run(_SHORT_TURN * larger, NICE)
+                return run(_SHORT_TURN * larger, STAND_BACK)
             except OutOfTime:
                 turns.wait(ticket)
         try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import UsageError
 from toolkit.profile.drawings import data_url, drawings
 from toolkit.profile.exchange import Exchange
 from toolkit.profile.http_client import Client, TextAsk
@@ -62,6 +63,12 @@ class Run:
     records: list[RequestRecord]
 
 
+def check_endpoint(traffic: Traffic, endpoint: str) -> None:
+    """Raises UsageError for drawings to one that takes none."""
+    if traffic.images and endpoint != "chat":
+        raise UsageError(f"--endpoint (--backend): expected chat, the only one that takes drawings, found {endpoint!r}")
+
+
 async def measure(
     client: Client,
     traffic: Traffic,
@@ -72,11 +79,11 @@ async def measure(
 ) -> list[Run]:
     """Put ``traffic`` on the server of ``client``, after one request to warm it up.
 
-    Raises ToolkitError where it cannot be reached, or where no request of a run succeeds.
+    Raises UsageError for drawings to an endpoint that takes none, ToolkitError where it cannot be reached, or where no
+    request of a run succeeds.
     """
     traffic.check()
-    if traffic.images:
-        client.endpoint = "chat"  # the only one that takes them
+    check_endpoint(traffic, client.endpoint)
     on_start(await client.choose_model())
     raise_if_all_failed([client.record(await client.run(WARM_UP))])
     runs: list[Run] = []

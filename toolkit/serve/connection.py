@@ -22,12 +22,22 @@ REST_S = (
 SHORT_REST_S = 5  # where more than half of the connections that may be open are
 
 
-class StreamWriter(h11.Connection):
-    """Frames the pieces of a stream itself: h11 would ask anew of each whether it may come now."""
+class HttpState(h11.Connection):
+    """Frames the pieces of a stream itself: h11 would ask anew of each whether it may come now. Tells of the path alone
+    where a target is a whole URL, as proxies send it.
+    """
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._in_chunks = False  # the answer under way
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if type(event) is h11.Request and event.target.lower().startswith((b"http://", b"https://")):
+            path = b"/" + event.target.split(b"/", 3)[3] if event.target.count(b"/") > 2 else b"/"
+            version = event.http_version
+            return h11.Request(method=event.method, headers=list(event.headers), target=path, http_version=version)
+        return event
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
         if self._in_chunks and type(event) is h11.Data and self.our_state is h11.SEND_BODY:
@@ -51,7 +61,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.conn = StreamWriter(h11.SERVER)
+        self.conn = HttpState(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._deadline: asyncio.TimerHandle | None = None

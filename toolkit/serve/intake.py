@@ -8,6 +8,7 @@ from contextlib import suppress
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from toolkit.config_checks import shown
 from toolkit.option import spelled
 from toolkit.serve.errors import ApiError
 from toolkit.serve.lanes import LARGE, Lanes
@@ -19,7 +20,8 @@ LINGER = 5.0  # seconds in which the rest of a body that was refused is thrown a
 
 
 class Intake:
-    """Refuses bodies that are too large (413), too slow (408) or too many at once (503), while they arrive.
+    """Refuses bodies that are too large (413), too slow (408) or too many at once (503), while they arrive, and packed
+    ones (415).
 
     A body counts until its request is answered. Memory that a large one took goes back to the system afterwards.
     """
@@ -57,8 +59,7 @@ class Intake:
             await send(message)
 
         try:
-            if body.declared > self._limits.max_body_bytes:
-                error = body.too_large()
+            if (error := body.refusal()) is not None:
                 await send_error(answer, error, error.envelope_at(scope["path"]))
             else:
                 await self._app(scope, counted, answer)
@@ -78,6 +79,7 @@ class _Body:
         self._limits = limits
         self._receive = receive
         self._asks_first = "expect" in headers
+        self._packed = headers.get("content-encoding", "identity").strip().lower()
         self._whole = not self.declared and "transfer-encoding" not in headers
         self._started = asyncio.get_running_loop().time()
 
@@ -106,6 +108,13 @@ class _Body:
             async with asyncio.timeout(LINGER):
                 while not self._whole:
                     self._whole = not (await self._receive()).get("more_body", False)
+
+    def refusal(self) -> ApiError | None:
+        """Why it cannot be taken, by the request's head."""
+        if self._packed not in ("", "identity"):
+            text = f"Content-Encoding: bodies are not unpacked here, found {shown(self._packed)}; send it as it is"
+            return ApiError(415, text, code="content_encoding")
+        return self.too_large() if self.declared > self._limits.max_body_bytes else None
 
     def too_large(self) -> ApiError:
         most = self._limits.max_body_bytes

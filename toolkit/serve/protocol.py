@@ -18,7 +18,7 @@ from toolkit.request_limits import LOGIT_BIAS, MOST, PRIORITY, TOKEN_ID, WORD_LE
 from toolkit.serve.formats import FormatFields
 from toolkit.serve.parameters import parameter, with_parameters
 from toolkit.serve.strict import Strict
-from toolkit.serve.tool_fields import ToolFields
+from toolkit.serve.tool_fields import Hinted, ToolFields
 from toolkit.serve.volatile import without_header
 from toolkit.vision.eyes import media_sampling
 
@@ -101,7 +101,7 @@ def _url(i: int, kind: str, part: dict[str, Any]) -> None:
         raise ValueError(f"part {i}: expected {{'type': '{kind}', '{kind}': {{'url': …}}}}, found {shown(given, 40)}")
 
 
-class Message(Strict):
+class Message(Hinted):
     role: Literal["system", "developer", "user", "assistant", "tool", "ipython"]
     content: Annotated[Any, PlainValidator(_text_parts, json_schema_input_type=CONTENT)] | None = None
     name: str | None = None

@@ -20,6 +20,7 @@ STATUSES = {
     404: "Unknown model, route or thing",
     408: "The request did not arrive in time",
     413: "The body is too large",
+    415: "The body is packed (Content-Encoding)",
     429: "Too many requests wait; Retry-After says when to ask again",
     499: "The request was ended by somebody else",
     500: "The engine failed on this request",

@@ -13,14 +13,20 @@ from toolkit.serve.strict import Strict
 NAME = r"^[A-Za-z0-9_.-]{1,128}$"
 
 
-class Function(Strict):
+class Hinted(Strict):
+    """What Anthropic's clients mark for its cache, LiteLLM's others too: prefixes are kept here anyway."""
+
+    cache_control: Any = Field(None, exclude=True, description="Without effect")
+
+
+class Function(Hinted):
     name: str = Field(pattern=NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema")
     strict: bool | None = Field(None, description="Arguments are guided by the schema")
 
 
-class Tool(Strict):
+class Tool(Hinted):
     type: Literal["function"]
     function: Function
 
