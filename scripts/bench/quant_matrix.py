@@ -182,7 +182,7 @@ def table(cells: Sequence[Mapping[str, Any]], figure: str) -> Iterator[str]:
 
 
 def plot(cells: Sequence[Mapping[str, Any]], figure_of: str, path: Path) -> None:
-    """A heat map a method: what it was calibrated on downwards, what it was measured on to the right."""
+    """A heat map: methods and what they were calibrated on downwards, what they were measured on to the right."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -190,27 +190,21 @@ def plot(cells: Sequence[Mapping[str, Any]], figure_of: str, path: Path) -> None
 
     rows = by_row(cells, figure_of)
     data = list(dict.fromkeys(cell["data"] for cell in cells))
-    calib = list(dict.fromkeys(row.calib for row in rows))
     titles = list(dict.fromkeys(row.title for row in rows))
+    order = sorted(rows, key=lambda row: titles.index(row.title))
+    grid = [[rows[row].get(name, float("nan")) for name in data] for row in order]
     most = max(max(losses.values()) for losses in rows.values())
-    figure, axes = pyplot.subplots(
-        1, len(titles), figsize=(1.5 + len(titles) * (0.8 + 0.62 * len(data)), 1.6 + 0.5 * len(calib)), squeeze=False
-    )
-    for place, title in zip(axes[0], titles, strict=True):
-        losses = {row.calib: found for row, found in rows.items() if row.title == title}
-        grid = [[losses.get(c, {}).get(d, float("nan")) for d in data] for c in calib]
-        place.imshow(grid, cmap="YlOrRd", vmin=0, vmax=most, aspect="auto")
-        for y, line in enumerate(grid):
-            for x, value in enumerate(line):
-                if value == value:
-                    colour = "white" if value > 0.6 * most else "black"
-                    place.text(x, y, f"{value:.1f}", ha="center", va="center", fontsize="small", color=colour)
-        place.set_title(title, fontsize="medium")
-        place.set_xticks(range(len(data)), data, rotation=45, ha="right")
-        place.set_yticks(range(len(calib)), calib if place is axes[0][0] else [])
-        place.set_xlabel("measured on")
-    axes[0][0].set_ylabel("calibrated on")
-    figure.suptitle(FIGURES[figure_of][1], fontsize="medium")
+    figure, axes = pyplot.subplots(figsize=(4 + 0.75 * len(data), 1.5 + 0.42 * len(rows)))
+    axes.imshow(grid, cmap="YlOrRd", vmin=0, vmax=most, aspect="auto")
+    for y, line in enumerate(grid):
+        for x, value in enumerate(line):
+            if value == value:
+                colour = "white" if value > 0.6 * most else "black"
+                axes.text(x, y, f"{value:.1f}", ha="center", va="center", fontsize="small", color=colour)
+    axes.set_xticks(range(len(data)), data, rotation=45, ha="right")
+    axes.set_yticks(range(len(order)), [f"{row.title}, on {row.calib}" for row in order])
+    axes.set_xlabel("measured on")
+    axes.set_title(FIGURES[figure_of][1], fontsize="medium")
     figure.tight_layout()
     save_plot("--plot", figure, path, dpi=120)
     pyplot.close(figure)
