@@ -106,13 +106,12 @@ class StepBuilder:
         """The step behind ``known``, of the same requests, which draw a token each and want nothing else."""
         seq_lens = self._length[rows]
         places = seq_lens - 1
-        positions = np.empty((self.axes, len(rows)), np.int32)
-        positions[:] = places + self._shift[rows]
+        positions = (places + self._shift[rows])[None]
         batch = replace(
             known.batch,
             token_ids=self._last[rows],
             from_previous=self._source[rows],
-            positions=positions,
+            positions=positions if self.axes == 1 else np.repeat(positions, self.axes, 0),
             seq_lens=seq_lens,
             block_tables=self._block_tables(rows, places, seq_lens),
             slot_mapping=self._slots(rows, known.batch.cu_seqlens[1:], places),
@@ -199,9 +198,9 @@ class StepBuilder:
     ) -> tuple[NDArray[np.int64], ...]:
         size = self.blocks.block_size
         owner = rows if len(rows) == len(places) else np.repeat(rows, counts)
-        entry, offset = places // size, places % size
+        entry, offset = np.divmod(places, size)
         return tuple(
-            np.zeros(0, np.int64) if state else table[owner, entry].astype(np.int64) * size + offset
+            np.zeros(0, np.int64) if state else table[owner, entry] * np.int64(size) + offset
             for table, state in zip(self.blocks.tables, self.blocks.states, strict=True)
         )
 

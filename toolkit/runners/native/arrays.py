@@ -151,21 +151,24 @@ def _reach(batch: StepBatch, block: int) -> np.ndarray[Any, np.dtype[np.int32]] 
     return reach.astype(np.int32)
 
 
-def outputs_for(batch: StepBatch, spec: DecoderSpec) -> tuple[StepOutput, StepResults]:
-    """Empty outputs of the step's sizes and the structure that points at them (``bad`` left to the caller)."""
+def outputs_for(batch: StepBatch, spec: DecoderSpec) -> tuple[StepOutput, StepResults, ctypes.Array[ctypes.c_int32]]:
+    """Outputs of the step's sizes, of which the library writes every number; the structure that points at them; and which
+    sampled rows it can draw no token for, [N] 0 or 1.
+    """
     rows = len(batch.sample_index)
     asked = int(batch.sampling.logprobs.max()) if batch.sampling.logprobs.size else 0
     width = max(0, min(asked, spec.vocab_size))
     output = StepOutput(
-        tokens=np.zeros((rows, 1), np.int32),
+        tokens=np.empty((rows, 1), np.int32),
         counts=np.ones(rows, np.int32),
-        logprob=np.full((rows, 1), np.nan, np.float32),
-        top_ids=np.full((rows, width), -1, np.int32),
-        top_logprobs=np.full((rows, width), -np.inf, np.float32),
+        logprob=np.empty((rows, 1), np.float32),
+        top_ids=np.empty((rows, width), np.int32),
+        top_logprobs=np.empty((rows, width), np.float32),
         logits=np.empty((len(batch.logits_index), spec.vocab_size), np.float32),
         hidden=np.empty((len(batch.hidden_index), spec.hidden_size), np.float32),
         target_logprobs=np.empty(len(batch.target_index), np.float32),
     )
+    bad = (ctypes.c_int32 * max(rows, 1))()
     results = StepResults(
         top_width=width,
         tokens=address(output.tokens),
@@ -175,5 +178,6 @@ def outputs_for(batch: StepBatch, spec: DecoderSpec) -> tuple[StepOutput, StepRe
         logits=address(output.logits),
         hidden=address(output.hidden),
         target_logprobs=address(output.target_logprobs),
+        bad=ctypes.addressof(bad),
     )
-    return output, results
+    return output, results, bad

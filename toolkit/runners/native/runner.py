@@ -266,16 +266,15 @@ class NativeRunner:
         """
         try:
             arrays = self._arrays = Arrays(batch, self.spec, self._arrays)
-            output, results = outputs_for(batch, self.spec)
+            output, results, bad = outputs_for(batch, self.spec)
         except Exception as error:
             return self._stepper.start(partial(_fail, error))
-        return self._stepper.start(partial(self._run, arrays, output, results))
+        return self._stepper.start(partial(self._run, arrays, output, results, bad))
 
-    def _run(self, arrays: Arrays, output: StepOutput, results: StepResults) -> StepOutput:
-        bad = np.zeros(len(output.tokens), np.int32)
-        results.bad = library.address(bad)
+    def _run(self, arrays: Arrays, output: StepOutput, results: StepResults, bad: ctypes.Array[ctypes.c_int32]) -> StepOutput:
         self._check(self._library.tk_step(self._loaded(), ctypes.byref(arrays.structure), ctypes.byref(results)))
-        output.bad_rows = np.flatnonzero(bad).astype(np.int32)
+        if any(bad):  # between two steps numpy's own code is no longer in the cache
+            output.bad_rows = np.flatnonzero(bad).astype(np.int32)
         return output
 
     # -- blocks

@@ -27,13 +27,12 @@ class Running:
             self._output = self._work()
         except Exception as error:
             self._error = error
-        self._work = None
         self._ended.release()
 
     def result(self) -> StepOutput:
         """Wait for the step. Raises RunnerError where it failed."""
         with self._ended:
-            pass
+            self._work = None  # what it held goes here, for the thread is at the next step by now
         if self._error is not None:
             if isinstance(self._error, RunnerError):
                 raise self._error
