@@ -183,7 +183,7 @@ class StepBuilder:
         self, rows: NDArray[np.intp], starts: NDArray[np.int32], seq_lens: NDArray[np.int32]
     ) -> tuple[NDArray[np.int32], ...]:
         size = self.blocks.block_size
-        longest = -(-int(seq_lens.max()) // size)
+        longest = -(-max(seq_lens.tolist()) // size)
         found = []
         for table, state in zip(self.blocks.tables, self.blocks.states, strict=True):
             if state:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,75 +14,75 @@ from toolkit.runners.step import COLUMNS, SamplingBatch, StepBatch, StepOutput, 
 
 I32, I64, F32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
 I8 = np.dtype(np.int8)
-
-
-class Checked(NamedTuple):
-    """An array that is as it should be, and where its numbers lie."""
-
-    array: np.ndarray[Any, Any]
-    dtype: np.dtype[Any]
-    size: int
-    address: int | None
+_NONE = np.zeros(0, np.int32)
+NO_VIEWS = Views(rows=np.zeros((0, 0), np.float32), new=_NONE, gone=_NONE, tokens=_NONE, ptr=_NONE, seen=_NONE)
 
 
 class Arrays:
     """``structure`` points into arrays that this object keeps. The lengths checked here, the library checks the values.
-    ``before``: those of a step before, some of whose arrays may come again.
+    ``before``: of the step before; an array that comes again in its place is not looked at again.
 
     Raises RunnerError naming the array whose type or size is wrong.
     """
 
     def __init__(self, batch: StepBatch, spec: DecoderSpec, before: Arrays | None = None) -> None:
         self._held: list[Any] = []
-        self._known: dict[int, Checked] = {}
-        self._before = {} if before is None else before._known
-        self.structure = s = StepArrays()
+        self._known: dict[str, tuple[np.ndarray[Any, Any], int]] = {} if before is None else dict(before._known)
+        s = StepArrays() if before is None else StepArrays.from_buffer_copy(before.structure)
+        self.structure: StepArrays = s
         tokens, seqs = len(batch.token_ids), len(batch.seq_lens)
         rows, groups = len(batch.sample_index), len(batch.block_tables)
-        if len(batch.adapter) and batch.adapter.max() >= 0:
+        if max(batch.adapter.tolist(), default=-1) >= 0:
             raise RunnerError("adapter: this runner has no adapters")
         axes = len(batch.positions)
         if batch.positions.shape not in ((1, tokens), (3, tokens)):
             raise RunnerError(f"positions: expected shape (1 or 3, {tokens}), found {batch.positions.shape}")
         s.tokens, s.seqs, s.rows, s.groups, s.axes = tokens, seqs, rows, groups, axes
-        s.token_ids = self._put("token_ids", batch.token_ids, I32, tokens)
-        s.from_previous = self._put("from_previous", batch.from_previous, I32, tokens)
-        s.positions = self._put("positions", batch.positions, I32, axes * tokens)
-        if (reach := _reach(batch, spec.block)) is not None:
-            s.reach = self._put("reach", reach, I32, tokens)
-        s.cu_seqlens = self._put("cu_seqlens", batch.cu_seqlens, I32, seqs + 1)
-        s.seq_lens = self._put("seq_lens", batch.seq_lens, I32, seqs)
-        s.rope_set = self._put("rope_set", batch.rope_set, I8, seqs)
-        s.sample_index = self._put("sample_index", batch.sample_index, I32, rows)
+        put = self._put
+        put("token_ids", batch.token_ids, I32, tokens)
+        put("from_previous", batch.from_previous, I32, tokens)
+        put("positions", batch.positions, I32, axes * tokens)
+        put("reach", _reach(batch, spec.block), I32, tokens)
+        put("cu_seqlens", batch.cu_seqlens, I32, seqs + 1)
+        put("seq_lens", batch.seq_lens, I32, seqs)
+        put("rope_set", batch.rope_set, I8, seqs)
+        put("sample_index", batch.sample_index, I32, rows)
         s.logits_size, s.hidden_size = len(batch.logits_index), len(batch.hidden_index)
         s.target_size = len(batch.target_index)
-        s.logits_index = self._put("logits_index", batch.logits_index, I32, s.logits_size)
-        s.hidden_index = self._put("hidden_index", batch.hidden_index, I32, s.hidden_size)
-        s.target_index = self._put("target_index", batch.target_index, I32, s.target_size)
-        s.target_ids = self._put("target_ids", batch.target_ids, I32, s.target_size)
-        if batch.embeds is not None:
-            s.embeds_size = len(batch.embed_index)
-            width = spec.hidden_size * (1 if spec.vision is None else 1 + len(spec.vision.deep))
-            s.embeds = self._put("embeds", batch.embeds, F32, s.embeds_size * width)
-            s.embed_index = self._put("embed_index", batch.embed_index, I32, s.embeds_size)
+        put("logits_index", batch.logits_index, I32, s.logits_size)
+        put("hidden_index", batch.hidden_index, I32, s.hidden_size)
+        put("target_index", batch.target_index, I32, s.target_size)
+        put("target_ids", batch.target_ids, I32, s.target_size)
+        width = spec.hidden_size * (1 if spec.vision is None else 1 + len(spec.vision.deep))
+        s.embeds_size = 0 if batch.embeds is None else len(batch.embed_index)
+        put("embeds", batch.embeds, F32, s.embeds_size * width)
+        put("embed_index", batch.embed_index if s.embeds_size else None, I32, s.embeds_size)
         s.routed_size = len(batch.routed)
-        s.routed = self._put("routed", batch.routed, I32, s.routed_size)
-        if batch.views is not None:
-            self._views(batch.views, spec.hidden_size)
+        put("routed", batch.routed, I32, s.routed_size)
+        self._views(batch.views or NO_VIEWS, spec.hidden_size)
         self._groups(batch, spec, tokens, seqs)
         self._sampling(batch.sampling, rows, spec.vocab_size)
-        self._before = {}
 
-    def _put(self, name: str, array: np.ndarray[Any, Any], dtype: np.dtype[Any], size: int) -> int | None:
-        known = self._before.get(id(array))  # kept alive by it, so it is the same
-        if known is not None and known.dtype is dtype and known.size == size:
-            self._known[id(array)] = known
-            return known.address
+    def _put(
+        self, name: str, array: np.ndarray[Any, Any] | None, dtype: np.dtype[Any], size: int, field: str = ""
+    ) -> None:
+        """``array`` (None: there is none) into the field of the structure that has its name, or ``field``."""
+        field = field or name
+        known = self._known.get(field)
+        if array is None:
+            if known is not None:
+                del self._known[field]
+                setattr(self.structure, field, None)
+        elif known is None or known[0] is not array or known[1] != size:
+            setattr(self.structure, field, self._checked(name, array, dtype, size))
+            self._known[field] = array, size
+
+    @staticmethod
+    def _checked(name: str, array: np.ndarray[Any, Any], dtype: np.dtype[Any], size: int) -> int | None:
+        """Where the numbers of an array lie that has this type and size."""
         if array.dtype != dtype or array.size != size or not array.flags.c_contiguous:
             raise RunnerError(f"{name}: expected {size} contiguous {dtype} values, found {array.size} of {array.dtype}")
-        checked = Checked(array, dtype, size, address(array))
-        self._known[id(array)] = checked
-        return checked.address
+        return address(array)
 
     def _pointers(self, addresses: list[int | None]) -> int:
         array = (ctypes.c_void_p * max(len(addresses), 1))(*addresses)
@@ -98,23 +98,24 @@ class Arrays:
         s, put = self.structure, self._put
         s.rows_size, s.new_size, s.gone_size = len(v.rows), len(v.new), len(v.gone)
         s.views_size, s.seen_size = len(v.tokens), len(v.seen)
-        s.picture_rows = put("views.rows", v.rows, F32, s.rows_size * hidden)
-        s.new_pictures = put("views.new", v.new, I32, 2 * s.new_size)
-        s.gone = put("views.gone", v.gone, I32, s.gone_size)
-        s.views = put("views.tokens", v.tokens, I32, 2 * s.views_size)
-        s.view_ptr = put("views.ptr", v.ptr, I32, s.views_size + 1)
-        s.seen = put("views.seen", v.seen, I32, s.seen_size)
+        put("views.rows", v.rows, F32, s.rows_size * hidden, "picture_rows")
+        put("views.new", v.new, I32, 2 * s.new_size, "new_pictures")
+        put("views.gone", v.gone, I32, s.gone_size, "gone")
+        put("views.tokens", v.tokens, I32, 2 * s.views_size, "views")
+        put("views.ptr", v.ptr, I32, len(v.ptr) if v is NO_VIEWS else s.views_size + 1, "view_ptr")
+        put("views.seen", v.seen, I32, s.seen_size, "seen")
 
     def _groups(self, batch: StepBatch, spec: DecoderSpec, tokens: int, seqs: int) -> None:
         s, groups = self.structure, len(batch.block_tables)
         if len(batch.slot_mapping) != groups or len(batch.copy_blocks) not in (0, groups):
             raise RunnerError(f"slot_mapping, copy_blocks: expected {groups} groups")
         tables, widths, slots = [], [], []
-        for g, (table, group) in enumerate(zip(batch.block_tables, spec.cache_groups, strict=False)):
+        for table, slot, group in zip(batch.block_tables, batch.slot_mapping, spec.cache_groups, strict=False):
             widths.append(table.shape[-1])
-            tables.append(self._put("block_tables", table, I32, seqs * table.shape[-1]))
-            slots.append(self._put("slot_mapping", batch.slot_mapping[g], I64, 0 if group.kind == "state" else tokens))
-        copies = [self._put("copy_blocks", pairs, I32, 2 * len(pairs)) for pairs in batch.copy_blocks]
+            tables.append(self._checked("block_tables", table, I32, seqs * table.shape[-1]))
+            slots.append(self._checked("slot_mapping", slot, I64, 0 if group.kind == "state" else tokens))
+        copies = [self._checked("copy_blocks", pairs, I32, 2 * len(pairs)) for pairs in batch.copy_blocks]
+        self._held += [batch.block_tables, batch.slot_mapping, batch.copy_blocks]
         s.block_tables, s.slot_mapping = self._pointers(tables), self._pointers(slots)
         s.copies = self._pointers(copies or [None] * groups)
         s.table_width = self._numbers(widths)
@@ -123,18 +124,17 @@ class Arrays:
     def _sampling(self, b: SamplingBatch, rows: int, vocab: int) -> None:
         s, put = self.structure, self._put
         for name, dtype in COLUMNS.items():
-            setattr(s, name, put(f"sampling.{name}", getattr(b, name), dtype, rows))
-        s.position = put("sampling.position", b.position, I64, rows)
-        s.logprobs = put("sampling.logprobs", b.logprobs, I32, rows)
+            put(f"sampling.{name}", getattr(b, name), dtype, rows, name)
+        put("sampling.position", b.position, I64, rows, "position")
+        put("sampling.logprobs", b.logprobs, I32, rows, "logprobs")
         s.history_size, s.bias_size = len(b.history_ids), len(b.bias_ids)
-        s.history_ptr = put("sampling.history_ptr", b.history_ptr, I32, rows + 1)
-        s.history_ids = put("sampling.history_ids", b.history_ids, I32, s.history_size)
-        s.history_count = put("sampling.history_count", b.history_count, I32, s.history_size)
-        s.bias_ptr = put("sampling.bias_ptr", b.bias_ptr, I32, rows + 1)
-        s.bias_ids = put("sampling.bias_ids", b.bias_ids, I32, s.bias_size)
-        s.bias_values = put("sampling.bias_values", b.bias_values, F32, s.bias_size)
-        if b.grammar is not None:
-            s.grammar = put("sampling.grammar", b.grammar, I32, rows * ((vocab + 31) // 32))
+        put("sampling.history_ptr", b.history_ptr, I32, rows + 1, "history_ptr")
+        put("sampling.history_ids", b.history_ids, I32, s.history_size, "history_ids")
+        put("sampling.history_count", b.history_count, I32, s.history_size, "history_count")
+        put("sampling.bias_ptr", b.bias_ptr, I32, rows + 1, "bias_ptr")
+        put("sampling.bias_ids", b.bias_ids, I32, s.bias_size, "bias_ids")
+        put("sampling.bias_values", b.bias_values, F32, s.bias_size, "bias_values")
+        put("sampling.grammar", b.grammar, I32, rows * ((vocab + 31) // 32), "grammar")
 
 
 def _reach(batch: StepBatch, block: int) -> np.ndarray[Any, np.dtype[np.int32]] | None:
@@ -152,12 +152,11 @@ def _reach(batch: StepBatch, block: int) -> np.ndarray[Any, np.dtype[np.int32]] 
 
 
 def outputs_for(batch: StepBatch, spec: DecoderSpec) -> tuple[StepOutput, StepResults, ctypes.Array[ctypes.c_int32]]:
-    """Outputs of the step's sizes, of which the library writes every number; the structure that points at them; and which
-    sampled rows it can draw no token for, [N] 0 or 1.
+    """Outputs of the step's sizes, of which the library writes every number; the structure that points at them; and
+    which sampled rows it can draw no token for, [N] 0 or 1.
     """
     rows = len(batch.sample_index)
-    asked = int(batch.sampling.logprobs.max()) if batch.sampling.logprobs.size else 0
-    width = max(0, min(asked, spec.vocab_size))
+    width = min(max(0, 0, *batch.sampling.logprobs.tolist()), spec.vocab_size)
     output = StepOutput(
         tokens=np.empty((rows, 1), np.int32),
         counts=np.ones(rows, np.int32),

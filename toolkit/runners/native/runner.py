@@ -271,7 +271,9 @@ class NativeRunner:
             return self._stepper.start(partial(_fail, error))
         return self._stepper.start(partial(self._run, arrays, output, results, bad))
 
-    def _run(self, arrays: Arrays, output: StepOutput, results: StepResults, bad: ctypes.Array[ctypes.c_int32]) -> StepOutput:
+    def _run(
+        self, arrays: Arrays, output: StepOutput, results: StepResults, bad: ctypes.Array[ctypes.c_int32]
+    ) -> StepOutput:
         self._check(self._library.tk_step(self._loaded(), ctypes.byref(arrays.structure), ctypes.byref(results)))
         if any(bad):  # between two steps numpy's own code is no longer in the cache
             output.bad_rows = np.flatnonzero(bad).astype(np.int32)
