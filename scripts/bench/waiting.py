@@ -1,6 +1,6 @@
 """How long tokens of running streams wait while long prompts arrive, for several target times of a step in turn.
 
-    python scripts/bench/waiting.py MODEL --targets 150,0
+    python scripts/bench/waiting.py MODEL --targets default,150,0
 
 A row a target: gaps between the streams' tokens without and with prompts, what the prompts waited for their first
 token, and tokens computed a second of both kinds together.
@@ -62,7 +62,7 @@ def figures(streams: list[RequestRecord], prompts: list[RequestRecord]) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model")
-    parser.add_argument("--targets", default="150,0", help="values of target_step_ms, separated by commas")
+    parser.add_argument("--targets", default="default,150,0", help="of target_step_ms, separated by commas")
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--stream-tokens", type=int, default=800)
     parser.add_argument("--prompts", type=int, default=4)
@@ -73,7 +73,8 @@ def main() -> None:
     args = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {}
     for target in args.targets.split(","):
-        config = TurbomindEngineConfig(target_step_ms=float(target), enable_prefix_caching=False)
+        told = None if target == "default" else float(target)
+        config = TurbomindEngineConfig(target_step_ms=told, enable_prefix_caching=False)
         engine = AsyncEngine.open(args.model, backend_config=config, process=True)
         try:
             rows[target] = figures(*asyncio.run(load(engine, args)))

@@ -126,12 +126,23 @@ def test_by_default_prompts_stretch_a_step_to_a_few_times_what_decoding_takes(
     for i in range(streams):
         m.ask(f"stream {i}", 20, 3000)
     m.run(60)
-    for i in range(3):
-        m.ask(f"long {i}", 4000)
-    m.run(200)
+    for i in range(12):
+        m.ask(f"short {i}", 200)
+    m.run(100)
     times, alone = m.mixed(), 0.004 + 0.0018 * streams
     bound = max(STRETCH * alone, alone + 1.2 * LEAST * m.token)
     assert np.percentile(times, 95) <= 1.3 * bound and np.median(times) >= 0.7 * bound
+
+
+def test_by_default_a_long_prompt_takes_larger_steps_the_longer_it_is(machine: Callable[..., Machine]) -> None:
+    m = machine(token=1e-3, decode=0.01, target=None)
+    m.ask("stream", 20, 3000)
+    m.run(60)
+    m.ask("long", 4000)
+    m.run(200)
+    counts = [c for _, chunks, _ in m.steps for name, c in chunks if name == "long"]
+    assert counts[5] <= 2 * LEAST and counts[-2] > 4 * LEAST and sum(counts) == 4000
+    assert max(m.mixed()) <= 0.25
 
 
 def test_by_default_a_step_takes_no_longer_than_a_target(machine: Callable[..., Machine]) -> None:

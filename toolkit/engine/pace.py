@@ -13,6 +13,7 @@ from toolkit.engine.plan import Plan
 
 MOST_MS = 150.0  # the target where none is told
 STRETCH = 2.5  # and then: times what decoding alone would take that a step may take with prompts
+REREAD = 16  # but of a prompt's tokens in the cache a step may always take one for so many: it reads all of them again
 FIRST_GUESS = 128  # prompt tokens of a step as long as nothing has been measured
 LEAST = 16  # prompt tokens that a step may always take: it reads all weights, whatever it computes
 ALONE = 8  # times the target that a step may take while nobody decodes, for fewer and larger steps are faster
@@ -28,12 +29,12 @@ class Pace:
     """Seconds that steps take, and from them the budget of the next one.
 
     ``target_ms``: of a step in which requests decode; 0 = no limit, None = ``MOST_MS``, or ``STRETCH`` times what that
-    step would take without prompts where this is less.
+    step would take without prompts where this is less, but for prompts that have become long.
     """
 
     def __init__(self, target_ms: float | None) -> None:
         self.target = (MOST_MS if target_ms is None else target_ms) / 1000
-        self.stretch = STRETCH if target_ms is None else np.inf
+        self.stretch = STRETCH if target_ms is None else 0.0
         # Seconds of a step in which requests decode, of each of them, of a prompt token, and of every token before one.
         self._costs = np.zeros(4)
         self._doubt = np.zeros((4, 4))  # their covariance
@@ -55,11 +56,15 @@ class Pace:
             least = LEAST
             decode = each + one * decodes
             seconds = max(self.target - decode, self.target * LEAST_SHARE)
-            if decode:
-                seconds = min(seconds, (self.stretch - 1) * decode)
-        token += context * before  # now: token * n + context / 2 * n² = seconds
-        count = 2 * seconds / (token + np.sqrt(token * token + 2 * context * seconds))
-        return max(1, min(most, max(least, int(count))))
+        token += context * before
+
+        def fitting(seconds: float) -> int:  # token * n + context / 2 * n² = seconds
+            return int(2 * seconds / (token + np.sqrt(token * token + 2 * context * seconds)))
+
+        count = fitting(seconds)
+        if decodes and decode and self.stretch:
+            count = min(count, max(fitting((self.stretch - 1) * decode), before // REREAD))
+        return max(1, min(most, max(least, count)))
 
     def ended(self, plan: Plan, now: float) -> None:
         """A step is over; it had the runner since itself was submitted and the step before it had ended."""
