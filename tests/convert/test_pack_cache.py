@@ -18,7 +18,7 @@ import pytest
 from toolkit import GenerationConfig, Pipeline, TurbomindEngineConfig
 from toolkit.artifacts import manifest
 from toolkit.commands.main import main
-from toolkit.convert import pack_cache
+from toolkit.convert import pack_cache, settle
 from toolkit.engine.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.native import library
@@ -159,18 +159,78 @@ def test_a_user_without_a_home_packs_in_memory(model: Path, monkeypatch: pytest.
     assert where(model, said) == model and "packed in memory" in said[0]
 
 
-def test_it_is_hashed_once_and_only_if_that_helps(
-    model: Path, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+def test_its_digest_is_known_when_all_of_it_is_on_disk(model: Path) -> None:
+    entry = where(model)
+    settled(entry)
+    found = manifest.read_manifest(entry)
+    assert found is not None
+    manifest.check_files(entry, found, verify=True)
+    assert all(file.digest == manifest.file_digest(entry / file.name) for file in found.files)
+    assert where(model) == entry
+
+
+def settled(entry: Path) -> None:
+    """Wait until no digest of the packed model is pending."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = manifest.read_manifest(entry)
+        if found is not None and (thread := settle.settle(entry, found)) is None:
+            return
+        thread.join()
+    raise AssertionError("pending still")
+
+
+@pytest.mark.parametrize("when", ["before it was on disk", "afterwards"])
+def test_what_the_machine_may_have_lost_is_packed_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    hashed: list[Path] = []
-    digest = manifest.content_digest
-    monkeypatch.setattr(manifest, "content_digest", lambda path: hashed.append(path) or digest(path))
-    monkeypatch.setenv(pack_cache.VARIABLE, "0.0000001")
-    assert where(model) == model and not hashed
-    monkeypatch.delenv(pack_cache.VARIABLE)
-    where(model)
-    where(model)
-    assert hashed == [model]
+    if when == "before it was on disk":
+        monkeypatch.setattr(pack_cache, "settle", lambda entry, manifest: None)
+    entry = where(model)
+    if when == "afterwards":
+        settled(entry)
+    monkeypatch.setattr(settle, "boot", lambda: "another start")
+    monkeypatch.setattr(pack_cache, "boot", settle.boot)
+    said: list[str] = []
+    assert where(model, said) == entry
+    assert bool(said) == (when == "before it was on disk")
+
+
+def run(script: str, model: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-c", script, str(model)]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=500)
+
+
+_PACK = "from toolkit.convert.pack_cache import packed; print(packed(Path(sys.argv[1]), print)[0])"
+
+
+def test_who_is_killed_while_it_writes_leaves_nothing_that_counts(model: Path, home: Path) -> None:
+    whole = where(model)
+    expected = (whole / "engine.safetensors").read_bytes()
+    assert pack_cache.remove(whole)
+    script = (
+        "import os, signal, sys; from pathlib import Path; from toolkit.runners.native.pack import Unpacked\n"
+        "write, calls = Unpacked.write_to, []\n"
+        "def once(self, file, at):\n"
+        "    calls.append(at) or write(self, file, at)\n"
+        "    if len(calls) == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"Unpacked.write_to = once; {_PACK}"
+    )
+    assert run(script, model).returncode == -signal.SIGKILL
+    assert not pack_cache.entries() and list((home / "packed").glob(".*.partial"))
+    assert where(model) == whole and (whole / "engine.safetensors").read_bytes() == expected
+    assert not list((home / "packed").glob(".*.partial"))
+
+
+def test_a_file_that_may_not_grow_is_packed_in_memory(model: Path, home: Path) -> None:
+    size = (model / "model.safetensors").stat().st_size
+    script = (
+        "import resource, sys; from pathlib import Path; "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size // 4},) * 2); {_PACK}"
+    )
+    found = run(script, model)
+    assert found.returncode == 0 and "packed in memory" in found.stdout
+    assert found.stdout.splitlines()[-1] == str(model) and not list((home / "packed").glob("*/engine.safetensors"))
 
 
 def test_two_processes_pack_it_once(model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import fields, replace
 
 import numpy as np
@@ -60,6 +61,9 @@ def test_group_int_comes_back_exactly(rows, groups, group, bits, form, dtype, ac
     packed = pack_weight(weight)
     assert packed.data.nbytes == packed.meta.nbytes
     same(unpack(packed), weight)
+    with tempfile.TemporaryFile() as file:
+        pack_weight(weight).write_to(file.fileno(), 100)
+        assert file.read() == bytes(100) + packed.data.tobytes()
 
 
 def as_told(weight: GroupInt, packed) -> np.ndarray:

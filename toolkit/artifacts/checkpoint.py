@@ -6,6 +6,8 @@ a ``.gguf`` file, which is presented under Hugging Face names. No torch is neede
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from toolkit.artifacts.gguf.checkpoint import GgufFile
+    from toolkit.artifacts.read_ahead import ReadAhead
 
 INDEX = "model.safetensors.index.json"
 HEADLESS_MARK = "embed_tokens.weight"
@@ -38,6 +41,7 @@ class Checkpoint:
     files: dict[str, Path]  # tensor name → the file that holds it
     gguf: GgufFile | None = None
     _maps: dict[Path, Any] = field(default_factory=dict, repr=False)
+    _ahead: ReadAhead | None = field(default=None, repr=False)
 
     @property
     def quantization(self) -> dict[str, Any] | None:
@@ -69,17 +73,35 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """A tensor over the mapped file; pages are read when touched, writing to it changes memory alone.
 
-        A quantized GGUF tensor comes dequantized to float32.
+        A quantized GGUF tensor comes dequantized to float32. While ``reading_ahead`` it may be in memory of its own.
         """
         info = self.info(name)
         if self.gguf is not None:
             return self.gguf.tensor(name)
+        if self._ahead is not None and (found := self._ahead.take(name)) is not None:
+            return found
         from toolkit.artifacts.mapped import map_file, view_tensor
 
         path = self.files[name]
         if path not in self._maps:
             self._maps[path] = map_file(path)
         return view_tensor(self._maps[path], info)
+
+    @contextmanager
+    def reading_ahead(self, names: Iterable[str]) -> Iterator[None]:
+        """Read the tensors called ``names`` before they are asked for, which is best done once and in this order. Those
+        of a GGUF file stay mapped."""
+        if self.gguf is not None:
+            yield
+            return
+        from toolkit.artifacts.read_ahead import ReadAhead
+
+        self._ahead = ReadAhead((name, self.files[name], self.info(name)) for name in names if name in self)
+        try:
+            yield
+        finally:
+            self._ahead.close()
+            self._ahead = None
 
     def release(self) -> None:
         """Let go of what is mapped: memory that was read from the files is given back as soon as no tensor uses it."""

@@ -28,12 +28,26 @@ _CONTENT = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 @dataclass(frozen=True)
 class FileEntry:
     """A file of an artifact, by its ``name`` in the directory. ``header_sha256``: of the header of a safetensors file,
-    which is cheap enough to be checked whenever one is opened."""
+    which is cheap enough to be checked whenever one is opened. ``sha256``: 64 digits, or ``pending``."""
 
     name: str
     size: int
     sha256: str
     header_sha256: str | None = later(None)
+
+    @property
+    def digest(self) -> str | None:
+        """The file's SHA-256, None where it is not known yet."""
+        return None if self.sha256.startswith(_PENDING) else self.sha256
+
+
+_PENDING = "pending "
+
+
+def pending(boot: str) -> str:
+    """What stands for a digest, in as many characters, until the file is known to be on disk: it is whole as long as
+    the system runs whose start is called ``boot``."""
+    return f"{_PENDING}{boot}".ljust(64)[:64]
 
 
 @dataclass(frozen=True)
@@ -104,11 +118,12 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     (directory / MANIFEST).write_text(text, encoding="utf-8")
 
 
-def describe_file(directory: Path, file: Path) -> FileEntry:
-    """The entry of ``files`` for a file of an artifact."""
+def describe_file(directory: Path, file: Path, boot: str = "") -> FileEntry:
+    """The entry of ``files`` for a file of an artifact. ``boot``: the digest of one of tensors is ``pending``."""
     name = str(file.relative_to(directory))
     header = _header_digest(file) if name.endswith(".safetensors") else None
-    return FileEntry(name, file.stat().st_size, file_digest(file), header)
+    later = boot and name.endswith(TENSORS)
+    return FileEntry(name, file.stat().st_size, pending(boot) if later else file_digest(file), header)
 
 
 def check_tensors(directory: Path, manifest: Manifest) -> None:
@@ -132,8 +147,8 @@ def check_files(directory: Path, manifest: Manifest, verify: bool = False) -> No
     for entry in manifest.files:
         file = directory / entry.name
         _check_size(file, entry.size)
-        if verify and (found := file_digest(file)) != entry.sha256:
-            raise _changed(file, entry.sha256, found)
+        if verify and entry.digest is not None and (found := file_digest(file)) != entry.digest:
+            raise _changed(file, entry.digest, found)
 
 
 def _check_size(file: Path, expected: int) -> None:
@@ -216,7 +231,8 @@ def content_digest(path: Path) -> str:
     names = [file.name for file in files]
     manifest = None if path.is_file() else read_manifest(path)
     path = files[0].parent if path.is_file() else path
-    recorded = {entry.name: entry.sha256 for entry in manifest.files} if manifest is not None else {}
+    entries = manifest.files if manifest is not None else ()
+    recorded = {entry.name: entry.digest for entry in entries if entry.digest is not None}
     lines = []
     for name in names:
         found = file_digest(path / name)

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -208,6 +208,17 @@ def array_bytes(array: Any) -> tuple[NDArray[np.uint8], tuple[int, ...], str]:
     return raw, tuple(tensor.shape), _FROM_TORCH[str(tensor.dtype).removeprefix("torch.")]
 
 
+@runtime_checkable
+class Writer(Protocol):
+    """An array of bytes that is made while it is written."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def write_to(self, file: int, at: int) -> None:
+        """Write all of it to place ``at`` of an open file. OSError passes through."""
+
+
 def write_arrays(
     path: Path,
     arrays: Iterable[tuple[str, Any, str | None]],
@@ -216,7 +227,7 @@ def write_arrays(
     align: int = PAGE,
     header_room: int = _HEADER_ROOM,
 ) -> None:
-    """Write a stream of (name, numpy array or CPU torch tensor, safetensors dtype or None for the array's own).
+    """Write a stream of (name, numpy array, CPU torch tensor or ``Writer``, safetensors dtype or None for its own).
 
     Every tensor starts at a multiple of ``align`` bytes of the file (``_pad.N`` tensors fill the gaps, since the format
     allows no holes), so that ``map_arrays`` returns aligned views. One array is held at a time: the header comes
@@ -297,7 +308,9 @@ def _write_stream(
     position = pads = 0
     for name, array, dtype in arrays:
         assert name not in header and not name.startswith(PAD_PREFIX), name
-        data, shape, own = array_bytes(array)
+        data: Any
+        writes = isinstance(array, Writer)
+        data, shape, own = (array, (array.nbytes,), "U8") if writes else array_bytes(array)
         dtype = dtype or own
         assert NUMPY_DTYPES[dtype] == NUMPY_DTYPES[own], f"{name}: {own} cannot be stored as {dtype}"
         if gap := -position % align:
@@ -306,8 +319,15 @@ def _write_stream(
             file.write(bytes(gap))
             position, pads = position + gap, pads + 1
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + data.nbytes]}
-        file.write(data.data)
+        if writes:
+            file.flush()
+            start = file.tell()
+            data.write_to(file.fileno(), start)
+            file.seek(start + data.nbytes)
+        else:
+            file.write(data.data)
         position += data.nbytes
+        del array, data  # before the next one is made
 
 
 def _make_room(file: IO[bytes], room: int, needed: int) -> int:

@@ -111,10 +111,14 @@ class Stage:
 
         write_tensors(self._state(key), watched(), metadata)
 
-    def finish(self, quality: Mapping[str, Any] | None = None) -> Manifest:
-        """Write the manifest, bring everything to disk and rename the artifact to its target."""
+    def finish(self, quality: Mapping[str, Any] | None = None, boot: str = "") -> Manifest:
+        """Write the manifest, bring everything to disk and rename the artifact to its target.
+
+        ``boot``: nothing is brought to disk, and digests of tensors are ``manifest.pending``: who opens it looks after
+        that, and takes it for none once the system has been started again.
+        """
         assert not self.already_there and not self.finished
-        files = [describe_file(self.dir, file) for file in sorted(self.dir.rglob("*")) if file.is_file()]
+        files = [describe_file(self.dir, file, boot) for file in sorted(self.dir.rglob("*")) if file.is_file()]
         manifest = Manifest(
             kind=self.kind,
             stage=self.stage,
@@ -127,14 +131,16 @@ class Stage:
             size_bytes=sum(entry.size for entry in files),
         )
         write_manifest(self.dir, manifest)
-        for file in sorted(self.dir.rglob("*"), reverse=True):
-            _sync(file)
-        _sync(self.dir)
+        if not boot:
+            for file in sorted(self.dir.rglob("*"), reverse=True):
+                _sync(file)
+            _sync(self.dir)
         if self.target.exists():
             check_directory_target(self.target, overwrite=True)  # what came into it while the stage was at work
             os.rename(self.target, self.partial / "old")
         os.rename(self.dir, self.target)
-        _sync(self.target.parent)
+        if not boot:
+            _sync(self.target.parent)
         self.finished = True
         return manifest
 

@@ -307,6 +307,12 @@ def iter_canonical(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> It
         yield from split_parts(item, value, bias)
 
 
+def tensor_names(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> Iterator[str]:
+    """The tensors that ``iter_canonical`` reads, in its order; some need not be there."""
+    form = format_of(checkpoint)
+    return (want.name for item in stored for want in _expected(checkpoint, form, item))
+
+
 def is_present(checkpoint: Checkpoint, item: StoredTensor) -> bool:
     """Whether an optional module is in the checkpoint."""
     form = format_of(checkpoint)

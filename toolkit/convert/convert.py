@@ -20,7 +20,7 @@ from toolkit.artifacts.safetensors_file import read_header
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import open_stage
-from toolkit.artifacts.weights import cache_scales, iter_canonical, left_out, validate_checkpoint
+from toolkit.artifacts.weights import cache_scales, iter_canonical, left_out, tensor_names, validate_checkpoint
 from toolkit.convert.options import Packing
 from toolkit.convert.targets import Bits, Target, choose_target
 from toolkit.engine_configs import DTYPES
@@ -107,7 +107,9 @@ def convert(
             return Converted(Path(dst_path), chosen.name, manifest, True)
         cast = _cast(_read(checkpoint, spec, stored, load_format, progress), options.dtype)
         weights: Iterable[tuple[str, Weight | Tensor]] = chain(cast, cache_scales(checkpoint, stored))
-        params, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, bits)
+        order = tensor_names(checkpoint, stored) if load_format == "auto" else ()
+        with checkpoint.reading_ahead(order):
+            params, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, bits)
         quality = {}
         if chosen.name == CPU_TARGET and bits.head != 16:
             from toolkit.convert.head_cost import head_cost

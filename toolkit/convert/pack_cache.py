@@ -1,13 +1,16 @@
 """Checkpoints packed once for this processor and kept, so that a model that was never converted starts fast too.
 
 ``$TOOLKIT_HOME/packed/KEY`` is an engine artifact with the very weights that loading the checkpoint gives; KEY is made
-of the checkpoint's content digest, the target, its layout and our version. What was used longest ago goes first when
-all is larger than ``TOOLKIT_PACK_CACHE`` GiB. Who uses a packed model holds a shared lock on its manifest: it stays.
+of where the checkpoint lies, sizes and times of its files, the target, its layout and our version: to read all of it
+for a digest would take as long as to pack it. What was used longest ago goes first when all is larger than
+``TOOLKIT_PACK_CACHE`` GiB. Who uses a packed model holds a shared lock on its manifest: it stays. It is used as soon as
+it is written, and brought to disk meanwhile (``settle``).
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -22,7 +25,7 @@ from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.manifest import MANIFEST, check_files, content_files, describe_parent, read_manifest
 from toolkit.artifacts.stage import discard_partial, open_stage
-from toolkit.convert.known_digests import recall, remember
+from toolkit.convert.settle import boot, may_be_torn, settle
 from toolkit.engine_configs import EngineConfig, PytorchEngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models import registry
@@ -92,10 +95,10 @@ def packed(path: Path, tell: Callable[[str], None] = lambda line: None) -> Place
         return path, None
     try:
         cache_dir().mkdir(parents=True, exist_ok=True)
-        digest = recall(_digests(), path)
+        stamp = _stamp(path)
     except TROUBLE as error:
         return _in_memory(path, error, tell)
-    return (_open(_entry(digest)) if digest else None) or _pack(path, digest, limit, tell)
+    return _open(_entry(stamp)) or _pack(path, stamp, limit, tell)
 
 
 def entries() -> list[Entry]:
@@ -145,20 +148,22 @@ def _open(entry: Path) -> Place | None:
         if not os.path.samestat(os.fstat(lock.fileno()), (entry / MANIFEST).stat()):
             return None  # another was put in its place at this moment
         open_packed(open_engine(entry))
-        if manifest := read_manifest(entry):
+        manifest = read_manifest(entry)
+        if manifest is not None and not may_be_torn(manifest):
             check_files(entry, manifest)
-        with suppress(OSError):  # a cache that may only be read
-            os.utime(entry / MANIFEST)
-        held.pop_all()
-        return entry, lock
+            with suppress(OSError):  # a cache that may only be read
+                os.utime(entry / MANIFEST)
+            settle(entry, manifest)
+            held.pop_all()
+            return entry, lock
     with suppress(ToolkitError):
         remove(entry)
     return None
 
 
-def _pack(path: Path, digest: str, limit: float, tell: Callable[[str], None]) -> Place:
+def _pack(path: Path, stamp: str, limit: float, tell: Callable[[str], None]) -> Place:
     from toolkit.artifacts.checkpoint import open_checkpoint
-    from toolkit.artifacts.weights import cache_scales, iter_canonical, validate_checkpoint
+    from toolkit.artifacts.weights import cache_scales, iter_canonical, tensor_names, validate_checkpoint
     from toolkit.convert.convert import write_packed
     from toolkit.convert.targets import Bits, choose_target
 
@@ -172,9 +177,8 @@ def _pack(path: Path, digest: str, limit: float, tell: Callable[[str], None]) ->
     if size > min(limit, shutil.disk_usage(cache_dir()).free / 2):
         tell(f"{path}: too large for the cache of packed models; `tool convert` makes it start fast")
         return path, None
-    parent = describe_parent(path, digest)
-    target, options = _entry(parent["digest"]), {"target": TARGET, "head": "as loaded"}
-    remember(_digests(), path, parent["digest"])
+    parent = describe_parent(path, stamp)
+    target, options = _entry(stamp), {"target": TARGET, "head": "as loaded"}
     try:
         if found := _open(target):
             return found
@@ -186,11 +190,12 @@ def _pack(path: Path, digest: str, limit: float, tell: Callable[[str], None]) ->
         ) as stage:  # fmt: skip
             if not stage.already_there:
                 weights = chain(iter_canonical(checkpoint, stored), cache_scales(checkpoint, stored))
-                # as a runner packs in memory
-                _, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, Bits())
+                with checkpoint.reading_ahead(tensor_names(checkpoint, stored)):
+                    # as a runner packs in memory
+                    _, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, Bits())
                 for note in notes:
                     tell(note)
-                stage.finish()
+                stage.finish(boot=boot())
         return _open(target) or (path, None)
     except TROUBLE as error:
         return _in_memory(path, error, tell)
@@ -214,9 +219,11 @@ def _in_memory(path: Path, why: Exception, tell: Callable[[str], None]) -> Place
     return path, None
 
 
-def _entry(digest: str) -> Path:
-    return cache_dir() / f"{digest.removeprefix('sha256:')[:24]}-{TARGET}{LAYOUT_VERSION}-{__version__}"
+def _stamp(path: Path) -> str:
+    """What tells the checkpoint at ``path`` from others, and from itself after a change. Raises OSError."""
+    stats = [(file.name, (s := file.stat()).st_size, s.st_mtime_ns, s.st_ino) for file in content_files(path)]
+    return f"stamp:{hashlib.sha256(repr((str(path.resolve()), stats)).encode()).hexdigest()}"
 
 
-def _digests() -> Path:
-    return cache_dir() / ".digests"
+def _entry(stamp: str) -> Path:
+    return cache_dir() / f"{stamp.removeprefix('stamp:')[:24]}-{TARGET}{LAYOUT_VERSION}-{__version__}"

@@ -36,8 +36,9 @@ def verify_tensors(path: Path, on_damage: Callable[[str], None]) -> threading.Th
     files = []
     for entry in manifest.files if manifest is not None else ():
         file = folder / entry.name
-        if file.name.endswith(TENSORS) and file.is_file() and (path.is_dir() or file.name == path.name):
-            files.append((file, file.open("rb", buffering=0), entry.sha256))
+        mine = file.name.endswith(TENSORS) and (path.is_dir() or file.name == path.name)
+        if mine and entry.digest is not None and file.is_file():
+            files.append((file, file.open("rb", buffering=0), entry.digest))
     if not files:
         return None
     thread = threading.Thread(target=_compare, args=(files, on_damage), name="toolkit-verify", daemon=True)

@@ -52,6 +52,12 @@ std::unique_ptr<tk::Profile> new_profile() {
     return wanted && std::strcmp(wanted, "1") == 0 ? std::make_unique<tk::Profile>() : nullptr;
 }
 
+tk::Matrix described(const tk::TensorRecord& to, uint8_t* data) {
+    const tk::Matrix w{to.kind, to.dtype, to.bits, to.group, to.minima, to.rows, to.cols, data};
+    if (w.bytes() != to.bytes) throw tk::Error("pack: expected " + std::to_string(w.bytes()) + " bytes, found " + std::to_string(to.bytes));
+    return w;
+}
+
 tk::Group& group_of(tk::Model* m, int64_t group, int64_t block) {
     if (group < 0 || group >= int64_t(m->program.groups.size())) throw tk::Error("cache group does not exist");
     tk::Group& g = m->program.groups[size_t(group)];
@@ -157,9 +163,13 @@ TK_EXPORT void tk_profile_print(tk::Model* model) {
 
 // Fills `bytes` bytes at `data` with a matrix, which `to` describes, from what `from` points at.
 TK_EXPORT int tk_pack(const tk::TensorRecord* to, uint8_t* data, const tk::PackSource* from, int64_t threads) {
-    return guarded([&] {
-        const tk::Matrix w{to->kind, to->dtype, to->bits, to->group, to->minima, to->rows, to->cols, data};
-        if (w.bytes() != to->bytes) throw tk::Error("pack: expected " + std::to_string(w.bytes()) + " bytes, found " + std::to_string(to->bytes));
-        tk::pack_tiles(w, *from, threads_or_throw(threads));
-    });
+    return guarded([&] { tk::pack_tiles(described(*to, data), *from, threads_or_throw(threads)); });
+}
+
+// The same to place `at` of an open file: 0, the system's error number where writing failed, -1 for another failure.
+TK_EXPORT int tk_pack_file(const tk::TensorRecord* to, int file, int64_t at, const tk::PackSource* from, int64_t threads) {
+    int error = 0;
+    const int failed =
+        guarded([&] { error = tk::write_tiles(described(*to, static_cast<uint8_t*>(const_cast<void*>(to->data))), *from, threads_or_throw(threads), file, at); });
+    return failed ? -1 : error;
 }

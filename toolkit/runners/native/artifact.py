@@ -48,11 +48,12 @@ def pack_cpu(
     notes: list[str] | None = None,
 ) -> Arrays:
     """The arrays of an artifact, one parameter at a time; fills ``params``. Bits: see ``pack.pack_model``."""
+    from toolkit.runners.native.pack import Unpacked
     from toolkit.runners.native.pack_model import pack_model
 
     for name, packed in pack_model(spec, weights, head_bits, [] if notes is None else notes, vision_bits):
         params[name] = _describe(packed.meta)
-        yield name, packed.data, None
+        yield name, packed if isinstance(packed, Unpacked) else packed.data, None
         if packed.perm is not None:
             yield f"{name}.perm", packed.perm, None
 

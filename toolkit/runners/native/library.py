@@ -165,12 +165,17 @@ def load(path: Path) -> ctypes.CDLL:
     lib.tk_block_import.argtypes = [c_void_p, c_int64, c_int64, c_char_p, c_int64]
     lib.tk_step.argtypes = [c_void_p, POINTER(StepArrays), POINTER(StepResults)]
     lib.tk_pack.argtypes = [POINTER(TensorRecord), c_void_p, POINTER(PackSource), c_int64]
+    lib.tk_pack_file.argtypes = [POINTER(TensorRecord), c_int, c_int64, POINTER(PackSource), c_int64]
     lib.tk_profile_print.argtypes, lib.tk_profile_print.restype = [c_void_p], None
     lib.tk_tower_create.restype, lib.tk_tower_create.argtypes = c_void_p, lib.tk_model_create.argtypes
     lib.tk_tower_free.argtypes, lib.tk_tower_free.restype = [c_void_p], None
     lib.tk_tower_run.argtypes, lib.tk_tower_run.restype = [c_void_p, POINTER(TowerArrays)], c_int
     lib.tk_op_round.restype, lib.tk_op_round.argtypes = c_int, [c_char_p, POINTER(RoundRun), c_int64]
+<<<<<<< HEAD
     lib.tk_op_fit_scales.restype, lib.tk_op_fit_scales.argtypes = c_int, [c_char_p, POINTER(FitRun), c_int64]
+=======
+    lib.tk_pack_file.restype = c_int
+>>>>>>> 5d69e3b (First load of an unconverted model: read ahead by a thread, packed straight into the copy, which is brought to disk beside the first answers)
     for name in ("tk_cache_allocate", "tk_cache_discard", "tk_block_export", "tk_block_import", "tk_step", "tk_pack"):
         getattr(lib, name).restype = c_int
     return lib

@@ -1,11 +1,14 @@
 """From canonical weights to the native library's tiles, exactly. Imports torch: used only to pack.
 
 Float8 and group sizes that are no multiple of 16 have no packed form; ``pack_nearest`` makes them dense, and says so.
+What ``pack_…`` gives holds its source until its bytes are asked for, or written straight into a file (``Unpacked``).
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -35,16 +38,51 @@ def without_memory(meta: PackedMeta, perm: NDArray[np.int32] | None = None) -> P
 # -- dense
 
 
-def _filled(meta: PackedMeta, **source: Any) -> U8:
-    """What the library packs from ``source``, fields of ``PackSource`` (arrays and tensors for their addresses)."""
-    lib = library.load(library.library_path())
-    out = np.empty(meta.nbytes, np.uint8)
-    record = library.tensor_records([PackedTensor(out, meta)])
-    fields = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in source.items()}
-    threads = usable_cores() if out.nbytes > _ALONE else 1
-    if lib.tk_pack(record, library.address(out), library.PackSource(**fields), threads):
-        raise AssertionError(library.error(lib))
-    return out
+class Unpacked(PackedTensor):
+    """A matrix that the library packs from ``source`` when ``data`` is asked for, or into a file, and then it never
+    stands in memory. ``source``: fields of ``PackSource``, arrays and tensors for their addresses."""
+
+    _source: dict[str, Any]
+
+    def __init__(self, meta: PackedMeta, perm: NDArray[np.int32] | None, source: dict[str, Any]) -> None:
+        self.__dict__.update(meta=meta, perm=perm, _source=source)
+
+    @cached_property
+    def data(self) -> U8:
+        lib = library.load(library.library_path())
+        out = np.empty(self.meta.nbytes, np.uint8)
+        if lib.tk_pack(self._record(), library.address(out), self._from(), self._threads()):
+            raise AssertionError(library.error(lib))
+        return out
+
+    def write_to(self, file: int, at: int) -> None:
+        """Write the bytes to place ``at`` of an open file. OSError passes through."""
+        lib = library.load(library.library_path())
+        failed = lib.tk_pack_file(self._record(), file, at, self._from(), self._threads())
+        assert failed >= 0, library.error(lib)
+        if failed:
+            raise OSError(failed, os.strerror(failed))
+
+    @property
+    def nbytes(self) -> int:
+        return self.meta.nbytes
+
+    def described(self, meta: PackedMeta) -> Unpacked:
+        return Unpacked(meta, self.perm, self._source)
+
+    def in_memory(self) -> PackedTensor:
+        return PackedTensor(self.data, self.meta, self.perm)
+
+    def _record(self) -> Any:
+        return library.tensor_records([without_memory(self.meta)])
+
+    def _from(self) -> library.PackSource:
+        source = self._source
+        places = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in source.items()}
+        return library.PackSource(**places, perm=library.address(self.perm))
+
+    def _threads(self) -> int:
+        return usable_cores() if self.meta.nbytes > _ALONE else 1
 
 
 def pack_dense(weight: Tensor) -> PackedTensor:
@@ -54,7 +92,7 @@ def pack_dense(weight: Tensor) -> PackedTensor:
         return without_memory(meta)
     held = weight.detach().to(TORCH_TYPES[meta.dtype])
     held = held if held.stride(1) == 1 else held.contiguous()
-    return PackedTensor(_filled(meta, codes=held, ld=held.stride(0)), meta)
+    return Unpacked(meta, None, {"codes": held, "ld": held.stride(0)})
 
 
 # -- integers in groups
@@ -95,8 +133,8 @@ def pack_group_int(w: GroupInt) -> PackedTensor:
         offsets = -w.zeros.float() * scales if meta.minima else w.zeros
     if offsets.shape != scales.shape:
         offsets = offsets.expand(scales.shape)
-    source = {"codes": codes, "ld": codes.stride(0), "layout": layout, "perm": library.address(perm)}
-    return PackedTensor(_packed_int(meta, scales, offsets, w.group_size // meta.group, **source), meta, perm)
+    source = {"codes": codes, "ld": codes.stride(0), "layout": layout}
+    return _unpacked_int(meta, perm, scales, offsets, w.group_size // meta.group, **source)
 
 
 def _codes_of(w: GroupInt, meta: PackedMeta, perm: NDArray[np.int32] | None) -> tuple[Tensor, int]:
@@ -108,14 +146,16 @@ def _codes_of(w: GroupInt, meta: PackedMeta, perm: NDArray[np.int32] | None) -> 
     return w.codes if w.codes.stride(1) == 1 else w.codes.contiguous(), 0
 
 
-def _packed_int(meta: PackedMeta, scales: Tensor, offsets: Tensor, repeat: int, **source: Any) -> U8:
+def _unpacked_int(
+    meta: PackedMeta, perm: NDArray[np.int32] | None, scales: Tensor, offsets: Tensor, repeat: int, **source: Any
+) -> Unpacked:
     """``scales`` and ``offsets``: [rows, groups], each for ``repeat`` groups of the packed matrix. Raises ValueError
     where there are not as many."""
     wanted = meta.rows, -(-meta.cols // (meta.group * repeat))
     if scales.shape != wanted or offsets.shape != wanted:
         raise ValueError(f"scales {tuple(scales.shape)} and offsets {tuple(offsets.shape)}, expected {wanted}")
-    offsets = offsets.contiguous()
-    return _filled(meta, scales=scales, offsets=offsets, ld_scales=scales.shape[1], repeat=repeat, **source)
+    more = {"scales": scales, "offsets": offsets.contiguous(), "ld_scales": scales.shape[1], "repeat": repeat}
+    return Unpacked(meta, perm, source | more)
 
 
 def pack_channel_int8(w: ChannelInt8) -> PackedTensor:
@@ -126,7 +166,7 @@ def pack_channel_int8(w: ChannelInt8) -> PackedTensor:
     codes = w.weight.contiguous()
     zeros = torch.full((codes.shape[0], 1), 128, dtype=torch.uint8)
     scales = w.scales.float()[:, None].contiguous()
-    return PackedTensor(_packed_int(meta, scales, zeros, 1, codes=codes, ld=codes.stride(0), flip=128), meta)
+    return _unpacked_int(meta, None, scales, zeros, 1, codes=codes, ld=codes.stride(0), flip=128)
 
 
 def packed_meta(w: Weight) -> PackedMeta:

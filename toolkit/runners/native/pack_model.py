@@ -127,7 +127,7 @@ def packed_bytes(spec: DecoderSpec, weights: Mapping[str, Weight | Tensor]) -> i
     points, which may all be in the middle, it is what they take at most.
     """
     outlines = ((name, info_of(weights, name)) for name in weights)
-    return sum(packed.data.nbytes for _, packed in pack_model(spec, outlines, None, []))
+    return sum(packed.meta.nbytes for _, packed in pack_model(spec, outlines, None, []))
 
 
 def _pack_head(name: str, w: Dense, bits: int, notes: list[str]) -> PackedTensor:
@@ -136,7 +136,7 @@ def _pack_head(name: str, w: Dense, bits: int, notes: list[str]) -> PackedTensor
     packed = pack_nearest(name, w if rounded is None else rounded, notes)
     origin = packed.meta.origin | {"stored": str(w.weight.dtype).removeprefix("torch.")}
     turned = rounded is not None and bits == 8
-    return replace(packed, meta=replace(packed.meta, turned=turned, origin=origin))
+    return packed.described(replace(packed.meta, turned=turned, origin=origin))
 
 
 def _bits_of(t: Tensor) -> NDArray[Any]:

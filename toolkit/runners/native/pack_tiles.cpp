@@ -2,8 +2,13 @@
 // checkpoints keep codes in. Blocks of eight tiles are shared by threads; a block reads whole lines of words.
 #include "pack_tiles.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <cstring>
+#include <vector>
 
 #include "pool.h"
 
@@ -50,8 +55,10 @@ inline uint32_t halves(uint32_t word) {
 struct Job {
     const Matrix& to;
     const PackSource& from;
+    uint8_t* data;      // of tile `first` on
+    int64_t first = 0;
 
-    uint8_t* tile(int64_t t) const { return const_cast<uint8_t*>(to.data) + t * to.tile_bytes(); }
+    uint8_t* tile(int64_t t) const { return data + (t - first) * to.tile_bytes(); }
     const uint8_t* bytes() const { return static_cast<const uint8_t*>(from.codes); }
     const uint32_t* words() const { return static_cast<const uint32_t*>(from.codes); }
     int64_t column(int64_t k) const { return from.perm ? from.perm[k] : k; }
@@ -225,27 +232,58 @@ struct Job {
     }
 };
 
-}  // namespace
+int64_t blocks_of(const Matrix& to) { return (to.tiles() + BLOCK - 1) / BLOCK; }
 
-void pack_tiles(const Matrix& to, const PackSource& from, int threads) {
-    const Job job{to, from};
-    const int64_t blocks = (to.tiles() + BLOCK - 1) / BLOCK;
+// body(block), shared by threads.
+template <class Body>
+void for_blocks(int64_t blocks, int threads, const Body& body) {
     if (threads == 1 || blocks == 1) {
-        for (int64_t b = 0; b < blocks; b++) job.run(b);
+        for (int64_t b = 0; b < blocks; b++) body(b);
         return;
     }
     Pool pool(threads);
     struct Shared {
-        const Job& job;
+        const Body& body;
         Pool& pool;
         uint32_t blocks;
-    } shared{job, pool, uint32_t(blocks)};
+    } shared{body, pool, uint32_t(blocks)};
     pool.run(
         [](void* arg, int) {
             auto& s = *static_cast<Shared*>(arg);
-            s.pool.chunks(0, s.blocks, [&](uint32_t b) { s.job.run(b); });
+            s.pool.chunks(0, s.blocks, [&](uint32_t b) { s.body(int64_t(b)); });
         },
         &shared, 1);
+}
+
+// 0, or the system's error number.
+int write_all(int file, const uint8_t* data, int64_t size, int64_t at) {
+    while (size > 0) {
+        const ssize_t n = pwrite(file, data, size_t(size), off_t(at));
+        if (n < 0 && errno != EINTR) return errno;
+        if (n == 0) return ENOSPC;
+        if (n > 0) data += n, size -= n, at += n;
+    }
+    return 0;
+}
+
+}  // namespace
+
+void pack_tiles(const Matrix& to, const PackSource& from, int threads) {
+    const Job job{to, from, const_cast<uint8_t*>(to.data)};
+    for_blocks(blocks_of(to), threads, [&](int64_t b) { job.run(b); });
+}
+
+int write_tiles(const Matrix& to, const PackSource& from, int threads, int file, int64_t at) {
+    std::atomic<int> failed{0};
+    for_blocks(blocks_of(to), threads, [&](int64_t b) {
+        thread_local std::vector<uint8_t> block;
+        const int64_t first = b * BLOCK, count = std::min(BLOCK, to.tiles() - first);
+        block.resize(size_t(count * to.tile_bytes()));
+        if (failed) return;
+        Job{to, from, block.data(), first}.run(b);
+        if (const int error = write_all(file, block.data(), int64_t(block.size()), at + first * to.tile_bytes())) failed = error;
+    });
+    return failed;
 }
 
 }  // namespace tk

@@ -28,4 +28,8 @@ struct PackSource {
 // Fills to.data, all of it.
 void pack_tiles(const Matrix& to, const PackSource& from, int threads);
 
+// The same bytes to place `at` of an open file, a block of tiles at a time: what is written is still in the core's cache, and the
+// matrix never stands in memory. Returns 0, or the system's error number.
+int write_tiles(const Matrix& to, const PackSource& from, int threads, int file, int64_t at);
+
 }  // namespace tk

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +73,14 @@ class PackedTensor:
     data: NDArray[np.uint8]
     meta: PackedMeta
     perm: NDArray[np.int32] | None = None
+
+    def described(self, meta: PackedMeta) -> Self:
+        """The same bytes under another ``meta``."""
+        return replace(self, meta=meta)
+
+    def in_memory(self) -> PackedTensor:
+        """Itself, its bytes made."""
+        return self
 
 
 PackedWeights = Mapping[str, PackedTensor]

@@ -178,7 +178,7 @@ class NativeRunner:
         notes: list[str] = []
         own = (name for name in found if not name.startswith(PREFIX) or name.startswith(ROUTED))
         language = ((name, found[name]) for name in own)
-        packed = dict(pack_model(self.spec, language, None, notes))
+        packed = {name: tensor.in_memory() for name, tensor in pack_model(self.spec, language, None, notes)}
         self.notes = gathered(notes)
         return packed
 
@@ -256,7 +256,8 @@ class NativeRunner:
             held = found
             own = (name for name in held if name.startswith(PREFIX) and not name.startswith(ROUTED))
             seeing = ((name, held[name]) for name in own)
-            found = dict(pack_model(self.spec, seeing, None, [], 32 if exact else 16))
+            tower = pack_model(self.spec, seeing, None, [], 32 if exact else 16)
+            found = {name: tensor.in_memory() for name, tensor in tower}
         return open_encoder(vision, found, bf16=not exact, threads=self.options.threads or usable_cores())
 
     def submit(self, batch: StepBatch) -> StepHandle:
