@@ -72,7 +72,8 @@ def test_memory_is_used_again(file: Path) -> None:
     first = memory.take(1000)
     first[:] = 1
     place = first.__array_interface__["data"][0]
-    assert memory.take(1000).__array_interface__["data"][0] != place
+    second = memory.take(1000)
+    assert second.__array_interface__["data"][0] != place
     del first
     assert memory.take(900).__array_interface__["data"][0] == place
 
