@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 16  # tk_version of api.cpp, which says when both are raised
+VERSION = 17  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -171,11 +171,8 @@ def load(path: Path) -> ctypes.CDLL:
     lib.tk_tower_free.argtypes, lib.tk_tower_free.restype = [c_void_p], None
     lib.tk_tower_run.argtypes, lib.tk_tower_run.restype = [c_void_p, POINTER(TowerArrays)], c_int
     lib.tk_op_round.restype, lib.tk_op_round.argtypes = c_int, [c_char_p, POINTER(RoundRun), c_int64]
-<<<<<<< HEAD
     lib.tk_op_fit_scales.restype, lib.tk_op_fit_scales.argtypes = c_int, [c_char_p, POINTER(FitRun), c_int64]
-=======
     lib.tk_pack_file.restype = c_int
->>>>>>> 5d69e3b (First load of an unconverted model: read ahead by a thread, packed straight into the copy, which is brought to disk beside the first answers)
     for name in ("tk_cache_allocate", "tk_cache_discard", "tk_block_export", "tk_block_import", "tk_step", "tk_pack"):
         getattr(lib, name).restype = c_int
     return lib
