@@ -20,6 +20,7 @@ from toolkit.artifacts import manifest
 from toolkit.commands.main import main
 from toolkit.convert import pack_cache, settle
 from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.verify import verify_tensors
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.native import library
 
@@ -194,6 +195,29 @@ def test_what_the_machine_may_have_lost_is_packed_again(
     said: list[str] = []
     assert where(model, said) == entry
     assert bool(said) == (when == "before it was on disk")
+
+
+def test_a_checkpoint_that_is_not_as_its_manifest_has_it_is_told_of_at_every_start(model: Path) -> None:
+    files = [manifest.describe_file(model, file) for file in sorted(model.iterdir())]
+    size = sum(file.size for file in files)
+    manifest.write_manifest(model, manifest.Manifest("checkpoint", "lite", "0", "", {}, {}, {}, files, size))
+    with (model / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    for _ in range(2):
+        entry = where(model)
+        found = manifest.read_manifest(entry)
+        assert found is not None
+        thread = settle.settle(entry, found)
+        assert thread is not None
+        thread.join()
+        told: list[str] = []
+        thread = verify_tensors(entry, told.append)
+        assert thread is not None
+        thread.join()
+        assert told and "model.safetensors: was changed since it was written" in told[0]
 
 
 def run(script: str, model: Path) -> subprocess.CompletedProcess[str]:

@@ -70,6 +70,11 @@ class Manifest:
     size_bytes: int
     schema_version: int = SCHEMA_VERSION
 
+    @property
+    def pending(self) -> bool:
+        """Whether a file's digest is not known yet."""
+        return any(entry.digest is None for entry in self.files)
+
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = plain(self)
         return found

@@ -15,7 +15,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from toolkit.artifacts.manifest import MANIFEST, Manifest, pending
+from toolkit.artifacts.manifest import MANIFEST, Manifest, check_files, pending, read_manifest
+from toolkit.errors import ToolkitError
 
 _PIECE = 16 << 20  # bytes: so long at most does a process that ends wait for the disk
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -33,13 +34,13 @@ def boot() -> str:
 def may_be_torn(manifest: Manifest) -> bool:
     """Whether the machine has gone down since the artifact was written, before it was known to be on disk."""
     now = boot()
-    return any(entry.digest is None and (not now or entry.sha256 != pending(now)) for entry in manifest.files)
+    return any(not now or entry.sha256 != pending(now) for entry in manifest.files if entry.digest is None)
 
 
 def settle(entry: Path, manifest: Manifest) -> threading.Thread | None:
     """Start to bring to disk what is not known to be there; None where all is. The thread dies with its process, and
     whoever opens the artifact next begins again."""
-    if all(file.digest is not None for file in manifest.files):
+    if not manifest.pending:
         return None
     thread = threading.Thread(target=_settle, args=(entry, manifest), name="toolkit-settle", daemon=True)
     thread.start()
@@ -49,8 +50,11 @@ def settle(entry: Path, manifest: Manifest) -> threading.Thread | None:
 def _settle(entry: Path, manifest: Manifest) -> None:
     if sys.platform == "linux":  # where a thread has a priority of its own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    with suppress(OSError), (entry / MANIFEST).open("r+b") as file:
+    with suppress(OSError, ToolkitError), (entry / MANIFEST).open("r+b") as file:
         text = file.read()
+        source = Path(str(manifest.parent.get("path")))
+        if source.is_dir() and (own := read_manifest(source)) is not None:
+            check_files(source, own, verify=True)  # else it stays as it is, and each start tells what is wrong
         digests = {item.name: _to_disk(entry / item.name) for item in manifest.files}
         for folder in (entry, entry.parent):
             _sync(folder)

@@ -24,7 +24,8 @@ _CHUNK = 1 << 20
 
 def verify_tensors(path: Path, on_damage: Callable[[str], None]) -> threading.Thread | None:
     """Start to compare what lies at ``path``, a directory or a ``.gguf`` file; ``on_damage`` gets one line on the first
-    file that is not as it was written. None where there is nothing to compare with.
+    file that is not as it was written. None where there is nothing to compare with. For a packed copy whose own digest
+    is not known yet it is what the copy was packed from.
 
     The files are opened now: one that is replaced later is another file, and the engine goes on with the one it has.
     """
@@ -33,12 +34,15 @@ def verify_tensors(path: Path, on_damage: Callable[[str], None]) -> threading.Th
         manifest = read_manifest(folder)
     except ToolkitError:
         return None  # not of ours, or the engine would not have been opened
+    if manifest is not None and manifest.pending:
+        source = Path(str(manifest.parent.get("path")))
+        return verify_tensors(source, on_damage) if source.is_dir() else None
     files = []
     for entry in manifest.files if manifest is not None else ():
         file = folder / entry.name
         mine = file.name.endswith(TENSORS) and (path.is_dir() or file.name == path.name)
-        if mine and entry.digest is not None and file.is_file():
-            files.append((file, file.open("rb", buffering=0), entry.digest))
+        if mine and file.is_file():
+            files.append((file, file.open("rb", buffering=0), entry.sha256))
     if not files:
         return None
     thread = threading.Thread(target=_compare, args=(files, on_damage), name="toolkit-verify", daemon=True)
