@@ -23,7 +23,10 @@ WARM_UP_TOKENS = 4
 
 
 def fit(config: EngineConfig, grid: Grid) -> None:
-    """Give ``config`` room for the grid where a size is open. Raises UsageError for a size that is too small."""
+    """Give ``config`` room for the grid where a size is open, and read prompts before tokens are written unless it says
+    otherwise: rows tell one from the other. Raises UsageError for a size that is too small."""
+    if config.target_step_ms is None:
+        config.target_step_ms = 0.0
     needed = {"max_batch_size": max(grid.concurrency), "session_len": grid.prompt_tokens + grid.completion_tokens}
     for name, value in needed.items():
         given = getattr(config, name)
