@@ -21,7 +21,7 @@ from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.formats import awq, gptq, w8a8
 from toolkit.artifacts.formats.bits import pack_words, unpack_columns, unpack_words
-from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
+from toolkit.artifacts.weights import canonical_weights, tensor_names, validate_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import Part, StoredTensor
 
@@ -290,6 +290,19 @@ def test_good_checkpoints_validate(tmp_path: Path, form: str) -> None:
     checkpoint = checkpoint_of(tmp_path, make(), quantization)
     validate_checkpoint(checkpoint, [LINEAR])
     assert tuple(canonical_weights(checkpoint, [LINEAR])["x"].shape) == (N_OUT, N_IN)
+
+
+@pytest.mark.parametrize("form", MAKERS)
+def test_tensors_are_asked_for_in_the_order_in_which_they_are_read_ahead(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, quantization = MAKERS[form]
+    checkpoint = checkpoint_of(tmp_path, make(), quantization)
+    asked: list[str] = []
+    plain = Checkpoint.tensor
+    monkeypatch.setattr(Checkpoint, "tensor", lambda self, name: asked.append(name) or plain(self, name))
+    canonical_weights(checkpoint, [LINEAR])
+    assert asked == [name for name in tensor_names(checkpoint, [LINEAR]) if name in checkpoint]
 
 
 @pytest.mark.parametrize("form", ["awq", "gptq"])

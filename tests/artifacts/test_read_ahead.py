@@ -94,3 +94,16 @@ def test_a_file_that_is_cut_short_is_told(file: Path, tmp_path: Path) -> None:
             found.take(names[3])
     finally:
         found.close()
+
+
+def test_trouble_of_another_kind_is_told_too(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(self: object, size: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(read_ahead._Memory, "take", none_left)
+    found = opened(file, ["t0"])
+    try:
+        with pytest.raises(ToolkitError, match=r"model\.safetensors: cannot be read"):
+            found.take("t0")
+    finally:
+        found.close()

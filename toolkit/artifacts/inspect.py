@@ -43,6 +43,8 @@ def inspect(path: Path, verify: bool = False) -> Inspection:
     check_files(path, manifest, verify)
     count = f"{len(manifest.files)} files"
     checked = f"verified: {count} as recorded, byte for byte" if verify else f"{count} there, of the recorded sizes"
+    if verify and (unknown := [entry.name for entry in manifest.files if entry.digest is None]):
+        checked += f", but for {', '.join(unknown)}, which was not compared: it is not known to be on disk yet"
     return Inspection(manifest.to_json(), facts, _lineage(path, manifest), checked)
 
 

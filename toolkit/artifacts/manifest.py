@@ -75,6 +75,12 @@ class Manifest:
         """Whether a file's digest is not known yet."""
         return any(entry.digest is None for entry in self.files)
 
+    @property
+    def packed_from(self) -> Path | None:
+        """The directory or file that was the input, None for one of the hub's, and where nothing is there."""
+        path = Path(str(self.parent.get("path")))
+        return path if self.parent.get("hub_id") is None and path.exists() else None
+
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = plain(self)
         return found

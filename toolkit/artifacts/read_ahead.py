@@ -104,7 +104,7 @@ class ReadAhead:
                         self._held += found.nbytes
                     self._changed.notify_all()
                 del found
-        except (OSError, ToolkitError) as error:
+        except Exception as error:  # of whatever kind: who waits is to hear of it
             with self._changed:
                 told = error if isinstance(error, ToolkitError) else ToolkitError(f"{path}: cannot be read: {error}")
                 self._failed = told
@@ -122,10 +122,10 @@ def _fill(into: U8, file: int, at: int, path: Path) -> None:
         piece = into[done : done + _PIECE].data
         try:
             count = os.preadv(file, [piece], at + done, flags)
-        except OSError:
+        except (OSError, NotImplementedError):
             if not flags:
                 raise
-            flags = 0  # the system or the file system does not know it
+            flags = 0  # the system, the file system or this Python does not know it
             continue
         if not count:
             raise ToolkitError(f"{path}: was cut short while it was read; fetch the model again")

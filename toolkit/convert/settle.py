@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from toolkit.artifacts.manifest import MANIFEST, Manifest, check_files, pending, read_manifest
@@ -52,16 +53,25 @@ def _settle(entry: Path, manifest: Manifest) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     with suppress(OSError, ToolkitError), (entry / MANIFEST).open("r+b") as file:
         text = file.read()
-        source = Path(str(manifest.parent.get("path")))
-        if source.is_dir() and (own := read_manifest(source)) is not None:
-            check_files(source, own, verify=True)  # else it stays as it is, and each start tells what is wrong
+        if manifest.packed_from is not None:
+            _check(manifest.packed_from)  # else it stays as it is, and each start tells what is wrong
         digests = {item.name: _to_disk(entry / item.name) for item in manifest.files}
         for folder in (entry, entry.parent):
             _sync(folder)
+        at = 0
         for item in manifest.files:
-            if item.digest is None and (at := text.find(item.sha256.encode())) >= 0:
-                os.pwrite(file.fileno(), digests[item.name].encode(), at)
+            if item.digest is None and (at := text.find(item.sha256.encode(), at)) >= 0:
+                at += os.pwrite(file.fileno(), digests[item.name].encode(), at)
         os.fsync(file.fileno())
+
+
+def _check(source: Path) -> None:
+    """Raises ToolkitError for a directory or a file that is not as the manifest there has it."""
+    folder = source if source.is_dir() else source.parent
+    own = read_manifest(folder)
+    if own is not None:
+        files = [entry for entry in own.files if source.is_dir() or entry.name == source.name]
+        check_files(folder, replace(own, files=files), verify=True)
 
 
 def _to_disk(path: Path) -> str:

@@ -200,7 +200,7 @@ class StepBuilder:
         owner = rows if len(rows) == len(places) else np.repeat(rows, counts)
         entry, offset = np.divmod(places, size)
         return tuple(
-            np.zeros(0, np.int64) if state else table[owner, entry] * np.int64(size) + offset
+            np.zeros(0, np.int64) if state else np.multiply(table[owner, entry], size, dtype=np.int64) + offset
             for table, state in zip(self.blocks.tables, self.blocks.states, strict=True)
         )
 

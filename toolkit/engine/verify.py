@@ -35,8 +35,8 @@ def verify_tensors(path: Path, on_damage: Callable[[str], None]) -> threading.Th
     except ToolkitError:
         return None  # not of ours, or the engine would not have been opened
     if manifest is not None and manifest.pending:
-        source = Path(str(manifest.parent.get("path")))
-        return verify_tensors(source, on_damage) if source.is_dir() else None
+        source = manifest.packed_from
+        return None if source is None else verify_tensors(source, on_damage)
     files = []
     for entry in manifest.files if manifest is not None else ():
         file = folder / entry.name

@@ -78,8 +78,8 @@ def read_packed(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], setti
 
     return GroupInt(
         codes=stored_codes(checkpoint.tensor(f"{name}.qweight"), 4, "awq", shape[1]),
-        scales=checkpoint.tensor(f"{name}.scales").t().contiguous(),
         zeros=unpack_columns(checkpoint.tensor(f"{name}.qzeros"), 4, ORDER),
+        scales=checkpoint.tensor(f"{name}.scales").t().contiguous(),
         bits=4,
         group_size=group_size(settings, name, shape[1]),
     )

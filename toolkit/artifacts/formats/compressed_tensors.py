@@ -122,6 +122,7 @@ def _read_packed(checkpoint: Checkpoint, name: str, scheme: Scheme, n_out: int, 
     from toolkit.artifacts.formats.words import stored_codes
 
     bits, size = scheme.bits, _group_size(scheme, name, n_in)
+    packed = checkpoint.tensor(f"{name}.weight_packed")
     scales = _as_rows(checkpoint.tensor(f"{name}.weight_scale"), n_out)
     if scales.shape[1] != n_in // size:
         scales = scales.expand(n_out, n_in // size).contiguous()
@@ -132,7 +133,6 @@ def _read_packed(checkpoint: Checkpoint, name: str, scheme: Scheme, n_out: int, 
             zeros = (stored.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
         else:
             zeros = _unpack(stored.t(), bits, n_out).t().contiguous()
-    packed = checkpoint.tensor(f"{name}.weight_packed")
     return GroupInt(
         codes=stored_codes(packed, bits, "rows", n_in) if bits in (4, 8) else _unpack(packed, bits, n_in),
         scales=scales,

@@ -112,10 +112,11 @@ def read_packed(
 
     bits = whole(settings, "bits", BITS)
     size = group_size(settings, name, shape[1])
+    codes = stored_codes(checkpoint.tensor(f"{name}.qweight"), bits, "gptq", shape[1])
     zeros = unpack_words(checkpoint.tensor(f"{name}.qzeros"), bits)
     zeros = (zeros + zero_offset) & ((1 << bits) - 1)  # in version 1, zero point 0 was stored as all ones
     return GroupInt(
-        codes=stored_codes(checkpoint.tensor(f"{name}.qweight"), bits, "gptq", shape[1]),
+        codes=codes,
         scales=checkpoint.tensor(f"{name}.scales").t().contiguous(),
         zeros=zeros.t().contiguous(),
         bits=bits,
