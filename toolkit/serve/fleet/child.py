@@ -13,6 +13,7 @@ from toolkit.serve.background import Order, Server, Started, launch
 from toolkit.serve.fleet.catalog import Listed
 from toolkit.serve.options import ServerSettings
 
+LATER_S = 3.0  # seconds after a model was loaded until another process begins to wait for an order
 DEFAULT_SHARE = 0.8  # of cache_max_entry_count: nothing was asked for
 # What each model's server is told, too.
 OF_EACH = (
@@ -62,6 +63,12 @@ class Spare:
             if self._child is None and not self._closed:
                 self._child = Started()
 
+    def fill_later(self) -> None:
+        """The same in a while: to begin takes the cores that the first answers of a model need."""
+        later = threading.Timer(LATER_S, self.fill)
+        later.daemon = True
+        later.start()
+
     def take(self) -> Started | None:
         """The child, which is another's from now on; None where there is none, or it has ended."""
         with self._lock:
@@ -108,7 +115,7 @@ class Launcher:
             order = Order.of(listed.path, config, self.chat_template, settings)
             child, told = launch(order, Child, self.spare.take())
         finally:
-            self.spare.fill()
+            self.spare.fill_later()
         child.memory = int(told["memory"])
         return child
 
