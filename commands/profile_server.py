@@ -148,11 +148,9 @@ def _measured(client: Client, traffic: Traffic, progress: Progress) -> list[Run]
 def _endpoint(endpoint: str | None, backend: str | None, *, drawings: bool) -> Any:
     known = {"completions": "completions", "chat": "chat", **dict.fromkeys(CHAT, "chat")}
     known |= dict.fromkeys(COMPLETIONS, "completions")
-    option, name = (
-        ("--backend", backend)
-        if backend is not None
-        else ("--endpoint", endpoint or ("chat" if drawings else "completions"))
-    )
+    option, name = "--endpoint", endpoint or ("chat" if drawings else "completions")
+    if backend is not None:
+        option, name = "--backend", backend
     name = name.removeprefix("/v1/").replace("chat/completions", "chat")
     if name not in known:
         raise UsageError(f"{option}: expected completions or chat, found {name!r}")

@@ -5,22 +5,42 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-from peak_memory import peak_memory_mib
+from peer_row import row
 
 
-class Peer(Protocol):
+class Peer:
+    """llama.cpp or a fork of it: ``lib`` is its API; who derives from this opens the file and sets the rest."""
+
+    lib: Any
+    ctx: Any
+    batch: Any
     vocab: int
 
-    def forget(self) -> None: ...
+    def forget(self) -> None:
+        """Empty the KV cache."""
+        raise NotImplementedError
+
+    def best(self, row: int) -> int:
+        """The greedy token of a row of the last batch."""
+        raise NotImplementedError
 
     def run(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
         """One decode of (token, position, sequence, wants a token); returns the greedy tokens of those that want."""
-        ...
+        b = self.batch
+        b.n_tokens = len(rows)
+        for i, (token, position, seq, want) in enumerate(rows):
+            b.token[i], b.pos[i], b.n_seq_id[i], b.logits[i] = token, position, 1, want
+            b.seq_id[i][0] = seq
+        code = self.lib.llama_decode(self.ctx, b)
+        if code:
+            sys.exit(f"llama_decode failed with code {code}")
+        return [self.best(i) for i, (*_, wants) in enumerate(rows) if wants]
 
 
 def measure(engine: Peer, n: int, prompt: int, new: int, rng: random.Random) -> dict[str, float]:
@@ -37,15 +57,7 @@ def measure(engine: Peer, n: int, prompt: int, new: int, rng: random.Random) -> 
     for step in range(new - 1):
         last = engine.run([(t, prompt + step, seq, True) for seq, t in enumerate(last)])
     end = time.perf_counter()
-    return {
-        "concurrency": n,
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "prefill_throughput": n * prompt / (first - start),
-        "decode_throughput": n * (new - 1) / (end - first),
-        "output_throughput": n * new / (end - start),
-        "peak_memory_mib": peak_memory_mib(),
-    }
+    return row(n, prompt, new, first - start, end - first, n * new)
 
 
 def main(engine: Callable[[Path, int, int, int], Peer]) -> None:

@@ -9,15 +9,16 @@ Weights are repacked when they are loaded, which is its fastest way for many tok
 from __future__ import annotations
 
 import ctypes
-import sys
 from pathlib import Path
 
 import numpy as np
-from gguf_rounds import main
+from gguf_rounds import Peer, main
 from ik_llama_cpp import _ctypes_api as lib
 
 
-class Engine:
+class Engine(Peer):
+    lib = lib
+
     def __init__(self, path: Path, sequences: int, length: int, threads: int) -> None:
         model = lib.llama_model_default_params()
         model.repack_tensors = True
@@ -35,19 +36,7 @@ class Engine:
     def forget(self) -> None:
         lib.llama_kv_cache_clear(self.ctx)
 
-    def run(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """One decode of (token, position, sequence, wants a token); returns the greedy tokens of those that want."""
-        b = self.batch
-        b.n_tokens = len(rows)
-        for i, (token, position, seq, want) in enumerate(rows):
-            b.token[i], b.pos[i], b.n_seq_id[i], b.logits[i] = token, position, 1, want
-            b.seq_id[i][0] = seq
-        code = lib.llama_decode(self.ctx, b)
-        if code:
-            sys.exit(f"llama_decode failed with code {code}")
-        return [self._best(i) for i, row in enumerate(rows) if row[3]]
-
-    def _best(self, row: int) -> int:
+    def best(self, row: int) -> int:
         logits = lib.llama_get_logits_ith(self.ctx, row)
         return int(np.ctypeslib.as_array(logits, (self.vocab,)).argmax())
 

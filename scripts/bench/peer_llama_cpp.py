@@ -7,14 +7,15 @@ python peer_llama_cpp.py MODEL.gguf --concurrency 1,8,32 --prompt-tokens 512 --c
 from __future__ import annotations
 
 import ctypes
-import sys
 from pathlib import Path
 
 import llama_cpp as lib
-from gguf_rounds import main
+from gguf_rounds import Peer, main
 
 
-class Engine:
+class Engine(Peer):
+    lib = lib
+
     def __init__(self, path: Path, sequences: int, length: int, threads: int) -> None:
         lib.llama_log_set(_SILENT, ctypes.c_void_p(0))
         self.model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
@@ -33,17 +34,8 @@ class Engine:
     def forget(self) -> None:
         lib.llama_memory_clear(lib.llama_get_memory(self.ctx), True)
 
-    def run(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """One decode of (token, position, sequence, wants a token); returns the greedy tokens of those that want."""
-        b = self.batch
-        b.n_tokens = len(rows)
-        for i, (token, position, seq, want) in enumerate(rows):
-            b.token[i], b.pos[i], b.n_seq_id[i], b.logits[i] = token, position, 1, want
-            b.seq_id[i][0] = seq
-        code = lib.llama_decode(self.ctx, b)
-        if code:
-            sys.exit(f"llama_decode failed with code {code}")
-        return [lib.llama_sampler_sample(self.sampler, self.ctx, i) for i, r in enumerate(rows) if r[3]]
+    def best(self, row: int) -> int:
+        return lib.llama_sampler_sample(self.sampler, self.ctx, row)
 
 
 @lib.llama_log_callback

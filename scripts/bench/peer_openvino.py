@@ -15,7 +15,7 @@ import time
 import numpy as np
 import openvino
 import openvino_genai as genai
-from peak_memory import peak_memory_mib
+from peer_row import row
 
 
 def measure(
@@ -32,15 +32,7 @@ def measure(
     total = time.perf_counter() - start
     # One batch is one call, so its time to first token is the time until the last request has its first.
     first = result.perf_metrics.get_ttft().mean / 1000
-    return {
-        "concurrency": n,
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "prefill_throughput": n * prompt / first,
-        "decode_throughput": n * (new - 1) / max(total - first, 1e-9),
-        "output_throughput": sum(len(t) for t in result.tokens) / total,
-        "peak_memory_mib": peak_memory_mib(),
-    }
+    return row(n, prompt, new, first, max(total - first, 1e-9), sum(len(t) for t in result.tokens))
 
 
 def main() -> None:

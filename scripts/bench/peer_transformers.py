@@ -12,7 +12,7 @@ import json
 import time
 
 import torch
-from peak_memory import peak_memory_mib
+from peer_row import row
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
@@ -40,15 +40,7 @@ def measure(model: torch.nn.Module, n: int, prompt: int, new: int, rng: torch.Ge
         model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, streamer=first, pad_token_id=0)
         prefill += first.at - start
         decode += time.perf_counter() - first.at
-    return {
-        "concurrency": n,
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "prefill_throughput": n * prompt / prefill,
-        "decode_throughput": n * (new - 1) / decode,
-        "output_throughput": n * new / (prefill + decode),
-        "peak_memory_mib": peak_memory_mib(),
-    }
+    return row(n, prompt, new, prefill, decode, n * new)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
-from peak_memory import peak_memory_mib
+from peer_row import row
 from vllm import LLM, SamplingParams
 
 
@@ -41,15 +41,7 @@ def measure(llm: LLM, n: int, prompt: int, new: int, vocab: int, rng: random.Ran
             if out.finished:
                 tokens += len(out.outputs[0].token_ids)
     end = time.perf_counter()
-    return {
-        "concurrency": n,
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "prefill_throughput": n * prompt / (first - start),
-        "decode_throughput": (tokens - n) / (end - first),
-        "output_throughput": tokens / (end - start),
-        "peak_memory_mib": peak_memory_mib(),
-    }
+    return row(n, prompt, new, first - start, end - first, tokens)
 
 
 def main() -> None:

@@ -133,14 +133,14 @@ class Stage:
         write_manifest(self.dir, manifest)
         if not boot:
             for file in sorted(self.dir.rglob("*"), reverse=True):
-                _sync(file)
-            _sync(self.dir)
+                sync(file)
+            sync(self.dir)
         if self.target.exists():
             check_directory_target(self.target, overwrite=True)  # what came into it while the stage was at work
             os.rename(self.target, self.partial / "old")
         os.rename(self.dir, self.target)
         if not boot:
-            _sync(self.target.parent)
+            sync(self.target.parent)
         self.finished = True
         return manifest
 
@@ -214,9 +214,9 @@ def write_file(target: Path) -> Iterator[Path]:
         raise ToolkitError(f"{target}: cannot be written: {error.strerror}") from error
     try:
         yield partial / "file"
-        _sync(partial / "file")
+        sync(partial / "file")
         os.replace(partial / "file", target.resolve())
-        _sync(target.resolve().parent)
+        sync(target.resolve().parent)
     except Exception as error:
         _explain(target, error)
         if isinstance(error, OSError):
@@ -384,7 +384,8 @@ def _together(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a directory, to disk. OSError passes through."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -392,4 +393,4 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-__all__ = ["MANIFEST", "Stage", "discard_partial", "open_stage", "partial_dir", "write_file"]
+__all__ = ["MANIFEST", "Stage", "discard_partial", "open_stage", "partial_dir", "sync", "write_file"]

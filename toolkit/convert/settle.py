@@ -10,14 +10,15 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import sys
 import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from toolkit.artifacts.manifest import MANIFEST, Manifest, check_files, pending, read_manifest
+from toolkit.artifacts.stage import sync
 from toolkit.errors import ToolkitError
+from toolkit.threads import give_way
 
 _PIECE = 16 << 20  # bytes: so long at most does a process that ends wait for the disk
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -49,15 +50,14 @@ def settle(entry: Path, manifest: Manifest) -> threading.Thread | None:
 
 
 def _settle(entry: Path, manifest: Manifest) -> None:
-    if sys.platform == "linux":  # where a thread has a priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    give_way()
     with suppress(OSError, ToolkitError), (entry / MANIFEST).open("r+b") as file:
         text = file.read()
         if manifest.packed_from is not None:
             _check(manifest.packed_from)  # else it stays as it is, and each start tells what is wrong
         digests = {item.name: _to_disk(entry / item.name) for item in manifest.files}
         for folder in (entry, entry.parent):
-            _sync(folder)
+            sync(folder)
         at = 0
         for item in manifest.files:
             if item.digest is None and (at := text.find(item.sha256.encode(), at)) >= 0:
@@ -94,11 +94,3 @@ def _push(file: int, at: int, size: int) -> None:
     push = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if push is not None:
         push(file, ctypes.c_int64(at), ctypes.c_int64(size), _WRITE_AND_WAIT)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -114,7 +114,7 @@ class StepBuilder:
             positions=positions if self.axes == 1 else np.repeat(positions, self.axes, 0),
             seq_lens=seq_lens,
             block_tables=self._block_tables(rows, places, seq_lens),
-            slot_mapping=self._slots(rows, known.batch.cu_seqlens[1:], places),
+            slot_mapping=self._slots(rows, places),
             sampling=replace(known.batch.sampling, position=self._generated[rows]),
             copy_blocks=self.blocks.take_copies(),
         )
@@ -145,6 +145,7 @@ class StepBuilder:
             token_ids[cu[i] : cu[i + 1]] = seq.ids(start, count)
             places[cu[i] : cu[i + 1]] = np.arange(start, start + count, dtype=np.int32)
             positions[:, cu[i] : cu[i + 1]] = seq.positions(start, count)
+        owners = rows if len(rows) == len(places) else np.repeat(rows, counts)
         sampled, sample_index = self._sampled(plan, cu)
         guesses, mask_index = self._guesses(plan, seq_lens, cu)
         mutual = [
@@ -160,7 +161,7 @@ class StepBuilder:
             cu_seqlens=cu,
             seq_lens=seq_lens,
             block_tables=self._block_tables(rows, seq_lens - counts, seq_lens),
-            slot_mapping=self._slots(rows, counts, places),
+            slot_mapping=self._slots(owners, places),
             rope_set=self._rope_set[rows],
             adapter=self._adapter[rows],
             sample_index=mask_index if guesses else sample_index,
@@ -193,11 +194,9 @@ class StepBuilder:
                 found.append(np.ascontiguousarray(table[rows, :longest]))
         return tuple(found)
 
-    def _slots(
-        self, rows: NDArray[np.intp], counts: NDArray[np.int32], places: NDArray[np.int32]
-    ) -> tuple[NDArray[np.int64], ...]:
+    def _slots(self, owner: NDArray[np.intp], places: NDArray[np.int32]) -> tuple[NDArray[np.int64], ...]:
+        """``owner``: each token's row."""
         size = self.blocks.block_size
-        owner = rows if len(rows) == len(places) else np.repeat(rows, counts)
         entry, offset = np.divmod(places, size)
         return tuple(
             np.zeros(0, np.int64) if state else np.multiply(table[owner, entry], size, dtype=np.int64) + offset

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import IO
 
 from toolkit.artifacts.manifest import TENSORS, read_manifest
 from toolkit.errors import ToolkitError
+from toolkit.threads import give_way
 
 log = logging.getLogger(__name__)
 _CHUNK = 1 << 20
@@ -51,8 +50,7 @@ def verify_tensors(path: Path, on_damage: Callable[[str], None]) -> threading.Th
 
 
 def _compare(files: list[tuple[Path, IO[bytes], str]], on_damage: Callable[[str], None]) -> None:
-    if sys.platform == "linux":  # where a thread has a priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    give_way()
     for file, handle, expected in files:
         digest = hashlib.sha256()
         try:

@@ -172,8 +172,8 @@ def load(path: Path) -> ctypes.CDLL:
     lib.tk_tower_run.argtypes, lib.tk_tower_run.restype = [c_void_p, POINTER(TowerArrays)], c_int
     lib.tk_op_round.restype, lib.tk_op_round.argtypes = c_int, [c_char_p, POINTER(RoundRun), c_int64]
     lib.tk_op_fit_scales.restype, lib.tk_op_fit_scales.argtypes = c_int, [c_char_p, POINTER(FitRun), c_int64]
-    lib.tk_pack_file.restype = c_int
-    for name in ("tk_cache_allocate", "tk_cache_discard", "tk_block_export", "tk_block_import", "tk_step", "tk_pack"):
+    packs = ("tk_pack", "tk_pack_file")
+    for name in ("tk_cache_allocate", "tk_cache_discard", "tk_block_export", "tk_block_import", "tk_step", *packs):
         getattr(lib, name).restype = c_int
     return lib
 
