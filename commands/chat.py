@@ -9,7 +9,7 @@ import typer
 
 from toolkit.commands.interrupt import answered
 from toolkit.commands.options import EngineFlags, with_engine_flags
-from toolkit.commands.output import show_engine, stderr
+from toolkit.commands.output import say_how_it_runs, show_engine, stderr
 from toolkit.commands.sampling_options import SamplingFlags, with_answer_flags
 from toolkit.errors import UsageError
 
@@ -85,8 +85,7 @@ def run(
             converse(pipe, model, talk, *facts)
         else:
             note = pipe.engine.runner_note if engine.backend is not None else ""
-            for line in filter(None, (pipe.engine.runner_why, note, *pipe.engine.plan.notices)):
-                console.print(line, markup=False, soft_wrap=True)
+            say_how_it_runs(console, pipe.engine, note)
             answer_once(pipe, talk, question)
 
 

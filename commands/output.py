@@ -42,8 +42,16 @@ def show_engine(console: Console, engine: AsyncEngine) -> None:
     plan = engine.plan
     title = f"{engine.model_name} on {engine.device}: {plan.max_batch_size} requests of up to {plan.session_len} tokens"
     console.print(table(title, ("memory", "takes", ""), plan.table()))
-    for note in filter(None, (engine.runner_why, engine.runner_note, *plan.notices)):
-        console.print(note, markup=False, soft_wrap=True)
+    say_how_it_runs(console, engine, engine.runner_note)
+
+
+def say_how_it_runs(console: Console, engine: AsyncEngine, note: str) -> None:
+    """Why the model runs otherwise than was asked for or is fastest, which is not to be overlooked; ``note``, where it
+    is not empty; what had to be reduced to fit."""
+    if engine.runner_why:
+        console.print(engine.runner_why, style="bold yellow", markup=False, soft_wrap=True)
+    for line in filter(None, (note, *engine.plan.notices)):
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def write_json(target: str | None, data: Any) -> None:

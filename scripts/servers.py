@@ -12,14 +12,18 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from bench.native import need_native
+
 TOOL = [sys.executable, "-P", "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
 START_S = 120
 
 
 class Server:
-    """``tool serve`` on ``model`` until ``close``, or the end of a ``with`` block."""
+    """``tool serve`` on ``model`` until ``close``, or the end of a ``with`` block; leaves with 1 where ``need_native``
+    does."""
 
     def __init__(self, model: Path | str, flags: list[str], log: Path) -> None:
+        need_native()
         self.log = log
         arguments = ["serve", "api_server", str(model), "--server-port", "0", *flags]
         with log.open("wb") as out:

@@ -10,11 +10,14 @@ import sys
 from collections.abc import Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from toolkit.commands.main import main
+from toolkit.commands.output import say_how_it_runs
 from toolkit.serve import run as serve_run
 
 COMMANDS = [
@@ -196,3 +199,13 @@ def test_empty_keys_in_the_environment_open_no_server(
 @pytest.mark.parametrize("seconds", ["inf", "nan", "3601"])
 def test_a_grace_period_without_end(seconds: str) -> None:
     refused(["serve", "api_server", "nosuch", "--grace-period", seconds], "--grace-period")
+
+
+def test_why_a_model_runs_otherwise_is_not_overlooked() -> None:
+    """In a terminal it is marked; what is only worth knowing is not."""
+    plan = SimpleNamespace(notices=("session_len reduced",))
+    engine: Any = SimpleNamespace(runner_why="the [library] is stale; pytorch stands in", plan=plan)
+    text = io.StringIO()
+    say_how_it_runs(Console(file=text, force_terminal=True, color_system="standard", highlight=False), engine, "")
+    first, second = text.getvalue().splitlines()
+    assert first == "\x1b[1;33mthe [library] is stale; pytorch stands in\x1b[0m" and second == "session_len reduced"

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from llava_shape import DEMO, write_llava
+from native import need_native
 from PIL import Image
 
 from toolkit import GenerationConfig, pipeline
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", help="a directory; without one ViT-L/14 and random weights")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
+    need_native()
     if args.model:
         return measure(args.model, args.rounds)
     with tempfile.TemporaryDirectory() as directory:

@@ -20,6 +20,7 @@ from typing import Any
 
 from hog import KINDS, beside
 from limits import PROBE, Needs, needs_of, product_rate
+from native import need_native
 
 from toolkit.artifacts.source import resolve_model
 from toolkit.check_env.machine import cpu, read_bandwidth
@@ -165,6 +166,7 @@ def main() -> None:
     parser.add_argument("--work-dir", type=Path, default=Path("work/bench"))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    need_native()
     args.work_dir.mkdir(parents=True, exist_ok=True)
     commands = prepare(args)
     runs: dict[str, list[list[dict[str, float]]]] = {name: [] for name in commands}

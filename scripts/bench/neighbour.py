@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from hog import beside
+from native import need_native
 
 from toolkit.commands.output import stderr, stdout, table
 from toolkit.threads import WAITING
@@ -46,6 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     if shutil.which("tool") is None:
         parser.error("the command `tool` is not on the path")
+    need_native()
     env = {k: v for k, v in os.environ.items() if k not in (*WAITING, "OMP_NUM_THREADS")}
     if args.policy:
         env["OMP_WAIT_POLICY"] = args.policy

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from native import need_native
 from torch import Tensor
 
 from toolkit.artifacts.checkpoint import open_checkpoint
@@ -204,6 +205,8 @@ def main() -> None:
     if any(all((first | row)[k] == v for k, v in key.items()) for row in rows):
         print("already there")
         return None
+    if args.peer == "ours":
+        need_native()
     args.work_dir.mkdir(parents=True, exist_ok=True)
     if args.peer != "ours" and args.peer_python is None:
         args.peer_python = environment(args.peer, (args.work_dir / f"env-{args.peer}").absolute())

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from native import need_native
 from quant import OURS, PEERS, add, command_of, environment, timed
 
 from toolkit.artifacts.checkpoint import open_checkpoint
@@ -114,7 +115,9 @@ def quantize(args: argparse.Namespace, row: Row, file: str) -> tuple[Path, dict[
     if row.peer != "ours" and own.peer_python is None:
         own.peer_python = environment(row.peer, (args.work_dir / f"env-{row.peer}").absolute())
     out = args.work_dir / f"{row.peer}-{row.method}-{row.calib}"
-    if row.peer != "ours":  # ours goes on where it was killed
+    if row.peer == "ours":
+        need_native()
+    else:  # ours goes on where it was killed
         shutil.rmtree(out, ignore_errors=True)
     more = ["--include", args.include] if args.include else []
     more += ["--rough"] if args.rough and row.peer == "llm-compressor" else []

@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from native import need_native
+
 from toolkit.commands.output import stderr, stdout, table
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -67,6 +69,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    need_native()
     cpus, rows = os.sched_getaffinity(0), []
     shares: list[tuple[str, float | None, set[int]]] = [
         ("all", None, cpus),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from native import need_native
 
 from toolkit.commands.output import stderr, stdout, table
 from toolkit.engine.frontend import AsyncEngine
@@ -71,6 +72,7 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=5.0, help="seconds from one prompt to the next")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    need_native()
     rows: dict[str, dict[str, Any]] = {}
     for target in args.targets.split(","):
         told = None if target == "default" else float(target)
