@@ -101,3 +101,26 @@ def test_compile_commands_name_every_source_and_can_be_run(tmp_path: Path) -> No
         command = [word for word in entry["arguments"] if word != "-c"]
         done = subprocess.run([*command[: command.index("-o")], "-fsyntax-only"], cwd=entry["directory"])
         assert done.returncode == 0
+
+
+@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("--hepl", 2)])
+def test_nothing_is_built_where_nothing_was_asked_for(
+    argument: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*args: object, **more: object) -> None:
+        raise AssertionError("it builds")
+
+    monkeypatch.setattr(build, "build", never)
+    monkeypatch.setattr("sys.argv", ["build.py", argument])
+    with pytest.raises(SystemExit) as left:
+        build.main()
+    out, err = capsys.readouterr()
+    assert left.value.code == code and "--sanitize" in out + err
+
+
+def test_without_a_compiler_the_build_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("sys.argv", ["build.py"])
+    with pytest.raises(SystemExit, match=r"no C\+\+ compiler found"):  # a text: Python prints it and leaves with 1
+        build.main()

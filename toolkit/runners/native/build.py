@@ -10,6 +10,7 @@ library only.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -241,10 +242,21 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"{command[0]} failed on {command[-3]}: {done.stderr.strip()[:400]}")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Build the native library with the C++ compiler at hand.")
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the library (default: beside the package)")
+    parser.add_argument("--sanitize", action="store_true", help="with the address and undefined behaviour sanitizers")
+    parser.add_argument("--commands", action="store_true", help="write compile_commands.json here instead, for clangd")
+    options = parser.parse_args()
+    own = HERE / ("_native_sanitized.so" if options.sanitize else LIBRARY)
+    try:
+        if options.commands:
+            write_commands(Path("compile_commands.json"))
+        else:
+            print(build(options.file or own, sanitize=options.sanitize))
+    except BuildError as e:
+        raise SystemExit(str(e)) from e
+
+
 if __name__ == "__main__":
-    if "--commands" in sys.argv[1:]:
-        write_commands(Path("compile_commands.json"))
-        sys.exit()
-    asan = "--sanitize" in sys.argv[1:]
-    named = [Path(a) for a in sys.argv[1:] if not a.startswith("--")]
-    print(build(named[0] if named else HERE / ("_native_sanitized.so" if asan else LIBRARY), sanitize=asan))
+    main()
