@@ -1,6 +1,7 @@
 """``python -m toolkit`` is ``tool``."""
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ def main() -> None:
     command had to give back, and stops the thread that watches the time. While a command that has ended by itself is
     tidied up, Ctrl-C leaves the rest of that, and the exit code stays the command's.
     """
+    atexit.register(gc.freeze)  # else Python looks at all of torch's objects once more: half a second
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the last to run; after it Python has no handlers
     try:
         from toolkit.commands.main import main as run

@@ -176,6 +176,17 @@ struct RoundRun {
     uint8_t* zeros;         // likewise; written for 4 bits alone
     int32_t dtype, bits, group;
     int32_t turned;  // x is turned by `hadamard` before it is rounded
+    const float* sizes;  // [cols]; null = no errors are asked for
+    float* errors;       // [rows]: the sum of sizes * (what codes stand for / columns - w)^2; not where turned or divided
+};
+
+// The sum of squares of each row of a weight, a column's counted `sizes` times; columns are a multiple of 16.
+struct SquaresRun {
+    const void* w;  // [rows][cols]
+    int64_t rows, cols;
+    const float* sizes;  // [cols]; null = ones
+    float* out;          // [rows]
+    int32_t dtype;
 };
 
 // Scales by which groups of floats become small integers with the least squared error, each value's counted w times.
@@ -209,6 +220,8 @@ struct Ops {
                      int32_t* sum);
     // rows [r0, r1) of a weight; scratch: a row of floats
     void (*round_rows)(const RoundRun& r, int64_t r0, int64_t r1, float* scratch);
+    // rows [r0, r1)
+    void (*squares)(const SquaresRun& r, int64_t r0, int64_t r1);
     // groups [g0, g1)
     void (*fit_scales)(const FitRun& r, int64_t g0, int64_t g1);
     // out = x / rms(x) * w; n elements, w padded like out to a multiple of 16 with zeros

@@ -29,7 +29,19 @@ void floats_of(const RoundRun& r, int64_t row, float* x) {
     }
 }
 
-void round_group(const RoundRun& r, const float* x, uint8_t* codes, uint16_t* scale, uint8_t* zero_code) {
+// What rounding w to `value`, in columns k and on, adds to the row's error.
+TK_INLINE F error_of(const RoundRun& r, int64_t row, int64_t k, F value) {
+    if (r.columns) value = fdiv(value, fload(r.columns + k));
+    const F off = fsub(value, load_as(r.w, r.dtype, row * r.cols + k));
+    return fmul(fmul(off, off), fload(r.sizes + k));
+}
+
+// Columns k0 and on of x, which is `row`; returns their error, by lanes.
+F round_group(const RoundRun& r, int64_t row, int64_t k0, const float* x) {
+    const int64_t at = row * r.cols + k0;
+    uint8_t* const codes = r.codes + at;
+    uint16_t* const scale = r.scales + at / r.group;
+    x += k0;
     F low = fzero(), high = fzero(), odd = fzero();
     for (int64_t k = 0; k < r.group; k += 16) {
         const F v = fload(x + k);
@@ -44,29 +56,41 @@ void round_group(const RoundRun& r, const float* x, uint8_t* codes, uint16_t* sc
     *scale = float_to_f16(size);
     const float held = f16_to_float(*scale), step = held > 0x1p-24f ? held : 0x1p-24f;
     float zero = 128.0f;
+    F error = fzero();
     if (r.bits == 4) {
         zero = nearbyintf(-bottom / step);
         zero = zero < 15.0f ? zero : 15.0f;
-        *zero_code = uint8_t(zero);
+        r.zeros[at / r.group] = uint8_t(zero);
     }
     for (int64_t k = 0; k < r.group; k += 16) {
-        const F code = nearest(fdiv(fload(x + k), fset1(step)));
-        if (r.bits == 8) store_codes(codes + k, fadd(between(-127.0f, 127.0f, code), fset1(zero)));
-        else store_codes(codes + k, between(0.0f, 15.0f, fadd(code, fset1(zero))));
+        F code = nearest(fdiv(fload(x + k), fset1(step)));
+        code = r.bits == 8 ? fadd(between(-127.0f, 127.0f, code), fset1(zero)) : between(0.0f, 15.0f, fadd(code, fset1(zero)));
+        store_codes(codes + k, code);
+        if (r.sizes) error = fadd(error, error_of(r, row, k0 + k, fmul(fsub(code, fset1(zero)), fset1(held))));
     }
+    return error;
 }
 
 }  // namespace
 
 void round_rows(const RoundRun& r, int64_t r0, int64_t r1, float* scratch) {
-    const int64_t groups = r.cols / r.group;
     for (int64_t row = r0; row < r1; row++) {
         floats_of(r, row, scratch);
         if (r.turned) hadamard(scratch, r.cols);
-        for (int64_t g = 0; g < groups; g++) {
-            const int64_t at = row * groups + g;
-            round_group(r, scratch + g * r.group, r.codes + at * r.group, r.scales + at, r.zeros + at);
+        F error = fzero();
+        for (int64_t k = 0; k < r.cols; k += r.group) error = fadd(error, round_group(r, row, k, scratch));
+        if (r.sizes) r.errors[row] = hsum(error);
+    }
+}
+
+void squares(const SquaresRun& r, int64_t r0, int64_t r1) {
+    for (int64_t row = r0; row < r1; row++) {
+        F sum = fzero();
+        for (int64_t k = 0; k < r.cols; k += 16) {
+            const F w = load_as(r.w, r.dtype, row * r.cols + k);
+            sum = fma(r.sizes ? fmul(w, fload(r.sizes + k)) : w, w, sum);
         }
+        r.out[row] = hsum(sum);
     }
 }
 

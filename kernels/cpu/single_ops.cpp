@@ -73,6 +73,13 @@ TK_EXPORT int tk_op_round(const char* isa, const tk::RoundRun* r, int64_t thread
     return 0;
 }
 
+// All rows by so many threads.
+TK_EXPORT int tk_op_squares(const char* isa, const tk::SquaresRun* r, int64_t threads) {
+    const tk::Ops* ops = find(isa);
+    if (ops) split(threads, r->rows, 16, [&](int64_t r0, int64_t r1) { ops->squares(*r, r0, r1); });
+    return !ops;
+}
+
 // All groups by so many threads.
 TK_EXPORT int tk_op_fit_scales(const char* isa, const tk::FitRun* r, int64_t threads) {
     const tk::Ops* ops = find(isa);

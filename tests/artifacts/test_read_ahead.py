@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from toolkit.artifacts import read_ahead
 from toolkit.artifacts.read_ahead import ReadAhead
+from toolkit.artifacts.reused_memory import ReusedMemory
 from toolkit.artifacts.safetensors_file import read_header
 from toolkit.errors import ToolkitError
 
@@ -68,7 +69,7 @@ def test_what_is_taken_is_what_the_file_holds(
 
 
 def test_memory_is_used_again(file: Path) -> None:
-    memory = read_ahead._Memory()
+    memory = ReusedMemory()
     first = memory.take(1000)
     first[:] = 1
     place = first.__array_interface__["data"][0]
@@ -100,7 +101,7 @@ def test_trouble_of_another_kind_is_told_too(file: Path, monkeypatch: pytest.Mon
     def none_left(self: object, size: int) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(read_ahead._Memory, "take", none_left)
+    monkeypatch.setattr(ReusedMemory, "take", none_left)
     found = opened(file, ["t0"])
     try:
         with pytest.raises(ToolkitError, match=r"model\.safetensors: cannot be read"):

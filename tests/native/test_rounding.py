@@ -8,7 +8,7 @@ import torch
 from toolkit.artifacts.rounding import to_group_int
 from toolkit.runners.native import library
 from toolkit.runners.native.head import turn
-from toolkit.runners.native.rounding import Scales, fits, round_groups
+from toolkit.runners.native.rounding import Scales, fits, round_groups, rounding_error, row_squares
 
 
 @pytest.mark.parametrize("isa", library.isas())
@@ -50,6 +50,33 @@ def test_rows_are_turned_first(isa, monkeypatch) -> None:
     step = found.scales.float().repeat_interleave(64, 1)
     # half a step, and what rounding the scale to float16 moves the largest code by
     assert ((found.dequantize() - expected).abs() <= step * (0.5 + 127 * 2.0**-11) + 1e-6).all()
+
+
+@pytest.mark.parametrize("isa", library.isas())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_errors_and_squares_are_those_of_torch(dtype, isa, monkeypatch) -> None:
+    monkeypatch.setenv(library.ISA_VARIABLE, isa)
+    random = torch.Generator().manual_seed(2)
+    weight = torch.randn(67, 192, generator=random).to(dtype)
+    columns, sizes = (torch.rand(192, generator=random) + 0.1 for _ in range(2))
+    exact = weight.double()
+    for given in (sizes, None):
+        expected = exact.square() @ (torch.ones(192) if given is None else given).double()
+        torch.testing.assert_close(row_squares(weight, given).double(), expected, rtol=1e-5, atol=0)
+    rounded = to_group_int(weight, 4, 32, Scales(columns)).dequantize().double() / columns
+    expected_error = float((rounded - exact).square().sum(0) @ sizes.double())
+    assert rounding_error(weight, 4, 32, columns, sizes) == pytest.approx(expected_error, rel=1e-5)
+
+
+def test_errors_and_squares_of_what_does_not_fit() -> None:
+    random = torch.Generator().manual_seed(3)
+    weight = torch.randn(70, 24, generator=random).bfloat16()
+    columns, sizes = (torch.rand(24, generator=random) + 0.1 for _ in range(2))
+    torch.testing.assert_close(row_squares(weight, sizes), weight.float().square() @ sizes)
+    torch.testing.assert_close(row_squares(weight, None), weight.float().square().sum(1))
+    rounded = to_group_int(weight.float(), 4, 8, Scales(columns)).dequantize() / columns
+    expected = float((rounded - weight.float()).square().sum(0) @ sizes)
+    assert rounding_error(weight.float(), 4, 8, columns, sizes) == pytest.approx(expected, rel=1e-6)
 
 
 def test_what_does_not_fit_is_left_to_torch() -> None:

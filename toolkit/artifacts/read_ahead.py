@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
+from toolkit.artifacts.reused_memory import U8, ReusedMemory
 from toolkit.artifacts.safetensors_file import TORCH_DTYPES, TensorInfo
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-U8 = NDArray[np.uint8]
 AHEAD = 256 << 20  # bytes that may wait to be asked for
 _PIECE = 8 << 20  # bytes a call
 _UNCACHED = 0x80  # RWF_DONTCACHE of Linux 6.14: what was not in the system's cache before does not stay in it
@@ -40,7 +36,7 @@ class ReadAhead:
         self._failed: Exception | None = None
         self._closed = False
         self._changed = threading.Condition()
-        self._memory = _Memory()
+        self._memory = ReusedMemory()
         self._thread = threading.Thread(target=self._work, name="toolkit-read", daemon=True)
         self._thread.start()
 
@@ -130,22 +126,3 @@ def _fill(into: U8, file: int, at: int, path: Path) -> None:
         if not count:
             raise ToolkitError(f"{path}: was cut short while it was read; fetch the model again")
         done += count
-
-
-class _Memory:
-    """Memory that is handed out again when nobody uses it any more: the system need not clear it each time."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, U8] = {}
-
-    def take(self, size: int) -> U8:
-        """``size`` bytes, whatever is in them."""
-        fitting = (block for block in list(self._free.values()) if size <= block.nbytes <= 2 * size)
-        block = min(fitting, key=lambda block: block.nbytes, default=None)
-        if block is None:
-            block = np.empty(size, np.uint8)
-        else:
-            del self._free[id(block)]
-        found = block[:size]
-        weakref.finalize(found, self._free.__setitem__, id(block), block).atexit = False
-        return found

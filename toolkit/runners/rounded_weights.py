@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.artifacts.reused_memory import ReusedMemory
 from toolkit.errors import UsageError
 from toolkit.runners.weight_info import info_of
 
@@ -53,7 +54,7 @@ class RoundedWeights(Mapping[str, "Weight | Tensor"]):
         bits: int = 8,
         parts: Callable[[str], tuple[Weight | Tensor, Scales | None]] | None = None,
     ) -> None:
-        self._weights, self._bits = weights, bits
+        self._weights, self._bits, self._memory = weights, bits, ReusedMemory()
         self._parts = parts or (lambda name: (weights[name], None))
         held = {x.name for _, mixer in spec.mixers() for x in mixer.matrices()}  # as they are, whatever is read
         self._linears = {x.name for x in spec.linears()} - spec.routers() - held
@@ -67,7 +68,7 @@ class RoundedWeights(Mapping[str, "Weight | Tensor"]):
             return self._weights[name]
         found, scales = self._parts(name)
         assert isinstance(found, Dense)
-        return to_group_int(found.weight, self._bits, group, scales)
+        return to_group_int(found.weight, self._bits, group, scales, self._memory)
 
     def info(self, name: str) -> Weight | Tensor:
         """``self[name]`` as headers tell it: its matrices are without memory."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from toolkit.artifacts.canonical import Dense
 from toolkit.models.sites import NormFold, RowFold, Site, layer_sites
 from toolkit.runners.folding import Folded, expand, fold_site
-from toolkit.runners.native.rounding import Scales, to_group_int
+from toolkit.runners.native.rounding import Scales, rounding_error, row_squares
 from toolkit.runners.weight_info import info_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 POWERS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the size of an input: the scale whose expected error is least is taken
 SAMPLED = 128  # rows of all linears of a site that are rounded to find it
-PIECE = 32  # rows that are made float32 at once
 REACH = 2.0**-12  # smallest scale of a site, of its largest
 
 
@@ -84,11 +83,10 @@ class _Floats(Mapping[str, Tensor]):
         found = self._weights[name]
         return (found if isinstance(found, Tensor) else found.dequantize()).float()
 
-    def pieces(self, name: str) -> Iterator[Tensor]:
-        """Of a matrix some rows at a time."""
+    def row_squares(self, name: str, sizes: Tensor | None) -> Tensor:
+        """``row_squares`` of a matrix, which is not made float32 for it."""
         found = self._weights[name]
-        matrix = found.weight if isinstance(found, Dense) else self[name]
-        return (rows.float() for rows in matrix.split(PIECE))
+        return row_squares(found.weight if isinstance(found, Dense) else self[name], sizes)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
@@ -134,8 +132,7 @@ def _made(site: Site, floats: _Floats, sizes: Mapping[str, Tensor], gates: Mappi
     """The mean square of each channel that ``site.fold`` makes, or of each row; of an unknown input it counts as 1."""
 
     def rows(name: str) -> Tensor:
-        size = sizes.get(linear)
-        return torch.cat([p.square() @ (p.new_ones(p.shape[1]) if size is None else size) for p in floats.pieces(name)])
+        return floats.row_squares(name, sizes.get(linear))
 
     if isinstance(site.fold, NormFold):
         return (floats[site.fold.norm.name] + site.fold.norm.weight_offset).square()
@@ -171,7 +168,6 @@ def _best_power(rows: Tensor, size: Tensor, group: int) -> float:
     """Of ``POWERS`` the one with which rounding ``rows`` changes their outputs least."""
 
     def error(power: float) -> float:
-        scale = _scale(size, power)
-        return float((to_group_int(rows, 4, group, Scales(scale)).dequantize() / scale - rows).square().sum(0) @ size)
+        return rounding_error(rows, 4, group, _scale(size, power), size)
 
     return min(POWERS, key=error)

@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 17  # tk_version of api.cpp, which says when both are raised
+VERSION = 18  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -111,7 +111,14 @@ class RoundRun(Structure):
         ("bits", c_int32),
         ("group", c_int32),
         ("turned", c_int32),
+        *_fields("sizes errors"),
     )
+
+
+class SquaresRun(Structure):
+    """tk::SquaresRun of kernels/cpu/ops.h."""
+
+    _fields_ = (*_fields("w rows! cols! sizes out"), ("dtype", c_int32))
 
 
 class FitRun(Structure):
@@ -171,6 +178,7 @@ def load(path: Path) -> ctypes.CDLL:
     lib.tk_tower_free.argtypes, lib.tk_tower_free.restype = [c_void_p], None
     lib.tk_tower_run.argtypes, lib.tk_tower_run.restype = [c_void_p, POINTER(TowerArrays)], c_int
     lib.tk_op_round.restype, lib.tk_op_round.argtypes = c_int, [c_char_p, POINTER(RoundRun), c_int64]
+    lib.tk_op_squares.restype, lib.tk_op_squares.argtypes = c_int, [c_char_p, POINTER(SquaresRun), c_int64]
     lib.tk_op_fit_scales.restype, lib.tk_op_fit_scales.argtypes = c_int, [c_char_p, POINTER(FitRun), c_int64]
     packs = ("tk_pack", "tk_pack_file")
     for name in ("tk_cache_allocate", "tk_cache_discard", "tk_block_export", "tk_block_import", "tk_step", *packs):
