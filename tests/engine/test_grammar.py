@@ -23,7 +23,7 @@ from toolkit.box.box import Cancelled, Limits, OutOfTime, Ticket
 from toolkit.engine import grammar, grammar_job
 from toolkit.engine.grammar import Grammars, GrammarState
 from toolkit.engine.grammar_cost import least_seconds
-from toolkit.engine.grammar_format import as_lengths, check_format
+from toolkit.engine.grammar_format import check_format, fitted_format
 from toolkit.engine.grammar_pace import Pace
 from toolkit.errors import BusyError, UsageError
 
@@ -294,7 +294,8 @@ def test_a_pattern_of_a_length_is_one_beside_others_and_nowhere_else(grammars: G
     text = json.dumps(pattern, separators=(",", ":")).encode()
     for schema in ({"const": pattern}, {"enum": ["x", pattern]}):
         assert follow(grammars, named(**schema), text)
-    assert as_lengths(named(**pattern, maxLength=None)) == named(**pattern, maxLength=None), "no length"
+    with pytest.raises(UsageError, match="'pattern' beside a length"):
+        fitted_format(named(**pattern, maxLength=None))
     inside = named(type="object", properties={"const": {"type": "string"} | pattern}, required=["const"])
     assert not follow(grammars, inside, b'{"const": "a"}') and follow(grammars, inside, b'{"const": "aa"}')
 

@@ -15,6 +15,7 @@ import urllib.request
 from typing import Any
 
 import h11
+import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -144,6 +145,28 @@ def test_a_connection_that_rests_between_requests_stays(start: Any) -> None:
         assert connection.sock is not None
         time.sleep(1.2)  # more than read_timeout
     connection.close()
+
+
+def test_256_connections_that_rested_all_answer_again(start: Any) -> None:
+    """Each answer is read to its end: what is left of one would be taken for the next."""
+    server = start()
+    resting = [http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60) for _ in range(256)]
+    for _ in range(2):
+        for connection in resting:
+            connection.request("GET", "/health")
+        assert [json.load(connection.getresponse()) for connection in resting] == [{"status": "healthy"}] * 256
+        assert all(connection.sock is not None for connection in resting) and open_connections(server) == 256
+    for connection in resting:
+        connection.close()
+    server.wait(lambda: open_connections(server) == 0)
+
+
+def test_a_client_whose_connection_was_closed_meanwhile_opens_another(start: Any) -> None:
+    server = start(keep_alive=1)
+    client = openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0)
+    for _ in range(3):
+        assert client.completions.create(model="echo", prompt="abc").choices[0].text == "abc"
+        server.wait(lambda: open_connections(server) == 0)
 
 
 def test_an_answer_takes_as_long_as_it_takes(start: Any) -> None:

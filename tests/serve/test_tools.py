@@ -21,6 +21,9 @@ TOOLS = [{"type": "function", "function": ADD}, {"type": "function", "function":
 ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TWO = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 
+STRICT = {"name": "add", "strict": True, "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}
+ODD: Any = {"type": "json_schema", "json_schema": {"schema": {"type": "array", "uniqueItems": True}}}
+
 
 class Echo:
     """Makes the last message the answer of the echoing engine."""
@@ -274,11 +277,21 @@ def test_parsers_that_are_named_and_unknown(start: Any) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format: not together"),
         ({"functions": [ADD]}, "functions: not supported; write tools"),
+        ({"tools": [{"type": "function", "function": STRICT}]}, "strict: the schema of the parameters has 'not' at"),
+        ({"response_format": ODD}, "response_format: the json_schema has 'uniqueItems', to which no answer"),
     ],
 )
 def test_requests_that_cannot_be(start: Any, fields: dict[str, Any], says: str) -> None:
     with pytest.raises(ToolkitError, match=f"400: .*{says}"):
         ask(start(template=Echo("hermes")), "x", **fields)
+
+
+def test_schemas_that_no_answer_is_held_to_are_taken_where_nobody_counts_on_it(start: Any) -> None:
+    server = start(template=Echo("hermes"))
+    (answer,) = ask(server, ONE, tools=[{"type": "function", "function": STRICT | {"strict": False}}])
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    loose = {**ODD, "json_schema": {**ODD["json_schema"], "strict": False}}
+    assert ask(server, "[1]", response_format=loose, tools=None)[0]["choices"][0]["message"]["content"] == "[1]"
 
 
 def test_an_answer_of_nothing_is_refused(start: Any) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from toolkit.box.box import STAND_BACK, Box, Crowded, LimitError, Limits, OutOfTime, Ticket
 from toolkit.engine.grammar_cost import SMALLER, check_cost, given_seconds
-from toolkit.engine.grammar_format import as_lengths, check_format
+from toolkit.engine.grammar_format import check_format, fitted_format
 from toolkit.engine.grammar_job import Compilers
 from toolkit.engine.grammar_pace import Pace
 from toolkit.engine.json_tokens import JsonTokens, has
@@ -90,7 +90,7 @@ class Grammars:
         """
         with self._looking:  # one at a time: many threads in Python would keep the engine's from it
             check_format(response_format)
-            wanted = as_lengths(response_format)
+            wanted = fitted_format(response_format)
             check_cost(wanted)
         return self._get(_key(response_format), wanted, ticket or Ticket())
 

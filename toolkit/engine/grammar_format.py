@@ -11,9 +11,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+from toolkit.engine.grammar_schema import fitted
 from toolkit.errors import UsageError
 
 TYPES = ("text", "json_object", "json_schema", "regex_schema", "grammar", "choice", "structural_tag")
@@ -21,9 +21,6 @@ MAX_TEXT = 1 << 18  # characters of a schema, regex, grammar or list of choices
 MAX_DEPTH = 128  # levels of a schema's JSON: two for each object inside an object
 MAX_PROPERTIES = 1000  # of all objects in a schema together
 MAX_REGEX = 1 << 13  # characters of a regex or a schema's pattern
-_ANY = re.compile(r"\^\.\{(\d{1,6}),(\d{1,6})\}\$", re.ASCII)  # ^.{1,255}$
-_VALUES = ("const", "enum", "default", "examples")  # words of a schema behind which there are values of any kind,
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # and schemas by names
 MAX_GROUPS = 64  # groups inside one another in a regex
 
 
@@ -55,33 +52,36 @@ def check_format(response_format: Any) -> None:
         _check_regex(kind, str(value))
 
 
-def as_lengths(response_format: dict[str, Any]) -> dict[str, Any]:
-    """The same with patterns of a schema that say nothing but how long a text is as minLength and maxLength: xgrammar
-    cannot follow them beyond 128 letters."""
-    if response_format["type"] != "json_schema":
+def fitted_format(response_format: dict[str, Any]) -> dict[str, Any]:
+    """The same with schemas in words that xgrammar holds to. Raises UsageError, one line, where a ``json_schema`` says
+    more than a grammar can, unless it is ``strict: false``. Of the arguments of calls as much is held to as can be.
+    """
+    kind = response_format["type"]
+    if kind == "structural_tag":
+        return {**response_format, kind: _fitted_nodes(response_format[kind])}
+    if kind != "json_schema":
         return response_format
-    return response_format | {"json_schema": _measured(response_format["json_schema"])}
+    named: dict[str, Any] = response_format[kind]
+    schema, lost = fitted(named.get("schema", named))
+    if lost and not ("schema" in named and named.get("strict") is False):
+        raise UsageError(f"response_format: {beyond('the json_schema', lost)}")
+    return {**response_format, kind: {**named, "schema": schema} if "schema" in named else schema}
 
 
-def _measured(item: Any, names: bool = False) -> Any:
-    """``as_lengths`` of a part of a schema. ``names``: its keys are those of properties, not the schema's words."""
-    if isinstance(item, list):
-        return [_measured(part) for part in item]
-    if not isinstance(item, dict):
-        return item
-    pattern = None if names else item.get("pattern")
-    if isinstance(pattern, str) and (found := _ANY.fullmatch(pattern)):
-        least, most = map(int, found.groups())
-        if all(type(item.get(name, 0)) is int for name in ("minLength", "maxLength")):  # both hold
-            item = {name: part for name, part in item.items() if name != "pattern"}
-            item |= {
-                "minLength": max(least, item.get("minLength", 0)),
-                "maxLength": min(most, item.get("maxLength", most)),
-            }
-    return {
-        name: part if not names and name in _VALUES else _measured(part, not names and name in _NAMED)
-        for name, part in item.items()
-    }
+def beyond(what: str, lost: list[str]) -> str:
+    """What to tell of a schema of which ``fitted`` lost something."""
+    return f"{what} has {lost[0]:.200}, to which no answer can be held here; leave it out, or say strict: false"
+
+
+def _fitted_nodes(node: Any) -> Any:
+    """A structural tag, whose schemas are in nodes of their own kind."""
+    if isinstance(node, list):
+        return [_fitted_nodes(part) for part in node]
+    if not isinstance(node, dict):
+        return node
+    if node.get("type") == "json_schema":
+        return {**node, "json_schema": fitted(node["json_schema"])[0]}
+    return {name: _fitted_nodes(part) for name, part in node.items()}
 
 
 def _check_size(kind: str, value: Any) -> None:

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from toolkit.engine.grammar_format import beyond
+from toolkit.engine.grammar_schema import fitted
 from toolkit.serve.strict import Strict
 
 Schema = dict[str, Any] | bool
@@ -17,7 +19,7 @@ class JsonSchema(Strict):
     name: str | None = None
     description: str | None = None
     schema_: Schema = Field(alias="schema")
-    strict: bool | None = None
+    strict: bool | None = Field(None, description="false: hold to it as far as a grammar can, and refuse nothing")
 
 
 class ResponseFormat(Strict):
@@ -37,6 +39,14 @@ class ResponseFormat(Strict):
                 raise ValueError(
                     f"type {self.type!r} {'needs the field' if not given else 'does not go with'} {name!r}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _held_to(self) -> ResponseFormat:
+        """Looked at here, for behind a thought or beside tools the engine sees a part of a larger grammar."""
+        asked = self.json_schema
+        if asked is not None and asked.strict is not False and (lost := fitted(asked.schema_)[1]):
+            raise ValueError(beyond("the json_schema", lost))
         return self
 
     def rule(self) -> dict[str, Any] | None:

@@ -8,6 +8,8 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from toolkit.config_checks import shown
+from toolkit.engine.grammar_format import beyond
+from toolkit.engine.grammar_schema import fitted
 from toolkit.serve.strict import Strict
 
 NAME = r"^[A-Za-z0-9_.-]{1,128}$"
@@ -24,6 +26,12 @@ class Function(Hinted):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema")
     strict: bool | None = Field(None, description="Arguments are guided by the schema")
+
+    @model_validator(mode="after")
+    def _held_to(self) -> Function:
+        if self.strict and (lost := fitted(self.parameters)[1]):
+            raise ValueError(f"strict: {beyond('the schema of the parameters', lost)}")
+        return self
 
 
 class Tool(Hinted):

@@ -212,7 +212,7 @@ class TextFormat(Item):
         """As the chat API's response_format."""
         if self.type != "json_schema":
             return {"type": self.type}
-        schema = JsonSchema(schema=self.schema_ or {}, name=self.name)
+        schema = JsonSchema(schema=self.schema_ or {}, name=self.name, strict=self.strict)
         return {"type": self.type, "json_schema": schema.model_dump(by_alias=True, exclude_none=True)}
 
 
