@@ -29,9 +29,13 @@ _OF_TYPE = {
 _ALONE = ("$ref", "const", "enum")  # xgrammar reads these and nothing beside them,
 _CHOICES = ("anyOf", "oneOf", "allOf")  # and these, too
 _ASSERTS = {"type", *_ALONE, *_CHOICES, *(word for words in _OF_TYPE.values() for word in words)}
-_NEVER = ("not", "if", "contains", "uniqueItems", "dependentRequired", "dependentSchemas", "dependencies")
-_NEVER += ("$dynamicRef", "$recursiveRef")
-_PLAIN = {"string": str, "number": (int, float), "array": list, "object": dict, "boolean": bool, "null": type(None)}
+_NEVER = (
+    *("not", "if", "contains", "uniqueItems", "dependentRequired", "dependentSchemas", "dependencies"),
+    *("$dynamicRef", "$recursiveRef"),
+)
+_PLAIN: dict[str, tuple[type, ...]] = {
+    **{"string": (str,), "number": (int, float), "array": (list,), "object": (dict,), "null": (type(None),)}
+}
 
 
 def fitted(schema: Any) -> tuple[Any, list[str]]:
