@@ -34,7 +34,11 @@ _NEVER = (
     *("$dynamicRef", "$recursiveRef"),
 )
 _PLAIN: dict[str, tuple[type, ...]] = {
-    **{"string": (str,), "number": (int, float), "array": (list,), "object": (dict,), "null": (type(None),)}
+    "string": (str,),
+    "number": (int, float),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
 }
 
 
