@@ -103,6 +103,12 @@ class Checkpoint:
             self._ahead.close()
             self._ahead = None
 
+    def is_cached(self) -> bool:
+        """Whether its files seem to be in the system's memory."""
+        from toolkit.artifacts.read_ahead import is_cached
+
+        return is_cached(dict.fromkeys(self.files.values()))
+
     def release(self) -> None:
         """Let go of what is mapped: memory that was read from the files is given back as soon as no tensor uses it."""
         self._maps.clear()

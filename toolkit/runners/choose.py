@@ -139,7 +139,8 @@ def _open_checkpoint(
         stored = [x for x in stored if not x.parts[0].name.startswith(names_of_sight(spec))]
 
     def weights() -> Mapping[str, Any]:
-        return rounded(CheckpointWeights(checkpoint, stored), spec, load_format)
+        by_layer = spec if load_format == "int4" else None
+        return rounded(CheckpointWeights(checkpoint, stored, by_layer), spec, load_format)
 
     return Opened(spec, weights, None, tuple(stored))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.artifacts.reused_memory import ReusedMemory
 from toolkit.errors import UsageError
-from toolkit.runners.weight_info import info_of
+from toolkit.runners.weight_info import info_of, reading_ahead
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,6 +95,10 @@ class RoundedWeights(Mapping[str, "Weight | Tensor"]):
         if name not in self._linears or not isinstance(found, Dense):
             return None
         return next((g for g in GROUPS if found.shape[1] % g == 0), None)
+
+    def reading_ahead(self, names: Container[str]) -> AbstractContextManager[None]:
+        """While those called ``names`` are asked for, best once and in their order, the next ones are read."""
+        return reading_ahead(self._weights, names)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

@@ -7,7 +7,8 @@ Scales follow from that as in Lin et al., "AWQ: Activation-aware Weight Quantiza
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from toolkit.artifacts.canonical import Dense
 from toolkit.models.sites import NormFold, RowFold, Site, layer_sites
 from toolkit.runners.folding import Folded, expand, fold_site
 from toolkit.runners.native.rounding import Scales, rounding_error, row_squares
-from toolkit.runners.weight_info import info_of
+from toolkit.runners.weight_info import info_of, reading_ahead
 
 if TYPE_CHECKING:
     from toolkit.artifacts.canonical import Weight
@@ -65,6 +66,10 @@ class ScaledWeights(Mapping[str, "Weight | Tensor"]):
         if name not in self._layer_of or not isinstance(found, Dense | Tensor):
             return found
         return Dense(found.weight.float()) if isinstance(found, Dense) else found.float()
+
+    def reading_ahead(self, names: Container[str]) -> AbstractContextManager[None]:
+        """While those called ``names`` are asked for, best once and in their order, the next ones are read."""
+        return reading_ahead(self._weights, names)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

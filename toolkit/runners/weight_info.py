@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -22,3 +23,16 @@ class Described(Protocol):
 def info_of(weights: Mapping[str, Weight | Tensor], name: str) -> Weight | Tensor:
     """What ``weights`` say of one of them, or where they say nothing the weight itself."""
     return weights.info(name) if isinstance(weights, Described) else weights[name]
+
+
+@runtime_checkable
+class Streamed(Protocol):
+    """Weights that can be read before they are asked for."""
+
+    def reading_ahead(self, names: Container[str]) -> AbstractContextManager[None]:
+        """While those called ``names`` are asked for, best once and in their order, the next ones are read."""
+
+
+def reading_ahead(weights: Mapping[str, Weight | Tensor], names: Container[str]) -> AbstractContextManager[None]:
+    """``weights.reading_ahead``, where they have it."""
+    return weights.reading_ahead(names) if isinstance(weights, Streamed) else nullcontext()

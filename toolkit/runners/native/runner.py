@@ -29,6 +29,7 @@ from toolkit.runners.native.program import unsupported as no_program
 from toolkit.runners.native.stepper import Stepper
 from toolkit.runners.native.tower import NativeEncoder, uncovered
 from toolkit.runners.step import StepBatch, StepOutput
+from toolkit.runners.weight_info import info_of, reading_ahead
 from toolkit.threads import usable_cores
 
 if TYPE_CHECKING:
@@ -171,14 +172,15 @@ class NativeRunner:
 
     def _packed(self) -> Mapping[str, PackedTensor]:
         found: Mapping[str, Any] = self._weights()
-        if isinstance(found[self.spec.embed], PackedTensor):
+        if isinstance(info_of(found, self.spec.embed), PackedTensor):
             return found
         from toolkit.runners.native.pack_model import gathered, pack_model
 
         notes: list[str] = []
-        own = (name for name in found if not name.startswith(PREFIX) or name.startswith(ROUTED))
+        own = [name for name in found if not name.startswith(PREFIX) or name.startswith(ROUTED)]
         language = ((name, found[name]) for name in own)
-        packed = {name: tensor.in_memory() for name, tensor in pack_model(self.spec, language, None, notes)}
+        with reading_ahead(found, set(own)):
+            packed = {name: tensor.in_memory() for name, tensor in pack_model(self.spec, language, None, notes)}
         self.notes = gathered(notes)
         return packed
 
