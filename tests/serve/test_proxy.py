@@ -469,6 +469,26 @@ def test_web_pages_change_no_nodes(path: str) -> None:
     run(go)
 
 
+@pytest.mark.parametrize(
+    ("who", "headers"),
+    [
+        ({"allow_nodes_by_client": True}, {}),  # curl -X POST -d "", requests.post
+        ({"allow_nodes_by_client": True}, {"Content-Type": "application/x-www-form-urlencoded"}),
+        ({"allow_nodes_by_client": True}, {"Origin": "{own}"}),  # the page at /docs
+        ({"node_keys": ["operator"]}, {"Authorization": "Bearer operator", "Origin": "http://other.example"}),
+    ],
+)
+def test_a_node_is_removed_by_its_url_and_an_empty_body(who: dict[str, Any], headers: dict[str, str]) -> None:
+    async def go() -> None:
+        async with world(FakeNode(), **who) as w:
+            own = str(w.client.base_url).rstrip("/")
+            sent = {name: value.format(own=own) for name, value in headers.items()}
+            gone = await w.client.post(f"/nodes/remove?node_url={w.nodes[0].url}", headers=sent)
+            assert (gone.status_code, gone.json()) == (200, {"removed": w.nodes[0].url})
+
+    run(go)
+
+
 @pytest.mark.parametrize("trusted", [False, True])
 def test_the_operators_key_goes_to_the_operators_nodes_alone(trusted: bool, tmp_path: Path) -> None:
     async def go() -> None:

@@ -137,17 +137,25 @@ def _add_node_routes(app: FastAPI, state: ProxyState) -> None:
 
 
 def _check_may_change(raw: Request, settings: ProxySettings) -> None:
-    """Raise ApiError where a request must not change nodes. One with a node key was let in by ApiKeyMiddleware.
-
-    No web page can send JSON here unasked: a browser would first ask this server, which does not answer such questions.
-    """
-    if not settings.node_keys and not settings.allow_nodes_by_client:
+    """Raise ApiError where a request must not change nodes. One with a node key was let in by ApiKeyMiddleware."""
+    if settings.node_keys:
+        return
+    if not settings.allow_nodes_by_client:
         text = f"{raw.url.path}: not allowed here; start the proxy with --node-keys and send one (or with {BY_CLIENT})"
         raise ApiError(403, text, code="node_keys_missing")
-    kind = raw.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (raw.method == "GET" and settings.node_keys):
+    if _may_be_a_web_page(raw):
+        kind = raw.headers.get("content-type", "")
         text = f"{raw.url.path}: expected the header 'Content-Type: application/json', found {kind or 'none'!r:.100}"
         raise ApiError(415, text, code="not_json")
+
+
+def _may_be_a_web_page(raw: Request) -> bool:
+    """Whether a page of somebody else may have sent this unasked. No page can send JSON so: its browser would first ask
+    this server, which does not answer such questions. Of the rest only a GET does not tell where it is from."""
+    if raw.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
+        return False
+    origin = raw.headers.get("origin")
+    return raw.method == "GET" if origin is None else origin.partition("://")[2] != raw.headers.get("host", "")
 
 
 async def _terminate(state: ProxyState, nodes: list[Node]) -> dict[str, Any]:
