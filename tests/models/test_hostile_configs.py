@@ -201,7 +201,7 @@ _json = st.recursive(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.every_family
 def test_any_mutation_gives_a_spec_or_a_toolkit_error(configs, family, data):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -66,7 +67,13 @@ class HasConfig(Protocol):
 
 def names() -> list[str]:
     """Of our own families, in alphabetical order; none is imported."""
-    return sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
+    return list(_files())
+
+
+@functools.cache
+def _files() -> tuple[str, ...]:
+    """What ``names`` says: reading the folder takes a millisecond, which every model that is opened would pay."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(folder.__path__)))
 
 
 def get(name: str) -> Family:
