@@ -59,18 +59,23 @@ struct Ahead {
     }
 };
 
-// ---- scores: M rows of floats by N cells
-template <int M, int N, bool BF16, bool AHEAD>
+constexpr int bytes_of(int type) { return type == KV_F32 ? 4 : type == KV_BF16 ? 2 : 1; }
+
+// ---- scores: M rows of floats by N cells. Of codes: their products alone, which `unfold` turns into scores.
+template <int M, int N, int TYPE, bool AHEAD>
 void scores_wide(const float* q, int64_t d, const void* const* cells, const Ahead& ahead, float* s) {
+    constexpr int STEP = TYPE == KV_INT8 ? 4 : 2;
     F y[M * N];
     TK_EACH(i, M * N, y[i] = fzero(););
-    for (int64_t i = 0; i < d; i += 2) {
-        if (AHEAD) ahead.step<N * (BF16 ? 1 : 2)>(i / 2);
-        TK_EACH(j, 2, {
+    for (int64_t i = 0; i < d; i += STEP) {
+        if (AHEAD) ahead.step<N * bytes_of(TYPE) * STEP / 4>(i / STEP);
+        TK_EACH(j, STEP, {
             F k[N];
             TK_EACH(n, N, {
-                if (BF16) k[n] = load_half<j>((const uint8_t*)cells[n] + i * 32);
-                else k[n] = fload((const float*)cells[n] + (i + j) * 16);
+                const uint8_t* cell = (const uint8_t*)cells[n] + i * 16 * bytes_of(TYPE);
+                if (TYPE == KV_INT8) k[n] = f_of(load_u8(cell + j * 16));
+                else if (TYPE == KV_BF16) k[n] = load_half<j % 2>(cell);
+                else k[n] = fload((const float*)cell + j * 16);
             });
             TK_EACH(r, M, {
                 const F x = fset1(q[r * d + i + j]);
@@ -81,23 +86,30 @@ void scores_wide(const float* q, int64_t d, const void* const* cells, const Ahea
     TK_EACH(r, M, TK_EACH(n, N, fstore(s + r * KV_TILE + n * 16, y[r * N + n]);););
 }
 
-// ---- values: M rows by N groups of 16 columns, `tokens` of them
-template <int M, int N, bool BF16, bool AHEAD>
-void values_wide(const float* p, const KvTile& tile, int64_t d, int64_t col, int64_t tokens, float* acc, int64_t ld) {
+// ---- values: M rows by N groups of 16 columns, `tokens` of them; begin[r] is added to the sums of row r
+template <int M, int N, int TYPE, bool AHEAD>
+void values_wide(const float* p, const float* begin, const KvTile& tile, int64_t d, int64_t col, int64_t tokens, float* acc, int64_t ld) {
+    constexpr int BYTES = bytes_of(TYPE), RUN = TYPE == KV_BF16 ? 2 : 1;  // tokens whose elements alternate
     F y[M * N];
-    TK_EACH(i, M * N, y[i] = fzero(););
+    TK_EACH(r, M, TK_EACH(n, N, y[r * N + n] = TYPE == KV_INT8 ? fset1(begin[r]) : fzero();););
     for (int64_t t = 0; t < tokens; t += 2) {
-        const int64_t at = BF16 ? (t % 16 / 2 * d + col) * 4 : (t % 16 * d + col) * 4;
+        const int64_t at = (t % 16 * d + col * RUN) * BYTES;
         const uint8_t* v = (const uint8_t*)tile.v[t / 16] + at;
         if (AHEAD) {
             const uint8_t* next = (const uint8_t*)tile.next->v[t / 16] + at;
-            TK_EACH(n, N, __builtin_prefetch(next + 64 * n););
-            if (!BF16) TK_EACH(n, N, __builtin_prefetch(next + d * 4 + 64 * n););
+            if (TYPE == KV_INT8) {  // two rows are fewer lines than groups of columns: these take turns
+                for (int64_t i = col * 4 / N; i < 2 * d; i += d * 4 / N) __builtin_prefetch(next - col + i);
+            } else {
+                TK_EACH(n, N, __builtin_prefetch(next + 64 * n););
+                if (TYPE == KV_F32) TK_EACH(n, N, __builtin_prefetch(next + d * 4 + 64 * n););
+            }
         }
         const bool two = t + 1 < tokens;
         TK_EACH(j, 2, TK_EACH(n, N, {
             if (j && !two) return;
-            const F w = BF16 ? load_half<j>(v + 64 * n) : fload((const float*)v + j * d + 16 * n);
+            F w;
+            if (TYPE == KV_INT8) w = f_of(load_u8(v + j * d + 16 * n));
+            else w = TYPE == KV_BF16 ? load_half<j>(v + 64 * n) : fload((const float*)v + j * d + 16 * n);
             TK_EACH(r, M, y[r * N + n] = fma(w, fset1(p[r * KV_TILE + t + j]), y[r * N + n]););
         }););
     }
@@ -155,23 +167,25 @@ void score_rows(const AttnParams& p, const KvTile& tile, const void* q, int64_t 
     for (int64_t c = 0; c < cells; c += N) {
         const void* k[2] = {tile.k[c], tile.k[c + 1 < cells ? c + 1 : c]};
         float* to = s + r * KV_TILE + c * 16;
-        Ahead a{nullptr, nullptr, p.dpad * (p.bf16 ? 32 : 64)};
+        Ahead a{nullptr, nullptr, p.dpad * 16 * bytes_of(p.type)};
         if (AHEAD) a.first = (const uint8_t*)tile.next->k[c], a.second = (const uint8_t*)tile.next->k[c + N - 1];
         const float* wide = (const float*)q + r * p.dpad;
-        if (!p.bf16) scores_wide<M, N, false, AHEAD>(wide, p.dpad, k, a, to);
+        if (p.type == KV_F32) scores_wide<M, N, KV_F32, AHEAD>(wide, p.dpad, k, a, to);
         else if (DOT) scores_dot<M, N, AHEAD>((const uint16_t*)q + r * p.dpad, p.dpad, k, a, to);
-        else scores_wide<M, N, true, AHEAD>(wide, p.dpad, k, a, to);
+        else if (p.type == KV_BF16) scores_wide<M, N, KV_BF16, AHEAD>(wide, p.dpad, k, a, to);
+        else scores_wide<M, N, KV_INT8, AHEAD>(wide, p.dpad, k, a, to);
     }
 }
 
 template <int M, int N, bool AHEAD>
 void value_cols(const AttnParams& p, const KvTile& tile, const float* s, const uint16_t* h, int64_t r, int64_t col,
                 int64_t tokens, float* acc) {
-    const float* wide = s + r * KV_TILE;
+    const float *wide = s + r * KV_TILE, *begin = (const float*)h + r;
     float* to = acc + r * p.vpad;
-    if (!p.bf16) values_wide<M, N, false, AHEAD>(wide, tile, p.dpad, col, tokens, to, p.vpad);
+    if (p.type == KV_F32) values_wide<M, N, KV_F32, AHEAD>(wide, begin, tile, p.dpad, col, tokens, to, p.vpad);
     else if (DOT) values_dot<M, N, AHEAD>(h + r * KV_TILE, tile, p.dpad, col, tokens, to, p.vpad);
-    else values_wide<M, N, true, AHEAD>(wide, tile, p.dpad, col, tokens, to, p.vpad);
+    else if (p.type == KV_BF16) values_wide<M, N, KV_BF16, AHEAD>(wide, begin, tile, p.dpad, col, tokens, to, p.vpad);
+    else values_wide<M, N, KV_INT8, AHEAD>(wide, begin, tile, p.dpad, col, tokens, to, p.vpad);
 }
 
 template <int M, bool AHEAD>
@@ -181,6 +195,37 @@ void value_rows(const AttnParams& p, const KvTile& tile, const float* s, const u
     int64_t col = 0;
     for (; col + 16 * N <= p.vpad; col += 16 * N) value_cols<M, N, AHEAD>(p, tile, s, h, r, col, tokens, acc);
     for (; N > 1 && col < p.vpad; col += 16) value_cols<M, 1, AHEAD>(p, tile, s, h, r, col, tokens, acc);
+}
+
+// x = code * scale + minimum, summed with weights: scale * (sum of weighted codes) + minimum * (sum of weights).
+
+// Products of queries and codes to scores.
+void unfold_scores(const AttnParams& p, const KvTile& tile, const float* q, int64_t rows, int64_t cells, float* s) {
+    F scale[KV_CELLS], minimum[KV_CELLS];
+    for (int64_t c = 0; c < cells; c++) load_f16_pairs(tile.kp[c], scale + c, minimum + c);
+    for (int64_t r = 0; r < rows; r++) {
+        F sum = fzero();
+        for (int64_t i = 0; i < p.dpad; i += 16) sum = fadd(sum, fload(q + r * p.dpad + i));
+        const F all = fset1(hsum(sum));
+        float* row = s + r * KV_TILE;
+        for (int64_t c = 0; c < cells; c++) fstore(row + c * 16, fma(scale[c], fload(row + c * 16), fmul(minimum[c], all)));
+    }
+}
+
+// Probabilities to weights of codes, and what the minima add to every column of a row.
+void fold_weights(const KvTile& tile, int64_t rows, int64_t cells, float* s, float* begin) {
+    F scale[KV_CELLS], minimum[KV_CELLS];
+    for (int64_t c = 0; c < cells; c++) load_f16_pairs(tile.vp[c], scale + c, minimum + c);
+    for (int64_t r = 0; r < rows; r++) {
+        F sum = fzero();
+        float* row = s + r * KV_TILE;
+        for (int64_t c = 0; c < cells; c++) {
+            const F w = fload(row + c * 16);
+            sum = fma(w, minimum[c], sum);
+            fstore(row + c * 16, fmul(w, scale[c]));
+        }
+        begin[r] = hsum(sum);
+    }
 }
 
 // A block of the rows from r on, of M at most; returns the row behind it. The first one of few rows also fetches the next tile.
@@ -251,7 +296,7 @@ TK_INLINE float weigh(const AttnParams& p, Seen<WHOLE> seen, float top, float* s
                 total = fadd(total, v[i]);
             }
         });
-        if (DOT && p.bf16) {
+        if (DOT && p.type == KV_BF16) {
             store_probs(h + c * 16, v[0], v[1]);
         } else {
             fstore(s + c * 16, v[0]);
@@ -312,7 +357,7 @@ void attn_tile(const AttnParams& p, const KvTile& tile, const void* q, int64_t r
     const int64_t cells = (last + 15) / 16;
     float* s = scratch;
 #if defined(__AMX_TILE__)
-    if (p.loose && p.bf16) {
+    if (p.loose && p.type == KV_BF16) {
         uint16_t* probs = (uint16_t*)(scratch + (rows + 15) / 16 * 16 * KV_TILE);
         scores_loose(p, tile, (const uint16_t*)q, rows, cells, s);
         softmax_rows(p, rows, lo, hi, s, probs, out);
@@ -323,7 +368,10 @@ void attn_tile(const AttnParams& p, const KvTile& tile, const void* q, int64_t r
     const bool ahead = tile.next && rows <= FEW_ROWS;
     int64_t r = ahead ? score_some<true>(p, tile, q, 0, rows, cells, s) : 0;
     while (r < rows) r = score_some<false>(p, tile, q, r, rows, cells, s);
+    const bool codes = !DOT && p.type == KV_INT8;
+    if (codes) unfold_scores(p, tile, (const float*)q, rows, cells, s);
     softmax_rows(p, rows, lo, hi, s, h, out);
+    if (codes) fold_weights(tile, rows, cells, s, (float*)h);
     r = ahead ? value_some<true>(p, tile, s, h, 0, rows, last, out.acc) : 0;
     while (r < rows) r = value_some<false>(p, tile, s, h, r, rows, last, out.acc);
 }

@@ -54,16 +54,6 @@ void write_ints(int64_t d, const float* x, uint8_t* low, uint8_t* high, int64_t 
     }
 }
 
-TK_INLINE void params_of(const uint8_t* p, F* scale, F* minimum) {  // 16 tokens
-    uint16_t s[16], m[16];
-    for (int t = 0; t < 16; t++) {
-        memcpy(s + t, p + 4 * t, 2);
-        memcpy(m + t, p + 4 * t + 2, 2);
-    }
-    *scale = load_f16(s);
-    *minimum = load_f16(m);
-}
-
 TK_INLINE I pair_bf16(F even, F odd) { return ior(bf16_bits(even), ishl(bf16_bits(odd), 16)); }
 
 // 16 consecutive codes of token t's value row as floats.
@@ -93,7 +83,7 @@ TK_INLINE void six_bits(I low, I high, bool second, F* a, F* b) {
 
 void load_int_keys(int64_t d, bool six, const uint8_t* kc, const uint8_t* kp, bool to_bf16, void* out) {
     F scale, minimum;
-    params_of(kp, &scale, &minimum);
+    load_f16_pairs(kp, &scale, &minimum);
     for (int64_t i = 0; i < d; i += 2) {
         F a, b;
         if (six) {
@@ -141,21 +131,7 @@ TK_INLINE void split_pairs(const uint8_t* p, bool bf16, F* a, F* b) {
         *b = load_half<1>(p);
         return;
     }
-    uint16_t even[16], odd[16];
-#if defined(__AVX512F__)
-    const I x = bload(p);
-    _mm256_storeu_si256((__m256i*)even, _mm512_cvtepi32_epi16(x));
-    _mm256_storeu_si256((__m256i*)odd, _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)));
-#else
-    uint16_t h[32];
-    memcpy(h, p, 64);
-    for (int i = 0; i < 16; i++) {
-        even[i] = h[2 * i];
-        odd[i] = h[2 * i + 1];
-    }
-#endif
-    *a = load_f16(even);
-    *b = load_f16(odd);
+    load_f16_pairs(p, a, b);
 }
 
 void load_half(int64_t d, bool bf16, const uint8_t* kc, const uint8_t* vc, bool to_bf16, int64_t tokens, void* k_out,

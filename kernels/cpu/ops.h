@@ -105,6 +105,8 @@ inline CellLayout cell_layout(int32_t type, int64_t head_dim, bool rows = false)
 struct KvTile {
     const void* k[KV_CELLS];
     const void* v[KV_CELLS];
+    const uint8_t* kp[KV_CELLS];  // scales and minima, of KV_INT8 alone
+    const uint8_t* vp[KV_CELLS];
     const KvTile* next = nullptr;  // read after this one: its lines may be fetched meanwhile
 };
 
@@ -115,12 +117,17 @@ struct AttnState {
     float* acc;  // [rows][vpad]
 };
 
+// Whether attention reads cells as they are stored, beside queries of bfloat16 or else of floats.
+inline bool reads_cells(int32_t type, bool bf16, bool bf16_dot) {
+    return type == (bf16 ? KV_BF16 : KV_F32) || (!bf16_dot && (type == KV_BF16 || type == KV_INT8));
+}
+
 struct AttnParams {
     int64_t dpad;  // of queries and cells
     int64_t vpad;  // of results: the first so many columns of values
     float scale;
     float softcap;  // 0 = none
-    int32_t bf16;   // cells are bfloat16, and so are queries where Ops::bf16_dot
+    int32_t type;   // of the cells: KV_F32, KV_BF16 (queries are bfloat16 too where Ops::bf16_dot), KV_INT8 (where not)
     // ALiBi; null = none. Row r's score of token t of the tile is raised by slope[r] * (from[r] + t), before it is scaled, or
     // where `rounded` by rounded * bfloat16(slope[r] * bfloat16(from[r] + t)).
     const float* slope = nullptr;

@@ -51,6 +51,15 @@ TK_INLINE F load_f16(const uint16_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
             _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
+TK_INLINE void load_f16_pairs(const void* p, F* even, F* odd) {  // e0 o0 e1 o1 …
+    const I x = iload((const int32_t*)p), low = iand(x, iset1(0xffff));
+    auto halves = [](__m256i a, __m256i b) __attribute__((always_inline)) {
+        const __m256i h = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
+        return F{_mm256_cvtph_ps(_mm256_castsi256_si128(h)), _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
+    };
+    *even = halves(low.a, low.b);
+    *odd = halves(_mm256_srli_epi32(x.a, 16), _mm256_srli_epi32(x.b, 16));
+}
 TK_INLINE F load_bf16(const uint16_t* p) {
     I x = {_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)),
            _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8)))};

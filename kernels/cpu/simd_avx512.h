@@ -41,6 +41,11 @@ TK_INLINE I ishr(I a, int n) { return _mm512_srli_epi32(a, n); }
 TK_INLINE I ior(I a, I b) { return _mm512_or_si512(a, b); }
 TK_INLINE I iand(I a, I b) { return _mm512_and_si512(a, b); }
 TK_INLINE F load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+TK_INLINE void load_f16_pairs(const void* p, F* even, F* odd) {  // e0 o0 e1 o1 …
+    const I x = _mm512_loadu_si512(p);
+    *even = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(x));
+    *odd = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)));
+}
 TK_INLINE F load_bf16(const uint16_t* p) {
     return as_f(ishl(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }

@@ -46,6 +46,11 @@ TK_INLINE I ishr(I x, int n) { TK_LANES(I, int32_t(uint32_t(x.v[i]) >> n)); }
 TK_INLINE I ior(I x, I y) { TK_LANES(I, x.v[i] | y.v[i]); }
 TK_INLINE I iand(I x, I y) { TK_LANES(I, x.v[i] & y.v[i]); }
 TK_INLINE F load_f16(const uint16_t* p) { TK_LANES(F, f16_to_float(p[i])); }
+TK_INLINE void load_f16_pairs(const void* p, F* even, F* odd) {  // e0 o0 e1 o1 …
+    uint16_t h[32];
+    memcpy(h, p, 64);
+    for (int i = 0; i < 16; i++) even->v[i] = f16_to_float(h[2 * i]), odd->v[i] = f16_to_float(h[2 * i + 1]);
+}
 TK_INLINE F load_bf16(const uint16_t* p) { TK_LANES(F, bf16_to_float(p[i])); }
 TK_INLINE void store_f16(uint16_t* p, F x) { for (int i = 0; i < 16; i++) p[i] = float_to_f16(x.v[i]); }
 TK_INLINE I load_u8(const uint8_t* p) { TK_LANES(I, p[i]); }

@@ -68,6 +68,16 @@ TK_INLINE I iand(I x, I y) { return TK_MAP2(vandq_s32, x, y); }
 
 TK_INLINE float32x4_t four_f16(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 TK_INLINE F load_f16(const uint16_t* p) { return {four_f16(p), four_f16(p + 4), four_f16(p + 8), four_f16(p + 12)}; }
+TK_INLINE void load_f16_pairs(const void* p, F* even, F* odd) {  // e0 o0 e1 o1 …
+    uint16_t e[16], o[16];
+    for (int i = 0; i < 16; i += 8) {
+        const uint16x8x2_t x = vld2q_u16((const uint16_t*)p + 2 * i);
+        vst1q_u16(e + i, x.val[0]);
+        vst1q_u16(o + i, x.val[1]);
+    }
+    *even = load_f16(e);
+    *odd = load_f16(o);
+}
 TK_INLINE float32x4_t four_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
 TK_INLINE F load_bf16(const uint16_t* p) { return {four_bf16(p), four_bf16(p + 4), four_bf16(p + 8), four_bf16(p + 12)}; }
 TK_INLINE uint16x8_t eight_f16(float32x4_t x, float32x4_t y) {

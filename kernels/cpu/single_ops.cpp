@@ -179,8 +179,8 @@ TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, in
     const int64_t d = tk::pad16(head_dim), cells = (tokens + 15) / 16, tiles = (tokens + tk::KV_TILE - 1) / tk::KV_TILE;
     const int32_t half = bf16 && ops->bf16_dot;
     const bool rows_alone = !values;
-    const bool wide = kv_type == tk::KV_BF16 && !ops->bf16_dot && !rows_alone;  // bfloat16 cells beside queries of floats
-    const bool as_stored = wide || kv_type == (half ? tk::KV_BF16 : tk::KV_F32);
+    const int32_t loaded_type = half ? tk::KV_BF16 : tk::KV_F32;
+    const bool as_stored = rows_alone ? kv_type == loaded_type : tk::reads_cells(kv_type, half, ops->bf16_dot);
     const tk::CellLayout cell = tk::cell_layout(kv_type, head_dim, rows_alone);
     std::vector<uint8_t> store(size_t(cells * cell.bytes() + 64)), dummy(size_t(d * 64));
     auto part = [&](int64_t c, int which) {
@@ -212,10 +212,12 @@ TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, in
         tk::KvTile kv;
         for (int64_t c = 0; c < tk::KV_CELLS; c++) {
             const int64_t at = tile * tk::KV_CELLS + c;
-            kv.k[c] = kv.v[c] = dummy.data();
+            kv.k[c] = kv.v[c] = kv.kp[c] = kv.vp[c] = dummy.data();
             if (at >= cells) continue;
             kv.k[c] = part(at, 0);
             kv.v[c] = part(at, 1);
+            kv.kp[c] = part(at, 2);
+            kv.vp[c] = part(at, 3);
             if (as_stored && !rows_alone) continue;
             uint8_t *k = loaded.data() + c * d * 64, *v = loaded.data() + tk::KV_TILE * d * 4 + c * d * 64;
             if (!as_stored) {
@@ -231,7 +233,7 @@ TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, in
             l[size_t(r)] = int32_t(a < 0 ? 0 : a > tk::KV_TILE ? tk::KV_TILE : a);
             h[size_t(r)] = int32_t(b < 0 ? 0 : b > tk::KV_TILE ? tk::KV_TILE : b);
         }
-        const tk::AttnParams params{d, d, scale, softcap, half || wide};
+        const tk::AttnParams params{d, d, scale, softcap, as_stored ? kv_type : loaded_type};
         const void* qs = half ? static_cast<const void*>(q16.data()) : q.data();
         ops->attn_tile(params, kv, qs, rows, l.data(), h.data(), tile ? next : into, scores.data());
         if (tile) ops->attn_merge(d, rows, into, next);

@@ -116,19 +116,22 @@ void Run::find_cells(const Attention& a, int64_t seq, int64_t head, int64_t tile
     const int64_t cells = p.block_size / LANES;
     for (int64_t c = 0; c < KV_CELLS; c++) {
         const int64_t at = tile * KV_TILE + c * LANES;
-        to->k[c] = to->v[c] = w.dummy_cell;
+        to->k[c] = to->v[c] = to->kp[c] = to->vp[c] = w.dummy_cell;
         if (at >= tokens.last || at + LANES <= tokens.first) continue;
         const int64_t cell = at % p.block_size / LANES;
         const uint8_t* base = g.data + table[at / p.block_size] * g.block_bytes + a.layer_offset + head * a.head_bytes;
-        to->v[c] = base + cells * a.cell.k_cell + cell * a.cell.v_cell;
+        const uint8_t *values = base + cells * a.cell.k_cell, *params = values + cells * a.cell.v_cell;
+        to->v[c] = values + cell * a.cell.v_cell;
         to->k[c] = a.rows ? to->v[c] : base + cell * a.cell.k_cell;
+        to->kp[c] = params + cell * a.cell.k_params;
+        to->vp[c] = params + cells * a.cell.k_params + cell * a.cell.v_params;
     }
 }
 
 // Cells as they are stored to the form that the attention kernel reads, where that is another; meanwhile those of `ahead` (or
 // null) are fetched.
 void Run::load_cells(const Attention& a, int64_t tile, Range tokens, const KvTile* ahead, KvTile* cells) {
-    const int64_t in_block = p.block_size / LANES, element = p.bf16 ? 2 : 4;
+    const int64_t element = p.bf16 ? 2 : 4;
     const bool as_stored = p.kv_type == (p.bf16 ? KV_BF16 : KV_F32);
     auto fetch = [](const void* from, int64_t bytes) {
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const uint8_t*>(from) + i);
@@ -137,15 +140,12 @@ void Run::load_cells(const Attention& a, int64_t tile, Range tokens, const KvTil
         const int64_t at = tile * KV_TILE + c * LANES;
         if (ahead) fetch(ahead->k[c], a.cell.k_cell), fetch(ahead->v[c], a.cell.v_cell);
         if (cells->k[c] == w.dummy_cell) continue;
-        const int64_t cell = at % p.block_size / LANES;
         const uint8_t* kc = static_cast<const uint8_t*>(cells->k[c]);
         const uint8_t* vc = static_cast<const uint8_t*>(cells->v[c]);
-        const uint8_t* params = vc + (in_block - cell) * a.cell.v_cell;
         uint8_t* k = own.attention.keys + c * LANES * a.dpad * element;
         uint8_t* v = own.attention.values + c * LANES * a.dpad * element;
         if (!as_stored) {
-            ops.kv_load(p.kv_type, a.dpad, kc, vc, params + cell * a.cell.k_params,
-                        params + in_block * a.cell.k_params + cell * a.cell.v_params, p.bf16, std::min(LANES, tokens.last - at),
+            ops.kv_load(p.kv_type, a.dpad, kc, vc, cells->kp[c], cells->vp[c], p.bf16, std::min(LANES, tokens.last - at),
                         a.rows ? nullptr : k, v);
             cells->v[c] = v;
         }
@@ -156,7 +156,7 @@ void Run::load_cells(const Attention& a, int64_t tile, Range tokens, const KvTil
 
 // Whether the attention kernel reads cells where they lie.
 bool Run::reads_stored(const Attention& a) const {
-    return !a.rows && (p.kv_type == (p.bf16 ? KV_BF16 : KV_F32) || (p.kv_type == KV_BF16 && !ops.bf16_dot));
+    return !a.rows && reads_cells(p.kv_type, p.bf16, ops.bf16_dot);
 }
 
 // Tokens that tokens [t0, t1) of a sequence see, as absolute positions.
@@ -187,7 +187,7 @@ void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next,
             s.from[r] = int32_t(a.alibi_rounded != 0.0f ? base : base - pos);
         }
     }
-    AttnParams params{a.dpad, a.vpad, a.scale, a.softcap, stored ? p.kv_type == KV_BF16 : p.bf16};
+    AttnParams params{a.dpad, a.vpad, a.scale, a.softcap, stored ? p.kv_type : p.bf16 ? KV_BF16 : KV_F32};
     if (a.alibi) params.slope = s.slope, params.from = s.from, params.rounded = a.alibi_rounded;
     ops.attn_tile(params, kv, query(a, head, t0 - first), (t1 - t0) * a.per_kv, s.lo, s.hi, to, s.scores);
 }

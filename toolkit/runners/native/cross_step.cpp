@@ -60,7 +60,7 @@ void Run::look(const Cross& c, const QueryBlock& block, int64_t head) {
     const Attention& core = c.core;
     AttnScratch& s = own.attention;
     const int64_t rows = (block.last - block.first) * core.per_kv;
-    const AttnParams params{core.dpad, core.vpad, core.scale, 0, p.bf16};
+    const AttnParams params{core.dpad, core.vpad, core.scale, 0, p.bf16 ? KV_BF16 : KV_F32};
     bool begun = false;
     for (int32_t i = in.view_ptr[block.seq]; i < in.view_ptr[block.seq + 1]; i++) {
         const Kept& kept = model.pictures.at(in.seen[i]);

@@ -73,7 +73,7 @@ void Run::attend_expanded(const Latent& a, int64_t seq, int64_t head) {
         if (p.bf16) ops.to_bf16(row, reinterpret_cast<uint16_t*>(e.queries + i * d * element), d);
         else std::memcpy(e.queries + i * d * element, row, size_t(d) * 4);
     }
-    const AttnParams params{d, vpad, core.scale, 0, p.bf16};
+    const AttnParams params{d, vpad, core.scale, 0, p.bf16 ? KV_BF16 : KV_F32};
     for (int64_t base = 0; base < length; base += KV_TILE) {
         KvTile kv;
         load_rows(core, seq, base / KV_TILE, length, e.rows);

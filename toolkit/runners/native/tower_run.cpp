@@ -219,7 +219,7 @@ void TowerRun::attend(const TowerLayer& l, Range rows) {
 void TowerRun::attend_block(const TowerLayer& l, const Tower::Segment& s, int64_t head, Range block, float* out) {
     const int64_t n = block.last - block.first, length = (block.first < s.real ? s.last : s.real) - s.first;
     const int64_t first = head * tower.divisions[l.division].cells + s.cell, cells = (s.last - s.first + LANES - 1) / LANES;
-    AttnParams params{l.dpad, l.vpad, 1.0f / std::sqrt(float(l.head_dim)), 0.0f, tower.program.bf16};
+    AttnParams params{l.dpad, l.vpad, 1.0f / std::sqrt(float(l.head_dim)), 0.0f, tower.program.bf16 ? KV_BF16 : KV_F32};
     params.loose = 1;
     for (int64_t tile = 0; tile * KV_TILE < length; tile++) {
         KvTile kv;
