@@ -27,6 +27,7 @@ BASE: dict[str, dict[str, Any]] = {
     "ChatCompletionRequest": {"messages": TALK},
     "CompletionRequest": {"prompt": "Hello, you."},
     "ResponsesRequest": {"input": "Hello, you."},
+    "InputTokensRequest": {"input": "Hello, you."},
     "MessagesRequest": {"messages": TALK, "max_tokens": 9},
     "CountRequest": {"messages": TALK},
     "ChatRequest": {"messages": TALK, "stream": False},
@@ -54,6 +55,8 @@ ELSEWHERE = {
     ("ChatCompletionRequest", "thinking_budget_message"): "test_tools.py",
     ("ChatCompletionRequest", "media_io_kwargs"): "../vision/test_videos.py",
     ("CountRequest", "output_format"): "test_messages.py",
+    ("InputTokensRequest", "text"): "test_responses.py, in an answer; it is no part of the prompt",
+    ("InputTokensRequest", "parallel_tool_calls"): "likewise",
     **{
         (name, "session_id"): "test_control.py"
         for name in ("ChatCompletionRequest", "CompletionRequest", "RawRequest", "GenerateRequest")
@@ -131,7 +134,9 @@ OF_ONE: dict[tuple[str, str], Any] = {
     ("CountRequest", "tools"): [OTHERS_TOOL],
     ("MessagesRequest", "tool_choice"): {"type": "any"},
     ("CountRequest", "tool_choice"): {"type": "none"},
+    ("InputTokensRequest", "tool_choice"): "none",
     ("ResponsesRequest", "tools"): [PLAIN_TOOL],
+    ("InputTokensRequest", "tools"): [PLAIN_TOOL],
     ("ResponsesRequest", "prompt"): {"id": "p"},
     ("CountRequest", "output_config"): {"effort": "low"},
     ("ChatRequest", "stream"): None,

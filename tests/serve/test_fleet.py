@@ -101,8 +101,8 @@ def test_models_are_loaded_once_and_when_asked_for(tmp_path: Path) -> None:
         assert [card["state"] for card in found.cards()] == ["unloaded"] * 6
         urls = await asyncio.gather(*(use(found, name) for name in ("a", "a-alias", "a-adapter", None, "a")))
         assert set(urls) == {"http://a:1"} and log == ["load a"]
-        assert {card["id"]: card["state"] for card in found.cards()}["a-alias"] == "loaded"
-        assert next(card for card in found.cards() if card["id"] == "a-adapter")["parent"] == "a"
+        assert {card["name"]: card["state"] for card in found.cards()}["a-alias"] == "loaded"
+        assert next(card for card in found.cards() if card["name"] == "a-adapter")["parent"] == "a"
         with pytest.raises(ApiError, match="this server has 'a', 'a-alias', 'a-adapter', 'b'"):
             await use(found, "c")
         await found.close()

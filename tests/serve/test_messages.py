@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -185,6 +186,21 @@ def test_structured_output(server: Any) -> None:
     ask(server, "{}", output_config={"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"})
     assert json.dumps(SCHEMA) in json.dumps(server.engine.seen[0][1].response_format)
     assert server.app.state.server.template.seen[-1][1] == {"reasoning_effort": "low"}
+
+
+def test_models(start: Any) -> None:
+    server = start(adapters=("tales",))
+    page = client(server).models.list()
+    assert [(model.id, model.type, model.display_name) for model in page] == [
+        ("echo", "model", "echo"),
+        ("tales", "model", "tales"),
+    ]
+    assert (page.has_more, page.first_id, page.last_id) == (False, "echo", "tales")
+    one = client(server).models.retrieve("tales")
+    assert (one.display_name, one.created_at) == ("tales", page.data[1].created_at)
+    assert abs(one.created_at.timestamp() - time.time()) < 3600
+    with pytest.raises(anthropic.NotFoundError):
+        client(server).models.retrieve("other")
 
 
 def test_counting(server: Any) -> None:

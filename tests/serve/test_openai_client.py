@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -313,3 +314,29 @@ def test_keys(start: Any) -> None:
     for key in ("wrong", "righ", "right2"):
         with pytest.raises(openai.AuthenticationError, match="unknown API key"):
             openai.OpenAI(base_url=server.v1, api_key=key, max_retries=0).models.list()
+
+
+def test_a_slash_at_the_end_changes_nothing(server: Any) -> None:
+    """No redirect, which would name this server's own address and lead clients behind TLS astray."""
+
+    class Straight(urllib.request.HTTPRedirectHandler):
+        def redirect_request(self, *args: Any) -> None:
+            return None
+
+    opener = urllib.request.build_opener(Straight)
+    body = json.dumps({"model": "echo", "messages": [{"role": "user", "content": "Hello."}]}).encode()
+    for path, data in (("/v1/chat/completions/", body), ("/v1/models/", None), ("/v1/models/echo/", None)):
+        sent = urllib.request.Request(server.url + path, data, {"content-type": "application/json"})
+        with opener.open(sent) as reply:
+            assert reply.status == 200 and json.load(reply)["object"] in ("chat.completion", "list", "model")
+
+
+def test_refusals_of_an_assistant_are_what_it_said(client: openai.OpenAI) -> None:
+    part = {"type": "refusal", "refusal": "I will not."}
+    for refused in ({"content": [part]}, {"content": None, "refusal": "I will not."}):
+        asked: Any = [{"role": "assistant", **refused}, {"role": "user", "content": "Why?"}]
+        assert ask(client, messages=asked).choices[0].message.content == "[assistant]I will not.[user]Why?"
+    for role, sent in (("user", part), ("assistant", {"type": "refusal", "refusal": None})):
+        asked = [{"role": role, "content": [sent]}]
+        with pytest.raises(openai.BadRequestError, match="part 0: "):
+            ask(client, messages=asked)

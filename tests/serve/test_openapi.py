@@ -30,6 +30,7 @@ ASKED = [
     ("/v1/completions", {"prompt": ["Hello", "you"], "echo": True, "logprobs": 2, "prompt_logprobs": 0}),
     ("/v1/responses", {"input": "Hello"}),
     ("/v1/responses", {"input": CALL, "max_output_tokens": 3, "tools": [{"type": "function", "name": "add"}]}),
+    ("/v1/responses/input_tokens", {"input": "Hello"}),
     ("/v1/messages", {"messages": TALK, "max_tokens": 99}),
     ("/v1/messages", {"messages": CALLED, "max_tokens": 99, "tools": [{"name": "add", "input_schema": ADD}]}),
     ("/v1/messages/count_tokens", {"messages": TALK}),

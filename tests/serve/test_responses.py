@@ -273,6 +273,33 @@ def test_numbers_of_any_size_come_back(server: Any) -> None:
     assert done.tools[0].parameters == schema
 
 
+def test_input_is_counted_as_it_is_answered(server: Any) -> None:
+    """Also behind earlier responses; and what is longer than the session."""
+
+    def counted(**fields: Any) -> Any:
+        return client(server).responses.input_tokens.count(**{"input": "Hello.", **fields}, model="echo")
+
+    assert counted().object == "response.input_tokens" and server.engine.seen == []
+    for fields in ({}, {"instructions": "Be brief.", "tools": TOOLS}):
+        done = ask(server, "Hello.", **fields)
+        assert counted(**fields).input_tokens == done.usage.input_tokens > 0
+    more = {"input": "And?", "previous_response_id": done.id}
+    assert counted(**more).input_tokens == ask(server, "And?", previous_response_id=done.id).usage.input_tokens
+    assert counted(input="x" * 2000).input_tokens == 2000
+    assert client(server).responses.input_tokens.count(input="Hello.").input_tokens == 6
+    with pytest.raises(openai.NotFoundError, match="model: 'other' is not served here"):
+        client(server).responses.input_tokens.count(model="other", input="Hello.")
+    with pytest.raises(openai.BadRequestError, match="input: required, but missing"):
+        client(server).responses.input_tokens.count()
+    with pytest.raises(openai.BadRequestError, match="temperature: unknown field"):
+        counted(extra_body={"temperature": 1})
+
+
+def test_conversations_are_not_compacted(server: Any) -> None:
+    with pytest.raises(openai.NotFoundError, match="conversations are not compacted here"):
+        client(server).responses.compact(model="echo", input="Hello.")
+
+
 def test_a_failure_in_a_stream_is_told(start: Any) -> None:
     server = start(engine={"fail_after": 2}, template=Echo("hermes"))
     last = events(server, "Hello.")[-1]

@@ -39,17 +39,27 @@ class AnthropicErrorAnswer(BaseModel):
 
 
 class ModelCard(BaseModel):
+    """OpenAI's fields, Anthropic's, and vLLM's ``max_model_len`` and ``parent``."""
+
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    type: Literal["model"]
+    display_name: str
+    created_at: str
     max_model_len: int | None = None
     parent: str | None = None
 
 
 class ModelList(BaseModel):
+    """OpenAI's fields, and Anthropic's of a page: it is the only one."""
+
     object: Literal["list"]
     data: list[ModelCard]
+    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
 
 
 class Health(BaseModel):
@@ -144,6 +154,10 @@ class AnthropicMessage(BaseModel):
 
 class CountedTokens(BaseModel):
     input_tokens: int
+
+
+class CountedInput(CountedTokens):
+    object: Literal["response.input_tokens"]
 
 
 class Tokens(BaseModel):

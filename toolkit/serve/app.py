@@ -7,9 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request
-from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
+from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 from starlette.responses import Response as HttpResponse
 
@@ -27,20 +25,18 @@ from toolkit.serve import (
 )
 from toolkit.serve.answers import Health, ModelCard, ModelList
 from toolkit.serve.anthropic import routes as anthropic_routes
-from toolkit.serve.auth import ApiKeyMiddleware
-from toolkit.serve.errors import ApiError, from_exception
-from toolkit.serve.intake import Intake
 from toolkit.serve.keys import ApiKeys
 from toolkit.serve.lanes import Lanes
+from toolkit.serve.layers import add_layers
 from toolkit.serve.llama_cpp import routes as llama_routes
 from toolkit.serve.metrics import ServerMetrics
+from toolkit.serve.model_cards import card, listed
 from toolkit.serve.ollama import routes as ollama_routes
 from toolkit.serve.ollama.cards import add_lists
 from toolkit.serve.options import ServerSettings
 from toolkit.serve.page.routes import add_page, docs_url
 from toolkit.serve.parsing import Formats
 from toolkit.serve.replies import json_response
-from toolkit.serve.request_ids import RequestIds
 from toolkit.serve.responses import routes as responses_routes
 from toolkit.serve.responses.kept import Store
 from toolkit.serve.sampling import choose_defaults
@@ -106,6 +102,7 @@ def create_app(
         docs_url=docs_url(docs, not settings.no_page),
         openapi_url="/openapi.json" if docs else None,
         redoc_url=None,
+        redirect_slashes=False,
         responses=ERRORS,
     )
     app.state.server = state
@@ -116,17 +113,8 @@ def create_app(
     for routes in ROUTES:
         app.include_router(routes.router)
     add_schemas(app, [body for routes in ROUTES for body in routes.BODIES])
-    app.add_exception_handler(Exception, error_reply)
-    app.add_exception_handler(ApiError, error_reply)
-    app.add_exception_handler(HTTPException, http_error_reply)  # type: ignore[arg-type]
-    if keys or (keys := ApiKeys(settings.api_keys, settings.api_key_file)):
-        app.add_middleware(ApiKeyMiddleware, keys=keys)
-    app.add_middleware(Intake, limits=settings.limits, lanes=lanes)
-    if settings.allow_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
-        )
-    app.add_middleware(RequestIds)
+    keys = ApiKeys(settings.api_keys, settings.api_key_file) if keys is None else keys
+    add_layers(app, settings.limits, lanes, keys, list(settings.allow_origins))
     return app
 
 
@@ -136,13 +124,15 @@ def _traces(endpoint: str | None, model_name: str) -> Traces | None:
 
 def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
     started = int(time.time())
-    common = {"object": "model", "created": started, "owned_by": "toolkit", "max_model_len": state.engine.session_len}
     base = {"parent": state.model_name}
-    cards = {name: {"id": name} | common | (base if state.adapter_of(name) else {}) for name in state.model_names}
+    cards = {
+        name: card(name, started, max_model_len=state.engine.session_len, **(base if state.adapter_of(name) else {}))
+        for name in state.model_names
+    }
 
     @app.get("/v1/models", **answered("Names that requests may use", ModelList))
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": list(cards.values())}
+        return listed(list(cards.values()))
 
     @app.get("/v1/models/{name:path}", **answered("One model", ModelCard))
     async def model(name: str) -> dict[str, Any]:
@@ -172,19 +162,3 @@ def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
     @app.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
     async def metrics() -> HttpResponse:
         return HttpResponse(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-async def error_reply(request: Request, error: Exception) -> HttpResponse:
-    """Whatever a route raises, in the envelope."""
-    told = from_exception(error)
-    return json_response(told.envelope_at(request.url.path), told.status, headers=told.headers)
-
-
-async def http_error_reply(request: Request, error: HTTPException) -> HttpResponse:
-    """Unknown routes and methods, in the envelope."""
-    message = str(error.detail)
-    if error.status_code in (404, 405):
-        message = f"{request.method} {request.url.path:.200}: no such route; the API lives under /v1"
-    code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code)
-    told = ApiError(error.status_code, message, code=code)
-    return json_response(told.envelope_at(request.url.path), told.status, headers=error.headers)

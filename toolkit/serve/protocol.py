@@ -87,7 +87,7 @@ def _text_parts(value: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in ("image_url", "video_url"):
             _url(i, kind, part)
-        elif kind != "text" or not isinstance(part.get("text"), str):
+        elif kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
             others = "" if kind == "text" else ", or an image_url or video_url"
             raise ValueError(
                 f"part {i}: expected {{'type': 'text', 'text': …}}{others}, found {shown(kind or part, 40)}"
@@ -129,6 +129,19 @@ class Message(Hinted):
             raise ValueError(f"{article} {self.role} message needs content")
         if isinstance(self.content, dict) and self.role not in TOOL_ROLES:
             raise ValueError(f"content: expected a string or a list of parts, found {shown(self.content, 40)}")
+        return self
+
+    @model_validator(mode="after")
+    def _refusal_as_text(self) -> Message:
+        """What an assistant has refused with is what it has said."""
+        if isinstance(self.content, list):
+            refused = [i for i, part in enumerate(self.content) if part["type"] == "refusal"]
+            if refused and self.role != "assistant":
+                raise ValueError(f"content: part {refused[0]}: a refusal is an assistant's, not a {self.role}'s")
+            for i in refused:
+                self.content[i] = {"type": "text", "text": self.content[i]["refusal"]}
+        elif self.content is None:
+            self.content = self.refusal
         return self
 
     def for_template(self) -> dict[str, Any]:

@@ -10,18 +10,16 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response as HttpResponse
 from starlette.types import Send
 
 from toolkit import __version__
 from toolkit.errors import ToolkitError
-from toolkit.serve.app import error_reply, http_error_reply
-from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError
 from toolkit.serve.fleet.fleet import Fleet, Model
-from toolkit.serve.intake import Intake
 from toolkit.serve.keys import ApiKeys
+from toolkit.serve.layers import add_layers
+from toolkit.serve.model_cards import card, listed
 from toolkit.serve.ollama.cards import Listed, add_lists
 from toolkit.serve.ollama.fields import ShowRequest, served_as
 from toolkit.serve.options import ProxySettings
@@ -32,7 +30,6 @@ from toolkit.serve.proxy.nodes import Node
 from toolkit.serve.proxy.paths import forwarded
 from toolkit.serve.proxy.state import ProxyState
 from toolkit.serve.replies import json_response
-from toolkit.serve.request_ids import RequestIds
 from toolkit.serve.requests import parse_body, read_body
 
 Show = Callable[[Model], dict[str, Any]]  # in a thread; raises ToolkitError
@@ -71,23 +68,16 @@ def create_app(fleet: Fleet, settings: ProxySettings, show: Show, *, metrics: bo
     loaded."""
     state = ProxyState(settings)
     fleet.on_end = state.nodes.remove
-    app = FastAPI(title="toolkit", version=__version__, docs_url=None, openapi_url=None, redoc_url=None)
+    app = FastAPI(
+        title="toolkit", version=__version__, docs_url=None, openapi_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.state.server = state
     if not settings.no_page:
         add_page(app)
     _add_plain_routes(app, state, fleet, metrics)
     _add_forwarding(app, state, fleet, show)
-    app.add_exception_handler(Exception, error_reply)
-    app.add_exception_handler(ApiError, error_reply)
-    app.add_exception_handler(HTTPException, http_error_reply)  # type: ignore[arg-type]
-    if keys := ApiKeys(settings.api_keys, settings.api_key_file):
-        app.add_middleware(ApiKeyMiddleware, keys=keys)
-    app.add_middleware(Intake, limits=settings.limits, lanes=state.lanes)
-    if settings.allow_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
-        )
-    app.add_middleware(RequestIds)
+    keys = ApiKeys(settings.api_keys, settings.api_key_file)
+    add_layers(app, settings.limits, state.lanes, keys, list(settings.allow_origins))
     return app
 
 
@@ -98,16 +88,16 @@ def _listed(model: Model) -> list[Listed]:
 
 
 def _add_plain_routes(app: FastAPI, state: ProxyState, fleet: Fleet, metrics: bool) -> None:
-    common = {"object": "model", "created": int(time.time()), "owned_by": "toolkit"}
+    started = int(time.time())
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card | common for card in fleet.cards()]}
+        return listed([card(**told, created=started) for told in fleet.cards()])
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         fleet.find(name)
-        return next(card for card in fleet.cards() if card["id"] == name) | common
+        return next(card(**told, created=started) for told in fleet.cards() if told["name"] == name)
 
     @app.head("/health")
     @app.get("/v1/health")

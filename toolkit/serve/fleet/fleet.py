@@ -206,5 +206,5 @@ class Fleet:
         for model in self.models:
             for name in model.listed.names:
                 parent = {"parent": model.listed.name} if name != model.listed.name else {}
-                found.append({"id": name, "state": model.state, **parent})
+                found.append({"name": name, "state": model.state, **parent})
         return found

@@ -10,17 +10,15 @@ import httpx2 as httpx
 from fastapi import FastAPI, Request
 from pydantic import Field
 from pydantic_core import from_json
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response as HttpResponse
 from starlette.types import Receive, Scope, Send
 
 from toolkit import __version__
-from toolkit.serve.app import error_reply, http_error_reply
-from toolkit.serve.auth import ApiKeyMiddleware
 from toolkit.serve.errors import ApiError
-from toolkit.serve.intake import Intake
 from toolkit.serve.keys import ApiKeys
+from toolkit.serve.layers import add_layers
+from toolkit.serve.model_cards import card, listed
 from toolkit.serve.ollama.cards import Listed, add_lists
 from toolkit.serve.options import ProxySettings
 from toolkit.serve.page.routes import add_page, docs_url
@@ -29,7 +27,6 @@ from toolkit.serve.proxy.nodes import Node
 from toolkit.serve.proxy.paths import forwarded
 from toolkit.serve.proxy.state import ProxyState
 from toolkit.serve.replies import json_response
-from toolkit.serve.request_ids import RequestIds
 from toolkit.serve.requests import parse_body, read_body
 from toolkit.serve.schema import add_schemas, describe
 from toolkit.serve.strict import Strict
@@ -74,6 +71,7 @@ def create_app(settings: ProxySettings) -> FastAPI:
         docs_url=docs_url(docs, not settings.no_page),
         openapi_url="/openapi.json" if docs else None,
         redoc_url=None,
+        redirect_slashes=False,
     )
     app.state.server = state
     if not settings.no_page:
@@ -81,18 +79,9 @@ def create_app(settings: ProxySettings) -> FastAPI:
     _add_node_routes(app, state)
     _add_plain_routes(app, state)
     add_schemas(app, [AddNode, NodeName])
-    app.add_exception_handler(Exception, error_reply)
-    app.add_exception_handler(ApiError, error_reply)
-    app.add_exception_handler(HTTPException, http_error_reply)  # type: ignore[arg-type]
     keys, node_keys = ApiKeys(settings.api_keys, settings.api_key_file), ApiKeys(settings.node_keys)
-    if keys or node_keys:
-        app.add_middleware(ApiKeyMiddleware, keys=keys, under={"/nodes/": node_keys or keys})
-    app.add_middleware(Intake, limits=settings.limits, lanes=state.lanes)
-    if settings.allow_origins:
-        app.add_middleware(
-            OuterCors, allow_origins=list(settings.allow_origins), allow_methods=["*"], allow_headers=["*"]
-        )
-    app.add_middleware(RequestIds)
+    under = {"/nodes/": node_keys or keys} if keys or node_keys else None
+    add_layers(app, settings.limits, state.lanes, keys, list(settings.allow_origins), under=under, cors=OuterCors)
     return app
 
 
@@ -178,8 +167,7 @@ def _add_plain_routes(app: FastAPI, state: ProxyState) -> None:
 
     @app.get("/v1/models", summary="Names that requests may use")
     async def models() -> dict[str, Any]:
-        common = {"object": "model", "created": started, "owned_by": "toolkit"}
-        return {"object": "list", "data": [{"id": name} | common for name in state.nodes.models()]}
+        return listed([card(name, started) for name in state.nodes.models()])
 
     add_lists(app, lambda: [Listed(name, memory=0) for name in state.nodes.models()])
 

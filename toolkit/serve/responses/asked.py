@@ -11,6 +11,7 @@ from toolkit.serve.protocol import ChatCompletionRequest
 from toolkit.serve.responses.fields import (
     Allowed,
     Called,
+    InputTokensRequest,
     Named,
     Part,
     Picture,
@@ -53,15 +54,14 @@ def conversation(items: Sequence[Any]) -> list[Message]:
     return told
 
 
-def chat_request(request: ResponsesRequest, talk: Sequence[Message]) -> ChatCompletionRequest:
+def chat_request(
+    request: ResponsesRequest | InputTokensRequest, model: str, talk: Sequence[Message]
+) -> ChatCompletionRequest:
     """``talk``: the conversation so far, without the instructions, which hold for one response alone. Raises
     pydantic's ValidationError where the chat API cannot take it."""
     made: dict[str, Any] = {
-        "model": request.model,
+        "model": model,
         "messages": _led(request.instructions, talk),
-        "stream": request.stream,
-        "max_tokens": request.max_output_tokens,
-        **given_parameters(request),
         "parallel_tool_calls": request.parallel_tool_calls,
         "chat_template_kwargs": request.chat_template_kwargs,
         "reasoning_effort": request.reasoning.effort if request.reasoning else None,
@@ -72,6 +72,12 @@ def chat_request(request: ResponsesRequest, talk: Sequence[Message]) -> ChatComp
         made["tools"] = [{"type": "function", "function": _function(tool)} for tool in request.tools]
     if request.tool_choice is not None:
         made["tool_choice"] = _choice(request.tool_choice, request.tools or ())
+    if isinstance(request, ResponsesRequest):
+        made |= {
+            "stream": request.stream,
+            "max_tokens": request.max_output_tokens,
+            **given_parameters(request),
+        }
     return ChatCompletionRequest.model_validate(made)
 
 

@@ -1,4 +1,4 @@
-"""What clients may send to /v1/responses: OpenAI's fields.
+"""What clients may send to /v1/responses and /v1/responses/input_tokens: OpenAI's fields.
 
 Tools that OpenAI runs itself (web search, file search …) and items of the input that tell of their work are stepped
 over, as are the fields of ``ResponsesRequest`` that say so; any other unknown field is refused by name.
@@ -224,33 +224,53 @@ class Reasoning(Item):
     effort: Effort | None = None
 
 
-@with_parameters("temperature", "top_p")
-class ResponsesRequest(Strict):
-    model: str
-    input: Annotated[
-        list[AnyItem], BeforeValidator(_items, json_schema_input_type=str | list[AnyItem]), Field(min_length=1)
-    ]
+Input = Annotated[
+    list[AnyItem], BeforeValidator(_items, json_schema_input_type=str | list[AnyItem]), Field(min_length=1)
+]
+
+
+class Talk(Strict):
+    """What is read before an answer, the input apart."""
+
     instructions: str | None = None
     previous_response_id: str | None = None
-    store: bool | None = None
-    stream: bool | None = None
-    max_output_tokens: int | None = Field(None, ge=1, le=1 << 30)
     tools: Annotated[list[Tool], BeforeValidator(_own_tools, json_schema_input_type=list[dict[str, Any]])] | None = None
     tool_choice: Literal["none", "auto", "required"] | Named | Allowed | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     chat_template_kwargs: TemplateVariables | None = None
+    conversation: None = None  # not here; null is let through
+    truncation: Any = None  # stepped over
+
+
+class InputTokensRequest(Talk):
+    model: str | None = Field(None, description="Default: the model that is served")
+    input: Input | None = None
+    personality: Any = None  # stepped over
+
+    @model_validator(mode="after")
+    def _says_something(self) -> InputTokensRequest:
+        if not (self.input or self.instructions or self.previous_response_id):
+            raise ValueError("input: required, but missing")
+        return self
+
+
+@with_parameters("temperature", "top_p")
+class ResponsesRequest(Talk):
+    model: str
+    input: Input
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=1 << 30)
     metadata: dict[str, Any] | None = None
     user: str | None = None
     # Not here; an empty value is let through:
     background: Literal[False] | None = None
-    conversation: None = None
     prompt: None = None
     # Stepped over:
     include: Any = None
     stream_options: Any = None
-    truncation: Any = None
     top_logprobs: Any = None
     max_tool_calls: Any = None
     service_tier: Any = None

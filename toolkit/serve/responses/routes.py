@@ -1,4 +1,4 @@
-"""POST /v1/responses, and GET and DELETE of those that are kept."""
+"""POST /v1/responses and /v1/responses/input_tokens, and GET and DELETE of those that are kept."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pydantic import BaseModel
 from starlette.responses import Response as HttpResponse
 
 from toolkit.config_checks import shown
-from toolkit.serve.answers import DeletedResponse, StoredResponse
+from toolkit.serve.answers import CountedInput, DeletedResponse, StoredResponse
 from toolkit.serve.chat import Chat
 from toolkit.serve.errors import ApiError
 from toolkit.serve.protocol import ChatCompletionRequest
 from toolkit.serve.replies import COMMENT, EventReply, JsonReply, Wire, json_response, named_event
-from toolkit.serve.requests import parse, translated
+from toolkit.serve.requests import encode_chat, parse, translated
 from toolkit.serve.responses.asked import chat_request, conversation
-from toolkit.serve.responses.fields import ResponsesRequest
+from toolkit.serve.responses.fields import InputTokensRequest, ResponsesRequest
 from toolkit.serve.responses.told import Told
 from toolkit.serve.schema import answered, describe
 from toolkit.serve.state import ServerState
 
 router = APIRouter()
-BODIES: list[type[BaseModel]] = [ResponsesRequest]
+BODIES: list[type[BaseModel]] = [ResponsesRequest, InputTokensRequest]
 
 
 def _event(data: dict[str, Any]) -> bytes:
@@ -49,19 +49,7 @@ WIRE = Wire(_event, ApiError.envelope, ping=COMMENT)
 async def responses(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     asked, size = await parse(raw, state, ResponsesRequest)
-    before: list[dict[str, Any]] = []
-    if asked.previous_response_id is not None:
-        kept = state.kept.get(asked.previous_response_id)
-        if kept is None:
-            raise _unknown(400, asked.previous_response_id, "previous_response_id")
-        before, size = kept.messages, size + kept.size
-    talk: list[dict[str, Any]] = []
-
-    def translate() -> ChatCompletionRequest:
-        talk.extend((*before, *conversation(asked.input)))
-        return chat_request(asked, talk)
-
-    request = await translated(state, translate, size)
+    request, talk, size = await _translated(state, asked, asked.model, size)
     state.check_ready(request.model)
     state.settings.limits.check_work(request, 1, request.token_limit, state.engine.session_len)
     chat = Chat(state, request, size, f"resp_{uuid.uuid4().hex}")
@@ -75,6 +63,45 @@ async def responses(raw: Request) -> HttpResponse:
 
     told = Told(asked, chat, keep)
     return EventReply(told.events(), WIRE) if asked.stream else JsonReply(told.whole, WIRE)
+
+
+@router.post(
+    "/v1/responses/input_tokens", **describe(InputTokensRequest, "The tokens of what would be answered", CountedInput)
+)
+async def input_tokens(raw: Request) -> HttpResponse:
+    state: ServerState = raw.app.state.server
+    asked, size = await parse(raw, state, InputTokensRequest)
+    request, _, size = await _translated(state, asked, asked.model or state.model_name, size)
+    state.check_ready(request.model, waits=False)
+    token_ids, *_ = await encode_chat(state, request, size, "input_tokens", limited=False)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+
+
+@router.post("/v1/responses/compact", include_in_schema=False)
+async def compact() -> HttpResponse:
+    raise ApiError(
+        404, "conversations are not compacted here; ask the model itself for a summary", code="route_not_found"
+    )
+
+
+async def _translated(
+    state: ServerState, asked: ResponsesRequest | InputTokensRequest, model: str, size: int
+) -> tuple[ChatCompletionRequest, list[dict[str, Any]], int]:
+    """The request of the chat API; its conversation without the instructions; the bytes of both requests and of what
+    is kept."""
+    before: list[dict[str, Any]] = []
+    if asked.previous_response_id is not None:
+        kept = state.kept.get(asked.previous_response_id)
+        if kept is None:
+            raise _unknown(400, asked.previous_response_id, "previous_response_id")
+        before, size = kept.messages, size + kept.size
+    talk: list[dict[str, Any]] = []
+
+    def translate() -> ChatCompletionRequest:
+        talk.extend((*before, *conversation(asked.input or ())))
+        return chat_request(asked, model, talk)
+
+    return await translated(state, translate, size), talk, size
 
 
 @router.get("/v1/responses/{id}", **answered("A response that is kept", StoredResponse))

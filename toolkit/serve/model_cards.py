@@ -1,0 +1,27 @@
+"""Models as /v1/models tells of them: OpenAI's fields with Anthropic's beside them, for clients of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+
+def card(name: str, created: int, **more: Any) -> dict[str, Any]:
+    """One model; ``created``: seconds since 1970; ``more``: what is ours."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "toolkit",
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+        **more,
+    }
+
+
+def listed(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All models, on one page."""
+    ends = (cards[0]["id"], cards[-1]["id"]) if cards else (None, None)
+    return {"object": "list", "data": list(cards), "has_more": False, "first_id": ends[0], "last_id": ends[1]}
