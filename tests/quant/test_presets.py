@@ -15,6 +15,7 @@ from toolkit.errors import UsageError
 from toolkit.quant import estimate
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.lite import Common, auto_awq
+from toolkit.quant.methods.awq import SEARCH_ROWS, scale_candidates
 from toolkit.quant.options import Awq
 from toolkit.quant.presets import PRESETS
 
@@ -70,6 +71,23 @@ def test_more_work_takes_longer_in_proportion(tiny_models: Any, more: str) -> No
 
     assert total(2000) - total(1000) == pytest.approx(total(1000) - total(0))
     assert total(1000) > total(0)
+
+
+def test_awq_takes_a_product_for_every_scale_that_it_tries(tiny_models: Any) -> None:
+    source = LayerSource(tiny_models("llama"))
+    rates = estimate.Rates(exact=0.0, rough=0.0, product=1e-9, rounding=0.0)
+    awq, other = (
+        estimate.seconds(source, replace(WORK, stage=f"lite {method}", layers=len(source.spec.layers)), rates)["layers"]
+        for method in ("auto_awq", "auto_gptq")
+    )
+    trials = sum(
+        len(list(scale_candidates(torch.ones(x.in_features), torch.ones(x.in_features))))
+        * 2
+        * min(x.out_features, SEARCH_ROWS)
+        * x.in_features**2
+        for x in source.quantizable()
+    )
+    assert awq - other == pytest.approx(trials * 1e-9)
 
 
 def test_the_time_is_said_before_the_work_and_resuming_too(

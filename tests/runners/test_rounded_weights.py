@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from toolkit.artifacts.canonical import Dense, GroupInt
-from toolkit.errors import UsageError
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.sites import layer_sites
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
@@ -62,6 +62,17 @@ def test_what_is_quantized_or_has_no_group_stays(tiny_models):
     found = RoundedWeights(weights, spec)
     assert found[first] is four and found[second] is weights[second]
     assert isinstance(found[third], GroupInt) and found[third].group_size == 32
+
+
+@pytest.mark.parametrize("load_format", ["int8", "int4"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_refused(value, load_format, tiny_models):
+    spec = open_model(tiny_models("llama")).spec
+    layer = spec.layers[0].linears()[0]
+    weight = torch.randn(layer.out_features, layer.in_features)
+    weight[1, 2] = value
+    with pytest.raises(ToolkitError, match=f"^{layer.name}: holds NaN, infinity or"):
+        RoundedWeights({layer.name: Dense(weight)}, spec, 8 if load_format == "int8" else 4)[layer.name]
 
 
 def test_nothing_is_rounded_twice(tiny_models, monkeypatch):

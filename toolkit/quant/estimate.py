@@ -26,6 +26,7 @@ from toolkit.quant.methods.grid import fake_quantize
 # What rounding takes beside AWQ's search, which goes over each weight 40 times (measured on two cores of Zen 5).
 ROUNDING = {"lite auto_awq": 1.0, "lite auto_gptq": 0.9, "lite search": 2.0, "lite auto_round": 0.1}
 LITTLE = 0.1  # of other methods
+AWQ_TRIALS = {"lite auto_awq": 40, "lite search": 40}  # of a scale, each a product of differences and XᵀX
 AWQ_PASSES = 40 * 2.6  # over a weight, each as long as rounding it once: candidates, and what is computed of each
 TUNING = 2.5  # a step of tuning, in passes of its sample through the model in float32
 TEXT = 2.0  # writing text goes through the model in 8 bits: so much faster than float32 a token
@@ -108,10 +109,11 @@ def seconds(source: LayerSource, work: Work, rates: Rates) -> dict[str, float]:
     sites = [site for layer in spec.layers for site in layer_sites(layer)]
     grams = sum(2 * work.tokens * site.size**2 for site in sites) if work.products else 0
     rounding = ROUNDING.get(work.stage, LITTLE) * AWQ_PASSES * sum(map(_sampled, linears))
+    trials = AWQ_TRIALS.get(work.stage, 0) * sum(2 * _sampled(x) * x.in_features for x in linears)
     whole = len(spec.layers) * rates.exact + 2 * head * rates.product  # a token through the model
     found = {
         "text": work.written * 2 * (sum(map(_size, linears)) + head) * rates.product / TEXT,
-        "layers": share * (passes + grams * rates.product + rounding * rates.rounding),
+        "layers": share * (passes + (grams + trials) * rates.product + rounding * rates.rounding),
         "tuning": work.tune_steps * work.seqlen * TUNING * whole,
         "perplexity": 2 * work.eval_tokens * whole,
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.artifacts.reused_memory import ReusedMemory
-from toolkit.errors import UsageError
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.weight_info import info_of, reading_ahead
 
 if TYPE_CHECKING:
@@ -69,7 +69,13 @@ class RoundedWeights(Mapping[str, "Weight | Tensor"]):
             return self._weights[name]
         found, scales = self._parts(name)
         assert isinstance(found, Dense)
-        return to_group_int(found.weight, self._bits, group, scales, self._memory)
+        made = to_group_int(found.weight, self._bits, group, scales, self._memory)
+        if not bool(made.scales.isfinite().all()):  # rounded activations would hide it
+            raise ToolkitError(
+                f"{name}: holds NaN, infinity or a number too large to be rounded, or the weight before it does; fetch "
+                "the model again or leave --load-format out"
+            )
+        return made
 
     def info(self, name: str) -> Weight | Tensor:
         """``self[name]`` as headers tell it: its matrices are without memory."""
