@@ -11,7 +11,7 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
@@ -154,16 +154,28 @@ def _typed(flag: str, hint: Any, default: Any) -> tuple[Any, Any, Callable[[Any]
     return hint, default, lambda value: value
 
 
+def _names(f: dataclasses.Field[Any]) -> tuple[str, ...]:
+    """The field as it is typed."""
+    told = option_of(f)
+    return (told and told.names) or (spelled(f.name),)
+
+
 def _flag(f: dataclasses.Field[Any], hint: Any, panel: str | None) -> tuple[inspect.Parameter, Callable[[Any], Any]]:
     told = option_of(f)
     assert told is not None
-    names = told.names or (spelled(f.name),)
+    names = _names(f)
     kind, default, read = _typed(names[0], hint, f.default)
     shown: dict[str, Any] = {"help": told.help, "rich_help_panel": panel} | told.shown
     if "min" in shown:
         shown.setdefault("metavar", f"<{(get_args(kind) or (kind,))[0].__name__}>")
     annotation: Any = Annotated[kind, typer.Option(*names, **shown)]
     return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation), read
+
+
+def _as_typed(message: str, typed: Mapping[str, str]) -> str:
+    """``message``, which names a field first as a record's checks do, with the flag in its place."""
+    name, colon, rest = message.partition(":")
+    return typed.get(name, name) + colon + rest
 
 
 def with_flags(
@@ -177,6 +189,7 @@ def with_flags(
     fields = sorted((f for f in dataclasses.fields(kind) if option_of(f)), key=lambda f: f.name not in first)
     readers = {f.name: _flag(f, hints[f.name], panel) for f in fields}
     flags = [flag for flag, _ in readers.values()]
+    typed = {f.name: _names(f)[0].partition("/")[0] for f in fields}
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         own_hints = get_type_hints(command, include_extras=True)
@@ -189,7 +202,11 @@ def with_flags(
         @functools.wraps(command)
         def wrapped(**values: Any) -> Any:
             made = kind(**{name: read(values.pop(name)) for name, (_, read) in readers.items()})
-            return command(**{parameter: made}, **values)
+            try:
+                return command(**{parameter: made}, **values)
+            except UsageError as error:
+                error.args = (_as_typed(str(error), typed),)
+                raise
 
         wrapped.__signature__ = inspect.Signature(own + flags)  # type: ignore[attr-defined]
         wrapped.__annotations__ = {p.name: p.annotation for p in own + flags}

@@ -63,6 +63,14 @@ def test_what_is_like_nothing_gets_no_suggestion(tool: Any) -> None:
         assert code == 2 and "xyzzy" in err and "did you mean" not in err
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--load-format", "int5"), ("--quant_policy", "3"), ("--temperature", "-1"), ("--dtype", "x")]
+)
+def test_what_is_refused_is_named_as_typed(tool: Any, tiny_models: Any, flag: str, value: str) -> None:
+    code, _, err = tool("chat", str(tiny_models("llama")), flag, value, "--prompt", "a")
+    assert code == 2 and f"tool: misuse: {flag.replace('_', '-')}: expected " in err
+
+
 def engine_flags(*args: str) -> options.EngineFlags:
     """The flags of a command line ``tool x MODEL ARGS``."""
     found: list[options.EngineFlags] = []

@@ -104,9 +104,9 @@ def test_flags_reach_the_model(tool: Callable[..., Done], model: str, expected: 
     ("args", "names"),
     [
         (["-p", ""], "--prompt"),
-        (["-p", "x", "--temperature", "3"], "temperature"),
-        (["-p", "x", "--top-p", "-1"], "top_p"),
-        (["-p", "x", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["-p", "x", "--temperature", "3"], "--temperature:"),
+        (["-p", "x", "--top-p", "-1"], "--top-p:"),
+        (["-p", "x", "--max-new-tokens", "0"], "--max-new-tokens:"),
         (["-p", "x", "--backend", "tensorrt"], "--backend"),
         (["-p", "x", "--chat-template", "no-such"], "no-such"),
         (["-p", "x", "--chat-template", "/no/such.jinja"], "/no/such.jinja"),

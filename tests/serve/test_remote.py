@@ -46,7 +46,7 @@ def test_one_answer(start: Any, client: Any, tmp_path: Path) -> None:
     assert client(f"{server.url}/v1", "--api-key", "k", "-p", "abc", "--temperature", "0.2", "--max-new-tokens", "4")[1]
     drawn = server.engine.seen[-1][1]
     assert (drawn.temperature, drawn.top_k, drawn.max_new_tokens) == (0.2, 50, 4)
-    assert "top_p" in client(server.url, "-p", "abc", "--top-p", "7")[2]
+    assert "--top-p" in client(server.url, "-p", "abc", "--top-p", "7")[2]
     _, config = server.engine.seen[0]
     assert config.greedy and config.max_new_tokens == 512 and "the server's sampling" in err
     warm = tmp_path / "generation_config.json"
