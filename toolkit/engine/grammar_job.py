@@ -92,7 +92,7 @@ class Compiling:
         except RuntimeError as e:
             if "bad_alloc" in str(e):
                 raise MemoryError from None
-            reason = _PLACE.sub("", " ".join(str(e).split()))
+            reason = _PLACE.sub("", " ".join(str(e).split())) or "xgrammar cannot read it"
             raise ValueError(f"is not valid: {reason:.300}") from e
 
 

@@ -107,7 +107,7 @@ def _one_statement(item: Item, lose: Any) -> Item:
 
 def _is(value: Any, kind: Any) -> bool:
     if kind == "integer":
-        return not isinstance(value, bool) and isinstance(value, (int, float)) and value == int(value)
+        return not isinstance(value, bool) and isinstance(value, (int, float)) and value % 1 == 0  # inf, nan: False
     if isinstance(value, bool):
         return bool(kind == "boolean")
     return isinstance(kind, str) and isinstance(value, _PLAIN.get(kind, ()))
