@@ -42,7 +42,7 @@ def ppl(
     window: Annotated[int, typer.Option("--window", help="Tokens that the model sees at once.")] = 1024,
     stride: Annotated[int, typer.Option("--stride", help="Tokens from one window to the next.")] = 512,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", help="Take so many tokens from the start of the text.  [default: all]")
+        int | None, typer.Option("--max-tokens", help="Take so many tokens from the start of the text. Default: all.")
     ] = None,
     json: Annotated[
         str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")
@@ -187,12 +187,12 @@ def lm_eval(
     chat: Annotated[
         bool, typer.Option("--chat", help="Through the chat template: for tasks whose answers are written.")
     ] = False,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Items of each task.  [default: all]")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Items of each task. Default: all.")] = None,
     model_format: Annotated[
         str | None, typer.Option("--model-format", help="hf, awq, gptq, w8a8, gguf or engine. Default: read.")
     ] = None,
 ) -> None:
-    """lm-evaluation-harness on a model as it is served; it needs `pip install "lm-eval[api]"`.
+    """lm-evaluation-harness on a model as it is served; it needs `pip install "lm-eval\\[api]"`.
 
     What follows these options goes to lm-eval as it is.
 

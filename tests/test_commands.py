@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
+from toolkit.commands import main as commands
 from toolkit.commands.main import main
 from toolkit.commands.output import say_how_it_runs
 from toolkit.serve import run as serve_run
@@ -62,6 +64,19 @@ def test_help_shows_every_engine_flag_whole_at_80_columns(tool: Any, command: li
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert [flag for flag in ENGINE_FLAGS if f"{flag} " not in text] == []
+
+
+def test_no_word_of_help_is_taken_for_markup() -> None:
+    """``toolkit[gradio]`` would be shown without its brackets."""
+
+    def texts(command: Any) -> Iterator[str]:
+        yield from (text for text in [command.help, *(getattr(p, "help", None) for p in command.params)] if text)
+        for inner in getattr(command, "commands", {}).values():
+            yield from texts(inner)
+
+    found = [text for name in commands.COMMANDS for text in texts(commands._load(name))]
+    assert len(found) > 300
+    assert [text for text in found if Text.from_markup(text).plain != text.replace(r"\[", "[")] == []
 
 
 def test_table_of_models_keeps_its_words_whole_at_80_columns(tool: Any) -> None:
