@@ -5,8 +5,9 @@
 
 A cell is a method calibrated on one text and measured on another. It is added to --results as soon as it is known, and
 not made again. ``self`` is the text that the model writes itself, ``NAME+self`` both, half of the samples each; peers
-read files alone. The method ``int4`` is ``--load-format int4``, which reads no text. --rough multiplies in bfloat16
-where that is faster, in both models alike. --table prints what the file holds, --plot draws it.
+read files alone. The method ``int4`` is ``--load-format int4``, which reads no text; ``nearest`` is rounding alone, in
+the same groups. --rough multiplies in bfloat16 where that is faster, in both models alike. --table prints what the file
+holds, --plot draws it, --beside METHOD shows what others lose beside it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +40,13 @@ from toolkit.quant.layers.forward import embed, head_logits, in_bf16, layer_forw
 from toolkit.quant.layers.forward_parts import Weights
 from toolkit.quant.layers.result import LayerResult
 from toolkit.quant.layers.source import LayerSource
-from toolkit.runners.rounded_weights import BITS, rounded
+from toolkit.runners.rounded_weights import BITS, RoundedWeights, rounded
 
 CPU = torch.device("cpu")
 WINDOW = 512  # tokens that the models see at once
 BESIDE = "+self"  # behind the name of a calibration text: with text of the model's own
 AT_FIRST = {"bits": 4}  # of cells that were made when there was no such option
+AS_READ = (*BITS, "nearest")  # methods that round while the model is read
 NO_TEXT = "no text"  # what a method is calibrated on that reads none
 
 
@@ -63,25 +66,28 @@ class Texts:
             self.windows[name] = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW)
         self.exact: dict[str, list[Tensor]] = {}
 
-    def figures(self, out: Path, name: str, load_format: str = "auto") -> dict[str, Any]:
-        """How far the checkpoint ``out``, read with ``load_format``, is from the original on the text ``name``:
-        ``Before.figures``."""
+    def figures(self, out: Path, name: str, method: str = "") -> dict[str, Any]:
+        """How far the checkpoint ``out``, rounded while it is read where ``method`` says so, is from the original on
+        the text ``name``: ``Before.figures``, and the KL divergence in every window."""
         if name not in self.exact:
             self.exact[name] = self._states(name, lambda i: self.source.layer(i, CPU))
         checkpoint = open_checkpoint(out)
         spec, stored = load_spec(checkpoint)
-        weights = rounded(canonical_weights(checkpoint, stored), spec, load_format)
+        weights = canonical_weights(checkpoint, stored)
+        weights = RoundedWeights(weights, spec, 4) if method == "nearest" else rounded(weights, spec, method)
         own = [{part.name for item in items for part in item.parts} for items in self.source.stored]
 
         def layer(i: int) -> Weights:
             return LayerResult({n: weights[n] for n in weights if n.removesuffix(".bias") in own[i]}, []).dense()
 
-        found, norm = Before(), self.source.spec.final_norm.name
+        found, sums, norm = Before(), [0.0], self.source.spec.final_norm.name
         after = self.outer | {norm: weights[norm]}
         for ids, x, y in zip(self.windows[name], self.exact[name], self._states(name, layer), strict=True):
             p, q = (head_logits(self.source.spec, w, h[0, :-1]) for w, h in ((self.outer, x), (after, y)))
             found.add(p, q, ids[1:])
-        return found.figures()
+            so_far = found.figures()
+            sums.append(so_far["kl"] * so_far["tokens"])
+        return found.figures() | {"kl_windows": [(b - a) / (WINDOW - 1) for a, b in pairwise(sums)]}
 
     def _states(self, name: str, weights: Any) -> list[Tensor]:
         """Hidden states behind the last layer, window by window; ``weights(i)``: of layer i."""
@@ -138,10 +144,9 @@ def fill(args: argparse.Namespace, rows: Sequence[Row], calib: Mapping[str, str]
         if not missing:
             continue
         texts = texts or Texts(Path(args.model), data, args.eval_tokens, args.rough)
-        as_read = row.method if row.method in BITS else "auto"
-        out, took = (Path(args.model), {}) if row.method in BITS else quantize(args, row, calib[row.calib])
+        out, took = (Path(args.model), {}) if row.method in AS_READ else quantize(args, row, calib[row.calib])
         for name in missing:
-            found = texts.figures(out, name, as_read)
+            found = texts.figures(out, name, row.method)
             add(args.results, key | {"data": name} | took | found)
             print(f"{row.title}, calibrated on {row.calib}, measured on {name}: {loss(found):+.1f} %", flush=True)
         if out != Path(args.model):
@@ -182,6 +187,32 @@ def table(cells: Sequence[Mapping[str, Any]], figure: str) -> Iterator[str]:
     for row, losses in by_row(cells, figure).items():
         found = " | ".join(f"{losses[name]:.1f}" if name in losses else "" for name in data)
         yield f"| {row.title} | {row.calib} | {found} | {max(losses.values()):.1f} |"
+
+
+def beside(cells: Sequence[Mapping[str, Any]], method: str) -> Iterator[str]:
+    """KL of each row as a share of ``method``'s on the same windows, text by text, and of all texts together, ± the
+    standard error (a window left out at a time)."""
+    windows: dict[Row, dict[str, list[float]]] = {}
+    for cell in cells:
+        row = Row(cell["peer"], cell["method"], cell["calib"])
+        windows.setdefault(row, {})[cell["data"]] = cell.get("kl_windows", [])
+    against = next((of for row, of in windows.items() if row.title == method), None)
+    if against is None:
+        sys.exit(f"--beside: expected one of {', '.join(dict.fromkeys(row.title for row in windows))}, found {method}")
+    for row, of in windows.items():
+        texts = [name for name in of if len(of[name]) > 1 and len(of[name]) == len(against.get(name, ()))]
+        if row.title == method or not texts:
+            continue
+        own, other = (torch.tensor([x for name in texts for x in all_of[name]]) for all_of in (of, against))
+        each = ", ".join(f"{name} {sum(of[name]) / sum(against[name]):.2f}" for name in texts)
+        yield f"{row.title}, calibrated on {row.calib}, beside {method}: {share(own, other)} ({each})"
+
+
+def share(own: Tensor, other: Tensor) -> str:
+    """The ratio of the sums ± its standard error."""
+    left_out = (own.sum() - own) / (other.sum() - other)
+    error = (len(own) - 1) / len(own) ** 0.5 * float(left_out.std())
+    return f"{float(own.sum() / other.sum()):.3f} ± {error:.3f}"
 
 
 def plot(cells: Sequence[Mapping[str, Any]], figure_of: str, path: Path) -> None:
@@ -232,13 +263,13 @@ def named(option: str, given: Sequence[str]) -> dict[str, str]:
 def rows_of(methods: Sequence[str], calib: Sequence[str]) -> Iterator[Row]:
     """Methods, PEER/METHOD or METHOD for ours, by calibration text; a peer cannot have its text written."""
     for name in methods:
-        if name in BITS:
+        if name in AS_READ:
             yield Row("ours", name, NO_TEXT)
             continue
         peer, _, method = name.rpartition("/")
         known = OURS if not peer else PEERS.get(peer, ())
         if method not in known:
-            sys.exit(f"--methods: expected PEER/METHOD or one of {', '.join((*OURS, *BITS))}, found {name}")
+            sys.exit(f"--methods: expected PEER/METHOD or one of {', '.join((*OURS, *AS_READ))}, found {name}")
         yield from (Row(peer or "ours", method, c) for c in calib if not (peer and c.endswith("self")))
 
 
@@ -255,12 +286,13 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=4, choices=(2, 3, 4, 8), help="of a weight (not llm-compressor)")
     parser.add_argument("--eval-tokens", type=int, default=8192, help="of each held-out text")
     parser.add_argument("--rough", action="store_true", help="layers are measured in bfloat16 where that is faster")
-    parser.add_argument("--include", help="only linears that this pattern fits (not int4, nor auto-round)")
+    parser.add_argument("--include", help="only linears that this pattern fits (not int4, nearest, auto-round)")
     parser.add_argument("--peer-python", help="interpreter of the peers' environment (default: made in --work-dir)")
     parser.add_argument("--results", type=Path, default=Path("bench-matrix.json"))
     parser.add_argument("--work-dir", type=Path, default=Path("bench-quant"))
     parser.add_argument("--figure", choices=list(FIGURES), default="loss", help="what tables and pictures show")
     parser.add_argument("--plot", type=Path, help="draw the results file as a heat map (.png)")
+    parser.add_argument("--beside", metavar="METHOD", help="show losses beside this method's, with standard errors")
     parser.add_argument("--table", action="store_true", help="print (and draw) what the results file holds, and leave")
     args = parser.parse_args()
     check_plot("--plot", args.plot)
@@ -275,6 +307,8 @@ def main() -> None:
     if not cells:
         sys.exit(f"{args.results}: no cells yet")
     print("\n".join(table(cells, args.figure)))
+    if args.beside is not None:
+        print("\n".join(beside(cells, args.beside)))
     if args.plot is not None:
         plot(cells, args.figure, args.plot)
 

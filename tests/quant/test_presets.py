@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,6 +114,16 @@ def test_the_time_is_said_before_the_work_and_resuming_too(
     said.clear()
     assert auto_awq(str(tiny_models("llama")), tmp_path / "out", Awq(tune_steps=0), common=common).already_there
     assert not any(line.startswith("time:") for line in said)
+
+
+def test_rates_do_not_count_waiting_for_a_neighbour(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, 1e6)
+    monkeypatch.setattr(
+        estimate, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=time.process_time)
+    )
+    with torch.inference_mode():
+        rates = estimate.measure(LayerSource(tiny_models("llama")), torch.device("cpu"))
+    assert rates.exact < 1 and rates.rounding < 1
 
 
 def test_rates_are_those_of_this_machine(tiny_models: Any) -> None:
