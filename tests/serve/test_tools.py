@@ -69,6 +69,20 @@ def test_a_whole_answer(start: Any) -> None:
     assert "tools" not in template.seen[-1][1]
 
 
+@pytest.mark.parametrize("form", ["llama3", "hermes", None])
+def test_llama_s_own_tools_are_called_in_the_text(form: str | None) -> None:
+    """Its system text switches them on ("Environment: ipython"), so no request has told of them."""
+
+    class Marked:
+        special_ids = frozenset({1, 2})
+
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return {1: "<|python_tag|>", 2: "<|eom_id|>"}[ids[0]]
+
+    tokenizer: Any = Marked()
+    assert Formats(registry.tool_format(form) if form else None, None, tokenizer).shown == ["<|python_tag|>"]
+
+
 def test_documents_go_to_the_template(start: Any) -> None:
     server = start(template=(template := Echo("hermes")))
     ask(server, "Well.", documents=[{"title": "a", "text": "b"}])

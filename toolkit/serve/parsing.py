@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from toolkit.serve.protocol import ChatCompletionRequest
 
 NONE = "none"  # --reasoning-parser: thoughts stay in the text
+BUILT_IN = "<|python_tag|>"  # before a call of Llama 3's own tools, which its system text switches on, not the request
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,11 @@ class Formats:
     @cached_property
     def shown(self) -> list[str] | None:
         """Special tokens that parsers have to see; a call that nobody asked for is text with its marks."""
-        marks = (*(self.reasoning.visible if self.reasoning else ()), *(self.tools.visible if self.tools else ()))
+        marks = (
+            BUILT_IN,
+            *(self.reasoning.visible if self.reasoning else ()),
+            *(self.tools.visible if self.tools else ()),
+        )
         found = [token for token in self.specials if any(token in mark for mark in marks)]
         return found or None
 

@@ -104,7 +104,7 @@ def add_schemas(app: FastAPI, models: list[type[BaseModel]]) -> None:
         document = generate()
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         _, made = models_json_schema([(model, "validation") for model in models], ref_template=REF)
-        schemas.update(made["$defs"])  # models of one name are told apart by their modules
+        schemas.update(made["$defs"])
         for operations in document["paths"].values():
             for operation in operations.values():
                 operation["responses"].pop("422", None)  # FastAPI's own refusal, which no route here gives

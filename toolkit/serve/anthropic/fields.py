@@ -160,7 +160,7 @@ AnyBlock = Annotated[
 ]
 
 
-class Message(Block):
+class InputMessage(Block):
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[AnyBlock], _known(KINDS, str | list[AnyBlock])]
 
@@ -208,7 +208,7 @@ class OutputConfig(Block):
 
 class CountRequest(Strict):
     model: str
-    messages: list[Message] = Field(min_length=1)
+    messages: list[InputMessage] = Field(min_length=1)
     system: Texts | None = None
     tools: Annotated[list[Tool], BeforeValidator(_own_tools, json_schema_input_type=list[dict[str, Any]])] | None = None
     tool_choice: ToolChoice | None = None

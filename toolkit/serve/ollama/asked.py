@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from toolkit.serve.ollama.fields import Answering, ChatRequest, Message, OllamaGenerateRequest, Options
+from toolkit.serve.ollama.fields import Answering, ChatRequest, OllamaGenerateRequest, OllamaMessage, Options
 from toolkit.serve.protocol import ChatCompletionRequest, CompletionRequest
 
 
@@ -22,7 +22,7 @@ def prompt_in_chat(request: OllamaGenerateRequest, model: str) -> ChatCompletion
     said = [{"role": "user", "content": request.prompt, "images": request.images}]
     if request.system:
         said.insert(0, {"role": "system", "content": request.system})
-    messages = _messages([Message.model_validate(message) for message in said])
+    messages = _messages([OllamaMessage.model_validate(message) for message in said])
     made = _common(request, model) | _thinking(request) | {"messages": messages}
     return ChatCompletionRequest.model_validate(made)
 
@@ -57,7 +57,7 @@ def _thinking(request: Answering) -> dict[str, Any]:
     return {"enable_thinking": request.think}
 
 
-def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     """A tool's result goes to the first call of that name that has none yet, for Ollama's calls have no ids."""
     told: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []  # name and id of calls without a result

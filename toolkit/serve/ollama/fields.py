@@ -90,7 +90,7 @@ class Call(Strict):
     type: Literal["function"] | None = None
 
 
-class Message(Strict):
+class OllamaMessage(Strict):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
@@ -101,7 +101,7 @@ class Message(Strict):
 
 
 class ChatRequest(Answering):
-    messages: list[Message] = Field(default_factory=list)
+    messages: list[OllamaMessage] = Field(default_factory=list)
     tools: list[Tool] | None = None
 
 
