@@ -102,7 +102,8 @@ class FakeNode:
 
     def whole(self, writer: asyncio.StreamWriter, status: int, data: Any) -> None:
         body = json.dumps(data).encode()
-        head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"HTTP/1.1 {status} X\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        head += "date: Mon, 01 Jan 2024 00:00:00 GMT\r\nserver: node\r\n\r\n"
         writer.write(head.encode() + body)
 
     async def stream(self, writer: asyncio.StreamWriter) -> bool:
@@ -485,6 +486,16 @@ def test_a_node_is_removed_by_its_url_and_an_empty_body(who: dict[str, Any], hea
             sent = {name: value.format(own=own) for name, value in headers.items()}
             gone = await w.client.post(f"/nodes/remove?node_url={w.nodes[0].url}", headers=sent)
             assert (gone.status_code, gone.json()) == (200, {"removed": w.nodes[0].url})
+
+    run(go)
+
+
+def test_an_answer_has_one_date_and_one_server() -> None:
+    async def go() -> None:
+        async with world(FakeNode()) as w:
+            headers = (await w.ask()).headers
+            assert [len(headers.get_list(name)) for name in ("date", "server")] == [1, 1]
+            assert "2024" not in headers["date"] and headers["server"] != "node"
 
     run(go)
 
