@@ -303,7 +303,8 @@ class FarPython:
     def ask(self, isa: str, name: str, *arguments: Any, **options: Any) -> Any:
         """What the method ``name`` of its ``NativeOps(isa)`` returns; arrays that it changes are changed here too."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        pickle.dump((isa, name, arguments, options), self._process.stdin)
+        sent = [a.in_memory() if isinstance(a, PackedTensor) else a for a in arguments]  # there is no torch there
+        pickle.dump((isa, name, sent, options), self._process.stdin)
         self._process.stdin.flush()
         found, changed = pickle.load(self._process.stdout)
         for mine, theirs in zip(arguments, changed, strict=True):
