@@ -14,7 +14,7 @@ import pytest
 from toolkit.engine.stream import Timings
 from toolkit.messages import GenerationConfig, Response
 from toolkit.profile.load import run_all, run_one
-from toolkit.profile.memory import PeakMemory, process_tree_mib
+from toolkit.profile.memory import PeakMemory, ProcessTree
 from toolkit.profile.workload import Ask
 
 
@@ -102,11 +102,11 @@ def test_peak_memory() -> None:
 
 
 def test_process_memory_counts_children() -> None:
-    before = process_tree_mib()
+    before = ProcessTree()()
     code = "x = bytearray(b'1' * (100 << 20)); print('up', flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None and child.stdout.readline()
-    grown = process_tree_mib() - before
+    grown = ProcessTree()() - before
     child.communicate(b"\n", timeout=100)
     assert 100 < grown < 400
 

@@ -14,7 +14,7 @@ from toolkit.engine_configs import EngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.option import spelled
 from toolkit.profile.load import run_all
-from toolkit.profile.memory import PeakMemory, gpu_used_mib, process_tree_mib
+from toolkit.profile.memory import PeakMemory, ProcessTree, gpu_used_mib
 from toolkit.profile.metrics import RequestRecord, generation_row
 from toolkit.profile.options import Grid
 from toolkit.profile.workload import Ask, random_prompts
@@ -59,7 +59,7 @@ def measure(
     try:
         _check_room(engine, grid)
         on_start(engine)
-        read = gpu_used_mib if engine.device.startswith("cuda") else process_tree_mib
+        read = gpu_used_mib if engine.device.startswith("cuda") else ProcessTree()
         with PeakMemory(read) as memory:
             return asyncio.run(_measure_all(engine, grid, memory, on_done, on_row))
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 
 import psutil
@@ -12,16 +13,28 @@ import psutil
 MIB = 1 << 20
 
 
-def process_tree_mib() -> float:
-    """Resident memory of this process and all its children; mapped files count in each process that has them."""
-    total = 0
-    me = psutil.Process(os.getpid())
-    for process in [me, *me.children(recursive=True)]:
-        try:
-            total += process.memory_info().rss
-        except psutil.Error:  # it has just ended
-            continue
-    return total / MIB
+class ProcessTree:
+    """Resident memory of this process and all its children in MiB; mapped files count in each process that has them.
+
+    Which these are is looked up at most once a second: going through all processes of the machine would cost the run
+    that is measured a sixtieth of a core.
+    """
+
+    def __init__(self) -> None:
+        self._processes: list[psutil.Process] = []
+        self._looked = float("-inf")
+
+    def __call__(self) -> float:
+        if time.monotonic() - self._looked > 1:
+            me = psutil.Process(os.getpid())
+            self._processes, self._looked = [me, *me.children(recursive=True)], time.monotonic()
+        total = 0
+        for process in self._processes:
+            try:
+                total += process.memory_info().rss
+            except psutil.Error:  # it has just ended
+                continue
+        return total / MIB
 
 
 def gpu_used_mib() -> float:
