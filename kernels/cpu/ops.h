@@ -117,9 +117,12 @@ struct AttnState {
     float* acc;  // [rows][vpad]
 };
 
+// Of cells that are made for attention, beside queries of bfloat16 or else of floats.
+inline int32_t loaded_type(bool bf16) { return bf16 ? KV_BF16 : KV_F32; }
+
 // Whether attention reads cells as they are stored, beside queries of bfloat16 or else of floats.
 inline bool reads_cells(int32_t type, bool bf16, bool bf16_dot) {
-    return type == (bf16 ? KV_BF16 : KV_F32) || (!bf16_dot && (type == KV_BF16 || type == KV_INT8));
+    return type == loaded_type(bf16) || (!bf16_dot && (type == KV_BF16 || type == KV_INT8));
 }
 
 struct AttnParams {

@@ -179,7 +179,7 @@ TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, in
     const int64_t d = tk::pad16(head_dim), cells = (tokens + 15) / 16, tiles = (tokens + tk::KV_TILE - 1) / tk::KV_TILE;
     const int32_t half = bf16 && ops->bf16_dot;
     const bool rows_alone = !values;
-    const int32_t loaded_type = half ? tk::KV_BF16 : tk::KV_F32;
+    const int32_t loaded_type = tk::loaded_type(half);
     const bool as_stored = rows_alone ? kv_type == loaded_type : tk::reads_cells(kv_type, half, ops->bf16_dot);
     const tk::CellLayout cell = tk::cell_layout(kv_type, head_dim, rows_alone);
     std::vector<uint8_t> store(size_t(cells * cell.bytes() + 64)), dummy(size_t(d * 64));

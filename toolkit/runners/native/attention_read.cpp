@@ -87,7 +87,7 @@ Mixer read_cross(const Record& r, Program& prog) {
     read_heads(r, core);
     core.scale = r.number("scale");
     core.softcap = 0;
-    core.cell = cell_layout(prog.bf16 ? KV_BF16 : KV_F32, core.head_dim);
+    core.cell = cell_layout(loaded_type(prog.bf16), core.head_dim);
     c.q = r.linear("q", core.heads * core.head_dim, prog.hidden);
     c.k = r.linear("k", core.kv_heads * core.head_dim, prog.hidden);
     c.v = r.linear("v", core.kv_heads * core.head_dim, prog.hidden);

@@ -132,7 +132,7 @@ void Run::find_cells(const Attention& a, int64_t seq, int64_t head, int64_t tile
 // null) are fetched.
 void Run::load_cells(const Attention& a, int64_t tile, Range tokens, const KvTile* ahead, KvTile* cells) {
     const int64_t element = p.bf16 ? 2 : 4;
-    const bool as_stored = p.kv_type == (p.bf16 ? KV_BF16 : KV_F32);
+    const bool as_stored = p.kv_type == loaded_type(p.bf16);
     auto fetch = [](const void* from, int64_t bytes) {
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const uint8_t*>(from) + i);
     };
@@ -187,7 +187,7 @@ void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next,
             s.from[r] = int32_t(a.alibi_rounded != 0.0f ? base : base - pos);
         }
     }
-    AttnParams params{a.dpad, a.vpad, a.scale, a.softcap, stored ? p.kv_type : p.bf16 ? KV_BF16 : KV_F32};
+    AttnParams params{a.dpad, a.vpad, a.scale, a.softcap, stored ? p.kv_type : loaded_type(p.bf16)};
     if (a.alibi) params.slope = s.slope, params.from = s.from, params.rounded = a.alibi_rounded;
     ops.attn_tile(params, kv, query(a, head, t0 - first), (t1 - t0) * a.per_kv, s.lo, s.hi, to, s.scores);
 }

@@ -25,7 +25,7 @@ void Run::remember(const Kept& kept, int64_t from) {
                 std::memcpy(value, k + c->k.w.tiles() * LANES, size_t(core.head_dim) * 4);
                 uint8_t* keys = kept.pages.data() + (c->at + head * cell.bytes()) * kept.cells;
                 uint8_t* values = keys + cell.k_cell * kept.cells;
-                ops.kv_write(p.bf16 ? KV_BF16 : KV_F32, core.dpad, key, value, keys + row / LANES * cell.k_cell,
+                ops.kv_write(loaded_type(p.bf16), core.dpad, key, value, keys + row / LANES * cell.k_cell,
                              values + row / LANES * cell.v_cell, nullptr, nullptr, row % LANES, 0);
             }
         });
@@ -60,7 +60,7 @@ void Run::look(const Cross& c, const QueryBlock& block, int64_t head) {
     const Attention& core = c.core;
     AttnScratch& s = own.attention;
     const int64_t rows = (block.last - block.first) * core.per_kv;
-    const AttnParams params{core.dpad, core.vpad, core.scale, 0, p.bf16 ? KV_BF16 : KV_F32};
+    const AttnParams params{core.dpad, core.vpad, core.scale, 0, loaded_type(p.bf16)};
     bool begun = false;
     for (int32_t i = in.view_ptr[block.seq]; i < in.view_ptr[block.seq + 1]; i++) {
         const Kept& kept = model.pictures.at(in.seen[i]);

@@ -50,7 +50,7 @@ void Run::expand_tile(const Latent& a, int64_t head, int64_t tokens, KvTile* kv)
         std::memcpy(key, from, size_t(a.nope_dim) * 4);
         std::memcpy(key + a.nope_dim, e.rows + t * core.dpad + a.kv_rank(), size_t(a.rope_dim) * 4);
         std::memcpy(value, from + a.nope_dim, size_t(a.v_dim) * 4);
-        ops.kv_write(p.bf16 ? KV_BF16 : KV_F32, d, key, value, e.keys + t / LANES * part, e.values + t / LANES * part, nullptr,
+        ops.kv_write(loaded_type(p.bf16), d, key, value, e.keys + t / LANES * part, e.values + t / LANES * part, nullptr,
                      nullptr, t % LANES, t + 1 == tokens);
     }
     for (int64_t c = 0; c < KV_CELLS; c++) kv->k[c] = e.keys + c * part, kv->v[c] = e.values + c * part;
@@ -73,7 +73,7 @@ void Run::attend_expanded(const Latent& a, int64_t seq, int64_t head) {
         if (p.bf16) ops.to_bf16(row, reinterpret_cast<uint16_t*>(e.queries + i * d * element), d);
         else std::memcpy(e.queries + i * d * element, row, size_t(d) * 4);
     }
-    const AttnParams params{d, vpad, core.scale, 0, p.bf16 ? KV_BF16 : KV_F32};
+    const AttnParams params{d, vpad, core.scale, 0, loaded_type(p.bf16)};
     for (int64_t base = 0; base < length; base += KV_TILE) {
         KvTile kv;
         load_rows(core, seq, base / KV_TILE, length, e.rows);

@@ -23,7 +23,7 @@ TowerLayer read_layer(const Record& r, int64_t hidden, bool bf16) {
     if (l.turned && l.head_dim % 2) r.fail("turned", "heads of an odd number of elements");
     l.norm_after = r.flag("norm_after");
     l.division = int(r.integer("division", 0, 1));
-    l.cell = cell_layout(bf16 ? KV_BF16 : KV_F32, l.dpad);
+    l.cell = cell_layout(loaded_type(bf16), l.dpad);
     const int64_t width = l.heads * l.head_dim;
     l.norm1 = r.needed_norm("norm1", hidden);
     l.norm2 = r.needed_norm("norm2", hidden);

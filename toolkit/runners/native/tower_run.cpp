@@ -193,7 +193,7 @@ void TowerRun::put_keys(const TowerLayer& l, int64_t head, const Tower::Segment&
     }
     v = padded(l, v, n, own.head + LANES * l.dpad, &stride);
     if (n == LANES && tower.program.bf16) return ops.kv_cell(l.dpad, k, v, stride, kc, vc);
-    const int32_t type = tower.program.bf16 ? KV_BF16 : KV_F32;
+    const int32_t type = loaded_type(tower.program.bf16);
     for (int64_t t = 0; t < n; t++)
         ops.kv_write(type, l.dpad, k + t * stride, v + t * stride, kc, vc, nullptr, nullptr, lane + t, rows.first + t + 1 == s.last);
     // pairs of lanes behind the last row: whatever an earlier call left there is multiplied by 0
@@ -219,7 +219,7 @@ void TowerRun::attend(const TowerLayer& l, Range rows) {
 void TowerRun::attend_block(const TowerLayer& l, const Tower::Segment& s, int64_t head, Range block, float* out) {
     const int64_t n = block.last - block.first, length = (block.first < s.real ? s.last : s.real) - s.first;
     const int64_t first = head * tower.divisions[l.division].cells + s.cell, cells = (s.last - s.first + LANES - 1) / LANES;
-    AttnParams params{l.dpad, l.vpad, 1.0f / std::sqrt(float(l.head_dim)), 0.0f, tower.program.bf16 ? KV_BF16 : KV_F32};
+    AttnParams params{l.dpad, l.vpad, 1.0f / std::sqrt(float(l.head_dim)), 0.0f, loaded_type(tower.program.bf16)};
     params.loose = 1;
     for (int64_t tile = 0; tile * KV_TILE < length; tile++) {
         KvTile kv;

@@ -28,7 +28,7 @@ OWN_HEADERS = frozenset(  # of one connection, not of the request or answer; and
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade host "
     b"content-length expect".split()
 )
-SERVER_HEADERS = frozenset({b"date", b"server"})  # of an answer: this server's own stand in it already
+ANSWER_HEADERS = OWN_HEADERS | {b"date", b"server"}  # left out of an answer: this server's own stand in it already
 KEY_HEADERS = (b"authorization", b"x-api-key")
 
 
@@ -137,7 +137,7 @@ class Forward(Reply):
 
     async def _pass_on(self, reply: httpx.Response, node: Node, send: Send) -> None:
         """From the first byte on it is this node's answer, whatever happens to it."""
-        headers = [(k.lower(), v) for k, v in reply.headers.raw if k.lower() not in OWN_HEADERS | SERVER_HEADERS]
+        headers = [(k.lower(), v) for k, v in reply.headers.raw if k.lower() not in ANSWER_HEADERS]
         streams = reply.headers.get("content-type", "").startswith("text/event-stream")
         length = reply.headers.get("content-length")
         if length is not None:
