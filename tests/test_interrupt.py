@@ -82,6 +82,26 @@ def test_an_interrupt_that_python_swallows() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
+LOST_EARLY = """
+import signal, sys, weakref, toolkit.__main__ as tool
+class Thing: pass
+class Finder:
+    def find_spec(name, path, target=None):
+        if name == "toolkit.commands.main":
+            thing = Thing()
+            watched = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+            del thing
+            print("was not ended", flush=True)
+sys.meta_path.insert(0, Finder)
+tool.main()
+"""
+
+
+def test_an_interrupt_that_python_swallows_while_we_are_imported() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", LOST_EARLY], capture_output=True, text=True, timeout=500)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 EXTENSION = """
 import enum, signal, sys, toolkit.__main__ as tool, toolkit.commands.main as main
 find = enum.EnumType._find_data_repr_

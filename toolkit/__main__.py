@@ -20,18 +20,27 @@ def main() -> None:
     atexit.register(gc.freeze)  # else Python looks at all of torch's objects once more: half a second
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the last to run; after it Python has no handlers
     try:
+        watches = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else it is somebody's
+        if watches:  # nothing is to be given back yet, and Python loses what is raised in a callback of its own
+            signal.signal(signal.SIGINT, lambda *_: _interrupted())
         from toolkit.commands.main import main as run
 
+        if watches:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         run()
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        _leave(INTERRUPTED)
+        _interrupted()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if code == INTERRUPTED:
             _leave(code)
         signal.signal(signal.SIGINT, lambda *_: _leave(code))
         raise
+
+
+def _interrupted() -> None:
+    print("interrupted", file=sys.stderr)
+    _leave(INTERRUPTED)
 
 
 def _leave(code: int) -> None:
