@@ -97,7 +97,8 @@ def test_answers_and_errors_are_as_documented(start: Any) -> None:
             assert status < 500, told
             model_of(responses[str(status)]).model_validate(told, strict=True)
         assert "422" not in responses and {"400", "429", "500", "503"} <= set(responses)
-    rest = {"/metrics", "/tokenizer_info", "/terminate", "/v1/models/{name}", "/v1/responses/{id}", "/infill", "/slots"}
+    rest = {"/metrics", "/tokenizer_info", "/terminate", "/v1/models/{name}", "/infill", "/slots"}
+    rest |= {f"/v1/responses/{{id}}{more}" for more in ("", "/cancel", "/input_items")}
     assert set(document["paths"]) <= tested | rest
     named = {"ChatCompletionRequest", "CompletionRequest", "EmbeddingsRequest", "GenerateRequest"}
     assert named <= set(document["components"]["schemas"])  # by which clients generated for LMDeploy know them

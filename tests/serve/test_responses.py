@@ -9,6 +9,8 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import ResponseItem
+from pydantic import TypeAdapter
 
 from tests.serve.test_tools import Echo
 from toolkit.serve import replies
@@ -228,6 +230,69 @@ def test_conversations_are_kept_for_a_while(start: Any) -> None:
     small = start(template=template, limits=Limits(max_stored_bytes=10))
     with pytest.raises(openai.BadRequestError):
         ask(small, "x", previous_response_id=ask(small, "One.").id)
+
+
+def test_what_a_response_was_made_from_is_listed(start: Any) -> None:
+    """In types of OpenAI's client, page by page, the conversation that it continues included."""
+    server = start(template=Echo("hermes", "qwen3"))
+    call = {"call_id": "1", "name": "add", "arguments": '{"a": 1}'}
+    given: list[Any] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "One"}, {"type": "input_text", "text": "two."}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}]},
+        {"type": "function_call", "namespace": "math", **call},
+        {"type": "function_call_output", "call_id": "1", "output": "2"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "custom_tool_call", "call_id": "2", "name": "patch", "input": "***"},
+        {"type": "custom_tool_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "Done."}]},
+        {"role": "assistant", "content": "So."},
+        {"role": "user", "content": "Hello."},
+    ]
+    first = ask(server, given)
+    second = ask(server, "And?", previous_response_id=first.id)
+    asked = client(server).responses.input_items
+    listed = list(asked.list(second.id, order="asc", limit=3))
+    types = [type(item).__name__ for item in listed]
+    assert types == [
+        "ResponseInputMessageItem", "ResponseInputMessageItem", "ResponseReasoningItem", "ResponseFunctionToolCallItem",
+        "ResponseFunctionToolCallOutputItem", "ResponseCustomToolCallItem", "ResponseCustomToolCallOutputItem",
+        "ResponseOutputMessage", "ResponseInputMessageItem", "ResponseOutputMessage", "ResponseInputMessageItem",
+    ]  # fmt: skip
+    plain: list[Any] = [item.to_dict() for item in listed]
+    for item in plain:
+        TypeAdapter(ResponseItem).validate_python(item, strict=True)
+    assert [part["text"] for part in plain[1]["content"]] == ["One", "two."]
+    assert plain[2]["summary"][0]["text"] == "Hm." and plain[3].items() >= {**call, "namespace": "math"}.items()
+    assert (plain[4]["output"], plain[5]["input"], plain[6]["output"]) == ("2", "***", "Done.")
+    said = [item["content"][-1]["text"] for item in plain if item["type"] == "message"]
+    assert said == ["Be brief.", "two.", "So.", "Hello.", first.output_text, "And?"]
+    assert len({item["id"] for item in plain}) == len(plain) and plain[-2]["id"] == first.output[0].id
+    assert list(asked.list(second.id)) == listed[::-1] and list(asked.list(first.id, order="asc")) == listed[:-2]
+    page = asked.list(second.id, limit=2, after=plain[-2]["id"])
+    assert [item.id for item in page.data] == [plain[-3]["id"], plain[-4]["id"]] and page.has_more
+    for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "msg_unknown"}):
+        with pytest.raises(openai.BadRequestError, match=f"^Error code: 400 .*{next(iter(wrong))}: expected"):
+            asked.list(second.id, **wrong)
+    client(server).responses.delete(first.id)
+    assert list(asked.list(second.id, order="asc")) == listed
+    for gone in (first.id, "resp_unknown"):
+        with pytest.raises(openai.NotFoundError, match="not known here"):
+            asked.list(gone)
+
+
+def test_what_is_not_in_the_background_is_not_cancelled(start: Any) -> None:
+    server = start(template=Echo("hermes"), engine={"delay": 0.02})
+    responses = client(server).responses
+    stream = responses.create(model="echo", input="x" * 200, stream=True)
+    under_way = next(iter(stream)).response.id
+    for known in (under_way, ask(server, "Hello.").id):
+        with pytest.raises(openai.BadRequestError, match="made in the background"):
+            responses.cancel(known)
+    stream.close()
+    with pytest.raises(openai.NotFoundError, match="not known here"):
+        responses.cancel("resp_unknown")
+    with pytest.raises(openai.BadRequestError, match="stream: "):
+        responses.retrieve(ask(server, "Hello.").id, stream=True)
 
 
 def test_choices_and_formats(server: Any) -> None:

@@ -141,6 +141,14 @@ class DeletedResponse(BaseModel):
     deleted: bool
 
 
+class InputItems(BaseModel):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class AnthropicMessage(BaseModel):
     id: str
     type: Literal["message"]

@@ -148,12 +148,16 @@ class ServerState:
         found = [
             engine_id
             for engine_id, session in self.active.items()
-            if (request_id is not None and engine_id.removesuffix(AGAIN).rpartition("-")[0] == request_id)
+            if (request_id is not None and _request_of(engine_id) == request_id)
             or (label is not None and session == label)
         ]
         for engine_id in found:
             self.engine.abort(engine_id)
         return len(found)
+
+    def runs(self, request_id: str) -> bool:
+        """Whether a request is being answered."""
+        return any(_request_of(engine_id) == request_id for engine_id in self.active)
 
     def abort_all(self) -> None:
         """End every request in flight; each client is told."""
@@ -164,3 +168,8 @@ class ServerState:
         """``text`` for the log, cut to ``max_log_len`` characters."""
         text, limit = str(text), self.settings.max_log_len
         return text if limit is None or len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
+
+
+def _request_of(engine_id: str) -> str:
+    """The request of which an engine's request is a choice."""
+    return engine_id.removesuffix(AGAIN).rpartition("-")[0]

@@ -283,6 +283,13 @@ class ResponsesRequest(Talk):
     access_programs: Any = None
     image: Any = None
 
+    @field_validator("background", mode="before")
+    @classmethod
+    def _no_background(cls, value: Any) -> Any:
+        if value is True:
+            raise ValueError("nothing is answered in the background here; leave it out, and stream where it takes long")
+        return value
+
     @field_validator("top_logprobs")
     @classmethod
     def _no_logprobs(cls, value: Any) -> Any:

@@ -12,10 +12,12 @@ from toolkit.serve.limits import Limits
 
 @dataclass(frozen=True)
 class Kept:
-    """``messages``: the whole conversation, the answer included; ``size``: its bytes, or a few more."""
+    """``messages``: the whole conversation, the answer included; ``items``: the same without the answer, as OpenAI's
+    API lists it; ``size``: bytes of the conversation, or a few more."""
 
     response: dict[str, Any]
     messages: list[dict[str, Any]]
+    items: list[dict[str, Any]]
     size: int
     until: float
 
@@ -28,10 +30,13 @@ class Store:
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self._size = 0
 
-    def put(self, response: dict[str, Any], messages: list[dict[str, Any]], size: int) -> None:
-        """Keep ``response`` under its id. ``messages`` may share its parts with the conversation that it continues."""
+    def put(
+        self, response: dict[str, Any], messages: list[dict[str, Any]], items: list[dict[str, Any]], size: int
+    ) -> None:
+        """Keep ``response`` under its id. ``messages`` and ``items`` may share their parts with one another, and with
+        the conversation that it continues."""
         until = time.monotonic() + self._limits.stored_response_seconds
-        self._kept[response["id"]] = Kept(response, messages, size, until)
+        self._kept[response["id"]] = Kept(response, messages, items, size, until)
         self._size += size
         while self._kept and (
             len(self._kept) > self._limits.max_stored_responses or self._size > self._limits.max_stored_bytes
