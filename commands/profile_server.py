@@ -148,13 +148,16 @@ def _measured(client: Client, traffic: Traffic, progress: Progress) -> list[Run]
 def _endpoint(endpoint: str | None, backend: str | None, *, drawings: bool) -> Any:
     known = {"completions": "completions", "chat": "chat", **dict.fromkeys(CHAT, "chat")}
     known |= dict.fromkeys(COMPLETIONS, "completions")
-    option, name = "--endpoint", endpoint or ("chat" if drawings else "completions")
-    if backend is not None:
-        option, name = "--backend", backend
-    name = name.removeprefix("/v1/").replace("chat/completions", "chat")
-    if name not in known:
-        raise UsageError(f"{option}: expected completions or chat, found {name!r}")
-    return known[name]
+    found = {}
+    for option, given in (("--endpoint", endpoint), ("--backend", backend)):
+        name = (given or "").removeprefix("/v1/").replace("chat/completions", "chat")
+        if given is not None and name not in known:
+            raise UsageError(f"{option}: expected completions or chat, found {given!r}")
+        if given is not None:
+            found[known[name]] = f"{option} {given}"
+    if len(found) > 1:
+        raise UsageError(f"expected one endpoint, found {' and '.join(found.values())}; leave one out")
+    return next(iter(found), "chat" if drawings else "completions")
 
 
 def _limits(entries: list[str]) -> dict[str, float] | None:

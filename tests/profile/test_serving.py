@@ -168,6 +168,14 @@ def test_drawings_to_completions_are_refused(server: Any) -> None:
         asyncio.run(measure(Client(server[0]), Traffic(dataset="image", num_prompts=1)))
 
 
+def test_two_options_may_not_name_two_endpoints(server: Any) -> None:
+    asked = ("profile", "api_server", server[0], "--num-prompts", "1", "--random-output-len", "2", "--endpoint", "chat")
+    with pytest.raises(UsageError, match="expected one endpoint, found --endpoint chat and --backend vllm;"):
+        app(args=[*asked, "--backend", "vllm"], standalone_mode=False)
+    app(args=[*asked, "--backend", "vllm-chat"], standalone_mode=False)
+    assert {sent["path"] for sent in server[1].bodies} == {"/v1/chat/completions"}
+
+
 def test_all_requests_failing_is_an_error(server: Any, tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("please do refuse this one")
