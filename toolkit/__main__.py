@@ -1,7 +1,6 @@
 """``python -m toolkit`` is ``tool``."""
 
 import atexit
-import gc
 import os
 import signal
 import sys
@@ -14,11 +13,12 @@ def main() -> None:
     """Run ``tool``, ready for a Ctrl-C while it is still being imported and when it has ended.
 
     What Ctrl-C ends is gone at once: Python's own tidying up, with torch loaded, may take longer than all that a
-    command had to give back, and stops the thread that watches the time. While a command that has ended by itself is
-    tidied up, Ctrl-C leaves the rest of that, and the exit code stays the command's.
+    command had to give back, and stops the thread that watches the time. A command that has ended by itself tidies up
+    what it registered, and leaves Python's own part out: it looks at all of torch's objects once more. Ctrl-C leaves
+    the rest of the command's, too, and the exit code stays.
     """
-    atexit.register(gc.freeze)  # else Python looks at all of torch's objects once more: half a second
-    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the last to run; after it Python has no handlers
+    code = 1
+    atexit.register(lambda: _leave(code))  # the last to run, as the first that is registered
     try:
         watches = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else it is somebody's
         if watches:  # nothing is to be given back yet, and Python loses what is raised in a callback of its own

@@ -84,26 +84,42 @@ class Books(RuleBasedStateMachine):
                 assert (seen >= 0).all() and len(set(seen.tolist())) == len(seen)
             assert self.m.restart(row, end) == (end - end % SIZE if any(self.m.states) else end)
 
-    @precondition(lambda self: self.rows)
-    @rule(data=st.data(), length=st.integers(0, 63))
-    def truncate(self, data: Any, length: int) -> None:
+    @precondition(lambda self: self.rows and not self.m.has_states)
+    @rule(data=st.data(), kind=st.integers(0, 1), promised=st.integers(0, 3))
+    def begin_like(self, data: Any, kind: int, promised: int) -> None:
         row = data.draw(st.sampled_from(sorted(self.rows)))
-        length = min(length, self.computed[row])
-        kept = self.m.truncate(row, length)
-        assert kept in (0, length)
-        if all(w is None for w in self.m.windows) and self.m.pools[0].available:
-            assert kept == length
-        self.computed[row] = kept
-        self.m.take_copies()
-        if kept % SIZE:  # the next token goes into the last block: it must be this row's alone, and unknown to others
-            for g, pool in enumerate(self.m.pools):
-                block = int(self.m.tables[g][row, kept // SIZE])
-                assert pool.references(block) == 1 and block not in pool._by_key.values()
+        entry, length = self.computed[row] // SIZE, len(self.rows[row])
+        if self.computed[row] % SIZE or self.m._count[row] > entry or length <= self.computed[row]:
+            return
+        key = keys_of([(kind * 7 + i) % 11 for i in range(64)])[entry]
+        there, free = self.m.cached(key), [pool.available for pool in self.m.pools]
+        found = self.m.begin_like(row, key, length, promised)
+        if not found:
+            assert not there or min(free) < blocks_for(length, SIZE) - entry + promised + 2
+            assert [pool.available for pool in self.m.pools] == free
+            return
+        self.computed[row] += 1
+        assert there
+        for g, pool in enumerate(self.m.pools):  # what the row writes to is its own, and unknown to others
+            block = int(self.m.tables[g][row, entry])
+            assert pool.references(block) == 1 and block not in pool._by_key.values()
+            assert self.m._copies[g][block] == pool.find(key)
+
+    @rule(done=st.booleans())
+    def step(self, done: bool) -> None:
+        copies = self.m.take_copies()
+        for pairs, pool in zip(copies, self.m.pools, strict=False):
+            assert all(pool.references(source) for source in pairs[:, 0].tolist()), "a source stays until it is copied"
+        self.m.check_integrity()
+        (self.m.copied if done else self.m.put_back)(copies)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), session=st.sampled_from([None, "a", "b"]))
     def release(self, data: Any, session: str | None) -> None:
         row = data.draw(st.sampled_from(sorted(self.rows)))
+        full, filled = divmod(self.computed[row], SIZE)
+        if filled and not self.m.has_states:
+            self.m.label_tail(row, full, keys_of(self.rows[row][: full * SIZE] + [-1] * SIZE)[full])
         if session:
             self.m.keep_for_session(session, row, keys_of(self.rows[row]))
         self.m.release(row)
@@ -143,17 +159,9 @@ def test_a_hit_needs_the_window_before_it_in_every_group() -> None:
     fill(m, 0, prompt)
     m.release(0)
     keys = keys_of(prompt)
-    lost = m.pools[1].find(keys[3])
-    assert lost is not None
-    m.pools[1].hold(lost)
-    m.pools[1].unlabel(lost)  # evicted in the window group alone
-    m.pools[1].drop(lost)
+    m.pools[1].forget(keys[3])  # evicted in the window group alone
     assert m.match(keys, 16) == 3
-    first = m.pools[1].find(keys[0])
-    assert first is not None
-    m.pools[1].hold(first)
-    m.pools[1].unlabel(first)
-    m.pools[1].drop(first)
+    m.pools[1].forget(keys[0])
     assert m.match(keys, 16) == 3, "a block outside the window is not needed"
 
 
@@ -194,32 +202,34 @@ def test_of_states_a_prefix_is_found_where_a_step_has_ended() -> None:
     assert m.pools[1].available == 20 and m.match(keys, 99) == 4
 
 
-def test_truncate_copies_a_shared_block_and_keeps_the_cached_one() -> None:
-    m = BlockManager(groups(None), [20], SIZE, rows=2, max_len=64)
-    prompt = list(range(12))
+def test_a_block_that_begins_like_a_cached_one_is_a_copy_whose_source_stays() -> None:
+    m = BlockManager(groups(None), [6], SIZE, rows=2, max_len=64)
+    prompt = list(range(8))
+    keys = keys_of(prompt)
     fill(m, 0, prompt)
-    fill(m, 1, [*prompt[:8], 60, 61])
-    assert m.truncate(1, 6) == 6
+    m.release(0)
+    m.open(0, keys, 1)
+    assert m.begin_like(0, keys[1], 7, 0)
+    source, mine = m.pools[0].find(keys[1]), int(m.tables[0][0, 1])
     (pairs,) = m.take_copies()
-    assert pairs.tolist() == [[m.tables[0][0, 1], m.tables[0][1, 1]]]
-    assert m.match(keys_of(prompt), 99) == 3
-
-
-def test_truncate_starts_anew_where_the_window_is_gone() -> None:
-    m = BlockManager(groups(None, 5), [20, 20], SIZE, rows=1, max_len=64)
-    m.open(0, [], 0)
-    assert m.grow(0, 0, 16) and m.grow(0, 16, 20)
-    assert m.truncate(0, 19) == 19
-    assert m.truncate(0, 6) == 0
+    assert pairs.tolist() == [[source, mine]]
+    assert m.grow(1, 0, 12) and not m.grow(1, 12, 16), "the source is not given to others before it is copied"
+    m.copied((pairs,))
+    assert m.grow(1, 12, 16)
     m.check_integrity()
 
 
-def test_states_are_not_cut() -> None:
-    m = BlockManager(groups(None, "state"), [20, 20], SIZE, rows=1, max_len=64)
-    m.open(0, [], 0)
-    assert m.grow(0, 0, 4) and m.grow(0, 4, 6) and m.grow(0, 6, 16)
-    assert m.truncate(0, 8) == 0, "in the slot of the second block is the state of six tokens"
+def test_where_room_is_needed_nothing_is_copied() -> None:
+    m = BlockManager(groups(None), [3], SIZE, rows=2, max_len=64)
+    keys = keys_of(list(range(8)))
+    fill(m, 0, list(range(8)))
+    m.release(0)
+    m.open(0, keys, 1)
+    assert not m.begin_like(0, keys[1], 12, 0), "its source would be held, and two more blocks are needed"
+    assert m.begin_like(0, keys[1], 8, 0)
+    m.release(0)
     m.check_integrity()
+    assert m.take_copies() == () and m.pools[0].available == 3
 
 
 def test_a_session_holds_its_blocks_until_pressure_or_its_end() -> None:

@@ -46,15 +46,51 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 # -- prefix cache and sessions --------------------------------------------------------------------
 
 
-def test_a_repeated_prompt_is_served_from_the_cache_but_for_its_last_block(fake: Any) -> None:
+def test_a_repeated_prompt_is_served_from_the_cache_but_for_its_last_token(fake: Any) -> None:
     core = fake.make_core()
     first = fake.ask(core, [*PROMPT, 7])
     before = core.runner.tokens_computed
     second = fake.ask(core, [*PROMPT, 7])
     assert fake.tokens_of(first) == fake.tokens_of(second)
-    assert [o.cached_tokens for o in (first[-1], second[-1])] == [0, 8]
-    assert core.runner.tokens_computed - before == 4 + 7
-    assert core.stats()["prefix_hit_tokens"] == 8 and core.stats()["prefix_queried_tokens"] == 24
+    assert [o.cached_tokens for o in (first[-1], second[-1])] == [0, 11]
+    assert core.runner.tokens_computed - before == 1 + 7
+    assert core.stats()["prefix_hit_tokens"] == 11 and core.stats()["prefix_queried_tokens"] == 24
+
+
+@pytest.mark.parametrize("windows", [(None,), (6,), (None, 6), ("state",)])
+def test_a_request_goes_on_in_the_middle_of_a_block(fake: Any, windows: tuple[Any, ...]) -> None:
+    """Of an ended request, and of one that went another way; states are known at borders alone."""
+    core, states = fake.make_core(windows, block_size=8), "state" in windows
+    answer = fake.tokens_of(fake.ask(core, PROMPT, 10))
+    turns = {"on": [*PROMPT, *answer, 7, 7], "aside": [*PROMPT, *answer[:7], 60, 60], "early": [*PROMPT[:5], 60, 60]}
+    shared = {"on": len(PROMPT) + 9, "aside": len(PROMPT) + 7, "early": 5}
+    for name, prompt in turns.items():
+        last = fake.ask(core, prompt, 6)
+        fresh = fake.ask(fake.make_core(windows, block_size=8), prompt, 6)
+        assert fake.tokens_of(last) == fake.tokens_of(fresh)
+        assert last[-1].cached_tokens == (shared[name] // 8 * 8 if states else shared[name]), name
+    core.check_integrity()
+
+
+def test_ends_are_kept_of_as_many_requests_as_run_at_once(fake: Any) -> None:
+    core = fake.make_core(block_size=8, max_batch_size=2)
+    prompts = [[i, *PROMPT[:5]] for i in range(20, 23)]
+    for prompt in prompts:
+        fake.ask(core, prompt, 1)
+    usage = [sum(key is not None for key in pool._keys) for pool in core.blocks.pools]
+    assert usage == [2]
+    assert [fake.ask(core, prompt, 1)[-1].cached_tokens for prompt in reversed(prompts)] == [5, 5, 0]
+
+
+def test_a_copy_whose_step_fails_is_made_again(fake: Any) -> None:
+    core = fake.make_core(block_size=8)
+    fake.ask(core, PROMPT, 1)
+    prompt = [*PROMPT[:5], 60, 60]
+    core.runner.fail_on = {core.runner.steps}
+    last = fake.ask(core, prompt, 4)
+    assert last[-1].cached_tokens == 5
+    assert fake.tokens_of(last) == fake.tokens_of(fake.ask(fake.make_core(block_size=8), prompt, 4))
+    core.check_integrity()
 
 
 def test_equal_prompts_that_arrive_together_are_computed_once(fake: Any) -> None:
@@ -64,7 +100,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once(fake: Any) -> None
         core.add(EngineRequest(str(i), prompt, SamplingParams(1)))
     outputs = fake.run(core)
     assert len({tuple(fake.tokens_of(o)) for o in outputs.values()}) == 1
-    assert core.runner.tokens_computed == 40 + 5 * 4
+    assert core.runner.tokens_computed == 40 + 5
 
 
 def test_without_prefix_caching_only_the_turns_of_a_session_share(fake: Any) -> None:
@@ -73,7 +109,7 @@ def test_without_prefix_caching_only_the_turns_of_a_session_share(fake: Any) -> 
     assert fake.ask(core, PROMPT)[-1].cached_tokens == 0
     fake.ask(core, PROMPT, session="s")
     assert fake.ask(core, PROMPT, session="t")[-1].cached_tokens == 0
-    assert fake.ask(core, PROMPT, session="s")[-1].cached_tokens == 8
+    assert fake.ask(core, PROMPT, session="s")[-1].cached_tokens == 10
 
 
 def test_a_session_keeps_prompt_and_answer_through_others_traffic(fake: Any) -> None:
@@ -589,7 +625,7 @@ def test_long_requests_use_the_long_frequencies_and_never_share_with_short_ones(
     core = EngineCore(runner, EngineOptions(100, 4, 64, (100,)), None)
     short = fake.ask(core, PROMPT, 24 - len(PROMPT))
     long = fake.ask(core, PROMPT, 25 - len(PROMPT))
-    assert long[-1].cached_tokens == 0 and fake.ask(core, PROMPT, 30)[-1].cached_tokens == 8
+    assert long[-1].cached_tokens == 0 and fake.ask(core, PROMPT, 30)[-1].cached_tokens == 10
     ids = list(PROMPT)
     for token in fake.tokens_of(long):
         state = fake.reference_states(ids, (None,), 1)[-1:]

@@ -92,7 +92,7 @@ def test_the_cache_outlives_a_refused_request(fake: Any) -> None:
     core.add(EngineRequest("again", prompt, SamplingParams(3)))
     outputs = fake.run(core)
     assert [outputs[f"bad{i}"][-1].finish_reason for i in range(3)] == ["error"] * 3
-    assert outputs["again"][-1].finish_reason == "length" and outputs["again"][-1].cached_tokens == 20
+    assert outputs["again"][-1].finish_reason == "length" and outputs["again"][-1].cached_tokens == 23
 
 
 def test_the_one_at_fault_is_found_in_few_steps(fake: Any) -> None:

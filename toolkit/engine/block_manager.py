@@ -32,7 +32,7 @@ class BlockManager:
     """Block tables over one ``BlockPool`` a cache group, the prefix cache and the blocks of sessions.
 
     ``num_blocks``: one figure a group. ``max_len``: longest request in tokens. A block written to is held once and
-    has no key; blocks with keys are full and never change.
+    has no key; blocks with keys never change. They are full, but for tails: the last ones of requests that have ended.
     """
 
     def __init__(
@@ -41,14 +41,15 @@ class BlockManager:
         self.block_size = block_size
         self.windows = [g.reach for g in groups]
         self.states = [g.kind == "state" for g in groups]
-        self._has_states = any(self.states)
+        self.has_states = any(self.states)
         self.pools = [BlockPool(n) for n in num_blocks]
         self.tables = [np.full((rows, blocks_for(max_len, block_size)), -1, np.int32) for _ in groups]
         self._first = [[0] * rows for _ in groups]  # first entry not given back
         self._count = [0] * rows  # entries in use, the same in every group
         self._labelled = [0] * rows  # entries whose content has been made findable
         self._sessions: OrderedDict[str, list[list[int]]] = OrderedDict()
-        self.copies: list[list[tuple[int, int]]] = [[] for _ in groups]  # (source, destination), before the next step
+        self._copies: list[dict[int, int]] = [{} for _ in groups]  # destination: source, which is held
+        self._copying: list[Counter[int]] = [Counter() for _ in groups]  # sources of those on their way, held too
 
     # -- prefix cache ---------------------------------------------------------------------------
 
@@ -154,7 +155,7 @@ class BlockManager:
     def stop(self, start: int, end: int, branch: int = 0) -> int:
         """Where a step from ``start`` on that could compute up to ``end`` is to end: where states are kept, at the last
         border on its way, or at block ``branch``, up to which the request is like one before it."""
-        if not self._has_states:
+        if not self.has_states:
             return end
         border = end // self.block_size
         border = branch if start < branch * self.block_size < end else border
@@ -209,7 +210,7 @@ class BlockManager:
     def restart(self, row: int, start: int) -> int | None:
         """The last position from which the row can be computed after a step from ``start`` on has run in part, or None:
         it has given up blocks that are seen from there. A state may be spoilt, but for the one at the last border."""
-        at = start - start % self.block_size if self._has_states else start
+        at = start - start % self.block_size if self.has_states else start
         for g, window in enumerate(self.windows):
             if window is not None:
                 stale = self._stale(row, window, at)
@@ -223,64 +224,75 @@ class BlockManager:
             first, count = self._first[g][row], self._count[row]
             for block in reversed(self.tables[g][row, first:count].tolist()):
                 self._drop(g, block)
+                if block in self._copies[g]:
+                    self._drop(g, self._copies[g].pop(block))
             self.tables[g][row, :count] = -1
             self._first[g][row] = 0
         self._count[row] = self._labelled[row] = 0
 
-    def truncate(self, row: int, length: int) -> int:
-        """Cut a row back to its first ``length`` tokens; returns how many tokens stay valid.
+    # -- blocks that begin like cached ones -------------------------------------------------------
 
-        That is ``length``, or 0 where a window group has already given up blocks that the next token would see, or
-        there are states, which cannot be cut: the row is empty then and the request starts anew. A last block that
-        others share is copied (``copies``).
-        """
-        size = self.block_size
-        keep = blocks_for(length, size)
-        assert keep <= self._count[row]
-        for g, window in enumerate(self.windows):
-            gone = window is not None and self._first[g][row] > max(0, length - window + 1) // size
-            if gone or (self.states[g] and length):
-                self.release(row)
-                return 0
-        partial = length % size != 0
-        if partial and not all(
-            pool.references(int(table[row, keep - 1])) == 1 or pool.available
-            for pool, table in zip(self.pools, self.tables, strict=True)
-        ):
-            self.release(row)
-            return 0
-        for g in range(len(self.pools)):
-            for j in range(self._count[row] - 1, keep - 1, -1):
-                self._drop(g, int(self.tables[g][row, j]))
-                self.tables[g][row, j] = -1
-            if partial:
-                self._make_writable(g, row, keep - 1)
-        self._count[row] = keep
-        self._labelled[row] = min(self._labelled[row], length // size)
-        return length
+    def cached(self, key: bytes) -> bool:
+        """Whether the block ``key`` is cached in every group."""
+        return all(pool.find(key) is not None for pool in self.pools)
 
-    def _make_writable(self, group: int, row: int, entry: int) -> None:
-        pool, block = self.pools[group], int(self.tables[group][row, entry])
-        if pool.references(block) == 1:
-            pool.unlabel(block)
-            return
-        fresh = pool.take()
-        self.copies[group].append((block, fresh))
-        pool.drop(block)
-        self.tables[group][row, entry] = fresh
+    def label_tail(self, row: int, entry: int, key: bytes) -> None:
+        """Make a row's last block findable, filled in part as it is: the row is about to be released."""
+        for pool, table in zip(self.pools, self.tables, strict=True):
+            pool.label(int(table[row, entry]), key)
+
+    def forget(self, key: bytes) -> None:
+        """Let the block ``key`` go, where no row has it."""
+        for pool in self.pools:
+            pool.forget(key)
+
+    def begin_like(self, row: int, key: bytes, end: int, promised: int) -> bool:
+        """Add to an open row a copy of the cached block ``key``, to be written to from where the request differs. False
+        where the room is needed to compute the request up to ``end`` (``can_start``)."""
+        sources = [pool.find(key) for pool in self.pools]
+        found = [block for block in sources if block is not None]
+        if len(found) < len(self.pools):
+            return False
+        for pool, source in zip(self.pools, found, strict=True):
+            pool.hold(source)
+        if not all(self._can_start(g, row, end, promised) and p.available for g, p in enumerate(self.pools)):
+            for pool, source in zip(self.pools, found, strict=True):
+                pool.drop(source)
+            return False
+        for g, (pool, source) in enumerate(zip(self.pools, found, strict=True)):
+            fresh = pool.take()
+            self._copies[g][fresh] = source
+            self.tables[g][row, self._count[row]] = fresh
+        self._count[row] += 1
+        return True
 
     def take_copies(self) -> tuple[NDArray[np.int32], ...]:
-        """Copies to be done before the next step, [C, 2] a group; () if there are none."""
-        if not any(self.copies):
+        """Copies to be done before the next step, [C, 2] (source, destination) a group; () if there are none. Whoever
+        takes them says when they are done (``copied``), or that they are not (``put_back``)."""
+        if not any(self._copies):
             return ()
-        done = tuple(np.array(c, np.int32).reshape(-1, 2) for c in self.copies)
-        self.copies = [[] for _ in self.copies]
-        return done
+        taken = tuple(np.array([(a, b) for b, a in c.items()], np.int32).reshape(-1, 2) for c in self._copies)
+        for sources, copies in zip(self._copying, self._copies, strict=True):
+            sources.update(copies.values())
+            copies.clear()
+        return taken
+
+    def copied(self, copies: Sequence[NDArray[np.int32]]) -> None:
+        """These copies (of ``take_copies``) are done."""
+        for pool, sources, pairs in zip(self.pools, self._copying, copies, strict=False):
+            for source in pairs[:, 0].tolist():
+                sources[source] -= 1
+                pool.drop(source)
 
     def put_back(self, copies: Sequence[NDArray[np.int32]]) -> None:
         """These copies (of ``take_copies``) are to be done before the next step after all."""
-        for waiting, pairs in zip(self.copies, copies, strict=False):
-            waiting[:0] = [(int(a), int(b)) for a, b in pairs]
+        for pool, sources, waiting, pairs in zip(self.pools, self._copying, self._copies, copies, strict=False):
+            for source, destination in pairs.tolist():
+                sources[source] -= 1
+                if destination in waiting:  # it has become another row's block since
+                    pool.drop(source)
+                else:
+                    waiting[destination] = source
 
     # -- sessions -------------------------------------------------------------------------------
 
@@ -310,9 +322,9 @@ class BlockManager:
         """Forget sessions and cached prefixes, once no row is open: the memory behind them is gone."""
         for name in list(self._sessions):
             self._release_session(name)
+        self.copied(self.take_copies())
         for pool in self.pools:
             pool.clear_keys()
-        self.copies = [[] for _ in self.copies]
 
     def usage(self) -> float:
         """Share of blocks that requests and sessions hold, of the fullest group."""
@@ -333,4 +345,6 @@ class BlockManager:
                 held.update(table[first:count][there].tolist())
             for blocks in self._sessions.values():
                 held.update(blocks[g])
+            held.update(self._copies[g].values())
+            held.update(self._copying[g])
             pool.check(held)

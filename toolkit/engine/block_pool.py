@@ -97,9 +97,13 @@ class BlockPool:
             self._keys[block] = key
             self._by_key[key] = block
 
-    def unlabel(self, block: int) -> None:
-        """Take back a held block's key, because its content is about to change."""
-        self._forget(block)
+    def forget(self, key: bytes) -> None:
+        """Free the block whose content is ``key``, if nobody holds it."""
+        block = self._by_key.get(key)
+        if block is not None and not self._refs[block]:
+            del self._idle[block]
+            self._forget(block)
+            self._free.append(block)
 
     def references(self, block: int) -> int:
         return self._refs[block]

@@ -308,6 +308,7 @@ class EngineCore:
 
     def _hand_out(self, step: Step, result: StepOutput, outputs: list[EngineOutput]) -> None:
         self._failures = 0
+        self.blocks.copied(step.batch.copy_blocks)
         stored = dict(zip(step.plan.sequences(), step.batch.seq_lens.tolist(), strict=True))
         outputs += progress_of((seq, start + count) for seq, start, count in step.plan.chunks)
         for seq, output in self.results.take(step, result):

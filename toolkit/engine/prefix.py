@@ -34,6 +34,15 @@ def extend_keys(
     parent = keys[-1] if keys else root
     for start in range(len(keys) * block_size, length - block_size + 1, block_size):
         stop = start + block_size
-        seen = b"".join(s.picture.digest for s in spans if s.places[0] < stop and s.places[-1] >= start)
-        parent = blake2b(tokens[start:stop].tobytes() + seen, key=parent, digest_size=32).digest()
+        parent = block_key(parent, tokens[start:stop], shows(spans, start, stop))
         keys.append(parent)
+
+
+def block_key(parent: bytes, tokens: NDArray[np.int32], pictures: bytes = b"") -> bytes:
+    """Of ``tokens`` behind the block ``parent``; ``pictures``: what ``shows`` said."""
+    return blake2b(tokens.tobytes() + pictures, key=parent, digest_size=32).digest()
+
+
+def shows(spans: Sequence[Span], start: int, stop: int) -> bytes:
+    """Digests of the pictures of which places ``start`` to ``stop`` - 1 hold something; b"": of none."""
+    return b"".join(s.picture.digest for s in spans if s.places[0] < stop and s.places[-1] >= start)

@@ -14,6 +14,7 @@ from bisect import insort
 from operator import attrgetter
 
 from toolkit.engine.block_manager import BlockManager, blocks_for
+from toolkit.engine.followers import Followers
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.pace import Pace
 from toolkit.engine.plan import Plan
@@ -32,6 +33,7 @@ class Scheduler:
     def __init__(self, blocks: BlockManager, options: EngineOptions, max_rows_per_step: int) -> None:
         self.blocks = blocks
         self.options = options
+        self.followers = Followers(blocks, options.max_batch_size)
         self.pace = Pace(options.target_step_ms)
         self.max_rows_per_step = max_rows_per_step  # logits rows for chunks that want one for every token
         self._rows_left = max_rows_per_step
@@ -86,20 +88,24 @@ class Scheduler:
         """After a step: make the blocks it filled findable. ``stored``: tokens that are in the cache for certain, not
         those that a step in flight computes.
         """
-        if seq.keys_root is not None and seq.row >= 0:
-            known = min(stored, seq.computed, seq.known)
-            if known // self.blocks.block_size > len(seq.keys):
-                extend_keys(seq.keys, seq.keys_root, seq.tokens, known, self.blocks.block_size, seq.spans)
-            self.blocks.label(seq.row, seq.keys, known)
+        if seq.keys_root is None or seq.row < 0:
+            return
+        seq.stored = min(stored, seq.computed, seq.known)
+        if seq.stored // self.blocks.block_size > len(seq.keys):
+            extend_keys(seq.keys, seq.keys_root, seq.tokens, seq.stored, self.blocks.block_size, seq.spans)
+        before = self.blocks.labelled(seq.row)
+        self.blocks.label(seq.row, seq.keys, seq.stored)
+        self.followers.note(seq, before, self.blocks.labelled(seq.row))
 
     def preempt(self, seq: Sequence) -> None:
         """Give up a running request's blocks and queue it again in its turn."""
         self._leave(seq)
-        seq.computed = 0
+        seq.computed = seq.stored = 0
         self.preemptions += 1
         insort(self.waiting, seq, key=_turn)
 
     def _leave(self, seq: Sequence) -> None:
+        self.followers.keep_tail(seq)
         self.blocks.release(seq.row)
         self._free_rows.append(seq.row)
         self.running.remove(seq)
@@ -182,7 +188,7 @@ class Scheduler:
                 self.blocks.release(row)
                 self._free_rows.append(row)
                 return
-            self._start(seq, row, hit)
+            self._start(seq, row, hit, promised)
             plan.started.append(seq)
             begun.append(seq.remaining)
             promised += blocks_for(seq.length, size) - blocks_for(seq.computed, size)
@@ -195,15 +201,23 @@ class Scheduler:
             return 0
         extend_keys(seq.keys, seq.keys_root, seq.tokens, seq.length, self.blocks.block_size, seq.spans)
         seq.branch = self.blocks.known(seq.keys)
-        return self.blocks.match(seq.keys, min(seq.length - 1, seq.collected) if seq.wants_all else seq.length - 1)
+        return self.blocks.match(seq.keys, _most(seq))
 
-    def _start(self, seq: Sequence, row: int, hit: int) -> None:
+    def _start(self, seq: Sequence, row: int, hit: int, promised: int) -> None:
         self.waiting.remove(seq)
         insort(self.running, seq, key=_turn)
         seq.row = row
         seq.computed = hit * self.blocks.block_size
+        key, more = self.followers.longest(seq, hit, _most(seq))
+        if more and self.blocks.begin_like(row, key, seq.length + 1, promised):
+            seq.computed += more
         if not seq.admitted:
             seq.admitted = True
             seq.cached_tokens = min(seq.computed, seq.prompt_len)
             self.looked_up_tokens += seq.prompt_len
             self.hit_tokens += seq.cached_tokens
+
+
+def _most(seq: Sequence) -> int:
+    """Tokens that may come from the cache: not the last one, nor those of which more is wanted than keys and values."""
+    return min(seq.length - 1, seq.collected) if seq.wants_all else seq.length - 1

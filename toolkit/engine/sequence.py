@@ -26,6 +26,7 @@ class Sequence:
     """``tokens[:length]`` are the prompt and what was generated; keys and values of the first ``computed`` are cached.
 
     While steps are in flight, the last ``pending`` of ``length`` tokens are not known yet (at most 2).
+    ``stored``: of these, how many are there for certain, no step in flight being needed.
     ``row`` is the place in the block tables while it runs, else -1. ``order``: by arrival. ``max_len``: where
     generation is cut. ``collected``: positions whose all-position results (logits, hidden, prompt log-probabilities)
     have been gathered; they are not asked for again after a preemption. ``spans``: the pictures of the prompt;
@@ -61,6 +62,7 @@ class Sequence:
         self.length = self.prompt_len
         self.pending = 0
         self.computed = 0
+        self.stored = 0
         self.row = -1
         self.keys: list[bytes] = []
         self.branch = 0

@@ -38,9 +38,10 @@ def _common(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
 
 def first_miss(tokenizer: Tokenizer, token_ids: Sequence[int], cached: int, seen: int, block: int) -> dict[str, Any]:
     """Of a prompt of which ``cached`` tokens came from the cache and ``seen`` were in a prompt before: the token at
-    which the cache ended, and its reason. "end": less than a block was left; "new": no prompt went on so, from the text
-    that is told; "evicted": one did, but the cache has it no longer. Blocks of ``block`` tokens are kept whole."""
-    if len(token_ids) - cached <= block:
+    which the cache ended, and its reason. "end": it has all but a block of ``block`` tokens or less, and they were in a
+    prompt before; "new": no prompt went on so, from the text that is told; "evicted": one did, but the cache has it no
+    longer."""
+    if len(token_ids) - cached <= block and seen == len(token_ids):
         return {"token": cached, "reason": "end"}
     if seen - cached > block:
         return {"token": cached, "reason": "evicted"}
