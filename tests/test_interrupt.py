@@ -141,27 +141,35 @@ def test_what_python_tidies_up_is_not_waited_for() -> None:
 
 
 ENDED = """
-import signal, sys, threading, toolkit.__main__ as tool, toolkit.commands.main as main
+import atexit, signal, sys, threading, toolkit.__main__ as tool, toolkit.commands.main as main
 class Last:
-    def __del__(self, interrupt=signal.raise_signal, number=signal.SIGINT):
-        interrupt(number)
+    def __del__(self, write=sys.stderr.write):
+        write("Python tidied up, and looked at all of torch's objects")
+sys.last = Last()
 def done(**options):
+    WHEN
     print("done", flush=True)
     sys.exit(3)
-WHEN
 main.app = done
 tool.main()
 """
 
 
 TIDIES = "signal.raise_signal(signal.SIGINT); print('was not left', flush=True)"  # before what atexit knows
+OWN = "print('what a command registered')"
 
 
-@pytest.mark.parametrize("when", [f"threading._register_atexit(exec, {TIDIES!r}, globals())", "sys.last = Last()"])
-def test_what_has_ended_keeps_its_exit_code(when: str) -> None:
+@pytest.mark.parametrize(
+    ("when", "said"),
+    [
+        (f"threading._register_atexit(exec, {TIDIES!r}, globals())", "done\n"),
+        (f"atexit.register(exec, {OWN!r})", "done\nwhat a command registered\n"),
+    ],
+)
+def test_what_has_ended_keeps_its_exit_code(when: str, said: str) -> None:
     code = ENDED.replace("WHEN", when)
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=500)
-    assert (done.returncode, done.stdout, done.stderr) == (3, "done\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (3, said, "")
 
 
 STUCK = """
