@@ -163,7 +163,7 @@ OWN = "print('what a command registered')"
     ("when", "said"),
     [
         (f"threading._register_atexit(exec, {TIDIES!r}, globals())", "done\n"),
-        (f"atexit.register(exec, {OWN!r})", "done\nwhat a command registered\n"),
+        (f"atexit.register(exec, {OWN!r}, globals())", "done\nwhat a command registered\n"),
     ],
 )
 def test_what_has_ended_keeps_its_exit_code(when: str, said: str) -> None:
