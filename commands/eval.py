@@ -40,7 +40,9 @@ def ppl(
     engine: EngineFlags,
     data: Annotated[Path, typer.Option("--data", help=DATA)],
     window: Annotated[int, typer.Option("--window", help="Tokens that the model sees at once.")] = 1024,
-    stride: Annotated[int, typer.Option("--stride", help="Tokens from one window to the next.")] = 512,
+    stride: Annotated[
+        int | None, typer.Option("--stride", help="Tokens from one window to the next. Default: half of --window.")
+    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", help="Take so many tokens from the start of the text. Default: all.")
     ] = None,

@@ -137,7 +137,8 @@ def test_the_command_prints_json(tiny_models: Any, tmp_path: Path, capsys: pytes
     (tmp_path / "text.txt").write_text(heldout_text()[:300])
     argv = ["eval", "ppl", str(tiny_models("llama")), "--data", str(tmp_path / "text.txt"), "--json", "-"]
     with pytest.raises(SystemExit) as done:
-        main([*argv, "--window", "64", "--stride", "32"])
+        main([*argv, "--window", "64"])
     assert done.value.code == 0
     found = json.loads(capsys.readouterr().out)
+    assert (found["window"], found["stride"]) == (64, 32)
     assert set(found) == {"perplexity", "tokens", "window", "stride", "backend", "dtype"}

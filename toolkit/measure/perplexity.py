@@ -21,7 +21,7 @@ def perplexity(
     data: Path | str,
     *,
     window: int = 1024,
-    stride: int = 512,
+    stride: int | None = None,
     max_tokens: int | None = None,
     config: EngineConfig | None = None,
     packed: Packed | None = None,
@@ -29,13 +29,14 @@ def perplexity(
 ) -> dict[str, Any]:
     """exp of the mean negative log-likelihood of the tokens of the text file ``data`` ("heldout": the packaged text).
 
-    Windows of ``window`` tokens start ``stride`` apart; each token is scored once. ``max_tokens``: so many from the
-    start of the text, None = all. ``config`` None: the tensor runner in float32. ``progress`` is called with (tokens
+    Windows of ``window`` tokens start ``stride`` apart (None: half of it); each token is scored once. ``max_tokens``:
+    so many from the start of the text, None = all. ``config`` None: the tensor runner in float32. ``progress`` is called with (tokens
     scored, tokens in all). Returns perplexity, tokens (scored ones), window, stride, backend, dtype. Raises UsageError
     or ToolkitError, one line.
     """
     if window < 2:
         raise UsageError(f"--window: expected 2 or more tokens, found {window}")
+    stride = window // 2 if stride is None else stride
     if not 1 <= stride <= window:
         raise UsageError(f"--stride: expected 1 to --window ({window}), found {stride}")
     if max_tokens is not None and max_tokens < 2:
