@@ -30,9 +30,9 @@ def perplexity(
     """exp of the mean negative log-likelihood of the tokens of the text file ``data`` ("heldout": the packaged text).
 
     Windows of ``window`` tokens start ``stride`` apart (None: half of it); each token is scored once. ``max_tokens``:
-    so many from the start of the text, None = all. ``config`` None: the tensor runner in float32. ``progress`` is called with (tokens
-    scored, tokens in all). Returns perplexity, tokens (scored ones), window, stride, backend, dtype. Raises UsageError
-    or ToolkitError, one line.
+    so many from the start of the text, None = all. ``config`` None: the tensor runner in float32. ``progress`` is
+    called with (tokens scored, tokens in all). Returns perplexity, tokens (scored ones), window, stride, backend,
+    dtype. Raises UsageError or ToolkitError, one line.
     """
     if window < 2:
         raise UsageError(f"--window: expected 2 or more tokens, found {window}")
