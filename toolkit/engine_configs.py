@@ -113,7 +113,7 @@ class CommonEngineConfig:
     target_step_ms: float | None = option(
         None,
         "Time of a step, ms: prompts go in chunks that fit it while others decode. 0: no limit. "
-        "Default: on a CPU 2.5 times a step without prompts, at most 150; on a GPU 0.",
+        "Default: on a CPU twice a step without prompts, at most 150; on a GPU 0.",
         allowed=Bounds(0, 1e6),
     )
     adapters: dict[str, str] | None = option(

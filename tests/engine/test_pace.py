@@ -134,14 +134,35 @@ def test_by_default_prompts_stretch_a_step_to_a_few_times_what_decoding_takes(
     assert np.percentile(times, 95) <= 1.3 * bound and np.median(times) >= 0.7 * bound
 
 
-def test_by_default_a_long_prompt_takes_larger_steps_the_longer_it_is(machine: Callable[..., Machine]) -> None:
+@pytest.mark.parametrize("far", [0.0, 2e-7], ids=["flat", "usual"])
+def test_by_default_gaps_stay_within_three_of_those_without_prompts(
+    machine: Callable[..., Machine], far: float
+) -> None:
+    """On the demo's figures: 21 ms for four streams, 2.6 ms for a prompt's token."""
+    m = machine(token=2.6e-3, far=far * 2.6, decode=0.016, one=0.0012, target=None)
+    for i in range(4):
+        m.ask(f"stream {i}", 20, 8000)
+    m.run(100)
+    alone = float(np.median([seconds for *_, seconds in m.steps[-60:]]))
+    for i in range(4):
+        m.ask(f"long {i}", 2000)
+    m.run(500)
+    assert sum(c for _, chunks, _ in m.steps for name, c in chunks if "long" in name) > 2000
+    assert np.percentile(m.mixed()[1:], 99) < 3 * alone
+    assert np.mean(m.mixed()) > 1.6 * alone  # and prompts get on
+
+
+def test_by_default_only_the_target_holds_for_what_is_very_long(
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolkit.engine.pace.LONG", 1000)
     m = machine(token=1e-3, decode=0.01, target=None)
     m.ask("stream", 20, 3000)
     m.run(60)
-    m.ask("long", 4000)
-    m.run(200)
+    m.ask("long", 3000)
+    m.run(800)
     counts = [c for _, chunks, _ in m.steps for name, c in chunks if name == "long"]
-    assert counts[5] <= 2 * LEAST and counts[-2] > 4 * LEAST and sum(counts) == 4000
+    assert counts[5] <= 20 and counts[-2] > 80 and sum(counts) == 3000
     assert max(m.mixed()) <= 0.25
 
 
@@ -166,7 +187,7 @@ def test_one_stream_does_not_starve_a_burst_of_prompts(machine: Callable[..., Ma
         m.ask(f"burst {i}", 130, 100)
     while any(not s.decodes for s in (*m.core.scheduler.waiting, *m.core.scheduler.running)):
         m.core.step()
-    assert m.now - begun < 2.5 * 40 * 130 * m.token
+    assert m.now - begun < 3.5 * 40 * 130 * m.token
 
 
 def test_a_machine_that_becomes_slower_is_noticed_within_steps(machine: Callable[..., Machine]) -> None:
@@ -217,7 +238,7 @@ def test_a_machine_too_slow_for_the_target_still_gets_on(machine: Callable[..., 
     m.ask("stream", 4, 10_000)
     m.run(5)
     m.ask("prompt", 200)
-    m.run(30)
+    m.run(60)
     counts = [c for _, chunks, _ in m.steps for name, c in chunks if name == "prompt"]
     assert sum(counts) == 200 and min(counts[:-1]) >= LEAST
 

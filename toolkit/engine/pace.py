@@ -12,12 +12,12 @@ import numpy as np
 from toolkit.engine.plan import Plan
 
 MOST_MS = 150.0  # the target where none is told
-STRETCH = 2.5  # and then: times what decoding alone would take that a step may take with prompts
-REREAD = 16  # but of a prompt's tokens in the cache a step may always take one for so many: it reads all of them again
+STRETCH = 2.0  # and then: times what decoding alone would take that a step may take with prompts,
+LONG = 8192  # unless so many tokens of a prompt are in the cache: each step reads all of them again
 FIRST_GUESS = 128  # prompt tokens of a step as long as nothing has been measured
-LEAST = 16  # prompt tokens that a step may always take: it reads all weights, whatever it computes
+LEAST = 8  # prompt tokens that a step may always take: fewer cost no less, for kernels take several rows at once
 ALONE = 8  # times the target that a step may take while nobody decodes, for fewer and larger steps are faster
-ALONE_LEAST = 64  # as LEAST, while nobody decodes
+ALONE_LEAST = 64  # likewise while nobody decodes
 LEAST_SHARE = 0.5  # of the target that is left to prompts where decoding takes up all of it
 NOISE = 0.2  # of a measured time that may be chance, as a share of it
 DRIFT = 0.1  # by which a prompt's cost may change from one step to the next, as a share; more where one was a surprise
@@ -29,7 +29,7 @@ class Pace:
     """Seconds that steps take, and from them the budget of the next one.
 
     ``target_ms``: of a step in which requests decode; 0 = no limit, None = ``MOST_MS``, or ``STRETCH`` times what that
-    step would take without prompts where this is less, but for prompts that have become long.
+    step would take without prompts where this is less, but for prompts that have become ``LONG``.
     """
 
     def __init__(self, target_ms: float | None) -> None:
@@ -56,15 +56,11 @@ class Pace:
             least = LEAST
             decode = each + one * decodes
             seconds = max(self.target - decode, self.target * LEAST_SHARE)
-        token += context * before
-
-        def fitting(seconds: float) -> int:  # token * n + context / 2 * n² = seconds
-            return int(2 * seconds / (token + np.sqrt(token * token + 2 * context * seconds)))
-
-        count = fitting(seconds)
-        if decodes and decode and self.stretch:
-            count = min(count, max(fitting((self.stretch - 1) * decode), before // REREAD))
-        return max(1, min(most, max(least, count)))
+            if decode and self.stretch and before < LONG:
+                seconds = min(seconds, (self.stretch - 1) * decode)
+        token += context * before  # now: token * n + context / 2 * n² = seconds
+        count = 2 * seconds / (token + np.sqrt(token * token + 2 * context * seconds))
+        return max(1, min(most, max(least, int(count))))
 
     def ended(self, plan: Plan, now: float) -> None:
         """A step is over; it had the runner since itself was submitted and the step before it had ended."""
