@@ -13,6 +13,7 @@ import pytest
 
 from toolkit.engine.core import EngineCore
 from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.grammar_cost import HOSTILE
 from toolkit.engine.loop import ThreadLoop
 from toolkit.engine.memory_plan import MemoryPlan
 from toolkit.engine.options import EngineOptions
@@ -152,6 +153,23 @@ def test_what_fails_before_it_begins_ends_itself_alone(open_engine: Any, monkeyp
         found[i].extend(delta)
     assert (found[0].finish_reason, found[0].error_code, found[0].input_token_len) == ("error", 500, len(PROMPT))
     assert "a fault of ours" in str(found[0].error_message) and found[1].finish_reason in ("stop", "length")
+
+
+def test_formats_are_hurried_while_hopeless_ones_come(open_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, seen = open_engine(), list[bool]()
+    send = engine._send
+
+    def sent(stream: Any, request: Any, processors: Any) -> None:
+        seen.append(request.params.hurried)
+        send(stream, request, processors)
+
+    monkeypatch.setattr(engine, "_send", sent)
+    whole(engine, PROMPT, max_new_tokens=1)
+    hopeless = {"type": "regex_schema", "regex_schema": "(ab|cd)?" * 900}
+    for _ in range(HOSTILE):
+        assert whole(engine, PROMPT, max_new_tokens=1, response_format=hopeless).error_code == 400
+    whole(engine, PROMPT, max_new_tokens=1)
+    assert seen == [False, True]
 
 
 def test_leaving_several_frees_their_blocks(open_engine: Any) -> None:

@@ -22,7 +22,7 @@ from toolkit.box import box
 from toolkit.box.box import Cancelled, Limits, OutOfTime, Ticket
 from toolkit.engine import grammar, grammar_job
 from toolkit.engine.grammar import Grammars, GrammarState
-from toolkit.engine.grammar_cost import least_seconds
+from toolkit.engine.grammar_cost import HOSTILE, HOSTILE_S, Hostility, least_seconds
 from toolkit.engine.grammar_format import check_format, fitted_format
 from toolkit.engine.grammar_pace import Pace
 from toolkit.errors import BusyError, UsageError
@@ -329,6 +329,55 @@ def test_formats_that_take_long_do_not_hold_up_others(monkeypatch: pytest.Monkey
         go_on.set()
         texts = [future.result(60) for future in [*first, *others]]
     assert sum("more than 1 s of processor time" in text for text in texts) == grammar._LONG_TURNS + grammar._LINE
+
+
+def test_nobody_waits_long_while_hostile_formats_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Honest ones wait for each other, whatever that takes."""
+    grammars, go_on = Grammars(Letters(), SIZE), threading.Event()  # type: ignore[arg-type]
+    begun = threading.Semaphore(0)
+
+    def ran(self: Any, value: Any, ticket: Any = None, cpu_seconds: float = 0.0, nice: int = 0) -> Any:
+        if cpu_seconds < 1:  # a short turn
+            raise OutOfTime("it takes more")
+        begun.release()
+        assert go_on.wait(60)
+        raise ValueError("is not valid")
+
+    def ask(letters: int) -> Exception:
+        began = time.monotonic()
+        ticket = Ticket(lambda: grammars.why_not(2.0 * (time.monotonic() > began), False))
+        with pytest.raises((BusyError, UsageError)) as error:
+            grammars.compiled({"type": "regex_schema", "regex_schema": "a" * letters}, ticket)
+        return error.value
+
+    monkeypatch.setattr(grammar.Box, "run", ran)
+    with ThreadPoolExecutor(16) as pool:
+        first = [pool.submit(ask, 1 + i) for i in range(grammar._LONG_TURNS)]
+        assert all(begun.acquire(timeout=60) for _ in first)
+        waits = pool.submit(ask, 20)
+        with pytest.raises(TimeoutError):
+            waits.result(0.5)
+        for _ in range(HOSTILE):
+            grammars._hostility.met()
+        sent_away = waits.result(60)
+        assert isinstance(sent_away, BusyError) and "beside others that cannot be compiled; try again" in str(sent_away)
+        go_on.set()
+        assert all(isinstance(future.result(60), UsageError) for future in first)
+    assert grammars.why_not(1.0, True) is None and grammars.why_not(2.0, True)
+
+
+def test_a_mistake_or_two_are_no_hostility(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    hostility = Hostility()
+    for _ in range(HOSTILE):
+        assert not hostility.there
+        hostility.met()
+    assert hostility.there
+    now[0] += HOSTILE_S
+    assert not hostility.there
+    hostility.met()
+    assert not hostility.there
 
 
 def test_honest_formats_are_taken(grammars: Grammars, corpus: Any) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,10 +58,14 @@ class Cancelled(Exception):
 
 
 class Ticket:
-    """Handed to ``Box.run``; ``cancel`` from any thread ends the job, now or when it would start."""
+    """Handed to ``Box.run``; ``cancel`` from any thread ends the job, now or when it would start.
 
-    def __init__(self) -> None:
+    ``why_not``: asked again and again while the job waits; what it says sends the job away.
+    """
+
+    def __init__(self, why_not: Callable[[], str | None] = lambda: None) -> None:
         self.cancelled = False
+        self._why_not = why_not
         self._lock = threading.Lock()
         self._child: _Child | None = None
 
@@ -74,6 +79,12 @@ class Ticket:
         """Raise Cancelled if it was."""
         if self.cancelled:
             raise Cancelled
+
+    def check_wait(self) -> None:
+        """To be called while the job waits. Raises Cancelled, and Crowded where it is not to wait longer."""
+        self.check()
+        if why := self._why_not():
+            raise Crowded(why)
 
     def hold(self, child: _Child | None) -> None:
         """The child that runs the job from now on; None when it is done."""
@@ -169,7 +180,7 @@ class Box:
             while not self._free:
                 left = deadline - time.monotonic()
                 if ticket is not None:
-                    ticket.check()
+                    ticket.check_wait()
                 if left <= 0:
                     raise Crowded(f"nothing was free to work on it for {self._limits.seconds:.0f} s; try again")
                 self._changed.wait(min(left, 0.1))

@@ -112,6 +112,10 @@ class Constraints:
             found["grammar"] = self._grammars.state(built.grammar, p.stop_token_ids)
         return found
 
+    def why_not(self, waited: float, hurried: bool) -> str | None:
+        """As of ``Grammars``."""
+        return None if self._grammars is None else self._grammars.why_not(waited, hurried)
+
     def build(self, params: SamplingParams, ticket: Ticket) -> Built:
         """What ``find`` would find, by any thread. Raises UsageError for a bad grammar, BusyError where others left it
         no time, Cancelled when ``ticket`` says so."""
@@ -161,14 +165,14 @@ class Building:
         self._requests = 0
         self._built: Built | None = None
         self._error: Exception | None = None
-        self._deadline = time.monotonic() + PATIENCE
-        self._ticket = Ticket()
+        self._arrived = time.monotonic()
+        self._ticket = Ticket(self._why_not)
         self._ended = threading.Event()
 
     @property
     def done(self) -> bool:
         """Whether ``result`` has an answer: the constraints, an error, or that it took too long."""
-        return self._ended.is_set() or time.monotonic() > self._deadline
+        return self._ended.is_set() or self._too_late() is not None
 
     @property
     def over(self) -> bool:
@@ -199,14 +203,24 @@ class Building:
         self._ended.wait(seconds)
 
     def result(self) -> Built:
-        """What ``Constraints.build`` gives. Raises what it raises, and BusyError after ``PATIENCE`` seconds."""
+        """What ``Constraints.build`` gives. Raises what it raises, and BusyError where it took too long."""
         if not self._ended.is_set():
             self._ticket.cancel()
-            raise BusyError(f"response_format: not compiled after {PATIENCE:.0f} s, waiting included; try again")
+            raise BusyError(f"response_format: {self._too_late() or 'others take its time; try again'}")
         if self._error is not None:
             raise self._error
         assert self._built is not None
         return self._built
+
+    def _too_late(self) -> str | None:
+        """Why it is not waited for any longer. Once it has a thread, that sees to it itself how long it waits."""
+        waited = time.monotonic() - self._arrived
+        if waited > PATIENCE:
+            return f"not compiled after {PATIENCE:.0f} s, waiting included; try again"
+        return None if self.started else self._why_not()
+
+    def _why_not(self) -> str | None:
+        return self._constraints.why_not(time.monotonic() - self._arrived, self._params.hurried)
 
     def _build(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + STAND_BACK)

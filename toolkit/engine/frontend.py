@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.engine.grammar_cost import HopelessError, Hostility
 from toolkit.engine.loop import Loop, ThreadLoop
 from toolkit.engine.memory_plan import MemoryPlan
 from toolkit.engine.nap import ASLEEP, PARTS
@@ -56,6 +57,7 @@ class AsyncEngine:
         self._streams: dict[str, RequestStream] = {}
         self._lock = threading.Lock()
         self._names = itertools.count()
+        self._hostility = Hostility()
         self._bells: WeakKeyDictionary[asyncio.AbstractEventLoop, Bell] = WeakKeyDictionary()
         self._closed = False
         self._asleep: frozenset[str] = frozenset()
@@ -319,6 +321,7 @@ class AsyncEngine:
         name = self._name(asked.request_id)
         try:
             params = resolve(config, self.tokenizer, len(token_ids), self.session_len)
+            params = replace(params, hurried=self._hostility.there)
             number = self._adapter_number(asked.adapter)
             pictures = list(asked.pictures)
             request = EngineRequest(
@@ -327,6 +330,8 @@ class AsyncEngine:
             stream = RequestStream(name, token_ids, config, self.tokenizer, wake, asked.timings)
             self._send(stream, request, config.logits_processors or [])
         except ToolkitError as e:
+            if isinstance(e, HopelessError):
+                self._hostility.met()
             code = 400 if isinstance(e, UsageError) else 503
             return None, _refusal(len(token_ids), str(e), code)
         return stream, None

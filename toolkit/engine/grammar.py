@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.box.box import STAND_BACK, Box, Crowded, LimitError, Limits, OutOfTime, Ticket
-from toolkit.engine.grammar_cost import SMALLER, check_cost, given_seconds
+from toolkit.engine.grammar_cost import SMALLER, Hostility, check_cost, given_seconds
 from toolkit.engine.grammar_format import check_format, fitted_format
 from toolkit.engine.grammar_job import Compilers
 from toolkit.engine.grammar_pace import Pace
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 LIMITS = Limits(memory=2 << 30, cpu_seconds=100.0, seconds=100.0, reply=128 << 20)
 _TOKENS = 1 << 16  # of a vocabulary with which a format has the seconds of grammar_cost; with more it has longer
 _LONG_TURNS = 2 if usable_cores() > 2 else 1  # that may take all their time at once; what comes meanwhile
-_SHORT_TURN = 0.25  # has so many seconds of processor time first, standing back once more,
-_LINE = 6  # and so many may then wait for a long turn
-_DEAR_S = 2.0  # who may take more has turns, and a line, of its own, one at a time
+_SHORT_TURN = 0.4  # has so many seconds of processor time first: most need less, to be taken or refused;
+_LINE = 6  # and so many may then wait for a long turn, which stands back for the short ones
+_DEAR_S = 2.0  # who may take more has turns, and a line, of its own, one at a time, and stands back for all others
+_WAIT_S = 1.2  # that a format waits at most while there are hostile ones
 _KEPT, _KEPT_BYTES = 64, 256 << 20  # compiled grammars
 _JSON = ("json_object", "json_schema", "structural_tag")  # formats whose texts are JSON, or have it in them
 SPARE = 32  # tokens, or an eighth of what a text may have: so much longer a token may make the way to its end
@@ -72,6 +73,7 @@ class Grammars:
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._compiling: set[bytes] = set()
         self._changed = threading.Condition()  # over the three above
+        self._hostility = Hostility()  # of those that were refused after a process had worked on them
         self._looking = threading.Lock()
 
     def find(self, response_format: dict[str, Any]) -> Compiled | None:
@@ -94,6 +96,13 @@ class Grammars:
             check_cost(wanted)
         return self._get(_key(response_format), wanted, ticket or Ticket())
 
+    def why_not(self, waited: float, hurried: bool) -> str | None:
+        """Why a format that has ``waited`` so many seconds is to be asked for again later: while there are hostile ones
+        nobody waits long. Honest ones wait for each other. ``hurried``: hostile ones are known of elsewhere."""
+        if waited < _WAIT_S or not (hurried or self._hostility.there):
+            return None
+        return f"it has waited for {_WAIT_S:g} s beside others that cannot be compiled; try again"
+
     def state(self, compiled: Compiled, stop_token_ids: list[int]) -> GrammarState:
         """A matcher at the start of a grammar; it allows the stop ids (else eos) where the grammar may end."""
         stops = stop_token_ids or self._eos
@@ -103,7 +112,7 @@ class Grammars:
     def _get(self, key: bytes, response_format: dict[str, Any], ticket: Ticket) -> Compiled:
         with self._changed:
             while key in self._compiling:  # another request asked for the same
-                ticket.check()
+                ticket.check_wait()
                 self._changed.wait(0.1)
             if key in self._compiled:
                 self._compiled.move_to_end(key)
@@ -128,6 +137,7 @@ class Grammars:
         except (ValueError, LimitError) as e:
             why = f"cannot be compiled: {e}; {SMALLER}" if isinstance(e, LimitError) else str(e)
             text = f"response_format: the {kind} {why}"
+            self._hostility.met()
             with self._changed:
                 self._refused[key] = text
                 if len(self._refused) > _REMEMBERED:
@@ -144,23 +154,26 @@ class Grammars:
 
     def _in_turn(self, response_format: dict[str, Any], ticket: Ticket) -> tuple[Any, int]:
         """xgrammar's grammar, and the bytes it came in. While others take long it has a short turn, which is enough for
-        most, and only then waits: so the formats of one client do not hold up those of others."""
+        most, and only then waits: so the formats of one client do not hold up those of others. A box stands back for
+        the engine; what is known to take long stands back for the other boxes, too."""
 
-        def run(cpu_seconds: float, nice: int = 0) -> tuple[Any, int]:
+        def run(cpu_seconds: float, nice: int) -> tuple[Any, int]:
             again, data = self._box.run(response_format, ticket=ticket, cpu_seconds=cpu_seconds, nice=nice)
             if again:  # in this thread, as it went well in the box
                 return self._compilers.compile(response_format), 0
             return CORE.CompiledGrammar.deserialize_json(data.decode(), self._info), len(data)
 
         larger, given = max(1.0, self._size / _TOKENS), given_seconds(response_format)
-        turns = self._dear_turns if given > _DEAR_S else self._long_turns
+        dear = given > _DEAR_S
+        turns, nice = (self._dear_turns, 2 * STAND_BACK) if dear else (self._long_turns, 0)
         if not turns.begun():
             try:
-                return run(_SHORT_TURN * larger, STAND_BACK)
+                return run(_SHORT_TURN * larger, 0)
             except OutOfTime:
                 turns.wait(ticket)
+                nice = max(nice, STAND_BACK)
         try:
-            return run(given * larger)
+            return run(given * larger, nice)
         finally:
             turns.end()
 
@@ -177,12 +190,12 @@ class _Turns:
         return self._free.acquire(blocking=False)
 
     def wait(self, ticket: Ticket) -> None:
-        """Until one is this format's. Raises Crowded where too many wait, Cancelled when ``ticket`` says so."""
+        """Until one is this format's. Raises Crowded where too many wait or ``ticket`` says so, Cancelled likewise."""
         if not self._places.acquire(blocking=False):
             raise Crowded(f"{_LINE} others that take long wait already; try again later")
         try:
             while not self._free.acquire(timeout=0.1):
-                ticket.check()
+                ticket.check_wait()
         finally:
             self._places.release()
 

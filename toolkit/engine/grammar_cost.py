@@ -17,7 +17,10 @@ Everything else (nested groups, lists of choices, references) is cheap, or is to
 from __future__ import annotations
 
 import json
+import math
 import re
+import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +43,7 @@ COUNT_SECONDS = 4.0  # more for tools whose schemas count letters: for them all 
 BYTES_A_SECOND = 8 << 10  # one made of tools may take so much longer as there are more of them,
 TOOLS_SECONDS = 10.0  # so long at most
 SURELY = 1.5  # what takes at least so many times its limit, by these figures, is not tried
+HOSTILE, HOSTILE_S = 3, 10.0  # so many within so many seconds are no mistake
 SMALLER = "use a smaller one, with shorter counts (maxLength, {m,n}) or none"
 
 # No letter is looked at again and again: what is not closed goes to the end, or it would be sought from each place.
@@ -61,11 +65,29 @@ _EBNF = re.compile(
 )
 
 
+class HopelessError(UsageError):
+    """A format that would take far longer to compile than it may."""
+
+
+class Hostility:
+    """Whether formats come that are no use. ``met``: another one."""
+
+    def __init__(self) -> None:
+        self._met = deque([-math.inf] * HOSTILE, HOSTILE)
+
+    def met(self) -> None:
+        self._met.append(time.monotonic())
+
+    @property
+    def there(self) -> bool:
+        return time.monotonic() - self._met[0] < HOSTILE_S
+
+
 def check_cost(response_format: dict[str, Any]) -> None:
-    """Raise UsageError, one line, for a checked ``response_format`` that is hopeless."""
+    """Raise HopelessError, one line, for a checked ``response_format`` that is hopeless."""
     given, least = given_seconds(response_format), least_seconds(response_format)
     if least > given * SURELY:
-        raise UsageError(
+        raise HopelessError(
             f"response_format: the {response_format['type']} cannot be compiled: "
             f"it takes more than {given:g} s of processor time (about {least:.1f} s); {SMALLER}"
         )

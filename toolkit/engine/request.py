@@ -29,6 +29,7 @@ class SamplingParams(Draw):
     logprobs: int = -1  # -1 none, 0 the chosen token's, k the top k too
     prompt_logprobs: int = -1
     grammar: dict[str, Any] | None = None  # a response_format
+    hurried: bool = False  # it is not to wait long to be compiled: hopeless ones come
     logits: Literal["all", "generation"] | None = None
     hidden: Literal["all", "generation"] | None = None
 
