@@ -71,7 +71,7 @@ def test_a_call_names_its_adapter_and_the_prefix_cache_keeps_them_apart(pipe: Pi
         answers = pipe(PROMPTS, gen_config=SHORT, adapter_name=name)
         assert [r.token_ids for r in answers] == expected[name], name
         cached.append(answers[2].cached_tokens)
-    assert cached[0] == cached[1] == cached[3] == 0 and cached[2] == cached[4] > 0
+    assert cached[0] == cached[1] == cached[3] == 0 and cached[2] > 0 and cached[4] > 0
 
 
 def test_requests_of_several_adapters_share_steps(pipe: Pipeline, expected: Any) -> None:
