@@ -60,7 +60,7 @@ class Cancelled(Exception):
 class Ticket:
     """Handed to ``Box.run``; ``cancel`` from any thread ends the job, now or when it would start.
 
-    ``why_not``: asked again and again while the job waits; what it says sends the job away.
+    ``why_not``: asked again and again while the job waits for a long turn; what it says sends the job away.
     """
 
     def __init__(self, why_not: Callable[[], str | None] = lambda: None) -> None:
@@ -81,7 +81,7 @@ class Ticket:
             raise Cancelled
 
     def check_wait(self) -> None:
-        """To be called while the job waits. Raises Cancelled, and Crowded where it is not to wait longer."""
+        """To be called while the job waits for a long turn. Raises Cancelled, and Crowded for ``why_not``."""
         self.check()
         if why := self._why_not():
             raise Crowded(why)
@@ -180,7 +180,7 @@ class Box:
             while not self._free:
                 left = deadline - time.monotonic()
                 if ticket is not None:
-                    ticket.check_wait()
+                    ticket.check()
                 if left <= 0:
                     raise Crowded(f"nothing was free to work on it for {self._limits.seconds:.0f} s; try again")
                 self._changed.wait(min(left, 0.1))

@@ -172,7 +172,7 @@ class Building:
     @property
     def done(self) -> bool:
         """Whether ``result`` has an answer: the constraints, an error, or that it took too long."""
-        return self._ended.is_set() or self._too_late() is not None
+        return self._ended.is_set() or time.monotonic() > self._arrived + PATIENCE
 
     @property
     def over(self) -> bool:
@@ -203,21 +203,14 @@ class Building:
         self._ended.wait(seconds)
 
     def result(self) -> Built:
-        """What ``Constraints.build`` gives. Raises what it raises, and BusyError where it took too long."""
+        """What ``Constraints.build`` gives. Raises what it raises, and BusyError after ``PATIENCE`` seconds."""
         if not self._ended.is_set():
             self._ticket.cancel()
-            raise BusyError(f"response_format: {self._too_late() or 'others take its time; try again'}")
+            raise BusyError(f"response_format: not compiled after {PATIENCE:.0f} s, waiting included; try again")
         if self._error is not None:
             raise self._error
         assert self._built is not None
         return self._built
-
-    def _too_late(self) -> str | None:
-        """Why it is not waited for any longer. Once it has a thread, that sees to it itself how long it waits."""
-        waited = time.monotonic() - self._arrived
-        if waited > PATIENCE:
-            return f"not compiled after {PATIENCE:.0f} s, waiting included; try again"
-        return None if self.started else self._why_not()
 
     def _why_not(self) -> str | None:
         return self._constraints.why_not(time.monotonic() - self._arrived, self._params.hurried)

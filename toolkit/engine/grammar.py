@@ -35,7 +35,7 @@ _LONG_TURNS = 2 if usable_cores() > 2 else 1  # that may take all their time at 
 _SHORT_TURN = 0.4  # has so many seconds of processor time first: most need less, to be taken or refused;
 _LINE = 6  # and so many may then wait for a long turn, which stands back for the short ones
 _DEAR_S = 2.0  # who may take more has turns, and a line, of its own, one at a time, and stands back for all others
-_WAIT_S = 1.2  # that a format waits at most while there are hostile ones
+_WAIT_S = 1.2  # from its arrival on that a format waits for a long turn at most while there are hostile ones
 _KEPT, _KEPT_BYTES = 64, 256 << 20  # compiled grammars
 _JSON = ("json_object", "json_schema", "structural_tag")  # formats whose texts are JSON, or have it in them
 SPARE = 32  # tokens, or an eighth of what a text may have: so much longer a token may make the way to its end
@@ -97,8 +97,9 @@ class Grammars:
         return self._get(_key(response_format), wanted, ticket or Ticket())
 
     def why_not(self, waited: float, hurried: bool) -> str | None:
-        """Why a format that has ``waited`` so many seconds is to be asked for again later: while there are hostile ones
-        nobody waits long. Honest ones wait for each other. ``hurried``: hostile ones are known of elsewhere."""
+        """Why a format that came ``waited`` seconds ago, and for which a short turn was not enough, is to be asked for
+        again later: while there are hostile ones nobody waits long for a long turn. Honest ones wait for each other.
+        ``hurried``: hostile ones are known of elsewhere."""
         if waited < _WAIT_S or not (hurried or self._hostility.there):
             return None
         return f"it has waited for {_WAIT_S:g} s beside others that cannot be compiled; try again"
@@ -112,7 +113,7 @@ class Grammars:
     def _get(self, key: bytes, response_format: dict[str, Any], ticket: Ticket) -> Compiled:
         with self._changed:
             while key in self._compiling:  # another request asked for the same
-                ticket.check_wait()
+                ticket.check()
                 self._changed.wait(0.1)
             if key in self._compiled:
                 self._compiled.move_to_end(key)
