@@ -44,7 +44,7 @@ class Followers:
         """Before a request gives up its row: keep the block that it has filled in part."""
         size = self.blocks.block_size
         full, filled = divmod(seq.stored, size)
-        if seq.keys_root is None or self.blocks.has_states or filled < max(1, size // LEAST):
+        if seq.keys_root is None or filled < max(1, size // LEAST):
             return
         key = block_key(_parent(seq, full), seq.tokens[full * size : seq.stored])
         if not self._add(seq, full, key, seq.stored):
@@ -64,7 +64,7 @@ class Followers:
         if seq.keys_root is None or self.blocks.has_states or not len(tokens):
             return best, count
         behind = self._behind.get((_parent(seq, hit), int(tokens[0])), OrderedDict())
-        for key, known in list(behind.items()):
+        for key, known in behind.items():
             if not self.blocks.cached(key):
                 continue
             both = min(len(known), len(tokens))
