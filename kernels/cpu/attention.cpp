@@ -6,7 +6,8 @@
 // batch. Source of the merging: Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018).
 //
 // With few query rows the time is that of reading the cache. Scattered blocks of 16 KB are too short for the processor's
-// prefetcher, so the tile that comes next is fetched line by line, in order of addresses, while this one is computed.
+// prefetcher, so the tile that comes next is fetched line by line, in order of addresses, while this one is computed: into the
+// second-level cache, for the first one does not hold two tiles.
 #include "ops_isa.h"
 #if defined(__AMX_TILE__)
 #include "loose_amx.h"
@@ -55,7 +56,7 @@ struct Ahead {
     template <int LINES>
     void step(int64_t i) const {
         const uint8_t* p = i * LINES * 64 < bytes ? first + i * LINES * 64 : second + (i * LINES * 64 - bytes);
-        TK_EACH(j, LINES, __builtin_prefetch(p + j * 64););
+        TK_EACH(j, LINES, fetch_to_l2(p + j * 64););
     }
 };
 
@@ -98,10 +99,10 @@ void values_wide(const float* p, const float* begin, const KvTile& tile, int64_t
         if (AHEAD) {
             const uint8_t* next = (const uint8_t*)tile.next->v[t / 16] + at;
             if (TYPE == KV_INT8) {  // two rows are fewer lines than groups of columns: these take turns
-                for (int64_t i = col * 4 / N; i < 2 * d; i += d * 4 / N) __builtin_prefetch(next - col + i);
+                for (int64_t i = col * 4 / N; i < 2 * d; i += d * 4 / N) fetch_to_l2(next - col + i);
             } else {
-                TK_EACH(n, N, __builtin_prefetch(next + 64 * n););
-                if (TYPE == KV_F32) TK_EACH(n, N, __builtin_prefetch(next + d * 4 + 64 * n););
+                TK_EACH(n, N, fetch_to_l2(next + 64 * n););
+                if (TYPE == KV_F32) TK_EACH(n, N, fetch_to_l2(next + d * 4 + 64 * n););
             }
         }
         const bool two = t + 1 < tokens;
@@ -144,7 +145,7 @@ void values_dot(const uint16_t* p, const KvTile& tile, int64_t d, int64_t col, i
         const uint8_t* v = (const uint8_t*)tile.v[t / 16] + at;
         I w[N];
         TK_EACH(n, N, w[n] = bload(v + 64 * n););
-        if (AHEAD) TK_EACH(n, N, __builtin_prefetch((const uint8_t*)tile.next->v[t / 16] + at + 64 * n););
+        if (AHEAD) TK_EACH(n, N, fetch_to_l2((const uint8_t*)tile.next->v[t / 16] + at + 64 * n););
         TK_EACH(r, M, {
             const I x = bset4(p + r * KV_TILE + t);
             TK_EACH(n, N, y[r * N + n] = dot_bf16(y[r * N + n], w[n], x););

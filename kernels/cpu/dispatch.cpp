@@ -69,6 +69,15 @@ namespace {
 
 [[maybe_unused]] bool always() { return true; }
 
+bool made_by_amd() {
+#if defined(__x86_64__)
+    unsigned most = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid(0, &most, &b, &c, &d) && b == signature_AMD_ebx && c == signature_AMD_ecx && d == signature_AMD_edx;
+#else
+    return false;
+#endif
+}
+
 template <const Ops& TABLE>
 const Ops* constant() { return &TABLE; }
 
@@ -117,6 +126,11 @@ const Ops* select_ops(const char* name, const char** reason) {
         *reason = here ? "the system does not keep its registers for this process" : "this processor lacks it";
     }
     return nullptr;
+}
+
+bool few_places() {
+    static const bool few = made_by_amd();
+    return few;
 }
 
 }  // namespace tk

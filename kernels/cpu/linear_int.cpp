@@ -5,10 +5,13 @@
 // in ascending g. All regimes run exactly that, so their results are equal bit for bit:
 //   narrow   few tokens: stream up to eight tiles side by side, split nibbles in registers, use each code for up to 8 tokens at
 //            once. A core has more memory in flight when it reads several places: the processor fetches ahead in each of them,
-//            up to the end of a page. With plain AVX2 and 4 bits up to 17 tokens; from there on linear_split.h has them.
+//            up to the end of a page. Where few places are faster (few_places), two tiles are the most. With plain AVX2 and
+//            4 bits up to 17 tokens; from there on linear_split.h has them.
 //   pairs    many tokens: two tiles by up to 6 tokens, integer and float sums both in registers; codes are split again for
 //            each block of tokens, which costs nothing beside the products. What comes next is fetched meanwhile.
 // The unsigned operand of the dot product is the weight (code, or code - zero + 16), the signed one the activation.
+#include <type_traits>
+
 #include "ops_isa.h"
 #if defined(TK_SHORT_SUMS)
 #include "linear_split.h"
@@ -34,6 +37,7 @@ constexpr bool PAIRS_OF_4_BITS = false;  // the narrow kernel, with codes of 15 
 #else
 constexpr bool PAIRS_OF_4_BITS = true;
 #endif
+constexpr int FEW = 2;  // side by side where the processor reads few places faster: see few_places
 constexpr int64_t AHEAD = 6144;  // bytes that the narrow kernel prefetches ahead
 
 // 8-bit codes as the dot product takes them, and what it takes off each.
@@ -168,7 +172,7 @@ Narrow narrow_for(const Matrix& w, int64_t m) {
 }
 
 // Tiles [t0, t1) in N runs side by side, what is left over in fewer.
-template <int N = SIDE>
+template <int N>
 void linear_narrow(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to) {
     const int64_t run = N == 1 || count <= most<N>() ? (t1 - t0) / N : 0;
     for (int64_t i = 0; i < run; i++) {
@@ -185,8 +189,16 @@ void linear_narrow(const Matrix& w, const Rows& in, int64_t count, int64_t t0, i
     if constexpr (N > 1) linear_narrow<N / 2>(w, in, count, t0 + N * run, t1, to);
 }
 
+// fn(number) with how many tiles are read side by side at most on this processor
+template <class Fn>
+void side_by_side(Fn&& fn) {
+    if constexpr (SIDE > FEW)
+        if (few_places()) return fn(std::integral_constant<int, FEW>());
+    fn(std::integral_constant<int, SIDE>());
+}
+
 // The same for pairs of one shape, N tiles of both.
-template <int N = SIDE / 2>
+template <int N>
 void gated_narrow(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to) {
     const int64_t run = count <= most<2 * N>() ? (t1 - t0) / N : 0;
     for (int64_t i = 0; i < run; i++) {
@@ -408,7 +420,7 @@ void linear_int(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int6
     if (in_split(w, count)) return linear_split(w, nullptr, in, count, t0, t1, to, scratch);
 #endif
     if (in_pairs(w, count)) return linear_pairs(w, in, count, t0, t1, to, scratch);
-    linear_narrow(w, in, count, t0, t1, to);
+    side_by_side([&](auto n) { linear_narrow<n>(w, in, count, t0, t1, to); });
 }
 
 void gated_int(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,
@@ -418,7 +430,7 @@ void gated_int(const Matrix& gate, const Matrix& up, const Rows& in, int64_t cou
     if (same && in_split(gate, count)) return linear_split(gate, &up, in, count, t0, t1, to, scratch);
 #endif
     if (same && in_pairs(gate, count)) return gated_pairs(gate, up, in, count, t0, t1, to, scratch);
-    if (same && count <= TWO) return gated_narrow(gate, up, in, count, t0, t1, to);
+    if (same && count <= TWO) return side_by_side([&](auto n) { gated_narrow<n / 2>(gate, up, in, count, t0, t1, to); });
     for (int64_t tile = t0; tile < t1; tile++)
         for (int64_t t = 0; t < count; t += NARROW) {
             const int64_t m = count - t < NARROW ? count - t : NARROW;

@@ -101,6 +101,9 @@ inline CellLayout cell_layout(int32_t type, int64_t head_dim, bool rows = false)
     return {d * 32, d * 32, 0, 0};
 }
 
+// Fetches a line into the second-level cache: what is read much later would push the first level's own lines out.
+inline void fetch_to_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
+
 // One tile of keys and values as the attention kernel reads it: F32 or BF16 cells (see CellLayout).
 struct KvTile {
     const void* k[KV_CELLS];
@@ -284,5 +287,8 @@ struct Ops {
 // The table for an instruction set (toolkit/runners/native/build.py has their names), or null where this processor or this
 // build lacks it; empty name = the best. `reason` says why null.
 const Ops* select_ops(const char* name, const char** reason);
+
+// Whether a core reads memory faster in few places at a time than in many: AMD's do (measured on Zen 4), Intel's do not.
+bool few_places();
 
 }  // namespace tk

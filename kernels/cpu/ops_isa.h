@@ -98,7 +98,7 @@ struct TilesAhead {
     TilesAhead(const uint8_t* data, int64_t bytes, int64_t steps) : at(data), end(data + bytes), share(bytes / steps + 64) {}
     void step() {
         const uint8_t* to = end - at < share ? end : at + share;
-        for (; at < to; at += 64) __builtin_prefetch(at);
+        for (; at < to; at += 64) fetch_to_l2(at);
     }
     static void results(const Store& to, int64_t t, int64_t m, int64_t tile) {
         for (int64_t i = t; i < t + m; i++) __builtin_prefetch(to.out + i * to.ld + tile * LANES, 1);

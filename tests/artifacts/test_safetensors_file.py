@@ -195,3 +195,15 @@ def test_pages_of_a_mapped_file_are_forgotten_and_read_again(tmp_path: Path) -> 
     forget_pages([arrays["a"], own])
     assert mapped_mib() < before + 10
     assert int(arrays["a"].sum(dtype=np.int64)) == total and own.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("room", [4096, 3 << 20])
+@pytest.mark.parametrize("sizes", [(1,), ((2 << 20) - 4096, 1), (5, 9 << 20, 7), ((4 << 20) + 1, 4 << 20)])
+def test_files_of_several_huge_pages_end_where_their_last_array_does(
+    tmp_path: Path, sizes: tuple[int, ...], room: int
+) -> None:
+    arrays = {f"a{i}": np.random.default_rng(i).integers(0, 256, n).astype(np.uint8) for i, n in enumerate(sizes)}
+    write_arrays(tmp_path / "x", ((k, v, None) for k, v in arrays.items()), header_room=room)
+    found = map_arrays(tmp_path / "x")
+    assert all(np.array_equal(found[k], v) for k, v in arrays.items())
+    assert (tmp_path / "x").stat().st_size == max(info.end for info in read_header(tmp_path / "x").values())

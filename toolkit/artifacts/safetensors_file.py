@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, runtime_checkable
@@ -26,6 +27,8 @@ MAX_HEADER = 100_000_000  # as in the reference implementation
 PAD_PREFIX = "_pad."
 _HEADER_ROOM = 1 << 20  # first guess for the header of a file that is written as a stream
 _CHUNK = 16 << 20  # bytes that are copied at once
+_HUGE = 2 << 20  # bytes of a huge page
+_ZEROS = bytes(_HUGE)
 
 # safetensors dtype → numpy dtype of the same width (numpy has neither bfloat16 nor float8: those are raw bits).
 NUMPY_DTYPES: dict[str, str] = {
@@ -168,12 +171,16 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
 def map_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """Every tensor as a read-only array over the mapped file, nothing copied. BF16 comes as uint16, F8 as uint8.
 
+    The file is read into huge pages where its file system has them: a processor then looks up 500 times fewer places.
     Files of ``write_arrays`` are page-aligned; in others an array may be unaligned to its element size.
     """
     infos = read_header(path)
     if not infos:
         return {}
     mapped = np.memmap(path, mode="r", dtype=np.uint8)
+    if isinstance(mapped.base, mmap.mmap):
+        with suppress(OSError):  # a system without them
+            mapped.base.madvise(mmap.MADV_HUGEPAGE)
     base = mapped.view(np.ndarray)  # plain arrays: views of a memmap object each carry its bookkeeping
     return {
         name: base[info.start : info.end].view(NUMPY_DTYPES[info.dtype]).reshape(info.shape)
@@ -232,7 +239,8 @@ def write_arrays(
     Every tensor starts at a multiple of ``align`` bytes of the file (``_pad.N`` tensors fill the gaps, since the format
     allows no holes), so that ``map_arrays`` returns aligned views. One array is held at a time: the header comes
     first in the file but is known last, so ``header_room`` bytes are kept for it and padded with blanks. The
-    file appears whole or not at all. OSError passes through.
+    file appears whole or not at all, and what the system keeps of it in memory are huge pages where it can.
+    OSError passes through.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     scratch = path.with_name(f".{path.name}.tmp")
@@ -240,6 +248,7 @@ def write_arrays(
         with scratch.open("w+b") as file:
             file.seek(header_room)
             _write_stream(file, header, arrays, align)
+            file.truncate()
             raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
             if 8 + len(raw) > header_room:
                 header_room = _make_room(file, header_room, 8 + len(raw))
@@ -306,6 +315,7 @@ def _write_stream(
 ) -> None:
     """Write the arrays from the file's position on and enter them (and their paddings) in ``header``."""
     position = pads = 0
+    begin, kept = file.tell(), _HUGE
     for name, array, dtype in arrays:
         assert name not in header and not name.startswith(PAD_PREFIX), name
         data: Any
@@ -319,6 +329,7 @@ def _write_stream(
             file.write(bytes(gap))
             position, pads = position + gap, pads + 1
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + data.nbytes]}
+        kept = _keep_huge(file, kept, begin + position + data.nbytes)
         if writes:
             file.flush()
             start = file.tell()
@@ -328,6 +339,15 @@ def _write_stream(
             file.write(data.data)
         position += data.nbytes
         del array, data  # before the next one is made
+
+
+def _keep_huge(file: IO[bytes], kept: int, end: int) -> int:
+    """Fill the file from ``kept`` on with zeros until ``end`` is within; returns its size. Linux keeps in memory what a
+    call writes, in pieces as large as that call's: here huge pages, whatever parts they are written over in."""
+    while kept < end:
+        os.pwrite(file.fileno(), _ZEROS, kept)
+        kept += _HUGE
+    return kept
 
 
 def _make_room(file: IO[bytes], room: int, needed: int) -> int:

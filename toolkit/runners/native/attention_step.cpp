@@ -134,7 +134,7 @@ void Run::load_cells(const Attention& a, int64_t tile, Range tokens, const KvTil
     const int64_t element = p.bf16 ? 2 : 4;
     const bool as_stored = p.kv_type == loaded_type(p.bf16);
     auto fetch = [](const void* from, int64_t bytes) {
-        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const uint8_t*>(from) + i);
+        for (int64_t i = 0; i < bytes; i += 64) fetch_to_l2(static_cast<const uint8_t*>(from) + i);
     };
     for (int64_t c = 0; c < KV_CELLS; c++) {
         const int64_t at = tile * KV_TILE + c * LANES;
