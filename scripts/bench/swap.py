@@ -1,11 +1,13 @@
 """How soon a server of several models answers with another one: ``python scripts/bench/swap.py A B``, two artifacts of
-which one fits into --memory. Cold: its process has not read it before; warm: it sleeps. Seconds to one token, of which
-"alone" is what the same request takes of a model that is there."""
+which one fits into --memory. Cold: its process has not read it before, with --from-disk its weights are not in memory
+either, and what a plain read of them takes is told beside; warm: it sleeps. Seconds to one token, of which "alone" is
+what the same request takes of a model that is there."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -22,6 +24,7 @@ def main() -> int:
     parser.add_argument("models", nargs=2, metavar="MODEL")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--session-len", default="2048")
+    parser.add_argument("--from-disk", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     weights = [sum(f.stat().st_size for f in Path(model).glob("*.safetensors")) for model in args.models]
@@ -31,18 +34,43 @@ def main() -> int:
         time.sleep(15)  # the waiting process has begun
         names = [card["id"] for card in server.get("/v1/models")["data"]]
         cold = []
-        for name in names:
+        for name, model in zip(names, args.models, strict=True):
+            if args.from_disk:
+                _forget(model)
             cold.append(_ask(server.url, name))
             time.sleep(15)
         warm = [_ask(server.url, name) for _ in range(args.rounds) for name in names]
         alone = [_ask(server.url, names[1]) for _ in range(args.rounds)]
         loaded = [line for line in server.text().splitlines() if "loaded in" in line]
     found = {"cold": cold, "warm": warm, "alone": statistics.median(alone), "log": loaded}
+    if args.from_disk:
+        found["plain read"] = _plain_read(args.models[1])
+        print(f"plain read {found['plain read']:.2f} s")
     print(f"cold {max(cold):.2f} s, warm {statistics.median(warm):.2f} s, alone {found['alone']:.2f} s")
     print("\n".join(loaded))
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _forget(model: str) -> None:
+    """What of a model's weights is in memory and is not used leaves it."""
+    for path in Path(model).glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _plain_read(model: str) -> float:
+    """Seconds to read a model's weights from disk."""
+    _forget(model)
+    began = time.monotonic()
+    piece = bytearray(4 << 20)
+    for path in Path(model).glob("*.safetensors"):
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(piece):
+                pass
+    return time.monotonic() - began
 
 
 def _ask(url: str, model: str) -> float:
