@@ -54,7 +54,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    llm = LLM(args.model, max_model_len=1024, enable_prefix_caching=False, max_num_seqs=64)
+    length = max(1024, args.prompt_tokens + args.completion_tokens)
+    llm = LLM(args.model, max_model_len=length, enable_prefix_caching=False, max_num_seqs=64)
     rng = random.Random(0)
     measure(llm, 1, 64, 8, args.vocab, rng)
     counts = [int(c) for c in args.concurrency.split(",")]
