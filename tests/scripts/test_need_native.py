@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-from toolkit.runners.native import library
+from toolkit.runners.native import build, library
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 REFUSED = "made by another version .* build it again with python -m toolkit.runners.native.build"
@@ -62,6 +63,25 @@ def test_what_runs_is_measured(native: ModuleType) -> None:
     if library.available():
         pytest.skip(f"{library.available()}")
     native.need_native()
+
+
+def test_a_library_from_before_a_change_is_not_measured(
+    native: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(build, "HERE", tmp_path / "toolkit" / "runners" / "native")
+    monkeypatch.setattr(library, "library_path", lambda: build.HERE / build.LIBRARY)
+    monkeypatch.setattr(library, "available", lambda: None)
+    build.HERE.mkdir(parents=True)
+    own = build.HERE / build.LIBRARY
+    own.touch()
+    source = tmp_path / "kernels" / "cpu" / "ops.cpp"
+    source.parent.mkdir(parents=True)
+    source.touch()
+    os.utime(source, (0, 0))
+    native.need_native()
+    os.utime(source, (own.stat().st_mtime + 1,) * 2)
+    with pytest.raises(SystemExit, match=r"ops\.cpp has changed since it was built; build it again with python -m"):
+        native.need_native()
 
 
 def test_on_a_gpu_the_library_is_not_asked_for(

@@ -122,6 +122,14 @@ def kernel_folder() -> Path:
     raise BuildError(f"{HERE}: the kernel sources (kernels/cpu) are missing")
 
 
+def newer_source(library: Path) -> Path | None:
+    """A source of the source tree that changed after ``library`` was built; times of installed sources tell nothing."""
+    kernels = HERE.parents[2] / "kernels" / "cpu"
+    sources = [file for folder in (kernels, HERE) for end in ("*.h", "*.cpp") for file in folder.glob(end)]
+    newest = max(sources, key=lambda file: file.stat().st_mtime)
+    return newest if kernels.is_dir() and newest.stat().st_mtime > library.stat().st_mtime else None
+
+
 def _units(kernels: Path, isas: dict[str, Isa]) -> list[Unit]:
     """Every compilation."""
     # The longest first, so that no core waits for the last one: compilers without vector instructions unroll a lot.
