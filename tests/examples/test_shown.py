@@ -22,12 +22,14 @@ FOREIGN = {
     "--build-arg",
     "--gpus",
     "--net",
+    "--no-python",
+    "--nproc-per-node",
     "--print",
     "--push",
     "--rm",
     "--set",
     "--shm-size",
-}  # llama.cpp, gdb, lm-eval, docker, helm
+}  # llama.cpp, gdb, lm-eval, docker, helm, torchrun
 SHOWN = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]")
 
 
