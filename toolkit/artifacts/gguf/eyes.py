@@ -12,6 +12,7 @@ import numpy as np
 
 from toolkit.artifacts.gguf.architectures import row_order
 from toolkit.artifacts.gguf.container import GgufContainer, read_container
+from toolkit.artifacts.gguf.keys import check_kinds
 from toolkit.artifacts.manifest import EYES
 from toolkit.artifacts.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
@@ -211,6 +212,7 @@ def open_eyes(path: Path, language: GgufContainer) -> Eyes | None:
     width = language.metadata.get(f"{language.metadata.get('general.architecture')}.embedding_length")
     for file in [named] * named.is_file() + others:
         container = read_container(file)
+        check_kinds(file, container.metadata)
         if file == named or container.metadata.get("clip.vision.projection_dim") == width:
             return _read(container, language.metadata)
     return None

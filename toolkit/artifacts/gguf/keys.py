@@ -21,6 +21,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     _TEXT: (str,), _TEXTS: (list,), _NUMBERS: (np.ndarray,), _WHOLE: (int,), _TRUTH: (bool, int),
 }  # fmt: skip
 _KINDS = {
+    "general.architecture": _TEXT,
     "tokenizer.ggml.model": _TEXT,
     "tokenizer.ggml.pre": _TEXT,
     "tokenizer.ggml.tokens": _TEXTS,
@@ -30,9 +31,19 @@ _KINDS = {
     "tokenizer.ggml.add_bos_token": _TRUTH,
     "tokenizer.ggml.add_space_prefix": _TRUTH,
     "tokenizer.chat_template": _TEXT,
-    "phi3.attention.sliding_window": _WHOLE,
+    "clip.projector_type": _TEXT,
+    "clip.vision.projector_type": _TEXT,
+    "clip.vision.projection_dim": _WHOLE,
+    "clip.use_silu": _TRUTH,
+    "clip.use_gelu": _TRUTH,
 }
-_ENDINGS = {"_token_id": _WHOLE, ".rope.scaling.type": _TEXT}
+_ENDINGS = {
+    "_token_id": _WHOLE,
+    ".rope.scaling.type": _TEXT,
+    ".attention.sliding_window": _WHOLE,
+    ".expert_gating_func": _WHOLE,
+    ".embedding_length": _WHOLE,
+}
 
 
 def check_kinds(path: Path, metadata: Mapping[str, Any]) -> None:
