@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
+from toolkit.base.progress import Progress
 from toolkit.commands.options import with_flags
 from toolkit.commands.output import stdout, table, write_json
+from toolkit.configs.engine import CommonEngineConfig
+from toolkit.configs.option import option, same_option, spelled
 from toolkit.convert.options import Packing
-from toolkit.engine_configs import CommonEngineConfig
 from toolkit.errors import UsageError
-from toolkit.option import option, same_option, spelled
-from toolkit.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolkit.base.progress import Progress
 from toolkit.commands.groups import Group
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import stderr, stdout, table, write_json
-from toolkit.engine_configs import TurbomindEngineConfig
-from toolkit.option import option, same_option
-from toolkit.progress import Progress
+from toolkit.configs.engine import TurbomindEngineConfig
+from toolkit.configs.option import option, same_option
 
 if TYPE_CHECKING:
     from toolkit.eval.tasks import Model

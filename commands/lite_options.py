@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toolkit.base.progress import Progress
 from toolkit.commands.options import with_flags
 from toolkit.commands.output import stderr, stdout, table, write_json
+from toolkit.configs.option import option, spelled
 from toolkit.errors import UsageError
-from toolkit.option import option, spelled
-from toolkit.progress import Progress
 from toolkit.quant.options import Common
 from toolkit.quant.presets import choose_preset
 

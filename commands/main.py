@@ -15,7 +15,8 @@ import typer
 from typer.core import TyperCommand
 from typer.exceptions import TyperException
 
-from toolkit import __version__, extras
+from toolkit import __version__
+from toolkit.base import extras
 from toolkit.commands.groups import Group, did_you_mean
 from toolkit.commands.interrupt import INTERRUPTED, Watch
 from toolkit.errors import ToolkitError, UsageError

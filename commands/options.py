@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 
 import typer
 
-from toolkit.engine_configs import CommonEngineConfig, PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.configs.engine import CommonEngineConfig, PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.configs.lmdeploy import IGNORED, NOT_BUILT, notice
+from toolkit.configs.option import option, option_of, same_option, spelled
 from toolkit.errors import UsageError
-from toolkit.lmdeploy_options import IGNORED, NOT_BUILT, notice
-from toolkit.option import option, option_of, same_option, spelled
 
 if TYPE_CHECKING:
-    from toolkit.engine.setup import Packed
-    from toolkit.engine_configs import EngineConfig
+    from toolkit.configs.engine import EngineConfig
+    from toolkit.engine.load.setup import Packed
 
 
 # Options of one backend, and what to do on the other.
@@ -182,7 +182,7 @@ def with_flags(
     parameter: str, kind: type, panel: str | None = None, first: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator for Typer commands: ``parameter``, of dataclass ``kind``, becomes one flag for each of its fields that
-    is an option (``toolkit/option.py``); the others have their default. ``panel``: where the help has them, those of
+    is an option (``toolkit/configs/option.py``); the others have their default. ``panel``: where the help has them, those of
     ``first`` before the rest.
     """
     hints = get_type_hints(kind)

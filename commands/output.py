@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from toolkit.engine.frontend import AsyncEngine
+    from toolkit.engine.process.frontend import AsyncEngine
 
 
 def stdout() -> Console:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toolkit.base.progress import Progress
 from toolkit.commands.groups import Group
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import show_engine, stdout, table, write_json
 from toolkit.commands.profile_server import api_server
 from toolkit.commands.sampling_options import SamplingFlags, with_load_flags
 from toolkit.profile.options import Grid, Load
-from toolkit.progress import Progress
 
 if TYPE_CHECKING:
-    from toolkit.engine.frontend import AsyncEngine
+    from toolkit.engine.process.frontend import AsyncEngine
     from toolkit.messages import GenerationConfig
 
 app = typer.Typer(

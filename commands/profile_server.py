@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toolkit.base.progress import Progress
 from toolkit.commands.options import with_flags
 from toolkit.commands.output import stdout, table, write_json
 from toolkit.commands.sampling_options import SamplingFlags, with_load_flags
 from toolkit.errors import UsageError
 from toolkit.profile.options import Traffic
-from toolkit.progress import Progress
 
 if TYPE_CHECKING:
     from toolkit.profile.http_client import Client
@@ -184,7 +184,7 @@ def _tokenizer(model: str | None) -> Any:
     if model is None:
         return None
     from toolkit.artifacts.text.tokenizer import Tokenizer
-    from toolkit.engine.setup import find
+    from toolkit.engine.load.setup import find
 
     return Tokenizer.open(find(model, None, None).tokenizer_dir)
 

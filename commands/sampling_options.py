@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from toolkit.commands.options import with_flags
-from toolkit.generation_config import TYPED, Parameter
-from toolkit.option import option
+from toolkit.configs.generation import TYPED, Parameter
+from toolkit.configs.option import option
 
 
 class SamplingFlags:

@@ -15,11 +15,11 @@ from toolkit.commands.sampling_options import SamplingFlags, with_answer_flags
 from toolkit.commands.serve_gradio import gradio
 from toolkit.commands.serve_proxy import proxy
 from toolkit.errors import UsageError
-from toolkit.serve.limits import Limits
+from toolkit.serve.http.limits import Limits
 from toolkit.serve.options import KEYS, ServerSettings, split_keys
 
 if TYPE_CHECKING:
-    from toolkit.engine_configs import EngineConfig
+    from toolkit.configs.engine import EngineConfig
 
 SERVERS = "the server's sampling"
 app = typer.Typer(

@@ -9,8 +9,8 @@ import typer
 
 from toolkit.commands.options import EngineFlags, with_engine_flags
 from toolkit.commands.output import stderr
+from toolkit.configs.option import spelled
 from toolkit.errors import UsageError
-from toolkit.option import spelled
 
 
 @with_engine_flags
@@ -31,7 +31,7 @@ def gradio(
 
     Example: tool serve gradio http://127.0.0.1:23333
     """
-    from toolkit.extras import require
+    from toolkit.base.extras import require
     from toolkit.serve.gradio import app
 
     if model.startswith(("http://", "https://")):

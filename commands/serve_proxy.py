@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from toolkit.commands.options import with_flags
 from toolkit.commands.output import stderr
-from toolkit.serve.limits import Limits
+from toolkit.serve.http.limits import Limits
 from toolkit.serve.options import KEYS, NODE_KEYS, ProxySettings, split_keys
 
 

@@ -255,7 +255,7 @@ def test_the_fast_path_needs_no_torch() -> None:
     """chat/serve → engine → native runner: none of the heavy packages is imported by loading these modules."""
     code = (
         "import sys\n"
-        "import toolkit.engine.frontend, toolkit.engine.core, toolkit.chat.template, toolkit.artifacts.text.tokenizer\n"
+        "import toolkit.engine.process.frontend, toolkit.engine.core, toolkit.chat.template, toolkit.artifacts.text.tokenizer\n"
         "import toolkit.artifacts.source, toolkit.artifacts.engine.files\n"
         "import toolkit.models.registry, toolkit.runners.choose\n"
         "heavy = {'torch', 'transformers', 'datasets', 'xgrammar'} & set(sys.modules)\n"

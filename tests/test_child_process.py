@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from toolkit import child_process
+from toolkit.base import child_process
 
 
-@pytest.mark.parametrize("module", ["toolkit.engine.worker", "toolkit.box.child", "toolkit.serve.background"])
+@pytest.mark.parametrize("module", ["toolkit.engine.process.worker", "toolkit.box.child", "toolkit.serve.background"])
 def test_a_child_that_still_imports_lives_and_says_nothing(module: str) -> None:
     children = []
     for seconds in (0.0, 0.02, 0.2):

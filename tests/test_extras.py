@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from toolkit import extras
+from toolkit.base import extras
 from toolkit.errors import ToolkitError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit import GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig, pipeline
+from toolkit.configs.generation import PARAMETERS
+from toolkit.configs.limits import MOST, SEED_MAX, TEMPLATE_STOPS, WORD_LENGTH
+from toolkit.configs.lmdeploy import IGNORED, NOT_BUILT, notices
 from toolkit.errors import UsageError
-from toolkit.generation_config import PARAMETERS
-from toolkit.lmdeploy_options import IGNORED, NOT_BUILT, notices
-from toolkit.request_limits import MOST, SEED_MAX, TEMPLATE_STOPS, WORD_LENGTH
 
 FIELDS = sorted(GenerationConfig.__dataclass_fields__)
 ANYTHING = st.recursive(

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from toolkit import progress as module
-from toolkit.progress import Progress
+from toolkit.base import progress as module
+from toolkit.base.progress import Progress
 
 
 class Clock:

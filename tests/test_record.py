@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.record import later, plain, read
+from toolkit.base.record import later, plain, read
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import typer
 
 from toolkit.commands import options
 from toolkit.commands.main import main, normalise
-from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.configs.lmdeploy import IGNORED, NOT_BUILT
 from toolkit.errors import UsageError
-from toolkit.lmdeploy_options import IGNORED, NOT_BUILT
 
 
 @pytest.fixture

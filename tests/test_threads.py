@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import threads
+from toolkit.base import threads
 
 CPUS = "sys/devices/system/cpu"
 
@@ -76,7 +76,7 @@ import toolkit
 assert "torch" not in sys.modules
 import torch
 child = [sys.executable, "-c", "import os; print(os.environ['OMP_WAIT_POLICY'], end='')"]
-print(torch.get_num_threads(), toolkit.threads.usable_cores(), subprocess.run(child, capture_output=True).stdout)
+print(torch.get_num_threads(), toolkit.base.threads.usable_cores(), subprocess.run(child, capture_output=True).stdout)
 """
 
 

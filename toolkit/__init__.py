@@ -1,7 +1,7 @@
 """Quantize, convert and serve large language models, on the GPU you have or on none.
 
 Importing the package loads nothing heavy; names below are resolved on first use. It sets OpenMP's environment variables
-where the user has not (``toolkit.threads``).
+where the user has not (``toolkit.base.threads``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from toolkit import threads
+from toolkit.base import threads
 
 __version__ = "0.1.0"
 threads.settle()  # before anything imports torch
@@ -18,11 +18,11 @@ _EXPORTS = {
     "ChatTemplateConfig": "toolkit.messages",
     "GenerationConfig": "toolkit.messages",
     "Pipeline": "toolkit.pipeline.pipeline",
-    "PytorchEngineConfig": "toolkit.engine_configs",
+    "PytorchEngineConfig": "toolkit.configs.engine",
     "Response": "toolkit.messages",
     "Session": "toolkit.pipeline.pipeline",
-    "TurbomindEngineConfig": "toolkit.engine_configs",
-    "VisionConfig": "toolkit.engine_configs",
+    "TurbomindEngineConfig": "toolkit.configs.engine",
+    "VisionConfig": "toolkit.configs.engine",
     "client": "toolkit.serve.client",
 }
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from toolkit import serve
-    from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
+    from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
     from toolkit.messages import ChatTemplateConfig, GenerationConfig, Response
     from toolkit.pipeline.pipeline import Pipeline, Session, pipeline
     from toolkit.serve.client import client

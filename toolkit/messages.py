@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
+from toolkit.base.record import read
+from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
+from toolkit.configs.generation import GenerationConfig
 from toolkit.errors import UsageError
-from toolkit.generation_config import GenerationConfig
-from toolkit.record import read
 
 __all__ = [
     "ChatTemplateConfig",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from opencompass.models.base import BaseModel
 
-from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.messages import GenerationConfig
 from toolkit.pipeline.pipeline import pipeline
 from toolkit.pipeline.prompts import Prompt

@@ -1,6 +1,6 @@
 // Every operation alone, for tests and measurements: C functions that take an instruction set by name.
 //
-// They check nothing but the name; the executor's boundary (toolkit/runners/native/check.cpp) is the guarded one.
+// They check nothing but the name; the executor's boundary (toolkit/runners/native/step/check.cpp) is the guarded one.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>

@@ -15,14 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from toolkit.base.threads import usable_cores
 from toolkit.check_env.machine import read_bandwidth
 from toolkit.models.vision import PREFIX
 from toolkit.runners.choose import Opened, open_model
 from toolkit.runners.native import library
-from toolkit.runners.native.pack_model import pack_model
-from toolkit.runners.native.packed import PackedTensor
-from toolkit.runners.weight_info import info_of
-from toolkit.threads import usable_cores
+from toolkit.runners.native.packing.pack_model import pack_model
+from toolkit.runners.native.packing.packed import PackedTensor
+from toolkit.runners.weights.info import info_of
 
 PROBE = 1 << 30  # bytes: beyond every cache
 PASS = 0.05  # seconds: longer than a turn that the system gives a process

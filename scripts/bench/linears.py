@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"
 from native_ops import NativeOps, Store
 
 from toolkit.runners.native.library import library_path
-from toolkit.runners.native.packed import INT, PackedMeta, PackedTensor
+from toolkit.runners.native.packing.packed import INT, PackedMeta, PackedTensor
 
 SHAPES = ((1536, 576), (576, 1536), (49152, 576), (8192, 2048), (2048, 8192), (4096, 4096), (4096, 14336))
 TOKENS = (8, 16, 32, 64, 256, 1024)

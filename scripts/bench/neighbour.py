@@ -19,8 +19,8 @@ from pathlib import Path
 from hog import beside
 from native import need_native
 
+from toolkit.base.threads import WAITING
 from toolkit.commands.output import stderr, stdout, table
-from toolkit.threads import WAITING
 
 COMMANDS = {
     "lite auto_awq": "lite auto_awq {model} --work-dir {out} --calib-samples 8 --calib-seqlen 256 --eval-tokens 2048",

@@ -40,7 +40,7 @@ from toolkit.quant.layers.forward import embed, head_logits, in_bf16, layer_forw
 from toolkit.quant.layers.forward_parts import Weights
 from toolkit.quant.layers.result import LayerResult
 from toolkit.quant.layers.source import LayerSource
-from toolkit.runners.rounded_weights import BITS, RoundedWeights, rounded
+from toolkit.runners.weights.rounded import BITS, RoundedWeights, rounded
 
 CPU = torch.device("cpu")
 WINDOW = 512  # tokens that the models see at once

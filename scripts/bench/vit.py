@@ -34,9 +34,9 @@ from toolkit.commands.output import stdout, table
 from toolkit.convert.formats import rewrite
 from toolkit.models.registry import load_spec
 from toolkit.models.vision import PREFIX, sizes, tensors
-from toolkit.runners.native.pack_model import pack_tower
-from toolkit.runners.native.packed import BF16, PackedTensor, vector
-from toolkit.runners.native.tower import NativeEncoder, matrices
+from toolkit.runners.native.packing.pack_model import pack_tower
+from toolkit.runners.native.packing.packed import BF16, PackedTensor, vector
+from toolkit.runners.native.towers.tower import NativeEncoder, matrices
 from toolkit.vision.recipes import prepare
 
 PEERS = ("transformers float32", "transformers bfloat16")

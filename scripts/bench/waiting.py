@@ -18,8 +18,8 @@ import numpy as np
 from native import need_native
 
 from toolkit.commands.output import stderr, stdout, table
-from toolkit.engine.frontend import AsyncEngine
-from toolkit.engine_configs import TurbomindEngineConfig
+from toolkit.configs.engine import TurbomindEngineConfig
+from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.profile.load import run_all
 from toolkit.profile.metrics import RequestRecord, completed
 from toolkit.profile.workload import random_asks

@@ -160,8 +160,8 @@ def _read_tensors(folder: Path) -> str:
 def _run_model(path: Path) -> str:
     """Show it, open it, and generate two tokens."""
     from toolkit.artifacts.inspect import inspect
-    from toolkit.engine.frontend import AsyncEngine
-    from toolkit.engine_configs import TurbomindEngineConfig
+    from toolkit.configs.engine import TurbomindEngineConfig
+    from toolkit.engine.process.frontend import AsyncEngine
     from toolkit.messages import GenerationConfig
 
     inspect(path)

@@ -106,8 +106,8 @@ def _spoil_format(rng: Random, case: Case) -> Case:
 
 def _serve(model: Path) -> Run:
     from toolkit.chat.template import ChatTemplate
-    from toolkit.engine.frontend import AsyncEngine
-    from toolkit.engine_configs import TurbomindEngineConfig
+    from toolkit.configs.engine import TurbomindEngineConfig
+    from toolkit.engine.process.frontend import AsyncEngine
     from toolkit.serve.app import create_app
     from toolkit.serve.options import ServerSettings
 

@@ -64,7 +64,7 @@ def names(case: Case) -> list[str]:
 
 def engine_config(case: Case, backend: str, device: str) -> Any:
     """How the engine is asked to run the case."""
-    from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
+    from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 
     common: dict[str, Any] = {
         "load_format": "dummy",
@@ -80,7 +80,7 @@ def engine_config(case: Case, backend: str, device: str) -> Any:
 
 def measure(case: Case, device: str, backend: str) -> Iterator[Row]:
     """A row for each load, tokens a second; one with the error where the engine does not start."""
-    from toolkit.engine.setup import Setup, start
+    from toolkit.engine.load.setup import Setup, start
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)

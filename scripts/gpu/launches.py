@@ -63,7 +63,7 @@ class _Mark:
 
 
 class MetaDevice:
-    """A ``toolkit.runners.tensor.device.GraphDevice`` whose tensors have no memory: a step on it is its launches."""
+    """A ``toolkit.runners.tensor.devices.device.GraphDevice`` whose tensors have no memory: a step on it is its launches."""
 
     torch, reserved, dense = META, 0, False
 
@@ -75,13 +75,13 @@ class MetaDevice:
         return torch.from_numpy(raw), raw
 
     def put(self, arrays: Any) -> dict[str, torch.Tensor]:
-        from toolkit.runners.tensor import staging
+        from toolkit.runners.tensor.step import staging
 
         return staging.put(arrays, self)
 
     def fetch(self, tensors: dict[str, torch.Tensor]) -> Any:
-        from toolkit.runners.tensor import staging
-        from toolkit.runners.tensor.device import Fetched
+        from toolkit.runners.tensor.devices.device import Fetched
+        from toolkit.runners.tensor.step import staging
 
         return Fetched({n: np.zeros(tuple(t.shape), staging._BACK[t.dtype]) for n, t in tensors.items()}, _Mark())
 
@@ -118,9 +118,10 @@ def meta_runner(config: dict[str, Any], capability: int, policy: int, block: int
     from gpu.models import dummy
 
     from toolkit.runners.base import RunnerOptions
-    from toolkit.runners.dummy_weights import DummyWeights
-    from toolkit.runners.tensor import linear, runner
+    from toolkit.runners.tensor import runner
+    from toolkit.runners.tensor.layers import linear
     from toolkit.runners.tensor.ops import Ops, ops_by
+    from toolkit.runners.weights.dummy import DummyWeights
 
     def choose_ops(device: torch.device, dtype: torch.dtype, **traits: Any) -> Ops:
         return ops_by(_pick, "cuda", dtype, capability, **traits)

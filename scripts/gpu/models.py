@@ -101,7 +101,7 @@ FP8 = {"quantization_config": {"quant_method": "fp8"}}
 def dummy(config: dict[str, Any], device: torch.device) -> tuple[Any, Any]:
     """(spec, made-up weights on ``device``) of a config."""
     from toolkit.models.registry import build
-    from toolkit.runners.dummy_weights import DummyWeights
+    from toolkit.runners.weights.dummy import DummyWeights
 
     spec, stored = build(config, "config")
     return spec, DummyWeights(spec, stored, config, device)

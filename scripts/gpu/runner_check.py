@@ -24,7 +24,7 @@ def _drivers(family: str, policy: int, device: str) -> tuple[Any, Any]:
     import torch
 
     from toolkit.runners.base import RunnerOptions
-    from toolkit.runners.tensor.cuda_device import CudaDevice
+    from toolkit.runners.tensor.devices.cuda_device import CudaDevice
     from toolkit.runners.tensor.runner import TensorRunner
     from toolkit.runners.tensor.traits import model_traits
 

@@ -133,7 +133,7 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 
 def metrics() -> Iterator[str]:
-    from toolkit.serve.metrics import ServerMetrics
+    from toolkit.serve.watch.metrics import ServerMetrics
 
     yield "# Metrics\n\n`GET /metrics`, in Prometheus' text format.\n\n| metric | kind | |\n|---|---|---|"
     for metric in ServerMetrics(dict).registry.collect():

@@ -14,7 +14,7 @@ from tiny_vlm.drawings import Scene, draw
 from tiny_vlm.words import ROWS, Words
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import clip_recipe
-from toolkit.runners.tensor.find import bf16_is_native
+from toolkit.runners.tensor.devices.find import bf16_is_native
 from toolkit.vision.recipes import prepare
 
 IMAGE, PATCH = 64, 16  # ROWS patches

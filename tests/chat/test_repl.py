@@ -14,8 +14,8 @@ from toolkit.chat import settings
 from toolkit.chat.conversation import Conversation
 from toolkit.chat.repl import Repl, Speed, answer
 from toolkit.chat.terminal import TerminalScreen
+from toolkit.configs.generation import TYPED
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.generation_config import TYPED
 from toolkit.messages import GenerationConfig, Response
 
 

@@ -19,8 +19,8 @@ from toolkit import GenerationConfig, Pipeline, TurbomindEngineConfig
 from toolkit.artifacts import manifest
 from toolkit.commands.main import main
 from toolkit.convert import pack_cache, settle
-from toolkit.engine.frontend import AsyncEngine
-from toolkit.engine.verify import verify_tensors
+from toolkit.engine.load.verify import verify_tensors
+from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.native import library
 
@@ -233,7 +233,7 @@ def test_who_is_killed_while_it_writes_leaves_nothing_that_counts(model: Path, h
     expected = (whole / "engine.safetensors").read_bytes()
     assert pack_cache.remove(whole)
     script = (
-        "import os, signal, sys; from pathlib import Path; from toolkit.runners.native.pack import Unpacked\n"
+        "import os, signal, sys; from pathlib import Path; from toolkit.runners.native.packing.pack import Unpacked\n"
         "write, calls = Unpacked.write_to, []\n"
         "def once(self, file, at):\n"
         "    calls.append(at) or write(self, file, at)\n"

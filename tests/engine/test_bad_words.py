@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.box.box import Ticket
-from toolkit.engine import bad_words
-from toolkit.engine.bad_words import BadWords, BadWordState
-from toolkit.engine.constraints import THREADS, Constraints
+from toolkit.engine.constraints import bad_words
+from toolkit.engine.constraints.bad_words import BadWords, BadWordState
+from toolkit.engine.constraints.request import THREADS, Constraints
 from toolkit.engine.request import SamplingParams
 
 AB = st.binary(max_size=6).map(lambda b: bytes(97 + x % 3 for x in b))

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from toolkit.engine.block_manager import BlockManager, blocks_for, window_blocks
-from toolkit.engine.prefix import extend_keys, root_key
+from toolkit.engine.cache.block_manager import BlockManager, blocks_for, window_blocks
+from toolkit.engine.cache.prefix import extend_keys, root_key
 from toolkit.models.spec import CacheGroup
 
 SIZE = 4

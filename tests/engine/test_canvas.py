@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights
+from toolkit.configs.engine import PytorchEngineConfig, Unmasking
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 from toolkit.engine.canvas import chosen_of
 from toolkit.engine.core import EngineCore
-from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.load.setup import CONFIGS
 from toolkit.engine.options import EngineOptions
+from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
-from toolkit.engine.setup import CONFIGS
-from toolkit.engine_configs import PytorchEngineConfig, Unmasking
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.models.registry import load_spec

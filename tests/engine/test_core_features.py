@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from toolkit.box.box import Box
-from toolkit.engine import host_sampler
+from toolkit.engine.constraints import host_sampler
 from toolkit.engine.core import EngineCore
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
@@ -444,7 +444,7 @@ def test_a_grammar_that_does_not_compile_is_that_requests_error(fake: Any, respo
 
 
 def test_a_grammar_that_takes_long_to_compile_holds_nobody_else_up(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.engine import constraints
+    from toolkit.engine.constraints import request as constraints
 
     compile_it = Box.run
     go_on = threading.Event()
@@ -483,7 +483,7 @@ def test_a_grammar_that_takes_long_to_compile_holds_nobody_else_up(fake: Any, mo
 def test_many_choices_of_one_grammar_are_compiled_once_by_few_threads(
     fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from toolkit.engine import constraints
+    from toolkit.engine.constraints import request as constraints
 
     compile_it, now, most, asked = Box.run, [0], [0], []
     counting = threading.Lock()
@@ -512,7 +512,7 @@ def test_many_choices_of_one_grammar_are_compiled_once_by_few_threads(
 
 
 def test_the_engine_s_thread_waits_for_nothing_that_others_build(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.engine.bad_words import BadWords
+    from toolkit.engine.constraints.bad_words import BadWords
 
     core = fake.make_core(tokenizer=LetterTokenizer())
     fake.ask(core, PROMPT, 1, bad_words=["ab"])
@@ -539,7 +539,7 @@ def test_the_engine_s_thread_waits_for_nothing_that_others_build(fake: Any, monk
 
 
 def test_a_grammar_is_told_how_many_share_the_step(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.engine.grammar_pace import Pace
+    from toolkit.engine.constraints.grammar_pace import Pace
 
     told: list[int] = []
     take = Pace.next_token
@@ -559,7 +559,7 @@ def test_requests_that_pour_in_do_not_hold_up_those_that_run(
 ) -> None:
     from multiprocessing import Pipe
 
-    from toolkit.engine import loop, records, worker
+    from toolkit.engine.process import loop, records, worker
 
     core, events = fake.make_core(), []
     add, step = core.add, core.step
@@ -588,7 +588,7 @@ def test_requests_that_pour_in_do_not_hold_up_those_that_run(
 def test_a_grammar_that_reads_a_text_in_too_many_ways_ends_its_request_alone(
     fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from toolkit.engine import grammar_pace
+    from toolkit.engine.constraints import grammar_pace
 
     core = fake.make_core(tokenizer=LetterTokenizer())
     letters = {"type": "regex_schema", "regex_schema": "[ab]{60}"}

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from toolkit.engine.constraints.grammar_cost import HOSTILE
 from toolkit.engine.core import EngineCore
-from toolkit.engine.frontend import AsyncEngine
-from toolkit.engine.grammar_cost import HOSTILE
-from toolkit.engine.loop import ThreadLoop
-from toolkit.engine.memory_plan import MemoryPlan
+from toolkit.engine.load.memory_plan import MemoryPlan
+from toolkit.engine.load.setup import Facts
 from toolkit.engine.options import EngineOptions
+from toolkit.engine.process.frontend import AsyncEngine
+from toolkit.engine.process.loop import ThreadLoop
 from toolkit.engine.sampling_params import resolve
-from toolkit.engine.setup import Facts
-from toolkit.engine.stream import Asked, Timings
+from toolkit.engine.text.stream import Asked, Timings
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig, Response
 
@@ -146,7 +146,7 @@ def test_what_fails_before_it_begins_ends_itself_alone(open_engine: Any, monkeyp
             raise KeyError("a fault of ours")
         return resolve(config, *more)
 
-    monkeypatch.setattr("toolkit.engine.frontend.resolve", resolved)
+    monkeypatch.setattr("toolkit.engine.process.frontend.resolve", resolved)
     found = [Response(), Response()]
     configs = [GenerationConfig(max_new_tokens=n) for n in (7, 8)]
     for i, delta in open_engine().generate_all([Asked(PROMPT, config) for config in configs]):

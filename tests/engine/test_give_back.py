@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.engine import core as core_module
-from toolkit.engine.block_pool import FREE_SWEEPS, IDLE_SWEEPS, BlockPool
+from toolkit.engine.cache.block_pool import FREE_SWEEPS, IDLE_SWEEPS, BlockPool
 from toolkit.engine.core import EngineCore
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams

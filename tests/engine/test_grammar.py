@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from toolkit.box import box
 from toolkit.box.box import Cancelled, Limits, OutOfTime, Ticket
-from toolkit.engine import grammar, grammar_job
-from toolkit.engine.grammar import Grammars, GrammarState
-from toolkit.engine.grammar_cost import HOSTILE, HOSTILE_S, Hostility, least_seconds
-from toolkit.engine.grammar_format import check_format, fitted_format
-from toolkit.engine.grammar_pace import Pace
+from toolkit.engine.constraints import grammar, grammar_job
+from toolkit.engine.constraints.grammar import Grammars, GrammarState
+from toolkit.engine.constraints.grammar_cost import HOSTILE, HOSTILE_S, Hostility, least_seconds
+from toolkit.engine.constraints.grammar_format import check_format, fitted_format
+from toolkit.engine.constraints.grammar_pace import Pace
 from toolkit.errors import BusyError, UsageError
 
 SIZE = 300
@@ -514,11 +514,11 @@ def test_a_request_that_leaves_frees_the_compiler(grammars: Grammars, monkeypatc
 def test_grammars_need_no_torch_and_leave_xgrammar_whole() -> None:
     code = (
         "import sys\n"
-        "import toolkit.engine.grammar_job, toolkit.engine.grammar\n"
+        "import toolkit.engine.constraints.grammar_job, toolkit.engine.constraints.grammar\n"
         "assert not {'torch', 'transformers', 'xgrammar'} & set(sys.modules), sys.modules.keys()\n"
         "import xgrammar, torch\n"
         "from xgrammar.base import _core\n"
-        "assert xgrammar.GrammarCompiler and _core is toolkit.engine.grammar.CORE\n"
+        "assert xgrammar.GrammarCompiler and _core is toolkit.engine.constraints.grammar.CORE\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.test_grammar import Letters, follow
-from toolkit.engine.grammar import Grammars
-from toolkit.engine.grammar_format import fitted_format
-from toolkit.engine.grammar_schema import fitted
+from toolkit.engine.constraints.grammar import Grammars
+from toolkit.engine.constraints.grammar_format import fitted_format
+from toolkit.engine.constraints.grammar_schema import fitted
 from toolkit.errors import UsageError
 
 INT, STR, OBJ = {"type": "integer"}, {"type": "string"}, {"type": "object"}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.engine.block_manager import window_blocks
-from toolkit.engine.memory_plan import SAFE_SHARE, MemoryPlan, Wishes, plan
+from toolkit.engine.cache.block_manager import window_blocks
+from toolkit.engine.load.memory_plan import SAFE_SHARE, MemoryPlan, Wishes, plan
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import CacheGroup
 from toolkit.runners.base import MemoryNeed

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from toolkit import PytorchEngineConfig, TurbomindEngineConfig
-from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
 

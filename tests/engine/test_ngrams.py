@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolkit.engine.constraints.ngrams import RepeatedNgrams
 from toolkit.engine.core import EngineCore
-from toolkit.engine.ngrams import RepeatedNgrams
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 

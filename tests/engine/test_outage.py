@@ -20,14 +20,14 @@ from typing import Any
 import psutil
 import pytest
 
-from toolkit.engine import outbox as outbox_module
-from toolkit.engine import process_loop, records
-from toolkit.engine.outage import RESTART_WINDOW, RESTARTS, Budget, Outage, exit_text
-from toolkit.engine.outbox import Outbox
-from toolkit.engine.process_loop import ProcessLoop
+from toolkit.engine.process import outbox as outbox_module
+from toolkit.engine.process import process_loop, records
+from toolkit.engine.process.outage import RESTART_WINDOW, RESTARTS, Budget, Outage, exit_text
+from toolkit.engine.process.outbox import Outbox
+from toolkit.engine.process.process_loop import ProcessLoop
+from toolkit.engine.process.stall import Stall
+from toolkit.engine.process.suspects import Suspects
 from toolkit.engine.request import EngineRequest, SamplingParams
-from toolkit.engine.stall import Stall
-from toolkit.engine.suspects import Suspects
 from toolkit.errors import UsageError
 
 
@@ -250,7 +250,7 @@ def test_the_process_writes_its_log_as_its_parent_does() -> None:
         setup: dict[str, Any] = {}  # none: a fault of ours, which is logged
         pipe.send_bytes(records.pack({"op": "open", "setup": setup, "log_level": logging.INFO, "log_json": True}))
         number = theirs.fileno()
-        code = f"from toolkit.engine.worker import main; main({number})"
+        code = f"from toolkit.engine.process.worker import main; main({number})"
         command = [sys.executable, "-P", "-c", code]
         done = subprocess.run(command, pass_fds=[number], capture_output=True, timeout=500)
     line = json.loads(done.stderr)

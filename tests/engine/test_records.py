@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.engine import records
+from toolkit.engine.process import records
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
 from toolkit.models.pictures import Picture
 

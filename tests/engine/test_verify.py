@@ -15,7 +15,7 @@ from toolkit import TurbomindEngineConfig, pipeline
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.manifest import MANIFEST, content_digest
 from toolkit.convert.convert import convert
-from toolkit.engine.verify import verify_tensors
+from toolkit.engine.load.verify import verify_tensors
 from toolkit.errors import ToolkitError
 
 CONFIG = TurbomindEngineConfig(session_len=64, max_batch_size=2)

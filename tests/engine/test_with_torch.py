@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.engine.core import EngineCore
-from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.load.setup import Setup, start
 from toolkit.engine.options import EngineOptions
+from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.engine.request import EngineRequest, SamplingParams
-from toolkit.engine.setup import Setup, start
-from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.runners.base import RunnerOptions
@@ -104,7 +104,7 @@ def test_tokens_do_not_depend_on_how_the_work_is_done(family: str, tiny_models: 
 def test_the_host_draws_what_the_reference_kernel_draws() -> None:
     import torch
 
-    from toolkit.engine import host_sampler
+    from toolkit.engine.constraints import host_sampler
     from toolkit.kernels.reference.sampling import sample
     from toolkit.runners.step import SamplingBatch, uniform
 

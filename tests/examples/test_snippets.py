@@ -97,7 +97,7 @@ def test_opencompass_is_told_what_it_understands(blocks: Any, monkeypatch: pytes
     for block in code:
         exec(block, shown)
     monkeypatch.delitem(sys.modules, "toolkit.opencompass", raising=False)
-    from toolkit.engine_configs import TurbomindEngineConfig
+    from toolkit.configs.engine import TurbomindEngineConfig
     from toolkit.messages import GenerationConfig
 
     (model,) = shown["models"]

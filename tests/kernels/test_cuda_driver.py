@@ -19,7 +19,7 @@ from toolkit.kernels.cuda.plan import LinearArguments, names
 from toolkit.kernels.registry import KernelError, Target
 from toolkit.kernels.tolerances import compare
 from toolkit.runners.tensor import build
-from toolkit.runners.tensor import linear as runner_linear
+from toolkit.runners.tensor.layers import linear as runner_linear
 
 
 @pytest.fixture

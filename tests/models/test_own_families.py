@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from toolkit.engine_configs import PytorchEngineConfig
+from toolkit.configs.engine import PytorchEngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models import registry
 from toolkit.models.family import Family

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from toolkit.runners.native import build, library
-from toolkit.runners.native.pack import pack_weight
+from toolkit.runners.native.packing.pack import pack_weight
 
 OTHER = next((isa for isa in library.isas() if isa != "amx"), "")
 LINEARS = ("tk_op_linear", "tk_op_gated")

@@ -11,8 +11,9 @@ from gguf import GGMLQuantizationType as Type
 from toolkit.artifacts.gguf.blocks import BLOCKS, to_blocks
 from toolkit.artifacts.gguf.quantize import WRITTEN, quantize
 from toolkit.artifacts.gguf.quantize import find_scales as by_torch
-from toolkit.runners.native import gguf_scales, library
-from toolkit.runners.native.gguf_scales import find_scales
+from toolkit.runners.native import library
+from toolkit.runners.native.packing import gguf_scales
+from toolkit.runners.native.packing.gguf_scales import find_scales
 
 SEARCHED = [kind for kind in WRITTEN if kind in BLOCKS and kind != "Q8_0"]
 

@@ -13,7 +13,7 @@ from toolkit.artifacts.canonical import ChannelInt8
 from toolkit.kernels.reference.activation import swigluoai
 from toolkit.kernels.reference.causal_conv import causal_conv
 from toolkit.kernels.reference.recurrent import delta_rule, state_scan
-from toolkit.runners.native.pack import pack_dense, pack_weight
+from toolkit.runners.native.packing.pack import pack_dense, pack_weight
 
 COUNTS = (1, 2, 3, 5, 8, 11, 12, 13, 20, 33)
 INTEGER = [

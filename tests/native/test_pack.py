@@ -15,10 +15,10 @@ from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt
 from toolkit.artifacts.formats.bits import AWQ_ORDER, pack_words
 from toolkit.artifacts.formats.words import Words
 from toolkit.kernels.reference.cache import hadamard
-from toolkit.runners.native.head import quantize_head, turn
-from toolkit.runners.native.pack import pack_nearest, pack_weight
-from toolkit.runners.native.pack_model import pack_model
-from toolkit.runners.native.unpack import UnpackedWeights, unpack
+from toolkit.runners.native.packing.head import quantize_head, turn
+from toolkit.runners.native.packing.pack import pack_nearest, pack_weight
+from toolkit.runners.native.packing.pack_model import pack_model
+from toolkit.runners.native.packing.unpack import UnpackedWeights, unpack
 
 
 def same(a, b) -> None:

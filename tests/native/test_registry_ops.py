@@ -20,8 +20,8 @@ from toolkit.kernels import registry
 from toolkit.kernels.reference.attention import oldest
 from toolkit.kernels.reference.linear import unpack_codes
 from toolkit.kernels.tolerances import compare
-from toolkit.runners.native.pack import pack_dense, pack_weight
-from toolkit.runners.native.packed import PackedTensor
+from toolkit.runners.native.packing.pack import pack_dense, pack_weight
+from toolkit.runners.native.packing.packed import PackedTensor
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "swigluoai", "relu2")  # by their numbers in ops.h
 

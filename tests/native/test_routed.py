@@ -20,7 +20,7 @@ from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.native import library
-from toolkit.runners.native.packed import INT
+from toolkit.runners.native.packing.packed import INT
 from toolkit.runners.native.program import unsupported
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library does not run here")

@@ -22,12 +22,12 @@ from toolkit.models.vision import PREFIX
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model
 from toolkit.runners.native import library
-from toolkit.runners.native.encoders import open_encoder
-from toolkit.runners.native.pack_model import pack_model
-from toolkit.runners.native.packed import INT
+from toolkit.runners.native.packing.pack_model import pack_model
+from toolkit.runners.native.packing.packed import INT
 from toolkit.runners.native.runner import NativeRunner
-from toolkit.runners.native.tower import NativeEncoder
-from toolkit.runners.tensor.encoders import encoder_of
+from toolkit.runners.native.towers.encoders import open_encoder
+from toolkit.runners.native.towers.tower import NativeEncoder
+from toolkit.runners.tensor.towers.encoders import encoder_of
 from toolkit.vision.eyes import Eyes
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library does not run here")

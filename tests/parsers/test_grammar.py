@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from toolkit.engine.grammar_format import check_format
-from toolkit.engine.grammar_job import compile_format
-from toolkit.engine.xgrammar_core import CORE, unreachable, vocabulary
+from toolkit.engine.constraints.grammar_format import check_format
+from toolkit.engine.constraints.grammar_job import compile_format
+from toolkit.engine.constraints.xgrammar_core import CORE, unreachable, vocabulary
 from toolkit.parsers import grammar, registry
 from toolkit.parsers.pieces import Answer
 

@@ -271,7 +271,7 @@ def test_threads_share_a_pipeline(pipe: Pipeline) -> None:
 def test_progress_goes_to_standard_error(
     pipe: Pipeline, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("toolkit.progress.EVERY", 0.0)
+    monkeypatch.setattr("toolkit.base.progress.EVERY", 0.0)
     pipe(["a", "b"], gen_config=SHORT, use_tqdm=True)
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err == "answers: 1 of 2, 0 s\nanswers: 2 of 2, 0 s\n"

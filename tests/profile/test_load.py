@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.engine.stream import Timings
+from toolkit.engine.text.stream import Timings
 from toolkit.messages import GenerationConfig, Response
 from toolkit.profile.load import run_all, run_one
 from toolkit.profile.memory import PeakMemory, ProcessTree

@@ -12,7 +12,7 @@ import pytest
 
 from toolkit.artifacts.stage import open_stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
-from toolkit.engine_configs import TurbomindEngineConfig
+from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.text.calibration import CalibrationPlan, make_plan, read_samples
@@ -306,7 +306,7 @@ def test_self_text_is_the_model_s_own_seeded_and_cached(
 def test_self_text_is_written_with_8_bit_weights_where_that_is_faster(
     gpu: bool, native: bool, expected: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from toolkit.engine.frontend import AsyncEngine
+    from toolkit.engine.process.frontend import AsyncEngine
     from toolkit.quant.text import selftext
 
     asked, opened = [], AsyncEngine.open

@@ -10,7 +10,7 @@ import torch
 from toolkit.models.sites import RowFold, layer_sites
 from toolkit.quant.layers.forward import embed, head_logits, layer_forward
 from toolkit.quant.layers.source import LayerSource
-from toolkit.runners.folding import Folded, expand, fold_site, storable
+from toolkit.runners.weights.folding import Folded, expand, fold_site, storable
 
 CPU = torch.device("cpu")
 

@@ -89,8 +89,8 @@ def test_a_reference_reader_and_transformers_give_our_logits(
     """The checkpoint, dequantized by the format's description and run by transformers, is the model we evaluate."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from toolkit.engine.frontend import AsyncEngine
-    from toolkit.engine_configs import PytorchEngineConfig
+    from toolkit.configs.engine import PytorchEngineConfig
+    from toolkit.engine.process.frontend import AsyncEngine
 
     out = tmp_path / "out"
     auto_awq(str(tiny_models(family)), out, Awq(w_sym=symmetric), common=quick)

@@ -298,8 +298,8 @@ def test_statistics_are_taken_once_and_give_the_same_result(tiny_models: Any, tm
 @pytest.mark.parametrize(("family", "attention"), [("gemma2", "self_attn"), ("internlm2", "attention")])
 def test_scales_of_the_cache(family: str, attention: str, tiny_models: Any, tmp_path: Path, text: Path) -> None:
     """Beside the attention as the family names it, where the runner finds them."""
-    from toolkit.engine.frontend import AsyncEngine
-    from toolkit.engine_configs import PytorchEngineConfig
+    from toolkit.configs.engine import PytorchEngineConfig
+    from toolkit.engine.process.frontend import AsyncEngine
     from toolkit.runners.choose import open_model
 
     model = tiny_models(family)

@@ -31,7 +31,7 @@ def drive(tiny_models: Any, steps: Any, support: Any) -> Any:
     kind = os.environ.get("TOOLKIT_TEST_RUNNER", "pytorch")
 
     def for_gpu(path: Path, options: RunnerOptions) -> Any:
-        from toolkit.runners.tensor.cuda_device import CudaDevice
+        from toolkit.runners.tensor.devices.cuda_device import CudaDevice
         from toolkit.runners.tensor.runner import TensorRunner
 
         opened = open_model(path)

@@ -99,7 +99,7 @@ def test_a_quantized_base_takes_adapters(tiny_models, adapters, steps, tmp_path,
     """W8A8 linears with an adapter read what a norm has not rounded; those without still take its codes."""
     from toolkit.artifacts.canonical import ChannelInt8
     from toolkit.runners.tensor import decoder
-    from toolkit.runners.tensor.lora import Adapted
+    from toolkit.runners.tensor.layers.lora import Adapted
     from toolkit.runners.tensor.runner import TensorRunner
 
     model = tiny_models("llama")

@@ -12,10 +12,10 @@ from toolkit.artifacts import read_ahead
 from toolkit.artifacts.canonical import Dense
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.models.registry import load_spec
-from toolkit.runners import checkpoint_weights
-from toolkit.runners.checkpoint_weights import CheckpointWeights
-from toolkit.runners.rounded_weights import rounded
-from toolkit.runners.weight_info import info_of, reading_ahead
+from toolkit.runners.weights import checkpoint as checkpoint_weights
+from toolkit.runners.weights.checkpoint import CheckpointWeights
+from toolkit.runners.weights.info import info_of, reading_ahead
+from toolkit.runners.weights.rounded import rounded
 
 Models = Callable[[str], Path]
 

@@ -18,8 +18,8 @@ from toolkit.models.registry import apply_overrides
 from toolkit.runners import choose
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
-from toolkit.runners.tensor import find as module
-from toolkit.runners.tensor.find import find_dtype
+from toolkit.runners.tensor.devices import find as module
+from toolkit.runners.tensor.devices.find import find_dtype
 
 
 def _open(path, backend="pytorch", **options):

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from toolkit.kernels.triton.attention_plan import DECODE_KEYS, Sight
-from toolkit.runners.tensor.tiles import DecodeCut, cut_decode
+from toolkit.runners.tensor.step.tiles import DecodeCut, cut_decode
 
 
 def in_order(items: np.ndarray) -> list[list[int]]:

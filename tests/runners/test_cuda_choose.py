@@ -13,8 +13,8 @@ from toolkit.errors import UsageError
 from toolkit.runners import choose
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
-from toolkit.runners.tensor import find as device_module
 from toolkit.runners.tensor import support as module
+from toolkit.runners.tensor.devices import find as device_module
 from toolkit.runners.tensor.ops import choose_ops
 
 
@@ -179,8 +179,8 @@ def test_a_device_that_is_none_is_refused_beside_a_gpu_too(gpu, tiny_models):
 def answers(monkeypatch):
     """``answers(reason on the GPU, likely)``: runners are mere records of what they are and were given."""
     from toolkit.runners.native import runner as native_runner
-    from toolkit.runners.tensor import cuda_device
     from toolkit.runners.tensor import runner as tensor_runner
+    from toolkit.runners.tensor.devices import cuda_device
 
     def tensor(spec, weights, options, adapters, *, graphs=None):
         return SimpleNamespace(name="kernels" if graphs is None else "graphs", device=graphs, adapters=adapters)

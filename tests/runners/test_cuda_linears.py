@@ -11,7 +11,7 @@ import torch
 from toolkit.kernels.cuda.linear import PackedLinear, prepare
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
-from toolkit.runners.tensor import linear as linears
+from toolkit.runners.tensor.layers import linear as linears
 from toolkit.runners.tensor.runner import TensorRunner
 
 SCHEME = {"quant_method": "gptq", "bits": 4, "group_size": 64, "lm_head": True}

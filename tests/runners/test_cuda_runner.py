@@ -14,10 +14,10 @@ from toolkit.kernels import KernelError
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
 from toolkit.runners.step import uniform
-from toolkit.runners.tensor.draws import columns, uniforms
-from toolkit.runners.tensor.idle import idle_batch
-from toolkit.runners.tensor.inputs import graph_rows
 from toolkit.runners.tensor.runner import TensorRunner
+from toolkit.runners.tensor.step.draws import columns, uniforms
+from toolkit.runners.tensor.step.idle import idle_batch
+from toolkit.runners.tensor.step.inputs import graph_rows
 from toolkit.runners.tensor.traits import model_traits
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -375,7 +375,7 @@ def test_memory_is_known_before_anything_is_loaded(pair):
 
 def test_the_stand_in_has_the_methods_of_a_device(pair):
     """The stand-in has every method of the device, and the device every method that is used."""
-    from toolkit.runners.tensor.cuda_device import CudaDevice
+    from toolkit.runners.tensor.devices.cuda_device import CudaDevice
 
     _, device, _ = pair("llama")
     for name in ("working", "pinned", "mark", "capture", "memory", "trim", "trouble"):

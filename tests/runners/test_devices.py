@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from toolkit.check_env.machine import devices
-from toolkit.engine_configs import PytorchEngineConfig
+from toolkit.configs.engine import PytorchEngineConfig
 from toolkit.errors import UsageError
 from toolkit.kernels import registry
 from toolkit.messages import GenerationConfig
 from toolkit.pipeline.pipeline import pipeline
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model
-from toolkit.runners.tensor.find import find_device, kernel_target
+from toolkit.runners.tensor.devices.find import find_device, kernel_target
 from toolkit.runners.tensor.support import unsupported
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -51,7 +51,7 @@ from toolkit.check_env.report import engine_tests, kernel_rows
 from toolkit.commands.main import main
 from toolkit.errors import UsageError
 from toolkit.kernels import Target
-from toolkit.runners.tensor.find import find_device
+from toolkit.runners.tensor.devices.find import find_device
 
 found = {"devices": devices(), "tests": engine_tests(["acme"])}
 found["kernels"] = {r["op"]: r["implementation"] for r in kernel_rows(Target("acme", "float32")) if r["chosen"]}

@@ -12,10 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from toolkit.runners.step import SamplingBatch
-from toolkit.runners.tensor.device import Cpu
+from toolkit.runners.tensor.devices.device import Cpu
 from toolkit.runners.tensor.ops import choose_ops
-from toolkit.runners.tensor.pending import Pending
-from toolkit.runners.tensor.sampler import sample_rows
+from toolkit.runners.tensor.step.pending import Pending
+from toolkit.runners.tensor.step.sampler import sample_rows
 
 _PATH = Path(__file__).parents[1] / "support" / "extremes.py"
 _SPEC = importlib.util.spec_from_file_location("toolkit_test_support_extremes", _PATH)

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from toolkit.runners.tensor.cuda_device import CudaDevice
+from toolkit.runners.tensor.devices.cuda_device import CudaDevice
 
 
 @pytest.fixture

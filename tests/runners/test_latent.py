@@ -8,8 +8,8 @@ import pytest
 from toolkit.errors import UsageError
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
-from toolkit.runners.tensor import latent
 from toolkit.runners.tensor.cache import block_bytes
+from toolkit.runners.tensor.layers import latent
 
 FAMILY = "deepseek_v3"
 

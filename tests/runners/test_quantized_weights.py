@@ -15,7 +15,7 @@ from toolkit.artifacts.weights import canonical_weights
 from toolkit.models.registry import load_spec
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.tensor import build, decoder
-from toolkit.runners.tensor import device as module
+from toolkit.runners.tensor.devices import device as module
 from toolkit.runners.tensor.runner import TensorRunner
 
 

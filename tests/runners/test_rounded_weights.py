@@ -11,10 +11,10 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.sites import layer_sites
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
-from toolkit.runners.folding import Folded, fold_site
-from toolkit.runners.rounded_weights import RoundedWeights, rounded
-from toolkit.runners.scaled_weights import ScaledWeights
 from toolkit.runners.tensor.runner import TensorRunner
+from toolkit.runners.weights.folding import Folded, fold_site
+from toolkit.runners.weights.rounded import RoundedWeights, rounded
+from toolkit.runners.weights.scaled import ScaledWeights
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "mixtral", "qwen3_moe", "deepseek_v2"])
@@ -77,7 +77,7 @@ def test_what_is_not_finite_is_refused(value, load_format, tiny_models):
 
 def test_nothing_is_rounded_twice(tiny_models, monkeypatch):
     """Neither to plan memory nor to find the dtype."""
-    from toolkit.runners.native import rounding
+    from toolkit.runners.native.packing import rounding
 
     rounded, exact = [], rounding.to_group_int
     monkeypatch.setattr(rounding, "to_group_int", lambda *a: rounded.append(a) or exact(*a))

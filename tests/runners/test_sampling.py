@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from toolkit.kernels import registry
 from toolkit.runners.step import SamplingBatch, uniform
-from toolkit.runners.tensor.device import Cpu
+from toolkit.runners.tensor.devices.device import Cpu
 from toolkit.runners.tensor.ops import choose_ops
-from toolkit.runners.tensor.sampler import sample_rows
+from toolkit.runners.tensor.step.sampler import sample_rows
 
 OPS, CPU = choose_ops(torch.device("cpu"), torch.float32), Cpu()
 VOCAB = 70

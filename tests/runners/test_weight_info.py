@@ -23,8 +23,8 @@ from toolkit.models.registry import names
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model
-from toolkit.runners.native.pack_model import gathered, pack_model, packed_bytes
-from toolkit.runners.tensor import device
+from toolkit.runners.native.packing.pack_model import gathered, pack_model, packed_bytes
+from toolkit.runners.tensor.devices import device
 from toolkit.runners.tensor.ops import Ops
 from toolkit.runners.tensor.runner import TensorRunner
 

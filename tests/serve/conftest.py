@@ -23,11 +23,11 @@ import uvicorn
 
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
-from toolkit.engine.outage import Outage
+from toolkit.engine.process.outage import Outage
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.serve.app import create_app
-from toolkit.serve.connection import connection_class
+from toolkit.serve.http.connection import connection_class
 from toolkit.serve.options import ServerSettings
 
 EOS = 256

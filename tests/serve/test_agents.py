@@ -11,7 +11,7 @@ import pytest
 
 from toolkit import TurbomindEngineConfig
 from toolkit.chat.template import ChatTemplate
-from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.serve.options import ServerSettings
 from toolkit.serve.run import create_app
 

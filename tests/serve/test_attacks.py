@@ -22,10 +22,10 @@ import openai
 import pytest
 
 from toolkit.chat.template import ChatTemplate
-from toolkit.engine.frontend import AsyncEngine
-from toolkit.engine.outage import Budget
-from toolkit.engine_configs import TurbomindEngineConfig
-from toolkit.serve.limits import Limits
+from toolkit.configs.engine import TurbomindEngineConfig
+from toolkit.engine.process.frontend import AsyncEngine
+from toolkit.engine.process.outage import Budget
+from toolkit.serve.http.limits import Limits
 from toolkit.serve.options import ServerSettings
 
 STREAMS = 4

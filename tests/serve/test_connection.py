@@ -20,9 +20,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from toolkit.serve import connection as connection_module
-from toolkit.serve import intake
-from toolkit.serve.limits import Limits
+from toolkit.serve.http import connection as connection_module
+from toolkit.serve.http import intake
+from toolkit.serve.http.limits import Limits
 
 pytestmark = pytest.mark.alone  # servers of little patience
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"

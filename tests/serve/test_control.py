@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.option import spelled
+from toolkit.configs.option import spelled
 from toolkit.serve.state import ServerState
 
 ALL = {"allow_terminate_by_client": True, "enable_abort_handling": True, "enable_sleep_mode": True}

@@ -15,9 +15,9 @@ import pytest
 
 from toolkit import PytorchEngineConfig
 from toolkit.chat.template import ChatTemplate
-from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.process.frontend import AsyncEngine
+from toolkit.serve.generation.pooling import INSTRUCTION, SYSTEM
 from toolkit.serve.options import ServerSettings
-from toolkit.serve.pooling import INSTRUCTION, SYSTEM
 from toolkit.serve.run import create_app
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.engine.outage import Outage
-from toolkit.serve.limits import Limits
+from toolkit.engine.process.outage import Outage
+from toolkit.serve.http.limits import Limits
 
 
 @pytest.fixture(scope="module")

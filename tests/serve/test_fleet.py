@@ -19,14 +19,14 @@ import httpx2 as httpx
 import psutil
 import pytest
 
+from toolkit.configs.option import read_size
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.option import read_size
-from toolkit.serve.errors import ApiError
 from toolkit.serve.fleet.app import create_app
 from toolkit.serve.fleet.catalog import Listed, listed
 from toolkit.serve.fleet.child import Spare
 from toolkit.serve.fleet.fleet import Fleet
 from toolkit.serve.fleet.unloaded import shown
+from toolkit.serve.http.errors import ApiError
 from toolkit.serve.options import ProxySettings, ServerSettings
 
 COMMAND = [sys.executable, "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]

@@ -10,10 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from toolkit.parsers import registry
-from toolkit.serve import control_routes, generate_routes, interactive_routes, pooling_routes
+from toolkit.serve import control_routes
 from toolkit.serve.anthropic.fields import KINDS, MessagesRequest
-from toolkit.serve.protocol import UNSUPPORTED, ChatCompletionRequest, CompletionRequest
-from toolkit.serve.responses.fields import ResponsesRequest
+from toolkit.serve.fields.protocol import UNSUPPORTED, ChatCompletionRequest, CompletionRequest
+from toolkit.serve.lmdeploy import generate_routes, interactive_routes
+from toolkit.serve.openai import pooling_routes
+from toolkit.serve.openai.responses.fields import ResponsesRequest
 
 OTHERS = (*pooling_routes.BODIES, *generate_routes.BODIES, *interactive_routes.BODIES, *control_routes.BODIES)
 MODELS = (ChatCompletionRequest, CompletionRequest, MessagesRequest, ResponsesRequest, *OTHERS)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from toolkit.serve.client import APIClient
-from toolkit.serve.limits import Limits
+from toolkit.serve.http.limits import Limits
 
 
 def ask(url: str, path: str, body: Any, key: str | None = None) -> tuple[int, Any]:

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from toolkit.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.errors import ToolkitError
 from toolkit.serve import run
-from toolkit.serve.metrics import ServerMetrics
 from toolkit.serve.options import ServerSettings
 from toolkit.serve.run import bind, listen
+from toolkit.serve.watch.metrics import ServerMetrics
 
 
 def fetch(url: str, headers: dict[str, str] | None = None) -> tuple[Any, str]:

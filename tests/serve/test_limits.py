@@ -16,14 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.engine.outage import RESTART_WINDOW, RESTARTS
-from toolkit.option import spelled
-from toolkit.request_limits import MOST, WORD_LENGTH
-from toolkit.serve import chat_routes, json_values
-from toolkit.serve.errors import ApiError
-from toolkit.serve.json_values import count_values
-from toolkit.serve.lanes import LARGE, Lanes
-from toolkit.serve.limits import Limits, rows
+from toolkit.configs.limits import MOST, WORD_LENGTH
+from toolkit.configs.option import spelled
+from toolkit.engine.process.outage import RESTART_WINDOW, RESTARTS
+from toolkit.serve.http import json_values
+from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.json_values import count_values
+from toolkit.serve.http.lanes import LARGE, Lanes
+from toolkit.serve.http.limits import Limits, rows
+from toolkit.serve.openai import chat_routes
 
 CHAT: dict[str, Any] = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "echo", "prompt": "hi"}

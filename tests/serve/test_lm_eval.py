@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from toolkit import PytorchEngineConfig, serve
-from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.process.frontend import AsyncEngine
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.slow

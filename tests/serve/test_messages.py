@@ -17,8 +17,8 @@ import pytest
 from tests.serve.test_tools import Echo
 from toolkit.serve.anthropic.asked import chat_request
 from toolkit.serve.anthropic.fields import MessagesRequest
-from toolkit.serve.limits import Limits
-from toolkit.serve.protocol import ChatCompletionRequest
+from toolkit.serve.fields.protocol import ChatCompletionRequest
+from toolkit.serve.http.limits import Limits
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOLS: list[Any] = [

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from toolkit import json_lines
+from toolkit.base import json_lines
 from toolkit.errors import UsageError
-from toolkit.serve import log, traces
+from toolkit.serve.watch import log, traces
 
 BODY = {"model": "echo", "prompt": "hello", "max_tokens": 5}
 DASHBOARD = Path(__file__).parents[2] / "deploy/monitoring/grafana/dashboards/toolkit.json"

@@ -11,8 +11,8 @@ import pytest
 
 from tests.serve.test_lifecycle import post
 from tests.serve.test_tools import Echo
-from toolkit.serve import answers
-from toolkit.serve.limits import Limits
+from toolkit.serve.http import answers
+from toolkit.serve.http.limits import Limits
 
 TALK = [{"role": "user", "content": "Hello, you."}]
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -17,7 +17,7 @@ import uvicorn
 
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.announce import Announcement
-from toolkit.serve.connection import connection_class
+from toolkit.serve.http.connection import connection_class
 from toolkit.serve.options import ProxySettings
 from toolkit.serve.proxy import strategies
 from toolkit.serve.proxy import watch as watching

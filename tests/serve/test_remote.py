@@ -15,8 +15,8 @@ from toolkit.commands.main import main
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig
 from toolkit.serve.client import APIClient
+from toolkit.serve.generation.sampling import choose_defaults
 from toolkit.serve.remote import RemoteModel
-from toolkit.serve.sampling import choose_defaults
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
 from tests.serve.test_tools import Echo
-from toolkit.serve import replies
-from toolkit.serve.limits import Limits
-from toolkit.serve.responses.asked import conversation
-from toolkit.serve.responses.fields import ResponsesRequest
+from toolkit.serve.http import replies
+from toolkit.serve.http.limits import Limits
+from toolkit.serve.openai.responses.asked import conversation
+from toolkit.serve.openai.responses.fields import ResponsesRequest
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 ADD = {"type": "function", "name": "add", "description": "Sum.", "parameters": SCHEMA, "strict": False}

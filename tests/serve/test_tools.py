@@ -14,7 +14,7 @@ from toolkit.parsers import registry
 from toolkit.parsers.grammar import required_calls
 from toolkit.parsers.pieces import Answer
 from toolkit.serve.client import APIClient
-from toolkit.serve.parsing import Formats
+from toolkit.serve.generation.parsing import Formats
 
 ADD = {"name": "add", "description": "Sum.", "parameters": {"type": "object", "properties": {"a": {"type": "int"}}}}
 TOOLS = [{"type": "function", "function": ADD}, {"type": "function", "function": {"name": "now"}}]

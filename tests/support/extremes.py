@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from toolkit.engine import host_sampler
+from toolkit.engine.constraints import host_sampler
 from toolkit.runners.step import SamplingBatch
 
 BIG, TINY = float(np.finfo(np.float32).max), 1e-45

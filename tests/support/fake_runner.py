@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.engine import host_sampler
+from toolkit.engine.constraints import host_sampler
 from toolkit.engine.core import EngineCore
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams

@@ -298,12 +298,12 @@ class CpuDevice:
         return torch.from_numpy(raw), raw
 
     def put(self, arrays: Any) -> dict[str, Tensor]:
-        from toolkit.runners.tensor import staging
+        from toolkit.runners.tensor.step import staging
 
         return staging.put(arrays, self)
 
     def fetch(self, tensors: Any) -> Any:
-        from toolkit.runners.tensor import staging
+        from toolkit.runners.tensor.step import staging
 
         return staging.fetch(tensors, self)
 

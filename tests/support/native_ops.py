@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.runners.native import library
-from toolkit.runners.native.packed import PackedTensor
+from toolkit.runners.native.packing.packed import PackedTensor
 
 
 class Matrix(Structure):

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
-from toolkit.engine.detokenizer import Detokenizer
+from toolkit.engine.text.detokenizer import Detokenizer
 
 CHARS = st.text(alphabet="aexTq .,\n'▁éü你好🙂👍🏽\u200d", max_size=30)
 PROPERTY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

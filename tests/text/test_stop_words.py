@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.engine.stop_words import StopWords
+from toolkit.engine.text.stop_words import StopWords
 
 AB = st.text(alphabet="ab\n", max_size=40)
 WORDS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=6), max_size=4)

@@ -250,7 +250,7 @@ def test_broken_eos_ids_are_refused_when_the_model_is_opened(
 
 def test_opening_imports_nothing_heavy(tokenizer_dirs: dict[str, Path]) -> None:
     code = (
-        "import sys; from toolkit.artifacts.text.tokenizer import Tokenizer; import toolkit.engine.detokenizer\n"
+        "import sys; from toolkit.artifacts.text.tokenizer import Tokenizer; import toolkit.engine.text.detokenizer\n"
         f"Tokenizer.open({str(tokenizer_dirs['byte_level'])!r}).encode('x')\n"
         "print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
     )

@@ -20,7 +20,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.pipeline.pipeline import Pipeline
 from toolkit.runners.native.runner import available
-from toolkit.runners.tensor.find import find_dtype
+from toolkit.runners.tensor.devices.find import find_dtype
 from toolkit.serve.client import APIClient
 from toolkit.vl.constants import IMAGE_TOKEN
 from toolkit.vl.utils import encode_image_base64

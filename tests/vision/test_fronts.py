@@ -15,7 +15,8 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
-from toolkit import GenerationConfig, PytorchEngineConfig, VisionConfig, extras, pipeline
+from toolkit import GenerationConfig, PytorchEngineConfig, VisionConfig, pipeline
+from toolkit.base import extras
 from toolkit.chat.conversation import Conversation
 from toolkit.errors import UsageError
 from toolkit.models.config.fields import Fields

@@ -23,8 +23,8 @@ from toolkit.convert.formats import rewrite
 from toolkit.convert.options import Packing
 from toolkit.engine.core import EngineCore
 from toolkit.engine.options import EngineOptions
+from toolkit.engine.pictures.spans import axes_of, find_spans, runs_of
 from toolkit.engine.request import EngineRequest, SamplingParams
-from toolkit.engine.spans import axes_of, find_spans, runs_of
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.mmproj import Mmproj
 from toolkit.models.pictures import Picture, Recipe
@@ -34,7 +34,7 @@ from toolkit.quant.lite import Common, auto_awq
 from toolkit.quant.options import Awq
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
-from toolkit.runners.native.packed import BF16, DENSE, F32, VECTOR
+from toolkit.runners.native.packing.packed import BF16, DENSE, F32, VECTOR
 from toolkit.runners.native.program import unsupported
 from toolkit.runners.native.runner import available
 from toolkit.vision.eyes import Eyes

@@ -23,16 +23,17 @@ from PIL import Image
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
-from toolkit import GenerationConfig, PytorchEngineConfig, extras, pipeline
+from toolkit import GenerationConfig, PytorchEngineConfig, pipeline
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.base import extras
 from toolkit.box.box import Crowded
 from toolkit.chat.conversation import Conversation
 from toolkit.commands.main import app as tool
 from toolkit.engine.core import EngineCore
 from toolkit.engine.options import EngineOptions
-from toolkit.engine.records import pack_add, read_request, unpack
+from toolkit.engine.pictures.spans import axes_of, find_spans
+from toolkit.engine.process.records import pack_add, read_request, unpack
 from toolkit.engine.request import EngineRequest, SamplingParams
-from toolkit.engine.spans import axes_of, find_spans
 from toolkit.errors import UsageError
 from toolkit.models.pictures import Picture
 from toolkit.models.videos import Frame, Video

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.safetensors_file import TensorInfo, read_header
+from toolkit.base.record import read
 from toolkit.errors import ToolkitError
-from toolkit.record import read
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,8 +11,8 @@ from typing import Any
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.safetensors_file import MAX_HEADER
+from toolkit.base.record import later, plain, read
 from toolkit.errors import ToolkitError
-from toolkit.record import later, plain, read
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1

@@ -18,8 +18,8 @@ from toolkit.artifacts.json_file import read_json
 from toolkit.artifacts.manifest import MANIFEST
 from toolkit.artifacts.replace import foreign
 from toolkit.artifacts.stage import write_file
+from toolkit.base.extras import require
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.extras import require
 
 _OPEN_FILE = re.compile(r"/dev/(stdout|stderr|fd/\d+)|/proc/[^/]+/(task/\d+/)?fd/\d+")
 _PLOT_MARK = {"Software": f"toolkit {__version__}"}

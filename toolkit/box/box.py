@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from toolkit import child_process
+from toolkit.base import child_process
 from toolkit.box import child, frames
 
 FORK_S = 5.0  # seconds that a child has to end after its fork

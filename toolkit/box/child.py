@@ -18,7 +18,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from toolkit import child_process
+from toolkit.base import child_process
 from toolkit.box import frames
 
 MEMORY, FAILED, REFUSED, DONE = "memory", "failed", "refused", "done"  # how a job ended

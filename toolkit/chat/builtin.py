@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from toolkit.base.record import read
 from toolkit.errors import UsageError
-from toolkit.record import read
 
 PIECES = ("system", "eosys", "user", "eoh", "assistant", "eoa", "tool", "eotool", "separator")
 

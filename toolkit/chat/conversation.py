@@ -11,8 +11,8 @@ from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.result_file import check_json, write_text
 from toolkit.chat import settings
 from toolkit.chat.messages import Message, normalise
+from toolkit.configs.generation import TYPED, GenerationConfig
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.generation_config import TYPED, GenerationConfig
 
 
 @dataclass

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.json_file import read_json_object
+from toolkit.configs.generation import PARAMETERS, TYPED, GenerationConfig
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.generation_config import PARAMETERS, TYPED, GenerationConfig
 
 GREEDY = GenerationConfig(temperature=1.0)  # the temperature that holds once sampling is asked for
 _OF_MODEL = tuple(p.name for p in PARAMETERS.values() if p.of_model)

@@ -15,9 +15,9 @@ import numpy as np
 import psutil
 
 from toolkit import __version__
+from toolkit.base.threads import usable_cores
 from toolkit.errors import ToolkitError
 from toolkit.runners.host_memory import free_host_bytes
-from toolkit.threads import usable_cores
 
 PACKAGES = (
     "torch",
@@ -145,7 +145,7 @@ def gpus() -> list[dict[str, Any]]:
     """The GPUs that torch sees as CUDA devices (imports torch). ``kernels``: the device that kernels take them for."""
     import torch
 
-    from toolkit.runners.tensor.find import kernel_target
+    from toolkit.runners.tensor.devices.find import kernel_target
 
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -169,7 +169,7 @@ def devices() -> list[dict[str, Any]]:
     """Devices beside CPUs and CUDA that torch or a package brings, with why one cannot be used (imports torch)."""
     import torch
 
-    from toolkit.runners.tensor import accelerator
+    from toolkit.runners.tensor.devices import accelerator
 
     rows = []
     for name in accelerator.names():

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from toolkit.base.extras import explain
 from toolkit.check_env import machine
 from toolkit.check_env.gpu import gpu_support
 from toolkit.check_env.native import native_variants
 from toolkit.check_env.self_test import engine_self_test
-from toolkit.extras import explain
 from toolkit.runners.coverage import native_refuses
 
 KERNEL_SECONDS = 4.0  # the whole self-test stays within ten seconds
@@ -64,7 +64,7 @@ def _no_torch() -> str | None:
 
 
 def _why_no_gpu() -> str | None:
-    from toolkit.runners.tensor.find import why_no_gpu
+    from toolkit.runners.tensor.devices.find import why_no_gpu
 
     return why_no_gpu()
 

@@ -21,17 +21,17 @@ from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import open_stage
 from toolkit.artifacts.weights import cache_scales, iter_canonical, left_out, tensor_names, validate_checkpoint
+from toolkit.configs.engine import DTYPES
 from toolkit.convert.options import Packing
 from toolkit.convert.targets import Bits, Target, choose_target
-from toolkit.engine_configs import DTYPES
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.models.spec import DecoderSpec, StoredTensor
-from toolkit.runners.checkpoint_weights import CheckpointWeights
-from toolkit.runners.native.artifact import CPU_TARGET
 from toolkit.runners.native.library import explain_mapped_faults
-from toolkit.runners.native.tower import uncovered
-from toolkit.runners.rounded_weights import BITS, check_load_format, rounded
+from toolkit.runners.native.packing.artifact import CPU_TARGET
+from toolkit.runners.native.towers.tower import uncovered
+from toolkit.runners.weights.checkpoint import CheckpointWeights
+from toolkit.runners.weights.rounded import BITS, check_load_format, rounded
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def write_packed(
 ) -> tuple[dict[str, dict], list[str]]:
     """Write the files of an artifact but its manifest. Returns what its arrays mean, and a line for each kind of weight
     that takes more bits than it has. OSError passes through."""
-    from toolkit.runners.native.pack_model import gathered
+    from toolkit.runners.native.packing.pack_model import gathered
 
     params: dict[str, dict] = {}
     notes: list[str] = []

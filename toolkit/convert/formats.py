@@ -28,8 +28,8 @@ from toolkit.artifacts.weights import (
     left_out,
     validate_checkpoint,
 )
+from toolkit.configs.engine import DTYPES
 from toolkit.convert.weights import ROUNDED, Progress, Work, without_scales, write_weights
-from toolkit.engine_configs import DTYPES
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.mmproj import Mmproj
 from toolkit.models.registry import build, get, load_spec
@@ -147,7 +147,7 @@ def _write_gguf(
     """As ``write_weights``, to ``file``. ``eyes``: where the tower goes of a model that sees."""
     from toolkit.artifacts.gguf.export import plan_export
     from toolkit.artifacts.gguf.eyes_export import write_eyes
-    from toolkit.runners.native.gguf_scales import find_scales
+    from toolkit.runners.native.packing.gguf_scales import find_scales
 
     if eyes is not None:
         write_eyes(checkpoint, spec, stored, eyes)

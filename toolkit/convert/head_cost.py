@@ -19,8 +19,8 @@ from toolkit.measure.next_logits import make_ready, next_logits
 from toolkit.measure.text import heldout_text
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.runners.base import RunnerOptions
-from toolkit.runners.native.artifact import open_packed
-from toolkit.runners.native.packed import PackedTensor
+from toolkit.runners.native.packing.artifact import open_packed
+from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.native.runner import NativeRunner
 
 MOST_TOKENS, FEWEST_TOKENS = 1024, 64
@@ -46,7 +46,7 @@ def head_cost(artifact: EngineArtifact, checkpoint: Checkpoint, stored: list[Sto
     ids = _tokens(checkpoint, spec)
     if len(ids) < FEWEST_TOKENS:
         from toolkit.measure.errors import sampled_error
-        from toolkit.runners.native.unpack import unpack
+        from toolkit.runners.native.packing.unpack import unpack
 
         exact, code = (unpack(weights[head]) for weights in (plain, packed))
         return figures | {"relative_error": sampled_error(exact.dequantize(), code, None)}
@@ -66,7 +66,7 @@ def head_cost(artifact: EngineArtifact, checkpoint: Checkpoint, stored: list[Sto
 def _unrounded(checkpoint: Checkpoint, stored: list[StoredTensor], names: list[str]) -> dict[str, PackedTensor]:
     """Dense head and embedding as the checkpoint has them; not what it has quantized itself."""
     from toolkit.artifacts.canonical import Dense
-    from toolkit.runners.native.pack import pack_dense
+    from toolkit.runners.native.packing.pack import pack_dense
 
     outer = [item for item in stored if item.kind in ("embed", "head")]
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.option import option
+from toolkit.configs.option import option
 
 
 @dataclass(frozen=True)

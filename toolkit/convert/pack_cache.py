@@ -25,14 +25,14 @@ from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.manifest import MANIFEST, check_files, content_files, describe_parent, read_manifest
 from toolkit.artifacts.stage import discard_partial, open_stage
+from toolkit.configs.engine import EngineConfig, PytorchEngineConfig
 from toolkit.convert.settle import boot, may_be_torn, settle
-from toolkit.engine_configs import EngineConfig, PytorchEngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models import registry
 from toolkit.runners.choose import gpu_is_likely
 from toolkit.runners.native import library
-from toolkit.runners.native.artifact import open_packed
-from toolkit.runners.native.packed import LAYOUT_VERSION
+from toolkit.runners.native.packing.artifact import open_packed
+from toolkit.runners.native.packing.packed import LAYOUT_VERSION
 
 VARIABLE = "TOOLKIT_PACK_CACHE"  # GiB; 0 keeps nothing
 LARGEST = 20.0  # GiB, where the variable is not set

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from toolkit.artifacts.manifest import MANIFEST, Manifest, check_files, pending, read_manifest
 from toolkit.artifacts.stage import sync
+from toolkit.base.threads import give_way
 from toolkit.errors import ToolkitError
-from toolkit.threads import give_way
 
 _PIECE = 16 << 20  # bytes: so long at most does a process that ends wait for the disk
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

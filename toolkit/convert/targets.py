@@ -11,7 +11,7 @@ from toolkit.artifacts.engine.torch_target import pack_torch
 from toolkit.errors import UsageError
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerOptions
-from toolkit.runners.native.artifact import CPU_TARGET, pack_cpu
+from toolkit.runners.native.packing.artifact import CPU_TARGET, pack_cpu
 from toolkit.runners.native.runner import unsupported
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from toolkit.engine.block_manager import window_blocks
+from toolkit.engine.cache.block_manager import window_blocks
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest
 from toolkit.errors import UsageError

@@ -10,20 +10,20 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 from toolkit.engine.admission import check_request, in_blocks, long_rope_from, longest_request
-from toolkit.engine.block_manager import BlockManager
+from toolkit.engine.cache.block_manager import BlockManager
+from toolkit.engine.cache.prefix import root_key
 from toolkit.engine.canvas import Canvas
-from toolkit.engine.constraints import Building, Built, Constraints
+from toolkit.engine.constraints.request import Building, Built, Constraints
 from toolkit.engine.nap import ASLEEP, Nap
 from toolkit.engine.options import EngineOptions
+from toolkit.engine.pictures.sight import Sight
+from toolkit.engine.pictures.spans import find_spans, positions_of, runs_of
 from toolkit.engine.plan import Plan
-from toolkit.engine.prefix import root_key
 from toolkit.engine.recovery import Entry, entries_of, halves, rewind, still_due
 from toolkit.engine.request import EngineOutput, EngineRequest
 from toolkit.engine.results import StepResults, progress_of
 from toolkit.engine.scheduler import Scheduler
 from toolkit.engine.sequence import LogitsProcessor, Sequence
-from toolkit.engine.sight import Sight
-from toolkit.engine.spans import find_spans, positions_of, runs_of
 from toolkit.engine.step_builder import Step, StepBuilder
 from toolkit.errors import BusyError, ToolkitError, UsageError
 

@@ -9,7 +9,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.base import RunnerError
 
 if TYPE_CHECKING:
-    from toolkit.engine.block_manager import BlockManager
+    from toolkit.engine.cache.block_manager import BlockManager
     from toolkit.runners.base import Runner
 
 PARTS = ("weights", "kv_cache")  # in the order in which they come back

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from toolkit.engine_configs import Unmasking
+from toolkit.configs.engine import Unmasking
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.engine import host_sampler
+from toolkit.engine.constraints import host_sampler
 from toolkit.engine.request import EngineOutput
 from toolkit.engine.sequence import Sequence
 from toolkit.engine.step_builder import Step, StepBuilder

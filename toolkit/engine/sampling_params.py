@@ -6,12 +6,12 @@ import secrets
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engine.grammar_cost import check_cost
-from toolkit.engine.grammar_format import check_format
+from toolkit.configs.generation import PARAMETERS, GenerationConfig
+from toolkit.configs.limits import SEED_MAX
+from toolkit.engine.constraints.grammar_cost import check_cost
+from toolkit.engine.constraints.grammar_format import check_format
 from toolkit.engine.request import SamplingParams
 from toolkit.errors import UsageError
-from toolkit.generation_config import PARAMETERS, GenerationConfig
-from toolkit.request_limits import SEED_MAX
 from toolkit.runners.step import Draw
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from __future__ import annotations
 from bisect import insort
 from operator import attrgetter
 
-from toolkit.engine.block_manager import BlockManager, blocks_for
-from toolkit.engine.followers import Followers
+from toolkit.engine.cache.block_manager import BlockManager, blocks_for
+from toolkit.engine.cache.followers import Followers
+from toolkit.engine.cache.prefix import extend_keys
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.pace import Pace
 from toolkit.engine.plan import Plan
-from toolkit.engine.prefix import extend_keys
 from toolkit.engine.sequence import Sequence
 
 SIDE_BY_SIDE = 8  # prompts that are begun while those begun before them use up the budget

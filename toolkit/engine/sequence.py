@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.engine.canvas import Canvas
-from toolkit.engine.ngrams import RepeatedNgrams
+from toolkit.engine.constraints.ngrams import RepeatedNgrams
+from toolkit.engine.pictures.spans import Span
 from toolkit.engine.request import EngineRequest, SamplingParams
-from toolkit.engine.spans import Span
 
 if TYPE_CHECKING:
-    from toolkit.engine.bad_words import BadWordState
-    from toolkit.engine.grammar import GrammarState
+    from toolkit.engine.constraints.bad_words import BadWordState
+    from toolkit.engine.constraints.grammar import GrammarState
 
 LogitsProcessor = Callable[[Any, Any], Any]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.engine.block_manager import BlockManager
+from toolkit.engine.cache.block_manager import BlockManager
 from toolkit.engine.canvas import PASS_BITS
 from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.engine.frontend import AsyncEngine
-from toolkit.engine.setup import Packed
-from toolkit.engine_configs import EngineConfig, PytorchEngineConfig
+from toolkit.configs.engine import EngineConfig, PytorchEngineConfig
+from toolkit.engine.load.setup import Packed
+from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.measure.divergence import perplexity_of
 from toolkit.measure.text import read_text

@@ -9,9 +9,9 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass
 
-from toolkit.engine.frontend import AsyncEngine
+from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.engine.request import Only
-from toolkit.engine.stream import Asked
+from toolkit.engine.text.stream import Asked
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.models.pictures import Picture

@@ -19,16 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.base.progress import Progress
 from toolkit.chat import settings
 from toolkit.chat.messages import Message
 from toolkit.chat.renderer import Renderer
 from toolkit.chat.template import ChatTemplate
-from toolkit.engine.frontend import AsyncEngine
+from toolkit.configs.engine import EngineConfig, VisionConfig
+from toolkit.configs.lmdeploy import notice
 from toolkit.engine.pooling import choose as choose_pooling
 from toolkit.engine.pooling import vector
-from toolkit.engine_configs import EngineConfig, VisionConfig
+from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.lmdeploy_options import notice
 from toolkit.messages import ChatTemplateConfig, GenerationConfig, Response
 from toolkit.models.pictures import Picture
 from toolkit.pipeline import arguments
@@ -36,7 +37,6 @@ from toolkit.pipeline.jobs import Job, JobRunner
 from toolkit.pipeline.prompts import Prompt, as_batch
 from toolkit.pipeline.results import with_tensors
 from toolkit.pipeline.session import Session
-from toolkit.progress import Progress
 from toolkit.vision.eyes import Eyes, media_sampling
 from toolkit.vision.images import Rules, as_url
 from toolkit.vision.videos import video_url

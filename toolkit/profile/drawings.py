@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit import extras
+from toolkit.base import extras
 
 SHAPES = 12
 COLOURS = ("red", "green", "blue", "yellow", "black", "white", "orange", "purple", "brown", "grey")

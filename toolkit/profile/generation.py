@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.engine.frontend import AsyncEngine
-from toolkit.engine.setup import Packed
-from toolkit.engine_configs import EngineConfig
+from toolkit.configs.engine import EngineConfig
+from toolkit.configs.option import spelled
+from toolkit.engine.load.setup import Packed
+from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.option import spelled
 from toolkit.profile.load import run_all
 from toolkit.profile.memory import PeakMemory, ProcessTree, gpu_used_mib
 from toolkit.profile.metrics import RequestRecord, generation_row

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 import h11
 import httpx2 as httpx
 
+from toolkit.base.tls import checking, why
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.profile.exchange import Exchange, post
 from toolkit.profile.metrics import RequestRecord
-from toolkit.tls import checking, why
 
 Endpoint = Literal["completions", "chat"]
 CONNECT_S = 10.0

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from toolkit.engine.stream import Timings
+from toolkit.engine.text.stream import Timings
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.models.pictures import Picture

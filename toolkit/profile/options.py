@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from toolkit.configs.generation import GenerationConfig
+from toolkit.configs.option import option, spelled
 from toolkit.errors import UsageError
-from toolkit.generation_config import GenerationConfig
-from toolkit.option import option, spelled
 
 MADE = ("random", "image")  # data sets that are drawn by the seed; others are files
 LATENCIES = ("e2e_latency", "ttft", "tpot", "itl")

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.engine.frontend import AsyncEngine
-from toolkit.engine.setup import Packed
-from toolkit.engine_configs import EngineConfig
+from toolkit.configs.engine import EngineConfig
+from toolkit.engine.load.setup import Packed
+from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import UsageError
 from toolkit.profile.drawings import drawings
 from toolkit.profile.load import raise_if_all_failed, run_all

@@ -28,7 +28,7 @@ from toolkit.quant.run import (
     spill_of,
     tell_plan,
 )
-from toolkit.runners.tensor.find import find_device
+from toolkit.runners.tensor.devices.find import find_device
 
 
 @torch.inference_mode()

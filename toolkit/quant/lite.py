@@ -14,10 +14,10 @@ import torch
 
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Fp4, Fp8, GroupInt, Weight
 from toolkit.artifacts.formats.blocked_fp8 import BLOCK
+from toolkit.base.extras import require
+from toolkit.configs.option import read_size
 from toolkit.errors import UsageError
-from toolkit.extras import require
 from toolkit.models.sites import Site
-from toolkit.option import read_size
 from toolkit.quant import gguf
 from toolkit.quant.layer_config import read_layer_config
 from toolkit.quant.layers.source import LayerSource

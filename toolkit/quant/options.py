@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from toolkit.engine_configs import CommonEngineConfig, TurbomindEngineConfig
-from toolkit.option import option, same_option
+from toolkit.configs.engine import CommonEngineConfig, TurbomindEngineConfig
+from toolkit.configs.option import option, same_option
 from toolkit.quant.presets import Preset, choose_preset
 
 

@@ -39,7 +39,7 @@ from toolkit.quant.text.calibration import CalibrationPlan, make_plan
 from toolkit.quant.text.calibration_text import CalibrationText, Progress
 from toolkit.quant.text.selftext import is_written
 from toolkit.runners.native.library import explain_mapped_faults
-from toolkit.runners.tensor.find import DTYPES, find_device
+from toolkit.runners.tensor.devices.find import DTYPES, find_device
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engine_configs import LOAD_FORMATS
+from toolkit.configs.engine import LOAD_FORMATS
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.runners.base import BACKENDS, Backend, Runner, RunnerOptions
@@ -120,8 +120,8 @@ def _open_checkpoint(
     from toolkit.artifacts.weights import left_out, validate_checkpoint
     from toolkit.models.registry import apply_overrides, load_spec
     from toolkit.models.towers import names_of_sight
-    from toolkit.runners.checkpoint_weights import CheckpointWeights
-    from toolkit.runners.rounded_weights import check_load_format, rounded
+    from toolkit.runners.weights.checkpoint import CheckpointWeights
+    from toolkit.runners.weights.rounded import check_load_format, rounded
 
     checkpoint = open_checkpoint(path)
     method = (checkpoint.quantization or {}).get("quant_method")
@@ -153,9 +153,9 @@ def _open_dummy(
     families: Sequence[Family],
 ) -> Opened:
     from toolkit.models.registry import apply_overrides, build
-    from toolkit.runners.dummy_scheme import check_quantization
-    from toolkit.runners.dummy_weights import DummyWeights, read_config
-    from toolkit.runners.tensor.find import find_device
+    from toolkit.runners.tensor.devices.find import find_device
+    from toolkit.runners.weights.dummy import DummyWeights, read_config
+    from toolkit.runners.weights.dummy_scheme import check_quantization
 
     config = apply_overrides(read_config(path), hf_overrides, rope_scaling_factor)
     check_quantization(config, f"{path / 'config.json'}")
@@ -181,13 +181,13 @@ def _open_engine(
     if hf_overrides or rope_scaling_factor:
         spec = _with_positions(spec, config, hf_overrides, rope_scaling_factor, families)
     if artifact.target == "cpu":
-        from toolkit.runners.native.artifact import open_packed
+        from toolkit.runners.native.packing.artifact import open_packed
 
         packed = open_packed(artifact)
         return Opened(spec, lambda: packed, artifact.target, config=config)
     if artifact.target.startswith("cuda-"):
         from toolkit.runners.tensor.cuda_artifact import CudaWeights
-        from toolkit.runners.tensor.find import find_device
+        from toolkit.runners.tensor.devices.find import find_device
 
         weights = CudaWeights(artifact, find_device(device))
         return Opened(spec, lambda: weights, artifact.target, config=config)
@@ -306,8 +306,8 @@ def _fast_runner(opened: Opened, options: RunnerOptions) -> tuple[Runner | None,
     if options.device.startswith("cuda") or (options.device == "auto" and gpu_is_likely()):
         reason = cuda_unsupported(opened, options)
         if reason is None:
-            from toolkit.runners.tensor.cuda_device import CudaDevice
-            from toolkit.runners.tensor.find import find_device
+            from toolkit.runners.tensor.devices.cuda_device import CudaDevice
+            from toolkit.runners.tensor.devices.find import find_device
             from toolkit.runners.tensor.runner import TensorRunner
 
             gpu, adapters = CudaDevice(find_device(options.device)), _read_adapters(opened, options)
@@ -371,7 +371,7 @@ def canonical(opened: Opened) -> Callable[[], Mapping[str, Any]]:
     """The model's weights in canonical form, those packed for a CPU unpacked."""
     if opened.target != "cpu":
         return opened.weights
-    from toolkit.runners.native.unpack import UnpackedWeights
+    from toolkit.runners.native.packing.unpack import UnpackedWeights
 
     packed = opened.weights()
     return lambda: UnpackedWeights(packed)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
-from toolkit import tls
+from toolkit.base import tls
 from toolkit.errors import UsageError
 from toolkit.serve.proxy.nodes import checked
 

@@ -14,40 +14,34 @@ from starlette.responses import Response as HttpResponse
 from toolkit import __version__
 from toolkit.artifacts.side_files import pooling_config
 from toolkit.engine import pooling
-from toolkit.serve import (
-    chat_routes,
-    completion_routes,
-    control_routes,
-    generate_routes,
-    interactive_routes,
-    pooling_routes,
-    token_routes,
-)
-from toolkit.serve.answers import Health, ModelCard, ModelList
+from toolkit.serve import control_routes
 from toolkit.serve.anthropic import routes as anthropic_routes
-from toolkit.serve.keys import ApiKeys
-from toolkit.serve.lanes import Lanes
-from toolkit.serve.layers import add_layers
+from toolkit.serve.generation.parsing import Formats
+from toolkit.serve.generation.sampling import choose_defaults
+from toolkit.serve.http.answers import Health, ModelCard, ModelList
+from toolkit.serve.http.keys import ApiKeys
+from toolkit.serve.http.lanes import Lanes
+from toolkit.serve.http.layers import add_layers
+from toolkit.serve.http.replies import json_response
+from toolkit.serve.http.schema import ERRORS, add_schemas, answered
 from toolkit.serve.llama_cpp import routes as llama_routes
-from toolkit.serve.metrics import ServerMetrics
+from toolkit.serve.lmdeploy import generate_routes, interactive_routes
 from toolkit.serve.model_cards import card, listed
 from toolkit.serve.ollama import routes as ollama_routes
 from toolkit.serve.ollama.cards import add_lists
+from toolkit.serve.openai import chat_routes, completion_routes, pooling_routes, token_routes
+from toolkit.serve.openai.responses import routes as responses_routes
+from toolkit.serve.openai.responses.kept import Store
 from toolkit.serve.options import ServerSettings
 from toolkit.serve.page.routes import add_page, docs_url
-from toolkit.serve.parsing import Formats
-from toolkit.serve.replies import json_response
-from toolkit.serve.responses import routes as responses_routes
-from toolkit.serve.responses.kept import Store
-from toolkit.serve.sampling import choose_defaults
-from toolkit.serve.schema import ERRORS, add_schemas, answered
 from toolkit.serve.state import ServerState, image_rules
-from toolkit.serve.traces import Traces
+from toolkit.serve.watch.metrics import ServerMetrics
+from toolkit.serve.watch.traces import Traces
 from toolkit.vision.eyes import Eyes
 
 if TYPE_CHECKING:
     from toolkit.chat.template import ChatTemplate
-    from toolkit.engine.frontend import AsyncEngine
+    from toolkit.engine.process.frontend import AsyncEngine
 
 ROUTES = (
     chat_routes,

@@ -20,23 +20,23 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toolkit import child_process, tls
+from toolkit.base import child_process, tls
+from toolkit.base.record import plain, read
 from toolkit.chat.custom import MODELS
-from toolkit.engine.setup import CONFIGS
-from toolkit.engine_configs import EngineConfig
+from toolkit.configs.engine import EngineConfig
+from toolkit.configs.option import check_ranges, option_of
+from toolkit.engine.load.setup import CONFIGS
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig
-from toolkit.option import check_ranges, option_of
-from toolkit.record import plain, read
-from toolkit.serve.certificate import ssl_files
 from toolkit.serve.client import APIClient
-from toolkit.serve.keys import ApiKeys
-from toolkit.serve.limits import Limits
+from toolkit.serve.http.certificate import ssl_files
+from toolkit.serve.http.keys import ApiKeys
+from toolkit.serve.http.limits import Limits
 from toolkit.serve.options import CLIENT_GRACE_S, ServerSettings, split_keys
 
 if TYPE_CHECKING:
     from toolkit.chat.renderer import Renderer
-    from toolkit.engine.process_loop import Child
+    from toolkit.engine.process.process_loop import Child
 
 STOP_S = 20.0  # that a server gets to end itself, beside the time that its requests get
 WATCH_S = 1.0  # how often the server looks whether its parent is there
@@ -215,7 +215,7 @@ def main(fd: int) -> None:
     """Serve what the parent orders until it closes its end, and tell it the URL or what went wrong."""
     child_process.ignore(signal.SIGINT)
     from toolkit.chat.renderer import Renderer
-    from toolkit.engine.process_loop import Child
+    from toolkit.engine.process.process_loop import Child
     from toolkit.serve import run  # noqa: F401  # takes longest: done before there is an order
 
     link = socket.socket(fileno=fd)

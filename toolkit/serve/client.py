@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
+from toolkit.base.tls import checking, why
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.tls import checking, why
 
 Piece = tuple[str, int, str | None]  # text, tokens so far (pieces until the server has told), finish_reason at the end
 

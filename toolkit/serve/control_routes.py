@@ -11,15 +11,15 @@ from fastapi import APIRouter, Request
 from pydantic import AliasChoices, BaseModel, Field
 from starlette.responses import Response as HttpResponse
 
+from toolkit.configs.option import spelled
 from toolkit.engine.nap import PARTS
-from toolkit.option import spelled
-from toolkit.serve.answers import Aborted, Ending, Sleeping
-from toolkit.serve.errors import ApiError, bad_field
-from toolkit.serve.replies import json_response
-from toolkit.serve.requests import parse
-from toolkit.serve.schema import FORBIDDEN, answered, describe
+from toolkit.serve.fields.strict import Strict
+from toolkit.serve.generation.read import parse
+from toolkit.serve.http.answers import Aborted, Ending, Sleeping
+from toolkit.serve.http.errors import ApiError, bad_field
+from toolkit.serve.http.replies import json_response
+from toolkit.serve.http.schema import FORBIDDEN, answered, describe
 from toolkit.serve.state import ServerState
-from toolkit.serve.strict import Strict
 
 router = APIRouter()
 DRAIN_LOOK_S = 0.02  # how often it is looked whether the last request has ended

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from toolkit.configs.option import option, same_option, spelled
 from toolkit.errors import UsageError
-from toolkit.option import option, same_option, spelled
-from toolkit.serve.limits import Limits
+from toolkit.serve.http.limits import Limits
 
 KEYS = "TOOLKIT_API_KEYS"
 NODE_KEYS = "TOOLKIT_NODE_KEYS"

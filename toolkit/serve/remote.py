@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from toolkit.chat import settings
+from toolkit.configs.generation import TYPED, GenerationConfig
 from toolkit.errors import ToolkitError
-from toolkit.generation_config import TYPED, GenerationConfig
 from toolkit.messages import FinishReason, Response
 from toolkit.serve.client import APIClient
 from toolkit.vision.images import as_url

@@ -21,26 +21,26 @@ from toolkit.artifacts.recipe import open_recipe
 from toolkit.chat.renderer import Renderer
 from toolkit.chat.settings import describe
 from toolkit.chat.template import ChatTemplate
-from toolkit.engine.frontend import AsyncEngine
+from toolkit.configs.engine import EngineConfig
+from toolkit.engine.load.setup import Packed
 from toolkit.engine.pooling import choose as choose_pooling
-from toolkit.engine.setup import Packed
-from toolkit.engine_configs import EngineConfig
+from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.app import create_app
-from toolkit.serve.certificate import ssl_files
-from toolkit.serve.connection import REST_S, connection_class
-from toolkit.serve.keys import ApiKeys
-from toolkit.serve.limits import Limits
-from toolkit.serve.log import begin as begin_log
+from toolkit.serve.generation.parsing import Formats
+from toolkit.serve.generation.sampling import choose_defaults
+from toolkit.serve.http.certificate import ssl_files
+from toolkit.serve.http.connection import REST_S, connection_class
+from toolkit.serve.http.keys import ApiKeys
+from toolkit.serve.http.limits import Limits
 from toolkit.serve.options import CLIENT_GRACE_S, MAX_GRACE_S, ProxySettings, ServerSettings
-from toolkit.serve.parsing import Formats
-from toolkit.serve.sampling import choose_defaults
 from toolkit.serve.state import ServerState
-from toolkit.serve.traces import check as check_traces
+from toolkit.serve.watch.log import begin as begin_log
+from toolkit.serve.watch.traces import check as check_traces
 
 if TYPE_CHECKING:
-    from toolkit.engine.process_loop import Child
+    from toolkit.engine.process.process_loop import Child
     from toolkit.serve.announce import Announcement
 
 logger = logging.getLogger("toolkit.serve")

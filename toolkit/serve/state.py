@@ -8,26 +8,26 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from toolkit.config_checks import shown
+from toolkit.configs.checks import shown
+from toolkit.configs.option import spelled
 from toolkit.engine.nap import ASLEEP
 from toolkit.engine.pooling import Pooling
-from toolkit.option import spelled
-from toolkit.serve.cache_report import Prompts
-from toolkit.serve.errors import ApiError
-from toolkit.serve.lanes import Lanes
-from toolkit.serve.metrics import ServerMetrics
+from toolkit.serve.generation.cache_report import Prompts
+from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.lanes import Lanes
+from toolkit.serve.lmdeploy.talks import Talks
 from toolkit.serve.options import ServerSettings
-from toolkit.serve.talks import Talks
+from toolkit.serve.watch.metrics import ServerMetrics
 from toolkit.vision.eyes import media_limits, media_sampling
 from toolkit.vision.fetch import Fetching
 from toolkit.vision.images import Rules
 
 if TYPE_CHECKING:
     from toolkit.chat.template import ChatTemplate
-    from toolkit.engine.frontend import AsyncEngine
+    from toolkit.engine.process.frontend import AsyncEngine
     from toolkit.messages import GenerationConfig
-    from toolkit.serve.parsing import Formats
-    from toolkit.serve.responses.kept import Store
+    from toolkit.serve.generation.parsing import Formats
+    from toolkit.serve.openai.responses.kept import Store
     from toolkit.vision.eyes import Eyes
 
 

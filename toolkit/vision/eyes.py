@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit import extras
 from toolkit.artifacts.recipe import open_recipe
+from toolkit.base import extras
+from toolkit.configs.option import spelled as flag
 from toolkit.errors import UsageError
 from toolkit.models.pictures import MOST_TILES, Picture, Recipe
-from toolkit.option import spelled as flag
 from toolkit.vision.clip import Clip
 from toolkit.vision.images import Rules, Sampling, is_url, open_image, read_bytes
 from toolkit.vision.kept import Kept, key

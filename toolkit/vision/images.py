@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
-from toolkit import extras
+from toolkit.base import extras
 from toolkit.errors import UsageError
 from toolkit.vision.fetch import Fetching, fetch, shortened
 

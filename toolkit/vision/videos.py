@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit import extras
+from toolkit.base import extras
 from toolkit.box.box import Box, Crowded, LimitError, Limits
 from toolkit.errors import BusyError, UsageError
 from toolkit.models.pictures import Picture, Recipe

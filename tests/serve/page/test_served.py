@@ -10,8 +10,8 @@ from urllib.request import urlopen
 
 import pytest
 
+from toolkit.serve.fields.protocol import ChatCompletionRequest
 from toolkit.serve.page.routes import FILES
-from toolkit.serve.protocol import ChatCompletionRequest
 
 
 def test_each_file_is_served_to_anyone_under_a_strict_policy(start: Callable[..., Any]) -> None:

@@ -23,8 +23,8 @@ from toolkit.artifacts.text.tokenizer_box import BoxedEncoder
 from toolkit.artifacts.text.tokenizer_check import check_ids, harmless, read_parts
 from toolkit.artifacts.text.tokenizer_classes import PIECES, SPECIAL_NAMES, open_pieces, put_before
 from toolkit.artifacts.text.tokenizer_ranks import find_ranks, read_ranks
+from toolkit.configs.limits import TOKEN_ID
 from toolkit.errors import ToolkitError
-from toolkit.request_limits import TOKEN_ID
 
 SLOW_FILES = (PIECES, "spiece.model", "vocab.json", "sentencepiece.bpe.model")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from toolkit.base.record import later, plain, read
 from toolkit.models.spec.attention import AttentionSpec
 from toolkit.models.spec.check import check_spec
 from toolkit.models.spec.cross import CrossSpec
@@ -19,7 +20,6 @@ from toolkit.models.spec.moe import MoeSpec
 from toolkit.models.spec.parts import LinearSpec, NormSpec, RopeSpec
 from toolkit.models.spec.short_conv import ShortConvSpec
 from toolkit.models.vision import VisionSpec
-from toolkit.record import later, plain, read
 
 Mixer = AttentionSpec | LatentSpec | CrossSpec | ShortConvSpec | MambaSpec | DeltaSpec | MlpSpec | MoeSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from toolkit.record import later
+from toolkit.base.record import later
 
 Shard = Literal["column", "row", "vocab", "expert", "replicated"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai"]

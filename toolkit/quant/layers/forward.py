@@ -22,7 +22,7 @@ from toolkit.quant.layers.forward_attention import attention, latent_attention
 from toolkit.quant.layers.forward_parts import Called, Observer, Rounding, Watch, Weights, linear, normed
 from toolkit.quant.layers.forward_states import delta, mamba, short_conv
 from toolkit.quant.layers.lazy import KEEP, Lazy
-from toolkit.runners.tensor.find import bf16_is_native
+from toolkit.runners.tensor.devices.find import bf16_is_native
 
 HEAD_ELEMENTS = (1 << 20, 1 << 24)  # of the head that are multiplied at once: on a CPU, which caches the part; others
 

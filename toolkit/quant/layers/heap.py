@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import psutil
 
-from toolkit import libc
+from toolkit.base import libc
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _BLOCK, _END = 32 << 20, 256 << 20  # bytes: the largest block that may lie in the heap; what may be free at its end

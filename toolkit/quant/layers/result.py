@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, SuperScales, Weight
+from toolkit.base.record import read
 from toolkit.models.sites import Site
 from toolkit.quant.layers.lazy import KEEP, Lazy
 from toolkit.quant.layers.statistics import Gram
-from toolkit.record import read
-from toolkit.runners.folding import Folded
+from toolkit.runners.weights.folding import Folded
 
 _FORMS: dict[str, Any] = {c.__name__: c for c in (Dense, GroupInt, ChannelInt8, Fp8, BlockFp8, Fp4)}
 

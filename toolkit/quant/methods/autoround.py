@@ -37,7 +37,7 @@ from toolkit.quant.methods import gptq
 from toolkit.quant.methods.awq import Grid, inputs_after
 from toolkit.quant.run import Prepared
 from toolkit.quant.selection import Selection
-from toolkit.runners.folding import Folded
+from toolkit.runners.weights.folding import Folded
 
 
 @dataclass(frozen=True)

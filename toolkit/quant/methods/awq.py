@@ -19,7 +19,7 @@ from toolkit.quant.layers.forward import fast_bf16
 from toolkit.quant.layers.result import LinearReport, Made, Method, by_site
 from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.methods.grid import fake_quantize, grid_of, group_range, quantize, round_to
-from toolkit.runners.folding import Folded, expand, fold_site, shrink, storable
+from toolkit.runners.weights.folding import Folded, expand, fold_site, shrink, storable
 
 SCALE_STEPS = 20
 SEARCH_ROWS = 512  # of each linear: scales are compared by the loss of evenly spaced rows, which is much the same

@@ -25,8 +25,8 @@ from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.methods.awq import Grid, inputs_after, search_clip
 from toolkit.quant.methods.grid import grid_of, group_range, no_scale, round_to
 from toolkit.quant.options import Gptq
-from toolkit.runners.folding import Folded
-from toolkit.runners.native.gguf_scales import find_scales
+from toolkit.runners.native.packing.gguf_scales import find_scales
+from toolkit.runners.weights.folding import Folded
 
 ROWS = 16384  # rows of one input's linears that are rounded together …
 ACROSS_BYTES = 32 << 20  # … and of more than one module (several experts) so many bytes

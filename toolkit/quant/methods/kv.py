@@ -40,7 +40,7 @@ from toolkit.quant.run import (
     store_dtype,
     tell_plan,
 )
-from toolkit.runners.tensor.find import find_device
+from toolkit.runners.tensor.devices.find import find_device
 
 FP8_MAX = 448.0
 MIN_SCALE = 1e-6

@@ -23,6 +23,7 @@ from torch import Tensor
 from toolkit.artifacts.gguf import quantize as gguf_quantize
 from toolkit.artifacts.gguf.container import TYPES
 from toolkit.artifacts.json_file import write_json_object
+from toolkit.base.record import read
 from toolkit.errors import UsageError
 from toolkit.models.sites import Site
 from toolkit.models.spec import LinearSpec
@@ -33,9 +34,8 @@ from toolkit.quant.methods.awq import Grid, clip_groups, site_scale
 from toolkit.quant.methods.grid import quantize
 from toolkit.quant.methods.sensitivity import SAMPLES, Felt, feel
 from toolkit.quant.selection import Selection
-from toolkit.record import read
-from toolkit.runners.folding import Folded, fold_site
-from toolkit.runners.native.gguf_scales import find_scales
+from toolkit.runners.native.packing.gguf_scales import find_scales
+from toolkit.runners.weights.folding import Folded, fold_site
 
 BITS = (2, 3, 4, 8)
 GROUPS = (128, 64, 32)

@@ -21,7 +21,7 @@ from toolkit.quant.layers.activations import row_codes
 from toolkit.quant.layers.result import LinearReport, Made, Method, by_site
 from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.methods.awq import Readers
-from toolkit.runners.folding import Folded, expand, fold_site, storable
+from toolkit.runners.weights.folding import Folded, expand, fold_site, storable
 
 TINY = 1e-12  # of a squared error, where logarithms are taken
 LEAST = 1e-12  # scale of a row of a weight

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from toolkit.artifacts.json_file import parse_json
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.base.extras import require
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.extras import require
 from toolkit.quant.text.datasets import KNOWN, find_known, known_texts
 from toolkit.quant.text.pictures import Pictures, files_of, placed
 

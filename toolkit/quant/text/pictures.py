@@ -14,7 +14,7 @@ from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.errors import UsageError
 from toolkit.models.vision import PREFIX, VisionSpec
 from toolkit.quant.layers.source import LayerSource
-from toolkit.runners.tensor.encoders import encoder_of
+from toolkit.runners.tensor.towers.encoders import encoder_of
 from toolkit.vision.eyes import Eyes
 from toolkit.vision.parts import is_picture, is_video, naming, parts_of, source_of
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.text.tokenizer import Tokenizer
-from toolkit.engine.frontend import AsyncEngine
-from toolkit.engine_configs import TurbomindEngineConfig
+from toolkit.configs.engine import TurbomindEngineConfig
+from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig
 from toolkit.quant.text.calibration import CalibrationPlan

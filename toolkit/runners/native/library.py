@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.errors import UsageError
-from toolkit.runners.native.packed import PackedTensor
+from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
 VERSION = 18  # tk_version of api.cpp, which says when both are raised

@@ -26,7 +26,7 @@ from toolkit.models.spec import (
     RopeSpec,
     ShortConvSpec,
 )
-from toolkit.runners.native.packed import LANES, PackedTensor, PackedWeights, floats, vector
+from toolkit.runners.native.packing.packed import LANES, PackedTensor, PackedWeights, floats, vector
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swigluoai": 4, "relu2": 5}
 _QUERY_SCALES = {"floor": 1, "log": 2}

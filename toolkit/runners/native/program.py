@@ -12,7 +12,7 @@ from toolkit.models.rope import inv_freq
 from toolkit.models.routed import Routed
 from toolkit.models.spec import DecoderSpec, Mixer, RopeSpec
 from toolkit.runners.native.mixers import ACTIVATIONS, MIXERS, Floats, Tensors, flat
-from toolkit.runners.native.packed import PackedTensor, PackedWeights
+from toolkit.runners.native.packing.packed import PackedTensor, PackedWeights
 
 CHUNK = 512  # of plan.h
 KV_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, 8: 3, 4: 4}

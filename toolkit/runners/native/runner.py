@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.artifacts.safetensors_file import forget_pages
+from toolkit.base.threads import usable_cores
 from toolkit.errors import UsageError
 from toolkit.models.pictures import Picture
 from toolkit.models.routed import ROUTED
@@ -20,24 +21,23 @@ from toolkit.runners.base import QUANT_POLICIES, Backend, MemoryNeed, RunnerErro
 from toolkit.runners.host_memory import free_host_bytes
 from toolkit.runners.native import library
 from toolkit.runners.native.arrays import Arrays, outputs_for
-from toolkit.runners.native.encoders import open_encoder
 from toolkit.runners.native.library import StepResults
 from toolkit.runners.native.mixers import state_numbers
-from toolkit.runners.native.packed import PackedTensor
+from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.native.program import Program, build_program
 from toolkit.runners.native.program import unsupported as no_program
 from toolkit.runners.native.stepper import Stepper
-from toolkit.runners.native.tower import NativeEncoder, uncovered
+from toolkit.runners.native.towers.encoders import open_encoder
+from toolkit.runners.native.towers.tower import NativeEncoder, uncovered
 from toolkit.runners.step import StepBatch, StepOutput
-from toolkit.runners.weight_info import info_of, reading_ahead
-from toolkit.threads import usable_cores
+from toolkit.runners.weights.info import info_of, reading_ahead
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
     from toolkit.artifacts.canonical import Weight
-    from toolkit.runners.native.torch_tower import TorchEncoder
+    from toolkit.runners.native.towers.torch_tower import TorchEncoder
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -120,7 +120,7 @@ class NativeRunner:
         spec = self.spec
         if isinstance(found[spec.embed], PackedTensor):
             return sum(found[name].meta.nbytes for name in found)
-        from toolkit.runners.native.pack_model import packed_bytes
+        from toolkit.runners.native.packing.pack_model import packed_bytes
 
         return packed_bytes(spec, found)
 
@@ -174,7 +174,7 @@ class NativeRunner:
         found: Mapping[str, Any] = self._weights()
         if isinstance(info_of(found, self.spec.embed), PackedTensor):
             return found
-        from toolkit.runners.native.pack_model import gathered, pack_model
+        from toolkit.runners.native.packing.pack_model import gathered, pack_model
 
         notes: list[str] = []
         own = [name for name in found if not name.startswith(PREFIX) or name.startswith(ROUTED)]
@@ -249,11 +249,11 @@ class NativeRunner:
         found: Mapping[str, Any] = self._weights()
         packed = isinstance(found[self.spec.embed], PackedTensor)
         if uncovered(vision):
-            from toolkit.runners.native.torch_tower import TorchEncoder
+            from toolkit.runners.native.towers.torch_tower import TorchEncoder
 
             return TorchEncoder(vision, found, packed=packed, exact=exact)
         if not packed:
-            from toolkit.runners.native.pack_model import pack_model
+            from toolkit.runners.native.packing.pack_model import pack_model
 
             held = found
             own = (name for name in held if name.startswith(PREFIX) and not name.startswith(ROUTED))

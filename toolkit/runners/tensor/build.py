@@ -30,19 +30,19 @@ from toolkit.models.spec import (
     NormSpec,
     ShortConvSpec,
 )
-from toolkit.runners.tensor.cross import Cross
 from toolkit.runners.tensor.decoder import Attention, Decoder, Mixer, Mlp, Moe, RoundingNorm, Step
-from toolkit.runners.tensor.experts import stack_experts
-from toolkit.runners.tensor.latent import LatentAttention
-from toolkit.runners.tensor.linear import Bound, Linear, Placement, codes_of, make_linear
-from toolkit.runners.tensor.lora import Adapters, AdapterStep, adapt
-from toolkit.runners.tensor.norms import LayerNorm, Norm
+from toolkit.runners.tensor.layers.cross import Cross
+from toolkit.runners.tensor.layers.experts import stack_experts
+from toolkit.runners.tensor.layers.latent import LatentAttention
+from toolkit.runners.tensor.layers.linear import Bound, Linear, Placement, codes_of, make_linear
+from toolkit.runners.tensor.layers.lora import Adapters, AdapterStep, adapt
+from toolkit.runners.tensor.layers.norms import LayerNorm, Norm
+from toolkit.runners.tensor.layers.recurrent import Delta, Mamba
+from toolkit.runners.tensor.layers.routed import by_kind
+from toolkit.runners.tensor.layers.short_conv import Conv, ShortConv
 from toolkit.runners.tensor.ops import Ops
-from toolkit.runners.tensor.recurrent import Delta, Mamba
-from toolkit.runners.tensor.routed import by_kind
-from toolkit.runners.tensor.short_conv import Conv, ShortConv
 from toolkit.runners.tensor.traits import routes_specially
-from toolkit.runners.weight_info import info_of
+from toolkit.runners.weights.info import info_of
 
 Weights = Mapping[str, Weight | Tensor]
 

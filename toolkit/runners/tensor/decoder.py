@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from toolkit.models.spec import AttentionSpec, DecoderSpec, MoeSpec
-from toolkit.runners.tensor.context import StepContext
-from toolkit.runners.tensor.cross import Cross, seeing
-from toolkit.runners.tensor.experts import Experts
-from toolkit.runners.tensor.linear import Activations, Linear, Rounded, codes_of
-from toolkit.runners.tensor.mutual import see_both_ways
-from toolkit.runners.tensor.norms import LayerNorm, Norm, norm_later
+from toolkit.runners.tensor.layers.cross import Cross, seeing
+from toolkit.runners.tensor.layers.experts import Experts
+from toolkit.runners.tensor.layers.linear import Activations, Linear, Rounded, codes_of
+from toolkit.runners.tensor.layers.mutual import see_both_ways
+from toolkit.runners.tensor.layers.norms import LayerNorm, Norm, norm_later
 from toolkit.runners.tensor.ops import Ops
+from toolkit.runners.tensor.step.context import StepContext
 
 NEVER = -1e30  # the logit of a token that the head has no row for
 Mixer = Callable[[Activations, StepContext], Tensor]

@@ -11,9 +11,9 @@ from toolkit.kernels.reference.linear import codes_per_byte
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import PREFIX
 from toolkit.runners.tensor.build import Weights, for_kernels
-from toolkit.runners.tensor.linear import Placement, becomes_dense
-from toolkit.runners.tensor.lora import Adapters, adapter_bytes
-from toolkit.runners.weight_info import info_of
+from toolkit.runners.tensor.layers.linear import Placement, becomes_dense
+from toolkit.runners.tensor.layers.lora import Adapters, adapter_bytes
+from toolkit.runners.weights.info import info_of
 
 
 def weight_bytes(spec: DecoderSpec, weights: Weights, place: Placement, adapters: Adapters) -> int:

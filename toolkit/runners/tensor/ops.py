@@ -10,7 +10,7 @@ import torch
 
 from toolkit import kernels
 from toolkit.errors import UsageError
-from toolkit.runners.tensor.find import kernel_target
+from toolkit.runners.tensor.devices.find import kernel_target
 
 Kernel = Callable[..., Any]
 Pick = Callable[[kernels.Op, kernels.Target], tuple[Kernel, Kernel | None]]

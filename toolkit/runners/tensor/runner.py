@@ -26,19 +26,19 @@ from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.build import build_decoder
 from toolkit.runners.tensor.cache import KVCache, block_bytes, cache_traits
 from toolkit.runners.tensor.decoder import Decoder
-from toolkit.runners.tensor.device import Device, GraphDevice
-from toolkit.runners.tensor.encoders import encoder_of
-from toolkit.runners.tensor.find import find_dtype, mixed_gpus, on_device, open_device
+from toolkit.runners.tensor.devices.device import Device, GraphDevice
+from toolkit.runners.tensor.devices.find import find_dtype, mixed_gpus, on_device, open_device
 from toolkit.runners.tensor.footprint import activation_bytes, dense_bytes, first_linear, stored_dtype
 from toolkit.runners.tensor.held import weight_bytes
-from toolkit.runners.tensor.linear import Placement, becomes_dense
-from toolkit.runners.tensor.lora import Adapters, AdapterStep
+from toolkit.runners.tensor.layers.linear import Placement, becomes_dense
+from toolkit.runners.tensor.layers.lora import Adapters, AdapterStep
 from toolkit.runners.tensor.ops import Ops, choose_ops
-from toolkit.runners.tensor.pending import Failed
-from toolkit.runners.tensor.steps import Steps
-from toolkit.runners.tensor.tiles import partial_bytes
+from toolkit.runners.tensor.step.pending import Failed
+from toolkit.runners.tensor.step.steps import Steps
+from toolkit.runners.tensor.step.tiles import partial_bytes
+from toolkit.runners.tensor.towers.encoders import encoder_of
+from toolkit.runners.tensor.towers.vision import Encoder
 from toolkit.runners.tensor.traits import model_traits
-from toolkit.runners.tensor.vision import Encoder
 
 
 class TensorRunner:

@@ -13,12 +13,19 @@ from toolkit.kernels import registry
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.tensor.cache import cache_traits
-from toolkit.runners.tensor.experts import why_apart
-from toolkit.runners.tensor.find import capable_gpus, find_dtype, kernel_target, missing_gpu, on_device, why_no_gpu
+from toolkit.runners.tensor.devices.find import (
+    capable_gpus,
+    find_dtype,
+    kernel_target,
+    missing_gpu,
+    on_device,
+    why_no_gpu,
+)
 from toolkit.runners.tensor.footprint import stored_dtype
-from toolkit.runners.tensor.linear import Placement
+from toolkit.runners.tensor.layers.experts import why_apart
+from toolkit.runners.tensor.layers.linear import Placement
 from toolkit.runners.tensor.traits import model_traits
-from toolkit.runners.weight_info import info_of
+from toolkit.runners.weights.info import info_of
 
 LEAST_CAPABILITY = 80
 # Ops whose other implementations wait for the device, by what layers keep.

@@ -8,9 +8,9 @@ from typing import Any
 
 from toolkit.serve.anthropic import fields
 from toolkit.serve.anthropic.fields import CountRequest, MessagesRequest
-from toolkit.serve.parameters import given_parameters
-from toolkit.serve.protocol import ChatCompletionRequest
-from toolkit.serve.volatile import without_header
+from toolkit.serve.fields.parameters import given_parameters
+from toolkit.serve.fields.protocol import ChatCompletionRequest
+from toolkit.serve.fields.volatile import without_header
 
 
 def chat_request(request: CountRequest) -> ChatCompletionRequest:

@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from toolkit.config_checks import shown
-from toolkit.request_limits import MOST
-from toolkit.serve.parameters import with_parameters
-from toolkit.serve.protocol import StopWord
-from toolkit.serve.strict import Strict
-from toolkit.serve.tool_fields import NAME
+from toolkit.configs.checks import shown
+from toolkit.configs.limits import MOST
+from toolkit.serve.fields.parameters import with_parameters
+from toolkit.serve.fields.protocol import StopWord
+from toolkit.serve.fields.strict import Strict
+from toolkit.serve.fields.tools import NAME
 
 
 class Block(BaseModel):

@@ -8,15 +8,15 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response as HttpResponse
 
-from toolkit.serve.answers import AnthropicMessage, CountedTokens
 from toolkit.serve.anthropic import told
 from toolkit.serve.anthropic.asked import chat_request
 from toolkit.serve.anthropic.fields import CountRequest, MessagesRequest
-from toolkit.serve.chat import Chat
-from toolkit.serve.errors import NoThreads
-from toolkit.serve.replies import EventReply, JsonReply, Wire, json_response, named_event
-from toolkit.serve.requests import encode_chat, parse, translated
-from toolkit.serve.schema import ANTHROPIC_ERRORS, describe
+from toolkit.serve.generation.chat import Chat
+from toolkit.serve.generation.read import encode_chat, parse, translated
+from toolkit.serve.http.answers import AnthropicMessage, CountedTokens
+from toolkit.serve.http.errors import NoThreads
+from toolkit.serve.http.replies import EventReply, JsonReply, Wire, json_response, named_event
+from toolkit.serve.http.schema import ANTHROPIC_ERRORS, describe
 from toolkit.serve.state import ServerState
 
 router = APIRouter(responses=ANTHROPIC_ERRORS)

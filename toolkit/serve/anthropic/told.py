@@ -8,8 +8,8 @@ from typing import Any
 
 from toolkit.messages import Response
 from toolkit.parsers.pieces import Answer, Piece, arguments_of
-from toolkit.serve.chat import Chat
-from toolkit.serve.generation import Usage
+from toolkit.serve.generation.chat import Chat
+from toolkit.serve.generation.choices import Usage
 
 SIGNATURE = "local"  # of thoughts: clients send it back, nobody checks it
 PING = {"type": "ping"}

@@ -15,10 +15,12 @@ from starlette.types import Send
 
 from toolkit import __version__
 from toolkit.errors import ToolkitError
-from toolkit.serve.errors import ApiError
 from toolkit.serve.fleet.fleet import Fleet, Model
-from toolkit.serve.keys import ApiKeys
-from toolkit.serve.layers import add_layers
+from toolkit.serve.generation.read import parse_body, read_body
+from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.keys import ApiKeys
+from toolkit.serve.http.layers import add_layers
+from toolkit.serve.http.replies import json_response
 from toolkit.serve.model_cards import card, listed
 from toolkit.serve.ollama.cards import Listed, add_lists
 from toolkit.serve.ollama.fields import ShowRequest, served_as
@@ -29,8 +31,6 @@ from toolkit.serve.proxy.forward import Forward, Incoming, NodeFailed
 from toolkit.serve.proxy.nodes import Node
 from toolkit.serve.proxy.paths import forwarded
 from toolkit.serve.proxy.state import ProxyState
-from toolkit.serve.replies import json_response
-from toolkit.serve.requests import parse_body, read_body
 
 Show = Callable[[Model], dict[str, Any]]  # in a thread; raises ToolkitError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from toolkit.engine_configs import EngineConfig
+from toolkit.configs.engine import EngineConfig
 from toolkit.serve.background import Order, Server, Started, launch
 from toolkit.serve.fleet.catalog import Listed
 from toolkit.serve.options import ServerSettings

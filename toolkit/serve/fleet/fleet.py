@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from toolkit.config_checks import shown
+from toolkit.configs.checks import shown
 from toolkit.errors import ToolkitError
-from toolkit.serve.errors import ApiError
 from toolkit.serve.fleet.catalog import Listed
+from toolkit.serve.http.errors import ApiError
 
 logger = logging.getLogger("toolkit.serve")
 LOOK_S = 0.02  # how often it is looked whether a model's last request has ended

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.chat.template import ChatTemplate
+from toolkit.configs.engine import EngineConfig
+from toolkit.configs.option import read_size
 from toolkit.engine.pooling import choose as choose_pooling
-from toolkit.engine_configs import EngineConfig
-from toolkit.option import read_size
 from toolkit.serve.fleet.app import create_app
 from toolkit.serve.fleet.catalog import listed
 from toolkit.serve.fleet.child import Launcher
@@ -20,7 +20,7 @@ from toolkit.serve.fleet.fleet import Fleet, Model
 from toolkit.serve.fleet.unloaded import shown
 from toolkit.serve.options import ProxySettings, ServerSettings
 from toolkit.serve.run import begin, bind, run_app
-from toolkit.serve.traces import check as check_traces
+from toolkit.serve.watch.traces import check as check_traces
 
 
 def serve(

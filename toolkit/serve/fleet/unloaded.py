@@ -9,10 +9,10 @@ from toolkit.artifacts.recipe import open_recipe
 from toolkit.artifacts.side_files import pooling_config
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.chat.template import ChatTemplate
-from toolkit.engine.setup import tokenizer_dir
+from toolkit.engine.load.setup import tokenizer_dir
+from toolkit.serve.generation.parsing import Formats
 from toolkit.serve.ollama import cards
 from toolkit.serve.options import ServerSettings
-from toolkit.serve.parsing import Formats
 
 
 def shown(

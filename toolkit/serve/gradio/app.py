@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from toolkit.chat import settings
-from toolkit.engine_configs import EngineConfig
+from toolkit.configs.engine import EngineConfig
 from toolkit.errors import ToolkitError
 from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.client import APIClient

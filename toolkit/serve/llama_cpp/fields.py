@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from toolkit.config_checks import shown
-from toolkit.serve.formats import JsonOrText
+from toolkit.configs.checks import shown
+from toolkit.serve.fields.formats import JsonOrText
+from toolkit.serve.fields.protocol import CompletionRequest, Messages, TokenId
+from toolkit.serve.fields.strict import Strict
+from toolkit.serve.fields.template import TemplateFields
 from toolkit.serve.llama_cpp.sampling import LlamaSampling
-from toolkit.serve.protocol import CompletionRequest, Messages, TokenId
-from toolkit.serve.strict import Strict
-from toolkit.serve.template_fields import TemplateFields
 
 # What is not built here: the value that changes nothing.
 NOTHING: dict[str, Any] = {

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from toolkit.config_checks import shown
-from toolkit.serve.parameters import given_parameters, parameter, with_parameters
-from toolkit.serve.protocol import StopWords, as_list
-from toolkit.serve.strict import Strict
+from toolkit.configs.checks import shown
+from toolkit.serve.fields.parameters import given_parameters, parameter, with_parameters
+from toolkit.serve.fields.protocol import StopWords, as_list
+from toolkit.serve.fields.strict import Strict
 
 # Ways of drawing that are not built here: the value that changes nothing.
 NEUTRAL = {

@@ -7,11 +7,11 @@ from contextlib import aclosing
 from time import perf_counter
 from typing import Any
 
-from toolkit.generation_config import GenerationConfig
+from toolkit.configs.generation import GenerationConfig
 from toolkit.messages import Response
+from toolkit.serve.generation.plain import Plain
 from toolkit.serve.llama_cpp.fields import Generation
-from toolkit.serve.logprobs import chat_logprobs
-from toolkit.serve.plain import Plain
+from toolkit.serve.openai.logprobs import chat_logprobs
 
 SEEDLESS = 0xFFFFFFFF  # how llama.cpp says that a seed is drawn
 

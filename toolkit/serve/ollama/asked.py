@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from toolkit.serve.fields.protocol import ChatCompletionRequest, CompletionRequest
 from toolkit.serve.ollama.fields import Answering, ChatRequest, OllamaGenerateRequest, OllamaMessage, Options
-from toolkit.serve.protocol import ChatCompletionRequest, CompletionRequest
 
 
 def chat_request(request: ChatRequest, model: str) -> ChatCompletionRequest:

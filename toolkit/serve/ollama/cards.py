@@ -14,14 +14,14 @@ from fastapi import APIRouter, FastAPI
 from toolkit.artifacts.checkpoint import read_config
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import build
-from toolkit.serve.answers import OllamaModels, OllamaVersion
-from toolkit.serve.infill import find_gap
-from toolkit.serve.schema import OLLAMA_ERRORS, answered
+from toolkit.serve.http.answers import OllamaModels, OllamaVersion
+from toolkit.serve.http.schema import OLLAMA_ERRORS, answered
+from toolkit.serve.openai.infill import find_gap
 
 if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
     from toolkit.models.spec import DecoderSpec
-    from toolkit.serve.parsing import Formats
+    from toolkit.serve.generation.parsing import Formats
 
 SPOKEN = "0.13.0"  # the version of Ollama whose API this is: clients ask for it
 WEIGHTS = (".safetensors", ".gguf")

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from toolkit.serve.fields.protocol import as_list
+from toolkit.serve.fields.strict import Strict
+from toolkit.serve.fields.tools import Tool
 from toolkit.serve.llama_cpp.sampling import LlamaSampling
-from toolkit.serve.protocol import as_list
-from toolkit.serve.strict import Strict
-from toolkit.serve.tool_fields import Tool
 
 LATEST = ":latest"  # what Ollama's clients put behind a name without a tag
 

@@ -12,10 +12,14 @@ from pydantic import BaseModel
 from starlette.responses import Response as HttpResponse
 
 from toolkit.engine.pooling import vector
-from toolkit.serve.answers import OllamaChat, OllamaEmbedding, OllamaEmbeddings, OllamaShown, OllamaText
-from toolkit.serve.chat import Chat
-from toolkit.serve.errors import ApiError, TooLong
-from toolkit.serve.infill import with_gap
+from toolkit.serve.generation.chat import Chat
+from toolkit.serve.generation.plain import Plain
+from toolkit.serve.generation.pooling import as_numbers, embed
+from toolkit.serve.generation.read import PIECE, encode_prompt, parse, translated
+from toolkit.serve.http.answers import OllamaChat, OllamaEmbedding, OllamaEmbeddings, OllamaShown, OllamaText
+from toolkit.serve.http.errors import ApiError, TooLong
+from toolkit.serve.http.replies import EventReply, JsonReply, Wire, json_response, line
+from toolkit.serve.http.schema import OLLAMA_ERRORS, describe
 from toolkit.serve.ollama.asked import bare_prompt, chat_request, prompt_in_chat
 from toolkit.serve.ollama.cards import Abilities, Listed, shown
 from toolkit.serve.ollama.fields import (
@@ -28,11 +32,7 @@ from toolkit.serve.ollama.fields import (
     served_as,
 )
 from toolkit.serve.ollama.told import Kind, Told, loaded
-from toolkit.serve.plain import Plain
-from toolkit.serve.pooling import as_numbers, embed
-from toolkit.serve.replies import EventReply, JsonReply, Wire, json_response, line
-from toolkit.serve.requests import PIECE, encode_prompt, parse, translated
-from toolkit.serve.schema import OLLAMA_ERRORS, describe
+from toolkit.serve.openai.infill import with_gap
 from toolkit.serve.state import ServerState
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from toolkit.messages import Response
 from toolkit.parsers.pieces import Piece, arguments_of
-from toolkit.serve.chat import Chat
-from toolkit.serve.logprobs import chat_logprobs
-from toolkit.serve.plain import Plain
+from toolkit.serve.generation.chat import Chat
+from toolkit.serve.generation.plain import Plain
+from toolkit.serve.openai.logprobs import chat_logprobs
 
 Kind = Literal["chat", "generate"]
 Call = dict[str, Any]

@@ -15,9 +15,13 @@ from starlette.responses import Response as HttpResponse
 from starlette.types import Receive, Scope, Send
 
 from toolkit import __version__
-from toolkit.serve.errors import ApiError
-from toolkit.serve.keys import ApiKeys
-from toolkit.serve.layers import add_layers
+from toolkit.serve.fields.strict import Strict
+from toolkit.serve.generation.read import parse_body, read_body
+from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.keys import ApiKeys
+from toolkit.serve.http.layers import add_layers
+from toolkit.serve.http.replies import json_response
+from toolkit.serve.http.schema import add_schemas, describe
 from toolkit.serve.model_cards import card, listed
 from toolkit.serve.ollama.cards import Listed, add_lists
 from toolkit.serve.options import ProxySettings
@@ -26,10 +30,6 @@ from toolkit.serve.proxy.forward import Forward, Incoming
 from toolkit.serve.proxy.nodes import Node
 from toolkit.serve.proxy.paths import forwarded
 from toolkit.serve.proxy.state import ProxyState
-from toolkit.serve.replies import json_response
-from toolkit.serve.requests import parse_body, read_body
-from toolkit.serve.schema import add_schemas, describe
-from toolkit.serve.strict import Strict
 
 BY_CLIENT = "--allow-nodes-by-client"
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import httpx2 as httpx
 from starlette.types import Send
 
-from toolkit.serve.errors import OLLAMA, ApiError
-from toolkit.serve.interactive_routes import OWNER
+from toolkit.serve.http.errors import OLLAMA, ApiError
+from toolkit.serve.http.replies import Reply, event, send_error
+from toolkit.serve.http.request_ids import HEADER, current
+from toolkit.serve.lmdeploy.interactive_routes import OWNER
 from toolkit.serve.ollama.fields import served_as
 from toolkit.serve.proxy.nodes import ELSEWHERE, Node
 from toolkit.serve.proxy.strategies import sticky
-from toolkit.serve.replies import Reply, event, send_error
-from toolkit.serve.request_ids import HEADER, current
 
 if TYPE_CHECKING:
     from toolkit.serve.proxy.state import ProxyState

@@ -15,8 +15,8 @@ import orjson
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.stage import write_file
+from toolkit.base.record import read
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.record import read
 
 ELSEWHERE = (429, 502, 503, 504)  # answers of a node that another may do better
 LATENCIES = 15  # of the last requests, that a node is judged by

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import httpx2 as httpx
 
-from toolkit.config_checks import shown
-from toolkit.serve.errors import ApiError
-from toolkit.serve.lanes import Lanes
+from toolkit.base.tls import checking
+from toolkit.configs.checks import shown
+from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.options import ProxySettings
 from toolkit.serve.proxy.metrics import ProxyMetrics
 from toolkit.serve.proxy.nodes import ELSEWHERE, Node, Nodes
 from toolkit.serve.proxy.strategies import strategy
-from toolkit.tls import checking
 
 
 @dataclass

@@ -9,8 +9,8 @@ from hashlib import blake2b
 from typing import Any
 
 from toolkit.errors import UsageError
+from toolkit.serve.http.replies import as_json
 from toolkit.serve.proxy.nodes import Node
-from toolkit.serve.replies import as_json
 
 PIECE = 512  # bytes of a prompt that are known as one
 MOST_PIECES = 512  # of one prompt

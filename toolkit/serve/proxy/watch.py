@@ -7,7 +7,7 @@ import logging
 
 import httpx2 as httpx
 
-from toolkit import tls
+from toolkit.base import tls
 from toolkit.serve.proxy.nodes import UNSEEN, Node
 from toolkit.serve.proxy.state import ProxyState
 

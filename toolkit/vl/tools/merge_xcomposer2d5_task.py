@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit import extras
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.manifest import describe_parent
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import open_stage
+from toolkit.base import extras
 from toolkit.errors import ToolkitError, UsageError
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""What a user passes: options of engines and of generation, their checks and bounds."""

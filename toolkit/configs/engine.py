@@ -1,0 +1,249 @@
+"""The engine's options, a record a backend. LMDeploy's names, fields and defaults; importing this imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from toolkit.configs.checks import allowed, number, only_defaults, shown, switches
+from toolkit.configs.limits import Bounds
+from toolkit.configs.lmdeploy import NOT_BUILT
+from toolkit.configs.option import option, same_option
+from toolkit.errors import UsageError
+
+DTYPES = ("auto", "float16", "bfloat16", "float32")
+MODEL_FORMATS = ("hf", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8", "gguf", "engine")
+LOAD_FORMATS = ("auto", "int8", "int4", "dummy")
+UNMASKING = ("low_confidence_dynamic", "low_confidence_static", "sequential")
+
+
+@dataclass(frozen=True)
+class Unmasking:
+    """Which guesses stay of a pass over a block of tokens that are guessed together.
+
+    ``strategy``: those that the model holds for more probable than ``threshold``, or the best where these are too few
+    ("low_confidence_dynamic"); the best ("low_confidence_static"); the first ("sequential"). ``steps``: passes after
+    which a block is whole at the latest, None: as many as it has tokens.
+    """
+
+    strategy: str = UNMASKING[0]
+    steps: int | None = None
+    threshold: float = 0.85
+
+
+def _check_engine(config: EngineConfig, block: str) -> None:
+    allowed(config)
+    if config.quant_policy not in (0, 4, 8, 16, 17):
+        raise UsageError(
+            "quant_policy: expected 0, 4 or 8 (bits of the KV cache), 16 or 17 (float8_e4m3fn, float8_e5m2), "
+            f"found {shown(config.quant_policy)}"
+        )
+    count = config.cache_max_entry_count
+    if isinstance(count, int) and not isinstance(count, bool):
+        number("cache_max_entry_count", count, 1, 1 << 40, whole=True)
+    else:
+        number("cache_max_entry_count", count, 0, 1, open_low=True)
+    if config.block_size & (config.block_size - 1):
+        raise UsageError(f"{block}: expected a power of two, found {config.block_size}")
+    switches(config, "enable_prefix_caching", "enable_metrics", "disable_vision_encoder", "language_model_only")
+    _check_adapters(config.adapters)
+    _check_dllm(config)
+    only_defaults(config, {f.name: NOT_BUILT[f.name] for f in fields(config) if f.name in NOT_BUILT})
+
+
+def _check_dllm(config: EngineConfig) -> None:
+    if (length := config.dllm_block_length) is not None:
+        number("dllm_block_length", length, 1, config.block_size, whole=True)
+        if config.block_size % length:
+            wanted = f"a divisor of block_size, which is {config.block_size}"
+            raise UsageError(f"dllm_block_length: expected {wanted}, found {length}")
+    if config.dllm_denoising_steps is not None:
+        number("dllm_denoising_steps", config.dllm_denoising_steps, 1, 1 << 20, whole=True)
+    number("dllm_confidence_threshold", config.dllm_confidence_threshold, 0, 1)
+    if (strategy := config.dllm_unmasking_strategy) not in UNMASKING:
+        raise UsageError(f"dllm_unmasking_strategy: expected one of {', '.join(UNMASKING)}, found {shown(strategy)}")
+
+
+def _check_adapters(adapters: Any) -> None:
+    if adapters is None:
+        return
+    if not isinstance(adapters, dict) or not adapters:
+        raise UsageError(f"adapters: expected a dict of names and paths, found {shown(adapters)}")
+    for name, path in adapters.items():
+        if not isinstance(name, str) or not name.strip() or not isinstance(path, str) or not path:
+            raise UsageError(f"adapters: expected names and paths, found {shown(name)}: {shown(path)}")
+
+
+@dataclass
+class CommonEngineConfig:
+    """What both backends take.
+
+    ``cache_max_entry_count``: an integer is a number of blocks, whatever its size. ``load_format`` "dummy" reads
+    config.json alone. ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's format
+    each; on a CPU the tensor runner runs them. ``language_model_only``: LMDeploy's newer name of
+    ``disable_vision_encoder``. ``enable_metrics``: whether a server of this engine offers /metrics.
+    """
+
+    dtype: str = option(
+        "auto", "Activations: auto, float16, bfloat16, float32 (least swayed by the batch).", allowed=DTYPES
+    )
+    tp: int = option(1, "Devices to split the model over (tensor parallelism).", allowed=Bounds(1, 1024, "int32"))
+    session_len: int | None = option(
+        None, "Longest context, in tokens. Default: the model's, if it fits.", allowed=Bounds(1, 1 << 30, "int32")
+    )
+    max_batch_size: int | None = option(
+        None, "Most requests in one step. Default: by device and memory.", allowed=Bounds(1, 1 << 20, "int32")
+    )
+    cache_max_entry_count: float | int = option(
+        0.8, "Share of free memory for the KV cache (up to 1), or its blocks (from 2)."
+    )
+    enable_prefix_caching: bool = option(True, "Reuse the KV cache of equal prefixes. Default, but in profile.")
+    quant_policy: int = option(0, "KV cache: 0 (as --dtype), 8 or 4 bits, 16 or 17 (float8 e4m3, e5m2).")
+    model_format: str | None = option(
+        None, "hf, awq, gptq, w8a8, gguf, engine. Default: read from the model.", allowed=MODEL_FORMATS
+    )
+    load_format: str = option(
+        "auto",
+        "auto; int8, int4: rounded while read, without calibration; dummy: random, to measure with.",
+        allowed=LOAD_FORMATS,
+    )
+    max_prefill_token_num: int = option(
+        8192, "Most tokens in one step; longer prompts go in chunks.", allowed=Bounds(1, 1 << 30, "int32")
+    )
+    target_step_ms: float | None = option(
+        None,
+        "Time of a step, ms: prompts go in chunks that fit it while others decode. 0: no limit. "
+        "Default: on a CPU twice a step without prompts, at most 150; on a GPU 0.",
+        allowed=Bounds(0, 1e6),
+    )
+    adapters: dict[str, str] | None = option(
+        None, "NAME=PATH of LoRA adapters (directory or hub id); several may follow."
+    )
+    revision: str | None = option(None, "Branch, tag or commit on the hub.")
+    download_dir: str | None = option(None, "Where downloads go.")
+    threads: int | None = option(None, "CPU threads. Default: all.", allowed=Bounds(0, 4096, "int32"))
+    hf_overrides: dict[str, Any] | None = option(None, "JSON object that goes over the model's config.json.")
+    dllm_block_length: int | None = option(None, "Tokens guessed together (SDAR). Default: the model's.")
+    dllm_unmasking_strategy: str = option(Unmasking.strategy, f"Which guesses stay: {', '.join(UNMASKING)}.")
+    dllm_denoising_steps: int | None = option(None, "Passes over a block at most. Default: one a token.")
+    dllm_confidence_threshold: float = option(Unmasking.threshold, "From which the first keeps a guess, 0 to 1.")
+    disable_vision_encoder: bool = option(False, "Leave out what the model sees with: texts alone.")
+    language_model_only: bool = option(False, "The same.", hidden=True)
+    enable_metrics: bool = True
+    dp: int = 1
+    ep: int = 1
+    empty_init: bool = False
+
+    @property
+    def blind(self) -> bool:
+        """Whether a model that sees is loaded without what it sees with."""
+        return self.disable_vision_encoder or self.language_model_only
+
+    @property
+    def unmasking(self) -> Unmasking:
+        return Unmasking(self.dllm_unmasking_strategy, self.dllm_denoising_steps, self.dllm_confidence_threshold)
+
+
+@dataclass
+class TurbomindEngineConfig(CommonEngineConfig):
+    """Options of the ``turbomind`` backend, the fast path: the ``native`` runner.
+
+    ``async_`` 1: where the runner can. LMDeploy has ``adapters`` for ``pytorch`` alone.
+    """
+
+    cache_block_seq_len: int = option(64, "Tokens in a KV block.", allowed=Bounds(16, 1024, "int32"))
+    rope_scaling_factor: float = option(
+        0.0, "Dynamic NTK scaling of positions (turbomind only).", allowed=Bounds(0, 1e4), show_default=False
+    )
+    device: str = option("auto", "auto, cpu, cuda, cuda:N, or another by torch's name, such as xpu.")
+    async_: int = option(
+        1,
+        "0: schedule a step when the one before has ended, not while it runs (turbomind only).",
+        "--async",
+        allowed=Bounds(0, 1, "int32"),
+        show_default=False,
+    )
+    use_logn_attn: bool = option(False, "Queries grow by log n beyond the model's length (turbomind only).")
+    cp: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    cache_chunk_size: int = -1
+    num_tokens_per_iter: int = 0
+    max_prefill_iters: int = 1
+    devices: list[int] | None = None
+    communicator: str = "nccl"
+    gemm_input_dtype: str | None = None
+    cache_checkpoint_interval: int = 4096
+    cache_prompt: str = "auto"
+    cache_prompt_boundary_skip: int = 1
+    cache_generation: str = "auto"
+    moe_a2a_backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_engine(self, "cache_block_seq_len")
+        switches(self, "use_logn_attn")
+
+    @property
+    def block_size(self) -> int:
+        return self.cache_block_seq_len
+
+
+@dataclass
+class PytorchEngineConfig(CommonEngineConfig):
+    """Options of the ``pytorch`` backend: the ``tensor`` runner, any spec on any device torch has.
+
+    ``num_gpu_blocks``: KV blocks, 0 = planned from memory. ``custom_module_map``: Python files that hold a model family
+    each (docs/add-a-model.md); they are run. ``eager_mode``: this backend captures no graphs anyway.
+    """
+
+    block_size: int = same_option(TurbomindEngineConfig, "cache_block_seq_len")
+    num_gpu_blocks: int = 0
+    device_type: str = same_option(TurbomindEngineConfig, "device")
+    eager_mode: bool = False
+    custom_module_map: str | list[str] | None = None
+    dp_rank: int = 0
+    prefill_interval: int = 16
+    num_cpu_blocks: int = 0
+    thread_safe: bool = False
+    distributed_executor_backend: str | None = None
+    enable_microbatch: bool = False
+    enable_eplb: bool = False
+    enable_mp_engine: bool = False
+    mp_engine_backend: str = "mp"
+    kernel_block_size: int = -1
+    cudagraph_capture_batch_sizes: list[int] | None = None
+    piecewise_cudagraph_max_tokens: int | None = None
+    prefix_cache_state_budget: int = 0
+    prefix_cache_decode_state_interval: int = 0
+    role: str = "Hybrid"
+    migration_backend: str = "DLSlime"
+    kv_transfer_config: Any = None
+
+    def __post_init__(self) -> None:
+        _check_engine(self, "block_size")
+        switches(self, "eager_mode")
+        number("num_gpu_blocks", self.num_gpu_blocks, 0, 1 << 40, whole=True)
+        own = self.custom_module_map
+        if own is not None and not all(isinstance(path, str) for path in (own if isinstance(own, list) else [own])):
+            raise UsageError(
+                f"custom_module_map: found {own!r:.60}, expected a Python file that holds a FAMILY, or a list of such "
+                "(docs/add-a-model.md)"
+            )
+
+    @property
+    def device(self) -> str:
+        return self.device_type
+
+
+@dataclass
+class VisionConfig:
+    """How pictures are encoded: ``max_batch_size`` of them at once, at most. ``thread_safe``: without effect."""
+
+    max_batch_size: int = 1
+    thread_safe: bool = False
+
+    def __post_init__(self) -> None:
+        number("max_batch_size", self.max_batch_size, 1, 1 << 16, whole=True)
+
+
+EngineConfig = TurbomindEngineConfig | PytorchEngineConfig

@@ -1,0 +1,66 @@
+"""Options declared once: a field of a record has an option's default, its help and how it is typed. The record is what
+Python callers pass and what a manifest holds; ``commands/options.py`` shows it as flags."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from toolkit.configs.limits import Bounds
+from toolkit.errors import UsageError
+
+_KEY = "option"
+
+
+@dataclass(frozen=True)
+class Option:
+    """``names``: as typed, where that is not ``--the-field-s-name``; ``shown``: what else typer.Option takes;
+    ``allowed``: bounds of a number, or all values that there are."""
+
+    help: str
+    names: tuple[str, ...]
+    shown: dict[str, Any]
+    allowed: Bounds | tuple[str, ...] | None = None
+
+
+def option(default: Any, help: str, *names: str, allowed: Any = None, **shown: Any) -> Any:
+    """A field with what ``Option`` says of it."""
+    return field(default=default, metadata={_KEY: Option(help, names, shown, allowed)})
+
+
+def same_option(kind: type, name: str, **changed: Any) -> Any:
+    """A field as that of another record, for one that stands in two; ``default``: another than there."""
+    (found,) = (f for f in fields(kind) if f.name == name)
+    return field(default=changed.get("default", found.default), metadata=found.metadata)
+
+
+def option_of(f: Field[Any]) -> Option | None:
+    """What a field says of its option; None: it is none."""
+    return f.metadata.get(_KEY)
+
+
+def spelled(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.rstrip("_").replace("_", "-")
+
+
+def check_ranges(record: Any) -> None:
+    """Raise UsageError for an option of ``record`` that is below its ``min``, as a command line would."""
+    for f in fields(record):
+        told, value = option_of(f), getattr(record, f.name)
+        low = None if told is None else told.shown.get("min")
+        if low is not None and value is not None and not value >= low:
+            raise UsageError(f"{f.name}: expected at least {low:g}, found {value!r}")
+
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def read_size(flag: str, text: str) -> int:
+    """Bytes of "12GB", "900MB", "2GiB" or a plain number. Raises UsageError that names ``flag``."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([kmgt]?)(i?)b?", text.strip().lower())
+    size = 0.0 if found is None else float(found[1]) * (1024 if found[3] else 1000) ** _UNITS[found[2]]
+    if not 0 < size < 1 << 60:
+        raise UsageError(f"{flag}: expected a size such as 1.5GB or 90MiB, found {text!r:.40}")
+    return int(size)

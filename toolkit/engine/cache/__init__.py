@@ -1,0 +1,1 @@
+"""What is kept between steps: KV blocks, the prefixes that they hold, and who uses them."""

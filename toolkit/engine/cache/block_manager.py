@@ -1,0 +1,350 @@
+"""Which KV blocks each running request uses, in every cache group, and what is kept for later requests.
+
+A request is known by its *row* (0 … rows-1) while it runs. Row r of ``tables[g]`` is its block table in group g: entry
+j holds positions [j·block_size, (j+1)·block_size), -1 where there is no block. In a window group the entries before the
+window fall back to -1 and their blocks to the pool. In a state group entry j is the slot of the state at the newest
+computed position of block j: there are that of the block being filled and that of the full one before it, a copy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.engine.cache.block_pool import BlockPool
+from toolkit.models.spec import CacheGroup
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    """Blocks that hold ``tokens`` tokens."""
+    return -(-tokens // block_size)
+
+
+def window_blocks(window: int, new_tokens: int, block_size: int) -> int:
+    """Most blocks a window group needs while ``new_tokens`` tokens are computed in one step, wherever they stand."""
+    return blocks_for(window - 1 + new_tokens + block_size - 1, block_size)
+
+
+class BlockManager:
+    """Block tables over one ``BlockPool`` a cache group, the prefix cache and the blocks of sessions.
+
+    ``num_blocks``: one figure a group. ``max_len``: longest request in tokens. A block written to is held once and
+    has no key; blocks with keys never change. They are full, but for tails: the last ones of requests that have ended.
+    """
+
+    def __init__(
+        self, groups: Sequence[CacheGroup], num_blocks: Sequence[int], block_size: int, rows: int, max_len: int
+    ) -> None:
+        self.block_size = block_size
+        self.windows = [g.reach for g in groups]
+        self.states = [g.kind == "state" for g in groups]
+        self.has_states = any(self.states)
+        self.pools = [BlockPool(n) for n in num_blocks]
+        self.tables = [np.full((rows, blocks_for(max_len, block_size)), -1, np.int32) for _ in groups]
+        self._first = [[0] * rows for _ in groups]  # first entry not given back
+        self._count = [0] * rows  # entries in use, the same in every group
+        self._labelled = [0] * rows  # entries whose content has been made findable
+        self._sessions: OrderedDict[str, list[list[int]]] = OrderedDict()
+        self._copies: list[dict[int, int]] = [{} for _ in groups]  # destination: source, which is held
+        self._copying: list[Counter[int]] = [Counter() for _ in groups]  # sources of those on their way, held too
+
+    # -- prefix cache ---------------------------------------------------------------------------
+
+    def match(self, keys: Sequence[bytes], max_tokens: int) -> int:
+        """Blocks at the start of a request that are cached in every group, holding at most ``max_tokens`` tokens.
+
+        A window group needs only what the first token after the hit can see.
+        """
+        best = self.known(keys[: max_tokens // self.block_size])
+        runs = [self._runs(pool, keys[:best]) for pool, w in zip(self.pools, self.windows, strict=True) if w]
+        windows = [w for w in self.windows if w]
+        while best and any(r[best] < best - self._visible_from(w, best) for r, w in zip(runs, windows, strict=True)):
+            best -= 1
+        return best
+
+    def known(self, keys: Sequence[bytes]) -> int:
+        """Blocks at the start of a request that are cached in the groups which keep every token."""
+        best = len(keys)
+        for pool, window in zip(self.pools, self.windows, strict=True):
+            if window is None:
+                best = next((j for j in range(best) if pool.find(keys[j]) is None), best)
+        return best
+
+    def _visible_from(self, window: int, blocks: int) -> int:
+        """First block that a token right behind ``blocks`` blocks can see."""
+        return max(0, blocks * self.block_size - window + 1) // self.block_size
+
+    @staticmethod
+    def _runs(pool: BlockPool, keys: Sequence[bytes]) -> list[int]:
+        """runs[k]: how many of the blocks right before block k are cached without a gap."""
+        runs = [0]
+        for key in keys:
+            runs.append(0 if pool.find(key) is None else runs[-1] + 1)
+        return runs
+
+    def labelled(self, row: int) -> int:
+        """Blocks at the start of a row that later requests can find."""
+        return self._labelled[row]
+
+    def label(self, row: int, keys: Sequence[bytes], computed: int) -> None:
+        """Make the row's blocks that are full of computed tokens findable by ``keys``; of states the one at a border
+        where a step has ended."""
+        full = min(computed // self.block_size, len(keys))
+        for j in range(self._labelled[row], full):
+            ended = (j + 1) * self.block_size == computed
+            for g, pool in enumerate(self.pools):
+                if j >= self._first[g][row] and (ended or not self.states[g]):
+                    pool.label(int(self.tables[g][row, j]), keys[j])
+        self._labelled[row] = max(full, self._labelled[row])
+
+    # -- the life of a row ----------------------------------------------------------------------
+
+    def open(self, row: int, keys: Sequence[bytes], hit: int) -> None:
+        """Start a row on ``hit`` cached blocks (what ``match`` said)."""
+        assert self._count[row] == 0, f"row {row} is in use"
+        for g, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True)):
+            first = self._visible_from(window, hit) if window else 0
+            for j in range(first, hit):
+                block = pool.find(keys[j])
+                assert block is not None
+                pool.hold(block)
+                self.tables[g][row, j] = block
+            self._first[g][row] = first
+        self._count[row] = hit
+        self._labelled[row] = hit
+
+    def room(self, row: int, start: int, end: int) -> bool:
+        """Whether ``grow`` would succeed; blocks that only sessions keep are given up first (oldest session first)."""
+        while not self._fits(row, start, end):
+            if not self._sessions:
+                return False
+            self._release_session(next(iter(self._sessions)))
+        return True
+
+    def can_start(self, row: int, end: int, promised: int) -> bool:
+        """Whether an open row could be computed up to ``end`` while others still take ``promised`` blocks.
+
+        In a window group what stays is bounded, so only that is asked for.
+        """
+        while not all(self._can_start(g, row, end, promised) for g in range(len(self.pools))):
+            if not self._sessions:
+                return False
+            self._release_session(next(iter(self._sessions)))
+        return True
+
+    def _can_start(self, group: int, row: int, end: int, promised: int) -> bool:
+        need = blocks_for(end, self.block_size) - self._count[row]
+        window = self.windows[group]
+        if window is not None:
+            return min(need, window_blocks(window, 1, self.block_size)) <= self.pools[group].available
+        return need + promised <= self.pools[group].available
+
+    def fitting(self, row: int, start: int, end: int) -> int:
+        """Largest e in [start, end] up to which ``grow`` would succeed (start = nothing fits)."""
+        if self.room(row, start, end):
+            return end
+        low, high = start, end
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits(row, start, middle) else (low, middle)
+        return low
+
+    def stop(self, start: int, end: int, branch: int = 0) -> int:
+        """Where a step from ``start`` on that could compute up to ``end`` is to end: where states are kept, at the last
+        border on its way, or at block ``branch``, up to which the request is like one before it."""
+        if not self.has_states:
+            return end
+        border = end // self.block_size
+        border = branch if start < branch * self.block_size < end else border
+        return border * self.block_size if border * self.block_size > start else end
+
+    def _fits(self, row: int, start: int, end: int) -> bool:
+        new = blocks_for(end, self.block_size) - self._count[row]
+        return new <= 0 or all(
+            (1 if state else new) <= pool.available + self._returning(g, row, start)
+            for g, (pool, state) in enumerate(zip(self.pools, self.states, strict=True))
+        )
+
+    def _returning(self, group: int, row: int, start: int) -> int:
+        """Blocks of a window group that come back to the pool once positions from ``start`` on are computed."""
+        window = self.windows[group]
+        if window is None:
+            return 0
+        first, stop = self._first[group][row], self._stale(row, window, start)
+        pool = self.pools[group]
+        return sum(b >= 0 and pool.references(b) == 1 for b in self.tables[group][row, first:stop].tolist())
+
+    def _stale(self, row: int, window: int, start: int) -> int:
+        """First entry that a token at ``start`` can still see."""
+        return min(max(0, start - window + 1) // self.block_size, self._count[row])
+
+    def grow(self, row: int, start: int, end: int) -> bool:
+        """Blocks for positions up to ``end``, of which those from ``start`` on are computed next. All or nothing."""
+        need = blocks_for(end, self.block_size)
+        if need <= self._count[row]:
+            return True
+        if not self.room(row, start, end):
+            return False
+        for g, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True)):
+            if window is not None:
+                self._shed(g, row, self._stale(row, window, start))
+            for j in range(need - 1 if self.states[g] else self._count[row], need):
+                self.tables[g][row, j] = pool.take()
+        self._count[row] = need
+        return True
+
+    def _shed(self, group: int, row: int, stop: int) -> None:
+        table, first = self.tables[group], self._first[group]
+        for j in range(first[row], stop):
+            self._drop(group, int(table[row, j]))
+            table[row, j] = -1
+        first[row] = max(stop, first[row])
+
+    def _drop(self, group: int, block: int) -> None:
+        if block >= 0:
+            self.pools[group].drop(block)
+
+    def restart(self, row: int, start: int) -> int | None:
+        """The last position from which the row can be computed after a step from ``start`` on has run in part, or None:
+        it has given up blocks that are seen from there. A state may be spoilt, but for the one at the last border."""
+        at = start - start % self.block_size if self.has_states else start
+        for g, window in enumerate(self.windows):
+            if window is not None:
+                stale = self._stale(row, window, at)
+                if self._first[g][row] > stale or (at and self.states[g] and self.tables[g][row, stale] < 0):
+                    return None
+        return at
+
+    def release(self, row: int) -> None:
+        """Give up a row. Later blocks go first, so that of a cached prefix its end is evicted before its start."""
+        for g in range(len(self.pools)):
+            first, count = self._first[g][row], self._count[row]
+            for block in reversed(self.tables[g][row, first:count].tolist()):
+                self._drop(g, block)
+                if block in self._copies[g]:
+                    self._drop(g, self._copies[g].pop(block))
+            self.tables[g][row, :count] = -1
+            self._first[g][row] = 0
+        self._count[row] = self._labelled[row] = 0
+
+    # -- blocks that begin like cached ones -------------------------------------------------------
+
+    def cached(self, key: bytes) -> bool:
+        """Whether the block ``key`` is cached in every group."""
+        return all(pool.find(key) is not None for pool in self.pools)
+
+    def label_tail(self, row: int, entry: int, key: bytes) -> None:
+        """Make a row's last block findable, filled in part as it is: the row is about to be released."""
+        for pool, table in zip(self.pools, self.tables, strict=True):
+            pool.label(int(table[row, entry]), key)
+
+    def forget(self, key: bytes) -> None:
+        """Let the block ``key`` go, where no row has it."""
+        for pool in self.pools:
+            pool.forget(key)
+
+    def begin_like(self, row: int, key: bytes, end: int, promised: int) -> bool:
+        """Add to an open row a copy of the cached block ``key``, to be written to from where the request differs. False
+        where the room is needed to compute the request up to ``end`` (``can_start``)."""
+        sources = [pool.find(key) for pool in self.pools]
+        found = [block for block in sources if block is not None]
+        if len(found) < len(self.pools):
+            return False
+        for pool, source in zip(self.pools, found, strict=True):
+            pool.hold(source)
+        if not all(self._can_start(g, row, end, promised) and p.available for g, p in enumerate(self.pools)):
+            for pool, source in zip(self.pools, found, strict=True):
+                pool.drop(source)
+            return False
+        for g, (pool, source) in enumerate(zip(self.pools, found, strict=True)):
+            fresh = pool.take()
+            self._copies[g][fresh] = source
+            self.tables[g][row, self._count[row]] = fresh
+        self._count[row] += 1
+        return True
+
+    def take_copies(self) -> tuple[NDArray[np.int32], ...]:
+        """Copies to be done before the next step, [C, 2] (source, destination) a group; () if there are none. Whoever
+        takes them says when they are done (``copied``), or that they are not (``put_back``)."""
+        if not any(self._copies):
+            return ()
+        taken = tuple(np.array([(a, b) for b, a in c.items()], np.int32).reshape(-1, 2) for c in self._copies)
+        for sources, copies in zip(self._copying, self._copies, strict=True):
+            sources.update(copies.values())
+            copies.clear()
+        return taken
+
+    def copied(self, copies: Sequence[NDArray[np.int32]]) -> None:
+        """These copies (of ``take_copies``) are done."""
+        for pool, sources, pairs in zip(self.pools, self._copying, copies, strict=False):
+            for source in pairs[:, 0].tolist():
+                sources[source] -= 1
+                pool.drop(source)
+
+    def put_back(self, copies: Sequence[NDArray[np.int32]]) -> None:
+        """These copies (of ``take_copies``) are to be done before the next step after all."""
+        for pool, sources, waiting, pairs in zip(self.pools, self._copying, self._copies, copies, strict=False):
+            for source, destination in pairs.tolist():
+                sources[source] -= 1
+                if destination in waiting:  # it has become another row's block since
+                    pool.drop(source)
+                else:
+                    waiting[destination] = source
+
+    # -- sessions -------------------------------------------------------------------------------
+
+    def keep_for_session(self, name: str, row: int, keys: Sequence[bytes]) -> None:
+        """Hold the row's findable blocks on behalf of a session, in place of what it held before."""
+        held: list[list[int]] = []
+        for g, pool in enumerate(self.pools):
+            found = (pool.find(keys[j]) for j in range(self._first[g][row], min(self._labelled[row], len(keys))))
+            held.append([b for b in found if b is not None])
+            for block in held[-1]:
+                pool.hold(block)
+        self._release_session(name)
+        self._sessions[name] = held
+
+    def end_session(self, name: str) -> None:
+        """The session's blocks may be evicted like any other cached block."""
+        self._release_session(name)
+
+    def _release_session(self, name: str) -> None:
+        for pool, blocks in zip(self.pools, self._sessions.pop(name, []), strict=False):
+            for block in reversed(blocks):
+                pool.drop(block)
+
+    # -- the whole ------------------------------------------------------------------------------
+
+    def reset_cache(self) -> None:
+        """Forget sessions and cached prefixes, once no row is open: the memory behind them is gone."""
+        for name in list(self._sessions):
+            self._release_session(name)
+        self.copied(self.take_copies())
+        for pool in self.pools:
+            pool.clear_keys()
+
+    def usage(self) -> float:
+        """Share of blocks that requests and sessions hold, of the fullest group."""
+        return max(((p.size - p.available) / p.size for p in self.pools if p.size), default=0.0)
+
+    def check_integrity(self) -> None:
+        """Assert that tables, sessions and reference counts agree."""
+        for g, pool in enumerate(self.pools):
+            held: Counter[int] = Counter()
+            for row, count in enumerate(self._count):
+                first, table = self._first[g][row], self.tables[g][row]
+                assert (table[:first] == -1).all() and (table[count:] == -1).all(), f"row {row}: entries outside"
+                there = table[first:count] >= 0
+                if self.states[g]:
+                    assert there.sum() <= 2 and (not count or there[-1]), f"row {row}: no state, or one too many"
+                else:
+                    assert there.all(), f"row {row}: a hole in the block table"
+                held.update(table[first:count][there].tolist())
+            for blocks in self._sessions.values():
+                held.update(blocks[g])
+            held.update(self._copies[g].values())
+            held.update(self._copying[g])
+            pool.check(held)

@@ -1,0 +1,111 @@
+"""What cached blocks begin with, so that a request may start in the middle of one.
+
+Keys name whole blocks. A request that goes on like a cached block for some tokens, and then differs, has that block
+copied and computes the rest. So it is with the last, unfilled block of a request that has ended: its tokens are kept,
+too, for as many ended requests as may run at once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.engine.cache.block_manager import BlockManager
+from toolkit.engine.cache.prefix import block_key, shows
+from toolkit.engine.sequence import Sequence
+
+LIKE = 8  # blocks known behind one block that begin with the same token: of more the one used longest ago is forgotten
+LEAST = 8  # as a share of a block: a shorter end is not kept
+ROOM = 1024  # blocks known before it is looked for those that are no longer cached
+
+
+class Followers:
+    """The tokens of cached blocks by what stands before them. ``tails``: unfilled blocks that are kept at most.
+
+    Not for models with states: these are known at the borders of blocks alone.
+    """
+
+    def __init__(self, blocks: BlockManager, tails: int) -> None:
+        self.blocks = blocks
+        self._behind: dict[tuple[bytes, int], OrderedDict[bytes, NDArray[np.int32]]] = {}
+        self._count, self._room = 0, ROOM
+        self._tails: OrderedDict[bytes, None] = OrderedDict()
+        self._most_tails = tails
+
+    def note(self, seq: Sequence, first: int, stop: int) -> None:
+        """The blocks ``first`` to ``stop`` - 1 of a request are cached now."""
+        size = self.blocks.block_size
+        for j in range(first, stop):
+            self._add(seq, j, seq.keys[j], (j + 1) * size)
+
+    def keep_tail(self, seq: Sequence) -> None:
+        """Before a request gives up its row: keep the block that it has filled in part."""
+        size = self.blocks.block_size
+        full, filled = divmod(seq.stored, size)
+        if seq.keys_root is None or filled < max(1, size // LEAST):
+            return
+        key = block_key(_parent(seq, full), seq.tokens[full * size : seq.stored])
+        if not self._add(seq, full, key, seq.stored):
+            return
+        self.blocks.label_tail(seq.row, full, key)
+        self._tails[key] = None
+        self._tails.move_to_end(key)
+        if len(self._tails) > self._most_tails:
+            self.blocks.forget(self._tails.popitem(last=False)[0])
+
+    def longest(self, seq: Sequence, hit: int, end: int) -> tuple[bytes, int]:
+        """(key of a cached block, tokens that it and the request begin with behind ``hit`` blocks, up to ``end``)."""
+        start = hit * self.blocks.block_size
+        places = (int(span.places[0]) for span in seq.spans if span.places[-1] >= start)
+        tokens = seq.tokens[start : max(start, min((*places, end)))]
+        best, count = b"", 0
+        if seq.keys_root is None or self.blocks.has_states or not len(tokens):
+            return best, count
+        behind = self._behind.get((_parent(seq, hit), int(tokens[0])), OrderedDict())
+        for key, known in behind.items():
+            if not self.blocks.cached(key):
+                continue
+            both = min(len(known), len(tokens))
+            differ = np.flatnonzero(known[:both] != tokens[:both])
+            alike = int(differ[0]) if len(differ) else both
+            if alike > count:
+                best, count = key, alike
+        if count:
+            behind.move_to_end(best)
+            if best in self._tails:
+                self._tails.move_to_end(best)
+        if seq.canvas is not None:  # its tokens see each other, up to the end of their block
+            count = max(0, count - (start + count) % seq.canvas.length)
+        return best, count
+
+    def _add(self, seq: Sequence, block: int, key: bytes, stop: int) -> bool:
+        start = block * self.blocks.block_size
+        if self.blocks.has_states or shows(seq.spans, start, stop):
+            return False
+        tokens = seq.tokens[start:stop]
+        behind = self._behind.setdefault((_parent(seq, block), int(tokens[0])), OrderedDict())
+        if behind.pop(key, None) is None:
+            self._count += 1
+        behind[key] = tokens.copy()
+        if len(behind) > LIKE:
+            behind.popitem(last=False)
+            self._count -= 1
+        if self._count > self._room:
+            self._forget()
+        return True
+
+    def _forget(self) -> None:
+        """Forget the blocks that are no longer cached."""
+        for behind in self._behind.values():
+            for key in [key for key in behind if not self.blocks.cached(key)]:
+                del behind[key]
+        self._behind = {at: behind for at, behind in self._behind.items() if behind}
+        self._count = sum(map(len, self._behind.values()))
+        self._room = max(ROOM, 2 * self._count)
+
+
+def _parent(seq: Sequence, block: int) -> bytes:
+    assert seq.keys_root is not None
+    return seq.keys[block - 1] if block else seq.keys_root

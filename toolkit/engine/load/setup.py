@@ -1,0 +1,281 @@
+"""From a model's name and an engine config to an engine loop's body that is ready to run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from toolkit.artifacts.recipe import open_recipe
+from toolkit.base import extras
+from toolkit.base.record import read
+from toolkit.configs.engine import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.engine.core import EngineCore
+from toolkit.engine.load.memory_plan import MemoryPlan, Wishes, plan
+from toolkit.engine.load.verify import verify_tensors
+from toolkit.engine.options import EngineOptions
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.pictures import most_patches
+from toolkit.models.spec import DecoderSpec
+from toolkit.models.vision import VisionSpec
+from toolkit.runners.base import Backend, Runner, RunnerError, RunnerOptions
+
+if TYPE_CHECKING:
+    from toolkit.artifacts.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+Progress = Callable[[str], None]
+# A model's path → where its weights are to be read, and the lock that keeps them there, held until the engine ends.
+Packed = Callable[[Path], tuple[Path, IO[bytes] | None]]
+CONFIGS: dict[str, type[TurbomindEngineConfig] | type[PytorchEngineConfig]] = {
+    "turbomind": TurbomindEngineConfig,
+    "pytorch": PytorchEngineConfig,
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What to open. ``path``: local directory or .gguf file with the weights; ``backend`` None: what runs here.
+
+    ``lock``: open as long as ``path`` is to stay; not told to another process. ``pictures_together``: as of
+    ``EngineOptions``.
+    """
+
+    path: Path
+    tokenizer_dir: Path
+    config: EngineConfig
+    backend: Backend | None
+    lock: IO[bytes] | None = None
+    pictures_together: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for another process."""
+        kind = "pytorch" if isinstance(self.config, PytorchEngineConfig) else "turbomind"
+        return {
+            "path": str(self.path),
+            "tokenizer_dir": str(self.tokenizer_dir),
+            "kind": kind,
+            "config": asdict(self.config),
+            "backend": self.backend,
+            "pictures_together": self.pictures_together,
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Setup:
+        config = read(CONFIGS[data["kind"]], data["config"])
+        paths = Path(data["path"]), Path(data["tokenizer_dir"])
+        return Setup(*paths, config, data["backend"], pictures_together=data["pictures_together"])
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a front end wants to know of an opened engine. ``runner_why``: why the model runs otherwise than was asked
+    for or is fastest, "" if it does not; ``runner_note``: what else is worth knowing of the runner.
+    ``blind``: pictures are not taken, whatever the model."""
+
+    plan: MemoryPlan
+    runner_why: str
+    runner_note: str
+    runner: str
+    backend: Backend
+    device: str
+    dtype: str
+    vocab_size: int
+    blind: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Facts:
+        return read(Facts, data)
+
+
+def find(model: str, config: EngineConfig | None, backend: Backend | None, packed: Packed | None = None) -> Setup:
+    """Resolve MODEL (fetching it where needed) and settle the backend. ``packed``: where a model at a path lies packed.
+    Raises ToolkitError or UsageError."""
+    from toolkit.artifacts.source import resolve_model
+
+    if config is None:
+        config = PytorchEngineConfig() if backend == "pytorch" else TurbomindEngineConfig()
+    elif not isinstance(config, (TurbomindEngineConfig, PytorchEngineConfig)):
+        wanted = "a TurbomindEngineConfig or PytorchEngineConfig"
+        raise UsageError(f"backend_config: expected {wanted}, found {type(config).__name__}")
+    elif backend is None:
+        backend = "pytorch" if isinstance(config, PytorchEngineConfig) else "turbomind"
+    _check_tp(config)
+    path = resolve_model(model, revision=config.revision, download_dir=config.download_dir)
+    if config.adapters:
+        found = {name: str(_adapter_path(name, where)) for name, where in config.adapters.items()}
+        config = replace(config, adapters=found)
+    weights, lock = (path, None) if packed is None else packed(path)
+    return Setup(weights, tokenizer_dir(path), config, backend, lock)
+
+
+def _adapter_path(name: str, where: str) -> Path:
+    """The local directory of an adapter, fetched from the hub where it is no path."""
+    from toolkit.artifacts.source import resolve_model
+
+    try:
+        path = resolve_model(where)
+    except ToolkitError as e:
+        raise type(e)(f"adapters: {name}: {e}") from e
+    if not path.is_dir():
+        raise UsageError(f"adapters: {name}: expected a directory or hub id, found the file {where}")
+    return path
+
+
+def tokenizer_dir(path: Path) -> Path:
+    """Where the tokenizer of a model lies: its directory; for a GGUF file what was extracted from it."""
+    from toolkit.artifacts.checkpoint import check_directory, open_checkpoint
+
+    if path.is_dir():
+        check_directory(path)  # before anything says that a directory of another kind lacks a tokenizer
+        return path
+    return open_checkpoint(path).tokenizer_dir
+
+
+def _check_tp(config: EngineConfig) -> None:
+    if config.tp != 1:
+        why = "tensor parallelism is not there yet, a model runs on one device"
+        raise UsageError(f"tp={config.tp}: {why}; leave tp out")
+
+
+@extras.named()
+def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress: Progress) -> tuple[EngineCore, Facts]:
+    """Open the runner, plan memory, load weights, allocate the cache. Raises ToolkitError or UsageError, one line."""
+    config = setup.config
+    runner, why = _open(setup)
+    try:
+        memory = _plan(setup, runner)
+        for notice in memory.notices:
+            progress(notice)
+        _load(runner, memory, progress)
+    except MemoryError as e:
+        runner.close()
+        raise ToolkitError(f"{setup.path}: out of memory while loading ({e}); close other programs or quantize") from e
+    except RunnerError as e:
+        runner.close()
+        advice = "a smaller --cache-max-entry-count or --session-len may help"
+        raise ToolkitError(f"{setup.path}: the {runner.name} runner cannot start: {e}; {advice}") from e
+    except BaseException:
+        runner.close()
+        raise
+    core = EngineCore(
+        runner,
+        EngineOptions(
+            session_len=memory.session_len,
+            max_batch_size=memory.max_batch_size,
+            max_prefill_token_num=memory.max_prefill_token_num,
+            num_blocks=memory.num_blocks,
+            target_step_ms=memory.target_step_ms,
+            prefix_caching=config.enable_prefix_caching,
+            lookahead=None if getattr(config, "async_", 1) else False,
+            pictures_together=setup.pictures_together,
+            unmasking=config.unmasking,
+            check=log.isEnabledFor(logging.DEBUG),
+        ),
+        open_tokenizer,
+    )
+    verify_tensors(setup.path, core.tell_damage)
+    named = runner.name, runner.backend, runner.device, runner.dtype
+    return core, Facts(memory, why, "; ".join(runner.notes), *named, runner.spec.vocab_size, config.blind)
+
+
+def _open(setup: Setup) -> tuple[Runner, str]:
+    """The runner, without weights, and why it is another than was asked for or is fastest."""
+    from toolkit.models.registry import from_files
+    from toolkit.runners.choose import open_runner
+
+    config = setup.config
+    own = getattr(config, "custom_module_map", None) or ()
+    options = RunnerOptions(
+        device=config.device,
+        dtype=config.dtype,
+        quant_policy=config.quant_policy,
+        block_size=config.block_size,
+        threads=config.threads or 0,
+        adapters=tuple((config.adapters or {}).items()),
+    )
+    return open_runner(
+        setup.path,
+        backend=setup.backend,
+        options=options,
+        hf_overrides=_overrides(config),
+        rope_scaling_factor=getattr(config, "rope_scaling_factor", 0.0),
+        use_logn_attn=getattr(config, "use_logn_attn", False),
+        session_len=config.session_len,
+        model_format=config.model_format,
+        load_format=config.load_format,
+        blind=config.blind,
+        families=from_files([own] if isinstance(own, str) else own),
+    )
+
+
+def _plan(setup: Setup, runner: Runner) -> MemoryPlan:
+    """How memory is shared out. Raises UsageError for blocks that do not fill the cache's, ToolkitError where a picture
+    that is computed whole does not fit."""
+    config, spec = setup.config, runner.spec
+    _check_blocks(spec, config, config.block_size)
+    patches = _patches(setup, spec.vision)
+    memory = plan(
+        runner.memory(),
+        spec.cache_groups,
+        block_size=config.block_size,
+        vocab_size=spec.vocab_size,
+        max_position=spec.max_position,
+        device=runner.device,
+        guessed=spec.block,
+        wishes=Wishes(
+            config.session_len,
+            config.max_batch_size,
+            max(config.max_prefill_token_num, spec.together),
+            _kv_wish(config),
+            config.target_step_ms,
+            setup.pictures_together * patches,
+            EngineOptions.pictures_kept * patches,
+        ),
+    )
+    if memory.max_prefill_token_num < spec.together:
+        found = f"{memory.max_prefill_token_num} prompt tokens a step fit, a picture of this model has {spec.together}"
+        raise ToolkitError(f"not enough memory: {found}; free some memory or use a smaller max_batch_size")
+    return memory
+
+
+def _load(runner: Runner, memory: MemoryPlan, progress: Progress) -> None:
+    progress(f"loading weights with the {runner.name} runner on {runner.device}")
+    runner.load_weights()
+    runner.allocate_cache(memory.num_blocks)
+    if runner.device != "cpu":
+        progress(f"preparing steps of up to {memory.max_batch_size} requests")
+    runner.warm_up(memory.max_batch_size, memory.session_len, memory.max_prefill_token_num)
+
+
+def _overrides(config: EngineConfig) -> dict[str, Any] | None:
+    """Changes of the model's config.json, the length of the blocks that it guesses among them."""
+    length = config.dllm_block_length
+    return config.hf_overrides if length is None else {**(config.hf_overrides or {}), "block_size": length}
+
+
+def _check_blocks(spec: DecoderSpec, config: EngineConfig, size: int) -> None:
+    """Blocks of tokens that are guessed together must fill those of the cache; without such no option is for them."""
+    given = [(f.name, getattr(config, f.name)) for f in fields(config) if f.name.startswith("dllm_")]
+    odd = next(((name, value) for name, value in given if value != getattr(PytorchEngineConfig, name)), None)
+    if odd is not None and spec.mask_token is None:
+        raise UsageError(f"{odd[0]}={odd[1]}: this model draws one token after another; leave it out")
+    if size % spec.block:
+        found = f"found {size}, expected a multiple of the {spec.block} tokens that this model guesses together"
+        raise UsageError(f"cache_block_seq_len (block_size): {found}")
+
+
+def _patches(setup: Setup, vision: VisionSpec | None) -> int:
+    """Of a picture, at most."""
+    recipe = None if vision is None else open_recipe(setup.path)
+    return 0 if vision is None or recipe is None else most_patches(recipe, vision.merge)
+
+
+def _kv_wish(config: EngineConfig) -> float | int:
+    """Blocks where a number of them is given, else the share of memory."""
+    return getattr(config, "num_gpu_blocks", 0) or config.cache_max_entry_count

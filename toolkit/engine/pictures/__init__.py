@@ -1,0 +1,1 @@
+"""Pictures among a request's tokens."""

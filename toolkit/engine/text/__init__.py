@@ -1,0 +1,1 @@
+"""Tokens become text: detokenizing, stop words, one request's stream."""

@@ -1,0 +1,1 @@
+"""Weights in the native library's tiles, and back."""

@@ -1,0 +1,140 @@
+"""Engine artifacts packed for target ``cpu``: written by ``convert``, mapped and checked by the native runner.
+
+One array a parameter (uint8, as ``kernels/cpu/ops.h`` lays tiles out), and ``NAME.perm`` where columns are reordered;
+``params`` holds the ``PackedMeta`` of each. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toolkit.artifacts.engine.artifact import ENGINE_JSON, Arrays, EngineArtifact
+from toolkit.base.record import read
+from toolkit.errors import ToolkitError
+from toolkit.models.spec import DecoderSpec
+from toolkit.models.vision import PREFIX, sizes
+from toolkit.runners.native.packing.packed import (
+    DENSE,
+    F32,
+    INT,
+    ITEM_BYTES,
+    LAYOUT_VERSION,
+    VECTOR,
+    PackedMeta,
+    PackedTensor,
+    PackedWeights,
+)
+from toolkit.runners.native.towers.tower import matrices
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.artifacts.canonical import Weight
+
+CPU_TARGET = "cpu"
+_INT_ONLY = ("bits", "group", "minima", "turned")
+
+
+def pack_cpu(
+    spec: DecoderSpec,
+    weights: Iterable[tuple[str, Weight | Tensor]],
+    params: dict[str, dict[str, Any]],
+    *,
+    head_bits: int | None = 8,
+    vision_bits: int = 16,
+    notes: list[str] | None = None,
+) -> Arrays:
+    """The arrays of an artifact, one parameter at a time; fills ``params``. Bits: see ``pack.pack_model``."""
+    from toolkit.runners.native.packing.pack import Unpacked
+    from toolkit.runners.native.packing.pack_model import pack_model
+
+    for name, packed in pack_model(spec, weights, head_bits, [] if notes is None else notes, vision_bits):
+        params[name] = _describe(packed.meta)
+        yield name, packed if isinstance(packed, Unpacked) else packed.data, None
+        if packed.perm is not None:
+            yield f"{name}.perm", packed.perm, None
+
+
+def _describe(meta: PackedMeta) -> dict[str, Any]:
+    """The meta, and what a reader that knows no tiles shows of it."""
+    shape = [meta.rows] if meta.kind == VECTOR else [meta.rows, meta.cols]
+    entry = {"layout": LAYOUT_VERSION, "form": meta.origin.get("form", "tensor"), "shape": shape}
+    if meta.kind == INT:
+        return entry | {"group_size": meta.origin.get("group_size", meta.group)} | meta.to_json()
+    return entry | {k: v for k, v in meta.to_json().items() if k not in _INT_ONLY}
+
+
+def open_packed(artifact: EngineArtifact) -> PackedWeights:
+    """The artifact's parameters over the mapped file.
+
+    Raises ToolkitError for one that is missing, misshapen or of another layout: nothing of it is used then.
+    """
+    arrays = artifact.arrays()
+    found = {name: _read(artifact, name, entry, arrays) for name, entry in artifact.params.items()}
+    for name, rows, cols, kinds in _wanted(artifact.spec):
+        tensor = found.get(name)
+        if tensor is None:
+            raise ToolkitError(f"{artifact.path / ENGINE_JSON}: params: {name} is missing; convert the model again")
+        m = tensor.meta
+        if m.kind == VECTOR and m.dtype != F32 and not name.startswith(PREFIX):
+            where = f"{artifact.path / ENGINE_JSON}: params: {name}"
+            raise ToolkitError(f"{where}: expected numbers of 32 bits, found another type; convert the model again")
+        if m.kind not in kinds or (m.rows, m.cols) != (rows, cols):
+            raise ToolkitError(
+                f"{artifact.path / ENGINE_JSON}: params: {name}: expected {rows} x {cols}, found {m.rows} x {m.cols}; "
+                "convert the model again"
+            )
+    return found
+
+
+def _wanted(spec: DecoderSpec) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
+    """(name, rows, cols, kinds) of every parameter that the spec names."""
+    matrix, one = (DENSE, INT), (VECTOR,)
+    yield spec.embed, spec.vocab_size, spec.hidden_size, matrix
+    if not spec.tied:
+        yield spec.head, spec.head_size, spec.hidden_size, matrix
+    for x in spec.linears():
+        yield x.name, x.out_features, x.in_features, matrix
+    seeing = {} if spec.vision is None else matrices(spec.vision)
+    for name, (rows, cols) in seeing.items():
+        yield name, rows, cols, matrix
+    for name, size in (spec.vectors() | (sizes(spec.vision) if spec.vision is not None else {})).items():
+        if name not in seeing:
+            yield name, size, 1, one
+
+
+def _read(artifact: EngineArtifact, name: str, entry: Any, arrays: Mapping[str, Any]) -> PackedTensor:
+    where = f"{artifact.path / ENGINE_JSON}: params: {name}"
+    meta = _meta(where, entry)
+    data, perm = arrays.get(name), arrays.get(f"{name}.perm")
+    if data is None or data.dtype != np.uint8 or data.nbytes != meta.nbytes:
+        found = "nothing" if data is None else f"{data.nbytes} bytes of {data.dtype}"
+        raise ToolkitError(
+            f"{artifact.array_file}: {name}: expected {meta.nbytes} bytes, found {found}; convert the model again"
+        )
+    if perm is not None and (perm.dtype != np.int32 or sorted(perm.tolist()) != list(range(meta.cols))):
+        raise ToolkitError(
+            f"{artifact.array_file}: {name}.perm: no permutation of {meta.cols}; convert the model again"
+        )
+    return PackedTensor(data.reshape(-1), meta, perm)
+
+
+def _meta(where: str, entry: Any) -> PackedMeta:
+    """The description of one array, every number checked. Raises ToolkitError."""
+    if not isinstance(entry, dict) or entry.get("layout") != LAYOUT_VERSION:
+        found = entry.get("layout") if isinstance(entry, dict) else entry
+        raise ToolkitError(f"{where}: layout: expected {LAYOUT_VERSION}, found {found!r:.40}; convert the model again")
+    try:
+        meta = read(PackedMeta, entry, others=True)  # the entry says more, for readers that know no tiles
+    except ValueError as error:
+        raise ToolkitError(f"{where}: {error}; convert the model again") from None
+    good = 0 < meta.rows < 1 << 31 and 0 < meta.cols < 1 << 31
+    good = good and meta.dtype in ITEM_BYTES and meta.kind in (VECTOR, DENSE, INT)
+    if meta.kind == INT:
+        good = good and meta.bits in (4, 8) and meta.group > 0 and meta.group % 16 == 0 and not meta.cols % meta.group
+    if not good:
+        raise ToolkitError(f"{where}: unknown form {entry!r:.100}; convert the model again")
+    return meta

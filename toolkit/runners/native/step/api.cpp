@@ -1,0 +1,175 @@
+// The C boundary: models, caches and steps. Every function returns 0, or 1 with a message in tk_error().
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <string>
+
+#include "step/model.h"
+#include "packing/pack_tiles.h"
+#include "step/step.h"
+#include "towers/tower.h"
+
+#define TK_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+thread_local std::string message;
+
+template <class F>
+int guarded(F&& f) {
+    try {
+        f();
+        return 0;
+    } catch (const std::bad_alloc&) {
+        message = "out of memory";
+    } catch (const std::exception& e) {
+        message = e.what();
+    } catch (...) {
+        message = "unknown failure";
+    }
+    return 1;
+}
+
+const tk::Ops* ops_or_throw(const char* isa) {
+    const char* reason = "";
+    const tk::Ops* ops = tk::select_ops(isa, &reason);
+    if (!ops) throw tk::Error(std::string("instruction set ") + isa + ": " + reason);
+    return ops;
+}
+
+int threads_or_throw(int64_t threads) {
+    if (threads < 1 || threads > 4096) throw tk::Error("threads: expected 1 to 4096");
+    return int(threads);
+}
+
+// With TOOLKIT_NATIVE_PROFILE=1, else null.
+std::unique_ptr<tk::Profile> new_profile() {
+    const char* wanted = std::getenv("TOOLKIT_NATIVE_PROFILE");
+    return wanted && std::strcmp(wanted, "1") == 0 ? std::make_unique<tk::Profile>() : nullptr;
+}
+
+tk::Matrix described(const tk::TensorRecord& to, uint8_t* data) {
+    const tk::Matrix w{to.kind, to.dtype, to.bits, to.group, to.minima, to.rows, to.cols, data};
+    if (w.bytes() != to.bytes) throw tk::Error("pack: expected " + std::to_string(w.bytes()) + " bytes, found " + std::to_string(to.bytes));
+    return w;
+}
+
+tk::Group& group_of(tk::Model* m, int64_t group, int64_t block) {
+    if (group < 0 || group >= int64_t(m->program.groups.size())) throw tk::Error("cache group does not exist");
+    tk::Group& g = m->program.groups[size_t(group)];
+    if (!g.data || block < 0 || block >= g.blocks) throw tk::Error("cache block does not exist");
+    return g;
+}
+
+}  // namespace
+
+// Of all that passes here: functions, structures, the program's record, how tensors are packed. VERSION in library.py says
+// the same; raise both when any of it changes, so that neither side reads the other's as its own.
+TK_EXPORT int tk_version() { return 18; }
+
+TK_EXPORT const char* tk_error() { return message.c_str(); }
+
+// Name of the instruction set that `isa` selects ("" = the best), or null with tk_error().
+TK_EXPORT const char* tk_isa(const char* isa) {
+    const tk::Ops* ops = nullptr;
+    return guarded([&] { ops = ops_or_throw(isa); }) ? nullptr : ops->name;
+}
+
+// Program and tensors stay the caller's; tensor memory must outlive the model.
+TK_EXPORT tk::Model* tk_model_create(const char* names, const double* values, int64_t count,
+                                     const tk::TensorRecord* tensors, int64_t tensors_size, const char* isa, int64_t threads) {
+    tk::Model* model = nullptr;
+    guarded([&] {
+        const tk::Ops* ops = ops_or_throw(isa);
+        tk::Program program = tk::parse_program(names, values, count, tensors, tensors_size, ops->bf16_dot);
+        model = new tk::Model(std::move(program), ops, threads_or_throw(threads));
+        model->profile = new_profile();
+    });
+    return model;
+}
+
+TK_EXPORT void tk_model_free(tk::Model* model) { delete model; }
+
+TK_EXPORT int64_t tk_model_threads(tk::Model* model) { return model->pool.size(); }
+
+TK_EXPORT int64_t tk_block_bytes(tk::Model* model, int64_t group) {
+    return group >= 0 && group < int64_t(model->program.groups.size()) ? model->program.groups[size_t(group)].block_bytes : -1;
+}
+
+TK_EXPORT int tk_cache_allocate(tk::Model* model, const int64_t* blocks, int64_t groups) {
+    return guarded([&] { model->allocate_cache(blocks, groups); });
+}
+
+TK_EXPORT void tk_cache_release(tk::Model* model) { model->release_cache(); }
+
+// Their content becomes zeros and their whole pages go back to the system.
+TK_EXPORT int tk_cache_discard(tk::Model* model, int64_t group, const int64_t* blocks, int64_t count) {
+    return guarded([&] {
+        static const uintptr_t PAGE = uintptr_t(sysconf(_SC_PAGESIZE));
+        for (int64_t i = 0; i < count; i++) {
+            const tk::Group& g = group_of(model, group, blocks[i]);
+            const uintptr_t from = uintptr_t(g.data + blocks[i] * g.block_bytes), to = from + uintptr_t(g.block_bytes);
+            const uintptr_t first = (from + PAGE - 1) / PAGE * PAGE, last = to / PAGE * PAGE;
+            if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+        }
+    });
+}
+
+TK_EXPORT int tk_block_export(tk::Model* model, int64_t group, int64_t block, uint8_t* to) {
+    return guarded([&] {
+        const tk::Group& g = group_of(model, group, block);
+        std::memcpy(to, g.data + block * g.block_bytes, size_t(g.block_bytes));
+    });
+}
+
+TK_EXPORT int tk_block_import(tk::Model* model, int64_t group, int64_t block, const uint8_t* from, int64_t size) {
+    return guarded([&] {
+        const tk::Group& g = group_of(model, group, block);
+        if (size != g.block_bytes) throw tk::Error("cache block: expected " + std::to_string(g.block_bytes) + " bytes, found " + std::to_string(size));
+        std::memcpy(g.data + block * g.block_bytes, from, size_t(size));
+    });
+}
+
+TK_EXPORT int tk_step(tk::Model* model, const tk::StepArrays* in, const tk::StepResults* out) {
+    return guarded([&] { model->step(*in, *out); });
+}
+
+// As for a model. TOOLKIT_NATIVE_PROFILE=1: it prints its profile when it is freed.
+TK_EXPORT tk::Tower* tk_tower_create(const char* names, const double* values, int64_t count, const tk::TensorRecord* tensors,
+                                     int64_t tensors_size, const char* isa, int64_t threads) {
+    tk::Tower* tower = nullptr;
+    guarded([&] {
+        const tk::Ops* ops = ops_or_throw(isa);
+        tk::TowerProgram program = tk::parse_tower(names, values, count, tensors, tensors_size, ops->bf16_dot);
+        tower = new tk::Tower(std::move(program), ops, threads_or_throw(threads));
+        tower->profile = new_profile();
+    });
+    return tower;
+}
+
+TK_EXPORT void tk_tower_free(tk::Tower* tower) { delete tower; }
+
+TK_EXPORT int tk_tower_run(tk::Tower* tower, const tk::TowerArrays* in) {
+    return guarded([&] { tower->run(*in); });
+}
+
+TK_EXPORT void tk_profile_print(tk::Model* model) {
+    if (model->profile) model->profile->print();
+}
+
+// Fills `bytes` bytes at `data` with a matrix, which `to` describes, from what `from` points at.
+TK_EXPORT int tk_pack(const tk::TensorRecord* to, uint8_t* data, const tk::PackSource* from, int64_t threads) {
+    return guarded([&] { tk::pack_tiles(described(*to, data), *from, threads_or_throw(threads)); });
+}
+
+// The same to place `at` of an open file: 0, the system's error number where writing failed, -1 for another failure.
+TK_EXPORT int tk_pack_file(const tk::TensorRecord* to, int file, int64_t at, const tk::PackSource* from, int64_t threads) {
+    int error = 0;
+    const int failed =
+        guarded([&] { error = tk::write_tiles(described(*to, static_cast<uint8_t*>(const_cast<void*>(to->data))), *from, threads_or_throw(threads), file, at); });
+    return failed ? -1 : error;
+}

@@ -1,0 +1,150 @@
+// Attention and latent attention, read.
+#include <algorithm>
+
+#include "step/read.h"
+#include "step/workspace.h"
+
+namespace tk {
+namespace {
+
+// Its place in the blocks of its cache group.
+void keep(Attention& a, const Record& r, Program& prog) {
+    a.group = r.integer("group", 0, int64_t(prog.groups.size()) - 1);
+    a.cell = cell_layout(prog.kv_type, a.head_dim, a.rows);
+    a.head_bytes = prog.block_size / LANES * a.cell.bytes();
+    Group& g = prog.groups[size_t(a.group)];
+    if (g.state) r.fail("group", "one of states, not of tokens");
+    if (g.window > 0 && (a.window == 0 || a.window > g.window)) r.fail("window", "sees further back than its cache group keeps");
+    a.layer_offset = g.block_bytes;
+    g.block_bytes += a.kv_heads * a.head_bytes;
+}
+
+int64_t read_rope_of(const Record& r, const Program& prog, int64_t dims) {
+    const int64_t rope = r.integer("rope", 0, int64_t(prog.ropes.size()) - 1);
+    if (prog.ropes[size_t(rope)].rotary > dims) r.fail("rope", "turns more than the head has");
+    return rope;
+}
+
+void read_query_scale(const Record& r, Attention& a) {
+    a.q_form = int(r.integer("form", 1, 2));
+    a.q_length = r.integer("length", 1, LIMIT);
+    a.q_offset = r.integer("offset", 0, LIMIT);
+    a.q_factor = r.number("factor");
+}
+
+void read_heads(const Record& r, Attention& a) {
+    a.heads = r.integer("heads", 1, 4096);
+    a.kv_heads = r.integer("kv_heads", 1, a.heads);
+    if (a.heads % a.kv_heads) r.fail("kv_heads", "no divisor of the heads");
+    a.per_kv = a.heads / a.kv_heads;
+    a.head_dim = a.value_dim = r.integer("head_dim", 1, 4096);
+    a.dpad = a.vpad = pad16(a.head_dim);
+}
+
+}  // namespace
+
+Mixer read_attention(const Record& r, Program& prog) {
+    Attention a;
+    read_heads(r, a);
+    a.rope = r.has("rope") ? read_rope_of(r, prog, a.head_dim) : -1;
+    a.window = r.integer("window", 0, LIMIT);
+    a.chunked = r.flag("chunked");
+    if (a.chunked && !a.window) r.fail("chunked", "without a window");
+    a.scale = r.number("scale");
+    a.softcap = r.number("softcap");
+    a.clip = r.number("clip");
+    if (r.has("alibi")) {
+        const Record alibi = r.record("alibi");
+        a.alibi = alibi.needed("slopes", a.heads);
+        a.alibi_rounded = alibi.number("rounded");
+        if (a.softcap > 0) r.fail("alibi", "beside a softcap");
+    }
+    a.norm_last = r.flag("norm_last");
+    if (r.has("q_scale")) read_query_scale(r.record("q_scale"), a);
+    const int64_t hidden = prog.hidden;
+    a.q = r.routed("q", a.heads * a.head_dim, hidden);
+    a.k = r.routed("k", a.kv_heads * a.head_dim, hidden);
+    a.v = r.routed("v", a.kv_heads * a.head_dim, hidden);
+    a.gate = r.maybe_linear("gate", a.heads * a.head_dim, hidden);
+    a.o = r.routed("o", hidden, a.heads * a.head_dim);
+    a.q_norm = r.norm("q_norm", a.head_dim, a.heads);
+    a.k_norm = r.norm("k_norm", a.head_dim, a.kv_heads);
+    a.sinks = r.vector("sinks", a.heads);
+    a.in.width = hidden;
+    join(a.in, a.q);
+    join(a.in, a.k);
+    join(a.in, a.v);
+    join(a.in, a.gate);
+    a.out.width = a.heads * a.head_dim;
+    join(a.out, a.o);
+    keep(a, r, prog);
+    return a;
+}
+
+Mixer read_cross(const Record& r, Program& prog) {
+    Cross c;
+    Attention& core = c.core;
+    read_heads(r, core);
+    core.scale = r.number("scale");
+    core.softcap = 0;
+    core.cell = cell_layout(loaded_type(prog.bf16), core.head_dim);
+    c.q = r.linear("q", core.heads * core.head_dim, prog.hidden);
+    c.k = r.linear("k", core.kv_heads * core.head_dim, prog.hidden);
+    c.v = r.linear("v", core.kv_heads * core.head_dim, prog.hidden);
+    c.o = r.linear("o", prog.hidden, core.heads * core.head_dim);
+    c.q_norm = r.needed_norm("q_norm", core.head_dim);
+    c.k_norm = r.needed_norm("k_norm", core.head_dim);
+    c.in.width = c.rows.width = prog.hidden;
+    c.out.width = core.heads * core.head_dim;
+    join(c.in, c.q);
+    join(c.rows, c.k);
+    join(c.rows, c.v);
+    join(c.out, c.o);
+    c.at = prog.kept;
+    prog.kept += core.kv_heads * core.cell.bytes();
+    return c;
+}
+
+Mixer read_latent(const Record& r, Program& prog) {
+    Latent a;
+    Attention& core = a.core;
+    core.heads = core.per_kv = r.integer("heads", 1, 4096);
+    core.kv_heads = 1;
+    a.nope_dim = r.integer("nope_dim", 1, 4096);
+    a.rope_dim = r.integer("rope_dim", 1, 4096);
+    a.v_dim = r.integer("v_dim", 1, 4096);
+    core.value_dim = r.integer("kv_rank", 1, 4096);
+    core.rope = read_rope_of(r, prog, a.rope_dim);
+    core.scale = r.number("scale");
+    core.softcap = 0;
+    core.window = 0;
+    core.head_dim = a.kv_rank() + a.rope_dim;
+    core.dpad = pad16(core.head_dim);
+    core.vpad = pad16(core.value_dim);
+    core.rows = true;
+    a.expanded = pad16(std::max(a.qk_dim(), a.v_dim));
+    // by the products of a query and a key in either form, and those that make a key and its value
+    const int64_t made = a.nope_dim + a.v_dim, saved = 2 * a.kv_rank() - made;
+    a.break_even = saved > 0 ? a.kv_rank() * made / saved : CHUNK;
+    if (prog.kv_type == KV_INT4) throw Error("program: rows that are key and value at once in 4 bits");
+    const int64_t hidden = prog.hidden, heads = core.heads;
+    a.q_a = r.maybe_linear("q_a", 0, hidden);
+    a.mid.width = a.q_a.present() ? a.q_a.w.rows : hidden;
+    a.q_a_norm = r.norm("q_a_norm", a.mid.width);
+    a.q = r.linear("q", heads * a.qk_dim(), a.mid.width);
+    a.kv_a = r.linear("kv_a", core.head_dim, hidden);
+    a.kv_a_norm = r.needed_norm("kv_a_norm", a.kv_rank());
+    a.kv_b = r.linear("kv_b", heads * (a.nope_dim + a.v_dim), a.kv_rank());
+    if (a.kv_b.w.format != DENSE || a.kv_b.bias) r.fail("kv_b", "expected a dense matrix without a bias");
+    a.o = r.linear("o", hidden, heads * a.v_dim);
+    a.in.width = hidden;
+    join(a.q_a.present() ? a.mid : a.in, a.q);
+    join(a.in, a.q_a);
+    join(a.in, a.kv_a);
+    a.out.width = heads * a.v_dim;
+    join(a.out, a.o);
+    keep(core, r, prog);
+    return a;
+}
+
+}  // namespace tk

@@ -1,0 +1,327 @@
+// The attention sublayer of a step: projections, rope, writing the cache, attending, output projection.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "step/run.h"
+
+namespace tk {
+
+// Linears that read one input, side by side into rows of w.qkv from `out` on.
+void Run::project(const Input& in, const Norm& norm, const float* from, int64_t ld, float* out, std::initializer_list<const Linear*> parts) {
+    Prepared x = prepare(in, norm, from, ld, count);
+    int64_t total = 0, bytes = 0;
+    for (const Linear* l : parts) total += l->w.tiles(), bytes += l->w.bytes();  // none, of one that is absent
+    share_tiles(P_QKV, total, pair_unit(), bytes, [&](Range r) {
+        const InputBuffer& rows = ready(x, in, norm, from, ld, count);
+        int64_t start = 0;
+        for (const Linear* l : parts) {
+            const int64_t n = l->w.tiles();
+            Store to;
+            to.ld = w.qkv_ld;
+            to.out = out + start * LANES;
+            const Range tiles{std::clamp<int64_t>(r.first - start, 0, n), std::clamp<int64_t>(r.last - start, 0, n)};
+            linear(*l, rows, 0, count, tiles, to);
+            start += n;
+        }
+    });
+}
+
+const uint8_t* Run::query(const Attention& a, int64_t head, int64_t t) const {
+    const int64_t rows = hand.last - hand.first;
+    return w.queries + (hand.first * w.queries_ld + (head * rows + t - hand.first) * a.per_kv * a.dpad) * (p.bf16 ? 2 : 4);
+}
+
+void Run::put_query(const Attention& a, const float* row, uint8_t* to) const {
+    if (p.bf16) ops.to_bf16(row, reinterpret_cast<uint16_t*>(to), a.dpad);
+    else std::memcpy(to, row, size_t(a.dpad) * 4);
+}
+
+// What is done to all heads of a token at once: its projections clipped, and norms that span heads.
+void Run::settle_row(const Attention& a, int64_t t) const {
+    float *q = w.qkv + t * w.qkv_ld, *k = q + a.q.w.tiles() * LANES;
+    if (a.clip > 0)
+        for (float* x = q; x < k + (a.k.w.tiles() + a.v.w.tiles()) * LANES; x++) *x = std::min(std::max(*x, -a.clip), a.clip);
+    if (a.norm_last) turn_row(a, t, q, k);
+    if (a.wide(a.q_norm)) norm_row(a.q_norm, q, q);
+    if (a.wide(a.k_norm)) norm_row(a.k_norm, k, k);
+}
+
+void Run::turn_row(const Attention& a, int64_t t, float* q, float* k) const {
+    if (a.rope < 0) return;
+    const int64_t half = p.ropes[size_t(a.rope)].rotary / 2;
+    const float *cos = w.cos[size_t(a.rope)] + t * half, *sin = w.sin[size_t(a.rope)] + t * half;
+    for (int64_t h = 0; h < a.heads; h++) ops.rope(q + h * a.head_dim, cos, sin, 2 * half);
+    for (int64_t h = 0; h < a.kv_heads; h++) ops.rope(k + h * a.head_dim, cos, sin, 2 * half);
+}
+
+// What the queries of a position are multiplied by; see QueryScale.
+static float query_scale(const Attention& a, int64_t position) {
+    if (a.q_form == 0) return 1.0f;
+    if (a.q_form == 1) return 1.0f + a.q_factor * std::log1p(float((position + a.q_offset) / a.q_length));
+    return std::max(1.0f, std::log(float(position) + 1.0f) / std::log(float(a.q_length)));
+}
+
+// One token's part of one kv head: its queries and key normed and turned, key and value written to the cache.
+void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
+    const int64_t flat = first + t, seq = seq_of[size_t(t)], hd = a.head_dim;
+    const float* q = w.qkv + t * w.qkv_ld;
+    const float* k = q + a.q.w.tiles() * LANES;
+    const float* v = k + a.k.w.tiles() * LANES;
+    float *row = own.head_row, *value = own.head_row + a.dpad;
+    std::memset(row, 0, size_t(a.dpad) * 8);
+    const int64_t half = a.rope >= 0 && !a.norm_last ? p.ropes[size_t(a.rope)].rotary / 2 : 0;
+    const float factor = query_scale(a, position_of(seq, flat));
+    auto load = [&](const float* from, const Norm& norm, int64_t of_head) {
+        if (norm.present() && !a.wide(norm)) norm_row(norm, from, row, of_head);
+        else std::memcpy(row, from, size_t(hd) * 4);
+        if (half) ops.rope(row, w.cos[size_t(a.rope)] + t * half, w.sin[size_t(a.rope)] + t * half, 2 * half);
+        if (p.kv_type == KV_INT4) ops.hadamard(row, hd);
+    };
+    uint8_t* to = const_cast<uint8_t*>(query(a, head, t));
+    for (int64_t i = 0; i < a.per_kv; i++, to += a.dpad * (p.bf16 ? 2 : 4)) {
+        load(q + (head * a.per_kv + i) * hd, a.q_norm, head * a.per_kv + i);
+        if (a.q_form) std::for_each(row, row + hd, [&](float& x) { x *= factor; });
+        put_query(a, row, to);
+    }
+    load(k + head * hd, a.k_norm, head);
+    std::memcpy(value, v + head * hd, size_t(hd) * 4);
+    store(a, t, head, row, value);
+}
+
+// Key (null where the row is both) and value of a token into the cache.
+void Run::store(const Attention& a, int64_t t, int64_t head, const float* key, const float* value) {
+    const int64_t flat = first + t, seq = seq_of[size_t(t)];
+    const int64_t slot = in.slot_mapping[a.group][flat], cells = p.block_size / LANES;
+    const int64_t cell = slot % p.block_size / LANES, lane = slot % LANES;
+    const int32_t last = flat + 1 == in.cu_seqlens[seq + 1] || t + 1 == count;
+    const Group& g = p.groups[size_t(a.group)];
+    uint8_t* base = g.data + slot / p.block_size * g.block_bytes + a.layer_offset + head * a.head_bytes;
+    uint8_t* vc = base + cells * a.cell.k_cell;
+    uint8_t* kp = vc + cells * a.cell.v_cell;
+    uint8_t* vp = kp + cells * a.cell.k_params;
+    ops.kv_write(p.kv_type, a.dpad, key, value, base + cell * a.cell.k_cell, vc + cell * a.cell.v_cell,
+                 kp + cell * a.cell.k_params, vp + cell * a.cell.v_params, lane, last);
+}
+
+// Tiles that tokens [t0, t1) of a sequence see.
+Range Run::tiles_of(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const {
+    return {a.oldest(position_of(seq, t0)) / KV_TILE, (reach(a, seq, t1 - 1) - 1) / KV_TILE + 1};
+}
+
+// Where a tile's cells lie in the cache; only cells with tokens in `tokens` (absolute) are looked up.
+void Run::find_cells(const Attention& a, int64_t seq, int64_t head, int64_t tile, Range tokens, KvTile* to) const {
+    const Group& g = p.groups[size_t(a.group)];
+    const int32_t* table = in.block_tables[a.group] + seq * in.table_width[a.group];
+    const int64_t cells = p.block_size / LANES;
+    for (int64_t c = 0; c < KV_CELLS; c++) {
+        const int64_t at = tile * KV_TILE + c * LANES;
+        to->k[c] = to->v[c] = to->kp[c] = to->vp[c] = w.dummy_cell;
+        if (at >= tokens.last || at + LANES <= tokens.first) continue;
+        const int64_t cell = at % p.block_size / LANES;
+        const uint8_t* base = g.data + table[at / p.block_size] * g.block_bytes + a.layer_offset + head * a.head_bytes;
+        const uint8_t *values = base + cells * a.cell.k_cell, *params = values + cells * a.cell.v_cell;
+        to->v[c] = values + cell * a.cell.v_cell;
+        to->k[c] = a.rows ? to->v[c] : base + cell * a.cell.k_cell;
+        to->kp[c] = params + cell * a.cell.k_params;
+        to->vp[c] = params + cells * a.cell.k_params + cell * a.cell.v_params;
+    }
+}
+
+// Cells as they are stored to the form that the attention kernel reads, where that is another; meanwhile those of `ahead` (or
+// null) are fetched.
+void Run::load_cells(const Attention& a, int64_t tile, Range tokens, const KvTile* ahead, KvTile* cells) {
+    const int64_t element = p.bf16 ? 2 : 4;
+    const bool as_stored = p.kv_type == loaded_type(p.bf16);
+    auto fetch = [](const void* from, int64_t bytes) {
+        for (int64_t i = 0; i < bytes; i += 64) fetch_to_l2(static_cast<const uint8_t*>(from) + i);
+    };
+    for (int64_t c = 0; c < KV_CELLS; c++) {
+        const int64_t at = tile * KV_TILE + c * LANES;
+        if (ahead) fetch(ahead->k[c], a.cell.k_cell), fetch(ahead->v[c], a.cell.v_cell);
+        if (cells->k[c] == w.dummy_cell) continue;
+        const uint8_t* kc = static_cast<const uint8_t*>(cells->k[c]);
+        const uint8_t* vc = static_cast<const uint8_t*>(cells->v[c]);
+        uint8_t* k = own.attention.keys + c * LANES * a.dpad * element;
+        uint8_t* v = own.attention.values + c * LANES * a.dpad * element;
+        if (!as_stored) {
+            ops.kv_load(p.kv_type, a.dpad, kc, vc, cells->kp[c], cells->vp[c], p.bf16, std::min(LANES, tokens.last - at),
+                        a.rows ? nullptr : k, v);
+            cells->v[c] = v;
+        }
+        if (a.rows) ops.key_cell(a.dpad, p.bf16, cells->v[c], k);
+        cells->k[c] = k;
+    }
+}
+
+// Whether the attention kernel reads cells where they lie.
+bool Run::reads_stored(const Attention& a) const {
+    return !a.rows && reads_cells(p.kv_type, p.bf16, ops.bf16_dot);
+}
+
+// Tokens that tokens [t0, t1) of a sequence see, as absolute positions.
+Range Run::seen(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const {
+    return {a.oldest(position_of(seq, t0)), reach(a, seq, t1 - 1)};
+}
+
+// One piece of attention into a fresh state; `next` is the one that this thread takes on afterwards, or null.
+void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next, const AttnState& to) {
+    const auto [seq, head, t0, t1, tile] = piece;
+    AttnScratch& s = own.attention;
+    const int64_t base = tile * KV_TILE;
+    const Range tokens = seen(a, seq, t0, t1);
+    KvTile kv, ahead;
+    find_cells(a, seq, head, tile, tokens, &kv);
+    if (next) find_cells(a, next->seq, next->head, next->tile, seen(a, next->seq, next->first, next->last), &ahead);
+    const bool stored = reads_stored(a);
+    if (stored) kv.next = next ? &ahead : nullptr;
+    else load_cells(a, tile, tokens, next && t1 - t0 == 1 ? &ahead : nullptr, &kv);
+    for (int64_t t = t0; t < t1; t++) {
+        const int64_t pos = position_of(seq, t), low = a.oldest(pos) - base, high = reach(a, seq, t) - base;
+        for (int64_t i = 0; i < a.per_kv; i++) {
+            const int64_t r = (t - t0) * a.per_kv + i;
+            s.lo[r] = int32_t(std::clamp<int64_t>(low, 0, KV_TILE));
+            s.hi[r] = int32_t(std::clamp<int64_t>(high, 0, KV_TILE));
+            if (!a.alibi) continue;
+            s.slope[r] = a.alibi.data[head * a.per_kv + i];
+            s.from[r] = int32_t(a.alibi_rounded != 0.0f ? base : base - pos);
+        }
+    }
+    AttnParams params{a.dpad, a.vpad, a.scale, a.softcap, stored ? p.kv_type : loaded_type(p.bf16)};
+    if (a.alibi) params.slope = s.slope, params.from = s.from, params.rounded = a.alibi_rounded;
+    ops.attn_tile(params, kv, query(a, head, t0 - first), (t1 - t0) * a.per_kv, s.lo, s.hi, to, s.scores);
+}
+
+// State rows of one token and kv head, from `row` on, to their places in the token's output row.
+void Run::finish_rows(const Attention& a, int64_t head, int64_t t, const AttnState& s, int64_t row, float* to) {
+    const float* gate = w.qkv + t * w.qkv_ld + (a.q.w.tiles() + a.k.w.tiles() + a.v.w.tiles()) * LANES;
+    for (int64_t i = 0; i < a.per_kv; i++) {
+        const int64_t r = row + i, h = head * a.per_kv + i;
+        const float* sink = a.sinks ? a.sinks.data + h : nullptr;
+        if (a.vpad == a.value_dim) {
+            ops.attn_finish(a.vpad, s.m[r], s.l[r], s.acc + r * a.vpad, sink, to + h * a.value_dim);
+        } else {
+            ops.attn_finish(a.vpad, s.m[r], s.l[r], s.acc + r * a.vpad, sink, own.attention.row);
+            std::memcpy(to + h * a.value_dim, own.attention.row, size_t(a.value_dim) * 4);
+        }
+        if (a.gate.present()) ops.multiply(to + h * a.value_dim, gate + h * a.value_dim, a.value_dim, SIGMOID);
+    }
+}
+
+// Query blocks [first, last) of the chunk, all kv heads `heads` of each: tile after tile, and in a tile head after head, as
+// they lie in the cache.
+void Run::attend_blocks(const Attention& a, Range which, Range heads) {
+    AttnScratch& s = own.attention;
+    const int64_t count_heads = heads.last - heads.first;
+    Piece piece, next;
+    auto at = [&](int64_t block, int64_t i) {  // piece i of a block
+        const QueryBlock& b = blocks[size_t(block)];
+        return Piece{b.seq, heads.first + i % count_heads, b.first, b.last, tiles_of(a, b.seq, b.first, b.last).first + i / count_heads};
+    };
+    next = at(which.first, 0);
+    for (int64_t block = which.first; block < which.last; block++) {
+        const QueryBlock& b = blocks[size_t(block)];
+        const int64_t rows = (b.last - b.first) * a.per_kv;
+        const Range tiles = tiles_of(a, b.seq, b.first, b.last);
+        const int64_t pieces = (tiles.last - tiles.first) * count_heads;
+        for (int64_t i = 0; i < pieces; i++) {
+            piece = next;
+            const bool more = i + 1 < pieces || block + 1 < which.last;
+            if (more) next = i + 1 < pieces ? at(block, i + 1) : at(block + 1, 0);
+            const int64_t row = i % count_heads * rows;
+            const AttnState into{s.running.m + row, s.running.l + row, s.running.acc + row * a.vpad};
+            attend_tile(a, piece, more ? &next : nullptr, i < count_heads ? into : s.part);
+            if (i >= count_heads) ops.attn_merge(a.vpad, rows, into, s.part);
+        }
+        for (int64_t t = b.first; t < b.last; t++)
+            for (int64_t h = heads.first; h < heads.last; h++)
+                finish_rows(a, h, t - first, s.running, (h - heads.first) * rows + (t - b.first) * a.per_kv, result(a, t - first));
+    }
+}
+
+// Few tokens: the tiles of every token and head are items of their own, merged afterwards in the same order. They are taken
+// tile after tile, as they lie in the cache.
+void Run::attend_split(const Attention& a) {
+    int64_t items = 0;
+    Range tiles[SMALL];
+    for (int64_t t = 0; t < count; t++) {
+        tiles[t] = tiles_of(a, seq_of[size_t(t)], first + t, first + t + 1);
+        items += (tiles[t].last - tiles[t].first) * a.kv_heads;
+    }
+    auto at = [&](int64_t i) {
+        int64_t t = 0;
+        for (; i >= (tiles[t].last - tiles[t].first) * a.kv_heads; t++) i -= (tiles[t].last - tiles[t].first) * a.kv_heads;
+        return Piece{seq_of[size_t(t)], i % a.kv_heads, first + t, first + t + 1, tiles[t].first + i / a.kv_heads};
+    };
+    const int64_t size = a.per_kv * (a.vpad + 2);
+    float* partial = w.partial_pages.at<float>(0);
+    share(P_ATTENTION, items, 1, [&](Range r) {
+        Piece piece, next = at(r.first);
+        for (int64_t item = r.first; item < r.last; item++) {
+            piece = next;
+            if (item + 1 < r.last) next = at(item + 1);
+            float* s = partial + item * size;
+            attend_tile(a, piece, item + 1 < r.last ? &next : nullptr, {s, s + a.per_kv, s + 2 * a.per_kv});
+        }
+    });
+}
+
+void Run::merge_split(const Attention& a) {
+    const int64_t size = a.per_kv * (a.vpad + 2);
+    float* partial = w.partial_pages.at<float>(0);
+    AttnState& into = own.attention.running;
+    for (int64_t t = 0; t < count; t++) {
+        const Range tiles = tiles_of(a, seq_of[size_t(t)], first + t, first + t + 1);
+        for (int64_t h = 0; h < a.kv_heads; h++) {
+            std::fill(into.m, into.m + a.per_kv, -INFINITY);
+            for (int64_t tile = 0; tile < tiles.last - tiles.first; tile++) {
+                float* s = partial + (tile * a.kv_heads + h) * size;
+                ops.attn_merge(a.vpad, a.per_kv, into, {s, s + a.per_kv, s + 2 * a.per_kv});
+            }
+            finish_rows(a, h, t, into, 0, own.mid.x + t * own.mid.ldx);
+        }
+        partial += (tiles.last - tiles.first) * a.kv_heads * size;
+        quantize_row(a.out, own.mid, t);
+    }
+}
+
+void Run::mix(const Sublayer& s, const Attention& a) {
+    save(s);
+    project(a.in, s.pre, source(s), w.hidden_ld, w.qkv, {&a.q, &a.k, &a.v, &a.gate});
+    if (a.settles())
+        share(P_ROPE, count, 1, [&](Range r) {
+            for (int64_t t = r.first; t < r.last; t++) settle_row(a, t);
+        });
+    share(P_ROPE, count * a.kv_heads, 1, [&](Range r) {
+        for (int64_t i = r.first; i < r.last; i++) turn_and_store(a, i / a.kv_heads, i % a.kv_heads);
+    });
+    if (count <= SMALL) {
+        attend_split(a);
+        bool merged = false;
+        const Store to = residual(s);
+        share_tiles(P_O, a.o.w.tiles(), 1, a.o.w.bytes(), [&](Range tiles) {
+            if (!merged) merge_split(a);
+            merged = true;
+            linear(a.o, own.mid, 0, count, tiles, to);
+        });
+        add_post(s);
+        return;
+    }
+    attend_all(a);
+    down(s, a.o, a.out, false, P_O);
+}
+
+// More than a few tokens: their query blocks, whose results each thread finishes itself. `skipped`: sequences left out, if any.
+void Run::attend_all(const Attention& a, const std::vector<uint8_t>& skipped) {
+    const int64_t n = int64_t(blocks.size()) * a.kv_heads;
+    if (runs.empty())
+        share(P_ATTENTION, n, 1, [&](Range r) {
+            for (int64_t i = r.first; i < r.last; i++)
+                if (skipped.empty() || !skipped[size_t(blocks[size_t(i / a.kv_heads)].seq)])
+                    attend_blocks(a, {i / a.kv_heads, i / a.kv_heads + 1}, {i % a.kv_heads, i % a.kv_heads + 1});
+        }, n);
+    else
+        share(P_ATTENTION, threads, 1, [&](Range r) { attend_blocks(a, {runs[size_t(r.first)], runs[size_t(r.last)]}, {0, a.kv_heads}); });
+}
+
+}  // namespace tk

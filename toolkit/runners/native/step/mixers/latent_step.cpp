@@ -1,0 +1,138 @@
+// The latent attention sublayer of a step. Sequences with few tokens are absorbed: kv_b's key part multiplies queries, which then
+// attend to the cached rows themselves, and its value part multiplies what that gives; head after head, so that a head's part of
+// kv_b is read once. Those with many are expanded (expand_step.cpp).
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "step/run.h"
+
+namespace tk {
+namespace {
+
+constexpr int64_t TOGETHER = 64;  // tokens of one item, at most
+
+// Tokens of one item: so many rows of `width` numbers fit the thread's stripe.
+int64_t tokens_together(int64_t width) { return std::clamp<int64_t>(CHUNK * STRIPE / width, 1, TOGETHER); }
+
+// Tiles of kv_b that hold rows [first, first + n).
+Range tiles_with(int64_t first, int64_t n) { return {first / LANES, (first + n + LANES - 1) / LANES}; }
+
+}  // namespace
+
+// The row of a token into the cache: its latent normed, then the shared key turned.
+void Run::store_row(const Latent& a, int64_t t) {
+    const Attention& core = a.core;
+    const int64_t half = p.ropes[size_t(core.rope)].rotary / 2, rank = a.kv_rank();
+    const float* from = w.qkv + t * w.qkv_ld + a.kv_at();
+    float* row = own.head_row;
+    norm_row(a.kv_a_norm, from, row);
+    std::memcpy(row + rank, from + rank, size_t(a.rope_dim) * 4);
+    std::fill(row + core.head_dim, row + core.dpad, 0.0f);
+    ops.rope(row + rank, w.cos[size_t(core.rope)] + t * half, w.sin[size_t(core.rope)] + t * half, 2 * half);
+    store(core, t, 0, nullptr, row);
+}
+
+// Queries of one head for the tokens `rows`, as they attend to cached rows.
+void Run::absorb(const Latent& a, int64_t head, Range rows) {
+    const Attention& core = a.core;
+    const int64_t half = p.ropes[size_t(core.rope)].rotary / 2, rank = a.kv_rank(), n = rows.last - rows.first;
+    const int64_t row = head * (a.nope_dim + a.v_dim), before = row % LANES;
+    const Range tiles = tiles_with(row, a.nope_dim);
+    const int64_t width = (tiles.last - tiles.first) * LANES;
+    float *x = own.stripe, *inner = own.stripe + n * width;
+    Rows queries;
+    queries.x = x;
+    queries.ldx = width;
+    queries.round = p.bf16;
+    const float* q = w.qkv + rows.first * w.qkv_ld + a.q_at() + head * a.qk_dim();
+    std::memset(x, 0, size_t(n * width) * 4);
+    for (int64_t i = 0; i < n; i++) std::memcpy(x + i * width + before, q + i * w.qkv_ld, size_t(a.nope_dim) * 4);
+    ops.linear_back(a.kv_b.w, queries, n, tiles.first, tiles.last, inner, rank);
+    float* whole = own.head_row;
+    std::fill(whole + core.head_dim, whole + core.dpad, 0.0f);
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t t = rows.first + i;
+        std::memcpy(whole, inner + i * rank, size_t(rank) * 4);
+        std::memcpy(whole + rank, q + i * w.qkv_ld + a.nope_dim, size_t(a.rope_dim) * 4);
+        ops.rope(whole + rank, w.cos[size_t(core.rope)] + t * half, w.sin[size_t(core.rope)] + t * half, 2 * half);
+        put_query(core, whole, const_cast<uint8_t*>(query(core, 0, t)) + head * core.dpad * (p.bf16 ? 2 : 4));
+    }
+}
+
+// Few tokens: what a head's tiles gave (attend_split), merged.
+void Run::merge_head(const Latent& a, int64_t head) {
+    const Attention& core = a.core;
+    const int64_t size = core.heads * (core.vpad + 2);
+    const AttnState& into = own.attention.running;
+    float* partial = w.partial_pages.at<float>(0);
+    for (int64_t t = 0; t < count; t++) {
+        const Range tiles = tiles_of(core, seq_of[size_t(t)], first + t, first + t + 1);
+        into.m[0] = -INFINITY;
+        for (int64_t tile = tiles.first; tile < tiles.last; tile++, partial += size)
+            ops.attn_merge(core.vpad, 1, into,
+                           {partial + head, partial + core.heads + head, partial + 2 * core.heads + head * core.vpad});
+        ops.attn_finish(core.vpad, into.m[0], into.l[0], into.acc, nullptr, own.attention.row);
+        std::memcpy(result(core, t) + head * a.kv_rank(), own.attention.row, size_t(a.kv_rank()) * 4);
+    }
+}
+
+// What one head gave for the tokens `rows` to its values, in the input of o.
+void Run::give_values(const Latent& a, int64_t head, Range rows) {
+    const int64_t row = head * (a.nope_dim + a.v_dim) + a.nope_dim, before = row % LANES, n = rows.last - rows.first;
+    const Range tiles = tiles_with(row, a.v_dim);
+    Rows x;
+    x.x = result(a.core, rows.first) + head * a.kv_rank();
+    x.ldx = w.spread_ld;
+    x.round = p.bf16;
+    Store to;
+    float* out = w.mid.x + rows.first * w.mid.ldx + head * a.v_dim;
+    const bool whole = before == 0 && a.v_dim % LANES == 0;
+    to.ld = whole ? w.mid.ldx : (tiles.last - tiles.first) * LANES;
+    to.out = whole ? out : own.stripe;
+    ops.linear(part_of(a.kv_b.w, tiles), x, n, 0, tiles.last - tiles.first, to, own.linear);
+    for (int64_t i = 0; !whole && i < n; i++)
+        std::memcpy(out + i * w.mid.ldx, own.stripe + i * to.ld + before, size_t(a.v_dim) * 4);
+}
+
+void Run::mix(const Sublayer& s, const Latent& a) {
+    const Attention& core = a.core;
+    save(s);
+    project(a.in, s.pre, source(s), w.hidden_ld, w.qkv, {a.q_a.present() ? &a.q_a : &a.q, &a.kv_a});
+    if (a.q_a.present()) project(a.mid, a.q_a_norm, w.qkv, w.qkv_ld, w.qkv + a.q_at(), {&a.q});
+    std::vector<uint8_t> expanded(size_t(in.seqs), 0);
+    std::vector<int64_t> many;
+    for (int64_t seq = seq_of[0]; seq <= seq_of[size_t(count - 1)]; seq++)
+        if (expands(a, seq)) expanded[size_t(seq)] = 1, many.push_back(seq);
+    auto absorbed = [&](int64_t t) { return !expanded[size_t(seq_of[size_t(t)])]; };
+    // heads and, of many tokens, some at a time
+    auto each_head = [&](int64_t width, auto&& body) {
+        const int64_t together = tokens_together(width), parts = (count + together - 1) / together;
+        share(P_ROPE, core.heads * parts, 1, [&](Range r) {
+            for (int64_t i = r.first; i < r.last; i++) {
+                const Range rows{i % parts * together, std::min(count, (i % parts + 1) * together)};
+                for (int64_t t = rows.first, end; t < rows.last; t = end) {  // tokens that are absorbed, or not, together
+                    for (end = t + 1; end < rows.last && absorbed(end) == absorbed(t);) end++;
+                    body(i / parts, Range{t, end}, absorbed(t));
+                }
+            }
+        });
+    };
+    each_head(a.nope_dim + a.kv_rank() + 2 * LANES, [&](int64_t head, Range rows, bool few) {
+        for (int64_t t = rows.first; head == 0 && t < rows.last; t++) store_row(a, t);
+        if (few) absorb(a, head, rows);
+    });
+    if (!many.empty())
+        share(P_ATTENTION, int64_t(many.size()) * core.heads, 1, [&](Range r) {
+            for (int64_t i = r.first; i < r.last; i++) attend_expanded(a, many[size_t(i / core.heads)], i % core.heads);
+        }, UNEVEN);
+    if (count <= SMALL) attend_split(core);
+    else attend_all(core, expanded);
+    each_head(a.v_dim + 2 * LANES, [&](int64_t head, Range rows, bool few) {
+        if (count <= SMALL) merge_head(a, head);
+        if (few) give_values(a, head, rows);
+    });
+    down(s, a.o, a.out, false, P_O);
+}
+
+}  // namespace tk

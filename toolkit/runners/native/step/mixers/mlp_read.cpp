@@ -1,0 +1,78 @@
+// MLPs and mixtures of them, read.
+#include "step/read.h"
+
+namespace tk {
+namespace {
+
+// What tokens of pictures have of a gated product.
+void check_routed(const Record& r, const Mlp& m) {
+    if (!m.gate.present() ? m.up.seen && m.up.seen->low() : bool(m.gate.seen) != bool(m.up.seen)) r.fail("up", "not routed as its gate");
+    if (!m.gate.present() || !m.up.seen) return;
+    const Routed &gate = *m.gate.seen, &up = *m.up.seen;
+    if (gate.low() != up.low() || gate.whole.w.format != up.whole.w.format || gate.whole.slot != up.whole.slot)
+        r.fail("gate", "routed otherwise than up");
+    if (up.low() && (m.gate_scale != 1.0f || m.activation == SWIGLUOAI)) r.fail("activation", "not of each by itself");
+}
+
+}  // namespace
+
+Mlp read_one_mlp(const Record& r, int64_t hidden, Input& in, bool may_route) {
+    auto linear = [&](const char* key, int64_t rows, int64_t cols) { return may_route ? r.routed(key, rows, cols) : r.linear(key, rows, cols); };
+    Mlp m;
+    m.activation = int32_t(r.integer("activation", SILU, QUICK_GELU));
+    m.gate_scale = r.number("gate_scale");
+    const int64_t width = r.integer("width", 1, LIMIT);
+    if (r.has("gate")) m.gate = linear("gate", width, hidden);
+    m.up = linear("up", width, hidden);
+    m.down = linear("down", hidden, width);
+    if (!m.gate.present() && m.activation == SWIGLUOAI) r.fail("activation", "one of two without a gate");
+    if (m.gate.present() && m.gate.w.format != m.up.w.format) r.fail("gate", "in another format than up");
+    join(in, m.gate);
+    join(in, m.up);
+    if (m.gate.present() && m.gate.slot != m.up.slot) r.fail("gate", "quantized otherwise than up");
+    check_routed(r, m);
+    m.mid.width = width;
+    join(m.mid, m.down);
+    return m;
+}
+
+Mixer read_mlp(const Record& r, Program& prog) {
+    Input in;
+    in.width = prog.hidden;
+    Mlp m = read_one_mlp(r, prog.hidden, in, true);
+    m.in = in;
+    return m;
+}
+
+Mixer read_moe(const Record& r, Program& prog) {
+    const int64_t hidden = prog.hidden;
+    Moe m;
+    m.in.width = hidden;
+    const int64_t experts = r.integer("experts", 1, 65536);
+    m.top_k = r.integer("top_k", 1, experts);
+    m.scoring = int(r.integer("scoring", 0, 2));
+    m.norm_topk = r.flag("norm_topk");
+    m.scale = r.number("scale");
+    m.correction = r.vector("correction", experts);
+    m.groups = r.integer("groups", 1, experts);
+    m.top_groups = r.integer("top_groups", 1, m.groups);
+    m.group_best = r.integer("group_score", 1, 2);
+    const int64_t each = experts / m.groups;
+    if (experts % m.groups || m.top_k > m.top_groups * each || m.group_best > each) r.fail("groups", "do not fit the experts");
+    m.jitter = r.number("jitter");
+    m.weigh_input = r.flag("weigh_input");
+    m.router = r.linear("router", experts, hidden);
+    join(m.in, m.router);
+    for (int64_t e = 0; e < experts; e++) m.experts.push_back(read_one_mlp(r.entry("experts", e), hidden, m.in));
+    for (const Mlp& e : m.experts)
+        if (e.mid.width != m.experts[0].mid.width) r.fail("experts", "of different widths");
+    m.has_shared = r.has("shared");
+    if (m.has_shared) {
+        m.shared = read_one_mlp(r.record("shared"), hidden, m.in);
+        m.shared_gate = r.maybe_linear("shared_gate", 1, hidden);
+        join(m.in, m.shared_gate);
+    }
+    return m;
+}
+
+}  // namespace tk

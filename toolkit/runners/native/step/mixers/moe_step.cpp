@@ -1,0 +1,243 @@
+// The mixture-of-experts sublayer: route tokens, run each expert on its rows, add the results in ascending order of experts.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+
+#include "step/run.h"
+
+namespace tk {
+namespace {
+
+constexpr int64_t MOE_PARTS = 32;  // parts a thread of which the work of experts is shared
+
+// The `n` best of `order`, which come first then, best first; ties go to the lower.
+void best_first(const std::vector<float>& rank, std::vector<int32_t>& order, int64_t n) {
+    std::partial_sort(order.begin(), order.begin() + n, order.end(), [&](int32_t a, int32_t b) {
+        const float x = rank[size_t(a)], y = rank[size_t(b)];
+        return x > y || (x == y && a < b);
+    });
+}
+
+std::vector<int32_t> counted(int64_t n) {
+    std::vector<int32_t> order(size_t(n), 0);
+    for (int64_t i = 0; i < n; i++) order[size_t(i)] = int32_t(i);
+    return order;
+}
+
+// The experts of the groups that may be chosen from.
+std::vector<int32_t> eligible(const Moe& m, const std::vector<float>& rank) {
+    const int64_t n = int64_t(rank.size()), each = n / m.groups;
+    if (m.groups == 1) return counted(n);
+    std::vector<float> good(size_t(m.groups), 0);
+    for (int64_t g = 0; g < m.groups; g++) {
+        std::vector<float> of(rank.begin() + g * each, rank.begin() + (g + 1) * each);
+        std::partial_sort(of.begin(), of.begin() + m.group_best, of.end(), std::greater<float>());
+        for (int64_t i = 0; i < m.group_best; i++) good[size_t(g)] += of[size_t(i)];
+    }
+    std::vector<int32_t> order = counted(m.groups), found;
+    best_first(good, order, m.top_groups);
+    for (int64_t i = 0; i < m.top_groups; i++)
+        for (int64_t e = order[size_t(i)] * each; e < (order[size_t(i)] + 1) * each; e++) found.push_back(int32_t(e));
+    return found;
+}
+
+// One expert after another, each weighed by the softmax over those left that are near it (MoeSpec's "sparsemixer").
+void mix(const Moe& m, const float* logits, int64_t n, int32_t* expert, float* weight) {
+    std::vector<float> left(logits, logits + n);
+    for (int64_t k = 0; k < m.top_k; k++) {
+        const int64_t at = std::max_element(left.begin(), left.end()) - left.begin();
+        const float best = left[size_t(at)];
+        float total = 0;
+        for (int64_t e = 0; e < n; e++)
+            if (left[size_t(e)] > -INFINITY && !((best - logits[e]) / std::max(std::fabs(logits[e]), best) > 2 * m.jitter))
+                total += std::exp(left[size_t(e)] - best);
+        expert[k] = int32_t(at);
+        weight[k] = m.scale / total;
+        left[size_t(at)] = -INFINITY;
+    }
+    if (expert[0] > expert[1]) std::swap(expert[0], expert[1]), std::swap(weight[0], weight[1]);
+}
+
+// The top_k experts of one token, ascending by expert, and their weights.
+void pick(const Moe& m, const float* logits, int64_t n, int32_t* expert, float* weight) {
+    if (m.scoring == 2) return mix(m, logits, n, expert, weight);
+    std::vector<float> score(logits, logits + n);
+    if (m.scoring == 1) {
+        for (float& s : score) s = 1.0f / (1.0f + std::exp(-s));
+    } else {
+        const float max = *std::max_element(score.begin(), score.end());
+        float total = 0;
+        for (float& s : score) total += s = std::exp(s - max);
+        for (float& s : score) s /= total;
+    }
+    std::vector<float> rank = score;
+    for (int64_t e = 0; m.correction && e < n; e++) rank[size_t(e)] += m.correction.data[e];
+    std::vector<int32_t> order = eligible(m, rank);
+    best_first(rank, order, m.top_k);
+    std::sort(order.begin(), order.begin() + m.top_k);
+    float total = 0;
+    for (int64_t k = 0; k < m.top_k; k++) total += score[size_t(order[size_t(k)])];
+    for (int64_t k = 0; k < m.top_k; k++) {
+        expert[k] = order[size_t(k)];
+        const float s = score[size_t(expert[k])];
+        weight[k] = (m.norm_topk && total > 0 ? s / total : s) * m.scale;
+    }
+}
+
+// Pairs (token, k) sorted by expert.
+void group_pairs(ExpertRows& r, int64_t n, int64_t experts) {
+    r.start.assign(size_t(experts + 1), 0);
+    r.pair.resize(size_t(n));
+    r.place.resize(size_t(n));
+    for (int64_t i = 0; i < n; i++) r.start[size_t(r.expert[size_t(i)]) + 1]++;
+    for (int64_t e = 0; e < experts; e++) r.start[size_t(e + 1)] += r.start[size_t(e)];
+    std::vector<int32_t> next(r.start.begin(), r.start.end() - 1);
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t at = next[size_t(r.expert[size_t(i)])]++;
+        r.pair[size_t(at)] = int32_t(i);
+        r.place[size_t(i)] = at;
+    }
+    r.active.clear();
+    for (int64_t e = 0; e < experts; e++)
+        if (r.start[size_t(e + 1)] > r.start[size_t(e)]) r.active.push_back(int32_t(e));
+}
+
+}  // namespace
+
+void Run::route(const Sublayer& s, const Moe& m) {
+    // Rows are gathered for the experts afterwards, so they are always prepared in the shared buffer.
+    const float* from = source(s);
+    save(s);
+    share(P_MOE, count, 1, [&](Range r) {
+        for (int64_t t = r.first; t < r.last; t++) prepare_row(m.in, s.pre, from + t * w.hidden_ld, w.in, t);
+    });
+    const int64_t tiles = m.router.w.tiles();
+    share(P_MOE, tiles + m.shared_gate.w.tiles(), 1, [&](Range r) {
+        Store to;
+        to.out = w.router;
+        to.ld = w.router_ld;
+        linear(m.router, w.in, 0, count, {r.first, std::min(r.last, tiles)}, to);
+        to.out += tiles * LANES;
+        if (r.last > tiles) linear(m.shared_gate, w.in, 0, count, {0, 1}, to);
+    });
+    ExpertRows& r = w.experts;
+    auto pick_all = [&](Range tokens) {
+        for (int64_t t = tokens.first; t < tokens.last; t++)
+            pick(m, w.router + t * w.router_ld, m.router.w.rows, r.expert.data() + t * m.top_k, r.weight.data() + t * m.top_k);
+    };
+    if (count > SMALL) share(P_MOE, count, 1, pick_all);
+    share(P_MOE, 1, 1, [&](Range) {
+        if (count <= SMALL) pick_all({0, count});
+        group_pairs(r, count * m.top_k, m.router.w.rows);
+    });
+}
+
+void Run::gather_pairs(const Moe& m) {
+    const InputBuffer& x = w.in;
+    share(P_MOE, count * m.top_k, 1, [&](Range r) {
+        for (int64_t i = r.first; i < r.last; i++) {
+            const int64_t t = w.experts.pair[size_t(i)] / m.top_k;
+            float* row = w.pairs_in.x + i * w.pairs_in.ldx;
+            std::memcpy(row, x.x + t * x.ldx, size_t(m.in.width) * 4);
+            for (size_t k = 0; k < m.in.keys.size(); k++) {
+                const size_t groups = size_t(m.in.width / m.in.keys[k].group);
+                std::memcpy(w.pairs_in.q[k] + i * w.pairs_in.ldq, x.q[k] + t * x.ldq, size_t(m.in.width));
+                std::memcpy(w.pairs_in.scale[k] + i * w.pairs_in.lds, x.scale[k] + t * x.lds, groups * 4);
+                std::memcpy(w.pairs_in.sum[k] + i * w.pairs_in.lds, x.sum[k] + t * x.lds, groups * 4);
+            }
+            if (!m.weigh_input) continue;
+            const float weight = w.experts.weight[size_t(w.experts.pair[size_t(i)])];  // above 0: codes stay as they are
+            std::for_each(row, row + m.in.width, [&](float& v) { v *= weight; });
+            for (size_t k = 0; k < m.in.keys.size(); k++) {
+                float* scale = w.pairs_in.scale[k] + i * w.pairs_in.lds;
+                std::for_each(scale, scale + m.in.width / m.in.keys[k].group, [&](float& v) { v *= weight; });
+            }
+        }
+    });
+}
+
+// body(expert, rows, tiles) for the tiles of the shared expert, which takes all tokens, and of those that have rows, cut into
+// parts of as much work. How much that is is known inside a chunk only: a thread that comes late to a phase must count the same
+// chunks as the others.
+template <class Body>
+void Run::each_expert(const Moe& m, bool down, Body&& body) {
+    const ExpertRows& all = w.experts;
+    const int64_t parts = MOE_PARTS * threads, most = std::min(count * m.top_k, m.router.w.rows);
+    auto bytes = [&](const Mlp& e) { return down ? e.down.w.bytes() : e.gate.w.bytes() + e.up.w.bytes(); };
+    share_tiles(P_MOE, parts, 1, bytes(m.shared) + most * bytes(m.experts[0]), [&](Range r) {
+        const int64_t shared = m.has_shared ? 1 : 0, n = shared + int64_t(all.active.size());
+        auto expert = [&](int64_t i) -> const Mlp& { return i < shared ? m.shared : m.experts[size_t(all.active[size_t(i - shared)])]; };
+        auto rows = [&](int64_t i) {
+            if (i < shared) return Range{0, count};
+            const size_t e = size_t(all.active[size_t(i - shared)]);
+            return Range{all.start[e], all.start[e + 1]};
+        };
+        auto tile_work = [&](int64_t i) {  // to read it takes as long as to multiply it by some rows
+            const Linear& l = down ? expert(i).down : expert(i).up;
+            return l.w.cols * (8 + rows(i).last - rows(i).first);
+        };
+        auto tiles = [&](int64_t i) { return (down ? expert(i).down : expert(i).up).w.tiles(); };
+        int64_t total = 0, at = 0;
+        for (int64_t i = 0; i < n; i++) total += tiles(i) * tile_work(i);
+        const int64_t begin = total * r.first / parts, end = total * r.last / parts;
+        for (int64_t i = 0; i < n && at < end; at += tiles(i) * tile_work(i), i++) {
+            auto tile_at = [&](int64_t work) { return std::clamp<int64_t>((work - at + tile_work(i) - 1) / tile_work(i), 0, tiles(i)); };
+            const Range some{begin > at ? tile_at(begin) : 0, tile_at(end)};
+            if (some.first < some.last) body(expert(i), rows(i), some);
+        }
+    });
+}
+
+// Leaves what experts make of their rows in w.pairs_out, and what the shared one makes of all in w.tmp.
+void Run::experts(const Moe& m) {
+    const bool one = count == 1 && !m.weigh_input;  // then all rows are the same
+    if (!one) gather_pairs(m);
+    each_expert(m, false, [&](const Mlp& e, Range rows, Range tiles) {
+        const InputBuffer &from = one || &e == &m.shared ? w.in : w.pairs_in, &to = &e == &m.shared ? w.mid : w.pairs_mid;
+        float* out = to.x + rows.first * to.ldx + tiles.first * LANES;
+        gated(e, from, one ? 0 : rows.first, rows.last - rows.first, tiles, out, to.ldx);
+    });
+    const ExpertRows& r = w.experts;
+    const int64_t pairs = count * m.top_k;
+    share(P_MOE, pairs + (m.has_shared ? count : 0), 1, [&](Range rows) {
+        for (int64_t i = rows.first; i < rows.last; i++)
+            if (i < pairs) quantize_row(m.experts[size_t(r.expert[size_t(r.pair[size_t(i)])])].mid, w.pairs_mid, i);
+            else quantize_row(m.shared.mid, w.mid, i - pairs);
+    });
+    each_expert(m, true, [&](const Mlp& e, Range rows, Range tiles) {
+        Store to;
+        to.out = (&e == &m.shared ? w.tmp : w.pairs_out) + rows.first * w.hidden_ld;
+        to.ld = w.hidden_ld;
+        linear(e.down, &e == &m.shared ? w.mid : w.pairs_mid, rows.first, rows.last - rows.first, tiles, to);
+    });
+}
+
+void Run::combine(const Sublayer& s, const Moe& m) {
+    const float* gates = w.router + m.router.w.tiles() * LANES;
+    share(P_MOE, count, 1, [&](Range r) {
+        for (int64_t t = r.first; t < r.last; t++) {
+            float *y = own.mid.x, *x = w.x + t * w.hidden_ld;
+            std::memset(y, 0, size_t(p.hidden) * 4);
+            for (int64_t k = 0; k < m.top_k; k++) {
+                const int64_t i = t * m.top_k + k;
+                const float weight = m.weigh_input ? 1.0f : w.experts.weight[size_t(i)];
+                ops.add_scaled(y, w.pairs_out + w.experts.place[size_t(i)] * w.hidden_ld, weight, p.hidden);
+            }
+            if (m.has_shared) {
+                const float gate = m.shared_gate.present() ? 1.0f / (1.0f + std::exp(-gates[t * w.router_ld])) : 1.0f;
+                ops.add_scaled(y, w.tmp + t * w.hidden_ld, gate, p.hidden);
+            }
+            if (s.post.present()) norm_row(s.post, y, y);
+            ops.add_scaled(x, y, s.residual_scale, p.hidden);
+        }
+    });
+}
+
+void Run::mix(const Sublayer& s, const Moe& m) {
+    route(s, m);
+    experts(m);
+    combine(s, m);
+}
+
+}  // namespace tk

@@ -1,0 +1,199 @@
+#include "step/plan.h"
+
+#include <algorithm>
+
+namespace tk {
+
+Plan make_plan(const StepArrays& in) {
+    Plan plan;
+    std::vector<uint8_t> wanted(size_t(in.tokens), 0);  // 1 = hidden only, 2 = logits
+    for (int64_t i = 0; i < in.hidden_size; i++) wanted[size_t(in.hidden_index[i])] |= 1;
+    for (int64_t i = 0; i < in.rows; i++) wanted[size_t(in.sample_index[i])] |= 2;
+    for (int64_t i = 0; i < in.logits_size; i++) wanted[size_t(in.logits_index[i])] |= 2;
+    for (int64_t i = 0; i < in.target_size; i++) wanted[size_t(in.target_index[i])] |= 2;
+    std::vector<int64_t> row(size_t(in.tokens), -1);
+    for (int64_t t = 0; t < in.tokens; t++)
+        if (wanted[size_t(t)] & 2) {
+            row[size_t(t)] = int64_t(plan.rows.size());
+            plan.rows.push_back(t);
+        }
+    plan.logit_rows = int64_t(plan.rows.size());
+    for (int64_t t = 0; t < in.tokens; t++)
+        if (wanted[size_t(t)] == 1) {
+            row[size_t(t)] = int64_t(plan.rows.size());
+            plan.rows.push_back(t);
+        }
+    for (int64_t i = 0; i < in.hidden_size; i++) plan.hidden_row.push_back(row[size_t(in.hidden_index[i])]);
+    auto users = [&](const int32_t* index, int64_t n) {
+        std::vector<std::pair<int64_t, int64_t>> u;
+        for (int64_t i = 0; i < n; i++) u.emplace_back(row[size_t(index[i])], i);
+        std::sort(u.begin(), u.end());
+        return u;
+    };
+    plan.samples = users(in.sample_index, in.rows);
+    plan.logits = users(in.logits_index, in.logits_size);
+    plan.targets = users(in.target_index, in.target_size);
+    return plan;
+}
+
+namespace {
+
+// Parts of the chunk for threads that take rows through whole layers; none where there are too few rows for that.
+void cut_parts(Cut& cut, const Program& p, int64_t threads) {
+    if (cut.count < threads * PART / 2) return;
+    for (const Sublayer& s : p.sublayers)
+        if (!std::holds_alternative<Attention>(s.mixer) && !std::holds_alternative<Cross>(s.mixer) && !std::holds_alternative<Mlp>(s.mixer))
+            return;
+    const int64_t n = ((cut.count + PART - 1) / PART + threads - 1) / threads * threads;
+    for (int64_t i = 0; i < n; i++) cut.parts.push_back({{cut.count * i / n, cut.count * (i + 1) / n}, 0, 0, 0, 0});
+}
+
+// Positions that the tokens of a block see, in all.
+int64_t cost(const StepArrays& in, const QueryBlock& b) {
+    return (in.seq_lens[b.seq] - (in.cu_seqlens[b.seq + 1] - b.last)) * (b.last - b.first);
+}
+
+// Query blocks of flat tokens [first, last): whole rows of one sequence, about QUERY_ROWS query rows each.
+void cut_blocks(Cut& cut, const StepArrays& in, int64_t first, int64_t last, int64_t tokens) {
+    for (int64_t t = first; t < last;) {
+        const int64_t s = cut.seq_of[size_t(t - cut.first)], end = std::min<int64_t>({in.cu_seqlens[s + 1], last, t + tokens});
+        cut.blocks.push_back({s, t, end});
+        t = end;
+    }
+}
+
+// Which pictures the chunk's tokens look at.
+void find_views(Cut& cut, const StepArrays& in) {
+    cut.view_of.assign(size_t(cut.count), -1);
+    for (int64_t v = 0; v < in.views_size; v++)
+        for (int64_t t = std::max<int64_t>(in.views[2 * v], cut.first); t < std::min<int64_t>(in.views[2 * v + 1], cut.first + cut.count); t++)
+            cut.view_of[size_t(t - cut.first)] = int32_t(v);
+}
+
+// Which of the chunk's tokens have linears of pictures.
+void find_seen(Cut& cut, const StepArrays& in) {
+    for (int64_t i = 0; i < in.routed_size; i++) {
+        const int64_t t = in.routed[i] - cut.first;
+        if (t < 0 || t >= cut.count) continue;
+        cut.seen.resize(size_t(cut.count), 0);
+        cut.seen[size_t(t)] = 1;
+    }
+}
+
+// Blocks of flat tokens [first, last) that look at pictures, at most `tokens` of one view each.
+void cut_looks(Cut& cut, int64_t first, int64_t last, int64_t tokens) {
+    auto view = [&](int64_t t) { return cut.view_of[size_t(t - cut.first)]; };
+    for (int64_t t = first, end; t < last; t = end) {
+        end = t + 1;
+        if (view(t) < 0) continue;
+        while (end < last && end < t + tokens && view(end) == view(t)) end++;
+        cut.looks.push_back({view(t), t, end});
+    }
+}
+
+// Runs of sequences with a token each, for threads to read their caches in one go: the longest left to the thread that has
+// the least. None where there are too few, or one is too long.
+void cut_runs(Cut& cut, const StepArrays& in, int64_t threads) {
+    std::vector<QueryBlock>& blocks = cut.blocks;
+    if (int64_t(blocks.size()) != cut.count || cut.count < 4 * threads) return;
+    int64_t total = 0;
+    for (const QueryBlock& b : blocks) {
+        if (in.cu_seqlens[b.seq + 1] - in.cu_seqlens[b.seq] != 1) return;  // many heads a key: a prompt's blocks are as small
+        total += cost(in, b);
+    }
+    if (cost(in, blocks[0]) * threads > total) return;
+    std::vector<std::vector<QueryBlock>> runs(static_cast<size_t>(threads));
+    std::vector<int64_t> sums(size_t(threads), 0);
+    for (const QueryBlock& b : blocks) {
+        const size_t i = size_t(std::min_element(sums.begin(), sums.end()) - sums.begin());
+        runs[i].push_back(b);
+        sums[i] += cost(in, b);
+    }
+    blocks.clear();
+    cut.runs.push_back(0);
+    for (const std::vector<QueryBlock>& run : runs) {
+        blocks.insert(blocks.end(), run.begin(), run.end());
+        cut.runs.push_back(int64_t(blocks.size()));
+    }
+}
+
+}  // namespace
+
+Shares tapered(int64_t n, int64_t threads, int64_t least) {
+    Shares s;
+    for (int64_t left = n; left > 0; left = n - s.at[s.parts]) {
+        const int64_t room = CUTS - s.parts, size = std::max({least, left / (2 * threads), (left + room - 1) / room});
+        s.at[s.parts + 1] = left < 2 * least ? n : s.at[s.parts] + size;
+        s.parts++;
+    }
+    return s;
+}
+
+Cut cut_chunk(const Program& p, const StepArrays& in, int64_t first, int64_t count, int64_t threads) {
+    Cut cut;
+    cut.first = first;
+    cut.count = count;
+    int64_t per_kv = 1, looking = 1;
+    for (const Sublayer& s : p.sublayers) {
+        if (const Attention* a = s.attends()) per_kv = std::max(per_kv, a->per_kv);
+        if (const Cross* c = std::get_if<Cross>(&s.mixer)) looking = std::max(looking, c->core.per_kv);
+    }
+    const int64_t tokens = std::max<int64_t>(1, QUERY_ROWS / per_kv), end = first + count;
+    const int64_t look_tokens = std::max<int64_t>(1, QUERY_ROWS / looking);
+    cut.seq_of.assign(size_t(count), 0);
+    for (int64_t s = 0; s < in.seqs; s++) {
+        const QueryBlock span{s, std::max<int64_t>(in.cu_seqlens[s], first), std::min<int64_t>(in.cu_seqlens[s + 1], end)};
+        for (int64_t t = span.first; t < span.last; t++) cut.seq_of[size_t(t - first)] = s;
+        if (span.first < span.last) cut.spans.push_back(span);
+    }
+    find_views(cut, in);
+    find_seen(cut, in);
+    cut_parts(cut, p, threads);
+    if (cut.parts.empty()) {
+        cut_looks(cut, first, end, look_tokens);
+        cut_blocks(cut, in, first, end, tokens);
+        std::stable_sort(cut.blocks.begin(), cut.blocks.end(),
+                         [&](const QueryBlock& a, const QueryBlock& b) { return cost(in, a) > cost(in, b); });
+        cut_runs(cut, in, threads);
+        return cut;
+    }
+    for (RowPart& part : cut.parts) {
+        part.first_block = int64_t(cut.blocks.size());
+        cut_blocks(cut, in, first + part.rows.first, first + part.rows.last, tokens);
+        part.last_block = int64_t(cut.blocks.size());
+        part.first_look = int64_t(cut.looks.size());
+        cut_looks(cut, first + part.rows.first, first + part.rows.last, look_tokens);
+        part.last_look = int64_t(cut.looks.size());
+    }
+    auto total = [&](const RowPart& part) {
+        int64_t sum = 0;
+        for (int64_t i = part.first_block; i < part.last_block; i++) sum += cost(in, cut.blocks[size_t(i)]);
+        return sum;
+    };
+    std::stable_sort(cut.parts.begin(), cut.parts.end(), [&](const RowPart& a, const RowPart& b) { return total(a) > total(b); });
+    return cut;
+}
+
+int64_t chunk_end(const StepArrays& in, int64_t first) {
+    const int64_t most = std::min(first + CHUNK, in.tokens);
+    if (!in.reach || most == in.tokens) return most;
+    // a token before the border that sees one behind it
+    auto cuts = [&](int64_t end) {
+        const int64_t seq = std::upper_bound(in.cu_seqlens, in.cu_seqlens + in.seqs + 1, int32_t(end - 1)) - in.cu_seqlens - 1;
+        return in.reach[end - 1] > in.seq_lens[seq] - (in.cu_seqlens[seq + 1] - end);
+    };
+    int64_t end = most;
+    while (cuts(end)) end--;
+    return end;
+}
+
+int64_t partial_floats(const Program& p, const StepArrays& in, const Cut& cut) {
+    int64_t tiles = 0, widest = 0;
+    if (cut.count > SMALL) return 0;
+    for (int64_t t = 0; t < cut.count; t++) tiles += in.seq_lens[cut.seq_of[size_t(t)]] / KV_TILE + 1;
+    for (const Sublayer& s : p.sublayers)
+        if (const Attention* a = s.attends()) widest = std::max(widest, a->heads * (a->vpad + 2));
+    return tiles * widest;
+}
+
+}  // namespace tk

@@ -1,0 +1,140 @@
+// The record that program.py writes, read with every index and size checked; mixers have readers of their own (read.h).
+#include "step/program.h"
+
+#include "step/read.h"
+
+namespace tk {
+namespace {
+
+constexpr struct {
+    const char* kind;
+    Mixer (*read)(const Record&, Program&);
+} READERS[] = {
+    {"attention", read_attention},
+    {"latent", read_latent},
+    {"cross", read_cross},
+    {"short_conv", read_short_conv},
+    {"delta", read_delta},
+    {"mamba", read_mamba},
+    {"mlp", read_mlp},
+    {"moe", read_moe},
+};
+
+Mixer read_mixer(const Record& r, Program& prog) {
+    for (const auto& reader : READERS)
+        if (r.has(reader.kind)) return reader.read(r.record(reader.kind), prog);
+    r.fail("mixer", "none of a kind that is known");
+}
+
+Rope read_rope(const Record& r) {
+    Rope rope;
+    rope.rotary = r.integer("rotary_dim", 2, 4096);
+    rope.axis = r.needed("axis", rope.rotary / 2);
+    for (int64_t i = 0; i < rope.axis.size; i++)
+        if (const float axis = rope.axis.data[i]; axis != 0 && axis != 1 && axis != 2) r.fail("axis", "none of 0, 1 and 2");
+    for (int s = 0; s < 2; s++) {
+        const Record set = r.record(s ? "long" : "short");
+        rope.freq[s] = set.needed("inv_freq", rope.rotary / 2);
+        rope.factor[s] = set.number("factor");
+    }
+    return rope;
+}
+
+Sublayer read_sublayer(const Record& r, Program& prog) {
+    Sublayer s;
+    s.pre = r.norm("pre_norm", prog.hidden);
+    s.post = r.norm("post_norm", prog.hidden);
+    s.residual_scale = r.number("residual_scale");
+    s.beside = r.flag("beside");
+    s.deep = r.integer("deep", 0, prog.deep);
+    if (s.beside && prog.sublayers.empty()) r.fail("beside", "nothing stands before it");
+    if (s.beside && !prog.sublayers.back().beside) prog.sublayers.back().saves = true;
+    s.mixer = read_mixer(r, prog);
+    if (r.has("gate")) {
+        s.sees = true;
+        s.gate = std::tanh(r.needed("gate", 1).data[0]);
+        if (s.post.present()) r.fail("post_norm", "beside a gate");
+        if (!std::holds_alternative<Mlp>(s.mixer) && !std::holds_alternative<Cross>(s.mixer)) r.fail("gate", "of such a mixer");
+    }
+    if (std::holds_alternative<Cross>(s.mixer) && !s.sees) r.fail("cross", "without a gate");
+    return s;
+}
+
+void check_ways(const Input& in) {
+    if (in.keys.size() + in.more.size() == MAX_KEYS) throw Error("program: one input is quantized in more than 3 ways");
+}
+
+void join_own(Input& in, Linear& l) {
+    if (!l.present() || l.w.format != INT) return;
+    for (size_t i = 0; i < in.keys.size(); i++)
+        if (in.keys[i] == l.key) {
+            l.slot = int(i);
+            return;
+        }
+    check_ways(in);
+    l.slot = int(in.keys.size());
+    in.keys.push_back(l.key);
+}
+
+// The same of one that only tokens of pictures have.
+void join_more(Input& in, Linear& l) {
+    if (l.w.format != INT) return;
+    for (size_t i = 0; i < in.keys.size(); i++)
+        if (in.keys[i] == l.key) {
+            l.slot = int(i);
+            return;
+        }
+    size_t i = 0;
+    while (i < in.more.size() && !(in.more[i] == l.key)) i++;
+    if (i == in.more.size()) {
+        check_ways(in);
+        in.more.push_back(l.key);
+    }
+    l.slot = MAX_KEYS - 1 - int(i);
+}
+
+}  // namespace
+
+void join(Input& in, Linear& l) {
+    join_own(in, l);
+    if (l.seen && l.seen->whole.present()) join_more(in, l.seen->whole);
+}
+
+Program parse_program(const char* names, const double* values, int64_t count, const TensorRecord* tensors, int64_t tensors_size,
+                      bool bf16_dot) {
+    Values all(names, values, count, tensors, tensors_size);
+    const Record r(all);
+    Program prog;
+    prog.vocab = r.integer("vocabulary", 1, LIMIT);
+    prog.hidden = r.integer("hidden", 1, LIMIT);
+    prog.block_size = r.integer("block_size", 16, 1 << 16);
+    if (prog.block_size & (prog.block_size - 1)) r.fail("block_size", "no power of two");
+    prog.kv_type = int32_t(r.integer("cache_type", KV_F32, KV_INT4));
+    prog.deep = r.integer("deep", 0, 1 << 16);
+    prog.bf16 = r.flag("bfloat16") && bf16_dot;
+    const int64_t groups = r.integer("groups", 1, 64);
+    for (int64_t g = 0; g < groups; g++) {
+        Group group;
+        const Record entry = r.entry("groups", g);
+        group.window = entry.integer("window", 0, LIMIT);
+        group.state = entry.flag("state");
+        prog.groups.push_back(group);
+    }
+    const int64_t ropes = r.integer("ropes", 0, 64);
+    for (int64_t i = 0; i < ropes; i++) prog.ropes.push_back(read_rope(r.entry("ropes", i)));
+    prog.embed_scale = r.number("embed_scale");
+    prog.head_scale = r.number("head_scale");
+    prog.softcap = r.number("softcap");
+    prog.embed = r.linear("embed", prog.vocab, prog.hidden, true);
+    const int64_t sublayers = r.integer("sublayers", 0, 1 << 16);
+    for (int64_t i = 0; i < sublayers; i++) prog.sublayers.push_back(read_sublayer(r.entry("sublayers", i), prog));
+    prog.final_norm = r.needed_norm("final_norm", prog.hidden);
+    prog.head = r.linear("head", r.integer("head_rows", 1, prog.vocab), prog.hidden, true);
+    prog.head_in.width = prog.hidden;
+    prog.head_in.turned = prog.head.turned;
+    join(prog.head_in, prog.head);
+    all.finish();
+    return prog;
+}
+
+}  // namespace tk

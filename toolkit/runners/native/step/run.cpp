@@ -1,0 +1,164 @@
+// One step: every thread runs the same function over its share of output rows, tokens or attention items.
+//
+// Work is split over outputs only, so a result does not depend on the number of threads. Up to SMALL tokens every
+// thread prepares the inputs of linears for itself, which saves a barrier; above that tokens are shared out, and with many of
+// them threads take parts through whole layers (rows_step.cpp).
+#include "step/run.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace tk {
+
+int64_t phases_of(const Program& p, int64_t head_blocks) {
+    int64_t n = 4 + head_blocks * 4;
+    for (const Sublayer& s : p.sublayers)
+        n += std::visit([](const auto& m) { return std::decay_t<decltype(m)>::PHASES; }, s.mixer) + (s.deep > 0);
+    return n;
+}
+
+// Rows of the residual that sublayers beside this one read when it has added to them.
+void Run::save_rows(const Sublayer& s, Range rows) const {
+    if (s.saves && rows.last > rows.first)
+        memcpy(w.block + rows.first * w.hidden_ld, w.x + rows.first * w.hidden_ld, size_t(rows.last - rows.first) * size_t(w.hidden_ld) * 4);
+}
+
+void Run::save(const Sublayer& s) {
+    if (s.saves) share(P_OTHER, count, 1, [&](Range r) { save_rows(s, r); });
+}
+
+Run::Prepared Run::prepare(const Input& in, const Norm& norm, const float* from, int64_t ld, int64_t rows) {
+    InputBuffer& shared = from == w.mid.x ? w.mid : w.in;
+    if (rows <= SMALL) return {&shared == &w.mid ? &own.mid : &own.in, false};
+    if (norm.present() || !plain(in) || from != shared.x)
+        share(P_PREPARE, rows, 1, [&](Range r) {
+            for (int64_t t = r.first; t < r.last; t++) prepare_row(in, norm, from + t * ld, shared, t);
+        });
+    return {&shared, true};
+}
+
+const InputBuffer& Run::ready(Prepared& p, const Input& in, const Norm& norm, const float* from, int64_t ld,
+                              int64_t rows) const {
+    if (!p.ready)
+        for (int64_t t = 0; t < rows; t++) prepare_row(in, norm, from + t * ld, *p.buffer, t);
+    p.ready = true;
+    return *p.buffer;
+}
+
+Store Run::residual(const Sublayer& s) const {
+    Store to;
+    to.ld = w.hidden_ld;
+    to.out = s.apart() ? w.tmp : w.x;
+    to.add = s.apart() ? 0 : 1;
+    to.alpha = s.residual_scale;
+    return to;
+}
+
+void Run::add_post_rows(const Sublayer& s, Range rows) {
+    for (int64_t t = rows.first; t < rows.last; t++) {
+        if (s.sees && view_of[size_t(t)] < 0) continue;
+        float* y = w.tmp + t * w.hidden_ld;
+        if (s.post.present()) norm_row(s.post, y, y);
+        ops.add_scaled(w.x + t * w.hidden_ld, y, s.residual_scale * s.gate, p.hidden);
+    }
+}
+
+void Run::add_post(const Sublayer& s) {
+    if (s.apart()) share(P_OTHER, count, 1, [&](Range r) { add_post_rows(s, r); });
+}
+
+// The linear that ends a sublayer, from the shared middle rows (already quantized or not) into the residual.
+void Run::down(const Sublayer& s, const Linear& l, const Input& mid, bool quantized, Phase phase) {
+    Prepared x = quantized || plain(mid) ? Prepared{&w.mid, true} : prepare(mid, Norm(), w.mid.x, w.mid.ldx, count);
+    const Store to = residual(s);
+    share_tiles(phase, l.w.tiles(), pair_unit(), l.w.bytes(), [&](Range tiles) {
+        linear(l, ready(x, mid, Norm(), w.mid.x, w.mid.ldx, count), 0, count, tiles, to);
+    });
+    add_post(s);
+}
+
+void Run::embed_rows(Range r) {
+    for (int64_t t = r.first; t < r.last; t++) {
+        const int64_t at = first + t;
+        const int32_t prev = in.from_previous[at];
+        const int64_t id = prev >= 0 ? model.previous[size_t(prev)] : in.token_ids[at];
+        ops.matrix_row(p.embed.w, id, p.embed_scale, w.x + t * w.hidden_ld);
+        if (p.embed.turned) ops.hadamard(w.x + t * w.hidden_ld, p.hidden);
+    }
+    for (int64_t i = 0; i < in.embeds_size; i++) {
+        const int64_t t = in.embed_index[i] - first;
+        if (t >= r.first && t < r.last)
+            memcpy(w.x + t * w.hidden_ld, in.embeds + i * p.hidden * (1 + p.deep), size_t(p.hidden) * 4);
+    }
+    for (size_t i = 0; i < p.ropes.size(); i++) turn_table(i, r);
+}
+
+// Rows of pictures that are added behind this sublayer.
+void Run::add_deep(const Sublayer& s, Range rows) {
+    for (int64_t i = 0; i < in.embeds_size; i++) {
+        const int64_t t = in.embed_index[i] - first;
+        if (t >= rows.first && t < rows.last)
+            ops.add_scaled(w.x + t * w.hidden_ld, in.embeds + (i * (1 + p.deep) + s.deep) * p.hidden, 1.0f, p.hidden);
+    }
+}
+
+// Cosines and sines of a rope for tokens r.
+void Run::turn_table(size_t i, Range r) const {
+    const Rope& rope = p.ropes[i];
+    const int64_t half = rope.rotary / 2;
+    for (int64_t t = r.first; t < r.last; t++) {
+        const int set = in.rope_set[seq_of[size_t(t)]];
+        const int32_t* at = in.positions + first + t;
+        for (int64_t d = 0; d < half; d++) {
+            const int64_t axis = in.axes == 1 ? 0 : int64_t(rope.axis.data[d]);
+            const float angle = float(at[axis * in.tokens]) * rope.freq[set].data[d];
+            w.cos[i][t * half + d] = cosf(angle) * rope.factor[set];
+            w.sin[i][t * half + d] = sinf(angle) * rope.factor[set];
+        }
+    }
+}
+
+void Run::layers() {
+    if (parts.empty()) {
+        share(P_EMBED, count, 1, [&](Range r) { embed_rows(r); });
+        for (const Sublayer& s : p.sublayers) {
+            if (s.sees && looks.empty()) save(s);
+            else std::visit([&](const auto& m) { mix(s, m); }, s.mixer);
+            if (s.deep && in.embeds_size) share(P_OTHER, count, 1, [&](Range r) { add_deep(s, r); });
+        }
+    } else {
+        layers_by_parts();
+    }
+    // rows that someone asks for leave the chunk, normed
+    share(P_OTHER, int64_t(plan.rows.size()), 1, [&](Range r) {
+        for (int64_t i = r.first; i < r.last; i++) {
+            const int64_t t = plan.rows[size_t(i)] - first;
+            if (t >= 0 && t < count)
+                norm_row(p.final_norm, w.x + t * w.hidden_ld, plan.hidden + i * w.hidden_ld);
+        }
+    });
+}
+
+void Run::heads() {
+    share(P_OTHER, in.hidden_size, 1, [&](Range r) {
+        for (int64_t i = r.first; i < r.last; i++)
+            memcpy(out.hidden + i * p.hidden, plan.hidden + plan.hidden_row[size_t(i)] * w.hidden_ld, size_t(p.hidden) * 4);
+    });
+    for (int64_t base = 0; base < plan.logit_rows; base += w.logit_rows) {
+        const int64_t n = std::min(w.logit_rows, plan.logit_rows - base);
+        const float* from = plan.hidden + base * w.hidden_ld;
+        Prepared x = prepare(p.head_in, Norm(), from, w.hidden_ld, n);
+        Store to;
+        to.out = w.logits;
+        to.ld = w.vocab_ld;
+        share_tiles(P_HEAD, p.head.w.tiles(), 2, p.head.w.bytes(), [&](Range tiles) {
+            linear(p.head, ready(x, p.head_in, Norm(), from, w.hidden_ld, n), 0, n, tiles, to);
+        });
+        share(P_SAMPLE, n, 1, [&](Range r) {
+            for (int64_t i = r.first; i < r.last; i++) finish_row(base + i, w.logits + i * w.vocab_ld);
+        });
+    }
+}
+
+}  // namespace tk

@@ -1,0 +1,182 @@
+// One thread's view of a running step.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <utility>
+#include <vector>
+
+#include "step/model.h"
+#include "step/row_work.h"
+
+namespace tk {
+
+// Phases that a run may have, for Pool::run.
+int64_t phases_of(const Program& p, int64_t head_blocks);
+
+class Run : RowWork {
+public:
+    Run(Model& m, const StepArrays& i, const StepResults& o, Plan& pl, const Cut& cut, int index)
+        : RowWork(*m.ops, m.program.bf16, false, m.work->threads[size_t(index)].linear,
+                  {cut.seen.empty() ? nullptr : cut.seen.data(), &m.work->threads[size_t(index)].low}),
+          model(m), p(m.program), w(*m.work), in(i), out(o), plan(pl), seq_of(cut.seq_of), view_of(cut.view_of), spans(cut.spans),
+          blocks(cut.blocks), looks(cut.looks), parts(cut.parts), runs(cut.runs), first(cut.first), count(cut.count),
+          thread(index), threads(m.pool.size()), own(m.work->threads[size_t(index)]) {
+        for (LowScratch::Rows& made : own.low.made) made.of = nullptr;
+    }
+
+    void layers();
+    void heads();
+    void remember(const Kept& kept, int64_t from);
+
+private:
+    static constexpr int64_t UNEVEN = 4;  // chunks a thread where their work may differ
+
+    // The next phase: [0, n) cut into at most `grain` chunks a thread, of whole units; body(Range). One chunk reads its
+    // weights in one run; whoever comes first takes it, so that a thread that is kept away holds up nobody.
+    template <class Body>
+    void share(Phase name, int64_t n, int64_t unit, Body&& body, int64_t grain = 1) {
+        const int64_t units = (n + unit - 1) / unit, most = threads == 1 ? 1 : grain * threads;
+        const int64_t chunks = units < most ? units : most;
+        model.pool.chunks(phase++, uint32_t(chunks), [&](uint32_t i) {
+            const int64_t a = units * i / chunks * unit, b = units * (i + 1) / chunks * unit;
+            body(Range{a, b < n ? b : n});
+        });
+        if (thread == 0 && model.profile) model.profile->tick(name);
+    }
+    // The same for the tiles of linears, `bytes` of weights in all: with enough of them whoever is faster takes more.
+    template <class Body>
+    void share_tiles(Phase name, int64_t n, int64_t unit, int64_t bytes, Body&& body) {
+        if (threads == 1 || threads > CUTS / 2 || bytes < 4 * threads * PART_BYTES) return share(name, n, unit, body);
+        const int64_t units = (n + unit - 1) / unit;
+        const Shares s = tapered(units, threads, (units * PART_BYTES + bytes - 1) / bytes);
+        model.pool.chunks(phase++, uint32_t(s.parts), [&](uint32_t i) { body(Range{s.at[i] * unit, std::min(n, s.at[i + 1] * unit)}); });
+        if (thread == 0 && model.profile) model.profile->tick(name);
+    }
+    int64_t pair_unit() const { return count > SMALL ? 2 : 1; }
+
+    // Inputs of linears. For many rows they are a phase of their own and lie in the shared buffer; for few, each thread that
+    // takes part in the product makes its own copy when it takes its first chunk.
+    struct Prepared {
+        InputBuffer* buffer;
+        bool ready;
+    };
+    const float* source(const Sublayer& s) const { return s.beside ? w.block : w.x; }
+    void save_rows(const Sublayer& s, Range rows) const;
+    void save(const Sublayer& s);
+    Prepared prepare(const Input& in, const Norm& norm, const float* from, int64_t ld, int64_t rows);
+    const InputBuffer& ready(Prepared& p, const Input& in, const Norm& norm, const float* from, int64_t ld, int64_t rows) const;
+    Store residual(const Sublayer& s) const;
+    void add_post(const Sublayer& s);
+    void add_deep(const Sublayer& s, Range rows);
+    void add_post_rows(const Sublayer& s, Range rows);
+    bool stripes(const Mlp& m) const;
+    void gated_rows(const Mlp& m, const InputBuffer& in, Range rows, Range tiles, bool fused);
+    void down(const Sublayer& s, const Linear& l, const Input& mid, bool quantized, Phase phase);
+
+    void embed_rows(Range rows);
+    void turn_table(size_t rope, Range tokens) const;
+    void mix(const Sublayer& s, const Mlp& m);
+
+    // attention_step.cpp
+    void mix(const Sublayer& s, const Attention& a);
+    void project(const Input& in, const Norm& norm, const float* from, int64_t ld, float* out, std::initializer_list<const Linear*> parts);
+    void settle_row(const Attention& a, int64_t t) const;
+    void turn_row(const Attention& a, int64_t t, float* q, float* k) const;
+    void turn_and_store(const Attention& a, int64_t t, int64_t head);
+    void store(const Attention& a, int64_t t, int64_t head, const float* key, const float* value);
+    int64_t position_of(int64_t seq, int64_t flat) const { return in.seq_lens[seq] - (in.cu_seqlens[seq + 1] - flat); }
+    // The position behind the last that a token sees; rows are seen from behind alone.
+    int64_t reach(const Attention& a, int64_t seq, int64_t flat) const { return in.reach && !a.rows ? in.reach[flat] : position_of(seq, flat) + 1; }
+    Range tiles_of(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const;
+    // One tile, for tokens [first, last) of a sequence and one kv head.
+    struct Piece {
+        int64_t seq, head, first, last, tile;
+    };
+    Range seen(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const;
+    void find_cells(const Attention& a, int64_t seq, int64_t head, int64_t tile, Range tokens, KvTile* to) const;
+    void load_cells(const Attention& a, int64_t tile, Range tokens, const KvTile* ahead, KvTile* cells);
+    bool reads_stored(const Attention& a) const;
+    void attend_tile(const Attention& a, const Piece& piece, const Piece* next, const AttnState& to);
+    void attend_blocks(const Attention& a, Range which, Range heads);
+    void attend_split(const Attention& a);
+    void merge_split(const Attention& a);
+    void finish_rows(const Attention& a, int64_t head, int64_t t, const AttnState& s, int64_t row, float* to);
+    const uint8_t* query(const Attention& a, int64_t head, int64_t t) const;
+    void put_query(const Attention& a, const float* row, uint8_t* to) const;
+    float* result(const Attention& a, int64_t t) const { return a.rows ? w.spread + t * w.spread_ld : w.mid.x + t * w.mid.ldx; }
+    void attend_all(const Attention& a, const std::vector<uint8_t>& skipped = {});
+
+    // latent_step.cpp
+    void mix(const Sublayer& s, const Latent& a);
+    void store_row(const Latent& a, int64_t t);
+    void absorb(const Latent& a, int64_t head, Range rows);
+    void merge_head(const Latent& a, int64_t head);
+    void give_values(const Latent& a, int64_t head, Range rows);
+
+    // expand_step.cpp
+    bool expands(const Latent& a, int64_t seq) const;
+    void load_rows(const Attention& core, int64_t seq, int64_t tile, int64_t length, float* out);
+    void expand_tile(const Latent& a, int64_t head, int64_t tokens, KvTile* kv);
+    void attend_expanded(const Latent& a, int64_t seq, int64_t head);
+
+    // cross_step.cpp
+    void mix(const Sublayer& s, const Cross& c);
+    void ask(const Cross& c, int64_t t, int64_t head);
+    KvTile kept_tile(const Cross& c, const Kept& kept, int64_t head, int64_t tile) const;
+    void look(const Cross& c, const QueryBlock& block, int64_t head);
+    void cross_rows(const Sublayer& s, const Cross& c, const RowPart& part);
+
+    // rows_step.cpp
+    void mark(Phase name);
+    void layers_by_parts();
+    void prepare_rows(const Sublayer& s, const Input& in, Range rows);
+    void project_rows(const Sublayer& s, const Attention& a, Range rows);
+    void attend_rows(const Sublayer& s, const Attention& a, const RowPart& part);
+    void mlp_rows(const Sublayer& s, const Mlp& m, Range rows);
+    void down_rows(const Sublayer& s, const Linear& l, Range rows, Phase phase);
+
+    // state_step.cpp
+    void mix(const Sublayer& s, const ShortConv& m);
+    void mix(const Sublayer& s, const Delta& m);
+    void mix(const Sublayer& s, const Mamba& m);
+    template <class Body>
+    void each_span(int64_t each, Body&& body);
+    float* slot(int64_t group, int64_t seq) const;
+    void convolve(const Conv& conv, const QueryBlock& span, Range c, const float* x, int64_t ldx, float* out, int64_t ldo) const;
+    void recur(const States& s, const QueryBlock& span, int64_t head, int64_t key, int64_t query, int64_t value) const;
+
+    // moe_step.cpp
+    void mix(const Sublayer& s, const Moe& m);
+    void route(const Sublayer& s, const Moe& m);
+    void gather_pairs(const Moe& m);
+    template <class Body>
+    void each_expert(const Moe& m, bool down, Body&& body);
+    void experts(const Moe& m);
+    void combine(const Sublayer& s, const Moe& m);
+
+    // sampling.cpp
+    void finish_row(int64_t row, float* logits);
+    void sample(int64_t i, const float* raw);
+
+    Model& model;
+    Program& p;
+    Workspace& w;
+    const StepArrays& in;
+    const StepResults& out;
+    Plan& plan;
+    const std::vector<int64_t>& seq_of;
+    const std::vector<int32_t>& view_of;
+    const std::vector<QueryBlock>& spans;
+    const std::vector<QueryBlock>& blocks;
+    const std::vector<QueryBlock>& looks;
+    const std::vector<RowPart>& parts;
+    const std::vector<int64_t>& runs;
+    const int64_t first, count;  // the chunk's flat tokens
+    Range hand{0, count};        // those that this thread has in hand: a part of their own, or all
+    const int thread, threads;
+    ThreadScratch& own;
+    int64_t phase = 0;
+};
+
+}  // namespace tk

@@ -1,0 +1,1 @@
+"""Vision towers on the native library."""

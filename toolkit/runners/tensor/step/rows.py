@@ -1,0 +1,47 @@
+"""The rows that a step was asked for: sampled tokens, logits, hidden states, log-probabilities of targets."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.runners.step import StepBatch
+from toolkit.runners.tensor.decoder import Decoder
+from toolkit.runners.tensor.devices.device import Device
+from toolkit.runners.tensor.step.sampler import sample_rows
+
+TARGET_ROWS = 256  # targets whose logits exist at one time
+
+
+def produce(decoder: Decoder, x: Tensor, delta: Tensor | None, batch: StepBatch, device: Device) -> dict[str, Tensor]:
+    """Run the final norm and the head on the rows asked for, and sample; results by name, on the device."""
+    asked = (batch.sample_index, batch.logits_index, batch.hidden_index, batch.target_index)
+    rows, places = np.unique(np.concatenate(asked), return_inverse=True)
+    if not len(rows):
+        return {}
+    names = ("sample", "logits", "hidden", "target")
+    split = np.split(places.astype(np.int64), np.cumsum([len(a) for a in asked])[:-1])
+    arrays = dict(zip(names, split, strict=True)) | {"rows": rows.astype(np.int64)}
+    t = device.put(arrays | {"target_ids": batch.target_ids.astype(np.int64)})
+    h = decoder.hidden(x, delta, None if len(rows) == x.shape[0] else t["rows"])
+    found: dict[str, Tensor] = {}
+    if len(batch.sample_index):
+        logits = decoder.logits(h.index_select(0, t["sample"]))
+        found |= sample_rows(logits, batch.sampling, decoder.ops, device).tensors()
+    if len(batch.logits_index):
+        found["logits"] = decoder.logits(h.index_select(0, t["logits"]))
+    if len(batch.hidden_index):
+        found["hidden"] = h.index_select(0, t["hidden"]).float()
+    if len(batch.target_index):
+        found["targets"] = _targets(decoder, h, t["target"], t["target_ids"])
+    return found
+
+
+def _targets(decoder: Decoder, h: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
+    """log p(ids[i]) after row rows[i], a few hundred rows of logits at a time."""
+    found = []
+    for some, targets in zip(rows.split(TARGET_ROWS), ids.split(TARGET_ROWS), strict=True):
+        logits = decoder.logits(h.index_select(0, some))
+        found.append(logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1))
+    return torch.cat(found)

@@ -1,0 +1,270 @@
+"""Running steps: decode steps through graphs where the device captures them, all others kernel by kernel.
+
+With graphs nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.models.spec import DecoderSpec
+from toolkit.runners.base import RunnerError
+from toolkit.runners.step import StepBatch
+from toolkit.runners.tensor.cache import KVCache
+from toolkit.runners.tensor.decoder import Decoder, Moe
+from toolkit.runners.tensor.devices.device import Device, GraphDevice
+from toolkit.runners.tensor.layers.lora import AdapterStep
+from toolkit.runners.tensor.layers.positions import PositionTables
+from toolkit.runners.tensor.step.checks import check_batch, check_sampling
+from toolkit.runners.tensor.step.context import StepContext
+from toolkit.runners.tensor.step.draws import DRAWN_BY, plain
+from toolkit.runners.tensor.step.graphs import Graphs
+from toolkit.runners.tensor.step.idle import idle_batch, idle_prompts
+from toolkit.runners.tensor.step.inputs import (
+    ADAPTER,
+    DecodeArrays,
+    GraphKey,
+    Kind,
+    axes_array,
+    decode_arrays,
+    graph_rows,
+    is_decode,
+    table_arrays,
+    tile_name,
+    token_arrays,
+)
+from toolkit.runners.tensor.step.pending import Pending
+from toolkit.runners.tensor.step.rows import produce
+from toolkit.runners.tensor.step.sampler import sample_rows
+from toolkit.runners.tensor.step.tiles import AttentionPlan, DecodeCut, Heads, sight_of
+
+log = logging.getLogger(__name__)
+MOST_SAMPLED = 8192  # rows whose tokens the next step may refer to
+WARM_LENGTHS = (256, 512, 1024, 2048, 4096)  # tokens beyond which there are graphs from the start, with more tiles
+# Steps of more sequences than FEW_ROWS are captured for lengths beyond MANY_LENGTH when they first come.
+FEW_ROWS, MANY_LENGTH = 8, 512
+
+
+class Steps:
+    """One model and one cache at work on ``device``. ``on_graphs``: the same device where decode steps are captured and
+    nothing may wait, else None; ``adapters``: what the decoder's linears ask for the step's adapters.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        decoder: Decoder,
+        cache: KVCache,
+        device: Device,
+        on_graphs: GraphDevice | None,
+        adapters: AdapterStep,
+    ) -> None:
+        self.spec, self.decoder, self.cache, self.device = spec, decoder, cache, device
+        self.adapters = adapters
+        q_scales = (a.q_scale for _, a in spec.attention_layers() if a.q_scale is not None)
+        self._positions = PositionTables(spec.ropes(), q_scales, device.torch)
+        self._tile_rows: dict[Kind, dict[Heads, int]] = {(group, kept.window): {} for _, group, kept in spec.paged()}
+        self.graphs: Graphs | None = None
+        if on_graphs is not None:
+            one = spec.block == 1  # else no step is of one token a sequence, which is what graphs are of
+            self.graphs = Graphs(on_graphs, self._decode_body, bool(self._tile_rows), one and _capturable(decoder))
+        self._cuts: dict[tuple[Kind, Heads], DecodeCut] = {}  # of the decode step before
+        self._pictures: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # by number, what cross layers keep of them
+        self._previous = torch.zeros(MOST_SAMPLED, dtype=torch.int64, device=device.torch)
+        self._best = torch.zeros(MOST_SAMPLED, dtype=torch.float32, device=device.torch)
+        self._sampled = 0  # rows of the step before
+
+    def submit(self, batch: StepBatch, explain: Callable[[Exception, StepBatch], RunnerError]) -> Pending:
+        """Queue a step. Raises RunnerError for a batch that cannot be."""
+        self._check(batch)
+        self._copy_blocks(batch)
+        self._reach(int(batch.positions.max()))
+        if self.graphs is not None and is_decode(batch):
+            tensors, capture = self._decode(batch, self.graphs)
+        else:
+            tensors, capture = self._mixed(batch), None
+        self._sampled = rows = len(batch.sample_index)
+        found = self.device.fetch(tensors)
+        if capture is not None:
+            capture()
+        spec = self.spec
+        bad = batch.sampling.senseless()
+        return Pending(found, rows, bad, spec.vocab_size, spec.hidden_size, lambda error: explain(error, batch))
+
+    def warm_up(self, most: int, length: int, tokens: int) -> None:
+        """Compile the kernels of steps of up to ``tokens`` tokens of sequences up to ``length``, and capture decode
+        steps of up to ``most``, large ones first: smaller ones then fit the memory of their pool. Where there are
+        adapters, prompts and short sequences once more with them. Without graphs there is nothing to do.
+        """
+        if self.graphs is None:
+            return
+        self._reach(length - 1)
+        spare, size = self.cache.num_blocks, self.cache.block_size
+        adapters = (-1, 0) if self.adapters.count else (-1,)
+        for adapter in adapters:
+            for added in idle_prompts(length, tokens):
+                self._mixed(idle_batch(added, spare, size, adapter))
+            self._decode(idle_batch([(1, 1)], spare, size, adapter, self.spec.vocab_size), self.graphs)
+        for rows in sorted({graph_rows(n) for n in range(1, min(most, MOST_SAMPLED) + 1)}, reverse=True):
+            longest = (length if rows <= FEW_ROWS else min(length, MANY_LENGTH + 1)) if self._tile_rows else 0
+            beyond = (n + 1 for n in WARM_LENGTHS if n < longest)
+            for total, adapter in (*((1, a) for a in adapters), *((n, -1) for n in beyond)):
+                _, capture = self._decode(idle_batch([(1, total)] * rows, spare, size, adapter), self.graphs)
+                if capture is not None:
+                    capture()
+        self._sampled = 0
+
+    def _reach(self, position: int) -> None:
+        """Have what positions up to this one need."""
+        if self._positions.reach(position) and self.graphs is not None:
+            self.graphs.clear()
+
+    def _check(self, batch: StepBatch) -> None:
+        blocks, size, adapters = self.cache.num_blocks, self.cache.block_size, self.adapters.count
+        check_batch(batch, self.spec, blocks, size, self._sampled, adapters)
+        check_sampling(batch, self.spec.vocab_size)
+        if len(batch.sample_index) > MOST_SAMPLED:
+            raise RunnerError(f"sample_index: expected at most {MOST_SAMPLED} rows, found {len(batch.sample_index)}")
+
+    def _copy_blocks(self, batch: StepBatch) -> None:
+        for group, pairs in enumerate(batch.copy_blocks):
+            if not len(pairs):
+                continue
+            moves = self.device.put({"source": pairs[:, 0].astype(np.int64), "target": pairs[:, 1].astype(np.int64)})
+            self.cache.copy(group, moves["source"], moves["target"])
+
+    # -- decode steps
+
+    def _decode(self, batch: StepBatch, graphs: Graphs) -> tuple[dict[str, Tensor], Callable[[], None] | None]:
+        """One token for every sequence: (results on the device, what captures the step afterwards)."""
+        n, draws = len(batch.seq_lens), plain(batch.sampling)
+        spare, size = self.cache.num_blocks, self.cache.block_size
+        adapters = self.adapters.of_tokens(batch)
+        offset, tile_rows = self._positions.offset, self._tile_rows
+        made = decode_arrays(batch, self.spec, spare, size, offset, tile_rows, self._cuts, draws, adapters)
+        logits, capture = graphs.run(made)
+        if logits is None:
+            return {"tokens": self._previous[:n], "best": self._best[:n]}, capture
+        sampled = sample_rows(logits[:n], batch.sampling, self.decoder.ops, self.device)
+        self._previous[:n].copy_(sampled.tokens)
+        return sampled.tensors(), capture
+
+    def _decode_body(self, t: dict[str, Tensor], made: DecodeArrays, key: GraphKey) -> Tensor | None:
+        """What a graph holds: everything from token ids to logits, and drawing where that is all there is to do."""
+        starts = np.arange(key.rows + 1, dtype=np.int32)
+        plans = {
+            kind: AttentionPlan(
+                t[f"table{kind[0]}"], starts, made.lengths, sight_of(self.spec, kind), self.device.put, rows
+            )
+            for kind, rows in self._tile_rows.items()
+        }
+        for kind, heads, room in key.tiles:
+            items, merges = t[tile_name("items", kind, heads)], t[tile_name("merges", kind, heads)]
+            plans[kind].give(heads, items, merges, room)
+        x, delta = self._layers(self._embed(t), t, plans, made.batch)
+        logits = self.decoder.logits(self.decoder.hidden(x, delta, None))
+        self.adapters.use(None, self.decoder.ops)  # what it holds may lie in a graph's memory, which may go
+        if not made.draws:
+            return logits
+        columns = (t[name] for name in DRAWN_BY)
+        self._previous[: key.rows].copy_(self.decoder.ops.sample(logits, *columns))
+        torch.amax(logits, -1, out=self._best[: key.rows])
+        return None
+
+    # -- any step
+
+    def _mixed(self, batch: StepBatch) -> dict[str, Tensor]:
+        """Prompts, or rows that a graph does not return: kernel by kernel."""
+        adapters = self.adapters.of_tokens(batch)
+        arrays = token_arrays(batch, self.spec, self._positions.offset, adapters) | axes_array(batch)
+        arrays |= table_arrays(batch)
+        if batch.embeds is not None and len(batch.embed_index):
+            arrays |= {"embeds": batch.embeds, "embed_index": batch.embed_index.astype(np.int64)}
+        if len(batch.routed):
+            arrays["routed"] = batch.routed.astype(np.int64)
+        t = self.device.put(arrays)
+        x = self._embed(t)
+        if "embeds" in t:
+            x = x.index_copy(0, t["embed_index"], t["embeds"][:, : self.spec.hidden_size].to(x.dtype))
+        plans = {
+            kind: self._plan(*kind, batch.block_tables[kind[0]], batch.cu_seqlens, batch.seq_lens, t[f"table{kind[0]}"])
+            for kind in self._tile_rows
+        }
+        self._remember(batch)
+        x, delta = self._layers(x, t, plans, batch)
+        found = produce(self.decoder, x, delta, batch, self.device)
+        if "tokens" in found:
+            self._previous[: len(batch.sample_index)].copy_(found["tokens"])
+        return found
+
+    def _remember(self, batch: StepBatch) -> None:
+        """Keys and values of the pictures that are new, none of those that are not wanted any more."""
+        views = batch.views
+        if views is None:
+            return
+        for number in views.gone.tolist():
+            self._pictures.pop(number, None)
+        if not len(views.new):
+            return
+        rows = self.device.put({"rows": views.rows})["rows"].to(self.decoder.table.dtype)
+        self.adapters.use(None, self.decoder.ops)
+        for (number, _), mine in zip(views.new.tolist(), rows.split(views.new[:, 1].tolist()), strict=True):
+            self._pictures[number] = self.decoder.remember(mine)
+
+    def _embed(self, t: dict[str, Tensor]) -> Tensor:
+        source = t["source"]
+        taken = self._previous.index_select(0, source.clamp(min=0))
+        return self.decoder.embed(torch.where(source >= 0, taken, t["ids"]))
+
+    def _plan(
+        self,
+        group: int,
+        window: int | None,
+        table: np.ndarray,
+        starts: np.ndarray,
+        lengths: np.ndarray,
+        on_device: Tensor | None = None,
+    ) -> object:
+        """What attention makes of these sequences; None where it plans nothing. ``on_device``: ``table``, if it is
+        there already. With graphs a plan that no kernel has to wait for.
+        """
+        sight = sight_of(self.spec, (group, window))
+        if self.graphs is not None:
+            there = self.device.put({"table": table})["table"] if on_device is None else on_device
+            return AttentionPlan(there, starts, lengths, sight, self.device.put, self._tile_rows[group, window])
+        make = self.decoder.ops.plan_attention
+        if make is None:
+            return None
+        blocks, size, device = self.cache.num_blocks[group] + 1, self.cache.block_size, self.device.torch
+        return make(table, starts, lengths, size, blocks, window, device, sight.chunked, sight.block)
+
+    def _layers(
+        self, x: Tensor, t: dict[str, Tensor], plans: Mapping[Kind, object], batch: StepBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        self.adapters.use(t.get(ADAPTER), self.decoder.ops, t.get("routed"))
+        groups = list(enumerate(self.spec.cache_groups))
+        slots = {group: t[f"slots{group}"] for group, kept in groups if kept.kind != "state"}
+        tables = {group: t[f"table{group}"] for group, _ in groups}
+        angles, q_scales = self._positions.angles(t["rope"], t.get("axes")), self._positions.q_scales(t["rope"])
+        made = angles, q_scales, dict(plans), self._plan
+        context = StepContext(batch, self.cache, slots, tables, t.get("starts"), *made)
+        if (views := batch.views) is not None and len(views.tokens):
+            seen = [tuple(part.tolist()) for part in np.split(views.seen, views.ptr[1:-1])]
+            pairs = zip(views.tokens.tolist(), seen, strict=True)
+            context.views, context.pictures = tuple((a, b, s) for (a, b), s in pairs), self._pictures
+        if "embeds" in t:
+            context.deep, context.deep_index = t["embeds"].split(x.shape[1], 1)[1:], t["embed_index"]
+        return self.decoder.run(x, context)
+
+
+def _capturable(decoder: Decoder) -> bool:
+    """Whether decode steps can be graphs: experts that run one by one depend on what the router says."""
+    if not any(isinstance(s.mixer, Moe) and s.mixer.experts for s in decoder.steps):
+        return True
+    log.warning("experts of a form that no kernel runs together: decode steps run kernel by kernel")
+    return False

@@ -1,0 +1,1 @@
+"""What clients may send: the fields of requests, their types and bounds."""

@@ -1,0 +1,1 @@
+"""A request of any API, run: its prompt, its choices in the engine, what its answers hold."""

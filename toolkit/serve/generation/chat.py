@@ -1,0 +1,124 @@
+"""Runs one conversation's request: prompt, grammar, parsers; for every API that has conversations."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from toolkit.errors import UsageError
+from toolkit.messages import GenerationConfig, Response
+from toolkit.parsers.grammar import after_thought
+from toolkit.parsers.pieces import Answer, Parser, Piece
+from toolkit.parsers.thinking import Begun
+from toolkit.serve.fields.protocol import ChatCompletionRequest
+from toolkit.serve.generation.budget import closing_text
+from toolkit.serve.generation.cache_report import first_miss
+from toolkit.serve.generation.choice import Budget, Choice
+from toolkit.serve.generation.choices import Usage, run_choices
+from toolkit.serve.generation.read import encode_chat, run_sized, vocab_size
+from toolkit.serve.generation.sampling import choice_config, generation_config
+from toolkit.serve.state import ServerState
+
+
+class Chat:
+    """The answer to one request (a body of ``size`` bytes); ``id`` names it, in the log too.
+
+    While ``deltas`` is run: ``usage``, ``answers`` (one a choice) and ``choices`` grow.
+    """
+
+    def __init__(self, state: ServerState, request: ChatCompletionRequest, size: int, id: str) -> None:
+        self.state = state
+        self.request = request
+        self.size = size
+        self.id = id
+        self.formats = state.formats_of(request.model)
+        self.choices: list[Choice] = []
+        self.answers: list[Answer] = []
+        self.usage = Usage([])
+        self._parsers: list[Parser] = []
+        self._guided = False
+
+    async def prepare(self) -> None:
+        """Render and tokenize the conversation. Raises ApiError, UsageError for what cannot be answered."""
+        state, request, formats = self.state, self.request, self.formats
+        token_ids, prompt, pictures = await encode_chat(state, request, self.size, self.id)
+        begun = formats.begun(prompt, request.continued)
+        config = generation_config(
+            request,
+            state.defaults,
+            max_new_tokens=request.token_limit,
+            logprobs=request.logprobs_wanted,
+            vocab_size=vocab_size(state),
+            prompt_logprobs=request.prompt_logprobs,
+        )
+        bare = replace(state.template_of(request.model).with_stops(config), shown_special_tokens=formats.shown)
+        self._guided = formats.guide(request, begun) is not None
+        asks = bool(request.cache_report)
+
+        def finish() -> tuple[GenerationConfig, Budget | None, int]:
+            seen = state.prompts.seen(token_ids, compare=asks)
+            return self._ruled(bare, begun), self._budget(bare, begun), seen
+
+        config, budget, seen = await run_sized(state, finish, self.size)
+        adapter = state.adapter_of(request.model)
+        common: Any = {"priority": request.priority or 0, "label": request.session_id, "pictures": pictures}
+        self.choices = [
+            Choice(i, 0, token_ids, choice_config(config, i), adapter, **common, budget=budget and budget.of_choice(i))
+            for i in range(request.drawn)
+        ]
+        if request.return_progress:
+            self.choices[0] = replace(self.choices[0], progress=True)
+        self.answers = [Answer() for _ in self.choices]
+        self.usage = Usage(self.choices, formats.reasoning is not None)
+        if asks:
+            engine = state.engine
+            tell = partial(first_miss, engine.tokenizer, token_ids, seen=seen, block=engine.plan.block_size)
+            self.usage.first_miss = lambda cached: tell(cached=cached)
+        self._parsers = [formats.parser(request, begun, f"{self.id}-{i}") for i in range(len(self.choices))]
+
+    def _ruled(self, config: GenerationConfig, begun: Begun) -> GenerationConfig:
+        """``config`` with the grammar that an answer follows whose prompt ended as ``begun`` says."""
+        formats, rule = self.formats, config.response_format
+        if self._guided:
+            rule = formats.guide(self.request, begun)
+        elif rule is not None and formats.reasoning is not None and begun != "closed":
+            rule = after_thought(rule, formats.reasoning, begun, formats.specials) or rule
+        return replace(config, response_format=rule)
+
+    def _budget(self, config: GenerationConfig, begun: Begun) -> Budget | None:
+        """The limit of the thoughts of the first choice."""
+        tokens, form = self.request.thinking_token_budget, self.formats.reasoning
+        if tokens is None or form is None or form.harmony or begun == "closed":
+            return None
+        text = closing_text(form, self.request.thinking_budget_message)
+        token_ids = self.state.engine.tokenizer.encode(text, add_special_tokens=False)
+        after = self._ruled(config, "closed")
+        return Budget(tokens, form, begun, text, token_ids, after, self.state.engine.session_len)
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Response, list[Piece]], None]:
+        """(choice, what the engine said, what that means), after ``prepare``. A choice's last one has its
+        finish_reason."""
+        try:
+            async with aclosing(run_choices(self.state, self.id, self.choices)) as stream:
+                async for index, delta in stream:
+                    parser = self._parsers[index]
+                    thought = parser.thinking
+                    pieces = parser.add(delta.text)
+                    if delta.finish_reason is not None:
+                        pieces += parser.finish()
+                    self.usage.add(index, delta, len(delta.token_ids) if thought or parser.thinking else 0)
+                    self.answers[index].take(pieces)
+                    yield index, delta, pieces
+        except UsageError as error:
+            name, _, rest = str(error).partition(": ")
+            if self._guided and name == "response_format":
+                raise UsageError(f"tools: as a grammar for their calls, {rest}") from error
+            raise
+
+    def finish_reason(self, index: int, delta: Response) -> str | None:
+        """OpenAI's, of a choice that ended with ``delta``."""
+        called = delta.finish_reason == "stop" and self.answers[index].calls
+        return "tool_calls" if called else delta.finish_reason

@@ -1,0 +1,173 @@
+"""Runs the choices of one HTTP request in the engine at once and keeps the books."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from toolkit.errors import UsageError
+from toolkit.messages import Response
+from toolkit.serve.generation.budget import within
+from toolkit.serve.generation.choice import Choice
+from toolkit.serve.http.errors import ApiError
+from toolkit.serve.state import ServerState
+from toolkit.serve.watch.metrics import RequestClock
+
+logger = logging.getLogger("toolkit.serve")
+
+
+class Usage:
+    """Token counts of an answer: a prompt counts once however many choices it has.
+
+    ``thinks``: tokens of thoughts are told too.
+    """
+
+    def __init__(self, choices: Sequence[Choice], thinks: bool = False) -> None:
+        self._thinks = thinks
+        self._thought = 0
+        self._prompt = {choice.prompt: len(choice.token_ids) for choice in choices}
+        self._prompt_of = {choice.index: choice.prompt for choice in choices}
+        self._cached: dict[int, int] = {}
+        self._generated: dict[int, int] = {}
+        self.first_miss: Callable[[int], dict[str, Any]] | None = None  # of so many cached tokens, where it is asked
+
+    def add(self, index: int, response: Response, thought: int = 0) -> None:
+        """Count a delta of choice ``index``; ``thought``: its tokens that belong to a thought."""
+        self._thought += thought
+        prompt = self._prompt_of[index]
+        # The first choice of a prompt tells what the cache had; its siblings may hit what that one has just computed.
+        self._cached[prompt] = min(self._cached.get(prompt, response.cached_tokens), response.cached_tokens)
+        self._generated[index] = response.generate_token_len
+
+    @property
+    def prompt(self) -> int:
+        return sum(self._prompt.values())
+
+    @property
+    def cached(self) -> int:
+        """Tokens of prompts that the prefix cache had."""
+        return sum(self._cached.values())
+
+    @property
+    def generated(self) -> int:
+        return sum(self._generated.values())
+
+    @property
+    def thought(self) -> int:
+        """Generated tokens that belong to thoughts."""
+        return self._thought
+
+    def as_dict(self) -> dict[str, object]:
+        """As OpenAI's chat and completions have it."""
+        told: dict[str, object] = {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.generated,
+            "total_tokens": self.prompt + self.generated,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+        if self.first_miss is not None:
+            told["prompt_tokens_details"] = {"cached_tokens": self.cached, "first_miss": self.first_miss(self.cached)}
+        if self._thinks:
+            told["completion_tokens_details"] = {"reasoning_tokens": self.thought}
+        return told
+
+
+async def run_choices(
+    state: ServerState, request_id: str, choices: Sequence[Choice]
+) -> AsyncGenerator[tuple[int, Response], None]:
+    """Yield (choice index, delta) as the engine produces them; every choice ends with a finish_reason.
+
+    Closing the generator aborts what still runs. Raises ApiError when a choice fails: the rest is aborted.
+    """
+    if len(choices) == 1:
+        stream = _run(state, f"{request_id}-0", choices[0])
+        async with contextlib.aclosing(stream):
+            async for response in stream:
+                yield choices[0].index, response
+        return
+    queue: asyncio.Queue[tuple[int, Response | Exception | None]] = asyncio.Queue()
+
+    async def pump(choice: Choice) -> None:
+        try:
+            async for response in _run(state, f"{request_id}-{choice.index}", choice):
+                queue.put_nowait((choice.index, response))
+            queue.put_nowait((choice.index, None))
+        except Exception as error:
+            queue.put_nowait((choice.index, error))
+
+    tasks = []
+    try:
+        for choice in choices:
+            tasks.append(asyncio.create_task(pump(choice)))
+            await asyncio.sleep(0)  # it begins; others' turn before the next one's prompt is packed
+        running = len(tasks)
+        while running:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _run(state: ServerState, engine_id: str, choice: Choice) -> AsyncGenerator[Response, None]:
+    if choice.budget is None:
+        return _run_one(state, engine_id, choice)
+    return within(choice.budget, choice, lambda part, mark: _run_one(state, engine_id + mark, part))
+
+
+async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncGenerator[Response, None]:
+    clock = RequestClock(state.metrics, len(choice.token_ids))
+    reason, cached = "abort", 0
+    state.active[engine_id] = choice.label
+    stream = state.engine.generate(
+        choice.token_ids,
+        choice.config,
+        request_id=engine_id,
+        session=choice.session,
+        adapter=choice.adapter,
+        only=choice.only,
+        priority=choice.priority,
+        pictures=choice.pictures,
+        progress=choice.progress,
+    )
+    try:
+        async for response in stream:
+            cached = response.cached_tokens
+            clock.tokens_arrived(len(response.token_ids), cached)
+            if response.finish_reason is not None:
+                reason = response.finish_reason
+                _raise_if_failed(response, state.closing)
+            yield response
+    except ApiError:
+        raise
+    except Exception:
+        reason = "error"
+        raise
+    finally:
+        state.active.pop(engine_id, None)
+        if reason == "abort":
+            state.engine.abort(engine_id)
+        with contextlib.suppress(Exception):
+            await stream.aclose()
+        clock.finish(reason, cached)
+        logger.info("%s: %s after %d tokens", engine_id, reason, clock.tokens)
+
+
+def _raise_if_failed(response: Response, closing: bool) -> None:
+    if response.finish_reason == "error":
+        message = response.error_message or "The engine failed on this request"
+        if response.error_code == 400:
+            raise UsageError(message)  # it names the field
+        raise ApiError(503 if response.error_code == 503 else 500, message, code="engine_error")
+    if response.finish_reason == "abort":
+        why = "the server is shutting down" if closing else "it was cancelled"
+        raise ApiError(503 if closing else 499, f"The request was aborted: {why}", code="request_cancelled")

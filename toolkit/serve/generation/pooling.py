@@ -1,0 +1,168 @@
+"""Prompts that are run for a number or a vector each, and pairs of texts that are scored by them."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from toolkit.engine.pooling import vector
+from toolkit.engine.request import Only
+from toolkit.errors import ToolkitError
+from toolkit.messages import GenerationConfig, Response
+from toolkit.serve.generation.choice import Choice
+from toolkit.serve.generation.choices import run_choices
+from toolkit.serve.generation.read import encode_prompt, encode_text
+from toolkit.serve.http.errors import ApiError, bad_field
+from toolkit.serve.state import ServerState
+
+WAVE = (
+    64  # prompts of one request that are tokens at a time: of a long query beside each of many documents few are held
+)
+POOLED = GenerationConfig(max_new_tokens=1)
+# The words that Qwen3-Reranker was trained with; other models understand them, too.
+SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+ONLY_THESE = 100.0  # a logit so much higher leaves no other token among the likeliest
+
+
+async def run_prompts(
+    state: ServerState,
+    name: str,
+    count: int,
+    encode: Callable[[int], Awaitable[list[int]]],
+    config: GenerationConfig,
+    adapter: str | None,
+    only: Only | None = None,
+) -> list[Response]:
+    """The whole answers to prompts 0 … ``count`` - 1, whose token ids ``encode`` gives, in order.
+
+    Raises ApiError, before the engine has them, for prompts that are too many tokens together.
+    """
+    answers: list[Response] = []
+    tokens = 0
+    for start in range(0, count, WAVE):
+        numbers = range(start, min(start + WAVE, count))
+        choices = [Choice(i, i, await encode(i), config, adapter, only) for i in numbers]
+        tokens += sum(len(choice.token_ids) for choice in choices)
+        state.settings.limits.check_read(tokens, state.engine.session_len)
+        wave = {i: Response() for i in numbers}
+        async with aclosing(run_choices(state, name, choices)) as stream:
+            async for index, delta in stream:
+                wave[index].extend(delta)
+        answers += wave.values()
+    return answers
+
+
+def usage(answers: Sequence[Response]) -> dict[str, Any]:
+    """Token counts of prompts that nothing was generated from."""
+    total = sum(answer.input_token_len for answer in answers)
+    cached = sum(answer.cached_tokens for answer in answers)
+    return {"prompt_tokens": total, "total_tokens": total, "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+async def embed(
+    state: ServerState,
+    name: str,
+    count: int,
+    encode: Callable[[int], Awaitable[list[int]]],
+    adapter: str | None,
+    write: Callable[[NDArray[np.float32]], Any],
+) -> tuple[list[Any], dict[str, Any]]:
+    """What ``write`` makes of the pooled hidden states of prompts 0 … ``count`` - 1, each alone, and token counts."""
+    async with state.slot():
+        answers = await run_prompts(state, name, count, encode, POOLED, adapter, state.pooling)
+    rows = [answer.last_hidden_state[0] for answer in answers]
+    size = sum(row.nbytes for row in rows)
+    return await state.lanes.run(lambda: [write(row) for row in rows], size), usage(answers)
+
+
+def as_base64(values: NDArray[np.float32]) -> str:
+    """A vector as OpenAI's clients ask for it."""
+    return base64.b64encode(values.astype("<f4").tobytes()).decode()
+
+
+def as_numbers(values: NDArray[np.float32]) -> Any:
+    """A vector as JSON, written here: lists of Python's numbers would take far longer."""
+    return orjson.Fragment(orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+class Pairs:
+    """Pairs of one of ``queries`` (or the only one) and one of ``documents``; ``params``: what a request calls them."""
+
+    def __init__(
+        self,
+        state: ServerState,
+        name: str,
+        queries: Sequence[str],
+        documents: Sequence[str],
+        params: tuple[str, str],
+        instruction: str | None,
+    ) -> None:
+        self._state = state
+        self._name = name
+        self._queries = queries
+        self._documents = documents
+        self._params = params
+        self._instruction = instruction
+
+    async def scores(self, method: str | None, adapter: str | None) -> tuple[list[float], dict[str, Any]]:
+        """One score a document, and the usage. ``method`` None: "embedding" for a model that says how its embeddings
+        are made, else "yes_no". Raises ApiError (400) for an instruction that nobody would be told."""
+        by_vectors = method == "embedding" or (method is None and self._state.embeds)
+        if by_vectors and self._instruction:
+            raise bad_field("instruction", "only with method yes_no; vectors are of the texts alone")
+        async with self._state.slot():
+            return await (self._cosines(adapter) if by_vectors else self._yes_or_no(adapter))
+
+    async def _cosines(self, adapter: str | None) -> tuple[list[float], dict[str, Any]]:
+        texts, ahead = [*self._queries, *self._documents], len(self._queries)
+        first, second = self._params
+
+        async def encode(i: int) -> list[int]:
+            return await encode_prompt(self._state, texts[i], first if i < ahead else f"{second}.{i - ahead}")
+
+        state = self._state
+        answers = await run_prompts(state, self._name, len(texts), encode, POOLED, adapter, state.pooling)
+        vectors = [vector(answer.last_hidden_state[0], None, True) for answer in answers]
+        queries = vectors[:ahead] * (len(self._documents) if ahead == 1 else 1)
+        scores = [float(np.dot(q, d)) for q, d in zip(queries, vectors[ahead:], strict=True)]
+        return scores, usage(answers)
+
+    async def _yes_or_no(self, adapter: str | None) -> tuple[list[float], dict[str, Any]]:
+        """How likely the model says yes, of the two words: exp(yes) / (exp(yes) + exp(no)) of their logits."""
+        tokenizer = self._state.engine.tokenizer
+        yes, no = (tokenizer.encode(word, add_special_tokens=False)[0] for word in ("yes", "no"))
+        if yes == no:
+            raise ApiError(400, "method: this model's tokenizer begins 'yes' and 'no' with one token; use embedding")
+        bias = {yes: ONLY_THESE, no: ONLY_THESE}
+        config = GenerationConfig(max_new_tokens=1, ignore_eos=True, logprobs=2, logit_bias=bias)
+
+        async def encode(i: int) -> list[int]:
+            query = self._queries[i if len(self._queries) > 1 else 0]
+            text = f"<Instruct>: {self._instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {self._documents[i]}"
+            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+
+            def render() -> str:
+                return self._state.template.render(messages, enable_thinking=False)
+
+            return await encode_text(self._state, render, f"{self._params[1]}.{i}", len(text))
+
+        answers = await run_prompts(self._state, self._name, len(self._documents), encode, config, adapter)
+        return [_share(answer, yes, no) for answer in answers], usage(answers)
+
+
+def _share(answer: Response, yes: int, no: int) -> float:
+    found = (answer.logprobs or [{}])[0]
+    if not math.isfinite(found.get(yes, math.nan)) or no not in found:
+        raise ToolkitError("the model's logits for yes and no cannot be compared (check its weights and dtype)")
+    return 1 / (1 + math.exp(min(found[no] - found[yes], 700.0)))

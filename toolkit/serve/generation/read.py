@@ -1,0 +1,198 @@
+"""Reading a request: its fields checked, its prompt as token ids, in an order that refuses early."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+
+from toolkit.models.pictures import Picture
+from toolkit.serve.fields.protocol import ChatCompletionRequest, Message
+from toolkit.serve.fields.strict import Strict
+from toolkit.serve.http.errors import ApiError, TooLong, bad_field, from_validation
+from toolkit.serve.http.json_values import count_values
+from toolkit.serve.state import ServerState
+from toolkit.vision.parts import is_picture, parts_of
+
+logger = logging.getLogger("toolkit.serve")
+M = TypeVar("M", bound=Strict)
+T = TypeVar("T")
+SMALL = 1 << 14  # bytes of a body that are not worth a thread
+PIECE = 8  # characters for each token of the session that are tokenized at once; few texts have as many
+SEAM = 16  # tokens by which the end of such a piece may differ from the same text in one go
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises ApiError where its client goes away before."""
+    parts = []
+    try:
+        async for part in request.stream():
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise ApiError(499, "The client went away before the request was read") from error
+    return b"".join(parts)
+
+
+def parse_body(model: type[M], body: bytes, check: Callable[[Any], None] = lambda data: None) -> M:
+    """``body`` as ``model``; ``check`` sees it before. Raises ApiError that names the first bad field."""
+    try:
+        data = from_json(body)
+    except ValueError as error:
+        raise ApiError(400, f"The request body is not valid JSON ({error})") from error
+    check(data)
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise from_validation(error) from error
+
+
+async def parse(request: Request, state: ServerState, model: type[M]) -> tuple[M, int]:
+    """The body as ``model``, and its bytes. Raises ApiError that names the first bad field or the limit."""
+    body = await read_body(request)
+
+    def work() -> M:
+        if len(body) > SMALL:
+            state.settings.limits.check_values(count_values(body), state.engine.session_len)
+        return parse_body(model, body, state.settings.limits.check_body)
+
+    return await run_sized(state, work, len(body)), len(body)
+
+
+async def run_sized(state: ServerState, work: Callable[[], T], size: int) -> T:
+    """``work()``, whose time grows with the ``size`` of a request: in a thread where that is worth one."""
+    return work() if size <= SMALL else await state.lanes.run(work, size)
+
+
+async def translated(state: ServerState, translate: Callable[[], M], size: int) -> M:
+    """``translate()``, which makes our request of another API's of ``size`` bytes. Raises ApiError (400) for what that
+    cannot be, and where it has become too much."""
+
+    def work() -> M:
+        try:
+            request = translate()
+        except ValidationError as error:
+            raise from_validation(error) from error
+        if isinstance(request, ChatCompletionRequest):
+            state.settings.limits.check_counts(len(request.messages), len(request.tools or ()))
+        return request
+
+    return await run_sized(state, work, size)
+
+
+def vocab_size(state: ServerState) -> int:
+    """Token ids below this exist in the model."""
+    return state.engine.tokenizer.vocab_size
+
+
+async def encode_chat(
+    state: ServerState, request: ChatCompletionRequest, size: int, name: str, *, limited: bool = True
+) -> tuple[list[int], str, list[Picture]]:
+    """The messages of a body of ``size`` bytes, tokenized and rendered, and their pictures. Raises ApiError 400 if they
+    cannot be, or, where the prompt is ``limited``, do not fit the session.
+
+    The log shows the rendered prompt at level INFO, as the request ``name``'s.
+    """
+    add_prompt = request.add_generation_prompt is not False
+
+    variables = request.template_variables
+    if request.told_tools and state.formats_of(request.model).tools is None:
+        what = "this model's chat template has no place for them, or a way of calling that is not known"
+        raise bad_field("tools", f"{what}; name one by the server's --tool-call-parser")
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        text = state.template_of(request.model).render(messages, add_generation_prompt=add_prompt, **variables)
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("%s: prompt %r", name, state.shorten(text))
+        return text
+
+    def encode(text: str) -> list[int]:
+        if limited:
+            return _encode(state, text, "messages", special=False)
+        return state.engine.tokenizer.encode(text, add_special_tokens=False)
+
+    return await encode_messages(state, request.messages, render, encode, size, request.media_io_kwargs)
+
+
+async def encode_messages(
+    state: ServerState,
+    messages: Sequence[Message],
+    render: Callable[[list[dict[str, Any]]], str],
+    encode: Callable[[str], list[int]],
+    size: int,
+    media: dict[str, Any] | None = None,
+) -> tuple[list[int], str, list[Picture]]:
+    """As ``encode_chat``: ``encode`` gets what ``render`` has written, with its pictures spelled. ``media``: as
+    ``media_sampling`` has it."""
+    eyes = state.eyes if state.eyes is None or media is None else state.eyes.taking(media)
+    limits = state.settings.limits
+
+    def read() -> list[dict[str, Any]]:
+        found = [message.for_template() for message in messages]
+        if eyes is None:
+            refuse_pictures(found, "messages", "this model reads text alone; leave the images out")
+        return found
+
+    def finish(found: list[dict[str, Any]], pictures: list[Picture]) -> tuple[list[int], str, list[Picture]]:
+        text = render(found)
+        return encode(text if eyes is None else eyes.spell(text, pictures)), text, pictures
+
+    if eyes is None:
+        return await state.lanes.run(lambda: finish(read(), []), size)
+    found = await state.lanes.run(read, size)
+
+    def look() -> list[Picture]:
+        return eyes.look(found, limits.image_timeout, limits.prompt_timeout)
+
+    pictures = await state.lanes.run(look, size, fetches=eyes.fetches(found), decodes=eyes.decodes(found))
+    return await state.lanes.run(lambda: finish(found, pictures), size)
+
+
+def refuse_pictures(messages: Sequence[dict[str, Any]], param: str, why: str) -> None:
+    """Raise ApiError (400), which says ``why``, where one of the messages has a picture."""
+    for i, message in enumerate(messages):
+        if any(is_picture(part) for part in parts_of(message)):
+            raise bad_field(f"{param}.{i}.content", why)
+
+
+async def encode_text(state: ServerState, render: Callable[[], str], param: str, size: int) -> list[int]:
+    """A prompt that ``render`` writes out of a text of about ``size`` characters, as token ids."""
+    return await state.lanes.run(lambda: _encode(state, render(), param, special=False), size)
+
+
+async def encode_prompt(state: ServerState, prompt: str | Sequence[int], param: str) -> list[int]:
+    """A completion's prompt as token ids."""
+    if isinstance(prompt, str):
+        return await state.lanes.run(lambda: _encode(state, prompt, param, special=True), len(prompt))
+    check_prompt(state, len(prompt), param)
+    limit = vocab_size(state)
+    if not 0 <= min(prompt) <= max(prompt) < limit:
+        wrong = next(token for token in prompt if not 0 <= token < limit)
+        raise bad_field(param, f"expected token ids from 0 to {limit - 1}, found {wrong}")
+    return list(prompt)
+
+
+def _encode(state: ServerState, text: str, param: str, special: bool) -> list[int]:
+    """``text`` tokenized; one that is far too long for the session only as far as it takes to see that."""
+    tokenizer, limit = state.engine.tokenizer, state.engine.session_len
+    size = PIECE * limit
+    if len(text) > size:
+        found = 0
+        for start in range(0, len(text), size):
+            found += max(len(tokenizer.encode(text[start : start + size], add_special_tokens=False)) - SEAM, 0)
+            if found >= limit:
+                raise TooLong(param, found, limit - 1, f"more than {found} tokens in {len(text):,} characters")
+    token_ids = tokenizer.encode(text, add_special_tokens=special)
+    check_prompt(state, len(token_ids), param)
+    return token_ids
+
+
+def check_prompt(state: ServerState, length: int, param: str) -> None:
+    """Raise ApiError 400 for a prompt of ``length`` tokens if that is none, or leaves no room to generate one."""
+    if not length:
+        raise bad_field(param, "expected at least one token, found an empty prompt")
+    if length >= state.engine.session_len:
+        raise TooLong(param, length, state.engine.session_len - 1, f"{length} tokens")

@@ -1,0 +1,100 @@
+"""From a request's fields to a GenerationConfig: the request goes first, then the model's own, then our defaults."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+
+from toolkit.chat import settings
+from toolkit.configs.checks import shown
+from toolkit.configs.generation import TYPED, GenerationConfig
+from toolkit.configs.limits import SEED_MAX
+from toolkit.errors import UsageError
+from toolkit.serve.fields.parameters import given_parameters
+from toolkit.serve.fields.protocol import SampledRequest
+from toolkit.serve.http.errors import bad_field
+
+
+def choose_defaults(wanted: str, model_dir: Path | None) -> GenerationConfig:
+    """What ``--generation-config`` asks for: "auto" (the model's, in ``model_dir``; None: not known yet), "toolkit"
+    (greedy), or another generation_config.json or its directory. Raises UsageError or ToolkitError.
+    """
+    if wanted == "toolkit" or (wanted == "auto" and model_dir is None):
+        return settings.GREEDY
+    if wanted == "auto" and model_dir is not None:
+        return settings.of_model(model_dir)
+    file = Path(wanted).expanduser()
+    file = file / "generation_config.json" if file.is_dir() else file
+    if file.is_file():
+        return settings.of_file(file)
+    raise UsageError(
+        f"--generation-config {wanted}: expected auto, toolkit, or a generation_config.json or its directory"
+    )
+
+
+def generation_config(
+    request: SampledRequest,
+    defaults: GenerationConfig,
+    *,
+    max_new_tokens: int | None,
+    logprobs: int | None,
+    vocab_size: int,
+    prompt_logprobs: int | None = None,
+) -> GenerationConfig:
+    """The config of choice 0. ``max_new_tokens`` None = as far as the session goes. ``defaults``: of sampling, where
+    the request asks for nothing else; see ``settings.change``.
+
+    Raises ApiError (400) for token ids past ``vocab_size``, UsageError for what GenerationConfig itself refuses.
+    """
+    given = given_parameters(request)
+    several = request.drawn > 1 and "temperature" not in given  # greedy choices would be one and the same
+    if "top_k" in given:
+        given["top_k"] = max(given["top_k"], 0)
+    typed = {name: given[name] for name in given.keys() & TYPED.keys() - {"stop", "min_new_tokens"}}
+    sampling = settings.change(replace(defaults, do_sample=True) if several else defaults, **typed)
+    for token in request.stop_token_ids or ():
+        if token >= vocab_size:
+            raise bad_field("stop_token_ids", f"expected ids below {vocab_size}, found {token}")
+    return replace(
+        sampling,
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=given.get("min_new_tokens"),
+        stop_words=request.stop,
+        stop_token_ids=request.stop_token_ids,
+        bad_words=request.bad_words,
+        skip_special_tokens=_or(request.skip_special_tokens, True),
+        spaces_between_special_tokens=_or(request.spaces_between_special_tokens, True),
+        include_stop_str_in_output=bool(request.include_stop_str_in_output),
+        repetition_ngram_size=given.get("repetition_ngram_size", 0),
+        repetition_ngram_threshold=given.get("repetition_ngram_threshold", 0),
+        logit_bias=_logit_bias(request.logit_bias, vocab_size),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        response_format=request.response_format.rule() if request.response_format else None,
+    )
+
+
+def choice_config(config: GenerationConfig, index: int) -> GenerationConfig:
+    """The config of choice ``index``: the same, with its own seed."""
+    if index == 0 or config.random_seed is None:
+        return config
+    seed = config.random_seed + index
+    choice = copy(config)  # checked already: long lists are not looked through again for every choice
+    choice.random_seed = seed if seed <= SEED_MAX else seed & SEED_MAX
+    return choice
+
+
+def _or(value: bool | None, default: bool) -> bool:
+    return default if value is None else value
+
+
+def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    if not given:
+        return None
+    bias = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and int(key[:12]) < vocab_size):
+            raise bad_field("logit_bias", f"expected token ids below {vocab_size} as keys, found {shown(key, 40)}")
+        bias[int(key)] = value
+    return bias

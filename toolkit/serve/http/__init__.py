@@ -1,0 +1,1 @@
+"""What the routes of every API share: connections, keys, limits, bodies, errors, answers."""

@@ -1,0 +1,53 @@
+"""API keys: a middleware that asks for ``Authorization: Bearer KEY``, or ``x-api-key: KEY`` as Anthropic's do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.keys import ApiKeys
+from toolkit.serve.http.replies import send_json
+from toolkit.serve.page.routes import FILES
+
+# Liveness, the page and the documentation carry no user's data.
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/", "/docs", "/openapi.json", *FILES})
+
+
+class ApiKeyMiddleware:
+    """401 for every request without one of ``keys`` (none: all may), except those that read OPEN_PATHS. ``under``: what
+    paths that begin so need instead."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, under: Mapping[str, ApiKeys] | None = None) -> None:
+        self.app = app
+        self.keys = keys
+        self.under = under or {}
+
+    def _keys_for(self, path: str) -> ApiKeys:
+        return next((keys for prefix, keys in self.under.items() if path.startswith(prefix)), self.keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not _is_open(scope):
+            headers = Headers(scope=scope)
+            keys = self._keys_for(scope["path"])
+            if keys and not keys.know(_tokens(headers)):
+                given = headers.get("authorization") or headers.get("x-api-key")
+                found = "an unknown API key" if given else "no API key"
+                error = ApiError(
+                    401, f"Expected the header 'Authorization: Bearer KEY', found {found}", code="invalid_api_key"
+                )
+                await send_json(send, 401, error.envelope_at(scope["path"]), [(b"www-authenticate", b"Bearer")])
+                return
+        await self.app(scope, receive, send)
+
+
+def _is_open(scope: Scope) -> bool:
+    return scope["method"] == "OPTIONS" or (scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"))
+
+
+def _tokens(headers: Headers) -> list[str]:
+    """What a request says its key is, by either header; "" for one that it lacks."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return [given.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "").strip()]

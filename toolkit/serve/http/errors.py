@@ -1,0 +1,162 @@
+"""Errors as OpenAI's API words them, ``{"error": {message, type, param, code}}``, or Anthropic's or Ollama's, and their
+status."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from pydantic import ValidationError
+
+from toolkit.configs.checks import shown
+from toolkit.errors import BusyError, ToolkitError, UsageError
+
+# Fields whose HTTP name differs from GenerationConfig's, so that an error names what the client sent.
+HTTP_FIELD = {"max_new_tokens": "max_tokens", "random_seed": "seed", "stop_words": "stop"}
+_FIELD = re.compile(r"[a-z_]+(\[\d+\]|\.[a-z_]+)*")  # how our own messages name a field: messages[0].role
+RETRY_S = 2
+MANY_FAULTS = 1000  # pydantic tells all or none, in a time that grows with them
+TYPE_OF_STATUS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    409: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    499: "request_cancelled",
+    503: "service_unavailable_error",
+}
+
+
+ANTHROPIC = "/v1/messages"  # its routes begin so
+OLLAMA = "/api/"  # likewise
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class ApiError(Exception):
+    """A request that is answered with ``status`` and the envelope of its API."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, type: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.type = type or TYPE_OF_STATUS.get(status, "server_error")
+
+    @property
+    def headers(self) -> dict[str, str] | None:
+        """Clients of both APIs ask again after so many seconds."""
+        return {"retry-after": str(RETRY_S)} if self.status in (429, 503) else None
+
+    def envelope(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def anthropic(self) -> dict[str, Any]:
+        """The envelope of Anthropic's API."""
+        kind = ANTHROPIC_TYPES.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def ollama(self) -> dict[str, Any]:
+        """The envelope of Ollama's API."""
+        return {"error": self.message}
+
+    def envelope_at(self, path: str) -> dict[str, Any]:
+        """The envelope of the API that ``path`` belongs to."""
+        if path.startswith(OLLAMA):
+            return self.ollama()
+        return self.anthropic() if path.startswith(ANTHROPIC) else self.envelope()
+
+
+class TooLong(ApiError):
+    """400 for a prompt of ``found`` tokens (or more, as ``text`` says) where there may be ``most``."""
+
+    def __init__(self, param: str, found: int, most: int, text: str) -> None:
+        message = (
+            f"{param}: found {text}, expected at most {most} (the session length less one to generate);"
+            " shorten it or start the server with a larger --session-len"
+        )
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+        self.found = found
+        self.most = most
+
+    def anthropic(self) -> dict[str, Any]:
+        """In Anthropic's own words, by which its clients know that they have to shorten a conversation."""
+        words = f"prompt is too long: {self.found} tokens > {self.most} maximum"
+        return ApiError(self.status, words).anthropic()
+
+
+class NoThreads(ApiError):
+    """400 for a conversation that is to be kept here, as Anthropic's server does. Its clients know by the ``details``
+    that they have to send all of it."""
+
+    def __init__(self) -> None:
+        message = "thread: conversations are not kept here; send all messages, the prefix cache knows the earlier ones"
+        super().__init__(400, message, param="thread", code="thread_unsupported_request")
+
+    def anthropic(self) -> dict[str, Any]:
+        told = super().anthropic()
+        told["error"]["details"] = {"error_code": self.code, "unsupported": ["thread"]}
+        return told
+
+
+def bad_field(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """400 for the field ``param`` (dotted path, list positions as numbers)."""
+    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first complaint of pydantic as one line that names the field and what was found."""
+    if (count := error.error_count()) > MANY_FAULTS:
+        return ApiError(400, f"The request body has {count:,} wrong or unknown fields")
+    first = error.errors(include_url=False)[0]
+    param = " ".join(".".join(str(part) for part in first["loc"]).split())[:200] or None  # a name may be any text
+    kind, message = first["type"], first["msg"].removeprefix("Value error, ")
+    if kind == "json_invalid":
+        return ApiError(400, f"The request body is not valid JSON ({message.removeprefix('Invalid JSON: ')})")
+    if kind == "model_type" and param is None:
+        return ApiError(400, "The request body must be a JSON object")
+    if kind == "extra_forbidden":
+        return bad_field(param, "unknown field; this server does not know it", "unknown_field")
+    if kind == "missing":
+        return bad_field(param, "required, but missing", "missing_field")
+    if kind != "value_error":
+        message = f"{message}, found {shown(first['input'], 60)}"
+    elif param is None:  # a check over several fields names its field itself
+        param, _, message = message.partition(": ")
+    return bad_field(param, message)
+
+
+def from_exception(error: Exception) -> ApiError:
+    """What a client is told about any exception raised while answering."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ValidationError):
+        return from_validation(error)
+    if isinstance(error, UsageError):
+        name, _, rest = str(error).partition(": ")
+        if rest and _FIELD.fullmatch(name):
+            name = name.replace("[", ".").replace("]", "")
+            return bad_field(HTTP_FIELD.get(name, name), rest)
+        return ApiError(400, str(error))
+    if isinstance(error, BusyError):
+        return ApiError(503, str(error))
+    if isinstance(error, ToolkitError):
+        return ApiError(500, str(error), code="engine_error")
+    return ApiError(500, "Internal error; the server's log has the details", code="internal_error")

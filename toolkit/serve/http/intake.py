@@ -1,0 +1,122 @@
+"""A request's way in: an ASGI layer that every body passes, and that counts what all of them hold."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from toolkit.configs.checks import shown
+from toolkit.configs.option import spelled
+from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.lanes import LARGE, Lanes
+from toolkit.serve.http.limits import Limits
+from toolkit.serve.http.replies import send_error
+
+BYTES_A_SECOND = 1 << 16  # a body may take so much longer as it is larger
+LINGER = 5.0  # seconds in which the rest of a body that was refused is thrown away
+
+
+class Intake:
+    """Refuses bodies that are too large (413), too slow (408) or too many at once (503), while they arrive, and packed
+    ones (415).
+
+    A body counts until its request is answered. Memory that a large one took goes back to the system afterwards.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Limits, lanes: Lanes) -> None:
+        self._app = app
+        self._limits = limits
+        self._lanes = lanes
+        self._pending = 0  # bytes of all bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = _Body(self._limits, receive, Headers(scope=scope))
+
+        async def counted() -> Message:
+            before = body.size
+            try:
+                message = await body.next()
+            finally:  # one part too many counts too, until it is given back below
+                self._pending += body.size - before
+            if self._pending > self._limits.max_pending_bytes:
+                full = spelled("max_pending_bytes")
+                text = f"the bodies of requests that are being answered fill the server's {full}; try again later"
+                raise ApiError(503, text, code="too_many_requests")
+            return message
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if message["status"] == 408:
+                    message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+                else:
+                    await body.skip()
+            await send(message)
+
+        try:
+            if (error := body.refusal()) is not None:
+                await send_error(answer, error, error.envelope_at(scope["path"]))
+            else:
+                await self._app(scope, counted, answer)
+        finally:
+            self._pending -= body.size
+            if body.size > LARGE:
+                self._lanes.give_back()
+
+
+class _Body:
+    """The messages of one request's body, within their time."""
+
+    def __init__(self, limits: Limits, receive: Receive, headers: Headers) -> None:
+        self.size = 0
+        declared = headers.get("content-length", "")
+        self.declared = int(declared[:20]) if declared.isdecimal() else 0
+        self._limits = limits
+        self._receive = receive
+        self._asks_first = "expect" in headers
+        self._packed = headers.get("content-encoding", "identity").strip().lower()
+        self._whole = not self.declared and "transfer-encoding" not in headers
+        self._started = asyncio.get_running_loop().time()
+
+    async def next(self) -> Message:
+        """The next part; then the client's leaving, whenever that may be."""
+        if self._whole:
+            return await self._receive()
+        end = self._started + self._limits.read_timeout + self.size / BYTES_A_SECOND
+        try:
+            async with asyncio.timeout_at(end):
+                message = await self._receive()
+        except TimeoutError as error:
+            text = f"The request's body did not arrive in time (the server's {spelled('read_timeout')})"
+            raise ApiError(408, text, code="read_timeout") from error
+        self.size += len(message.get("body", b""))
+        self._whole = not message.get("more_body", False)
+        if self.size > self._limits.max_body_bytes:
+            raise self.too_large()
+        return message
+
+    async def skip(self) -> None:
+        """Throw the rest away: a client that is still sending would not see an answer before a closed connection."""
+        if self._asks_first and not self.size:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER):
+                while not self._whole:
+                    self._whole = not (await self._receive()).get("more_body", False)
+
+    def refusal(self) -> ApiError | None:
+        """Why it cannot be taken, by the request's head."""
+        if self._packed not in ("", "identity"):
+            text = f"Content-Encoding: bodies are not unpacked here, found {shown(self._packed)}; send it as it is"
+            return ApiError(415, text, code="content_encoding")
+        return self.too_large() if self.declared > self._limits.max_body_bytes else None
+
+    def too_large(self) -> ApiError:
+        most = self._limits.max_body_bytes
+        text = f"The request body is larger than {most:,} bytes (the server's {spelled('max_body_bytes')})"
+        return ApiError(413, text, code="body_too_large")

@@ -1,0 +1,1 @@
+"""LMDeploy's own endpoints."""

@@ -1,0 +1,176 @@
+"""POST /v1/chat/interactive, as LMDeploy had it: the server keeps a conversation, and its KV cache, by session_id."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field, model_validator
+from starlette.responses import Response as HttpResponse
+
+from toolkit.messages import Response
+from toolkit.serve.fields.protocol import Messages, SampledRequest
+from toolkit.serve.generation.choice import Choice
+from toolkit.serve.generation.choices import run_choices
+from toolkit.serve.generation.read import encode_text, parse, refuse_pictures, run_sized, vocab_size
+from toolkit.serve.generation.sampling import generation_config
+from toolkit.serve.http.answers import InteractiveAnswer
+from toolkit.serve.http.replies import LINES, EventReply, JsonReply, json_response
+from toolkit.serve.http.schema import BUSY, describe
+from toolkit.serve.lmdeploy.talks import Key, Talk
+from toolkit.serve.state import ServerState
+
+router = APIRouter()
+OWNER = b"x-session-owner"  # by which a proxy that has a key of its own tells its clients apart
+
+
+class GenerateRequest(SampledRequest):
+    """Named as in LMDeploy's /openapi.json, from which clients are generated. ``prompt``: a text, or messages. With
+    ``interactive_mode`` it goes on with the session's conversation; without, what was said in the session is forgotten
+    first and nothing is kept."""
+
+    model: str | None = None  # type: ignore[assignment]
+    prompt: Messages
+    session_id: int = Field(-1, ge=-1, le=(1 << 63) - 1, description="Chosen by the client; -1 = none")
+    interactive_mode: bool = False
+    cancel: bool | None = Field(None, description="End what runs for the session; prompt is not answered")
+    request_output_len: int | None = Field(None, ge=1, le=1 << 30, description="Most tokens of the answer")
+    adapter_name: str | None = None
+    image_url: None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> GenerateRequest:
+        if self.n not in (None, 1):
+            raise ValueError("n: expected 1 in a conversation")
+        if self.session_id < 0 and (self.interactive_mode or self.cancel):
+            raise ValueError("session_id: expected 0 or more, which says whose conversation it is")
+        return self
+
+
+BODIES: list[type[BaseModel]] = [GenerateRequest]
+
+
+@router.post(
+    "/v1/chat/interactive",
+    **describe(
+        GenerateRequest,
+        "A turn of a conversation that the server keeps",
+        InteractiveAnswer,
+        stream="text/event-stream",
+        also=BUSY,
+    ),
+)
+async def interactive(raw: Request) -> HttpResponse:
+    state: ServerState = raw.app.state.server
+    request, size = await parse(raw, state, GenerateRequest)
+    model = request.adapter_name or request.model or state.model_name
+    state.check_ready(model, waits=not request.cancel)
+    state.settings.limits.check_work(request, 1, request.request_output_len, state.engine.session_len)
+    who = "\n".join(raw.headers.get(name, "") for name in ("authorization", "x-api-key", OWNER.decode()))
+    owner = hashlib.sha256(who.encode("latin-1", "replace")).hexdigest()
+    turn = Turn(state, request, (owner, request.session_id), state.adapter_of(model), size)
+    if request.cancel:
+        turn.cancel()
+        return json_response(turn.told(Response(), 0, 0))
+    return EventReply(turn.chunks(), LINES) if request.stream else JsonReply(turn.whole)
+
+
+class Turn:
+    """One request's turn; ``key``: whose conversation."""
+
+    def __init__(self, state: ServerState, request: GenerateRequest, key: Key, adapter: str | None, size: int) -> None:
+        self.state = state
+        self.request = request
+        self.key = key
+        self.adapter = adapter
+        self.size = size
+
+    def cancel(self) -> None:
+        """End what runs for this session."""
+        if (talk := self.state.talks.find(self.key)) is not None:
+            talk.cancel()
+            self.state.abort(talk.request_id)
+
+    async def whole(self) -> dict[str, Any]:
+        answer, counts = Response(), (0, 0)
+        async with aclosing(self._deltas()) as deltas:
+            async for delta, *found in deltas:
+                counts = (found[0], found[1])
+                answer.extend(delta)
+        return self.told(answer, *counts)
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        async with aclosing(self._deltas()) as deltas:
+            async for delta, before, ids in deltas:
+                yield self.told(delta, before, ids)
+
+    @staticmethod
+    def told(answer: Response, before: int, ids: int) -> dict[str, Any]:
+        """LMDeploy's reply: ``before`` of the prompt's ``ids`` tokens are the history's."""
+        return {
+            "text": answer.text,
+            "tokens": answer.generate_token_len,
+            "input_tokens": ids - before,
+            "history_tokens": before,
+            "finish_reason": answer.finish_reason,
+        }
+
+    async def _deltas(self) -> AsyncGenerator[tuple[Response, int, int], None]:
+        """(what is new of the answer, tokens of the history, tokens of the prompt)."""
+        kept = self.request.interactive_mode
+        if self.key[1] < 0:
+            async with aclosing(self._answer(Talk(""), False)) as pieces:
+                async for piece in pieces:
+                    yield piece
+            return
+        talks = self.state.talks
+        talk = talks.open(self.key)
+        if not kept:
+            talk.messages, talk.tokens = [], 0
+        try:
+            async with aclosing(self._answer(talk, kept)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            talks.close(self.key, keep=kept)
+
+    async def _answer(self, talk: Talk, kept: bool) -> AsyncGenerator[tuple[Response, int, int], None]:
+        state, request = self.state, self.request
+        template = state.template_of(self.adapter or state.model_name)
+        config = generation_config(
+            request,
+            state.defaults,
+            max_new_tokens=request.request_output_len,
+            logprobs=None,
+            vocab_size=vocab_size(state),
+        )
+        async with AsyncExitStack() as held:
+            with talk.until_started():
+                await held.enter_async_context(state.slot())
+                asked = await run_sized(state, lambda: [m.for_template() for m in request.prompt], self.size)
+                refuse_pictures(asked, "prompt", "kept as text alone; images go to /v1/chat/completions")
+                messages, before = [*talk.messages, *asked], talk.tokens
+                ids = await encode_text(state, lambda: template.render(messages), "prompt", self.size)
+            before = min(before, len(ids))
+            choice = Choice(
+                0,
+                0,
+                ids,
+                template.with_stops(config),
+                self.adapter,
+                priority=request.priority or 0,
+                label=request.session_id if request.session_id >= 0 else None,
+                session=talk.name if kept else None,
+            )
+            text, talk.request_id = "", f"interactive-{uuid.uuid4().hex}"
+            async with aclosing(run_choices(state, talk.request_id, [choice])) as stream:
+                async for _, delta in stream:
+                    text += delta.text
+                    if kept and delta.finish_reason is not None:
+                        talk.messages = [*messages, {"role": "assistant", "content": text}]
+                        talk.tokens = len(ids) + delta.generate_token_len
+                    yield delta, before, len(ids)

@@ -1,0 +1,147 @@
+"""Texts as numbers: /v1/embeddings as OpenAI has it, /v1/rerank and /v1/score as vLLM has them."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
+from starlette.responses import Response as HttpResponse
+
+from toolkit.engine.pooling import vector
+from toolkit.serve.fields.protocol import Prompts, as_list
+from toolkit.serve.fields.strict import Strict
+from toolkit.serve.generation.pooling import Pairs, as_base64, as_numbers, embed
+from toolkit.serve.generation.read import encode_prompt, parse
+from toolkit.serve.http.answers import Embeddings, Ranking, Scores
+from toolkit.serve.http.errors import bad_field
+from toolkit.serve.http.replies import JsonReply
+from toolkit.serve.http.schema import describe
+from toolkit.serve.state import ServerState
+
+router = APIRouter()
+Method = Literal["yes_no", "embedding"]
+
+
+class EmbeddingsRequest(Strict):
+    model: str
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, le=1 << 20, description="Keep so many of the first")
+    normalize: bool | None = Field(None, description="To length 1; default true")
+    user: str | None = Field(None, description="Without effect")
+
+
+def _text_of(document: Any) -> Any:
+    return document["text"] if isinstance(document, dict) and set(document) == {"text"} else document
+
+
+Document = Annotated[str, BeforeValidator(_text_of, json_schema_input_type=str | dict[Literal["text"], str])]
+
+
+class PairRequest(Strict):
+    """What /v1/rerank and /v1/score share."""
+
+    model: str
+    instruction: str | None = Field(None, description="What a document has to be, told to a model that says yes or no")
+    method: Method | None = Field(
+        None, description="yes_no: how likely the model answers yes; embedding: the cosine of the two texts' vectors"
+    )
+    user: str | None = Field(None, description="Without effect")
+
+
+class RerankRequest(PairRequest):
+    query: str
+    documents: list[Document] = Field(min_length=1)
+    top_n: int | None = Field(None, ge=0, description="How many of the best come back; 0 = all")
+    return_documents: bool | None = Field(None, description="Default: true")
+
+
+class ScoreRequest(PairRequest):
+    """Two texts, one and several, or as many of both."""
+
+    text_1: Annotated[list[str], BeforeValidator(as_list, json_schema_input_type=str | list[str])] = Field(
+        min_length=1, validation_alias=AliasChoices("text_1", "queries")
+    )
+    text_2: Annotated[list[str], BeforeValidator(as_list, json_schema_input_type=str | list[str])] = Field(
+        min_length=1, validation_alias=AliasChoices("text_2", "documents")
+    )
+
+
+BODIES: list[type[BaseModel]] = [EmbeddingsRequest, RerankRequest, ScoreRequest]
+
+
+@router.post("/v1/embeddings", **describe(EmbeddingsRequest, "A vector for each text", Embeddings))
+async def embeddings(raw: Request) -> HttpResponse:
+    state: ServerState = raw.app.state.server
+    request, _ = await parse(raw, state, EmbeddingsRequest)
+    state.check_ready(request.model)
+    state.settings.limits.check_prompts("input", len(request.input))
+    return JsonReply(partial(_embeddings, state, request))
+
+
+async def _embeddings(state: ServerState, request: EmbeddingsRequest) -> dict[str, Any]:
+    async def encode(i: int) -> list[int]:
+        return await encode_prompt(state, request.input[i], f"input.{i}" if len(request.input) > 1 else "input")
+
+    write = as_base64 if request.encoding_format == "base64" else as_numbers
+    told, spent = await embed(
+        state,
+        f"embd-{uuid.uuid4().hex}",
+        len(request.input),
+        encode,
+        state.adapter_of(request.model),
+        lambda row: write(vector(row, request.dimensions, request.normalize is not False)),
+    )
+    data = [{"object": "embedding", "index": i, "embedding": value} for i, value in enumerate(told)]
+    return {"object": "list", "data": data, "model": request.model, "usage": spent}
+
+
+@router.post("/rerank", include_in_schema=False)
+@router.post("/v2/rerank", include_in_schema=False)
+@router.post(
+    "/v1/rerank", **describe(RerankRequest, "Documents in the order of what they have to do with a query", Ranking)
+)
+async def rerank(raw: Request) -> HttpResponse:
+    state: ServerState = raw.app.state.server
+    request, _ = await parse(raw, state, RerankRequest)
+    state.check_ready(request.model)
+    state.settings.limits.check_prompts("documents", len(request.documents))
+    return JsonReply(partial(_rerank, state, request))
+
+
+async def _rerank(state: ServerState, request: RerankRequest) -> dict[str, Any]:
+    name, texts = f"rerank-{uuid.uuid4().hex}", request.documents
+    pairs = Pairs(state, name, [request.query], texts, ("query", "documents"), request.instruction)
+    scores, spent = await pairs.scores(request.method, state.adapter_of(request.model))
+    order = sorted(range(len(texts)), key=lambda i: -scores[i])[: request.top_n or len(texts)]
+    shown = request.return_documents is not False
+    results = [
+        {"index": i, "relevance_score": scores[i], **({"document": {"text": texts[i]}} if shown else {})} for i in order
+    ]
+    return {"id": name, "object": "rerank", "model": request.model, "results": results, "usage": spent}
+
+
+@router.post("/score", include_in_schema=False)
+@router.post("/v1/score", **describe(ScoreRequest, "How much two texts have to do with each other", Scores))
+async def score(raw: Request) -> HttpResponse:
+    state: ServerState = raw.app.state.server
+    request, _ = await parse(raw, state, ScoreRequest)
+    state.check_ready(request.model)
+    first, second = len(request.text_1), len(request.text_2)
+    if first not in (1, second):
+        raise bad_field("text_1", f"expected one text, or {second} as text_2 has, found {first}")
+    state.settings.limits.check_prompts("text_2", second)
+    return JsonReply(partial(_score, state, request))
+
+
+async def _score(state: ServerState, request: ScoreRequest) -> dict[str, Any]:
+    name = f"score-{uuid.uuid4().hex}"
+    pairs = Pairs(state, name, request.text_1, request.text_2, ("text_1", "text_2"), request.instruction)
+    scores, spent = await pairs.scores(request.method, state.adapter_of(request.model))
+    data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
+    head = {"id": name, "object": "list", "created": int(time.time()), "model": request.model}
+    return {**head, "data": data, "usage": spent}
