@@ -182,8 +182,8 @@ def with_flags(
     parameter: str, kind: type, panel: str | None = None, first: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator for Typer commands: ``parameter``, of dataclass ``kind``, becomes one flag for each of its fields that
-    is an option (``toolkit/configs/option.py``); the others have their default. ``panel``: where the help has them, those of
-    ``first`` before the rest.
+    is an option (``toolkit/configs/option.py``); the others have their default. ``panel``: where the help has them,
+    those of ``first`` before the rest.
     """
     hints = get_type_hints(kind)
     fields = sorted((f for f in dataclasses.fields(kind) if option_of(f)), key=lambda f: f.name not in first)

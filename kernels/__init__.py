@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
-from .registry import KernelError, Op, Target, choose, describe, load, self_test
+from .op import KernelError, Op, Target
+from .registry import choose, describe, load, self_test
 
 __all__ = ["KernelError", "Op", "Target", "choose", "describe", "load", "self_test"]

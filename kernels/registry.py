@@ -13,12 +13,14 @@ import importlib.util
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
+from .op import FAMILIES, FLOATS, Case, Implementation, KernelError, Op, Target
+from .tolerances import compare
+
 log = logging.getLogger("toolkit.kernels")
-FAMILIES = ("reference", "torch", "triton", "cuda", "cpu")
 PRIORITY: dict[str, tuple[str, ...]] = {
     "cpu": ("torch", "reference"),
     "cuda": ("cuda", "triton", "torch", "reference"),
@@ -42,106 +44,8 @@ _TRITON = (  # imported where triton is installed: on Linux
 )
 
 
-class KernelError(Exception):
-    """No implementation can run, or the one asked for cannot; the message says why."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """What an implementation would run on: device type, name of the activations' dtype, and what the op adds.
-
-    ``capability``: CUDA compute capability as 80, 90 …; ``traits``: facts an op's implementations ask for (head_dim …).
-    """
-
-    device: str
-    dtype: str
-    capability: int | None = None
-    traits: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Case:
-    """Inputs of an op for tests and the self-test. ``make(dtype, device, generator)`` returns its keyword arguments."""
-
-    label: str
-    make: Callable[..., dict[str, Any]]
-    traits: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """``run`` has the op's signature. ``devices``: types that it runs on, None: any. ``extra(target)`` returns a reason
-    why it cannot run there, or None.
-
-    ``plan``: where the op takes a ``plan`` argument, what makes one that all the layers of a step can share.
-    ``prepare(*arguments after x, scratch=…)``: where weights are better packed once, what makes the op of x alone;
-    ``scratch``: a dict shared by all that run one after another.
-    """
-
-    family: str
-    run: Callable[..., Any]
-    devices: tuple[str, ...] | None
-    dtypes: tuple[str, ...]
-    extra: Callable[[Target], str | None] | None = None
-    plan: Callable[..., Any] | None = None
-    prepare: Callable[..., Any] | None = None
-
-    def unsupported(self, target: Target) -> str | None:
-        """Why this cannot run on ``target``, or None."""
-        if self.devices is not None and target.device not in self.devices:
-            return f"runs on {', '.join(self.devices)}, not on {target.device}"
-        if target.dtype not in self.dtypes:
-            return f"takes {', '.join(self.dtypes)}, not {target.dtype}"
-        return self.extra(target) if self.extra is not None else None
-
-
-FLOATS = ("float32", "bfloat16", "float16")
 FORMS = ("bits", "minima", "cache", "codes", "latent")  # traits by which a kernel takes another path; others are sizes
 SIGHTS = ("chunked", "alibi", "block")  # those of few models: more paths, which others need not be tried on
-
-
-@dataclass
-class Op:
-    """A declared op. Calling it runs the implementation chosen for the first tensor among the arguments.
-
-    ``mutates``: names of the arguments it writes to. ``dtypes``: activations it is defined for. ``gate``: labels of the
-    cases that take different paths through a kernel; one that is not ``TRUSTED`` must pass these before it is used, or
-    where there are none the first case. ``verdicts``: what ``tested`` found, by family, dtype, capability and forms.
-    """
-
-    name: str
-    reference: Callable[..., Any]
-    cases: Callable[[], Iterable[Case]]
-    mutates: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    implementations: dict[str, Implementation] = field(default_factory=dict)
-    gate: tuple[str, ...] = ()
-    verdicts: dict[tuple[Any, ...], str | None] = field(default_factory=dict)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        first = next(a for a in (*args, *kwargs.values()) if hasattr(a, "device"))
-        dtype = str(first.dtype).removeprefix("torch.")
-        return choose(self, Target(first.device.type, dtype)).run(*args, **kwargs)
-
-    def register(
-        self,
-        family: str,
-        *,
-        devices: tuple[str, ...] | None = None,
-        dtypes: tuple[str, ...] | None = None,
-        unsupported: Callable[[Target], str | None] | None = None,
-        plan: Callable[..., Any] | None = None,
-        prepare: Callable[..., Any] | None = None,
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator: the function implements this op for ``family``: one of ``FAMILIES``, or a device's own name."""
-        assert family in (*FAMILIES, *(devices or ())) and family not in self.implementations, (self.name, family)
-
-        def add(run: Callable[..., Any]) -> Callable[..., Any]:
-            found = Implementation(family, run, devices, dtypes or self.dtypes, unsupported, plan, prepare)
-            self.implementations[family] = found
-            return run
-
-        return add
 
 
 _OPS: dict[str, Op] = {}
@@ -157,7 +61,7 @@ def op(
     """Decorator that declares an op: the function is its reference implementation."""
 
     def declare(reference: Callable[..., Any]) -> Op:
-        declared = Op(reference.__name__, reference, cases, mutates, dtypes, gate=gate)
+        declared = Op(reference.__name__, reference, cases, mutates, dtypes, choose, gate=gate)
         declared.__doc__ = reference.__doc__
         declared.register("reference")(reference)
         assert declared.name not in _OPS, declared.name
@@ -195,8 +99,6 @@ def _forced() -> str | None:
 
 def _disagreement(op: Op, implementation: Implementation, case: Case, target: Target) -> str | None:
     """How ``implementation`` differs from the reference on ``case``, or what it raised, one line; None: it agrees."""
-    from .tolerances import compare
-
     try:
         return compare(op, implementation, case, target)
     except Exception as failure:  # whatever a compiler or driver raises

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .registry import Case, Implementation, Op, Target
+from .op import Case, Implementation, Op, Target
 
 TORCH_NAMES = {"rocm": "cuda"}  # devices that torch calls otherwise
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..registry import KernelError
+from ..op import KernelError
 from .plan import THREADS, LinearArguments, Machine, names, shared_bytes
 
 FATBIN = Path(__file__).with_name("_kernels.fatbin")

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..op import KernelError, Target
 from ..reference import linear as reference
-from ..registry import KernelError, Target
 from . import driver
 from .pack import Packed, pack, unsupported_form
 from .plan import FEW, MANY, SCALES_BF16, WIDE, LinearArguments, Machine, Plan, plan

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..registry import Case, op
+from ..op import Case
+from ..registry import op
 from .linear import round_rows
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..registry import Case, op
+from ..op import Case
+from ..registry import op
 from .cache import dequantize_heads, hadamard, is_float8, key_bits, quantize_heads, slots_of, to_cache
 
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..registry import Case, op
+from ..op import Case
+from ..registry import op
 
 RAGGED = ((1, 5), (7, 0), (1, 0), (2, 9), (0, 4), (66, 3))  # sequences: new tokens, tokens before
 

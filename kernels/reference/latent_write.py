@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..registry import Case, op
+from ..op import Case
+from ..registry import op
 from .attention import cache_traits, kv_write, random_cache
 from .norm import rms_norm
 from .rope import rope

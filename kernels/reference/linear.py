@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..registry import Case, op
+from ..op import Case
+from ..registry import op
 
 SHAPES = (("one", 1, 96, 40), ("few", 5, 64, 48), ("many", 33, 128, 24))
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..registry import Case, op
+from ..op import Case
+from ..registry import op
 
 PART = 2048  # inputs that are summed together
 

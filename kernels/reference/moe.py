@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..registry import Case, op
+from ..op import Case
+from ..registry import op
 from .activation import act_and_mul
 from .linear import linear, linear_fp8, linear_group_int, linear_int8, pack_codes
 from .linear_blocks import linear_block_fp8, linear_fp4

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..registry import Case, op
+from ..op import Case
+from ..registry import op
 from .causal_conv import RAGGED, ragged
 
 _SHAPES: tuple[tuple[str, tuple[tuple[int, int], ...], int, int, int, int], ...] = (

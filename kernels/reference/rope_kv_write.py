@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..registry import Case, op
+from ..op import Case
+from ..registry import op
 from .attention import cache_traits, kv_write, random_cache
 from .cache import hadamard
 from .norm import rms_norm

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..op import Target
 from ..reference import attention as reference
-from ..registry import Target
 from .attention_kernel import attend_kernel
 from .attention_merge import merge
 from .attention_plan import DECODE_KEYS, Plan, make_plan

@@ -16,7 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ..machine_code import Built, faults, listings, occupancy, shown
-from ..registry import Target, load
+from ..op import Target
+from ..registry import load
 from .launch import INTERPRETED, Launch, recording, shared_limit
 from .manifest import EXCUSED, calls, claims
 

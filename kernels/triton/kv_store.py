@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..registry import Target
+from ..op import Target
 from .cache_codes import float8_bytes
 from .codes import cast, round_even
 

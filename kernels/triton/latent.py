@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..registry import Target
+from ..op import Target
 from .attention_merge import merge
 from .attention_plan import DECODE_KEYS, Plan
 from .cache_codes import E4M3_UNIT, form_of, stored

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..registry import Target
+from ..op import Target
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # the interpreter knows no inline assembly and computes no bf16
 NATIVE_FLOAT8 = 89  # compute capability from which on tensor cores multiply float8

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..op import Target
 from ..reference import linear_blocks as reference
-from ..registry import Target
 from .codes import EMULATE, cast, divide, encode, row_scale
 from .float_codes import e4m3_as_fp16
 from .launch import (

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..op import Target
 from ..reference import linear as reference
-from ..registry import Target
 from .codes import cast, exact_float, high_nibble, low_nibble, widen
 from .launch import (
     FLOATS,

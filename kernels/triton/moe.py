@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..op import Target
 from ..reference import moe as reference
-from ..registry import Target
 from .activation import glu
 from .codes import cast
 from .launch import FLOATS, capability_of, dot_dtype, launch, needs, power_of_2, shared_limit

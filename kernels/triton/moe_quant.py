@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..op import Target
 from ..reference import moe as reference
 from ..reference.linear import codes_per_byte
-from ..registry import Target
 from .activation import act_and_mul, act_and_mul_quant
 from .codes import EMULATE, cast, exact_float
 from .launch import (

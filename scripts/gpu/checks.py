@@ -51,7 +51,8 @@ def check_op(
     ``wanted`` is asked for each case before it runs. Whatever a case raises is its error; the others go on unless the
     GPU does not answer any more, which its row says under ``dead``.
     """
-    from toolkit.kernels.registry import Target, load
+    from toolkit.kernels.op import Target
+    from toolkit.kernels.registry import load
     from toolkit.kernels.tolerances import compare
 
     op = load()[name]

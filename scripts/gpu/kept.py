@@ -9,7 +9,8 @@ import torch
 from gpu.kernels import Row, Where, _measured
 from gpu.manifest_check import filled
 
-from toolkit.kernels.registry import Case, Implementation, load
+from toolkit.kernels.op import Case, Implementation
+from toolkit.kernels.registry import load
 from toolkit.kernels.triton.manifest import calls
 from toolkit.kernels.triton.manifest_call import Call
 

@@ -13,8 +13,9 @@ from gpu import peers
 from gpu.timing import copies, seconds
 from torch import Tensor
 
+from toolkit.kernels.op import Implementation, Target
 from toolkit.kernels.reference.linear import pack_codes
-from toolkit.kernels.registry import Implementation, Target, load
+from toolkit.kernels.registry import load
 
 Row = dict[str, Any]
 POLICIES = (0, 8, 4, 16, 17)  # quant_policy of the caches that decode attention reads

@@ -14,7 +14,8 @@ from unittest import mock
 import numpy as np
 import torch
 
-from toolkit.kernels.registry import Op, Target, load
+from toolkit.kernels.op import Op, Target
+from toolkit.kernels.registry import load
 from toolkit.kernels.triton.launch import Launch, recording
 
 META = torch.device("meta")
@@ -63,7 +64,7 @@ class _Mark:
 
 
 class MetaDevice:
-    """A ``toolkit.runners.tensor.devices.device.GraphDevice`` whose tensors have no memory: a step on it is its launches."""
+    """A ``GraphDevice`` (``toolkit/runners/tensor/devices``) whose tensors have no memory: a step is its launches."""
 
     torch, reserved, dense = META, 0, False
 

@@ -16,7 +16,8 @@ import torch
 from gpu.faults import answers, said
 from torch import Tensor
 
-from toolkit.kernels.registry import Case, Target, load
+from toolkit.kernels.op import Case, Target
+from toolkit.kernels.registry import load
 from toolkit.kernels.tolerances import compare
 from toolkit.kernels.triton.manifest import calls
 

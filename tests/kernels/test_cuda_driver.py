@@ -16,7 +16,7 @@ from toolkit.kernels import registry
 from toolkit.kernels.cuda import driver
 from toolkit.kernels.cuda import linear as cuda
 from toolkit.kernels.cuda.plan import LinearArguments, names
-from toolkit.kernels.registry import KernelError, Target
+from toolkit.kernels.op import Implementation, KernelError, Target
 from toolkit.kernels.tolerances import compare
 from toolkit.runners.tensor import build
 from toolkit.runners.tensor.layers import linear as runner_linear
@@ -51,7 +51,7 @@ def test_the_op_equals_its_reference(host, dtype, prepared):
         def through(x, **weight):
             return host.prepare(**weight, scratch=scratch)(x)
 
-        run = registry.Implementation("cuda", through, ("cpu",), op.dtypes)
+        run = Implementation("cuda", through, ("cpu",), op.dtypes)
     for case in op.cases():
         reason = host.unsupported(Target("cuda", dtype, 90, case.traits))
         if reason is None:

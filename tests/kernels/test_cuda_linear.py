@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from toolkit.kernels.cuda import linear as cuda
 from toolkit.kernels.cuda import plan as planning
 from toolkit.kernels.cuda.pack import Packed, pack, pack_int8, unpack
+from toolkit.kernels.op import KernelError
 from toolkit.kernels.reference.linear import dequantize_groups, pack_codes
-from toolkit.kernels.registry import KernelError
 
 HALVES = (torch.float16, torch.bfloat16)
 # Relative to the largest output: rounding of the result, and of scaled weights where a tile's tokens share them.

@@ -10,17 +10,8 @@ import pytest
 import torch
 
 from toolkit.kernels import registry
-from toolkit.kernels.registry import (
-    Case,
-    Implementation,
-    KernelError,
-    Target,
-    choose,
-    describe,
-    gate_cases,
-    load,
-    self_test,
-)
+from toolkit.kernels.op import Case, Implementation, KernelError, Target
+from toolkit.kernels.registry import choose, describe, gate_cases, load, self_test
 from toolkit.kernels.tolerances import OVERRIDES, TOLERANCES, compare
 
 CPU = Target("cpu", "float32")

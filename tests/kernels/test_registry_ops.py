@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from toolkit.kernels import registry
+from toolkit.kernels.op import Target
 from toolkit.kernels.tolerances import compare
 
 
@@ -15,7 +16,7 @@ def _all_cases():
                 continue
             for dtype in op.dtypes:
                 for case in op.cases():
-                    target = registry.Target("cpu", dtype, None, case.traits)
+                    target = Target("cpu", dtype, None, case.traits)
                     if implementation.unsupported(target) is None:
                         yield pytest.param(
                             op, implementation, case, target, id=f"{op.name}-{family}-{case.label}-{dtype}"

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from toolkit.kernels.op import Case, Target
 from toolkit.kernels.reference.kept import kept_mass
-from toolkit.kernels.registry import Case, Target, load
+from toolkit.kernels.registry import load
 from toolkit.kernels.tolerances import compare
 
 

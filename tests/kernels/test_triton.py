@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from toolkit.kernels import registry
+from toolkit.kernels.op import Target
 from toolkit.kernels.tolerances import compare
 
 
@@ -18,11 +19,11 @@ def _all_cases():
         if implementation is None:
             continue
         for number, case in enumerate(op.cases()):
-            on_gpu = {dtype: registry.Target("cuda", dtype, 90, case.traits) for dtype in op.dtypes}
+            on_gpu = {dtype: Target("cuda", dtype, 90, case.traits) for dtype in op.dtypes}
             taken = [dtype for dtype in op.dtypes if implementation.unsupported(on_gpu[dtype]) is None]
             for i, dtype in enumerate(taken):  # types by turns: the interpreter is slow
                 marks = () if i == number % len(taken) else pytest.mark.slow
-                target = registry.Target("cpu", dtype, None, case.traits)
+                target = Target("cpu", dtype, None, case.traits)
                 yield pytest.param(op, implementation, case, target, id=f"{op.name}-{case.label}-{dtype}", marks=marks)
 
 

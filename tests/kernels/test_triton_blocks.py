@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from toolkit.kernels import registry
+from toolkit.kernels.op import Target
 from toolkit.kernels.reference.linear import pack_codes
 from toolkit.kernels.triton import linear_block, linear_fp4, linear_row, moe_block
 
@@ -86,7 +87,7 @@ def test_rows_taken_out_of_their_tiles_keep_their_scales():
 def test_a_block_that_no_tile_divides_is_refused():
     implementation = OPS["linear_block_fp8"].implementations["triton"]
     for block, reason in ((128, None), (48, "48"), (16, "16")):
-        found = implementation.unsupported(registry.Target("cuda", "bfloat16", 90, {"block": block}))
+        found = implementation.unsupported(Target("cuda", "bfloat16", 90, {"block": block}))
         assert found is None if reason is None else reason in found
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import ChannelInt8, GroupInt
 from toolkit.kernels import registry
+from toolkit.kernels.op import Case, Implementation, Target
 from toolkit.kernels.reference.attention import oldest
 from toolkit.kernels.reference.linear import unpack_codes
 from toolkit.kernels.tolerances import compare
@@ -209,7 +210,7 @@ NATIVE: dict[str, Callable[..., Any]] = {
 }
 
 
-def cannot(op: str, case: registry.Case) -> bool:
+def cannot(op: str, case: Case) -> bool:
     """Cases that the kernel is not for."""
     if op == "moe_experts":
         return case.label.endswith("bias")  # the executor adds them in the epilogue, which test_ops has
@@ -220,7 +221,7 @@ def cannot(op: str, case: registry.Case) -> bool:
 
 @pytest.mark.parametrize("op, case", [(o, c) for o in NATIVE for c in registry.load()[o].cases() if not cannot(o, c)],
                          ids=lambda value: getattr(value, "label", value))  # fmt: skip
-def test_kernel_equals_the_registry_s_reference(op: str, case: registry.Case, ops: Any) -> None:
+def test_kernel_equals_the_registry_s_reference(op: str, case: Case, ops: Any) -> None:
     run = NATIVE[op]
-    found = registry.Implementation("cpu", lambda **given: run(ops, **given), ("cpu",), ("float32",))
-    assert compare(registry.load()[op], found, case, registry.Target("cpu", "float32", None, case.traits)) is None
+    found = Implementation("cpu", lambda **given: run(ops, **given), ("cpu",), ("float32",))
+    assert compare(registry.load()[op], found, case, Target("cpu", "float32", None, case.traits)) is None

@@ -17,6 +17,7 @@ from toolkit.check_env.machine import devices
 from toolkit.configs.engine import PytorchEngineConfig
 from toolkit.errors import UsageError
 from toolkit.kernels import registry
+from toolkit.kernels.op import Target
 from toolkit.messages import GenerationConfig
 from toolkit.pipeline.pipeline import pipeline
 from toolkit.runners.base import RunnerOptions
@@ -141,8 +142,8 @@ def test_gpus_through_rocm_run_torchs_kernels(monkeypatch, tiny_models):
     reason = unsupported(opened.spec, opened.weights, RunnerOptions(device="cuda"))
     assert reason == "its kernels are for NVIDIA's GPUs, AMD Instinct MI300X is used through rocm"
     device, capability = kernel_target(torch.device("cuda"))
-    target = registry.Target(device, "float16", capability)
-    float32 = registry.Target(device, "float32", capability)
+    target = Target(device, "float16", capability)
+    float32 = Target(device, "float32", capability)
     ops = registry.load().values()
     chosen = {registry.choose(op, target if "float16" in op.dtypes else float32).family for op in ops}
     assert chosen == {"torch", "reference"}

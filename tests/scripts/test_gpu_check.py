@@ -240,7 +240,8 @@ def test_calls_of_the_manifest_are_filled_with_what_ops_may_be_given(gpu_check):
     """Tensors of every op's cases made anew by shape alone: torch's kernels then agree with the reference."""
     from gpu.manifest_check import filled
 
-    from toolkit.kernels.registry import Case, Target, load
+    from toolkit.kernels.op import Case, Target
+    from toolkit.kernels.registry import load
     from toolkit.kernels.tolerances import compare
     from toolkit.kernels.triton.manifest import calls
 

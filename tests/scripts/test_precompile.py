@@ -39,7 +39,8 @@ from types import SimpleNamespace
 import torch, triton
 from triton.runtime import driver
 from gpu.precompile import TargetDriver
-from toolkit.kernels.registry import Target, load
+from toolkit.kernels.op import Target
+from toolkit.kernels.registry import load
 
 class Launcher:
     launched = []

@@ -125,7 +125,7 @@ def kernel_folder() -> Path:
 def newer_source(library: Path) -> Path | None:
     """A source of the source tree that changed after ``library`` was built; times of installed sources tell nothing."""
     kernels = HERE.parents[2] / "kernels" / "cpu"
-    sources = [file for folder in (kernels, HERE) for end in ("*.h", "*.cpp") for file in folder.glob(end)]
+    sources = [file for folder in (kernels, HERE) for end in ("*.h", "*.cpp") for file in folder.rglob(end)]
     newest = max(sources, key=lambda file: file.stat().st_mtime)
     return newest if kernels.is_dir() and newest.stat().st_mtime > library.stat().st_mtime else None
 
@@ -137,7 +137,7 @@ def _units(kernels: Path, isas: dict[str, Isa]) -> list[Unit]:
     slowest_first = sorted(wanted, key=lambda unit: unit[1] != "generic")
     units = [(kernels / f"{f}.cpp", f"{f}.{i}", [f"-DTK_ISA={i}", *isas[i].flags.split()]) for f, i in slowest_first]
     dispatch = (kernels / "dispatch.cpp", "dispatch." + "-".join(isas), [f"-DTK_HAVE_{isa}" for isa in isas])
-    once = [kernels / "single_ops.cpp", *sorted(HERE.glob("*.cpp"))]
+    once = [kernels / "single_ops.cpp", *sorted(HERE.rglob("*.cpp"))]
     return [*units, dispatch, *((s, s.stem, []) for s in once)]
 
 
@@ -199,7 +199,7 @@ def build(target: Path | None = None, objects: Path | None = None, *, sanitize: 
         key = hashlib.sha256(f"{kernels} {cxx} {flags}".encode()).hexdigest()[:12]
         objects = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "toolkit" / "build" / key
     objects.mkdir(parents=True, exist_ok=True)
-    headers = max(h.stat().st_mtime for h in [*kernels.glob("*.h"), *HERE.glob("*.h"), Path(__file__)])
+    headers = max(h.stat().st_mtime for h in [*kernels.glob("*.h"), *HERE.rglob("*.h"), Path(__file__)])
     units = _units(kernels, wanted_isas(cxx))
 
     def compile_one(unit: Unit) -> Path:

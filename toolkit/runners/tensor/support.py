@@ -10,6 +10,7 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import Weight
 from toolkit.kernels import registry
+from toolkit.kernels.op import Implementation, Op, Target
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.tensor.cache import cache_traits
@@ -85,15 +86,13 @@ def kernels_missing(
     options: RunnerOptions,
     dtype: torch.dtype,
     capability: int | None,
-    tested: Callable[[registry.Op, registry.Implementation, registry.Target], str | None],
+    tested: Callable[[Op, Implementation, Target], str | None],
 ) -> str | None:
     """Why the kernels that cannot be replaced do not take the model, or fail their self-test; or None."""
     ops, name = registry.load(), str(dtype).removeprefix("torch.")
     for kind, dim in sorted({(kept.kind, kept.head_dim) for _, _, kept in spec.paged()}):
         shape = {"head_dim": dim, "latent": kind == "latent"}
-        target = registry.Target(
-            "cuda", name, capability, shape | cache_traits(options.quant_policy) | model_traits(spec)
-        )
+        target = Target("cuda", name, capability, shape | cache_traits(options.quant_policy) | model_traits(spec))
         for needed in NEEDED[kind]:
             implementation = ops[needed].implementations["triton"]
             reason = implementation.unsupported(target) or tested(ops[needed], implementation, target)
