@@ -158,7 +158,8 @@ class Pipeline:
     ) -> Any:
         """Answer prompts: one Response for one prompt, a list in input order for a list.
 
-        prompts: text, (text, images), OpenAI messages, or a list of these; an image is a URL, a path or a Pillow image.
+        prompts: text, (text, images) or (images, text), OpenAI messages, or a list of these; an image is a URL, a path or
+        a Pillow image, and stands before or behind the text as the pair has it.
         gen_config: one for all, or a list with one a prompt; with
         ``n`` > 1 a prompt's result is the list of its n Responses, choice i drawn with ``random_seed + i``.
         do_preprocess=False takes texts as they are, without chat template. use_tqdm shows progress on standard error.
