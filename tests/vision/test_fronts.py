@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -359,7 +361,7 @@ def test_odd_places_are_one_line_in_every_front(
     [
         ({"url": "http://127.0.0.1:9/a.png"}, "not public"),
         ({"url": "file:///etc/passwd"}, "files are not read here"),
-        ({"url": "/etc/passwd"}, "files are not read here"),
+        ({"url": "/etc/passwd"}, "files are not read here (it is not below --allowed-local-media-path)"),
         ({"url": "data:image/png;base64,aGVsbG8="}, "expected a picture"),
         ({"link": 1}, "image_url"),
         (7, "image_url"),
@@ -370,6 +372,25 @@ def test_the_server_refuses_in_one_line(client: Any, url: Any, message: str) -> 
     found = client.post("/v1/chat/completions", json=asked(url))
     assert found.status_code == 400, found.text
     assert message in found.json()["error"]["message"] and "\n" not in found.json()["error"]["message"]
+
+
+def test_a_pipeline_asks_private_addresses_where_it_may(tiny_models: Any, files: list[Path]) -> None:
+    """As ``toolkit.pipeline`` is told; so may a conversation in the terminal, whose pictures it looks at."""
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=files[0].parent)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as site:
+        threading.Thread(target=site.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{site.server_port}/{files[0].name}"
+        model = str(tiny_models("llava"))
+        with pipeline(model, CONFIG, allowed_media_domains=["127.0.0.1"]) as pipe:
+            refused = pipe((url, "What is it?"), gen_config=SHORT)
+            assert "not public" in refused.error_message and "--allow-private-media" in refused.error_message
+        with pipeline(model, CONFIG, allow_private_media=True) as pipe:
+            fetched, read = pipe([(url, "What is it?"), (str(files[0]), "What is it?")], gen_config=SHORT)
+            assert fetched.token_ids == read.token_ids and not fetched.error_message
+            assert pipe.checked_image(url) == url
+        with pipeline(model, CONFIG, allow_private_media=True, allowed_media_domains=["a.example"]) as pipe:
+            assert "from a.example alone" in pipe((url, "What is it?"), gen_config=SHORT).error_message
+        site.shutdown()
 
 
 def test_slow_hosts_hold_up_no_other_prompt(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
