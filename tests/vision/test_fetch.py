@@ -116,9 +116,9 @@ def test_private_addresses_are_asked_where_the_user_allows_it(site: str) -> None
     settings.check()
     rules = image_rules(settings).fetching
     assert rules is not None and fetch(f"{site}/bytes-1", 100, rules) == b"x"
-    with pytest.raises(UsageError, match="from 127.0.0.1 alone"):
+    with pytest.raises(UsageError, match=r"from 127\.0\.0\.1 alone"):
         fetch(f"{site.replace('127.0.0.1', 'localhost')}/bytes-1", 100, rules)
-    with pytest.raises(UsageError, match="^allowed_media_domains: expected a list of hosts, found 'a.example'"):
+    with pytest.raises(UsageError, match=r"^allowed_media_domains: expected a list of hosts, found 'a\.example'"):
         Fetching.of("a.example", False)
 
 
