@@ -31,6 +31,7 @@ from toolkit.serve.proxy.forward import Forward, Incoming
 from toolkit.serve.proxy.nodes import Node
 from toolkit.serve.proxy.paths import forwarded
 from toolkit.serve.proxy.state import ProxyState
+from toolkit.serve.proxy.watch import first_look
 
 BY_CLIENT = "--allow-nodes-by-client"
 
@@ -101,6 +102,8 @@ def _add_node_routes(app: FastAPI, state: ProxyState) -> None:
         node = state.nodes.add(
             request.url, status.models, status.speed, request.lease, trusted=bool(state.settings.node_keys)
         )
+        if node.down is not None:  # the answer says how it is
+            await first_look(state, node)
         return json_response({"url": node.url, **node.status()})
 
     @app.post("/nodes/remove", summary="Forget a node: ?node_url=, or {'url': …}; what it is answering goes on")
