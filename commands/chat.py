@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -38,6 +38,9 @@ def run(
         str | None,
         typer.Option(metavar="<json>", help='How videos are read: \'{"video": {"num_frames": 16, "fps": 1}}\'.'),
     ] = None,
+    allow_private_media: Annotated[
+        bool, typer.Option("--allow-private-media", help="Fetch pictures and videos from private addresses too.")
+    ] = False,
     keep: Annotated[
         int, typer.Option(min=0, metavar="<int>", help="Messages from the start that stay when the context is full.")
     ] = 0,
@@ -55,6 +58,7 @@ def run(
     from toolkit.chat.conversation import Conversation
     from toolkit.messages import GenerationConfig
     from toolkit.pipeline.pipeline import Pipeline
+    from toolkit.runners.base import Backend
     from toolkit.vision.eyes import media_sampling
 
     media_sampling(media_io_kwargs, name="--media-io-kwargs")
@@ -67,8 +71,9 @@ def run(
             model,
             config,
             engine.chat_template,
-            backend=engine.backend,
+            backend=cast(Backend | None, engine.backend),
             media_io_kwargs=media_io_kwargs,
+            allow_private_media=allow_private_media,
             adapter_name=adapter,
             progress=lambda line: None,
             packed=engine.packed(config, lambda line: console.print(line, style="dim", markup=False, soft_wrap=True)),

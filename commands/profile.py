@@ -14,6 +14,7 @@ from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import show_engine, stdout, table, write_json
 from toolkit.commands.profile_server import api_server
 from toolkit.commands.sampling_options import SamplingFlags, with_load_flags
+from toolkit.errors import UsageError
 from toolkit.profile.options import Grid, Load
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def throughput(
     engine: EngineFlags,
     sampling: SamplingFlags,
     load: Load,
+    old_model: Annotated[str | None, typer.Argument(hidden=True)] = None,
     json_file: JSON = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Append the figures as a row to this file.")] = None,
     plot: PLOT = None,
@@ -93,6 +95,11 @@ def throughput(
 
     Example: tool profile throughput demo --num-prompts 64 --concurrency 16 --json result.json
     """
+    if old_model is not None:  # LMDeploy's profile_throughput.py DATASET MODEL
+        raise UsageError(
+            f"found {model} and {old_model}, expected the model alone; "
+            f"write: tool profile throughput {old_model} --dataset {model}"
+        )
     config = _config(engine)
     from toolkit.artifacts import result_file
     from toolkit.profile import throughput as runner
@@ -165,7 +172,9 @@ def generation(
     json_file: JSON = None,
     plot: PLOT = None,
 ) -> None:
-    """Generate at fixed batch sizes and report prefill and decode speed, token latencies and memory.
+    """Generate at fixed batch sizes and report prefill and decode speed, token latencies and peak memory.
+
+    Memory of GPUs is all that is in use on those of this machine, by whatever process: let nothing else run there.
 
     Example: tool profile generation demo --concurrency 1,8 --prompt-tokens 128 --json -
     """
@@ -199,6 +208,9 @@ def generation(
 
 def _print_generation(model: str, rows: list[dict[str, Any]]) -> None:
     """One column a batch size: a row each would be wider than a terminal."""
+    from toolkit.profile.generation import MEMORY_OF
+
+    of = rows[0]["peak_memory_of"]
     lines = [
         ("prefill, tokens/s", [row["prefill_throughput"] for row in rows]),
         ("decode, tokens/s", [row["decode_throughput"] for row in rows]),
@@ -208,8 +220,10 @@ def _print_generation(model: str, rows: list[dict[str, Any]]) -> None:
             (f"token, ms, {key}", [row["token_latency_ms"][key] for row in rows])
             for key in ("p50", "p75", "p95", "p99")
         ),
-        ("peak memory, MiB", [row["peak_memory_mib"] for row in rows]),
+        (f"peak memory of {of}, MiB", [row["peak_memory_mib"] for row in rows]),
     ]
     title = f"Generation by {model}: {rows[0]['prompt_tokens']} tokens in, {rows[0]['completion_tokens']} out"
     columns = ["", *(f"{row['concurrency']} at once" for row in rows)]
     stdout().print(table(title, columns, [(name, *values) for name, values in lines]))
+    if of == MEMORY_OF[True]:
+        stdout().print("Memory of GPUs is that of all processes on this machine; let nothing else run there.")

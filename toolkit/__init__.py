@@ -41,10 +41,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from toolkit import serve
     from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
     from toolkit.messages import ChatTemplateConfig, GenerationConfig, Response
     from toolkit.pipeline.pipeline import Pipeline, Session, pipeline
+    from toolkit.serve.background import serve
     from toolkit.serve.client import client
 
 

@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from toolkit.commands.profile import _print_generation
+from toolkit.profile.generation import MEMORY_OF
+from toolkit.profile.metrics import RequestRecord, generation_row
+
 THROUGHPUT_KEYS = (
     ["completed", "total_input_tokens", "total_output_tokens", "duration"]
     + ["request_throughput", "input_throughput", "output_throughput"]
@@ -57,6 +61,7 @@ def test_generation(run: Run, tiny_models: Any, tmp_path: Path) -> None:
     flags = ["--concurrency", "1,3", "--prompt-tokens", 30, "--completion-tokens", 6, "--json", tmp_path / "g.json"]
     done = run("generation", tiny_models("llama"), *flags)
     assert done.returncode == 0, done.stderr
+    assert "peak memory of own processes, MiB" in done.stdout and "GPU" not in done.stdout
     assert "decode, tokens/s" in done.stdout and "3 at once" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     rows = json.loads((tmp_path / "g.json").read_text())
@@ -72,12 +77,29 @@ def test_generation(run: Run, tiny_models: Any, tmp_path: Path) -> None:
             "first_token_latency_ms",
             "token_latency_ms",
             "peak_memory_mib",
+            "peak_memory_of",
         }
         assert set(row["first_token_latency_ms"]) == {"min", "max", "ave"}
         assert set(row["token_latency_ms"]) == {"p50", "p75", "p95", "p99"}
         assert (row["prompt_tokens"], row["completion_tokens"]) == (30, 6)
         assert row["peak_memory_mib"] > 50
         assert min(row["prefill_throughput"], row["decode_throughput"], row["output_throughput"]) > 0
+
+
+def test_memory_of_gpus_is_everybody_s(capsys: pytest.CaptureFixture[str], run: Run) -> None:
+    """Whoever uses them: the table, the figures and --help say so."""
+    rounds = [[RequestRecord(10, 0.0, [(0.1, 1), (0.2, 2)], [0.1, 0.2, 0.3])]]
+    row = generation_row(rounds, 10, 3, 123.0) | {"peak_memory_of": MEMORY_OF[True]}
+    _print_generation("demo", [row])
+    shown = capsys.readouterr().out
+    assert "peak memory of all GPUs, MiB" in shown and "all processes on this machine; let nothing else run" in shown
+    assert "by whatever process" in " ".join(run("generation", "--help").stdout.split())
+
+
+def test_lmdeploy_s_old_order_is_answered_with_the_new_one(run: Run) -> None:
+    done = run("throughput", "ShareGPT.json", "demo")
+    assert done.returncode == 2 and "write: tool profile throughput demo --dataset ShareGPT.json" in done.stderr
+    assert "OLD_MODEL" not in run("throughput", "--help").stdout
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,9 +95,21 @@ def test_what_keeps_it_from_starting_is_told_here(model: str) -> None:
         ({"ssl_certfile": __file__}, "--ssl-certfile: expected a certificate and its key"),
         ({"memory": "2GB"}, "memory: only for a server of several models"),
         ({"backend_config": 5}, "backend_config"),
+        ({"cache_max_entry_count": 3.5}, "^cache_max_entry_count: expected a number"),
+        ({"session_length": 9}, "did you mean 'session_len'"),
+        ({"num_gpu_blocks": 9}, "PytorchEngineConfig has it: give backend='pytorch' too"),
+        ({"tp": 1, "backend_config": PytorchEngineConfig()}, "tp: backend_config has a field of that name"),
     ]:
         with pytest.raises(UsageError, match=says):
             toolkit.serve(model, **arguments)
+
+
+def test_engine_options_are_taken_beside_the_server_s(model: str) -> None:
+    """In place of a backend_config, by the names of its fields."""
+    more: Any = {"session_len": 96, "device_type": "cpu", "max_batch_size": 2}
+    with toolkit.serve(model, "tiny", backend="pytorch", server_port=0, max_choices=2, **more) as server:
+        with urllib.request.urlopen(f"{server.url}/v1/models") as reply:
+            assert json.load(reply)["data"][0]["max_model_len"] == 96
 
 
 def test_keys_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from toolkit.engine.process.outage import Outage
 from toolkit.serve.http.limits import Limits
+from toolkit.serve.ollama import fields as ollama
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +159,14 @@ HARMLESS = {
     "verbosity": "low",
     "guided_decoding_backend": "xgrammar",
     "use_beam_search": False,
+    "length_penalty": 1.0,
+    "return_tokens_as_token_ids": False,
+    "stream_options": {"include_usage": False},
+    "tool_choice": "none",
+    "function_call": "none",
+    "echo": False,
 }
+HARMLESS_IN_CHAT = {"top_logprobs": 0, "logprobs": False, "best_of": 1}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -174,6 +182,16 @@ def test_bad_field(server: Any, path: str, good: dict, param: str, value: Any, s
     error = refused(server, path, body)
     assert error["param"] == param and error["type"] == "invalid_request_error"
     assert error["message"].startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize("name", HARMLESS_IN_CHAT)
+def test_chat_takes_defaults_that_ask_for_nothing(server: Any, name: str) -> None:
+    plain, hinted = (
+        send(server, "/v1/chat/completions", {**CHAT, **more}) for more in ({}, {name: HARMLESS_IN_CHAT[name]})
+    )
+    assert hinted[0] == 200 and hinted[1]["choices"] == plain[1]["choices"]
+    asked = {"model": "m", "messages": [{"role": "user", "content": "x"}], "logprobs": False, "top_logprobs": 0}
+    assert ollama.ChatRequest.model_validate(asked).top_logprobs == 0
 
 
 @pytest.mark.parametrize(("path", "good"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])

@@ -88,6 +88,9 @@ def test_perplexity(start: Any) -> None:
         ("/v1/chat/interactive", {"prompt": "a", "interactive_mode": True}, "session_id"),
         ("/v1/chat/interactive", {"prompt": []}, "prompt"),
         ("/v1/chat/interactive", {"prompt": "a", "image_url": "x"}, "image_url"),
+        ("/v1/chat/interactive", {"prompt": "a", "image_url": ["x"]}, "image_url"),
+        ("/v1/chat/interactive", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ("/v1/chat/interactive", {"prompt": "a", "max_tokens": 3, "request_output_len": 4}, "max_tokens"),
         ("/v1/chat/interactive", {"prompt": "a", "session_id": 1 << 70}, "session_id"),
     ],
 )
@@ -122,6 +125,40 @@ def test_an_interactive_session_remembers(start: Any) -> None:
     assert turn("hi")["history_tokens"] == 0
     long = turn([{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], session_id=9)
     assert long["text"] == "[system]s[user]q"
+
+
+def test_interactive_takes_lmdeploy_s_fields(start: Any) -> None:
+    """Each at its default, as a generated client sends them; OpenAI's name of the length; images are sent on."""
+    url = start().url
+    lmdeploy = {
+        "prompt": "hi", "image_url": None, "session_id": -1, "interactive_mode": False, "stream": False, "stop": None,
+        "request_output_len": None, "top_p": 0.8, "top_k": 40, "temperature": 0.8, "repetition_penalty": 1.0,
+        "ignore_eos": False, "skip_special_tokens": True, "spaces_between_special_tokens": True, "cancel": False,
+        "adapter_name": None, "seed": None, "min_new_tokens": None, "min_p": 0.0,
+    }  # fmt: skip
+    assert ask(url, "/v1/chat/interactive", lmdeploy)[1]["text"] == "[user]hi"
+    short = ask(url, "/v1/chat/interactive", lmdeploy | {"max_tokens": 3})[1]
+    assert (short["tokens"], short["finish_reason"]) == (3, "length")
+    told = ask(url, "/v1/chat/interactive", lmdeploy | {"image_url": "https://a.org/a.png"})[1]["error"]["message"]
+    assert "/v1/chat/completions" in told
+    assert ask(url, "/v1/chat/interactive", lmdeploy | {"image_url": []})[0] == 200
+
+
+def test_a_full_conversation_says_how_to_begin_anew(start: Any) -> None:
+    """The prompt is short; what is too long is the history."""
+    url = start().url
+    turn = {"prompt": "hi" * 60, "session_id": 7, "interactive_mode": True, "request_output_len": 4}
+    for _ in range(99):
+        status, told = ask(url, "/v1/chat/interactive", turn)
+        if status != 200:
+            break
+    error = told["error"]
+    assert status == 400 and error["param"] == "prompt" and error["code"] == "context_length_exceeded"
+    assert "interactive_mode=false" in error["message"] and "history" in error["message"]
+    assert ask(url, "/v1/chat/interactive", turn | {"interactive_mode": False})[0] == 200
+    assert ask(url, "/v1/chat/interactive", turn)[0] == 200
+    alone = ask(url, "/v1/chat/interactive", turn | {"prompt": "hi" * 9999})[1]["error"]["message"]
+    assert "history" not in alone and "--session-len" in alone
 
 
 def test_interactive_streams_lines(start: Any) -> None:

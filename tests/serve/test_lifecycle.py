@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,9 +170,23 @@ def test_documentation(start: Any) -> None:
     used = json.dumps(document).split('"#/components/schemas/')[1:]
     assert {ref.split('"')[0] for ref in used} <= set(schemas)
     bare = start(disable_fastapi_docs=True)
-    for path in ("/docs", "/openapi.json"):
+    for path in ("/docs", "/openapi.json", "/docs/swagger-ui-bundle.js"):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             fetch(bare.url + path)
+
+
+@pytest.mark.parametrize("no_page", [False, True])
+def test_the_documentation_needs_no_internet(start: Any, no_page: bool) -> None:
+    """All that the page names comes from this server, without a key too, as the page does."""
+    url = f"{start(no_page=no_page, api_keys=['secret']).url}/{'' if no_page else 'docs'}"
+    page = fetch(url)[1]
+    named = re.findall(r"""(?:src|href)=["']([^"']+)|url: *["']([^"']+)""", page)
+    names = [one or other for one, other in named]
+    assert {name.rpartition("/")[2] for name in names} > {"swagger-ui-bundle.js", "swagger-ui.css", "openapi.json"}
+    assert not re.search(r"https?://", page)
+    for name in names:
+        if not name.startswith("data:"):
+            assert len(fetch(urllib.parse.urljoin(url, name))[1]) > 1000, name
 
 
 def test_the_table_of_what_is_tested_has_every_route(start: Any) -> None:

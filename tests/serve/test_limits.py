@@ -166,7 +166,16 @@ def test_the_documentation_has_the_same_table() -> None:
         *WORD_LENGTH.values(),
     ):
         assert f"{most:,}" in text
+    assert f"| `stop` | {MOST['stop_words']} strings of {WORD_LENGTH['stop_words']:,} characters |" in text
     assert f"{RESTARTS} times" in text and f"{RESTART_WINDOW / 60:.0f} minutes" in text
+
+
+def test_other_pages_leave_the_lengths_of_lists_to_that_table() -> None:
+    """Each fact once: what stands in two places differs some day."""
+    for page in (Path(__file__).resolve().parents[2] / "docs").rglob("*.md"):
+        for line in page.read_text(encoding="utf-8").splitlines():
+            if page.name != "limits.md" and re.match(r"\| .*`(stop|stop_sequences|bad_words|logit_bias)`", line):
+                assert not re.search(r"(up to|at most) [0-9]", line), f"{page.name}: {line}"
 
 
 JSON = st.recursive(

@@ -153,6 +153,15 @@ def test_what_tools_show_and_what_anthropic_s_own_did() -> None:
     assert made.messages[2].content == [{"type": "image_url", "image_url": url}]
 
 
+def test_images_stay_among_the_texts_as_the_user_has_them() -> None:
+    image = {"type": "image", "source": {"type": "url", "url": "https://a.org/a.png"}}
+    texts = [{"type": "text", "text": text} for text in ("From", "here", "to", "there?")]
+    content = [texts[0], texts[1], image, texts[2], image, texts[3]]
+    body = {"model": "echo", "max_tokens": 9, "messages": [{"role": "user", "content": content}]}
+    (asked,) = chat_request(MessagesRequest.model_validate(body)).messages
+    assert [part.get("text") for part in asked.content] == ["From\n\nhere", None, "to", None, "there?"]
+
+
 def test_results_of_tools_count_as_messages(start: Any) -> None:
     server = start(template=Echo("hermes"), limits=Limits(max_messages=2))
     results = [{"type": "tool_result", "tool_use_id": f"t{i}", "content": ""} for i in range(3)]

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import uvicorn
 
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.serve import announce
 from toolkit.serve.announce import Announcement
 from toolkit.serve.http.connection import connection_class
 from toolkit.serve.options import ProxySettings
@@ -710,6 +712,66 @@ def test_a_server_announces_itself() -> None:
             server.kill()
 
     run(go)
+
+
+def test_a_node_s_health_is_told_where_it_is_added() -> None:
+    async def go() -> None:
+        async with world(allow_nodes_by_client=True) as w:
+            server = await FakeNode(models=("x",)).start()
+            told = (await w.client.post("/nodes/add", json={"url": server.url})).json()
+            assert (told["healthy"], told["reason"], told["models"]) == (True, None, ["x"])
+            server.kill()
+            gone = await FakeNode().start()
+            gone.kill()
+            told = (await w.client.post("/nodes/add", json={"url": gone.url})).json()
+            assert told["healthy"] is False and "Connect" in told["reason"]
+
+    run(go)
+
+
+def test_trouble_with_a_proxy_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Refused, then away, then back: a line each, without JSON, whatever the number of tries; pauses grow."""
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def passing(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    async def go() -> None:
+        answers = [(401, {"error": {"message": "give a\nkey", "type": "x"}})] * 4 + [None] * 9
+        answers += [(200, {})] * 2 + [None] * 2 + [(200, {})]  # type: ignore[list-item]
+        done = asyncio.Event()
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/nodes/remove":
+                return httpx.Response(200)
+            given = answers.pop(0)
+            if not answers:
+                done.set()
+                monkeypatch.setattr(asyncio, "sleep", sleep)
+            if given is None:
+                raise httpx.ConnectError("no route")
+            return httpx.Response(given[0], json=given[1])
+
+        client = partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
+        monkeypatch.setattr(announce.httpx, "AsyncClient", client)
+        monkeypatch.setattr(asyncio, "sleep", passing)
+        task = asyncio.create_task(Announcement("http://p:1").repeat(["m"], "http://me:2"))
+        await done.wait()
+        while len(caplog.records) < 5 and not task.done():
+            await sleep(0.001)
+        task.cancel()
+        await asyncio.wait([task])
+
+    with caplog.at_level("WARNING", "toolkit.serve"):
+        asyncio.run(go())
+    told = [record.message for record in caplog.records]
+    assert len(told) == 5, told
+    assert "refuses this server: give a key; it is tried again" in told[0] and "{" not in told[0]
+    assert "cannot be told of this server" in told[1] and told[1] == told[3]
+    assert told[2] == told[4] == "http://me:2 gets requests from the proxy http://p:1"
+    assert pauses[:6] == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0] and pauses[13:16] == [15.0, 15.0, 2.0]
 
 
 def test_a_server_knows_its_address() -> None:

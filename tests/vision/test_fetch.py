@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from toolkit.errors import UsageError
+from toolkit.serve.options import ServerSettings
+from toolkit.serve.state import image_rules
 from toolkit.vision.fetch import Fetching, fetch
+from toolkit.vl import load_image, load_video
 
 LOCAL = Fetching(private=True)
 
@@ -100,6 +103,25 @@ def test_private_addresses_are_not_asked(url: str, monkeypatch: pytest.MonkeyPat
     assert "\n" not in str(caught.value)
 
 
+def test_private_addresses_are_asked_where_the_user_allows_it(site: str) -> None:
+    """In Python; a server has to name the hosts too, or clients could have it ask its whole network."""
+    for load in (load_image, load_video):
+        with pytest.raises(UsageError, match=r"not public.* allow_private_media=True"):
+            load(f"{site}/bytes-9")
+        with pytest.raises(UsageError, match="found 9 bytes that are none"):
+            load(f"{site}/bytes-9", allow_private_media=True)
+    with pytest.raises(UsageError, match="--allow-private-media: name the hosts by --allowed-media-domains too"):
+        ServerSettings(allow_private_media=True).check()
+    settings = ServerSettings(allow_private_media=True, allowed_media_domains=["127.0.0.1"])
+    settings.check()
+    rules = image_rules(settings).fetching
+    assert rules is not None and fetch(f"{site}/bytes-1", 100, rules) == b"x"
+    with pytest.raises(UsageError, match=r"from 127\.0\.0\.1 alone"):
+        fetch(f"{site.replace('127.0.0.1', 'localhost')}/bytes-1", 100, rules)
+    with pytest.raises(UsageError, match=r"^allowed_media_domains: expected a list of hosts, found 'a\.example'"):
+        Fetching.of("a.example", False)
+
+
 def test_a_redirect_into_the_own_network_is_not_followed(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The public host is this machine, by another name; what it points at is looked at as well."""
     asked: list[Any] = []
@@ -130,6 +152,6 @@ def test_no_url_is_one_line(url: str) -> None:
 
 
 def test_hosts_may_be_listed(site: str) -> None:
-    with pytest.raises(UsageError, match=r"fetches from a.example alone"):
+    with pytest.raises(UsageError, match=r"from a.example alone \(--allowed-media-domains\)"):
         fetch(f"{site}/bytes-1", 100, Fetching(private=True, hosts=("a.example",)))
     assert fetch(f"{site}/bytes-1", 100, Fetching(private=True, hosts=("127.0.0.1",))) == b"x"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +30,7 @@ from toolkit.serve.options import ServerSettings
 from toolkit.serve.state import image_rules
 from toolkit.vision import images
 from toolkit.vision.eyes import Eyes
+from toolkit.vision.parts import user_content
 from toolkit.vision.recipes import prepare
 from toolkit.vl import load_image
 from toolkit.vl.constants import IMAGE_TOKEN
@@ -63,9 +66,10 @@ def test_pairs_lists_and_messages(pipe: Pipeline, files: list[Path]) -> None:
     data = f"data:image/png;base64,{encode_image_base64(one, 'PNG')}"
     parts = [{"type": "image_url", "image_url": {"url": data}}, {"type": "text", "text": "What is it?"}]
     forms: list[Any] = [
-        ("What is it?", one),
         (one, "What is it?"),
-        ("What is it?", [str(files[0])]),
+        (str(files[0]), "What is it?"),
+        ([str(files[0])], "What is it?"),
+        (data, "What is it?"),
         [{"role": "user", "content": parts}],
         (f"{IMAGE_TOKEN}\nWhat is it?", one),
     ]
@@ -73,9 +77,48 @@ def test_pairs_lists_and_messages(pipe: Pipeline, files: list[Path]) -> None:
     assert {a.finish_reason for a in answers} <= {"length", "stop"}
     assert len({tuple(a.token_ids) for a in answers}) == 1
     assert len({a.input_token_len for a in answers}) == 1 and answers[0].input_token_len > TOKENS
-    both = pipe(("What is it?", [one, two]), gen_config=SHORT)
+    both = pipe(([one, two], "What is it?"), gen_config=SHORT)
     assert both.input_token_len == answers[0].input_token_len + TOKENS + 1
-    assert pipe(("What is it?", two), gen_config=SHORT).token_ids != answers[0].token_ids
+    assert pipe((two, "What is it?"), gen_config=SHORT).token_ids != answers[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("pair", "pictures"),
+    [
+        (("What is it?", picture(0)), (None, "it")),
+        ((picture(0), "What is it?"), ("it", None)),
+        (("What is it?", "https://a.org/a.png"), (None, "https://a.org/a.png")),
+        (("https://a.org/a", "What is it?"), ("https://a.org/a", None)),
+        (("data:image/png;base64,AA==", "What is it?"), ("data:image/png;base64,AA==", None)),
+        (("file:///a.png", "What is it?"), ("file:///a.png", None)),
+        (("my photo.jpg", "What is it?"), ("my photo.jpg", None)),
+        (("A.FILE", "What is it?"), ("A.FILE", None)),
+        (("What is https://a.org/a.png?", "b.png"), (None, "b.png")),
+        (("https://a.org/text", "b.png"), (None, "b.png")),  # both may be: the first is the text
+        (("What is it?", "nowhere"), (None, "nowhere")),
+        (("a" * 10_000, "b"), (None, "b")),
+        ((["a.png", "b.png"], "What are they?"), ("a.png", "b.png", None)),
+        (("What are they?", ["a.png", "b.png"]), (None, "a.png", "b.png")),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_a_pair_keeps_its_order(pair: Any, pictures: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of two strings names a picture: it stands where the pair has it."""
+    monkeypatch.chdir(tmp_path)
+    Path("A.FILE").write_bytes(b"")
+    found = user_content(pair)
+    assert isinstance(found, list)
+    shown = [part["image_data"]["data"] if part["type"] == "image_data" else None for part in found]
+    assert tuple("it" if isinstance(one, Image.Image) else one for one in shown) == pictures
+
+
+def test_the_order_of_a_pair_reaches_the_model(pipe: Pipeline, files: list[Path]) -> None:
+    parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": str(files[0])}}]
+    behind, written = pipe([("What is it?", str(files[0])), [{"role": "user", "content": parts}]], gen_config=SHORT)
+    before = pipe((str(files[0]), "What is it?"), gen_config=SHORT)
+    assert behind.token_ids == written.token_ids != before.token_ids
+    said = pipe.chat((str(files[0]), "What is it?"), gen_config=SHORT)
+    assert said.response.token_ids == before.token_ids
 
 
 def test_logits_and_hidden_states_come_with_pictures(pipe: Pipeline, files: list[Path]) -> None:
@@ -129,7 +172,7 @@ def test_the_terminal_shows_pictures(pipe: Pipeline, files: list[Path], tmp_path
     talk = Conversation(SHORT)
     talk.show(pipe.checked_image(str(files[0])))
     talk.say("user", "What is it?")
-    expected = pipe(("What is it?", str(files[0])), gen_config=SHORT)
+    expected = pipe((str(files[0]), "What is it?"), gen_config=SHORT)
     assert pipe(talk.messages(), gen_config=SHORT).token_ids == expected.token_ids
     assert pipe.context(talk.messages()) == (expected.input_token_len, pipe.engine.session_len)
     talk.save(tmp_path / "talk.json", "m")
@@ -163,7 +206,7 @@ def data_url(seed: int) -> str:
 
 def test_the_server_takes_images(client: Any, pipe: Pipeline) -> None:
     found = client.post("/v1/chat/completions", json=asked({"url": data_url(0), "detail": "low"})).json()
-    expected = pipe(("What is it?", picture(0)), gen_config=SHORT)
+    expected = pipe((picture(0), "What is it?"), gen_config=SHORT)
     assert found["choices"][0]["message"]["content"] == expected.text
     assert found["usage"]["prompt_tokens"] == expected.input_token_len
     two = client.post("/v1/chat/completions", json=asked(data_url(0), {"url": data_url(1)})).json()
@@ -251,7 +294,7 @@ def test_limits_of_a_kind(pipe: Pipeline) -> None:
 def test_without_torch_the_extra_is_named(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
     monkeypatch.setattr(extras, "sys", SimpleNamespace(modules={}))
-    answer = pipe(("What is it?", picture(0)), gen_config=SHORT)
+    answer = pipe((picture(0), "What is it?"), gen_config=SHORT)
     assert "images: torch is not installed" in answer.error_message and "toolkit[" in answer.error_message
 
 
@@ -261,7 +304,7 @@ def test_anthropic_blocks(client: Any, pipe: Pipeline) -> None:
     body = {"model": "tiny", "max_tokens": 4, "temperature": 0, "messages": [{"role": "user", "content": blocks}]}
     usage = client.post("/v1/messages", json=body).json()["usage"]
     whole = usage["input_tokens"] + usage["cache_read_input_tokens"]
-    assert whole == pipe(("What is it?", picture(0)), gen_config=SHORT).input_token_len
+    assert whole == pipe((picture(0), "What is it?"), gen_config=SHORT).input_token_len
 
 
 def test_responses_take_images(client: Any, pipe: Pipeline) -> None:
@@ -269,7 +312,7 @@ def test_responses_take_images(client: Any, pipe: Pipeline) -> None:
     parts = [{"type": "input_image", "image_url": data_url(0)}, {"type": "input_text", "text": "What is it?"}]
     body = {"model": "tiny", "max_output_tokens": 4, "temperature": 0, "input": [{"role": "user", "content": parts}]}
     first = client.post("/v1/responses", json=body).json()
-    expected = pipe(("What is it?", picture(0)), gen_config=SHORT)
+    expected = pipe((picture(0), "What is it?"), gen_config=SHORT)
     assert first["output"][0]["content"][0]["text"] == expected.text
     assert first["usage"]["input_tokens"] == expected.input_token_len
     more = {"model": "tiny", "max_output_tokens": 4, "input": "And why?", "previous_response_id": first["id"]}
@@ -318,7 +361,7 @@ def test_odd_places_are_one_line_in_every_front(
     [
         ({"url": "http://127.0.0.1:9/a.png"}, "not public"),
         ({"url": "file:///etc/passwd"}, "files are not read here"),
-        ({"url": "/etc/passwd"}, "files are not read here"),
+        ({"url": "/etc/passwd"}, "files are not read here (it is not below --allowed-local-media-path)"),
         ({"url": "data:image/png;base64,aGVsbG8="}, "expected a picture"),
         ({"link": 1}, "image_url"),
         (7, "image_url"),
@@ -329,6 +372,25 @@ def test_the_server_refuses_in_one_line(client: Any, url: Any, message: str) -> 
     found = client.post("/v1/chat/completions", json=asked(url))
     assert found.status_code == 400, found.text
     assert message in found.json()["error"]["message"] and "\n" not in found.json()["error"]["message"]
+
+
+def test_a_pipeline_asks_private_addresses_where_it_may(tiny_models: Any, files: list[Path]) -> None:
+    """As ``toolkit.pipeline`` is told; so may a conversation in the terminal, whose pictures it looks at."""
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=files[0].parent)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as site:
+        threading.Thread(target=site.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{site.server_port}/{files[0].name}"
+        model = str(tiny_models("llava"))
+        with pipeline(model, CONFIG, allowed_media_domains=["127.0.0.1"]) as pipe:
+            refused = pipe((url, "What is it?"), gen_config=SHORT)
+            assert "not public" in refused.error_message and "--allow-private-media" in refused.error_message
+        with pipeline(model, CONFIG, allow_private_media=True) as pipe:
+            fetched, read = pipe([(url, "What is it?"), (str(files[0]), "What is it?")], gen_config=SHORT)
+            assert fetched.token_ids == read.token_ids and not fetched.error_message
+            assert pipe.checked_image(url) == url
+        with pipeline(model, CONFIG, allow_private_media=True, allowed_media_domains=["a.example"]) as pipe:
+            assert "from a.example alone" in pipe((url, "What is it?"), gen_config=SHORT).error_message
+        site.shutdown()
 
 
 def test_slow_hosts_hold_up_no_other_prompt(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +425,7 @@ def test_the_pictures_of_a_request_have_one_deadline(client: Any, monkeypatch: p
 
 def test_pictures_are_counted_or_refused_but_never_dropped(client: Any, pipe: Pipeline) -> None:
     messages = asked(data_url(0))["messages"]
-    expected = pipe(("What is it?", picture(0)), gen_config=SHORT).input_token_len
+    expected = pipe((picture(0), "What is it?"), gen_config=SHORT).input_token_len
     assert client.post("/tokenize", json={"messages": messages}).json()["count"] == expected
     refused = client.post("/v1/chat/interactive", json={"prompt": messages})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt.0.content"

@@ -515,7 +515,7 @@ def test_pipeline_and_server_see_the_same_frames(pipe: Any, client: Any, files: 
     forms: list[Any] = [
         message({"type": "video_url", "video_url": {"url": str(files["mp4"])}}),
         message({"type": "video", "video": url}),
-        ("what", of_frames(np.stack(cut), Rules(), 1.0)),
+        (of_frames(np.stack(cut), Rules(), 1.0), "what"),
     ]
     answers = pipe(forms, gen_config=SHORT)
     assert not any(a.error_message for a in answers)

@@ -10,9 +10,9 @@ with pipeline("demo") as pipe:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 import numpy as np
@@ -26,6 +26,7 @@ from toolkit.chat.renderer import Renderer
 from toolkit.chat.template import ChatTemplate
 from toolkit.configs.engine import EngineConfig, VisionConfig
 from toolkit.configs.lmdeploy import notice
+from toolkit.engine.load.setup import Packed
 from toolkit.engine.pooling import choose as choose_pooling
 from toolkit.engine.pooling import vector
 from toolkit.engine.process.frontend import AsyncEngine
@@ -38,6 +39,7 @@ from toolkit.pipeline.prompts import Prompt, as_batch
 from toolkit.pipeline.results import with_tensors
 from toolkit.pipeline.session import Session
 from toolkit.vision.eyes import Eyes, media_sampling
+from toolkit.vision.fetch import Fetching
 from toolkit.vision.images import Rules, as_url
 from toolkit.vision.videos import video_url
 
@@ -48,33 +50,21 @@ LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
 GenConfigs = GenerationConfig | list[GenerationConfig] | None
 
 
-def pipeline(
-    model_path: str,
-    backend_config: EngineConfig | None = None,
-    chat_template_config: ChatTemplateConfig | str | None = None,
-    log_level: str = "WARNING",
-    max_log_len: int | None = None,
-    speculative_config: Any = None,
-    **kwargs: Any,
-) -> Pipeline:
-    """Load a model and return a Pipeline; the arguments are those of ``Pipeline``."""
-    return Pipeline(
-        model_path, backend_config, chat_template_config, log_level, max_log_len, speculative_config, **kwargs
-    )
-
-
 class Pipeline:
     """One loaded model with its chat template. Usable from several threads; a context manager.
 
     model_path: local directory, hub id, .gguf file, engine artifact or "demo". backend_config: None lets the
     toolkit choose. chat_template_config: a ChatTemplateConfig, a built-in name, or a .json or .jinja file.
     log_level: of the logger "toolkit"; INFO shows every prompt after templating, cut to ``max_log_len`` characters.
-    ``gen_config`` may be given as the default of all calls (else: what the model's generation_config.json asks for,
-    or greedy), ``adapter_name`` too, ``backend`` ("turbomind" or "pytorch") in place of a backend_config,
-    ``media_io_kwargs`` as vLLM has it (``{"video": {"num_frames": …, "fps": …}}``),
-    ``progress`` to be called with each line about loading, which otherwise is logged, ``packed`` as for
-    ``AsyncEngine.open``. Raises UsageError for arguments that mean nothing, ToolkitError when the model cannot be
-    loaded.
+    gen_config: the default of all calls (else: what the model's generation_config.json asks for, or greedy);
+    adapter_name too. backend: "turbomind" or "pytorch", in place of a backend_config. vision_config: how pictures are
+    encoded. media_io_kwargs: as vLLM has it (``{"video": {"num_frames": …, "fps": …}}``). allowed_media_domains: the
+    only hosts that images and videos are fetched from, None: any; allow_private_media: from addresses that are not
+    public too. trust_remote_code: a model's own code is never run, whatever it says. progress: called with each line
+    about loading, which otherwise is logged. packed: as for ``AsyncEngine.open``. kwargs: none; a name of older
+    releases is answered with the new one.
+
+    Raises UsageError for arguments that mean nothing, ToolkitError when the model cannot be loaded.
     """
 
     def __init__(
@@ -85,22 +75,31 @@ class Pipeline:
         log_level: str = "WARNING",
         max_log_len: int | None = None,
         speculative_config: Any = None,
+        *,
+        gen_config: GenerationConfig | None = None,
+        adapter_name: str | None = None,
+        backend: Literal["turbomind", "pytorch"] | None = None,
+        vision_config: VisionConfig | None = None,
+        media_io_kwargs: dict[str, Any] | str | None = None,
+        allowed_media_domains: Sequence[str] | None = None,
+        allow_private_media: bool = False,
+        trust_remote_code: bool = False,
+        progress: Callable[[str], None] | None = None,
+        packed: Packed | None = None,
         **kwargs: Any,
     ) -> None:
-        default = kwargs.pop("gen_config", None)
-        backend = kwargs.pop("backend", None)
-        progress = kwargs.pop("progress", None)
-        packed = kwargs.pop("packed", None)
-        self.adapter_name: str | None = kwargs.pop("adapter_name", None)
-        vision = kwargs.pop("vision_config", None) or VisionConfig()
-        rules = Rules(sampling=media_sampling(kwargs.pop("media_io_kwargs", None)))
-        ignored = ["trust_remote_code"] if kwargs.pop("trust_remote_code", None) else []
+        self.adapter_name = adapter_name
+        vision = vision_config or VisionConfig()
+        rules = Rules(
+            fetching=Fetching.of(allowed_media_domains, allow_private_media),
+            sampling=media_sampling(media_io_kwargs),
+        )
         arguments.refuse_unknown("pipeline()", kwargs)
-        _check(speculative_config, default, max_log_len, vision)
+        _check(speculative_config, gen_config, max_log_len, vision)
         ChatTemplate.check(chat_template_config)
         _set_log_level(log_level)
-        for name in ignored:
-            logger.warning("%s", notice(name, name))
+        if trust_remote_code:
+            logger.warning("%s", notice("trust_remote_code", "trust_remote_code"))
         self.model_path = str(model_path)
         self._max_log_len = max_log_len
         self._closed = False
@@ -133,11 +132,11 @@ class Pipeline:
             self._templates = ChatTemplate.of_adapters(
                 self.engine.adapters, self.engine.tokenizer, self.model_path, self.chat_template.picture
             )
-            self.gen_config: GenerationConfig = default or settings.of_model(self.tokenizer.path)
+            self.gen_config: GenerationConfig = gen_config or settings.of_model(self.tokenizer.path)
         except BaseException:
             self.engine.close()
             raise
-        if default is None:
+        if gen_config is None:
             logger.info("sampling where a call says nothing of it: %s", settings.describe(self.gen_config))
         self._runner = JobRunner(self.engine)
         self._warned: set[str] = set()
@@ -158,14 +157,15 @@ class Pipeline:
     ) -> Any:
         """Answer prompts: one Response for one prompt, a list in input order for a list.
 
-        prompts: text, (text, images), OpenAI messages, or a list of these; an image is a URL, a path or a Pillow image.
+        prompts: text, (text, images) or (images, text), OpenAI messages, or a list of these; an image is a URL, a path
+        or a Pillow image, and stands before or behind the text as the pair has it.
         gen_config: one for all, or a list with one a prompt; with
         ``n`` > 1 a prompt's result is the list of its n Responses, choice i drawn with ``random_seed + i``.
         do_preprocess=False takes texts as they are, without chat template. use_tqdm shows progress on standard error.
         ``adapter_name``: one of the engine config's ``adapters``, None for the plain model.
-        ``tools`` and ``chat_template_kwargs`` go to the chat template. A request that fails gives a Response with
-        finish_reason "error" and an error_message; the others are not touched. A prompt that fills the session gives an
-        empty one with finish_reason "length", the error_message saying so.
+        kwargs: ``tools`` and ``chat_template_kwargs``, which go to the chat template. A request that fails gives a
+        Response with finish_reason "error" and an error_message; the others are not touched. A prompt that fills the
+        session gives an empty one with finish_reason "length", the error_message saying so.
         """
         batch, single = as_batch(prompts)
         jobs = self._jobs(batch, gen_config, do_preprocess, adapter_name, None, kwargs)
@@ -178,10 +178,7 @@ class Pipeline:
         return _shape([found[i] for i in range(len(jobs))], len(batch), single, jobs)
 
     __call__ = infer
-
-    def batch_infer(self, *args: Any, **kwargs: Any) -> Any:
-        """An older name of ``infer``."""
-        return self.infer(*args, **kwargs)
+    batch_infer = infer  # an older name
 
     async def async_batch_infer(
         self,
@@ -191,7 +188,7 @@ class Pipeline:
         adapter_name: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """``infer`` for asyncio; cancelling it stops the requests."""
+        """``infer`` for asyncio, kwargs too; cancelling it stops the requests."""
         batch, single = as_batch(prompts)
         jobs = self._jobs(batch, gen_config, do_preprocess, adapter_name, None, kwargs)
         return _shape(await self._runner.gather(jobs), len(batch), single, jobs)
@@ -209,7 +206,7 @@ class Pipeline:
         """Yield what is new of each answer as it comes, ``index`` saying whose; ``Response.extend`` joins pieces.
 
         stream_response=False yields each answer once, when it is whole. sessions: one, or one a prompt; their history
-        precedes the prompt, and is left as it is. Leaving the loop stops what still runs.
+        precedes the prompt, and is left as it is. kwargs: as of ``infer``. Leaving the loop stops what still runs.
         """
         batch, _ = as_batch(prompts)
         before = arguments.sessions(sessions, len(batch))
@@ -228,7 +225,7 @@ class Pipeline:
         **kwargs: Any,
     ) -> Session | Iterator[Response]:
         """One turn of a conversation: the session, updated, or with stream_response an iterator over the answer.
-        ``prompt``: text, or (text, images).
+        ``prompt``: text, (text, images) or (images, text); kwargs: as of ``infer``.
 
         The turn enters the history when its answer ends; what was read of a stream that is left early counts too.
         An answer that fails (``session.response.finish_reason == "error"``) leaves the history as it was.
@@ -273,7 +270,7 @@ class Pipeline:
         if self._eyes is None:
             mend = "leave out --disable-vision-encoder" if self.engine.blind else "load a model that sees"
             raise UsageError(f"image: {self.model_path} reads text alone; {mend}")
-        return as_url(source)
+        return as_url(source, self._eyes.rules)
 
     def checked_video(self, source: str) -> str:
         """Likewise of a video, which is not decoded yet."""
@@ -412,6 +409,9 @@ class Pipeline:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("pipeline: it is closed; make another")
+
+
+pipeline = Pipeline  # LMDeploy's name of what makes one
 
 
 def _shape(results: list[Response], count: int, single: bool, jobs: list[Job]) -> Any:

@@ -19,6 +19,7 @@ from toolkit.profile.metrics import RequestRecord, generation_row
 from toolkit.profile.options import Grid
 from toolkit.profile.workload import Ask, random_prompts
 
+MEMORY_OF = {True: "all GPUs", False: "own processes"}  # True: the model is on a GPU
 WARM_UP_TOKENS = 4
 
 
@@ -48,7 +49,7 @@ def measure(
     on_row: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[dict[str, Any]]:
     """Open ``model`` (``packed``: see ``AsyncEngine.open``) and measure one row a batch size (keys: see
-    metrics.generation_row).
+    metrics.generation_row; and ``peak_memory_of``, whose memory that is).
 
     Prompts are random and never repeat, in the warm-up and in every round: the prefix cache finds nothing. Raises
     ToolkitError when a request fails or the memory plan cannot hold the largest batch.
@@ -59,9 +60,9 @@ def measure(
     try:
         _check_room(engine, grid)
         on_start(engine)
-        read = gpu_used_mib if engine.device.startswith("cuda") else ProcessTree()
-        with PeakMemory(read) as memory:
-            return asyncio.run(_measure_all(engine, grid, memory, on_done, on_row))
+        gpus = engine.device.startswith("cuda")
+        with PeakMemory(gpu_used_mib if gpus else ProcessTree()) as memory:
+            return asyncio.run(_measure_all(engine, grid, memory, MEMORY_OF[gpus], on_done, on_row))
     finally:
         engine.close()
 
@@ -70,6 +71,7 @@ async def _measure_all(
     engine: AsyncEngine,
     grid: Grid,
     memory: PeakMemory,
+    memory_of: str,
     on_done: Callable[[RequestRecord], None],
     on_row: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:
@@ -91,7 +93,8 @@ async def _measure_all(
             if failed := [record.error for record in records if record.error]:
                 raise ToolkitError(f"concurrency {size}: {len(failed)} of {size} requests failed: {failed[0]}")
             rounds.append(records)
-        rows.append(generation_row(rounds, grid.prompt_tokens, grid.completion_tokens, memory.peak()))
+        row = generation_row(rounds, grid.prompt_tokens, grid.completion_tokens, memory.peak())
+        rows.append(row | {"peak_memory_of": memory_of})
         on_row(rows[-1])
     return rows
 

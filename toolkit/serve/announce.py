@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
@@ -19,7 +20,8 @@ from toolkit.serve.proxy.nodes import checked
 logger = logging.getLogger("toolkit.serve")
 EVERY_S = 15.0
 LEASE_S = 90.0  # after which a proxy forgets a server that it has heard nothing of
-RETRY_S = 2.0
+RETRY_S = 2.0  # after which a proxy that failed is tried again; doubles with every failure
+LONGEST_S = 60.0
 PATIENCE_S = 5.0
 
 
@@ -55,8 +57,9 @@ class Announcement:
 
     async def repeat(self, models: Sequence[str], url: str) -> None:
         """Tell the proxy of this server, which listens at ``url`` and serves ``models``, until cancelled; then that it
-        is gone. A proxy that is away is tried again."""
-        proxy, own, told = checked(self.proxy_url), self.own_address(url), False
+        is gone. A proxy that is away, or refuses, is tried again, after growing pauses; the log says so once, and once
+        that it is back."""
+        proxy, own = checked(self.proxy_url), self.own_address(url)
         headers = {"Content-Type": "application/json"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
@@ -64,21 +67,37 @@ class Announcement:
         async with httpx.AsyncClient(
             headers=headers, timeout=PATIENCE_S, trust_env=False, verify=tls.checking()
         ) as http:
+            told, trouble, pause = False, "", RETRY_S
             try:
                 while True:
-                    before = told
-                    try:
-                        reply = await http.post(f"{proxy}/nodes/add", json=body)
-                        told = reply.is_success
-                        if not told:
-                            logger.warning("--proxy-url %s: refuses this server: %.500s", proxy, reply.text)
-                        elif not before:
-                            logger.warning("%s gets requests from the proxy %s", own, proxy)
-                    except httpx.HTTPError as error:
-                        told = False
-                        logger.warning("--proxy-url %s: cannot be told of this server (%s)", proxy, tls.why(error))
-                    await asyncio.sleep(EVERY_S if told else RETRY_S)
+                    before, found = told, await _tell(http, proxy, body)
+                    told = not found
+                    if told and not before:
+                        logger.warning("%s gets requests from the proxy %s", own, proxy)
+                    elif not told and found != trouble:
+                        logger.warning("--proxy-url %s: %s; it is tried again, at least once a minute", proxy, found)
+                    trouble = found
+                    await asyncio.sleep(EVERY_S if told else pause)
+                    pause = RETRY_S if told else min(2 * pause, LONGEST_S)
             finally:
                 if told:
                     with suppress(httpx.HTTPError):  # it finds out by itself
                         await http.post(f"{proxy}/nodes/remove", params={"node_url": own})
+
+
+async def _tell(http: httpx.AsyncClient, proxy: str, body: dict[str, Any]) -> str:
+    """Why the proxy does not have this server now; "": it has."""
+    try:
+        reply = await http.post(f"{proxy}/nodes/add", json=body)
+    except httpx.HTTPError as error:
+        return f"cannot be told of this server ({tls.why(error)})"
+    return "" if reply.is_success else f"refuses this server: {_message(reply)}"
+
+
+def _message(reply: httpx.Response) -> str:
+    """What an error says, without the JSON around it."""
+    try:
+        text = str(reply.json()["error"]["message"])
+    except (ValueError, LookupError, TypeError):  # another program than a proxy of ours
+        text = f"{reply.status_code} {reply.text}"
+    return " ".join(text.split())[:500]

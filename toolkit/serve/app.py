@@ -19,6 +19,7 @@ from toolkit.serve.anthropic import routes as anthropic_routes
 from toolkit.serve.generation.parsing import Formats
 from toolkit.serve.generation.sampling import choose_defaults
 from toolkit.serve.http.answers import Health, ModelCard, ModelList
+from toolkit.serve.http.docs_page import add_docs
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.layers import add_layers
@@ -33,7 +34,7 @@ from toolkit.serve.openai import chat_routes, completion_routes, pooling_routes,
 from toolkit.serve.openai.responses import routes as responses_routes
 from toolkit.serve.openai.responses.kept import Store
 from toolkit.serve.options import ServerSettings
-from toolkit.serve.page.routes import add_page, docs_url
+from toolkit.serve.page.routes import add_page
 from toolkit.serve.state import ServerState, image_rules
 from toolkit.serve.watch.metrics import ServerMetrics
 from toolkit.serve.watch.traces import Traces
@@ -93,7 +94,7 @@ def create_app(
         title="toolkit",
         version=__version__,
         description="The API of `tool serve api_server`: OpenAI's, and Anthropic's, Ollama's and llama.cpp's beside it",
-        docs_url=docs_url(docs, not settings.no_page),
+        docs_url=None,
         openapi_url="/openapi.json" if docs else None,
         redoc_url=None,
         redirect_slashes=False,
@@ -102,6 +103,8 @@ def create_app(
     app.state.server = state
     if not settings.no_page:
         add_page(app)
+    if docs:
+        add_docs(app, page=not settings.no_page)
     _add_plain_routes(app, state)
     add_lists(app, lambda: ollama_routes.of_one(state))
     for routes in ROUTES:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import difflib
+import inspect
 import json
 import os
 import select
@@ -16,8 +17,9 @@ import signal
 import socket
 import subprocess
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, Field, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.base import child_process, tls
@@ -98,12 +100,16 @@ def serve(
     model_name: what requests call it (default: the model's own name). backend: used without a backend_config.
     server_port: 0 = any free one, see ``Server.url``. ssl: by the files in SSL_KEYFILE and SSL_CERTFILE. kwargs: the
     options of a server of one model, as ``tool serve api_server`` has them, its limits too, by their names
-    (``max_log_len=80``); variables of the environment are not read. Raises UsageError or ToolkitError, as
-    ``tool serve api_server`` would say it.
+    (``max_log_len=80``), and the fields of ``backend``'s engine config (``session_len=4096``), in place of a
+    backend_config; ``inspect.signature(serve)`` has them all. Variables of the environment are not read. Raises
+    UsageError or ToolkitError, as ``tool serve api_server`` would say it.
     """
     if backend not in CONFIGS:
         raise UsageError(f"backend: expected {' or '.join(CONFIGS)}, found {backend!r}")
-    config = backend_config if backend_config is not None else CONFIGS[backend]()
+    engine = {f.name: kwargs.pop(f.name) for f in fields(CONFIGS[backend]) if f.name in kwargs}
+    if engine and backend_config is not None:
+        raise UsageError(f"serve(): {min(engine)}: backend_config has a field of that name; write it there")
+    config = backend_config if backend_config is not None else CONFIGS[backend](**engine)
     if not isinstance(config, tuple(CONFIGS.values())):
         raise UsageError(f"backend_config: expected an engine config, found {type(config).__name__}")
     template = chat_template_config
@@ -122,15 +128,19 @@ def serve(
     return launch(Order.of(str(model_path), config, spelled, _settings(named | kwargs)), Server)[0]
 
 
+def _options() -> dict[str, Field[Any]]:
+    """What ``serve`` takes besides its own arguments: options of a server, its limits."""
+    own = [f for f in fields(ServerSettings) if option_of(f)]
+    return {f.name: f for f in (*own, *fields(Limits))}
+
+
 def _settings(given: dict[str, Any]) -> ServerSettings:
     """The options that Python names, limits beside the others. Raises UsageError for one that there is not, or whose
     value is of another type or out of range."""
     limits = {f.name for f in fields(Limits)}
-    known = {f.name for f in fields(ServerSettings) if option_of(f)} | limits
-    if unknown := sorted(set(given) - known):
-        close = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise UsageError(f"serve(): unknown argument {unknown[0]!r}; {hint}tool serve api_server --help lists them")
+    known = _options()
+    if unknown := sorted(set(given) - set(known)):
+        raise UsageError(f"serve(): unknown argument {unknown[0]!r}; {_instead(unknown[0], known)}")
     own = {name: value for name, value in given.items() if name not in limits}
     try:
         settings = read(ServerSettings, own | {"limits": {k: v for k, v in given.items() if k in limits}})
@@ -140,6 +150,37 @@ def _settings(given: dict[str, Any]) -> ServerSettings:
     check_ranges(settings.limits)
     settings.check()
     return replace(settings, api_keys=split_keys("api_keys", settings.api_keys))
+
+
+def _instead(unknown: str, known: Iterable[str]) -> str:
+    """What to write for an argument that there is not."""
+    for backend, kind in CONFIGS.items():
+        if unknown in (f.name for f in fields(kind)):
+            return f"{kind.__name__} has it: give backend={backend!r} too"
+    engines = (f.name for kind in CONFIGS.values() for f in fields(kind))
+    close = difflib.get_close_matches(unknown, {*known, *engines}, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}help(toolkit.serve) lists them"
+
+
+def _signature() -> inspect.Signature:
+    """That of ``serve`` with every option by its name; engine options of either backend."""
+    own = inspect.signature(serve)
+    named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    engines = {f.name: f for kind in CONFIGS.values() for f in fields(kind)}
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_default(f), annotation=f.type)
+        for name, f in (_options() | engines).items()
+        if name not in own.parameters
+    ]
+    return own.replace(parameters=[*named, *more])
+
+
+def _default(f: Field[Any]) -> Any:
+    return f.default if f.default_factory is MISSING else f.default_factory()
+
+
+serve.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

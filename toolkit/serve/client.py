@@ -136,9 +136,14 @@ class APIClient:
             raise ToolkitError(f"{self.url}: cannot be reached ({why(getattr(error, 'reason', error))})") from error
 
 
-def client(api_server_url: str = "http://127.0.0.1:23333", api_key: str | None = None, **kwargs: Any) -> APIClient:
-    """A client of a running server; ``kwargs`` as APIClient has them."""
-    return APIClient(api_server_url, api_key, **kwargs)
+def client(
+    api_server_url: str = "http://127.0.0.1:23333",
+    api_key: str | None = None,
+    timeout: float | None = 600,
+    insecure: bool = False,
+) -> APIClient:
+    """A client of a running server; the arguments are those of ``APIClient``."""
+    return APIClient(api_server_url, api_key, timeout, insecure)
 
 
 def _checked(chunk: dict[str, Any]) -> dict[str, Any]:

@@ -76,6 +76,9 @@ class ServerSettings:
     allowed_media_domains: Sequence[str] | None = option(
         None, "Hosts that images and videos are fetched from. Default: all that are public.", **_IMAGES
     )
+    allow_private_media: bool = option(
+        False, "Addresses that are not public too, of hosts that --allowed-media-domains names.", **_IMAGES
+    )
     media_io_kwargs: str | None = option(
         None, 'How videos are read, as JSON: \'{"video": {"num_frames": 16, "fps": 1}}\'. Default: as the model has it.'
     )
@@ -110,6 +113,11 @@ class ServerSettings:
             raise UsageError("--node-url: only with --proxy-url, the proxy that is to know this address; name it too")
 
     def _check_media(self) -> None:
+        if self.allow_private_media and self.allowed_media_domains is None:
+            raise UsageError(
+                f"{spelled('allow_private_media')}: name the hosts by {spelled('allowed_media_domains')} too; without, "
+                "clients could have the server ask any machine of its network"
+            )
         if self.limit_mm_per_prompt is not None:
             from toolkit.vision.eyes import LIMIT, media_limits
 

@@ -39,7 +39,7 @@ def image_rules(settings: ServerSettings) -> Rules:
     limits, path, hosts = settings.limits, settings.allowed_local_media_path, settings.allowed_media_domains
     return Rules(
         files=() if path is None else (path,),
-        fetching=Fetching(limits.image_timeout, hosts=None if hosts is None else tuple(hosts)),
+        fetching=Fetching.of(hosts, settings.allow_private_media, limits.image_timeout),
         max_bytes=limits.max_image_bytes,
         max_pixels=limits.max_image_pixels,
         max_images=limits.max_images,

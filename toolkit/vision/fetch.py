@@ -13,11 +13,12 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from urllib.parse import urljoin, urlsplit
 
+from toolkit.configs.option import spelled
 from toolkit.errors import UsageError
 
 REDIRECTS = 3
@@ -37,6 +38,13 @@ class Fetching:
     seconds: float = 10.0
     private: bool = False
     hosts: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, hosts: Sequence[str] | None, private: bool, seconds: float = seconds) -> Fetching:
+        """``hosts`` as a user has them. Raises UsageError for what is no list of names."""
+        if hosts is not None and (isinstance(hosts, str) or not all(isinstance(host, str) for host in hosts)):
+            raise UsageError(f"allowed_media_domains: expected a list of hosts, found {hosts!r:.60}")
+        return cls(seconds, private, None if hosts is None else tuple(hosts))
 
 
 def fetch(url: str, most_bytes: int, rules: Fetching, what: str = "image") -> bytes:
@@ -69,7 +77,10 @@ def _ask(url: str, most_bytes: int, rules: Fetching, until: float, shown: str) -
     if parts.scheme not in ("http", "https") or not host:
         raise UsageError(f"{shown}: expected an http or https URL")
     if rules.hosts is not None and host not in rules.hosts:
-        raise UsageError(f"{shown}: the server fetches from {', '.join(rules.hosts) or 'no host'} alone")
+        named = spelled("allowed_media_domains")
+        raise UsageError(
+            f"{shown}: images and videos are fetched from {', '.join(rules.hosts) or 'no host'} alone ({named})"
+        )
     port = parts.port or (443 if parts.scheme == "https" else 80)
     address = _address(host, port, rules, shown)
     connection = http.client.HTTPConnection(host, port)
@@ -123,7 +134,10 @@ def _address(host: str, port: int, rules: Fetching, shown: str) -> tuple[str, in
     found = [info[4] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for address in found:
         if not rules.private and not _public(str(address[0])):
-            raise UsageError(f"{shown}: its host has an address that is not public, which is not fetched from")
+            raise UsageError(
+                f"{shown}: its host has an address that is not public, which is not fetched from unless "
+                f"{spelled('allow_private_media')} (in Python allow_private_media=True) allows it"
+            )
     return str(found[0][0]), int(found[0][1])
 
 

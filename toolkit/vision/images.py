@@ -103,9 +103,8 @@ def _has_more(image: Image, shown: str) -> bool:
     return True
 
 
-def as_url(source: str) -> str:
+def as_url(source: str, rules: Rules = Rules()) -> str:
     """A URL as it is, once it has been read; of a file a data URL that holds it. Raises UsageError, one line."""
-    rules = Rules()
     open_image(source, rules)
     if source[:8].partition(":")[0].lower() in ("http", "https", "data"):
         return source
@@ -184,7 +183,8 @@ def _of_file(path: Path, rules: Rules, most: int, what: str, shown: str) -> byte
     if rules.files is not None:
         where = path.resolve()
         if not any(where.is_relative_to(folder.resolve()) for folder in rules.files):
-            raise UsageError(f"{shown}: files are not read here; send the {what} as a data URL")
+            why = "it is not below --allowed-local-media-path" if rules.files else "no --allowed-local-media-path"
+            raise UsageError(f"{shown}: files are not read here ({why}); send the {what} as a data URL")
     if not path.is_file():
         raise UsageError(f"{shown}: no such file")
     if (size := path.stat().st_size) > most:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mimetypes
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from toolkit.vision.clip import Clip
@@ -10,6 +13,8 @@ from toolkit.vision.clip import Clip
 PARTS = ("image_url", "image", "image_data")  # types of the parts of a message that are pictures
 VIDEOS = ("video_url", "video", "video_data")  # likewise, videos
 IMAGE_TOKEN = "<IMAGE_TOKEN>"  # stands in a text where a picture is to stand, as LMDeploy has it
+_MEDIA_URL = re.compile(r"(?:https?|file)://\S+\s*\Z|data:(?:image|video)/", re.IGNORECASE)
+_LONGEST_PATH = 4096
 
 
 def parts_of(message: Any) -> Sequence[Any]:
@@ -48,19 +53,37 @@ def _given(part: Mapping[str, Any]) -> Any:
 
 
 def user_content(prompt: str | tuple[Any, ...]) -> str | list[dict[str, Any]]:
-    """The content of a user's message: a text as it is; of (text, pictures) or (pictures, text) the pictures as parts,
-    then the text. Of two texts the first is the text, the second names a picture. Raises ValueError for other pairs.
+    """The content of a user's message: a text as it is; of (text, pictures) or (pictures, text) the parts in this
+    order. Of two strings the first is the text, unless it names a picture and the second does not. Raises ValueError
+    for other pairs.
     """
     if isinstance(prompt, str):
         return prompt
     if len(prompt) != 2:
         raise ValueError(f"expected (text, images), found a tuple of {len(prompt)}")
     first, second = prompt
-    text, pictures = (first, second) if isinstance(first, str) else (second, first)
+    text_first = isinstance(first, str)
+    if text_first and isinstance(second, str):
+        text_first = not _names_media(first) or _names_media(second)
+    text, pictures = (first, second) if text_first else (second, first)
     if not isinstance(text, str):
         raise ValueError("expected (text, images), found no text")
-    some = list(pictures) if isinstance(pictures, list | tuple) else [pictures]
-    return [*(_part(one) for one in some), {"type": "text", "text": text}]
+    said = {"type": "text", "text": text}
+    shown = [_part(one) for one in (pictures if isinstance(pictures, list | tuple) else [pictures])]
+    return [said, *shown] if text_first else [*shown, said]
+
+
+def _names_media(text: str) -> bool:
+    """Whether it is a URL, a data URL or a path of a picture or video."""
+    if _MEDIA_URL.match(text):
+        return True
+    if len(text) > _LONGEST_PATH or "\n" in text:
+        return False
+    kind = mimetypes.guess_type(text)[0] or ""
+    try:
+        return kind.startswith(("image/", "video/")) or Path(text).expanduser().is_file()
+    except (OSError, ValueError, RuntimeError):  # no name of a file
+        return False
 
 
 def _part(one: Any) -> dict[str, Any]:

@@ -93,14 +93,27 @@ def _asked(role: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
         for block in results
     ]
     shown = [block for result in results for block in result.content]  # templates take images of users alone
-    images = [_image(block.source) for block in (*shown, *blocks) if block.type == "image"]
-    texts = _texts(blocks)
-    if images:
-        said = [{"type": "text", "text": "\n\n".join(texts)}] if texts or not results else []
-        told.append({"role": role, "content": [*images, *said]})
-    elif texts or not results:
-        told.append({"role": role, "content": "\n\n".join(texts)})
+    parts = _parts([*(block for block in shown if block.type == "image"), *blocks])
+    if any(part["type"] != "text" for part in parts):
+        told.append({"role": role, "content": parts})
+    elif parts or not results:
+        told.append({"role": role, "content": parts[0]["text"] if parts else ""})
     return told
+
+
+def _parts(blocks: Sequence[Any]) -> list[dict[str, Any]]:
+    """Images and texts in their order; texts that follow one another are one."""
+    made: list[dict[str, Any]] = []
+    for block in blocks:
+        if block.type == "image":
+            made.append(_image(block.source))
+            continue
+        for text in _texts([block]):
+            if made and made[-1]["type"] == "text":
+                made[-1]["text"] += f"\n\n{text}"
+            else:
+                made.append({"type": "text", "text": text})
+    return made
 
 
 def _image(source: fields.ImageData | fields.ImageUrl) -> dict[str, Any]:

@@ -46,12 +46,22 @@ UNSUPPORTED = {
     "logits_processors": "only in Python, as GenerationConfig has them",
     "allowed_token_ids": "not supported; a response_format says what may be written",
     "use_beam_search": "not supported; best_of of /v1/completions is the nearest",
+    "length_penalty": "not supported; it is a beam search's",
+    "echo": "only for /v1/completions",
+    "return_tokens_as_token_ids": "not supported; return_token_ids gives them",
     "truncate_prompt_tokens": "not supported; shorten the prompt",
     "cache_salt": "not supported; start a server for each tenant",
     "mm_processor_kwargs": "not supported; pictures are prepared as the model's files say",
     "media_io_kwargs": "only for /v1/chat/completions",
     "kv_transfer_params": "not supported; caches stay in their server",
     "vllm_xargs": "not supported",
+}
+# Of these, further values that ask for nothing: defaults, which some clients send.
+NOTHING: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "best_of": (1,),
+    "length_penalty": (1,),
 }
 
 
@@ -219,7 +229,7 @@ class SampledRequest(FormatFields):
             return data
         unsupported = UNSUPPORTED.keys() - cls.model_fields.keys()
         for name in unsupported & data.keys():
-            if data[name]:
+            if data[name] and data[name] not in NOTHING.get(name, ()):
                 raise ValueError(f"{name}: {UNSUPPORTED[name]}")
         return {k: v for k, v in data.items() if k not in unsupported}
 
@@ -268,7 +278,7 @@ class ReadingRequest(SampledRequest):
 
     @model_validator(mode="after")
     def _fits_a_stream(self) -> ReadingRequest:
-        if self.stream_options is not None and not self.stream:
+        if self.include_usage and not self.stream:
             raise ValueError("stream_options: only with stream=true")
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs: not with stream=true")
@@ -319,7 +329,7 @@ class ChatCompletionRequest(ReadingRequest, ToolFields):
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> ChatCompletionRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:  # clients send every default
             raise ValueError("top_logprobs: only with logprobs=true")
         return self
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from toolkit.serve.http.docs_page import PATHS
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.replies import send_json
 from toolkit.serve.page.routes import FILES
 
 # Liveness, the page and the documentation carry no user's data.
-OPEN_PATHS = frozenset({"/health", "/v1/health", "/", "/docs", "/openapi.json", *FILES})
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/", "/docs", "/openapi.json", *PATHS, *FILES})
 
 
 class ApiKeyMiddleware:

@@ -6,7 +6,7 @@ import hashlib
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
@@ -19,10 +19,14 @@ from toolkit.serve.generation.choices import run_choices
 from toolkit.serve.generation.read import encode_text, parse, refuse_pictures, run_sized, vocab_size
 from toolkit.serve.generation.sampling import generation_config
 from toolkit.serve.http.answers import InteractiveAnswer
+from toolkit.serve.http.errors import ApiError, TooLong, bad_field
 from toolkit.serve.http.replies import LINES, EventReply, JsonReply, json_response
 from toolkit.serve.http.schema import BUSY, describe
 from toolkit.serve.lmdeploy.talks import Key, Talk
 from toolkit.serve.state import ServerState
+
+if TYPE_CHECKING:
+    from toolkit.chat.template import ChatTemplate
 
 router = APIRouter()
 OWNER = b"x-session-owner"  # by which a proxy that has a key of its own tells its clients apart
@@ -40,12 +44,19 @@ class GenerateRequest(SampledRequest):
     cancel: bool | None = Field(None, description="End what runs for the session; prompt is not answered")
     request_output_len: int | None = Field(None, ge=1, le=1 << 30, description="Most tokens of the answer")
     adapter_name: str | None = None
-    image_url: None = None
+    max_tokens: int | None = Field(None, ge=1, le=1 << 30, description="OpenAI's name of request_output_len")
+    image_url: str | list[str] | None = Field(None, description="Refused: a conversation that is kept is of text alone")
 
     @model_validator(mode="after")
     def _fits(self) -> GenerateRequest:
         if self.n not in (None, 1):
             raise ValueError("n: expected 1 in a conversation")
+        if self.image_url:
+            raise ValueError("image_url: not here; send images as parts of messages to /v1/chat/completions")
+        if self.max_tokens is not None:
+            if self.request_output_len not in (None, self.max_tokens):
+                raise ValueError("max_tokens: expected either it or request_output_len")
+            self.request_output_len = self.max_tokens
         if self.session_id < 0 and (self.interactive_mode or self.cancel):
             raise ValueError("session_id: expected 0 or more, which says whose conversation it is")
         return self
@@ -119,6 +130,19 @@ class Turn:
             "finish_reason": answer.finish_reason,
         }
 
+    async def _full(self, error: TooLong, template: ChatTemplate, asked: list[dict[str, Any]]) -> ApiError:
+        """What to say where prompt and history do not fit: which of them is too long."""
+        try:
+            await encode_text(self.state, lambda: template.render(asked), "prompt", self.size)
+        except ApiError:
+            return error
+        return bad_field(
+            "prompt",
+            f"{error.found} tokens with the session's history, expected at most {error.most}: the conversation is "
+            "full; forget it by interactive_mode=false with this session_id, or take another",
+            error.code,
+        )
+
     async def _deltas(self) -> AsyncGenerator[tuple[Response, int, int], None]:
         """(what is new of the answer, tokens of the history, tokens of the prompt)."""
         kept = self.request.interactive_mode
@@ -154,7 +178,10 @@ class Turn:
                 asked = await run_sized(state, lambda: [m.for_template() for m in request.prompt], self.size)
                 refuse_pictures(asked, "prompt", "kept as text alone; images go to /v1/chat/completions")
                 messages, before = [*talk.messages, *asked], talk.tokens
-                ids = await encode_text(state, lambda: template.render(messages), "prompt", self.size)
+                try:
+                    ids = await encode_text(state, lambda: template.render(messages), "prompt", self.size)
+                except TooLong as error:
+                    raise await self._full(error, template, asked) if talk.messages else error from None
             before = min(before, len(ids))
             choice = Choice(
                 0,

@@ -72,7 +72,7 @@ class Answering(Named):
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> Answering:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs=true")
         return self
 

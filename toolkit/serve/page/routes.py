@@ -41,10 +41,5 @@ def add_page(app: FastAPI) -> None:
         app.router.routes.append(Route(path, partial(_send, answer)))
 
 
-def docs_url(docs: bool, page: bool) -> str | None:
-    """Where the API's documentation is: at /, as LMDeploy has it, unless the page is there; None without ``docs``."""
-    return ("/docs" if page else "/") if docs else None
-
-
 async def _send(answer: Response, request: Request) -> Response:
     return answer

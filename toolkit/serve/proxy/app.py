@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from toolkit import __version__
 from toolkit.serve.fields.strict import Strict
 from toolkit.serve.generation.read import parse_body, read_body
+from toolkit.serve.http.docs_page import add_docs
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.layers import add_layers
@@ -25,11 +26,12 @@ from toolkit.serve.http.schema import add_schemas, describe
 from toolkit.serve.model_cards import card, listed
 from toolkit.serve.ollama.cards import Listed, add_lists
 from toolkit.serve.options import ProxySettings
-from toolkit.serve.page.routes import add_page, docs_url
+from toolkit.serve.page.routes import add_page
 from toolkit.serve.proxy.forward import Forward, Incoming
 from toolkit.serve.proxy.nodes import Node
 from toolkit.serve.proxy.paths import forwarded
 from toolkit.serve.proxy.state import ProxyState
+from toolkit.serve.proxy.watch import first_look
 
 BY_CLIENT = "--allow-nodes-by-client"
 
@@ -68,7 +70,7 @@ def create_app(settings: ProxySettings) -> FastAPI:
         title="toolkit proxy",
         version=__version__,
         description="Several servers behind one address, as `tool serve proxy` has it",
-        docs_url=docs_url(docs, not settings.no_page),
+        docs_url=None,
         openapi_url="/openapi.json" if docs else None,
         redoc_url=None,
         redirect_slashes=False,
@@ -76,6 +78,8 @@ def create_app(settings: ProxySettings) -> FastAPI:
     app.state.server = state
     if not settings.no_page:
         add_page(app)
+    if docs:
+        add_docs(app, page=not settings.no_page)
     _add_node_routes(app, state)
     _add_plain_routes(app, state)
     add_schemas(app, [AddNode, NodeName])
@@ -98,6 +102,8 @@ def _add_node_routes(app: FastAPI, state: ProxyState) -> None:
         node = state.nodes.add(
             request.url, status.models, status.speed, request.lease, trusted=bool(state.settings.node_keys)
         )
+        if node.down is not None:  # the answer says how it is
+            await first_look(state, node)
         return json_response({"url": node.url, **node.status()})
 
     @app.post("/nodes/remove", summary="Forget a node: ?node_url=, or {'url': …}; what it is answering goes on")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 import httpx2 as httpx
 
@@ -14,6 +15,7 @@ from toolkit.serve.proxy.state import ProxyState
 logger = logging.getLogger("toolkit.proxy")
 TICK_S = 0.1
 PATIENCE_S = 5.0  # that a node has to say how it is
+FIRST_LOOK_S = 2.0
 MOST_MODELS = 4096
 
 
@@ -29,6 +31,13 @@ async def watch(state: ProxyState) -> None:
                 looking[node.url] = asyncio.create_task(look(state, node))
         looking = {url: task for url, task in looking.items() if not task.done()}
         await asyncio.sleep(TICK_S)
+
+
+async def first_look(state: ProxyState, node: Node) -> None:
+    """Look at a node that was just added, for as long as who has added it may wait; after that ``watch`` goes on."""
+    node.look_at = state.clock() + state.settings.heartbeat
+    with suppress(TimeoutError):
+        await asyncio.wait_for(look(state, node), FIRST_LOOK_S)
 
 
 async def look(state: ProxyState, node: Node) -> None:
