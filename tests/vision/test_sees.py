@@ -72,6 +72,7 @@ class Seeing:
         self.processors = support("stand_ins").PROCESSORS
         self.stand_in = None if stand_in is None else stand_in(path)
         if stand_in is None:
+            support("upstream").mend()
             self.model = AutoModelForImageTextToText.from_pretrained(twin or path, dtype=torch.float32).eval()
 
     def prompt(self, files: tuple[bytes, ...], text: str = "a") -> tuple[list[int], list[Any]]:
