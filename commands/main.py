@@ -210,8 +210,7 @@ def main(argv: list[str] | None = None) -> None:
         if debug:
             raise
         message, code = _explain(e)
-        kind = "misuse" if code == UsageError.exit_code else "error"
-        print(f"tool: {kind}: " + " ".join(message.split()), file=sys.stderr)
+        print("tool: error: " + " ".join(message.split()), file=sys.stderr)
     if code != INTERRUPTED:
         watch.close()
     sys.exit(code if isinstance(code, int) else 0)

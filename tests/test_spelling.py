@@ -68,7 +68,7 @@ def test_what_is_like_nothing_gets_no_suggestion(tool: Any) -> None:
 )
 def test_what_is_refused_is_named_as_typed(tool: Any, tiny_models: Any, flag: str, value: str) -> None:
     code, _, err = tool("chat", str(tiny_models("llama")), flag, value, "--prompt", "a")
-    assert code == 2 and f"tool: misuse: {flag.replace('_', '-')}: expected " in err
+    assert code == 2 and f"tool: error: {flag.replace('_', '-')}: expected " in err
 
 
 def engine_flags(*args: str) -> options.EngineFlags:

@@ -83,25 +83,33 @@ class Unit:
 
 
 def grids(linears: Sequence[LinearSpec], gguf: bool = False) -> list[Grid]:
-    """The candidates: 3 and 4 bits with every group that divides all inputs, 2 with the smallest, 8 with the largest.
-    For ``gguf`` the types Q4_0 to Q8_0 instead, Q4_K to Q6_K among them where 256 divides all inputs."""
-    fitting = [g for g in GROUPS if all(x.in_features % g == 0 for x in linears)]
-    if gguf and fitting:
+    """The candidates: 3 and 4 bits with every group that divides all inputs (but those that none does, see ``fitted``),
+    2 with the smallest, 8 with the largest. For ``gguf`` the types Q4_0 to Q8_0 instead, Q4_K to Q6_K among them where
+    256 divides all inputs; raises UsageError for inputs that no type divides."""
+    even = [x for x in linears if x.in_features % GROUPS[-1] == 0]
+    if gguf:
+        if odd := next((x for x in linears if x not in even), None):
+            raise UsageError(f"{odd.name}: {odd.in_features} inputs are no multiple of 32; leave it out by --skip")
         supers = all(x.in_features % 256 == 0 for x in linears)
         return [grid for grid in GGUF_GRIDS.values() if supers or grid.ggml is None]
-    if not fitting:
-        odd = next(x for x in linears if x.in_features % GROUPS[-1])
-        raise UsageError(f"{odd.name}: {odd.in_features} inputs are no multiple of 32; leave it out by --skip")
+    fitting = [g for g in GROUPS if all(x.in_features % g == 0 for x in even)] if even else [-1]
     groups = {2: fitting[-1:], 3: fitting, 4: fitting, 8: fitting[:1]}
     return [Grid(bits, group, False) for bits in BITS for group in groups[bits]]
 
 
-def cost(weights: int, grid: Grid, gguf: bool = False) -> int:
-    """Bits that so many weights take with their scales and zero points."""
+def fitted(grid: Grid, inputs: int) -> Grid:
+    """``grid`` for a linear of so many inputs: one group a row where its groups do not divide them."""
+    return grid if grid.group_size == -1 or inputs % grid.group_size == 0 else replace(grid, group_size=-1)
+
+
+def cost(linears: Sequence[LinearSpec], grid: Grid, gguf: bool = False) -> int:
+    """Bits that the weights of ``linears`` take with their scales and zero points."""
+    weights = sum(x.in_features * x.out_features for x in linears)
     if gguf:
         columns, size = next((c, s) for name, c, s in TYPES.values() if name == kind_of(grid))
         return weights // columns * size * 8
-    return weights * grid.bits + weights // grid.group_size * (SCALE_BITS + grid.bits)
+    groups = sum(x.out_features * max(1, x.in_features // fitted(grid, x.in_features).group_size) for x in linears)
+    return weights * grid.bits + groups * (SCALE_BITS + grid.bits)
 
 
 def fixed_bits(source: LayerSource, linears: Sequence[LinearSpec], dtype: torch.dtype) -> int:
@@ -115,9 +123,7 @@ def fixed_bits(source: LayerSource, linears: Sequence[LinearSpec], dtype: torch.
 
 def head_grid(head: LinearSpec, gguf: bool = False) -> Grid:
     """What the head is rounded to where it is quantized too: 8 bits, for no loss of a layer tells what it is worth.
-    Raises UsageError where no group divides its inputs."""
-    if head.in_features % GROUPS[-1]:
-        raise UsageError(f"--quantize-lm-head: {head.in_features} inputs are no multiple of 32; leave the option out")
+    Raises UsageError where no type of ``gguf`` divides its inputs."""
     return next(grid for grid in grids([head], gguf) if grid.bits == 8)
 
 
@@ -131,7 +137,7 @@ def check_budget(linears: Sequence[LinearSpec], budget: int, gguf: bool = False)
     if not linears:
         raise UsageError("--skip, --include: no linear of a layer is left to choose for")
     weights = sum(x.in_features * x.out_features for x in linears)
-    least = sum(min(cost(x.in_features * x.out_features, g, gguf) for g in grids([x], gguf)) for x in linears)
+    least = sum(min(cost([x], g, gguf) for g in grids([x], gguf)) for x in linears)
     if budget < least:
         raise UsageError(_too_small(least, weights))
 
@@ -204,7 +210,8 @@ def _weigh(name: str, sites: Sequence[Site], weights: Weights, felt: Felt, gguf:
     for site in sites:
         folded, shares = Folded(weights), torch.ones(())
         if site.name in felt.grams:
-            scale = site_scale(site, weights, felt.grams[site.name], grid=tried[0], search=False, dtype=torch.float32)
+            first = fitted(tried[0], site.size)
+            scale = site_scale(site, weights, felt.grams[site.name], grid=first, search=False, dtype=torch.float32)
             shares = shares if scale is None else fold_site(site, folded, scale).square()
         for x in site.linears:
             costs = felt.costs(x.name)
@@ -215,7 +222,7 @@ def _weigh(name: str, sites: Sequence[Site], weights: Weights, felt: Felt, gguf:
                 losses[i] += _lost(rows, costs, grid, x.name) * x.out_features / len(rows)
     weight = sum(x.in_features * x.out_features for x in linears)
     candidates = [
-        Candidate(g.bits, g.group_size, cost(weight, g, gguf), loss, g.symmetric, g.ggml, kind_of(g) if gguf else "")
+        Candidate(g.bits, g.group_size, cost(linears, g, gguf), loss, g.symmetric, g.ggml, kind_of(g) if gguf else "")
         for g, loss in zip(tried, losses, strict=True)
     ]
     return Unit(name, tuple(x.name for x in linears), weight, tuple(candidates))
@@ -229,8 +236,10 @@ def _lost(rows: Tensor, costs: Tensor, grid: Grid, name: str) -> float:
             gguf_quantize.quantize(rows.cpu(), grid.ggml, costs.cpu(), name, find_scales).dequantize().to(rows.device)
         )
     else:
-        bounds = clip_groups(rows, torch.diag_embed(costs.view(-1, grid.group_size)), grid)
-        code = quantize(rows, grid.group_size, bits=grid.bits, symmetric=grid.symmetric, name=name, bounds=bounds)
+        size = fitted(grid, rows.shape[1]).group_size
+        size = rows.shape[1] if size == -1 else size
+        bounds = clip_groups(rows, torch.diag_embed(costs.view(-1, size)), replace(grid, group_size=size))
+        code = quantize(rows, size, bits=grid.bits, symmetric=grid.symmetric, name=name, bounds=bounds)
         back = code.dequantize().to(rows.device)
     return float((rows - back).square().sum(0) @ costs)
 
