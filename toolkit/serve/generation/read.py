@@ -184,7 +184,7 @@ def _encode(state: ServerState, text: str, param: str, special: bool) -> list[in
         for start in range(0, len(text), size):
             found += max(len(tokenizer.encode(text[start : start + size], add_special_tokens=False)) - SEAM, 0)
             if found >= limit:
-                raise TooLong(param, found, limit - 1, f"more than {found} tokens in {len(text):,} characters")
+                raise _too_long(state, param, found, f"more than {found} tokens in {len(text):,} characters")
     token_ids = tokenizer.encode(text, add_special_tokens=special)
     check_prompt(state, len(token_ids), param)
     return token_ids
@@ -195,4 +195,9 @@ def check_prompt(state: ServerState, length: int, param: str) -> None:
     if not length:
         raise bad_field(param, "expected at least one token, found an empty prompt")
     if length >= state.engine.session_len:
-        raise TooLong(param, length, state.engine.session_len - 1, f"{length} tokens")
+        raise _too_long(state, param, length, f"{length} tokens")
+
+
+def _too_long(state: ServerState, param: str, found: int, text: str) -> TooLong:
+    longer = state.engine.plan.longer("--session-len", "--rope-scaling-factor")
+    return TooLong(param, found, state.engine.session_len - 1, text, longer)

@@ -85,12 +85,13 @@ class ApiError(Exception):
 
 
 class TooLong(ApiError):
-    """400 for a prompt of ``found`` tokens (or more, as ``text`` says) where there may be ``most``."""
+    """400 for a prompt of ``found`` tokens (or more, as ``text`` says) where there may be ``most``. ``longer``: what
+    whoever runs the server can do."""
 
-    def __init__(self, param: str, found: int, most: int, text: str) -> None:
+    def __init__(self, param: str, found: int, most: int, text: str, longer: str) -> None:
         message = (
             f"{param}: found {text}, expected at most {most} (the session length less one to generate);"
-            " shorten it or start the server with a larger --session-len"
+            f" shorten it, or for the server: {longer}"
         )
         super().__init__(400, message, param=param, code="context_length_exceeded")
         self.found = found
