@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
+
+from toolkit.configs.checks import did_you_mean
 
 
 class Group(TyperGroup):
@@ -22,9 +23,3 @@ class Group(TyperGroup):
             name = args[0].replace("-", "_")
             error.message = f"No such command: {args[0]}{did_you_mean(name, self.list_commands(ctx))}"
             raise
-
-
-def did_you_mean(name: str, known: list[str]) -> str:
-    """What to add to a message about an unknown ``name``: the known one that is most like it, if one is."""
-    close = get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""

@@ -17,8 +17,9 @@ from typer.exceptions import TyperException
 
 from toolkit import __version__
 from toolkit.base import extras
-from toolkit.commands.groups import Group, did_you_mean
+from toolkit.commands.groups import Group
 from toolkit.commands.interrupt import INTERRUPTED, Watch
+from toolkit.configs.checks import did_you_mean
 from toolkit.errors import ToolkitError, UsageError
 
 # name -> (one line of help, panel). A module with `app` is a group of commands, one with `run` a single command.

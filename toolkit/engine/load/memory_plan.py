@@ -74,8 +74,8 @@ def longer(length: int, model_len: int, session_len: str = "session_len", scalin
     if length < model_len:
         return f"raise {session_len} (the model takes {model_len}, if the memory does)"
     return (
-        f"{length} tokens are all that the model was trained for, a larger {session_len} with {scaling} 2.0 goes "
-        "beyond it (docs/how-to/long-prompts.md)"
+        f"go beyond the {model_len} tokens that the model was trained for by a larger {session_len} with {scaling} 2.0 "
+        "(docs/how-to/long-prompts.md)"
     )
 
 

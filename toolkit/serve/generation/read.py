@@ -47,17 +47,21 @@ def parse_body(model: type[M], body: bytes, check: Callable[[Any], None] = lambd
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise from_validation(error) from error
+        raise from_validation(error, model) from error
 
 
 async def parse(request: Request, state: ServerState, model: type[M]) -> tuple[M, int]:
-    """The body as ``model``, and its bytes. Raises ApiError that names the first bad field or the limit."""
+    """The body as ``model``, and its bytes; where it names none it means the model that is served. Raises ApiError that
+    names the first bad field or the limit."""
     body = await read_body(request)
 
     def work() -> M:
         if len(body) > SMALL:
             state.settings.limits.check_values(count_values(body), state.engine.session_len)
-        return parse_body(model, body, state.settings.limits.check_body)
+        made = parse_body(model, body, state.settings.limits.check_body)
+        if getattr(made, "model", None) == "":
+            made.model = state.model_name  # type: ignore[attr-defined]
+        return made
 
     return await run_sized(state, work, len(body)), len(body)
 
