@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 from toolkit.base.progress import Progress
 from toolkit.commands.options import with_flags
@@ -90,8 +91,8 @@ def progress_bar() -> Iterator[Any]:
         yield progress.update
 
 
-def report(result: Result, flags: LiteFlags) -> None:
-    """Print the table of a finished run, and write what --json and --plot ask for."""
+def report(result: Result, flags: LiteFlags, first: Table | None = None) -> None:
+    """Print the tables of a finished run, ``first`` before what matters most; write what --json and --plot ask for."""
     from toolkit.quant.layers.result import warnings
 
     quality = result.quality
@@ -103,6 +104,8 @@ def report(result: Result, flags: LiteFlags) -> None:
         if quality["layers"]:
             columns = ("layer", "bits", "mean error", "largest", "of")
             stdout().print(table("Error of each output, as rounded", columns, _by_layer(quality["layers"])))
+        if first is not None:
+            stdout().print(first)
         stdout().print(table("Quantized", ("", "value"), _rows(result)))
         made = result.path / "model.gguf" if result.options.get("format") == "gguf" else result.path
         say_next(f"tool convert {made} --dst-path {result.path}-engine")

@@ -184,9 +184,8 @@ class TestBothRoutes:
 
     @pytest.mark.parametrize("left", [{}, {"model": None}, {"model": ""}])
     def test_no_model_is_the_one_that_is_served(self, server: Any, path: str, good: dict, left: dict) -> None:
-        answers = [
-            send(server, path, {k: v for k, v in good.items() if k != "model"} | given) for given in (left, good)
-        ]
+        bare = {k: v for k, v in good.items() if k != "model"}
+        answers = [send(server, path, bare | given) for given in (left, good)]
         assert [status for status, _ in answers] == [200, 200]
         assert answers[0][1]["model"] == answers[1][1]["model"] == good["model"]
 
@@ -198,9 +197,8 @@ class TestBothRoutes:
         self, server: Any, path: str, good: dict, field: str, meant: str | None
     ) -> None:
         told = refused(server, path, {**good, field: 1})["message"]
-        assert told == f"{field}: unknown field; this server does not know it" + (
-            f"; did you mean {meant}?" if meant else ""
-        )
+        near = f"; did you mean {meant}?" if meant else ""
+        assert told == f"{field}: unknown field; this server does not know it{near}"
 
     @pytest.mark.parametrize("body", ["", "{", "[1]", "nonsense", "null", b"\xff", '{"model": "\\ud800"}', "[" * 5000])
     def test_bad_json(self, server: Any, path: str, good: dict, body: Any) -> None:

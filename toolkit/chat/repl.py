@@ -128,9 +128,8 @@ def check_room(model: Model, messages: list[Message]) -> tuple[int, int] | None:
     found = model.context(messages)
     if found is not None and found[0] >= found[1]:
         taken, fits = found
-        raise ToolkitError(
-            f"the question takes {taken} tokens, the context has {fits}; shorten it, or {model.longer()}"
-        )
+        says = f"the question takes {taken} tokens, the context has {fits}"
+        raise ToolkitError(f"{says}; shorten it, or {model.longer()}")
     return found
 
 

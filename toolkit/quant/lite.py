@@ -19,6 +19,8 @@ from toolkit.configs.option import read_size
 from toolkit.errors import UsageError
 from toolkit.models.sites import Site
 from toolkit.quant import gguf
+from toolkit.quant.artifact_size import cost_of
+from toolkit.quant.budget import budget_of
 from toolkit.quant.layer_config import read_layer_config
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.statistics import Gram
@@ -27,7 +29,7 @@ from toolkit.quant.methods import search as finder
 from toolkit.quant.methods.grid import choose_groups, some_of
 from toolkit.quant.methods.sensitivity import SAMPLES
 from toolkit.quant.options import AutoRound, Awq, BlockedFp8, Common, Gptq, Search, SmoothQuant
-from toolkit.quant.run import Prepared, Progress, Recipe, Result, choose, open_source, run, store_dtype, targets
+from toolkit.quant.run import Prepared, Progress, Recipe, Result, choose, open_source, run, targets
 from toolkit.quant.selection import head_site
 
 __all__ = ["Common", "Result", "auto_awq", "auto_gptq", "auto_round", "blocked_fp8", "mxfp4", "search", "smooth_quant"]
@@ -148,11 +150,8 @@ def _grids(
     why = f": {common.format} holds no row as one group beside others" if rows else ""
     common.notice(f"{told}; they stay dense{why}")
     skip = (*common.skip, *(f"^{re.escape(name)}$" for name in sorted(odd - {source.spec.head})))
-    return (
-        grid,
-        {},
-        replace(common, skip=skip, quantize_lm_head=common.quantize_lm_head and source.spec.head not in odd),
-    )
+    head = common.quantize_lm_head and source.spec.head not in odd
+    return grid, {}, replace(common, skip=skip, quantize_lm_head=head)
 
 
 def _grid_options(grid: awq.Grid) -> dict[str, Any]:
@@ -244,8 +243,8 @@ def search(
     """Quantize MODEL by AWQ and GPTQ together, with bits and group chosen for each attention and MLP by what it costs.
 
     Exactly one budget: ``bits`` a weight, over all linears that are quantized, with scales and zero points; or ``size``
-    of the weight files. A head that is quantized too gets 8 bits, which count in ``size`` alone. Raises as ``auto_awq``
-    does.
+    of the weights in the engine artifact that is made of the result, with ``format`` gguf of that file. A head that is
+    quantized too gets 8 bits, which count in ``size`` alone. Raises as ``auto_awq`` does.
     """
     bits, size = options.bits, options.size
     size = read_size("--size", size) if isinstance(size, str) else size
@@ -259,24 +258,23 @@ def search(
     selection = choose(source, common)
     heads = [head_site(source).linears[0]] if selection.head else []
     linears = [x for x in targets(source, selection) if x not in heads]
-    dtype = store_dtype(common.dtype, source)
-    weights = sum(x.in_features * x.out_features for x in linears)
+    if not linears:
+        raise UsageError("--skip, --include: no linear of a layer is left to choose for")
     in_gguf = common.format == gguf.FORMAT
-    if bits is not None:
-        budget = int(bits * weights)
+    if in_gguf:
+        costs = finder.Costs(True, finder.in_gguf)
+    elif size is not None:
+        costs = finder.Costs(of=cost_of(source, lambda grid, *shape: _integers(grid, False, *shape)))
     else:
-        budget = 8 * (size or 0) - finder.fixed_bits(source, linears + ([] if source.spec.tied else heads), dtype)
-        for head in heads:
-            budget -= finder.cost([head], finder.head_grid(head, in_gguf), in_gguf)
-        budget -= gguf.overhead_bits(source) if in_gguf else 0
-    finder.check_budget(linears, budget, in_gguf)
+        costs = finder.Costs()
+    budget = budget_of(options, size, source, linears, heads, costs, common)
     grid, how = awq.Grid(4, 32, False), gptq.Rounding(damp=options.damp, shrink=options.shrink)
-    chosen = {x.name: finder.head_grid(x, in_gguf) for x in heads}
+    chosen = {x.name: finder.head_grid(x, costs.gguf) for x in heads}
     inputs = {x.name: x.in_features for x in linears}
 
     def prepare(run: Prepared) -> dict[str, Any]:
         units = finder.measure(
-            source, selection, run.ids, run.setting.device, run.directory, run.progress, run.spill, in_gguf
+            source, selection, run.ids, run.setting.device, run.directory, run.progress, run.spill, costs
         )
         best = finder.allocate(units, budget)
         for unit, own in zip(units, best, strict=True):

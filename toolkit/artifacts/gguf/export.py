@@ -205,8 +205,8 @@ def plan_export(
         )
     for (kind, form), roles in sorted(grown.items()):
         notes.append(
-            f"{kind} for {', '.join(sorted(roles))}, which makes the file larger: no smaller type holds {form} exactly; "
-            "a small file is made of the unquantized model, by --gguf-type q4_k_m"
+            f"{kind} for {', '.join(sorted(roles))}, which makes the file larger: no smaller type holds {form} "
+            "exactly; a small file is made of the unquantized model, by --gguf-type q4_k_m"
         )
     general = {
         "general.architecture": model.gguf.arch,

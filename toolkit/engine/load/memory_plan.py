@@ -167,17 +167,9 @@ class _Planner:
             ("KV cache", kv, held),
         )
         return MemoryPlan(
-            length,
-            batch,
-            tokens,
-            target,
-            self.size,
-            blocks,
-            self.need.free,
-            rows,
-            tuple(self.notices),
+            length, batch, tokens, target, self.size, blocks, self.need.free, rows, tuple(self.notices),
             self.max_position,
-        )
+        )  # fmt: skip
 
     def _batch(self) -> int:
         """The batch size before KV is looked at: as asked for, or the default as far as its logits fit."""

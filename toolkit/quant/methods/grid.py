@@ -31,8 +31,8 @@ class Groups:
 
 
 def choose_groups(wanted: int | str, linears: Iterable[LinearSpec]) -> Groups:
-    """The groups of a checkpoint: ``wanted`` (-1: one group a row; a text too), or for "auto" the largest of 128, 64, 32
-    that divides every input, odd ones left aside.
+    """The groups of a checkpoint: ``wanted`` (-1: one group a row; a text too), or for "auto" the largest of 128, 64
+    and 32 that divides every input, odd ones left aside.
 
     Raises UsageError where ``wanted`` is no group size or does not divide, naming the sizes that work.
     """

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,9 @@ GGUF_GRIDS = {
     "Q6_K": Grid(6, 16, True, "Q6_K"),
     "Q8_0": Grid(8, 32, True),
 }
+
+
+Cost = Callable[[LinearSpec, Grid], int]
 
 
 @dataclass(frozen=True)
@@ -102,14 +105,37 @@ def fitted(grid: Grid, inputs: int) -> Grid:
     return grid if grid.group_size == -1 or inputs % grid.group_size == 0 else replace(grid, group_size=-1)
 
 
-def cost(linears: Sequence[LinearSpec], grid: Grid, gguf: bool = False) -> int:
-    """Bits that the weights of ``linears`` take with their scales and zero points."""
-    weights = sum(x.in_features * x.out_features for x in linears)
-    if gguf:
-        columns, size = next((c, s) for name, c, s in TYPES.values() if name == kind_of(grid))
-        return weights // columns * size * 8
-    groups = sum(x.out_features * max(1, x.in_features // fitted(grid, x.in_features).group_size) for x in linears)
-    return weights * grid.bits + groups * (SCALE_BITS + grid.bits)
+def in_checkpoint(linear: LinearSpec, grid: Grid) -> int:
+    """Bits that a linear takes with its scales and zero points, in a checkpoint."""
+    groups = max(1, linear.in_features // grid.group_size)
+    return linear.out_features * (linear.in_features * grid.bits + groups * (SCALE_BITS + grid.bits))
+
+
+def in_gguf(linear: LinearSpec, grid: Grid) -> int:
+    """Bits that a linear takes in a GGUF file."""
+    columns, size = next((c, s) for name, c, s in TYPES.values() if name == kind_of(grid))
+    return linear.in_features * linear.out_features // columns * size * 8
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What is chosen among: ``gguf``: that format's types, else integers; ``of``: the bits that a linear takes on a
+    grid that fits it."""
+
+    gguf: bool = False
+    of: Cost = in_checkpoint
+
+    def all(self, linears: Sequence[LinearSpec], grid: Grid) -> int:
+        """Bits of ``linears`` together."""
+        return sum(self.of(x, fitted(grid, x.in_features)) for x in linears)
+
+    def least(self, linears: Sequence[LinearSpec]) -> int:
+        """Bits of ``linears`` where each has its narrowest grid."""
+        return sum(min(self.all([x], grid) for grid in grids([x], self.gguf)) for x in linears)
+
+    def most(self, linears: Sequence[LinearSpec]) -> int:
+        """Likewise with the widest."""
+        return sum(max(self.all([x], grid) for grid in grids([x], self.gguf)) for x in linears)
 
 
 def fixed_bits(source: LayerSource, linears: Sequence[LinearSpec], dtype: torch.dtype) -> int:
@@ -132,20 +158,6 @@ def kind_of(grid: Grid) -> str:
     return next(kind for kind, known in GGUF_GRIDS.items() if known == grid)
 
 
-def check_budget(linears: Sequence[LinearSpec], budget: int, gguf: bool = False) -> None:
-    """Raise UsageError where ``budget`` bits are too few for ``linears`` at the narrowest grid, or there are none."""
-    if not linears:
-        raise UsageError("--skip, --include: no linear of a layer is left to choose for")
-    weights = sum(x.in_features * x.out_features for x in linears)
-    least = sum(min(cost([x], g, gguf) for g in grids([x], gguf)) for x in linears)
-    if budget < least:
-        raise UsageError(_too_small(least, weights))
-
-
-def _too_small(least: int, weights: int) -> str:
-    return f"--bits, --size: too small a budget: {least / weights:.2f} bits a weight is the least"
-
-
 def units_of(sites: Sequence[Site]) -> dict[str, list[Site]]:
     """The sites of a layer by the mixer that they belong to."""
     found: dict[str, list[Site]] = {}
@@ -163,7 +175,7 @@ def measure(
     directory: Path,
     told: Any,
     spill: Spill,
-    gguf: bool = False,
+    costs: Costs = Costs(),
 ) -> list[Unit]:
     """What every candidate costs in every unit, told by the text ``ids`` [samples, length]; kept in ``directory`` for a
     run that goes on. ``spill``: where the text is held between the layers."""
@@ -176,7 +188,7 @@ def measure(
             for i, weights, felt in feel(source, ids[:SAMPLES].clone(), device, spill, progress):
                 sites = selection.sites(source.spec.layers[i])
                 units = units_of(sites).items()
-                found[:0] = [_weigh(name, own, weights, felt, gguf) for name, own in units]
+                found[:0] = [_weigh(name, own, weights, felt, costs) for name, own in units]
         partial_file = kept.with_suffix(".partial")
         write_json_object(partial_file, {"units": [asdict(u) for u in found]})
         partial_file.rename(kept)
@@ -202,9 +214,10 @@ def with_guesses(units: Sequence[Unit]) -> list[Unit]:
     return [guessed(unit) for unit in units]
 
 
-def _weigh(name: str, sites: Sequence[Site], weights: Weights, felt: Felt, gguf: bool) -> Unit:
+def _weigh(name: str, sites: Sequence[Site], weights: Weights, felt: Felt, costs_of: Costs) -> Unit:
     """What each candidate costs in one unit, its weights scaled by their inputs' sizes and rounded without feedback."""
     linears = [x for site in sites for x in site.linears]
+    gguf = costs_of.gguf
     tried = grids(linears, gguf)
     losses = [0.0] * len(tried)
     for site in sites:
@@ -222,7 +235,7 @@ def _weigh(name: str, sites: Sequence[Site], weights: Weights, felt: Felt, gguf:
                 losses[i] += _lost(rows, costs, grid, x.name) * x.out_features / len(rows)
     weight = sum(x.in_features * x.out_features for x in linears)
     candidates = [
-        Candidate(g.bits, g.group_size, cost(linears, g, gguf), loss, g.symmetric, g.ggml, kind_of(g) if gguf else "")
+        Candidate(g.bits, g.group_size, costs_of.all(linears, g), loss, g.symmetric, g.ggml, kind_of(g) if gguf else "")
         for g, loss in zip(tried, losses, strict=True)
     ]
     return Unit(name, tuple(x.name for x in linears), weight, tuple(candidates))
@@ -236,10 +249,10 @@ def _lost(rows: Tensor, costs: Tensor, grid: Grid, name: str) -> float:
             gguf_quantize.quantize(rows.cpu(), grid.ggml, costs.cpu(), name, find_scales).dequantize().to(rows.device)
         )
     else:
-        size = fitted(grid, rows.shape[1]).group_size
-        size = rows.shape[1] if size == -1 else size
-        bounds = clip_groups(rows, torch.diag_embed(costs.view(-1, size)), replace(grid, group_size=size))
-        code = quantize(rows, size, bits=grid.bits, symmetric=grid.symmetric, name=name, bounds=bounds)
+        group = fitted(grid, rows.shape[1]).group_size
+        group = rows.shape[1] if group == -1 else group
+        bounds = clip_groups(rows, torch.diag_embed(costs.view(-1, group)), replace(grid, group_size=group))
+        code = quantize(rows, group, bits=grid.bits, symmetric=grid.symmetric, name=name, bounds=bounds)
         back = code.dequantize().to(rows.device)
     return float((rows - back).square().sum(0) @ costs)
 
@@ -254,7 +267,8 @@ def allocate(units: Sequence[Unit], budget: int) -> list[Candidate]:
     cheapest = [min(c.cost for c in u.candidates) for u in units]
     left = budget - sum(cheapest)
     if left < 0:
-        raise UsageError(_too_small(budget - left, sum(u.weights for u in units)))
+        bits = (budget - left) / sum(u.weights for u in units)
+        raise UsageError(f"--bits, --size: too small a budget: {bits:.2f} bits a weight is the least")
     choices = [sorted(u.candidates, key=lambda c: (c.cost, c.loss)) for u in units]  # of equal losses the cheapest
     beyond = [[c.cost - least for c in found] for found, least in zip(choices, cheapest, strict=True)]
     step = max(math.gcd(*itertools.chain(*beyond)), -(-left // STEPS), 1)
