@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from toolkit.base.figures import written
 from toolkit.base.progress import Progress
 from toolkit.commands.options import with_flags
 from toolkit.commands.output import stderr, stdout, table, write_json
@@ -128,8 +129,8 @@ def _rows(result: Result) -> list[tuple[str, str]]:
         *([("format", options["format"])] if "format" in options else []),
         *([("group size", str(group))] if group else []),
         *([("calibration", text.format(**options))] if "calib_samples" in options else []),
-        ("perplexity before", f"{before:.3f}"),
-        ("perplexity after", f"{after:.3f} ({100 * (after / before - 1):+.2f} %)"),
+        ("perplexity before", written(before)),
+        ("perplexity after", f"{written(after)} ({100 * (after / before - 1):+.2f} %)"),
         ("measured on", f"{quality['tokens']:,} held-out tokens, windows of {quality['window']}"),
         ("KL to the original", f"{quality['kl']:.4f} nats"),
         ("same best token", f"{100 * quality['top1_agreement']:.1f} %"),
