@@ -126,10 +126,12 @@ def _say_what_is_awaited() -> None:
 
 
 def read_piped() -> str:
-    """What is piped into standard input. Raises UsageError for what is no text."""
+    """What is piped into standard input; nothing of one that cannot be read. Raises UsageError for what is no text."""
     try:
         raw = getattr(sys.stdin, "buffer", None)  # its bytes: in a C locale Python would take any of them for text
         text = raw.read().decode("utf-8-sig") if raw is not None else sys.stdin.read()
+    except OSError:
+        return ""
     except UnicodeDecodeError as e:
         raise UsageError(f"standard input: expected UTF-8 text, found byte 0x{e.object[e.start]:02x}") from e
     return text.rstrip("\n")

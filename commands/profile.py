@@ -131,8 +131,10 @@ def _print_throughput(model: str, summary: dict[str, float | int]) -> None:
     out = stdout()
     from toolkit.profile.labels import LABELS, LATENCY_LABELS, latency_label
 
-    keys = ("completed", "duration", "total_input_tokens", "total_output_tokens", *IMAGES, "request_throughput")
-    keys += ("input_throughput", "output_throughput")
+    keys = [
+        *("completed", "duration", "total_input_tokens", "total_output_tokens", *IMAGES),
+        *("request_throughput", "input_throughput", "output_throughput"),
+    ]
     rows = [(LABELS[key], summary[key]) for key in keys if key in summary]
     out.print(table(f"Throughput of {model}", ("", "value"), rows))
     latencies = [
