@@ -9,13 +9,15 @@ import typer
 
 from toolkit.commands.interrupt import answered
 from toolkit.commands.options import EngineFlags, with_engine_flags
-from toolkit.commands.output import say_how_it_runs, show_engine, stderr
+from toolkit.commands.output import say_how_it_runs, stderr
 from toolkit.commands.sampling_options import SamplingFlags, with_answer_flags
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
     from toolkit.chat.conversation import Conversation
     from toolkit.chat.repl import Model
+
+PATIENCE = 1.0  # seconds for piped text to come before it is said that it is waited for
 
 
 @with_engine_flags
@@ -25,7 +27,8 @@ def run(
     engine: EngineFlags,
     sampling: SamplingFlags,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Answer this and leave; the answer alone is on stdout.")
+        str | None,
+        typer.Option("--prompt", "-p", help="Answer this, after piped text, and leave; the answer alone is on stdout."),
     ] = None,
     system: Annotated[str | None, typer.Option(help="System text, instead of the chat template's own.")] = None,
     image: Annotated[
@@ -47,15 +50,17 @@ def run(
 ) -> None:
     """Talk to MODEL. /help shows the commands, exit or Ctrl-D leaves.
 
-    With --prompt, or text piped into standard input: one answer on standard output, all else on standard error.
+    With --prompt, text piped into standard input, or both: one answer on standard output, all else on standard error.
 
     Example: tool chat demo --prompt "What is the capital of France?"
     """
     question = read_question(prompt)
     config = engine.config()
+    config.max_batch_size = config.max_batch_size or 1  # one user
     given = sampling.given()
     from toolkit.chat import settings
     from toolkit.chat.conversation import Conversation
+    from toolkit.engine.load.memory_plan import show_bytes
     from toolkit.messages import GenerationConfig
     from toolkit.pipeline.pipeline import Pipeline
     from toolkit.runners.base import Backend
@@ -85,9 +90,11 @@ def run(
         for source in video or ():
             talk.show(pipe.checked_video(source), "video_url")
         if question is None:
-            show_engine(console, pipe.engine)
-            facts = f"chat template: {pipe.chat_template.note}", f" · context {pipe.engine.session_len}"
-            converse(pipe, model, talk, *facts)
+            say_how_it_runs(console, pipe.engine, pipe.engine.runner_note)
+            plan, template = pipe.engine.plan, pipe.chat_template
+            facts = f"{model} on {pipe.engine.device}, at most {show_bytes(plan.total)}"
+            facts += "" if template.name == "hf" else f", chat template: {template.note}"
+            converse(pipe, model, talk, facts, f" · context {plan.session_len}")
         else:
             note = pipe.engine.runner_note if engine.backend is not None else ""
             say_how_it_runs(console, pipe.engine, note)
@@ -95,31 +102,55 @@ def run(
 
 
 def read_question(prompt: str | None) -> str | None:
-    """The one question to answer, or None for a conversation."""
-    if prompt is not None:
-        if not prompt.strip():
-            raise UsageError("--prompt: expected a text, found an empty one")
+    """The one question to answer: ``prompt`` after what is piped in, either alone; None for a conversation."""
+    if prompt is not None and not prompt.strip():
+        raise UsageError("--prompt: expected a text, found an empty one")
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
         return prompt
-    if sys.stdin is None or sys.stdin.isatty():
-        return None
+    if prompt is not None:
+        _say_what_is_awaited()
+    piped = read_piped()
+    if prompt is not None:
+        return f"{piped}\n\n{prompt}" if piped.strip() else prompt
+    if not piped.strip():
+        raise UsageError("standard input: expected a question, found nothing; give --prompt, or run it in a terminal")
+    return piped
+
+
+def _say_what_is_awaited() -> None:
+    """Whoever started the command may hold its standard input open without a word to come: tell what is waited for."""
+    import select
+
+    try:
+        there, _, _ = select.select([sys.stdin], [], [], PATIENCE)
+    except (OSError, ValueError):  # no file of the system's
+        return
+    if not there:
+        line = "reading standard input, which goes before --prompt; with `< /dev/null` there is none"
+        stderr().print(line, style="dim", soft_wrap=True)
+
+
+def read_piped() -> str:
+    """What is piped into standard input; nothing of one that cannot be read. Raises UsageError for what is no text."""
     try:
         raw = getattr(sys.stdin, "buffer", None)  # its bytes: in a C locale Python would take any of them for text
         text = raw.read().decode("utf-8-sig") if raw is not None else sys.stdin.read()
+    except OSError:
+        return ""
     except UnicodeDecodeError as e:
         raise UsageError(f"standard input: expected UTF-8 text, found byte 0x{e.object[e.start]:02x}") from e
-    if not text.strip():
-        raise UsageError("standard input: expected a question, found nothing; give --prompt, or run it in a terminal")
     return text.rstrip("\n")
 
 
 def answer_once(model: Model, talk: Conversation, question: str, sampling: str = "greedy") -> None:
     """One answer on standard output, a line about it on standard error. ``sampling``: see ``converse``."""
-    from toolkit.chat.repl import answer, how_it_ended
+    from toolkit.chat.repl import answer, check_room, how_it_ended
     from toolkit.chat.settings import describe
     from toolkit.chat.terminal import TerminalScreen
 
     screen = TerminalScreen()
     talk.say("user", question)
+    check_room(model, talk.messages())
     whole, speed = answer(model, talk.messages(), talk.config, screen)
     ending = how_it_ended(whole, talk.config, "--max-new-tokens", "--session-len")
     screen.note(", ".join(filter(None, (speed, describe(talk.config, sampling), ending))))
@@ -130,18 +161,15 @@ def answer_once(model: Model, talk: Conversation, question: str, sampling: str =
 def converse(
     model: Model, name: str, talk: Conversation, note: str = "", context: str = "", sampling: str = "greedy"
 ) -> None:
-    """Questions and answers until the user leaves. ``note``: to say first; ``context``: ends the status line;
-    ``sampling``: what holds where nothing was said of it."""
+    """Questions and answers until the user leaves. ``note``: begins the one line that is said first; ``context``: ends
+    the status line; ``sampling``: what holds where nothing was said of it."""
     from toolkit.artifacts.home import toolkit_home
     from toolkit.chat.repl import COMMANDS, Repl
     from toolkit.chat.settings import describe
     from toolkit.chat.terminal import TerminalScreen, reader
 
     screen = TerminalScreen()
-    if note:
-        screen.note(note)
-    screen.note(f"sampling: {describe(talk.config, sampling)} (/set changes it)")
-    screen.note("Enter sends, Alt-Enter starts a new line, /help shows the commands, Ctrl-D leaves.")
+    screen.note("; ".join(filter(None, (note, "/help shows the commands, Ctrl-D leaves"))))
 
     def status() -> str:
         return f"{name} · {describe(talk.config, sampling)} · {len(talk.turns)} messages{context}"

@@ -15,6 +15,7 @@ from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import stderr, stdout, table, write_json
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.configs.option import option, same_option
+from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
     from toolkit.eval.tasks import Model
@@ -46,13 +47,16 @@ def ppl(
     max_tokens: Annotated[
         int | None, typer.Option("--max-tokens", help="Take so many tokens from the start of the text. Default: all.")
     ] = None,
+    reference: Annotated[
+        bool, typer.Option("--reference", help="By torch in float32, whatever would serve the model here.")
+    ] = False,
     json: Annotated[
         str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")
     ] = None,
 ) -> None:
-    """Perplexity on a text, each token scored once; the pytorch backend in float32 unless flags say otherwise.
+    """Perplexity on a text, each token scored once, by the runner that serves the model here.
 
-    What `tool lite` measured is measured again by: --data heldout --window 1024 --stride 1024
+    What `tool lite` measured is measured again by: --data heldout --window 1024 --stride 1024 --reference
 
     Example: tool eval ppl demo --data book.txt
     """
@@ -61,10 +65,10 @@ def ppl(
 
     check_json("--json", json, ("perplexity", "tokens", "stride"))
     engine.check_unused_template("perplexity takes the text as it is")
-    if engine.backend is None:
-        engine.backend = "pytorch"
-    if engine.dtype == "auto" and engine.backend == "pytorch":
-        engine.dtype = "float32"
+    if reference:
+        if engine.backend == "turbomind" or engine.dtype not in ("auto", "float32"):
+            raise UsageError("--reference: it is --backend pytorch --dtype float32; leave other ones out")
+        engine.backend, engine.dtype = "pytorch", "float32"
     config = engine.config()
     with Progress() as bar:
         found = perplexity(
@@ -101,6 +105,8 @@ def compare(
     ] = None,
 ) -> None:
     """How far B is from A: perplexity of both, KL divergence with its standard error, agreement on the best token.
+
+    Both are computed by torch, in float32 unless --dtype says otherwise, so that their weights alone differ.
 
     Example: tool eval compare demo demo-awq --data book.txt
     """
@@ -141,7 +147,6 @@ def tasks(
     Example: tool eval tasks demo --limit 20
     """
     from toolkit.artifacts.result_file import check_json
-    from toolkit.errors import UsageError
     from toolkit.eval.tasks import TASKS, run_task
     from toolkit.pipeline.pipeline import pipeline
 

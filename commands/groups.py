@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
+
+from toolkit.commands.aliases import INSTEAD_OF_COMMANDS
+from toolkit.configs.checks import did_you_mean
 
 
 class Group(TyperGroup):
@@ -20,11 +22,10 @@ class Group(TyperGroup):
             return super().resolve_command(ctx, args)
         except TyperException as error:
             name = args[0].replace("-", "_")
-            error.message = f"No such command: {args[0]}{did_you_mean(name, self.list_commands(ctx))}"
+            told = did_you_mean(name, self.list_commands(ctx))
+            if ctx.info_name == "serve" and not told:  # as `vllm serve MODEL` and `ollama serve` have it
+                told = f"; a model is served by: tool serve api_server {args[0]}"
+            elif ctx.parent is None and name in INSTEAD_OF_COMMANDS:
+                told = f"; {INSTEAD_OF_COMMANDS[name]}"
+            error.message = f"No such command: {args[0]}{told}"
             raise
-
-
-def did_you_mean(name: str, known: list[str]) -> str:
-    """What to add to a message about an unknown ``name``: the known one that is most like it, if one is."""
-    close = get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else ""

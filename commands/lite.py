@@ -21,7 +21,7 @@ from toolkit.commands.lite_options import (
     with_lite_flags,
 )
 from toolkit.commands.options import with_flags
-from toolkit.commands.output import stderr, stdout, table, write_json
+from toolkit.commands.output import stderr, table, write_json
 from toolkit.quant.options import AutoRound, Awq, BlockedFp8, Gptq, Search, SmoothQuant
 
 if TYPE_CHECKING:
@@ -189,6 +189,8 @@ def search(model: Model, flags: LiteFlags, options: Search, work_dir: WorkDir = 
     """
     from toolkit.quant.lite import search as quantize
 
-    result = _quantize(quantize, model, work_dir, flags, options)
-    if flags.json != "-":
-        stdout().print(table("Why", ("unit", "bits", "loss", "cheaper", "dearer"), choices(result.quality["search"])))
+    common = flags.common()
+    with progress_bar() as progress:
+        result = quantize(model, work_dir, options, common=common, progress=progress)
+    why = choices(result.quality["search"])
+    report(result, flags, table("Why", ("unit", "bits", "loss", "cheaper", "dearer"), why))

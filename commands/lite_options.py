@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
+from toolkit.base.figures import written
 from toolkit.base.progress import Progress
 from toolkit.commands.options import with_flags
 from toolkit.commands.output import stderr, stdout, table, write_json
@@ -90,8 +92,8 @@ def progress_bar() -> Iterator[Any]:
         yield progress.update
 
 
-def report(result: Result, flags: LiteFlags) -> None:
-    """Print the table of a finished run, and write what --json and --plot ask for."""
+def report(result: Result, flags: LiteFlags, first: Table | None = None) -> None:
+    """Print the tables of a finished run, ``first`` before what matters most; write what --json and --plot ask for."""
     from toolkit.quant.layers.result import warnings
 
     quality = result.quality
@@ -103,6 +105,8 @@ def report(result: Result, flags: LiteFlags) -> None:
         if quality["layers"]:
             columns = ("layer", "bits", "mean error", "largest", "of")
             stdout().print(table("Error of each output, as rounded", columns, _by_layer(quality["layers"])))
+        if first is not None:
+            stdout().print(first)
         stdout().print(table("Quantized", ("", "value"), _rows(result)))
         made = result.path / "model.gguf" if result.options.get("format") == "gguf" else result.path
         say_next(f"tool convert {made} --dst-path {result.path}-engine")
@@ -125,8 +129,8 @@ def _rows(result: Result) -> list[tuple[str, str]]:
         *([("format", options["format"])] if "format" in options else []),
         *([("group size", str(group))] if group else []),
         *([("calibration", text.format(**options))] if "calib_samples" in options else []),
-        ("perplexity before", f"{before:.3f}"),
-        ("perplexity after", f"{after:.3f} ({100 * (after / before - 1):+.2f} %)"),
+        ("perplexity before", written(before)),
+        ("perplexity after", f"{written(after)} ({100 * (after / before - 1):+.2f} %)"),
         ("measured on", f"{quality['tokens']:,} held-out tokens, windows of {quality['window']}"),
         ("KL to the original", f"{quality['kl']:.4f} nats"),
         ("same best token", f"{100 * quality['top1_agreement']:.1f} %"),

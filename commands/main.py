@@ -17,8 +17,10 @@ from typer.exceptions import TyperException
 
 from toolkit import __version__
 from toolkit.base import extras
-from toolkit.commands.groups import Group, did_you_mean
+from toolkit.commands import aliases
+from toolkit.commands.groups import Group
 from toolkit.commands.interrupt import INTERRUPTED, Watch
+from toolkit.configs.checks import did_you_mean
 from toolkit.errors import ToolkitError, UsageError
 
 # name -> (one line of help, panel). A module with `app` is a group of commands, one with `run` a single command.
@@ -51,19 +53,6 @@ def _load(name: str) -> Any:
     return command
 
 
-# What other tools' users write -> our name, command by command; in the help they would only take room.
-ALIASES: dict[tuple[str, ...], dict[str, str]] = {
-    ("profile", "api_server"): {
-        "--max-concurrency": "--concurrency",
-        "--dataset-path": "--dataset",
-        "--sharegpt-output-len": "--random-output-len",
-        "--model-name": "--model",
-        "--output-file": "--json",
-        "--extra-request-body": "--extra-body",
-    },
-    ("serve", "proxy"): {"--routing-strategy": "--strategy"},
-}
-ALIASES["profile", "restful_api"] = ALIASES["profile", "api_server"]  # LMDeploy's script is profile_restful_api.py
 SEVERAL = {"--adapters": "=", "--goodput": ":"}  # options that take several values, and what stands in each
 
 
@@ -121,11 +110,12 @@ def normalise(argv: list[str]) -> tuple[list[str], bool]:
     """Spell flags as the commands do, up to a bare ``--``, and take ``--debug`` out.
 
     ``--work_dir`` is ``--work-dir``; ``--adapters a=x b=y`` is ``--adapters a=x --adapters b=y``, and so is it with
-    the other options of SEVERAL; those of ALIASES get our names.
+    the other options of SEVERAL; other tools' words get our names (``aliases.py``).
     """
     out: list[str] = []
     debug = bool(os.environ.get("TOOLKIT_DEBUG"))
-    aliases = ALIASES.get(tuple(name.replace("-", "_") for name in argv[:2]), {})
+    argv = aliases.spelled_here(argv)
+    ours = aliases.of_command(argv)
     last, values = "", 0  # the flag that stands before, and how many values it has had
     for i, arg in enumerate(argv):
         if arg == "--":
@@ -135,7 +125,7 @@ def normalise(argv: list[str]) -> tuple[list[str], bool]:
         elif arg.startswith("--"):
             name, eq, value = arg.partition("=")
             last, values = name.replace("_", "-"), bool(eq)
-            last = aliases.get(last, last)
+            last = ours.get(last, last)
             out.append(last + eq + value)
         else:
             more = values > 0 and SEVERAL.get(last, "\0") in arg
@@ -171,7 +161,10 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, TyperException) and hasattr(error, "format_message"):
         ctx, option = getattr(error, "ctx", None), getattr(error, "option_name", "")
         near = getattr(error, "possibilities", None)
-        text = error.message + did_you_mean(option, list(near)) if near else error.format_message()
+        if instead := aliases.INSTEAD.get(option):
+            text = f"{error.message}; {instead}"
+        else:
+            text = error.message + did_you_mean(option, list(near)) if near else error.format_message()
         return text.rstrip(".") + (f" (see: {ctx.command_path} --help)" if ctx else ""), 2
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"{error.filename or 'the target'}: the disk is full; free some space and run the command again", 1
@@ -210,8 +203,7 @@ def main(argv: list[str] | None = None) -> None:
         if debug:
             raise
         message, code = _explain(e)
-        kind = "misuse" if code == UsageError.exit_code else "error"
-        print(f"tool: {kind}: " + " ".join(message.split()), file=sys.stderr)
+        print("tool: error: " + " ".join(message.split()), file=sys.stderr)
     if code != INTERRUPTED:
         watch.close()
     sys.exit(code if isinstance(code, int) else 0)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from toolkit.base.figures import written
+
 if TYPE_CHECKING:
     from toolkit.engine.process.frontend import AsyncEngine
 
@@ -73,7 +75,7 @@ def write_json(target: str | None, data: Any) -> None:
 
 def _cell(value: object) -> str:
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        return written(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return "" if value is None else str(value)

@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 
 MODEL = Annotated[str, typer.Argument(help="Local directory, hub id, .gguf file, artifact, or demo.")]
-IMAGES = {"total_images": "images", "image_throughput": "images/s"}
+IMAGES = ("total_images", "image_throughput")
 JSON = Annotated[
     str | None, typer.Option("--json", help="Write the figures as JSON to this file (- = standard output).")
 ]
@@ -136,24 +136,19 @@ def throughput(
 
 def _print_throughput(model: str, summary: dict[str, float | int]) -> None:
     out = stdout()
-    rows = [
-        ("requests completed", summary["completed"]),
-        ("duration, s", summary["duration"]),
-        ("requests/s", summary["request_throughput"]),
-        ("input tokens", summary["total_input_tokens"]),
-        ("output tokens", summary["total_output_tokens"]),
-        *((label, summary[key]) for key, label in IMAGES.items() if key in summary),
-        ("input tokens/s", summary["input_throughput"]),
-        ("output tokens/s", summary["output_throughput"]),
+    from toolkit.profile.labels import LABELS, LATENCY_LABELS, latency_label
+
+    keys = [
+        *("completed", "duration", "total_input_tokens", "total_output_tokens", *IMAGES),
+        *("request_throughput", "input_throughput", "output_throughput"),
     ]
+    rows = [(LABELS[key], summary[key]) for key in keys if key in summary]
     out.print(table(f"Throughput of {model}", ("", "value"), rows))
-    kinds = {"e2e_latency": "whole request (E2E)", "ttft": "first token (TTFT)", "tpot": "per token (TPOT)"}
-    kinds["itl"] = "between tokens (ITL)"
     latencies = [
-        (label, *(summary[f"{statistic}_{key}_ms"] for statistic in ("mean", "median", "p99")))
-        for key, label in kinds.items()
+        (latency_label(name), *(summary[f"{statistic}_{name}_ms"] for statistic in ("mean", "median", "p99")))
+        for name in LATENCY_LABELS
     ]
-    out.print(table("Latency, ms", ("", "mean", "median", "p99"), latencies))
+    out.print(table("Latency", ("", "Mean", "Median", "P99"), latencies))
 
 
 app.command("api_server")(api_server)
@@ -209,18 +204,17 @@ def generation(
 def _print_generation(model: str, rows: list[dict[str, Any]]) -> None:
     """One column a batch size: a row each would be wider than a terminal."""
     from toolkit.profile.generation import MEMORY_OF
+    from toolkit.profile.labels import LABELS, latency_label
 
+    first, each = "first_token_latency_ms", "token_latency_ms"
+    speeds = ("prefill_throughput", "decode_throughput", "output_throughput")
     of = rows[0]["peak_memory_of"]
     lines = [
-        ("prefill, tokens/s", [row["prefill_throughput"] for row in rows]),
-        ("decode, tokens/s", [row["decode_throughput"] for row in rows]),
-        ("output, tokens/s", [row["output_throughput"] for row in rows]),
-        *((f"first token, ms, {key}", [row["first_token_latency_ms"][key] for row in rows]) for key in ("ave", "max")),
-        *(
-            (f"token, ms, {key}", [row["token_latency_ms"][key] for row in rows])
-            for key in ("p50", "p75", "p95", "p99")
-        ),
-        (f"peak memory of {of}, MiB", [row["peak_memory_mib"] for row in rows]),
+        *((LABELS[key], [row[key] for row in rows]) for key in speeds),
+        (latency_label("ttft", "mean"), [row[first]["ave"] for row in rows]),
+        (latency_label("ttft", "max"), [row[first]["max"] for row in rows]),
+        *((latency_label("itl", key), [row[each][key] for row in rows]) for key in ("p50", "p75", "p95", "p99")),
+        (f"Peak memory of {of} (MiB)", [row["peak_memory_mib"] for row in rows]),
     ]
     title = f"Generation by {model}: {rows[0]['prompt_tokens']} tokens in, {rows[0]['completion_tokens']} out"
     columns = ["", *(f"{row['concurrency']} at once" for row in rows)]

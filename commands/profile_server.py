@@ -204,20 +204,17 @@ def _print(title: str, traffic: Traffic, rows: list[dict[str, Any]]) -> None:
     def told(value: float | None) -> str:
         return "no limit" if value is None else f"{value:g}"
 
+    from toolkit.profile.labels import LABELS, LATENCY_LABELS, latency_label
+
     lines: list[tuple[Any, ...]] = [
-        ("requests/s wanted", *(told(row["request_rate"]) for row in rows)),
-        ("most at once", *(told(row["max_concurrency"]) for row in rows)),
+        (LABELS[key], *(told(row[key]) for row in rows)) for key in ("request_rate", "max_concurrency")
     ]
-    counts = {"completed": "requests completed", "failed": "requests failed", "duration": "duration, s"}
-    rates = {"request": "requests/s", "input": "input tokens/s", "output": "output tokens/s"}
-    keys = {**counts, **{f"{name}_throughput": label for name, label in rates.items()}}
-    if traffic.images:
-        keys |= {"total_images": "images", "image_throughput": "images/s"}
-    if traffic.limits:
-        keys["goodput"] = "goodput, requests/s"
-    kinds = {"e2e_latency": "whole request", "ttft": "first token", "tpot": "per token", "itl": "between tokens"}
-    for name, label in kinds.items():
+    figures = ["completed", "failed", "duration", "request_throughput", "input_throughput", "output_throughput"]
+    figures += ["total_images", "image_throughput"] if traffic.images else []
+    figures += ["goodput"] if traffic.limits else []
+    keys = {key: LABELS[key] for key in figures}
+    for name in LATENCY_LABELS:
         for statistic in ("mean", *(f"p{percent:g}" for percent in traffic.metric_percentiles)):
-            keys[f"{statistic}_{name}_ms"] = f"{label}, ms, {statistic}"
+            keys[f"{statistic}_{name}_ms"] = latency_label(name, statistic)
     lines += [(label, *(row[key] for row in rows)) for key, label in keys.items()]
     stdout().print(table(title, ["", *(f"run {i + 1}" for i in range(len(rows)))], lines))

@@ -28,8 +28,12 @@ def main(work: Path) -> None:
     quality = manifest["quality"]
     rows = [
         ("size on disk", size(resolve_model("demo")), size(work / "demo-awq")),
-        ("perplexity", f"{quality['perplexity_before']:.3f}", f"{quality['perplexity_after']:.3f}"),
-        ("generated tokens/s, 8 at once", "", f"{speed['output_throughput']:.1f}"),
+        (
+            f"perplexity, {quality['tokens']:,} tokens of held-out text",
+            quality["perplexity_before"],
+            quality["perplexity_after"],
+        ),
+        ("output token throughput (tok/s), 8 at once", "", speed["output_throughput"]),
     ]
     console = stdout()
     console.print()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import typer
 
-from toolkit.commands import options
-from toolkit.commands.main import main, normalise
+from toolkit.commands import aliases, options
+from toolkit.commands.main import _load, main, normalise
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.lmdeploy import IGNORED, NOT_BUILT
 from toolkit.errors import UsageError
@@ -68,7 +68,7 @@ def test_what_is_like_nothing_gets_no_suggestion(tool: Any) -> None:
 )
 def test_what_is_refused_is_named_as_typed(tool: Any, tiny_models: Any, flag: str, value: str) -> None:
     code, _, err = tool("chat", str(tiny_models("llama")), flag, value, "--prompt", "a")
-    assert code == 2 and f"tool: misuse: {flag.replace('_', '-')}: expected " in err
+    assert code == 2 and f"tool: error: {flag.replace('_', '-')}: expected " in err
 
 
 def engine_flags(*args: str) -> options.EngineFlags:
@@ -133,3 +133,49 @@ def test_several_devices_are_not_there_yet(tool: Any) -> None:
 def test_the_page_for_lmdeploy_s_users_names_every_option() -> None:
     page = (Path(__file__).parents[1] / "docs/lmdeploy.md").read_text()
     assert [name for name in (*IGNORED, *NOT_BUILT) if f"`{name}`" not in page] == []
+
+
+def _options(path: tuple[str, ...]) -> set[str]:
+    """All that a command takes."""
+    command = _load(path[0])
+    for name in path[1:]:
+        command = command.get_command(typer.Context(command), name)
+    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+@pytest.mark.parametrize("path", aliases.ALIASES, ids=" ".join)
+def test_other_tools_words_mean_an_option_that_is_there_and_hide_none(path: tuple[str, ...]) -> None:
+    there = _options(path)
+    assert set(aliases.ALIASES[path].values()) <= there
+    assert not set(aliases.ALIASES[path]) & there
+    out, _ = normalise([*path, "MODEL", *(flag for flag in aliases.ALIASES[path])])
+    assert out[len(path) + 1 :] == list(aliases.ALIASES[path].values())
+
+
+def test_other_tools_words_do_what_they_mean(tool: Any, tiny_models: Any) -> None:
+    model = str(tiny_models("llama"))
+    words = ("--ctx-size", "128", "--n_predict", "3", "--temp=0", "--dtype", "float32")
+    ours = ("--session-len", "128", "--max-new-tokens", "3", "--temperature", "0", "--dtype", "float32")
+    one, other = (tool("run", model, "-p", "the fox", *words), tool("chat", model, "-p", "the fox", *ours))
+    assert one[:2] == other[:2] and one[0] == 0 and "3 tokens" in one[2]
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("chat M --kv-cache-dtype fp8", "the KV cache's bits are --quant-policy"),
+        ("serve api_server M --gpu_memory_utilization 0.9", "--cache-max-entry-count is the KV cache's share"),
+        ("lite auto_awq M --host x", "the address to listen on is --server-name"),
+        ("lite auto_awq M --max-model-len 8", "--session-len, of commands that run a model"),
+        ("quantize M", "tool lite auto_awq MODEL quantizes"),
+        ("serve my-model", "a model is served by: tool serve api_server my-model"),
+    ],
+)
+def test_what_has_no_twin_is_answered_with_what_does_the_job(tool: Any, typed: str, told: str) -> None:
+    code, out, err = tool(*typed.split())
+    assert (code, out) == (2, "") and told in err and "did you mean" not in err and err.count("\n") == 1
+
+
+def test_dashes_make_no_flags_alike(tool: Any) -> None:
+    for flag in ("--zzz", "--qq"):
+        assert "did you mean" not in tool("chat", "M", flag, "1")[2]

@@ -77,7 +77,7 @@ def test_lineage_goes_back_to_the_source(engine: Path, tiny_models: Any) -> None
     assert "target cpu" in found.lineage[0] and "w_bits 4" in found.lineage[1]
     assert found.lineage[2].startswith(str(tiny_models("llama"))) and "\n" not in found.lineage[2]
     cost = found.lineage[1].splitlines()[-1]
-    assert cost == "perplexity 12.50 → 13.00 (+4.0 %), KL 0.0500 nats, on 2,000 tokens"
+    assert cost == "perplexity 12.5 → 13 (+4.0 %), KL 0.0500 nats, on 2,000 tokens"
 
 
 def test_what_is_known_of_the_files_is_told(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:

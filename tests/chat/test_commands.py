@@ -82,6 +82,47 @@ def test_piped_input_is_a_prompt_too(tool: Callable[..., Done], model: str, expe
     assert (done.code, done.out.rstrip("\n")) == (0, expected.rstrip("\n"))
 
 
+def test_piped_input_goes_before_the_prompt(tool: Callable[..., Done], model: str, monkeypatch: Any) -> None:
+    from toolkit.commands import chat
+
+    asked: list[str] = []
+    monkeypatch.setattr(chat, "answer_once", lambda model, talk, question: asked.append(question))
+    tool("chat", model, *QUICK, "-p", "the fox", text="A fable.\nOf animals.\n")
+    tool("chat", model, *QUICK, "-p", "the fox", text="")
+    assert asked == ["A fable.\nOf animals.\n\nthe fox", "the fox"]
+
+
+def test_a_standard_input_that_never_ends_is_told(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in a script's loop that reads its own lines, or under a supervisor that holds the pipe open."""
+    from toolkit.commands import chat
+
+    reading, writing = os.pipe()
+    monkeypatch.setattr("sys.stdin", os.fdopen(reading, encoding="utf-8"))
+    monkeypatch.setattr(chat, "PATIENCE", 0.01)
+    chat._say_what_is_awaited()
+    assert "reading standard input" in capsys.readouterr().err
+    os.write(writing, b"words")
+    os.close(writing)
+    chat._say_what_is_awaited()
+    assert capsys.readouterr().err == "" and chat.read_question("the fox") == "words\n\nthe fox"
+
+
+def test_a_chat_is_planned_for_one_and_says_one_line(tool: Callable[..., Done], model: str, monkeypatch: Any) -> None:
+    from toolkit.chat import terminal
+    from toolkit.commands import chat
+
+    plans: list[Any] = []
+    monkeypatch.setattr(chat, "read_question", lambda prompt: None)
+    monkeypatch.setattr("toolkit.chat.repl.Repl.run", lambda self, read: plans.append(self.model.engine.plan))
+    monkeypatch.setattr(terminal, "reader", lambda *args: None)
+    done = tool("chat", model, *QUICK)
+    assert done.code == 0 and plans[0].max_batch_size == 1
+    (line,) = done.out.splitlines() + done.err.splitlines()
+    assert line.startswith(f"{model} on cpu, at most ") and "/help" in line
+    tool("chat", model, *QUICK, "--max-batch-size", "3")
+    assert plans[1].max_batch_size == 3
+
+
 def test_notices_are_plain_lines(model: str, expected: str) -> None:
     command = [sys.executable, "-m", "toolkit", "chat", model, *QUICK[:-1], "100000", "--prompt", "the fox"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -202,7 +243,7 @@ def test_a_session_on_a_terminal(model: str, tmp_path: Path) -> None:
         os.write(leader, text.encode())
 
     try:
-        until("Enter sends")
+        until("/help shows the commands")
         until("> ")
         say("the fox\r")
         until("6 tokens")

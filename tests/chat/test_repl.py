@@ -27,6 +27,9 @@ class Parrot:
     def context(self, messages: list[dict[str, Any]]) -> tuple[int, int] | None:
         return None if self.fits is None else (sum(len(m["content"]) for m in messages), self.fits)
 
+    def longer(self) -> str:
+        return "raise --session-len"
+
     def __init__(self) -> None:
         self.asked: list[list[dict[str, Any]]] = []
         self.configs: list[GenerationConfig | None] = []
@@ -297,10 +300,12 @@ def test_a_full_context_leaves_the_oldest_turns_out_but_not_what_is_kept(desk: D
     assert [m["content"] for m in desk.model.asked[-1]] == ["again"]
 
 
-def test_a_question_alone_is_never_left_out(desk: Desk) -> None:
-    desk.model.fits = 10
-    desk.type("much longer than ten characters")
-    assert desk.model.asked[-1] == [{"role": "user", "content": "much longer than ten characters"}]
+def test_a_question_that_does_not_fit_is_refused_and_nothing_is_left_out_for_it(desk: Desk) -> None:
+    desk.model.fits = 100
+    desk.type("hello", "again", "much longer " * 10, "more")
+    assert [len(asked) for asked in desk.model.asked] == [1, 3, 5], "the long one never went out"
+    assert desk.model.asked[-1][0]["content"] == "hello" and desk.model.asked[-1][-1]["content"] == "more"
+    assert "the question takes" in desk.notes and "shorten it, or raise --session-len" in desk.notes
     assert "left out" not in desk.notes
 
 

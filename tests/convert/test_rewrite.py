@@ -278,6 +278,27 @@ def test_gguf_of_every_family_reads_back_as_the_same_model(tiny_models: Any, tmp
     assert one.chat_template == two.chat_template
 
 
+def test_a_gguf_that_grows_says_so_and_how_a_small_one_is_made(tiny_models: Any, tmp_path: Path) -> None:
+    """What 688 columns in groups of a row are to a Llama of 256: blocks of 32 do not divide them."""
+    from toolkit.quant.lite import Common, auto_gptq
+
+    source = str(tiny_models("llama", **PLAIN, intermediate_size=176))
+    text = tmp_path / "text.txt"
+    text.write_text("One two three four five six seven. " * 100)
+    quick = Common(calib_dataset=str(text), calib_samples=4, calib_seqlen=32, eval_tokens=64)
+    auto_gptq(source, tmp_path / "odd", common=quick)
+    done = rewrite(str(tmp_path / "odd"), tmp_path / "odd.gguf", to="gguf")
+    (grown,) = (note for note in done.notes if "larger" in note)
+    assert grown.startswith("F32 for ffn_down, which makes the file larger: no smaller type holds 4-bit integers")
+    assert "176 columns" in grown and "by --gguf-type q4_k_m" in grown and "lossless" in done.notes[-1]
+    assert same(tmp_path / "odd", tmp_path / "odd.gguf")
+    plain = rewrite(source, tmp_path / "plain.gguf", to="gguf")
+    assert "--gguf-type q4_k_m makes" in plain.notes[0] and not any("larger" in note for note in plain.notes)
+    small = rewrite(source, tmp_path / "small.gguf", to="gguf", gguf_type="q4_k_m")
+    assert not any("--gguf-type" in note for note in small.notes)
+    assert any("F16 instead of Q6_K for ffn_down" in note for note in small.notes), small.notes
+
+
 @pytest.mark.parametrize("kind", ["q8_0", "q4_k_m", "bf16"])
 def test_gguf_types_round_and_say_so(tiny_models: Any, tmp_path: Path, kind: str) -> None:
     import gguf

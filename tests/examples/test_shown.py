@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.commands.main import ALIASES, main
+from toolkit.commands.aliases import ALIASES
+from toolkit.commands.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 FOREIGN = {

@@ -12,11 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolkit.configs.engine import PytorchEngineConfig
 from toolkit.errors import UsageError
 from toolkit.measure.perplexity import perplexity
 from toolkit.measure.text import heldout_text
 from toolkit.measure.windows import scoring_windows
 from toolkit.quant.options import Awq, SmoothQuant
+
+FLOAT32 = PytorchEngineConfig(dtype="float32")  # what is measured against, on any machine
 
 
 @given(st.integers(0, 300), st.integers(1, 60), st.integers(1, 60))
@@ -60,7 +63,7 @@ def test_equals_transformers(family: str, window: int, stride: int, tiny_models:
     model = tiny_models(family)
     text = heldout_text()[:400]
     (tmp_path / "text.txt").write_text(text)
-    found = perplexity(str(model), tmp_path / "text.txt", window=window, stride=stride)
+    found = perplexity(str(model), tmp_path / "text.txt", window=window, stride=stride, config=FLOAT32)
     expected, count = transformers_perplexity(model, Tokenizer.open(model).encode(text), window, stride)
     assert found["perplexity"] == pytest.approx(expected, rel=1e-3)
     assert found == {
@@ -69,6 +72,7 @@ def test_equals_transformers(family: str, window: int, stride: int, tiny_models:
         "window": window,
         "stride": stride,
         "backend": "pytorch",
+        "runner": "tensor",
         "dtype": "float32",
     }
 
@@ -95,7 +99,7 @@ def test_lite_s_figures_are_those_of_eval(
     quality = getattr(lite, method)(str(model), tmp_path / "out", options, common=common).quality
     assert quality["window"] == quality["stride"] == 512  # the longest context of the tiny models
     for path, key in ((model, "perplexity_before"), (tmp_path / "out", "perplexity_after")):
-        found = perplexity(str(path), "heldout", window=512, stride=512, max_tokens=tokens)
+        found = perplexity(str(path), "heldout", window=512, stride=512, max_tokens=tokens, config=FLOAT32)
         near = 1e-2 if method == "smooth_quant" else 1e-3  # activations between two codes fall to either
         assert found["perplexity"] == pytest.approx(quality[key], rel=near)
         assert found["tokens"] == quality["tokens"]
@@ -141,4 +145,14 @@ def test_the_command_prints_json(tiny_models: Any, tmp_path: Path, capsys: pytes
     assert done.value.code == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["window"], found["stride"]) == (64, 32)
-    assert set(found) == {"perplexity", "tokens", "window", "stride", "backend", "dtype"}
+    assert set(found) == {"perplexity", "tokens", "window", "stride", "backend", "runner", "dtype"}
+    assert (found["backend"], found["runner"]) == ("turbomind", "native"), "what serves the model here"
+    with pytest.raises(SystemExit):
+        main([*argv, "--window", "64", "--reference"])
+    other = json.loads(capsys.readouterr().out)
+    assert (other["backend"], other["runner"], other["dtype"]) == ("pytorch", "tensor", "float32")
+    assert other["perplexity"] == pytest.approx(found["perplexity"], rel=0.02)
+    for more in (["--backend", "turbomind"], ["--dtype", "bfloat16"]):
+        with pytest.raises(SystemExit) as refused:
+            main([*argv, "--reference", *more])
+        assert refused.value.code == 2 and "--reference: " in capsys.readouterr().err

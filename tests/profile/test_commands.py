@@ -13,6 +13,7 @@ import pytest
 
 from toolkit.commands.profile import _print_generation
 from toolkit.profile.generation import MEMORY_OF
+from toolkit.profile.labels import LABELS, LATENCY_LABELS, latency_label
 from toolkit.profile.metrics import RequestRecord, generation_row
 
 THROUGHPUT_KEYS = (
@@ -47,6 +48,26 @@ def test_throughput(run: Run, tiny_models: Any, tmp_path: Path) -> None:
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
+def test_figures_are_called_alike_in_all_commands(run: Run, tiny_models: Any) -> None:
+    """As vLLM's benchmark calls them, for whoever reads one beside the other."""
+    flags = ["--num-prompts", 2, "--random-input-len", 8, "--random-output-len", 3]
+    one = run("throughput", tiny_models("llama"), *flags)
+    other = run("api_server", tiny_models("llama"), *flags, "--max-concurrency", 2)
+    assert (one.returncode, other.returncode) == (0, 0), one.stderr + other.stderr
+    shared = ["Successful requests", "Benchmark duration (s)", "Request throughput (req/s)"]
+    shared += ["Output token throughput (tok/s)"]
+    for label in shared:
+        assert label in one.stdout and label in other.stdout
+    for label in ("TTFT (ms)", "TPOT (ms)", "ITL (ms)", "E2EL (ms)"):
+        assert label in one.stdout and f"Mean {label}" in other.stdout and f"P99 {label}" in other.stdout
+    both = {line.split("│")[1].strip() for done in (one, other) for line in done.stdout.splitlines() if "│" in line}
+    known = {
+        *LABELS.values(),
+        *(latency_label(n, s) for n in LATENCY_LABELS for s in ("", "mean", "median", "p50", "p90", "p95", "p99")),
+    }
+    assert both - known <= {""}, both - known
+
+
 def test_a_dataset_at_a_rate(run: Run, tiny_models: Any, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     turns = [{"from": "human", "value": "What is the meaning of it?"}, {"from": "gpt", "value": "Nobody really knows."}]
@@ -61,8 +82,9 @@ def test_generation(run: Run, tiny_models: Any, tmp_path: Path) -> None:
     flags = ["--concurrency", "1,3", "--prompt-tokens", 30, "--completion-tokens", 6, "--json", tmp_path / "g.json"]
     done = run("generation", tiny_models("llama"), *flags)
     assert done.returncode == 0, done.stderr
-    assert "peak memory of own processes, MiB" in done.stdout and "GPU" not in done.stdout
-    assert "decode, tokens/s" in done.stdout and "3 at once" in done.stdout
+    assert "Peak memory of own processes (MiB)" in done.stdout and "GPU" not in done.stdout
+    assert "Decode token throughput (tok/s)" in done.stdout and "3 at once" in done.stdout
+    assert "Mean TTFT (ms)" in done.stdout and "P99 ITL (ms)" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     rows = json.loads((tmp_path / "g.json").read_text())
     assert [row["concurrency"] for row in rows] == [1, 3]

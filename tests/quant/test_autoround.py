@@ -128,13 +128,16 @@ def test_families(family: str, tiny_models: Any, tmp_path: Path, common: Common)
     assert all(weights[x["name"]].bits == 4 for x in result.quality["layers"])
 
 
-def test_what_the_library_would_leave_dense_is_refused(tiny_models: Any, tmp_path: Path, common: Common) -> None:
-    model = str(tiny_models("llama", head_dim=24, num_key_value_heads=1))
+def test_what_the_library_would_leave_dense_is_refused_or_told(
+    tiny_models: Any, tmp_path: Path, common: Common
+) -> None:
+    model, told = str(tiny_models("llama", head_dim=24, num_key_value_heads=1)), list[str]()
     with pytest.raises(UsageError, match=r"layers.0.self_attn.k_proj: found 24 x 64 weights.*32; leave it out"):
-        auto_round(model, tmp_path / "out", AutoRound(iters=1), common=common)
+        auto_round(model, tmp_path / "out", AutoRound(iters=1, w_group_size=32), common=common)
     done = auto_round(
-        model, tmp_path / "out", AutoRound(iters=1), common=dataclasses.replace(common, skip=("k_proj", "v_proj"))
+        model, tmp_path / "out", AutoRound(iters=1), common=dataclasses.replace(common, notice=told.append)
     )
+    assert "of self_attn.k_proj, self_attn.v_proj; they stay dense" in " ".join(told)
     assert {row["name"].rsplit(".", 1)[-1] for row in done.quality["layers"]}.isdisjoint({"k_proj", "v_proj"})
 
 

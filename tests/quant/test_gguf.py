@@ -237,7 +237,7 @@ def test_a_killed_search_goes_on(
 
     monkeypatch.setattr(finder, "GGUF_GRIDS", {"Q4_K": finder.GGUF_GRIDS["Q4_K"]})
     model = str(tiny_models("llama", hidden_size=256, intermediate_size=256))
-    search(model, tmp_path / "whole", Search(bits=5.4), common=common)
+    search(model, tmp_path / "whole", Search(bits=4.9), common=common)
     real = run.write_gguf
     patch = pytest.MonkeyPatch()
 
@@ -246,9 +246,9 @@ def test_a_killed_search_goes_on(
 
     patch.setattr(run, "write_gguf", dies)
     with pytest.raises(KeyboardInterrupt):
-        search(model, tmp_path / "broken", Search(bits=5.4), common=common)
+        search(model, tmp_path / "broken", Search(bits=4.9), common=common)
     patch.setattr(run, "write_gguf", real)
-    search(model, tmp_path / "broken", Search(bits=5.4), common=common)
+    search(model, tmp_path / "broken", Search(bits=4.9), common=common)
     patch.undo()
     a, b = (np.fromfile(tmp_path / x / "model.gguf", np.uint8) for x in ("whole", "broken"))
     same = len(a) == len(b) and (a == b).mean() > 0.999  # general.name is the directory's

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from toolkit.artifacts.formats.awq import write_linear
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import LinearSpec
-from toolkit.quant.methods.grid import choose_group_size, quantize
+from toolkit.quant.methods.grid import Groups, choose_groups, quantize, some_of
 
 
 def naive_awq(tensors: dict[str, torch.Tensor], name: str, group_size: int) -> torch.Tensor:
@@ -77,15 +77,21 @@ def test_a_group_of_zeros_stays_zero_and_a_weight_beyond_float16_is_refused() ->
 
 def test_group_size_auto_takes_the_largest_that_divides_all() -> None:
     def linears(*sizes: int) -> list[LinearSpec]:
-        return [LinearSpec(f"m{n}", n, 8) for n in sizes]
+        return [LinearSpec(f"model.layers.0.m{n}", n, 8) for n in sizes]
 
-    assert choose_group_size("auto", linears(256, 1024)) == 128
-    assert choose_group_size("auto", linears(576, 1536)) == 64
-    assert choose_group_size("auto", linears(96, 128)) == 32
-    assert choose_group_size(32, linears(576, 1536)) == 32
-    with pytest.raises(UsageError, match=r"128 does not divide the 576 inputs of m576; this model takes 64, 32"):
-        choose_group_size(128, linears(1536, 576))
-    with pytest.raises(UsageError, match=r"expected auto, 128, 64, 32 or -1, found 48; this model takes 64, 32"):
-        choose_group_size(48, linears(576))
-    with pytest.raises(UsageError, match="m40 has 40 inputs"):
-        choose_group_size("auto", linears(64, 40))
+    assert choose_groups("auto", linears(256, 1024)) == Groups(128)
+    assert choose_groups("auto", linears(576, 1536)) == Groups(64)
+    assert choose_groups("auto", linears(96, 128)) == Groups(32)
+    assert choose_groups(32, linears(576, 1536)) == Groups(32)
+    with pytest.raises(UsageError, match=r"128 does not divide the 576 inputs of .*m576; this model takes 64, 32, -1"):
+        choose_groups(128, linears(1536, 576))
+    with pytest.raises(UsageError, match=r"expected auto, 128, 64, 32 or -1, found 48; this model takes 64, 32, -1"):
+        choose_groups(48, linears(576))
+    with pytest.raises(UsageError, match=r"this model takes -1, auto"):
+        choose_groups(32, linears(64, 40))
+    # 688 = 256 * 8 / 3: what tutorials give a Llama
+    assert choose_groups("auto", linears(256, 688)) == Groups(128, frozenset({"model.layers.0.m688"}))
+    assert choose_groups("auto", linears(40, 24)) == Groups(-1)
+    assert some_of(["model.layers.0.mlp.down_proj", "model.layers.11.mlp.down_proj", "lm_head"]) == (
+        "lm_head, mlp.down_proj"
+    )

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from toolkit.artifacts.canonical import Dense
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.errors import ToolkitError, UsageError
@@ -360,3 +361,49 @@ def _opened(path: Path) -> tuple[Any, Any]:
 
 def _spec(path: Path) -> Any:
     return load_spec(open_checkpoint(path))[0]
+
+
+AUTO: dict[str, tuple[Any, str]] = {  # method → how it is run, the format that it chooses for layers of two kinds
+    "awq": (lambda m, d, c: auto_awq(m, d, common=c), "compressed-tensors"),
+    "awq+gptq": (lambda m, d, c: auto_awq(m, d, Awq(rounding="gptq"), common=c), "compressed-tensors"),
+    "gptq": (lambda m, d, c: auto_gptq(m, d, common=c), "gptq"),
+    "auto_round": (lambda m, d, c: auto_round(m, d, AutoRound(iters=1), common=c), "auto_round"),
+    "search": (lambda m, d, c: search(m, d, Search(bits=4.6), common=c), "compressed-tensors"),
+}
+
+
+@pytest.mark.parametrize("method", AUTO)
+def test_inputs_that_no_group_divides(method: str, tiny_models: Any, tmp_path: Path, text: Path) -> None:
+    """176 is to 64 what 688 is to 256, which tutorials give a small Llama: 11 times 16."""
+    model, told = str(tiny_models("llama", intermediate_size=176)), list[str]()
+    run, form = AUTO[method]
+    result = run(model, tmp_path / "out", quick(text, notice=told.append))
+    assert result.options["format"] == form
+    weights = check(tmp_path / "out", result.quality)
+    down, up = (weights[f"model.layers.0.mlp.{name}_proj"] for name in ("down", "up"))
+    if method == "auto_round":
+        assert isinstance(down, Dense | torch.Tensor) and isinstance(up, Dense | torch.Tensor)
+        assert "rows or columns of mlp.down_proj, mlp.gate_proj, mlp.up_proj; they stay dense" in " ".join(told)
+        return
+    assert down.group_size == 176 and up.group_size <= 64
+    if method != "search":
+        assert "the inputs of mlp.down_proj; they have one scale a row, the others groups of 64" in " ".join(told)
+
+
+@pytest.mark.parametrize("form", ["awq", "gguf"])
+def test_a_format_of_one_group_size_leaves_the_others_dense(
+    form: str, tiny_models: Any, tmp_path: Path, text: Path
+) -> None:
+    model, told = str(tiny_models("llama", intermediate_size=176)), list[str]()
+    result = auto_awq(model, tmp_path / "out", common=quick(text, format=form, notice=told.append))
+    assert f"they stay dense: {form} holds no row as one group beside others" in " ".join(told)
+    assert {layer["name"].rpartition(".")[2] for layer in result.quality["layers"]} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"
+    }  # fmt: skip
+    if form == "awq":
+        check(tmp_path / "out", result.quality)
+    odd = str(tiny_models("llama", hidden_size=48, intermediate_size=80))
+    told.clear()
+    rows = auto_awq(odd, tmp_path / "rows", common=quick(text, notice=told.append))
+    assert rows.options["w_group_size"] == -1 and "do not divide the inputs of any layer" in " ".join(told)
+    check(tmp_path / "rows", rows.quality)

@@ -97,7 +97,7 @@ class FakeEngine:
     ended_sessions: list[str] = field(default_factory=list)
     asleep: bool = False
     blind: bool = False
-    plan: Any = field(default_factory=lambda: SimpleNamespace(total=1 << 20))
+    plan: Any = field(default_factory=lambda: SimpleNamespace(total=1 << 20, longer=lambda *names: "raise it"))
 
     def stats(self) -> dict[str, float]:
         return {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions": 2}

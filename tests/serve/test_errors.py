@@ -93,7 +93,6 @@ BAD_IN_BOTH = [
     ("structured_outputs.regex", {"regex": "a", "json_object": True}),
     ("structured_outputs.xml", {"xml": "a"}),
     ("model", 5),
-    ("model", None),
     ("return_progress", True),
     ("moderation", {"model": "omni-moderation-latest"}),
     ("temprature", 1),
@@ -197,9 +196,27 @@ def test_chat_takes_defaults_that_ask_for_nothing(server: Any, name: str) -> Non
 @pytest.mark.parametrize(("path", "good"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
 class TestBothRoutes:
     def test_missing_field(self, server: Any, path: str, good: dict) -> None:
-        for name in good:
+        for name in good.keys() - {"model"}:
             error = refused(server, path, {k: v for k, v in good.items() if k != name})
             assert error["param"] == name and error["code"] == "missing_field"
+
+    @pytest.mark.parametrize("left", [{}, {"model": None}, {"model": ""}])
+    def test_no_model_is_the_one_that_is_served(self, server: Any, path: str, good: dict, left: dict) -> None:
+        bare = {k: v for k, v in good.items() if k != "model"}
+        answers = [send(server, path, bare | given) for given in (left, good)]
+        assert [status for status, _ in answers] == [200, 200]
+        assert answers[0][1]["model"] == answers[1][1]["model"] == good["model"]
+
+    @pytest.mark.parametrize(
+        ("field", "meant"),
+        [("max_token", "max_tokens"), ("temprature", "temperature"), ("stopp", "stop"), ("xyzzy", None)],
+    )
+    def test_an_unknown_field_is_answered_with_the_one_that_is_meant(
+        self, server: Any, path: str, good: dict, field: str, meant: str | None
+    ) -> None:
+        told = refused(server, path, {**good, field: 1})["message"]
+        near = f"; did you mean {meant}?" if meant else ""
+        assert told == f"{field}: unknown field; this server does not know it{near}"
 
     @pytest.mark.parametrize("body", ["", "{", "[1]", "nonsense", "null", b"\xff", '{"model": "\\ud800"}', "[" * 5000])
     def test_bad_json(self, server: Any, path: str, good: dict, body: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.manifest import Manifest, check_files, hub_origin, read_manifest
+from toolkit.base.figures import written
 from toolkit.models.registry import LANGUAGE_PARTS
 from toolkit.models.vision import VisionSpec
 
@@ -146,7 +147,7 @@ def _cost(record: dict[str, Any]) -> str:
     before, after, kl = (_number(quality.get(name)) for name in ("perplexity_before", "perplexity_after", "kl"))
     parts = []
     if before and after:
-        parts.append(f"perplexity {before:.2f} → {after:.2f} ({100 * (after / before - 1):+.1f} %)")
+        parts.append(f"perplexity {written(before)} → {written(after)} ({100 * (after / before - 1):+.1f} %)")
     if kl is not None:
         parts.append(f"KL {kl:.4f} nats")
     head = quality.get("head")

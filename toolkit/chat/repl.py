@@ -49,6 +49,9 @@ class Model(Protocol):
     def context(self, messages: list[Message]) -> tuple[int, int] | None:
         """(tokens that ``messages`` take, tokens that fit); None where nobody knows."""
 
+    def longer(self) -> str:
+        """What helps a user where ``context`` says that a question does not fit."""
+
     def checked_image(self, source: str) -> str:
         """The URL by which messages may name the picture in a file or at a URL. Raises ToolkitError where it cannot be
         read, or the model does not see."""
@@ -118,6 +121,16 @@ def answer(model: Model, messages: Sequence[Message], config: GenerationConfig, 
     if whole.finish_reason == "error" or (whole.finish_reason == "length" and not whole.generate_token_len):
         raise ToolkitError(whole.error_message or "the request failed")
     return whole, speed.line()
+
+
+def check_room(model: Model, messages: list[Message]) -> tuple[int, int] | None:
+    """What ``model.context`` says of ``messages``; raises ToolkitError where no answer fits behind them."""
+    found = model.context(messages)
+    if found is not None and found[0] >= found[1]:
+        taken, fits = found
+        says = f"the question takes {taken} tokens, the context has {fits}"
+        raise ToolkitError(f"{says}; shorten it, or {model.longer()}")
+    return found
 
 
 def how_it_ended(whole: Response, config: GenerationConfig, more: str, shorter: str) -> str:
@@ -192,7 +205,8 @@ class Repl:
         self.screen.note(", ".join(filter(None, (speed, ending))) + "\n")
 
     def _make_room(self) -> None:
-        """Leave out the oldest turns where an answer would hardly fit behind the conversation; say so."""
+        """Leave out the oldest turns where an answer would hardly fit behind the conversation; say so. Raises
+        ToolkitError, nothing being left out, where the question alone is too long."""
         talk, before = self.conversation, self.conversation.left_out
         found = self.model.context(talk.messages())
         if found is None:
@@ -203,6 +217,11 @@ class Repl:
             return
         while taken + 2 * wanted > fits and talk.leave_out():  # room for the next answer too: the cache begins anew
             taken, _ = self.model.context(talk.messages()) or (0, fits)
+        try:
+            check_room(self.model, talk.messages())
+        except ToolkitError:
+            talk.left_out = before
+            raise
         if count := talk.left_out - before:
             kept = f"the first {talk.keep} are kept" if talk.keep else "--keep N keeps the first N"
             self.screen.note(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
+from difflib import get_close_matches
 from reprlib import Repr
 from typing import Any
 
@@ -22,6 +23,14 @@ def number(what: str, value: Any, low: float, high: float, *, whole: bool = Fals
     if bad or math.inf in (value, -value) or value < low or value > high or (open_low and value == low):
         span = f"{'(' if open_low else '['}{_plain(low)}, {_plain(high)}]"
         raise UsageError(f"{what}: expected {'an integer' if whole else 'a number'} in {span}, found {shown(value)}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What to add to a message about an unknown ``name``: the known one that is most like it, if one is. Dashes before
+    flags make none of them alike."""
+    bare = {other.lstrip("-"): other for other in known}
+    close = get_close_matches(name.lstrip("-"), bare, n=1)
+    return f"; did you mean {bare[close[0]]}?" if close else ""
 
 
 def bounded(what: str, value: Any, bounds: Bounds) -> None:

@@ -157,7 +157,8 @@ def _write_gguf(
     blind = spec.vision is not None and eyes is None
     alone = "the language model alone, without what it sees with, of which no such file is written here"
     others = [left_out(checkpoint, stored), alone if blind else ""]
-    notes = [*_gguf_notes(export), *without_scales(checkpoint, "gguf"), *filter(None, others)]
+    as_it_is = gguf_type == "auto" and not any_quantized(checkpoint, stored)
+    notes = [*_gguf_notes(export, as_it_is), *without_scales(checkpoint, "gguf"), *filter(None, others)]
     return notes, {"layers": layers, "types": export.types}
 
 
@@ -168,9 +169,11 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _gguf_notes(export: Any) -> list[str]:
+def _gguf_notes(export: Any, as_it_is: bool) -> list[str]:
+    """``as_it_is``: a model that is not quantized was not asked to be rounded."""
     types = ", ".join(f"{count} × {kind}" for kind, count in sorted(export.types.items()))
-    notes = [f"matrices: {types}", *export.notes]
+    smaller = "; --gguf-type q4_k_m makes a file of a third" if as_it_is else ""
+    notes = [f"matrices: {types}{smaller}", *export.notes]
     if not export.errors:
         return [*notes, "lossless: every weight keeps its numbers"]
     worst = max(export.errors.values())

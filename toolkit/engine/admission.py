@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from toolkit.engine.cache.block_manager import window_blocks
+from toolkit.engine.load.memory_plan import longer
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest
 from toolkit.errors import UsageError
@@ -34,11 +35,11 @@ def check_request(request: EngineRequest, runner: Runner, max_len: int, session_
         raise UsageError("image: this model reads text alone; leave the pictures out, or load a model that sees")
     limit = max_len + (1 if request.only else 0)
     if n >= limit:
-        why = "" if max_len == session_len else " (all that the KV cache holds)"
-        raise UsageError(
-            f"the prompt has {n} tokens, but the session length is {max_len}{why}; "
-            "shorten the prompt or raise session_len"
-        )
+        if max_len == session_len:
+            holds, help = "the session length", longer(session_len, runner.spec.max_position)
+        else:
+            holds, help = "all that the KV cache holds", "raise cache_max_entry_count"
+        raise UsageError(f"the prompt has {n} tokens, {max_len} are {holds}; shorten the prompt, or {help}")
     p.stop_token_ids = [i for i in p.stop_token_ids if 0 <= i < vocab]  # a tokenizer may know more ids
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.configs.engine import EngineConfig, PytorchEngineConfig
+from toolkit.configs.engine import EngineConfig, TurbomindEngineConfig
 from toolkit.engine.load.setup import Packed
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
@@ -30,9 +30,9 @@ def perplexity(
     """exp of the mean negative log-likelihood of the tokens of the text file ``data`` ("heldout": the packaged text).
 
     Windows of ``window`` tokens start ``stride`` apart (None: half of it); each token is scored once. ``max_tokens``:
-    so many from the start of the text, None = all. ``config`` None: the tensor runner in float32. ``progress`` is
-    called with (tokens scored, tokens in all). Returns perplexity, tokens (scored ones), window, stride, backend,
-    dtype. Raises UsageError or ToolkitError, one line.
+    so many from the start of the text, None = all. ``config`` None: as the model would be served here.
+    ``progress`` is called with (tokens scored, tokens in all). Returns perplexity, tokens (scored ones), window,
+    stride, backend, runner, dtype. Raises UsageError or ToolkitError, one line.
     """
     if window < 2:
         raise UsageError(f"--window: expected 2 or more tokens, found {window}")
@@ -43,7 +43,7 @@ def perplexity(
         raise UsageError(f"--max-tokens: expected 2 or more, found {max_tokens}")
     text = read_text(Path(data).expanduser())
     if config is None:
-        config = PytorchEngineConfig(dtype="float32")
+        config = TurbomindEngineConfig()
     if config.session_len is not None and config.session_len <= window:
         raise UsageError(f"--session-len {config.session_len}: expected more than --window ({window}); leave it out")
     if config.max_batch_size is None:
@@ -64,12 +64,13 @@ def perplexity(
             progress(stop, len(ids))
         if not math.isfinite(lost):
             raise ToolkitError(f"{model}: the model's log-probabilities are not finite; its weights are broken")
-        backend, dtype = engine.backend, engine.dtype
+        backend, runner, dtype = engine.backend, engine.runner_name, engine.dtype
     return {
         "perplexity": perplexity_of(lost / scored),
         "tokens": scored,
         "window": window,
         "stride": stride,
         "backend": backend,
+        "runner": runner,
         "dtype": dtype,
     }

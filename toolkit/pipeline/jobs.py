@@ -130,7 +130,7 @@ class JobRunner:
             return job.label(failed(Response(), job.error))
         if (found := len(job.token_ids)) < (most := self._engine.session_len):
             return None
-        why = f"the prompt has {found} tokens, the session holds {most}; shorten it or raise session_len"
+        why = f"the prompt has {found} tokens, the session holds {most}; shorten it, or {self._engine.plan.longer()}"
         logger.warning("prompt %d: %s", job.key[0], why)
         return job.label(Response(finish_reason="length", input_token_len=found, error_message=why))
 

@@ -264,6 +264,10 @@ class Pipeline:
         _, text = self._seen(messages, self.chat_template.render(messages))
         return len(self.tokenizer.encode(text, add_special_tokens=False)), self.engine.session_len
 
+    def longer(self) -> str:
+        """What helps a user of the command line whose conversation does not fit."""
+        return self.engine.plan.longer("--session-len", "--rope-scaling-factor")
+
     def checked_image(self, source: str) -> str:
         """The URL by which messages may name the picture in a file or at a URL: of a file one that holds it. Raises
         UsageError where it cannot be read, or the model reads text alone."""

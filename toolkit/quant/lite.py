@@ -19,20 +19,23 @@ from toolkit.configs.option import read_size
 from toolkit.errors import UsageError
 from toolkit.models.sites import Site
 from toolkit.quant import gguf
+from toolkit.quant.artifact_size import cost_of
+from toolkit.quant.budget import budget_of
 from toolkit.quant.layer_config import read_layer_config
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.methods import autoround, awq, floats, gptq, smooth
 from toolkit.quant.methods import search as finder
-from toolkit.quant.methods.grid import choose_group_size
+from toolkit.quant.methods.grid import choose_groups, some_of
 from toolkit.quant.methods.sensitivity import SAMPLES
 from toolkit.quant.options import AutoRound, Awq, BlockedFp8, Common, Gptq, Search, SmoothQuant
-from toolkit.quant.run import Prepared, Progress, Recipe, Result, choose, open_source, run, store_dtype, targets
+from toolkit.quant.run import Prepared, Progress, Recipe, Result, choose, open_source, run, targets
 from toolkit.quant.selection import head_site
 
 __all__ = ["Common", "Result", "auto_awq", "auto_gptq", "auto_round", "blocked_fp8", "mxfp4", "search", "smooth_quant"]
 
 GPTQ_BITS = (2, 3, 4, 8)
+MIXED = ("compressed-tensors", "gptq_v2", "gptq", "auto_round")  # formats that hold layers of different groups
 
 
 def _quiet(what: str, done: int, total: int) -> None:
@@ -67,23 +70,27 @@ def auto_awq(
             "give --format gptq_v2 or compressed-tensors too, or leave it out"
         )
     source = open_source(model, common, "auto_awq")
-    grid = _grid(options, source, common)
+    grid, own, common = _grids(options, source, common)
     told = _grid_options(grid) | {"search_scale": options.search_scale}
     if feedback:
         told |= {"rounding": rounding} | _rounding_options(how)
 
     def method(dtype: torch.dtype, _: Path) -> awq.Method:
         if not feedback:
-            return awq.method(grid, search=options.search_scale, dtype=dtype)
-        scaler = partial(awq.site_scale, grid=grid, search=options.search_scale, dtype=dtype)
-        return gptq.method(grid, how, dtype=dtype, scaler=scaler)
+            return awq.method(grid, search=options.search_scale, dtype=dtype, own=own)
+
+        def scaler(site: Site, weights: Mapping[str, torch.Tensor], gram: Gram) -> torch.Tensor | None:
+            at = own.get(site.linears[0].name, grid)
+            return awq.site_scale(site, weights, gram, grid=at, search=options.search_scale, dtype=dtype)
+
+        return gptq.method(grid, how, dtype=dtype, scaler=scaler, own_grids=lambda: own)
 
     recipe = Recipe(
         stage="lite auto_awq",
         options=told,
         method=method,
         sample=partial(_integers, grid, feedback and how.act_order),
-        formats=("awq", "gptq_v2", "gptq", "compressed-tensors", "auto_round", "gguf"),
+        formats=MIXED if own else ("awq", "gptq_v2", "gptq", "compressed-tensors", "auto_round", "gguf"),
         group_size=grid.group_size,
         sequential=feedback,
         tune_steps=options.tune_steps,
@@ -104,14 +111,15 @@ def auto_gptq(
     if options.w_bits not in GPTQ_BITS:
         raise UsageError(f"--w-bits: GPTQ holds weights of 2, 3, 4 or 8 bits, found {options.w_bits}")
     source = open_source(model, common, "auto_gptq")
-    grid, how = _grid(options, source, common), _rounding(options)
+    (grid, own, common), how = _grids(options, source, common), _rounding(options)
     gptq_names = ("gptq", "gptq_v2") if grid.symmetric else ("gptq_v2", "gptq")
+    uniform = () if own else ("awq", "gguf")
     recipe = Recipe(
         stage="lite auto_gptq",
         options=_grid_options(grid) | _rounding_options(how),
-        method=lambda dtype, _: gptq.method(grid, how, dtype=dtype),
+        method=lambda dtype, _: gptq.method(grid, how, dtype=dtype, own_grids=lambda: own),
         sample=partial(_integers, grid, how.act_order),
-        formats=(*gptq_names, "compressed-tensors", "awq", "auto_round", "gguf"),
+        formats=(*gptq_names, "compressed-tensors", "auto_round", *uniform),
         group_size=grid.group_size,
         sequential=True,
         tune_steps=options.tune_steps,
@@ -119,9 +127,31 @@ def auto_gptq(
     return run(source, Path(work_dir), recipe, common, progress)
 
 
-def _grid(options: Awq | Gptq | AutoRound, source: LayerSource, common: Common) -> awq.Grid:
-    size = choose_group_size(options.w_group_size, targets(source, choose(source, common)))
-    return awq.Grid(options.w_bits, size, options.w_sym)
+def _grids(
+    options: Awq | Gptq | AutoRound, source: LayerSource, common: Common, *, rows: bool = True
+) -> tuple[awq.Grid, dict[str, awq.Grid], Common]:
+    """The grid of most linears; those with one group a row beside it, which only ``auto`` makes; and ``common``, which
+    skips them where the format, or the method (``rows`` False), has no way to hold them. What is not as asked is told.
+    """
+    found, auto = targets(source, choose(source, common)), options.w_group_size == "auto"
+    groups = choose_groups(options.w_group_size, found)
+    grid, odd = awq.Grid(options.w_bits, groups.size, options.w_sym), groups.odd
+    if auto and not rows:  # auto-round looks at both sides
+        odd |= {x.name for x in found if x.out_features % 32}
+    told = f"--w-group-size auto: 128, 64, 32 do not divide the {'inputs' if rows else 'rows or columns'} of "
+    if auto and groups.size == -1:
+        common.notice(told + "any layer; each row has one scale")
+    if not odd:
+        return grid, {}, common
+    told += some_of(odd)
+    if rows and common.format not in ("awq", gguf.FORMAT):
+        common.notice(f"{told}; they have one scale a row, the others groups of {groups.size}")
+        return grid, dict.fromkeys(odd, replace(grid, group_size=-1)), common
+    why = f": {common.format} holds no row as one group beside others" if rows else ""
+    common.notice(f"{told}; they stay dense{why}")
+    skip = (*common.skip, *(f"^{re.escape(name)}$" for name in sorted(odd - {source.spec.head})))
+    head = common.quantize_lm_head and source.spec.head not in odd
+    return grid, {}, replace(common, skip=skip, quantize_lm_head=head)
 
 
 def _grid_options(grid: awq.Grid) -> dict[str, Any]:
@@ -162,8 +192,7 @@ def auto_round(
     if common.calibration is not None:
         raise UsageError("--calibration: auto_round has no use for it; leave the option out")
     source = open_source(model, common, "auto_round")
-    grid = _grid(options, source, common)
-    own: dict[str, awq.Grid] = {}
+    grid, own, common = _grids(options, source, common, rows=False)
     if options.layer_config is not None:
         modules = [item for items in source.stored for item in items if item.kind == "linear"]
         own, dense = read_layer_config(options.layer_config, modules, grid, GPTQ_BITS)
@@ -214,8 +243,8 @@ def search(
     """Quantize MODEL by AWQ and GPTQ together, with bits and group chosen for each attention and MLP by what it costs.
 
     Exactly one budget: ``bits`` a weight, over all linears that are quantized, with scales and zero points; or ``size``
-    of the weight files. A head that is quantized too gets 8 bits, which count in ``size`` alone. Raises as ``auto_awq``
-    does.
+    of the weights in the engine artifact that is made of the result, with ``format`` gguf of that file. A head that is
+    quantized too gets 8 bits, which count in ``size`` alone. Raises as ``auto_awq`` does.
     """
     bits, size = options.bits, options.size
     size = read_size("--size", size) if isinstance(size, str) else size
@@ -229,27 +258,27 @@ def search(
     selection = choose(source, common)
     heads = [head_site(source).linears[0]] if selection.head else []
     linears = [x for x in targets(source, selection) if x not in heads]
-    dtype = store_dtype(common.dtype, source)
-    weights = sum(x.in_features * x.out_features for x in linears)
+    if not linears:
+        raise UsageError("--skip, --include: no linear of a layer is left to choose for")
     in_gguf = common.format == gguf.FORMAT
-    if bits is not None:
-        budget = int(bits * weights)
+    if in_gguf:
+        costs = finder.Costs(True, finder.in_gguf)
+    elif size is not None:
+        costs = finder.Costs(of=cost_of(source, lambda grid, *shape: _integers(grid, False, *shape)))
     else:
-        budget = 8 * (size or 0) - finder.fixed_bits(source, linears + ([] if source.spec.tied else heads), dtype)
-        for head in heads:
-            budget -= finder.cost(head.in_features * head.out_features, finder.head_grid(head, in_gguf), in_gguf)
-        budget -= gguf.overhead_bits(source) if in_gguf else 0
-    finder.check_budget(linears, budget, in_gguf)
+        costs = finder.Costs()
+    budget = budget_of(options, size, source, linears, heads, costs, common)
     grid, how = awq.Grid(4, 32, False), gptq.Rounding(damp=options.damp, shrink=options.shrink)
-    chosen = {x.name: finder.head_grid(x, in_gguf) for x in heads}
+    chosen = {x.name: finder.head_grid(x, costs.gguf) for x in heads}
+    inputs = {x.name: x.in_features for x in linears}
 
     def prepare(run: Prepared) -> dict[str, Any]:
         units = finder.measure(
-            source, selection, run.ids, run.setting.device, run.directory, run.progress, run.spill, in_gguf
+            source, selection, run.ids, run.setting.device, run.directory, run.progress, run.spill, costs
         )
         best = finder.allocate(units, budget)
         for unit, own in zip(units, best, strict=True):
-            chosen.update(dict.fromkeys(unit.linears, own.grid))
+            chosen.update({name: finder.fitted(own.grid, inputs[name]) for name in unit.linears})
         return {"search": finder.reasons(units, best)}
 
     def method(dtype: torch.dtype, _: Path) -> awq.Method:
@@ -380,7 +409,7 @@ def mxfp4(model: str, work_dir: Path | str, *, common: Common = Common(), progre
 
 def _integers(grid: awq.Grid, act_order: bool, rows: int, columns: int) -> Weight:
     """A stand-in for what ``grid`` gives, without memory of its own."""
-    size = columns if grid.group_size == -1 else grid.group_size
+    size = columns if grid.group_size == -1 or columns % grid.group_size else grid.group_size
     middle = torch.full((1, 1), 1 << (grid.bits - 1) if grid.symmetric else 0, dtype=torch.uint8)
     groups = columns // size
     index = torch.arange(columns - 1, -1, -1, dtype=torch.int32) // size if act_order else None

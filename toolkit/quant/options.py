@@ -144,7 +144,9 @@ class Search:
     """``size``: in bytes, or with a unit."""
 
     bits: float | None = option(None, "Budget: bits a weight, scales and zero points included (4.5).")
-    size: int | str | None = option(None, "Budget: of the weight files (90MiB, 1.5GB).")
+    size: int | str | None = option(
+        None, "Budget: of the engine artifact, with --format gguf of the file (90MiB, 1.5GB)."
+    )
     damp: float = same_option(Awq, "damp")
     shrink: float = same_option(Awq, "shrink")
     tune_steps: int | None = same_option(Awq, "tune_steps")

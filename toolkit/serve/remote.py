@@ -67,6 +67,10 @@ class RemoteModel:
     def context(self, messages: list[dict[str, Any]]) -> None:
         """What a conversation takes there is not known here: the server itself says where it is too long."""
 
+    def longer(self) -> str:
+        """What the server said."""
+        return ""
+
 
 def as_fields(config: GenerationConfig) -> dict[str, Any]:
     """The fields of a chat request that mean the same; of sampling none where nothing was said of it, so that the

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit import __version__
-from toolkit.artifacts.canonical import Dense, Weight
+from toolkit.artifacts.canonical import Codebook, Dense, GroupInt, Weight
 from toolkit.artifacts.checkpoint import Checkpoint
 from toolkit.artifacts.formats.describe import form_name
 from toolkit.artifacts.gguf.architectures import layouts_of, row_order, turns_neighbours
@@ -192,15 +192,21 @@ def plan_export(
     pieces = _pieces(spec, stored, model, checkpoint)
     load = _last(load or partial(load_stored, checkpoint))
     falls: dict[tuple[str, str, int], set[str]] = {}
+    grown: dict[tuple[str, str], set[str]] = {}
     for piece in pieces:
         if piece.place.columns:
-            _choose(checkpoint, load, piece, mixture, falls)
+            _choose(checkpoint, load, piece, mixture, falls, grown)
             _fold(piece, model.folded)
     notes = list(model.notes)
     for (wanted, kind, columns), roles in sorted(falls.items()):
         names = ", ".join(sorted(roles))
         notes.append(
             f"{kind} instead of {wanted} for {names}: blocks of {columns_of(wanted)} do not divide {columns} columns"
+        )
+    for (kind, form), roles in sorted(grown.items()):
+        notes.append(
+            f"{kind} for {', '.join(sorted(roles))}, which makes the file larger: no smaller type holds {form} "
+            "exactly; a small file is made of the unquantized model, by --gguf-type q4_k_m"
         )
     general = {
         "general.architecture": model.gguf.arch,
@@ -242,8 +248,10 @@ def _choose(
     piece: Piece,
     mixture: Mixture | None,
     falls: dict[tuple[str, str, int], set[str]],
+    grown: dict[tuple[str, str], set[str]],
 ) -> None:
-    """Set the type of a matrix."""
+    """Set the type of a matrix. ``falls``, ``grown``: by types and columns, and by type and what it was, the roles of
+    matrices that get another type than is wanted, and of quantized ones that are stored as floats."""
     weights = [load_part(load, item, name, piece) for item, name in piece.sources]
     if piece.sources[0][0].kind == "router":
         return  # they stay in float32
@@ -251,6 +259,10 @@ def _choose(
     if mixture is None:
         kinds = [smallest(weight) for weight in matrices]
         piece.kind = kinds[0] if len(set(kinds)) == 1 else _common(matrices)
+        packed = next((weight for weight in matrices if isinstance(weight, GroupInt | Codebook)), None)
+        if packed is not None and piece.kind in ("F16", "F32"):
+            form = f"{form_name(packed)} of {piece.place.columns} columns"
+            grown.setdefault((piece.kind, form), set()).add(piece.place.role)
         return
     kind, wanted = type_of(mixture, piece.place)
     if all(isinstance(weight, Dense) for weight in matrices):

@@ -40,7 +40,7 @@ class Wishes:
 class MemoryPlan:
     """What was decided. ``rows``: (what, bytes, remark) in the order they are allocated; ``notices``: what was reduced.
 
-    ``num_blocks``: KV blocks of each cache group.
+    ``num_blocks``: KV blocks of each cache group. ``model_len``: positions that the model states.
     """
 
     session_len: int
@@ -52,6 +52,7 @@ class MemoryPlan:
     free: int
     rows: tuple[tuple[str, int, str], ...]
     notices: tuple[str, ...]
+    model_len: int = 0
 
     @property
     def total(self) -> int:
@@ -62,6 +63,20 @@ class MemoryPlan:
         """Rows to print: what, how much, a remark."""
         shown = [(what, show_bytes(size), remark) for what, size, remark in self.rows]
         return [*shown, ("free before", show_bytes(self.free), f"{show_bytes(self.free - self.total)} stay free")]
+
+    def longer(self, session_len: str = "session_len", scaling: str = "rope_scaling_factor") -> str:
+        """What helps whom the session is too short, by the options' names."""
+        return longer(self.session_len, self.model_len, session_len, scaling)
+
+
+def longer(length: int, model_len: int, session_len: str = "session_len", scaling: str = "rope_scaling_factor") -> str:
+    """What helps where a session of ``length`` tokens is too short for a model that was trained for ``model_len``."""
+    if length < model_len:
+        return f"raise {session_len} (the model takes {model_len}, if the memory does)"
+    return (
+        f"go beyond the {model_len} tokens that the model was trained for by a larger {session_len} with {scaling} 2.0 "
+        "(docs/how-to/long-prompts.md)"
+    )
 
 
 def _step(tokens: int, batch: int, target: float | None) -> str:
@@ -151,7 +166,10 @@ class _Planner:
             ("logits", logits, f"{batch * self.rows} rows of {self.vocab_size}"),
             ("KV cache", kv, held),
         )
-        return MemoryPlan(length, batch, tokens, target, self.size, blocks, self.need.free, rows, tuple(self.notices))
+        return MemoryPlan(
+            length, batch, tokens, target, self.size, blocks, self.need.free, rows, tuple(self.notices),
+            self.max_position,
+        )  # fmt: skip
 
     def _batch(self) -> int:
         """The batch size before KV is looked at: as asked for, or the default as far as its logits fit."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -127,25 +128,27 @@ def clip_groups(weight: Tensor, blocks: Tensor, grid: Grid) -> tuple[Tensor, Ten
     return best_low, best_high
 
 
-def method(grid: Grid, *, search: bool, dtype: torch.dtype) -> Method:
+def method(grid: Grid, *, search: bool, dtype: torch.dtype, own: Mapping[str, Grid] = MappingProxyType({})) -> Method:
     """AWQ as a layer-wise method. ``search`` False takes mean|x|^0.5 as the scale without looking for a better one.
 
     ``dtype``: what dense tensors (norms, biases, routers) are stored as; scales fold exactly into norms of that dtype.
+    ``own``: linears, by name, that have another grid than ``grid``; those that share an input share it.
     """
 
     def one_site(site: Site, weights: Mapping[str, Tensor], folded: Folded, gram: Gram | None) -> Iterator[Made]:
-        scale = None if gram is None else site_scale(site, weights, gram, grid=grid, search=search, dtype=dtype)
+        at = own.get(site.linears[0].name, grid)
+        scale = None if gram is None else site_scale(site, weights, gram, grid=at, search=search, dtype=dtype)
         xtx = inputs_after(site, gram, folded, scale)
         how = "weight-only" if gram is None else "awq"
         del gram
-        size = site.size if grid.group_size == -1 else grid.group_size
+        size = site.size if at.group_size == -1 else at.group_size
         for linear in site.linears:
             w = folded[linear.name]
-            bounds = search_clip(w, xtx, replace(grid, group_size=size))
-            code = quantize(w, size, bits=grid.bits, symmetric=grid.symmetric, name=linear.name, bounds=bounds)
+            bounds = search_clip(w, xtx, replace(at, group_size=size))
+            code = quantize(w, size, bits=at.bits, symmetric=at.symmetric, name=linear.name, bounds=bounds)
             error = relative_error(w, code, xtx)
             del w
-            yield Made(linear.name, code, LinearReport(linear.name, how, grid.bits, grid.group_size, error))
+            yield Made(linear.name, code, LinearReport(linear.name, how, at.bits, at.group_size, error))
 
     return by_site(one_site, dtype)
 

@@ -7,7 +7,8 @@ Source of the grid: Lin et al., "AWQ: Activation-aware Weight Quantization" (202
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,37 +22,51 @@ MIN_RANGE = 1e-5
 """Smallest range of a group: below it all its weights count as one value."""
 
 
-def choose_group_size(wanted: int | str, linears: Iterable[LinearSpec]) -> int:
-    """The group size for a checkpoint: ``wanted`` (-1: one group a row; a text too), or for "auto" the largest of 128,
-    64, 32 that divides every input.
+@dataclass(frozen=True)
+class Groups:
+    """``size``: of a group (-1: one a row); ``odd``: names of linears that no group size divides, one group a row."""
+
+    size: int
+    odd: frozenset[str] = frozenset()
+
+
+def choose_groups(wanted: int | str, linears: Iterable[LinearSpec]) -> Groups:
+    """The groups of a checkpoint: ``wanted`` (-1: one group a row; a text too), or for "auto" the largest of 128, 64
+    and 32 that divides every input, odd ones left aside.
 
     Raises UsageError where ``wanted`` is no group size or does not divide, naming the sizes that work.
     """
     wanted = int(wanted) if isinstance(wanted, str) and re.fullmatch(r"-?[0-9]{1,9}", wanted) else wanted
     linears = list(linears)
-    fitting = [g for g in GROUP_SIZES if all(x.in_features % g == 0 for x in linears)]
-    works = ", ".join(map(str, fitting)) or "none of " + ", ".join(map(str, GROUP_SIZES))
+    fitting = _fitting(linears)
     if wanted == "auto":
-        if fitting:
-            return fitting[0]
-        odd = next(x for x in linears if x.in_features % GROUP_SIZES[-1])
-        raise UsageError(
-            f"--w-group-size auto: no group size divides every layer; {odd.name} has {odd.in_features} inputs, "
-            f"expected a multiple of {GROUP_SIZES[-1]}"
-        )
+        even = [x for x in linears if _fitting([x])]
+        odd = frozenset(x.name for x in linears if not _fitting([x]))
+        return Groups(_fitting(even)[0], odd) if even else Groups(-1)
     if wanted == -1:
-        return -1
+        return Groups(-1)
+    works = ", ".join(map(str, (*fitting, -1, "auto")))
     if isinstance(wanted, str) or wanted not in GROUP_SIZES:
         raise UsageError(
             f"--w-group-size: expected auto, 128, 64, 32 or -1, found {wanted!r}; this model takes {works}"
         )
     if wanted not in fitting:
-        odd = next(x for x in linears if x.in_features % wanted)
+        odd_one = next(x for x in linears if x.in_features % wanted)
         raise UsageError(
-            f"--w-group-size {wanted} does not divide the {odd.in_features} inputs of {odd.name}; "
+            f"--w-group-size {wanted} does not divide the {odd_one.in_features} inputs of {odd_one.name}; "
             f"this model takes {works}"
         )
-    return wanted
+    return Groups(wanted)
+
+
+def _fitting(linears: Sequence[LinearSpec]) -> list[int]:
+    """The group sizes that divide the inputs of all, largest first."""
+    return [g for g in GROUP_SIZES if all(x.in_features % g == 0 for x in linears)]
+
+
+def some_of(names: Iterable[str]) -> str:
+    """Names of linears as one reads them: those of all layers once."""
+    return ", ".join(sorted({name.rpartition(".layers.")[2].partition(".")[2] or name for name in names}))
 
 
 def group_range(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:

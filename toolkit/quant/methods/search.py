@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,9 @@ GGUF_GRIDS = {
 }
 
 
+Cost = Callable[[LinearSpec, Grid], int]
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A grid, tried: ``bits``, ``group_size`` and its ``loss`` in one unit, nats a token; ``cost``: bits of the unit in
@@ -83,25 +86,56 @@ class Unit:
 
 
 def grids(linears: Sequence[LinearSpec], gguf: bool = False) -> list[Grid]:
-    """The candidates: 3 and 4 bits with every group that divides all inputs, 2 with the smallest, 8 with the largest.
-    For ``gguf`` the types Q4_0 to Q8_0 instead, Q4_K to Q6_K among them where 256 divides all inputs."""
-    fitting = [g for g in GROUPS if all(x.in_features % g == 0 for x in linears)]
-    if gguf and fitting:
+    """The candidates: 3 and 4 bits with every group that divides all inputs (but those that none does, see ``fitted``),
+    2 with the smallest, 8 with the largest. For ``gguf`` the types Q4_0 to Q8_0 instead, Q4_K to Q6_K among them where
+    256 divides all inputs; raises UsageError for inputs that no type divides."""
+    even = [x for x in linears if x.in_features % GROUPS[-1] == 0]
+    if gguf:
+        if odd := next((x for x in linears if x not in even), None):
+            raise UsageError(f"{odd.name}: {odd.in_features} inputs are no multiple of 32; leave it out by --skip")
         supers = all(x.in_features % 256 == 0 for x in linears)
         return [grid for grid in GGUF_GRIDS.values() if supers or grid.ggml is None]
-    if not fitting:
-        odd = next(x for x in linears if x.in_features % GROUPS[-1])
-        raise UsageError(f"{odd.name}: {odd.in_features} inputs are no multiple of 32; leave it out by --skip")
+    fitting = [g for g in GROUPS if all(x.in_features % g == 0 for x in even)] if even else [-1]
     groups = {2: fitting[-1:], 3: fitting, 4: fitting, 8: fitting[:1]}
     return [Grid(bits, group, False) for bits in BITS for group in groups[bits]]
 
 
-def cost(weights: int, grid: Grid, gguf: bool = False) -> int:
-    """Bits that so many weights take with their scales and zero points."""
-    if gguf:
-        columns, size = next((c, s) for name, c, s in TYPES.values() if name == kind_of(grid))
-        return weights // columns * size * 8
-    return weights * grid.bits + weights // grid.group_size * (SCALE_BITS + grid.bits)
+def fitted(grid: Grid, inputs: int) -> Grid:
+    """``grid`` for a linear of so many inputs: one group a row where its groups do not divide them."""
+    return grid if grid.group_size == -1 or inputs % grid.group_size == 0 else replace(grid, group_size=-1)
+
+
+def in_checkpoint(linear: LinearSpec, grid: Grid) -> int:
+    """Bits that a linear takes with its scales and zero points, in a checkpoint."""
+    groups = max(1, linear.in_features // grid.group_size)
+    return linear.out_features * (linear.in_features * grid.bits + groups * (SCALE_BITS + grid.bits))
+
+
+def in_gguf(linear: LinearSpec, grid: Grid) -> int:
+    """Bits that a linear takes in a GGUF file."""
+    columns, size = next((c, s) for name, c, s in TYPES.values() if name == kind_of(grid))
+    return linear.in_features * linear.out_features // columns * size * 8
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What is chosen among: ``gguf``: that format's types, else integers; ``of``: the bits that a linear takes on a
+    grid that fits it."""
+
+    gguf: bool = False
+    of: Cost = in_checkpoint
+
+    def all(self, linears: Sequence[LinearSpec], grid: Grid) -> int:
+        """Bits of ``linears`` together."""
+        return sum(self.of(x, fitted(grid, x.in_features)) for x in linears)
+
+    def least(self, linears: Sequence[LinearSpec]) -> int:
+        """Bits of ``linears`` where each has its narrowest grid."""
+        return sum(min(self.all([x], grid) for grid in grids([x], self.gguf)) for x in linears)
+
+    def most(self, linears: Sequence[LinearSpec]) -> int:
+        """Likewise with the widest."""
+        return sum(max(self.all([x], grid) for grid in grids([x], self.gguf)) for x in linears)
 
 
 def fixed_bits(source: LayerSource, linears: Sequence[LinearSpec], dtype: torch.dtype) -> int:
@@ -115,29 +149,13 @@ def fixed_bits(source: LayerSource, linears: Sequence[LinearSpec], dtype: torch.
 
 def head_grid(head: LinearSpec, gguf: bool = False) -> Grid:
     """What the head is rounded to where it is quantized too: 8 bits, for no loss of a layer tells what it is worth.
-    Raises UsageError where no group divides its inputs."""
-    if head.in_features % GROUPS[-1]:
-        raise UsageError(f"--quantize-lm-head: {head.in_features} inputs are no multiple of 32; leave the option out")
+    Raises UsageError where no type of ``gguf`` divides its inputs."""
     return next(grid for grid in grids([head], gguf) if grid.bits == 8)
 
 
 def kind_of(grid: Grid) -> str:
     """The GGUF type of one of ``GGUF_GRIDS``."""
     return next(kind for kind, known in GGUF_GRIDS.items() if known == grid)
-
-
-def check_budget(linears: Sequence[LinearSpec], budget: int, gguf: bool = False) -> None:
-    """Raise UsageError where ``budget`` bits are too few for ``linears`` at the narrowest grid, or there are none."""
-    if not linears:
-        raise UsageError("--skip, --include: no linear of a layer is left to choose for")
-    weights = sum(x.in_features * x.out_features for x in linears)
-    least = sum(min(cost(x.in_features * x.out_features, g, gguf) for g in grids([x], gguf)) for x in linears)
-    if budget < least:
-        raise UsageError(_too_small(least, weights))
-
-
-def _too_small(least: int, weights: int) -> str:
-    return f"--bits, --size: too small a budget: {least / weights:.2f} bits a weight is the least"
 
 
 def units_of(sites: Sequence[Site]) -> dict[str, list[Site]]:
@@ -157,7 +175,7 @@ def measure(
     directory: Path,
     told: Any,
     spill: Spill,
-    gguf: bool = False,
+    costs: Costs = Costs(),
 ) -> list[Unit]:
     """What every candidate costs in every unit, told by the text ``ids`` [samples, length]; kept in ``directory`` for a
     run that goes on. ``spill``: where the text is held between the layers."""
@@ -170,7 +188,7 @@ def measure(
             for i, weights, felt in feel(source, ids[:SAMPLES].clone(), device, spill, progress):
                 sites = selection.sites(source.spec.layers[i])
                 units = units_of(sites).items()
-                found[:0] = [_weigh(name, own, weights, felt, gguf) for name, own in units]
+                found[:0] = [_weigh(name, own, weights, felt, costs) for name, own in units]
         partial_file = kept.with_suffix(".partial")
         write_json_object(partial_file, {"units": [asdict(u) for u in found]})
         partial_file.rename(kept)
@@ -196,15 +214,17 @@ def with_guesses(units: Sequence[Unit]) -> list[Unit]:
     return [guessed(unit) for unit in units]
 
 
-def _weigh(name: str, sites: Sequence[Site], weights: Weights, felt: Felt, gguf: bool) -> Unit:
+def _weigh(name: str, sites: Sequence[Site], weights: Weights, felt: Felt, costs_of: Costs) -> Unit:
     """What each candidate costs in one unit, its weights scaled by their inputs' sizes and rounded without feedback."""
     linears = [x for site in sites for x in site.linears]
+    gguf = costs_of.gguf
     tried = grids(linears, gguf)
     losses = [0.0] * len(tried)
     for site in sites:
         folded, shares = Folded(weights), torch.ones(())
         if site.name in felt.grams:
-            scale = site_scale(site, weights, felt.grams[site.name], grid=tried[0], search=False, dtype=torch.float32)
+            first = fitted(tried[0], site.size)
+            scale = site_scale(site, weights, felt.grams[site.name], grid=first, search=False, dtype=torch.float32)
             shares = shares if scale is None else fold_site(site, folded, scale).square()
         for x in site.linears:
             costs = felt.costs(x.name)
@@ -215,7 +235,7 @@ def _weigh(name: str, sites: Sequence[Site], weights: Weights, felt: Felt, gguf:
                 losses[i] += _lost(rows, costs, grid, x.name) * x.out_features / len(rows)
     weight = sum(x.in_features * x.out_features for x in linears)
     candidates = [
-        Candidate(g.bits, g.group_size, cost(weight, g, gguf), loss, g.symmetric, g.ggml, kind_of(g) if gguf else "")
+        Candidate(g.bits, g.group_size, costs_of.all(linears, g), loss, g.symmetric, g.ggml, kind_of(g) if gguf else "")
         for g, loss in zip(tried, losses, strict=True)
     ]
     return Unit(name, tuple(x.name for x in linears), weight, tuple(candidates))
@@ -229,8 +249,10 @@ def _lost(rows: Tensor, costs: Tensor, grid: Grid, name: str) -> float:
             gguf_quantize.quantize(rows.cpu(), grid.ggml, costs.cpu(), name, find_scales).dequantize().to(rows.device)
         )
     else:
-        bounds = clip_groups(rows, torch.diag_embed(costs.view(-1, grid.group_size)), grid)
-        code = quantize(rows, grid.group_size, bits=grid.bits, symmetric=grid.symmetric, name=name, bounds=bounds)
+        group = fitted(grid, rows.shape[1]).group_size
+        group = rows.shape[1] if group == -1 else group
+        bounds = clip_groups(rows, torch.diag_embed(costs.view(-1, group)), replace(grid, group_size=group))
+        code = quantize(rows, group, bits=grid.bits, symmetric=grid.symmetric, name=name, bounds=bounds)
         back = code.dequantize().to(rows.device)
     return float((rows - back).square().sum(0) @ costs)
 
@@ -245,7 +267,8 @@ def allocate(units: Sequence[Unit], budget: int) -> list[Candidate]:
     cheapest = [min(c.cost for c in u.candidates) for u in units]
     left = budget - sum(cheapest)
     if left < 0:
-        raise UsageError(_too_small(budget - left, sum(u.weights for u in units)))
+        bits = (budget - left) / sum(u.weights for u in units)
+        raise UsageError(f"--bits, --size: too small a budget: {bits:.2f} bits a weight is the least")
     choices = [sorted(u.candidates, key=lambda c: (c.cost, c.loss)) for u in units]  # of equal losses the cheapest
     beyond = [[c.cost - least for c in found] for found, least in zip(choices, cheapest, strict=True)]
     step = max(math.gcd(*itertools.chain(*beyond)), -(-left // STEPS), 1)

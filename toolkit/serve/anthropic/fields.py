@@ -14,7 +14,7 @@ from toolkit.configs.checks import shown
 from toolkit.configs.limits import MOST
 from toolkit.serve.fields.parameters import with_parameters
 from toolkit.serve.fields.protocol import StopWord
-from toolkit.serve.fields.strict import Strict
+from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.fields.tools import NAME
 
 
@@ -207,7 +207,7 @@ class OutputConfig(Block):
 
 
 class CountRequest(Strict):
-    model: str
+    model: ModelName = ""
     messages: list[InputMessage] = Field(min_length=1)
     system: Texts | None = None
     tools: Annotated[list[Tool], BeforeValidator(_own_tools, json_schema_input_type=list[dict[str, Any]])] | None = None

@@ -17,7 +17,7 @@ from toolkit.configs.limits import LOGIT_BIAS, MOST, PRIORITY, TOKEN_ID, WORD_LE
 from toolkit.errors import UsageError
 from toolkit.serve.fields.formats import FormatFields
 from toolkit.serve.fields.parameters import parameter, with_parameters
-from toolkit.serve.fields.strict import Strict
+from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.fields.tools import Hinted, ToolFields
 from toolkit.serve.fields.volatile import without_header
 from toolkit.vision.eyes import media_sampling
@@ -189,7 +189,7 @@ def as_list(value: Any) -> Any:
 class SampledRequest(FormatFields):
     """What OpenAI's and LMDeploy's endpoints that write text share."""
 
-    model: str
+    model: ModelName = ""
     stream: bool | None = None
     n: int | None = parameter("n")
     logit_bias: dict[str, Annotated[float, Field(ge=LOGIT_BIAS.low, le=LOGIT_BIAS.high)]] | None = Field(

@@ -121,7 +121,8 @@ def _add_forwarding(app: FastAPI, state: ProxyState, fleet: Fleet, show: Show) -
     async def shown(raw: Request) -> HttpResponse:
         body = await read_body(raw)
         asked = parse_body(ShowRequest, body)
-        model = fleet.find(served_as(asked.model or asked.name or "", fleet.names()))
+        named = asked.model or asked.name
+        model = fleet.find(served_as(named, fleet.names()) if named else None)
         if model.state == "loaded":
             return ToModel(state, fleet, Incoming(raw.method, forwarded(raw.scope), raw.headers.raw, body, vars(asked)))
         try:

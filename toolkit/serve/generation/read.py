@@ -47,17 +47,21 @@ def parse_body(model: type[M], body: bytes, check: Callable[[Any], None] = lambd
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise from_validation(error) from error
+        raise from_validation(error, model) from error
 
 
 async def parse(request: Request, state: ServerState, model: type[M]) -> tuple[M, int]:
-    """The body as ``model``, and its bytes. Raises ApiError that names the first bad field or the limit."""
+    """The body as ``model``, and its bytes; where it names none it means the model that is served. Raises ApiError that
+    names the first bad field or the limit."""
     body = await read_body(request)
 
     def work() -> M:
         if len(body) > SMALL:
             state.settings.limits.check_values(count_values(body), state.engine.session_len)
-        return parse_body(model, body, state.settings.limits.check_body)
+        made = parse_body(model, body, state.settings.limits.check_body)
+        if getattr(made, "model", None) == "":
+            made.model = state.model_name  # type: ignore[attr-defined]
+        return made
 
     return await run_sized(state, work, len(body)), len(body)
 
@@ -184,7 +188,7 @@ def _encode(state: ServerState, text: str, param: str, special: bool) -> list[in
         for start in range(0, len(text), size):
             found += max(len(tokenizer.encode(text[start : start + size], add_special_tokens=False)) - SEAM, 0)
             if found >= limit:
-                raise TooLong(param, found, limit - 1, f"more than {found} tokens in {len(text):,} characters")
+                raise _too_long(state, param, found, f"more than {found} tokens in {len(text):,} characters")
     token_ids = tokenizer.encode(text, add_special_tokens=special)
     check_prompt(state, len(token_ids), param)
     return token_ids
@@ -195,4 +199,9 @@ def check_prompt(state: ServerState, length: int, param: str) -> None:
     if not length:
         raise bad_field(param, "expected at least one token, found an empty prompt")
     if length >= state.engine.session_len:
-        raise TooLong(param, length, state.engine.session_len - 1, f"{length} tokens")
+        raise _too_long(state, param, length, f"{length} tokens")
+
+
+def _too_long(state: ServerState, param: str, found: int, text: str) -> TooLong:
+    longer = state.engine.plan.longer("--session-len", "--rope-scaling-factor")
+    return TooLong(param, found, state.engine.session_len - 1, text, longer)

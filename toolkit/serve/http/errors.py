@@ -6,10 +6,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from toolkit.configs.checks import shown
+from toolkit.configs.checks import did_you_mean, shown
 from toolkit.errors import BusyError, ToolkitError, UsageError
+from toolkit.serve.fields.strict import fields_at
 
 # Fields whose HTTP name differs from GenerationConfig's, so that an error names what the client sent.
 HTTP_FIELD = {"max_new_tokens": "max_tokens", "random_seed": "seed", "stop_words": "stop"}
@@ -85,12 +86,13 @@ class ApiError(Exception):
 
 
 class TooLong(ApiError):
-    """400 for a prompt of ``found`` tokens (or more, as ``text`` says) where there may be ``most``."""
+    """400 for a prompt of ``found`` tokens (or more, as ``text`` says) where there may be ``most``. ``longer``: what
+    whoever runs the server can do."""
 
-    def __init__(self, param: str, found: int, most: int, text: str) -> None:
+    def __init__(self, param: str, found: int, most: int, text: str, longer: str) -> None:
         message = (
             f"{param}: found {text}, expected at most {most} (the session length less one to generate);"
-            " shorten it or start the server with a larger --session-len"
+            f" shorten it, or for the server: {longer}"
         )
         super().__init__(400, message, param=param, code="context_length_exceeded")
         self.found = found
@@ -121,8 +123,9 @@ def bad_field(param: str | None, message: str, code: str | None = None) -> ApiEr
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 
-def from_validation(error: ValidationError) -> ApiError:
-    """The first complaint of pydantic as one line that names the field and what was found."""
+def from_validation(error: ValidationError, model: type[BaseModel] | None = None) -> ApiError:
+    """The first complaint of pydantic as one line that names the field and what was found. ``model``: what the body was
+    to be, by which the field may be named that was meant."""
     if (count := error.error_count()) > MANY_FAULTS:
         return ApiError(400, f"The request body has {count:,} wrong or unknown fields")
     first = error.errors(include_url=False)[0]
@@ -133,7 +136,8 @@ def from_validation(error: ValidationError) -> ApiError:
     if kind == "model_type" and param is None:
         return ApiError(400, "The request body must be a JSON object")
     if kind == "extra_forbidden":
-        return bad_field(param, "unknown field; this server does not know it", "unknown_field")
+        near = "" if model is None else did_you_mean(str(first["loc"][-1])[:100], fields_at(model, first["loc"]))
+        return bad_field(param, f"unknown field; this server does not know it{near}", "unknown_field")
     if kind == "missing":
         return bad_field(param, "required, but missing", "missing_field")
     if kind != "value_error":

@@ -15,7 +15,7 @@ from starlette.responses import Response as HttpResponse
 
 from toolkit.messages import GenerationConfig, Response
 from toolkit.serve.fields.protocol import SampledRequest, TokenId
-from toolkit.serve.fields.strict import Strict
+from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.choices import run_choices
 from toolkit.serve.generation.pooling import run_prompts
@@ -33,7 +33,6 @@ router = APIRouter()
 class RawRequest(SampledRequest):
     """A text or token ids to continue."""
 
-    model: str | None = None  # type: ignore[assignment]
     prompt: str | None = None
     input_ids: list[TokenId] | None = None
     max_tokens: int | None = Field(None, ge=0, le=1 << 30, description="Default: 128; 0: score the prompt alone")
@@ -64,7 +63,7 @@ class RawRequest(SampledRequest):
 
 
 class PerplexityRequest(Strict):
-    model: str | None = None
+    model: ModelName = ""
     input: str | list[TokenId]
 
 
@@ -80,7 +79,7 @@ BODIES: list[type[BaseModel]] = [RawRequest, PerplexityRequest]
 async def generate(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     request, _ = await parse(raw, state, RawRequest)
-    state.check_ready(request.model or state.model_name)
+    state.check_ready(request.model)
     state.settings.limits.check_work(request, 1, request.max_tokens, state.engine.session_len)
     answer = RawAnswer(state, request)
     return EventReply(answer.chunks()) if request.stream else JsonReply(answer.whole)
@@ -109,7 +108,7 @@ class RawAnswer:
         prompt: str | list[int] = request.prompt if request.input_ids is None else request.input_ids  # type: ignore
         async with state.slot():
             ids = await encode_prompt(state, prompt, "prompt" if request.input_ids is None else "input_ids")
-            model = request.model or state.model_name
+            model = request.model
             choice = Choice(
                 0,
                 0,
@@ -171,7 +170,7 @@ def _logprobs(kind: str, ids: list[int], found: list[Any], top: int) -> dict[str
 async def get_ppl(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     request, _ = await parse(raw, state, PerplexityRequest)
-    model = request.model or state.model_name
+    model = request.model
     state.check_ready(model)
 
     async def encode(i: int) -> list[int]:

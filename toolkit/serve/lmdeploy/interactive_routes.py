@@ -37,7 +37,6 @@ class GenerateRequest(SampledRequest):
     ``interactive_mode`` it goes on with the session's conversation; without, what was said in the session is forgotten
     first and nothing is kept."""
 
-    model: str | None = None  # type: ignore[assignment]
     prompt: Messages
     session_id: int = Field(-1, ge=-1, le=(1 << 63) - 1, description="Chosen by the client; -1 = none")
     interactive_mode: bool = False
@@ -78,7 +77,7 @@ BODIES: list[type[BaseModel]] = [GenerateRequest]
 async def interactive(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     request, size = await parse(raw, state, GenerateRequest)
-    model = request.adapter_name or request.model or state.model_name
+    model = request.adapter_name or request.model
     state.check_ready(model, waits=not request.cancel)
     state.settings.limits.check_work(request, 1, request.request_output_len, state.engine.session_len)
     who = "\n".join(raw.headers.get(name, "") for name in ("authorization", "x-api-key", OWNER.decode()))

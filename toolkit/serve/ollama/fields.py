@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from toolkit.serve.fields.protocol import as_list
-from toolkit.serve.fields.strict import Strict
+from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.fields.tools import Tool
 from toolkit.serve.llama_cpp.sampling import LlamaSampling
 
@@ -54,7 +54,7 @@ class Options(LlamaSampling):
 
 
 class Named(Strict):
-    model: str
+    model: ModelName = ""
     keep_alive: Any = Field(None, description="Stepped over: the model stays")
 
 
@@ -142,12 +142,6 @@ class OldEmbedRequest(Named):
 
 
 class ShowRequest(Strict):
-    model: str | None = None
+    model: str | None = Field(None, description="Default: the model that is served, of several the first")
     name: str | None = Field(None, description="An older name of model")
     verbose: bool | None = Field(None, description="Stepped over")
-
-    @model_validator(mode="after")
-    def _named(self) -> ShowRequest:
-        if self.model is None and self.name is None:
-            raise ValueError("model: required, but missing")
-        return self

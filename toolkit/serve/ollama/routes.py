@@ -161,7 +161,7 @@ def _beginning(tokenizer: Tokenizer, text: str, most: int) -> list[int]:
 async def show(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     asked, _ = await parse(raw, state, ShowRequest)
-    name = served_as(asked.model or asked.name or "", state.model_names)
+    name = served_as(asked.model or asked.name or state.model_name, state.model_names)
     listed = next((one for one in of_one(state) if one.name == name), None)
     if listed is None:
         raise state.not_served(name)

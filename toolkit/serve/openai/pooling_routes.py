@@ -13,7 +13,7 @@ from starlette.responses import Response as HttpResponse
 
 from toolkit.engine.pooling import vector
 from toolkit.serve.fields.protocol import Prompts, as_list
-from toolkit.serve.fields.strict import Strict
+from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.generation.pooling import Pairs, as_base64, as_numbers, embed
 from toolkit.serve.generation.read import encode_prompt, parse
 from toolkit.serve.http.answers import Embeddings, Ranking, Scores
@@ -27,7 +27,7 @@ Method = Literal["yes_no", "embedding"]
 
 
 class EmbeddingsRequest(Strict):
-    model: str
+    model: ModelName = ""
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1, le=1 << 20, description="Keep so many of the first")
@@ -45,7 +45,7 @@ Document = Annotated[str, BeforeValidator(_text_of, json_schema_input_type=str |
 class PairRequest(Strict):
     """What /v1/rerank and /v1/score share."""
 
-    model: str
+    model: ModelName = ""
     instruction: str | None = Field(None, description="What a document has to be, told to a model that says yes or no")
     method: Method | None = Field(
         None, description="yes_no: how likely the model answers yes; embedding: the cosine of the two texts' vectors"

@@ -46,7 +46,7 @@ class Incoming:
         """What it asks for, as it is called there; None where it does not say."""
         data = self.data if isinstance(self.data, dict) else {}
         found = data.get("model", data.get("name") if self.path == "/api/show" else None)
-        if not isinstance(found, str):
+        if not isinstance(found, str) or not found:
             return None
         return served_as(found, names) if self.path.startswith(OLLAMA) else found
 
@@ -90,7 +90,9 @@ class Forward(Reply):
 
     async def _try_nodes(self, send: Send) -> None:
         state, request = self._state, self._request
-        left, tries, why = state.candidates(request.model_among(state.nodes.models())), 0, ""
+        names = state.nodes.models()
+        model = request.model_among(names) or next(iter(names), None)
+        left, tries, why = state.candidates(model), 0, ""
         while left and tries < 2:
             if why:
                 state.metrics.retries.inc()

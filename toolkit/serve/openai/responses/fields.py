@@ -14,7 +14,7 @@ from toolkit.configs.checks import shown
 from toolkit.serve.fields.formats import JsonSchema
 from toolkit.serve.fields.parameters import with_parameters
 from toolkit.serve.fields.protocol import CacheOptions, Effort, TemplateVariables
-from toolkit.serve.fields.strict import Strict
+from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.fields.tools import NAME
 
 
@@ -258,7 +258,7 @@ class InputTokensRequest(Talk):
 
 @with_parameters("temperature", "top_p")
 class ResponsesRequest(Talk):
-    model: str
+    model: ModelName = ""
     input: Input
     store: bool | None = None
     stream: bool | None = None
