@@ -77,7 +77,7 @@ def test_what_it_costs_in_reuse(model: Path, runner: str) -> None:
 
 
 def test_models_without_dynamic_rope_refuse_it(tiny_models: Any) -> None:
-    with pytest.raises(UsageError, match="^dynamic_rope: .*do not scale dynamically"):
+    with pytest.raises(UsageError, match=r"^dynamic_rope: .*do not scale dynamically"):
         pipeline(str(tiny_models("llama")), backend_config=TurbomindEngineConfig(dynamic_rope="request"))
-    with pytest.raises(UsageError, match="^dynamic_rope: expected one of session, request"):
+    with pytest.raises(UsageError, match=r"^dynamic_rope: expected one of session, request"):
         TurbomindEngineConfig(dynamic_rope="each")

@@ -61,11 +61,13 @@ def open_model(
     """Open and validate a checkpoint, GGUF file or engine artifact without reading its weights.
 
     ``hf_overrides`` and ``rope_scaling_factor`` change config.json's fields, ``use_logn_attn`` has queries grow beyond
-    its length, ``session_len`` says how far dynamic rope is to reach, and ``dynamic_rope`` "request" that it reaches as
-    far as each request is long (``toolkit.models.positions``), ``blind`` leaves out what it sees with; ``model_format`` is checked against what the checkpoint holds. ``load_format`` "int8" and
-    "int4" round the dense linears of a checkpoint while they are read; "dummy" reads config.json alone, and makes
-    random weights on ``device``, where weights packed for a GPU are unpacked too. ``families``: of the caller's, asked
-    before the known ones. Raises ToolkitError or UsageError, one line.
+    its length, ``session_len`` says how far dynamic rope is to reach, and ``dynamic_rope`` "request" that it
+    reaches as far as each request is long (``toolkit.models.positions``), ``blind`` leaves out what it sees with;
+    ``model_format`` is checked against what the checkpoint holds. ``load_format`` "int8" and "int4" round the dense
+    linears of a checkpoint while they are read; "dummy" reads config.json alone, and makes random weights on
+    ``device``, where weights packed for a GPU are unpacked too. ``families``: of the caller's, asked before the
+    known ones.
+    Raises ToolkitError or UsageError, one line.
     """
     opened = _open_any(path, hf_overrides, rope_scaling_factor, model_format, load_format, device, blind, families)
     spec = opened.spec

@@ -17,7 +17,8 @@ from toolkit.engine.pictures.spans import Span
 
 
 def root_key(turned_by: int, adapter: int, owner: str) -> bytes:
-    """``turned_by``: the rope set, or the length by which the request turns; ``owner``: "" where everybody shares, else the session whose turns share with each other alone."""
+    """``turned_by``: the rope set, or the length by which the request turns; ``owner``: "" where everybody shares, else
+    the session whose turns share with each other alone."""
     return blake2b(f"{turned_by}/{adapter}/{owner}".encode(), digest_size=32).digest()
 
 

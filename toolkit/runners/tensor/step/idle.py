@@ -25,7 +25,8 @@ def idle_batch(
 ) -> StepBatch:
     """A step of a sequence for each of ``added``, drawn greedily; all of their blocks are the spare one of each group.
 
-    ``adapter``: of all of them; ``own_lengths``: rope turns requests by their own; ``vocab``: where it is given, rows have penalties, biases and a mask that allows all.
+    ``adapter``: of all of them; ``own_lengths``: rope turns requests by their own; ``vocab``: where it is given,
+    rows have penalties, biases and a mask that allows all.
     """
     new, lengths = np.array(added, np.int32).T
     sequences, total, last = len(new), int(new.sum()), np.cumsum(new, dtype=np.int32)

@@ -253,11 +253,8 @@ class Steps:
         groups = list(enumerate(self.spec.cache_groups))
         slots = {group: t[f"slots{group}"] for group, kept in groups if kept.kind != "state"}
         tables = {group: t[f"table{group}"] for group, _ in groups}
-        angles, q_scales = (
-            self._positions.angles(t["rope"], t.get("axes"), t.get(TURNED)),
-            self._positions.q_scales(t["rope"]),
-        )
-        made = angles, q_scales, dict(plans), self._plan
+        angles = self._positions.angles(t["rope"], t.get("axes"), t.get(TURNED))
+        made = angles, self._positions.q_scales(t["rope"]), dict(plans), self._plan
         context = StepContext(batch, self.cache, slots, tables, t.get("starts"), *made)
         if (views := batch.views) is not None and len(views.tokens):
             seen = [tuple(part.tolist()) for part in np.split(views.seen, views.ptr[1:-1])]
