@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from toolkit.models.registry import get
+
 Tensors = dict[str, Tensor]
 NOT_OF_TEXT = ("architectures", "model_type", "torch_dtype", "image_token_id", "bias", "img_size", "_name_or_path")
 NOT_OF_TEXT += ("plora_rank", "plora_qkv_rank")
@@ -1013,7 +1015,16 @@ class Llama4Pixels:
         return (torch.tensor(pixels).permute(2, 0, 1).bfloat16() * (1 / 255) - half) / half
 
 
-PROCESSORS = {"Llama4ImageProcessor": Llama4Pixels}
+def hybrid_pixels(**given: Any) -> Any:
+    """What DeepSeek-VL 7B's authors prepare, as transformers' own conversion of its preprocessor does."""
+    from transformers import DeepseekVLHybridImageProcessorPil
+
+    own = dict(get("deepseek_vl_hybrid").tiny[0].preprocessor) | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    own.pop("image_processor_type")
+    return DeepseekVLHybridImageProcessorPil(**own, resample=Image.Resampling.BILINEAR)
+
+
+PROCESSORS = {"Llama4ImageProcessor": Llama4Pixels, "VLMImageProcessor": hybrid_pixels}
 STAND_INS: dict[str, type[StandIn]] = {  # by family and the number of the tiny model
     "cogvlm-0": CogVLM,
     "cogvlm-1": CogVLM,

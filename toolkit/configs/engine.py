@@ -116,6 +116,12 @@ class CommonEngineConfig:
         "Default: on a CPU twice a step without prompts, at most 150; on a GPU 0.",
         allowed=Bounds(0, 1e6),
     )
+    dynamic_rope: str = option(
+        "session",
+        "Dynamic NTK turns requests beyond the trained length by the session's (session) or their own (request: "
+        "exact, but the prefix cache serves equal lengths alone).",
+        allowed=("session", "request"),
+    )
     adapters: dict[str, str] | None = option(
         None, "NAME=PATH of LoRA adapters (directory or hub id); several may follow."
     )

@@ -10,6 +10,8 @@ from toolkit.engine.load.memory_plan import longer
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest
 from toolkit.errors import UsageError
+from toolkit.models.positions import doubled
+from toolkit.models.spec import RopeSpec
 
 if TYPE_CHECKING:
     from toolkit.runners.base import Runner
@@ -76,6 +78,19 @@ def longest_request(runner: Runner, options: EngineOptions) -> int:
 def long_rope_from(runner: Runner) -> int | None:
     """Longest request in tokens that the short rope frequencies serve; None where there is one set only."""
     for rope in runner.spec.ropes():
-        if rope.kind in ("dynamic", "longrope") and rope.original_max_position:
+        if rope.kind in ("dynamic", "longrope") and rope.original_max_position and not rope.own:
             return rope.original_max_position
     return None
+
+
+def own_rope(runner: Runner) -> RopeSpec | None:
+    """The rope that turns each request by its own length, None where there is none."""
+    return next((rope for rope in runner.spec.ropes() if rope.own), None)
+
+
+def turned_by(rope: RopeSpec, prompt: int) -> int:
+    """The length that such a rope reaches for a prompt of so many tokens; 0: it turns as it was trained."""
+    trained = rope.original_max_position
+    if prompt <= trained:
+        return 0
+    return doubled(trained, prompt) if rope.doubled else prompt

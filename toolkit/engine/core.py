@@ -9,7 +9,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from toolkit.engine.admission import check_request, in_blocks, long_rope_from, longest_request
+from toolkit.engine.admission import (
+    check_request,
+    in_blocks,
+    long_rope_from,
+    longest_request,
+    own_rope,
+    turned_by,
+)
 from toolkit.engine.cache.block_manager import BlockManager
 from toolkit.engine.cache.prefix import root_key
 from toolkit.engine.canvas import Canvas
@@ -24,7 +31,7 @@ from toolkit.engine.request import EngineOutput, EngineRequest
 from toolkit.engine.results import StepResults, progress_of
 from toolkit.engine.scheduler import Scheduler
 from toolkit.engine.sequence import LogitsProcessor, Sequence
-from toolkit.engine.step_builder import Step, StepBuilder
+from toolkit.engine.step_builder import Growth, Step, StepBuilder
 from toolkit.errors import BusyError, ToolkitError, UsageError
 
 if TYPE_CHECKING:
@@ -63,7 +70,9 @@ class EngineCore:
         rows = max(1, spec.together, options.max_logit_bytes // (4 * spec.vocab_size))
         self.scheduler = Scheduler(self.blocks, options, rows)
         axes = 3 if spec.vision is not None and spec.vision.axes else 1
-        self.builder = StepBuilder(self.blocks, options.max_batch_size, spec.vocab_size, axes)
+        own = own_rope(runner)
+        growth = None if own is None else Growth(own.original_max_position, not own.doubled)
+        self.builder = StepBuilder(self.blocks, options.max_batch_size, spec.vocab_size, axes, growth)
         self.sight = Sight(runner, options.pictures_together, options.pictures_kept)
         self.results = StepResults(spec.vocab_size, self.builder)
         self.constraints = Constraints(open_tokenizer, spec.vocab_size)
@@ -81,7 +90,7 @@ class EngineCore:
         self._block_bytes = runner.memory().block_bytes
         self._give_back = runner.discard_blocks if runner.device == "cpu" else None
         self._next_sweep = time.monotonic() + SWEEP_SECONDS
-        self._long_from = long_rope_from(runner)
+        self._long_from, self._own_rope = long_rope_from(runner), own_rope(runner)
         self._nap = Nap(runner, self.blocks, options.num_blocks)
 
     # -- requests -------------------------------------------------------------------------------
@@ -180,6 +189,7 @@ class EngineCore:
         """Queue a request that has passed its checks."""
         longest = len(request.token_ids) + request.params.max_new_tokens
         rope_set = int(self._long_from is not None and longest > self._long_from)
+        turned = rope_set if self._own_rope is None else turned_by(self._own_rope, len(request.token_ids))
         shares = self.options.prefix_caching or request.session is not None
         owner = "" if self.options.prefix_caching else f"session {request.session}"
         vision, spans = self.runner.spec.vision, []
@@ -191,7 +201,8 @@ class EngineCore:
             order=self._arrivals,
             max_len=self.max_len,
             rope_set=rope_set,
-            keys_root=root_key(rope_set, request.adapter, owner) if shares else None,
+            turned_by=turned,
+            keys_root=root_key(turned, request.adapter, owner) if shares else None,
             processors=processors,
             spans=spans,
             axes=axes,

@@ -34,7 +34,8 @@ class Sequence:
     places of tokens behind it. ``runs``: (first, stop) of the tokens that see each other both ways, so that no chunk
     may end among them; ``looks_at``: digests of the pictures whose keys and values the runner keeps for it.
     ``branch``: blocks at the start that requests before it had too, where a state is worth
-    keeping. ``canvas``: the block of tokens behind the known ones, where such are guessed together.
+    keeping. ``canvas``: the block of tokens behind the known ones, where such are guessed together. ``turned_by``: the
+    length that dynamic rope reaches for it where that is its own, 0 = as trained.
     """
 
     request: EngineRequest
@@ -53,6 +54,7 @@ class Sequence:
     runs: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     looks_at: frozenset[bytes] = frozenset()
     canvas: Canvas | None = None
+    turned_by: int = 0
 
     def __post_init__(self) -> None:
         prompt = self.request.token_ids

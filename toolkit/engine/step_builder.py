@@ -49,14 +49,27 @@ class Step:
         return list((self.batch.seq_lens - np.diff(self.batch.cu_seqlens)).tolist())
 
 
+@dataclass(frozen=True)
+class Growth:
+    """How requests turn that do so by their own length: beyond ``trained`` tokens, and where it ``grows`` each further
+    token by the length up to itself, as transformers does while it generates."""
+
+    trained: int
+    grows: bool
+
+
 class StepBuilder:
     """Arrays by row, and the batches made from them. ``vocab_size`` is the model's; ``axes``: numbers that a token's
-    position has."""
+    position has; ``growth``: where requests turn by their own length."""
 
-    def __init__(self, blocks: BlockManager, rows: int, vocab_size: int, axes: int = 1) -> None:
+    def __init__(
+        self, blocks: BlockManager, rows: int, vocab_size: int, axes: int = 1, growth: Growth | None = None
+    ) -> None:
         self.blocks = blocks
         self.vocab_size = vocab_size
         self.axes = axes
+        self._growth = growth
+        self._turned = np.zeros(rows, np.int32)
         self._shift = np.zeros(rows, np.int32)
         self._length = np.zeros(rows, np.int32)
         self._generated = np.zeros(rows, np.int64)
@@ -78,6 +91,7 @@ class StepBuilder:
         self._last[row] = seq.tokens[seq.length - 1]
         self._source[row] = -1
         self._rope_set[row] = seq.rope_set
+        self._turned[row] = seq.turned_by
         self._shift[row] = seq.shift
         self._adapter[row] = seq.request.adapter
         for name, column in self._columns.items():
@@ -116,9 +130,19 @@ class StepBuilder:
             block_tables=self._block_tables(rows, places, seq_lens),
             slot_mapping=self._slots(rows, places),
             sampling=replace(known.batch.sampling, position=self._generated[rows]),
+            rope_length=self._rope_length(rows, places),
             copy_blocks=self.blocks.take_copies(),
         )
         return Step(plan, batch, known.sampled)
+
+    def _rope_length(self, owners: NDArray[np.intp], places: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        """By which length each token turns, 0 = as trained, where requests turn by their own."""
+        if self._growth is None:
+            return None
+        turned, ends = self._turned[owners], places + 1
+        if not self._growth.grows:
+            return turned
+        return np.where(ends > self._growth.trained, np.maximum(turned, ends), turned)
 
     def _anew(self, plan: Plan) -> Step:
         sequences = list(plan.sequences())
@@ -171,6 +195,7 @@ class StepBuilder:
             target_index=_EMPTY_I32,
             target_ids=_EMPTY_I32,
             mutual=np.array(mutual, np.int32).reshape(-1, 3),
+            rope_length=self._rope_length(owners, places),
             copy_blocks=self.blocks.take_copies(),
         )
         step = Step(plan, batch, sampled, guesses)

@@ -49,7 +49,8 @@ class Recipe:
     does and all of them between ``inner``). ``numbered``: a number stands before each picture, counted from 0. ``few``:
     only where a conversation has no more pictures they are cut, of kinds that ask for that. ``leads``: what a prompt
     may begin with, behind which all its pictures stand. ``high``: the side of a larger form, "boxed" and "mined" too,
-    of which the other is made and which stands behind it, with ``high_mean`` and ``high_std``. ``per_tile``: tokens a
+    of which the other is made and which stands behind it, with ``high_mean``, ``high_std`` and, where
+    that is another, ``high_resample``. ``per_tile``: tokens a
     tile, of kinds that have tiles; ``most_tiles``: as in ``VisionSpec``. ``video``: how videos are shown, None: not at
     all.
     """
@@ -104,6 +105,7 @@ class Recipe:
     high: int = 0
     high_mean: tuple[float, ...] = ()
     high_std: tuple[float, ...] = ()
+    high_resample: int | None = None
     video: Video | None = None
 
 

@@ -50,6 +50,27 @@ def reach(spec: DecoderSpec, length: int) -> DecoderSpec:
     return replace(spec, layers=tuple(layers))
 
 
+def by_request(spec: DecoderSpec) -> DecoderSpec:
+    """``spec`` whose dynamic rope turns each request by its own length, as transformers does. Raises UsageError for one
+    without such rope."""
+    layers = []
+    for layer in spec.layers:
+        parts = [replace(s, mixer=_own(s.mixer)) for s in layer.sublayers]
+        layers.append(replace(layer, sublayers=tuple(parts)))
+    found = replace(spec, layers=tuple(layers))
+    if found == spec:
+        raise UsageError(
+            "dynamic_rope: expected session, found request: this model's positions do not scale dynamically; leave it "
+            "out, or give rope_scaling_factor too"
+        )
+    return found
+
+
+def _own(mixer: Mixer) -> Mixer:
+    rope = getattr(mixer, "rope", None)
+    return mixer if rope is None or rope.kind != "dynamic" else replace(mixer, rope=replace(rope, own=True))
+
+
 def _reaching(mixer: Mixer, length: int) -> Mixer:
     rope = getattr(mixer, "rope", None)
     if rope is None or rope.kind != "dynamic":

@@ -7,6 +7,7 @@ to within one unit in the last place.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ def inv_freq(rope: RopeSpec, long: bool = False) -> tuple[F32, float]:
     if rope.kind == "linear":
         return _plain(rope.theta, rope.rotary_dim) / np.float32(rope.factor), 1.0
     if rope.kind == "dynamic":
-        return _plain(_ntk_theta(rope) if long else rope.theta, rope.rotary_dim), 1.0
+        return _plain(ntk_theta(rope, rope.max_position) if long else rope.theta, rope.rotary_dim), 1.0
     if rope.kind == "llama3":
         return _llama3(rope), 1.0
     if rope.kind == "yarn":
@@ -59,9 +60,10 @@ def _plain(theta: float, dim: int) -> F32:
     return np.float32(1.0) / _powers(theta, dim)
 
 
-def _ntk_theta(rope: RopeSpec) -> float:
-    """Base that lets the slowest pair reach ``max_position`` (NTK-aware scaling, u/bloc97 and u/emozilla 2023)."""
-    stretch = rope.factor * rope.max_position / rope.original_max_position - (rope.factor - 1)
+def ntk_theta(rope: RopeSpec, length: Any) -> Any:
+    """Base that lets the slowest pair reach ``length`` (NTK-aware scaling, u/bloc97 and u/emozilla 2023); of a float64
+    tensor of lengths those of each."""
+    stretch = rope.factor * length / rope.original_max_position - (rope.factor - 1)
     return rope.theta * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2))
 
 

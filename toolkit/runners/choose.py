@@ -51,6 +51,7 @@ def open_model(
     rope_scaling_factor: float = 0.0,
     use_logn_attn: bool = False,
     session_len: int | None = None,
+    dynamic_rope: str = "session",
     model_format: str | None = None,
     load_format: str = "auto",
     device: str = "cpu",
@@ -60,11 +61,13 @@ def open_model(
     """Open and validate a checkpoint, GGUF file or engine artifact without reading its weights.
 
     ``hf_overrides`` and ``rope_scaling_factor`` change config.json's fields, ``use_logn_attn`` has queries grow beyond
-    its length, ``session_len`` says how far dynamic rope is to reach (``toolkit.models.positions``), ``blind`` leaves
-    out what it sees with; ``model_format`` is checked against what the checkpoint holds. ``load_format`` "int8" and
-    "int4" round the dense linears of a checkpoint while they are read; "dummy" reads config.json alone, and makes
-    random weights on ``device``, where weights packed for a GPU are unpacked too. ``families``: of the caller's, asked
-    before the known ones. Raises ToolkitError or UsageError, one line.
+    its length, ``session_len`` says how far dynamic rope is to reach, and ``dynamic_rope`` "request" that it
+    reaches as far as each request is long (``toolkit.models.positions``), ``blind`` leaves out what it sees with;
+    ``model_format`` is checked against what the checkpoint holds. ``load_format`` "int8" and "int4" round the dense
+    linears of a checkpoint while they are read; "dummy" reads config.json alone, and makes random weights on
+    ``device``, where weights packed for a GPU are unpacked too. ``families``: of the caller's, asked before the
+    known ones.
+    Raises ToolkitError or UsageError, one line.
     """
     opened = _open_any(path, hf_overrides, rope_scaling_factor, model_format, load_format, device, blind, families)
     spec = opened.spec
@@ -80,6 +83,10 @@ def open_model(
         from toolkit.models.positions import reach
 
         spec = reach(spec, session_len)
+    if dynamic_rope == "request":
+        from toolkit.models.positions import by_request
+
+        spec = by_request(spec)
     return replace(opened, spec=spec)
 
 
@@ -256,6 +263,7 @@ def open_runner(
     rope_scaling_factor: float = 0.0,
     use_logn_attn: bool = False,
     session_len: int | None = None,
+    dynamic_rope: str = "session",
     model_format: str | None = None,
     load_format: str = "auto",
     blind: bool = False,
@@ -276,6 +284,7 @@ def open_runner(
         rope_scaling_factor=rope_scaling_factor,
         use_logn_attn=use_logn_attn,
         session_len=session_len,
+        dynamic_rope=dynamic_rope,
         model_format=model_format,
         load_format=load_format,
         device=_weights_device(options),

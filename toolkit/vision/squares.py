@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from toolkit.errors import UsageError
@@ -26,7 +27,8 @@ def crop(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Tile], Size]:
 def boxed(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Tile], Size]:
     if not recipe.high:
         return [_in_box(recipe, image, recipe.size[0], recipe.mean)], (1, 1)
-    large = _in_box(recipe, image, recipe.high, recipe.high_mean)
+    of_large = recipe if recipe.high_resample is None else replace(recipe, resample=recipe.high_resample)
+    large = _in_box(of_large, image, recipe.high, recipe.high_mean)
     return [_in_box(recipe, large, recipe.size[0], recipe.mean), large], (1, 1)
 
 

@@ -207,6 +207,7 @@ def _open(setup: Setup) -> tuple[Runner, str]:
         rope_scaling_factor=getattr(config, "rope_scaling_factor", 0.0),
         use_logn_attn=getattr(config, "use_logn_attn", False),
         session_len=config.session_len,
+        dynamic_rope=config.dynamic_rope,
         model_format=config.model_format,
         load_format=config.load_format,
         blind=config.blind,

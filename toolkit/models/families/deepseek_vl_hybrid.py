@@ -6,16 +6,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from toolkit.models.config.fields import MAX_LAYERS, Fields
-from toolkit.models.config.preprocessor import CLIP_MEAN, CLIP_STD, both_sides, colours
+from toolkit.models.config.preprocessor import CLIP_MEAN, CLIP_STD, FILTERS, both_sides, colours
 from toolkit.models.decoder import Built
 from toolkit.models.families import deepseek_vl
 from toolkit.models.family import Family, Tiny
 from toolkit.models.high import HighTower
 from toolkit.models.pictures import Recipe
 from toolkit.models.towers import CLIP, language_of, seeing, side, siglip_tower, stored_vision
-from toolkit.models.vision import Stage, VisionSpec
+from toolkit.models.vision import Stage, Tower, VisionSpec
 
 SPELLING = {**CLIP, "high": "model."}
+BICUBIC = 3
 ONLY = {"use_abs_pos": True, "use_rel_pos": True, "qkv_bias": True}
 
 
@@ -52,19 +53,23 @@ def high_tower(config: Fields, grid: int) -> HighTower:
     )
 
 
-def build(config: Fields) -> Built:
-    language = language_of(config)
-    spec, tower = language[0], siglip_tower(deepseek_vl.vision_fields(config), post_norm="used")
-    high, half = high_tower(high_fields(config), tower.grid[0]), spec.hidden_size // 2
-    name = "vision.projector"
-    projector = (
+def projector(tower: Tower, high: HighTower, hidden: int) -> tuple[Stage, ...]:
+    """Rows of both towers, each to half of ``hidden`` numbers, side by side and on."""
+    name, half = "vision.projector", hidden // 2
+    return (
         Stage("linear", f"{name}.vision_proj", tower.hidden, half, True),
         Stage("beside", f"{name}.high_res_vision_proj", high.outputs, half, True),
         Stage("gelu"),
-        Stage("linear", f"{name}.proj", 2 * half, spec.hidden_size, True),
+        Stage("linear", f"{name}.proj", 2 * half, hidden, True),
     )
+
+
+def build(config: Fields) -> Built:
+    language = language_of(config)
+    spec, tower = language[0], siglip_tower(deepseek_vl.vision_fields(config), post_norm="used")
+    high = high_tower(high_fields(config), tower.grid[0])
     token = config.integer("image_token_id", default=100015, high=spec.vocab_size - 1)
-    made = VisionSpec(tower, projector, token, high=high)
+    made = VisionSpec(tower, projector(tower, high, spec.hidden_size), token, high=high)
     stored = stored_vision(made, "model.vision_model.", "model.aligner", SPELLING)
     return seeing(language, made, stored, {"model.": "model.language_model."})
 
@@ -77,7 +82,8 @@ def recipe(config: Fields, preprocessor: Fields) -> Recipe:
         preprocessor.fail("high_res_size", size[0], f"{image}, the image_size of high_res_vision_config")
     names = {f"image_{name}": preprocessor.values.get(f"high_res_image_{name}") for name in ("mean", "std")}
     own = colours(Fields(names, preprocessor.source), CLIP_MEAN, CLIP_STD)
-    return replace(made, high=image, high_mean=own["mean"], high_std=own["std"])
+    kept = preprocessor.integer("high_res_resample", default=BICUBIC, low=0, high=FILTERS)
+    return replace(made, high=image, high_mean=own["mean"], high_std=own["std"], high_resample=kept)
 
 
 TINY = deepseek_vl.FAMILY.tiny[0]

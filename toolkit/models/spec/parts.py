@@ -64,6 +64,7 @@ class RopeSpec:
     ``sections``: tokens have three positions, in time, rows and columns; so many of the frequencies turn by each of
     them, in this order. () = one position. ``woven``: not one after another but in turn, as long as each has some.
     ``doubled``: of ``dynamic``, that it reaches as far as the trained length doubled and doubled again (Qwen 1).
+    ``own``: of ``dynamic``, that each token turns by a length of its own (``StepBatch.rope_length``), not by a set.
     """
 
     rotary_dim: int
@@ -84,6 +85,7 @@ class RopeSpec:
     sections: tuple[int, ...] = later(())
     woven: bool = later(False)
     doubled: bool = later(False)
+    own: bool = later(False)
 
 
 @dataclass(frozen=True)

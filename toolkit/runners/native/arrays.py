@@ -46,6 +46,7 @@ class Arrays:
         put("cu_seqlens", batch.cu_seqlens, I32, seqs + 1)
         put("seq_lens", batch.seq_lens, I32, seqs)
         put("rope_set", batch.rope_set, I8, seqs)
+        put("rope_length", batch.rope_length, I32, tokens)
         put("sample_index", batch.sample_index, I32, rows)
         s.logits_size, s.hidden_size = len(batch.logits_index), len(batch.hidden_index)
         s.target_size = len(batch.target_index)

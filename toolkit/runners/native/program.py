@@ -111,6 +111,9 @@ def _rope(rope: RopeSpec, tensors: Tensors) -> dict[str, Any]:
     for name, long in (("short", False), ("long", True)):
         frequencies, factor = inv_freq(rope, long)
         record[name] = {"inv_freq": tensors.numbers(frequencies), "factor": factor}
+    if rope.own:
+        numbers = tensors.numbers(np.array([rope.theta, rope.factor], np.float32))
+        record["ntk"] = {"trained": rope.original_max_position, "numbers": numbers}
     return record
 
 

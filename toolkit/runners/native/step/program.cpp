@@ -37,6 +37,13 @@ Rope read_rope(const Record& r) {
         rope.freq[s] = set.needed("inv_freq", rope.rotary / 2);
         rope.factor[s] = set.number("factor");
     }
+    if (r.has("ntk")) {
+        const Record own = r.record("ntk");
+        rope.ntk.trained = double(own.integer("trained", 1, int64_t(1) << 30));
+        const Vector numbers = own.needed("numbers", 2);
+        rope.ntk.theta = double(numbers.data[0]), rope.ntk.factor = double(numbers.data[1]);
+        if (!(rope.ntk.theta > 0) || !(rope.ntk.factor >= 1) || rope.rotary < 4) own.fail("numbers", "none that can turn");
+    }
     return rope;
 }
 

@@ -229,6 +229,8 @@ struct Rope {
     Vector axis;  // by which of a token's positions each frequency turns
     Vector freq[2];
     float factor[2];
+    // Of tokens that turn by a length of their own; trained 0 = there are none.
+    struct { double theta, factor, trained = 0; } ntk;
 };
 
 struct Group {

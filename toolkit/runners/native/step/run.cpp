@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 namespace tk {
 
@@ -103,16 +104,31 @@ void Run::add_deep(const Sublayer& s, Range rows) {
     }
 }
 
+// Frequencies of dynamic rope that reaches `length`, as toolkit/models/rope.py has them.
+static void stretched(const Rope& rope, int64_t length, std::vector<float>& freq) {
+    const double dim = double(rope.rotary), stretch = rope.ntk.factor * double(length) / rope.ntk.trained - (rope.ntk.factor - 1);
+    const double base = double(float(rope.ntk.theta * std::pow(stretch, dim / (dim - 2))));
+    freq.resize(size_t(rope.rotary / 2));
+    for (size_t d = 0; d < freq.size(); d++) freq[d] = 1.0f / float(std::pow(base, double(float(2 * d) / float(rope.rotary))));
+}
+
 // Cosines and sines of a rope for tokens r.
 void Run::turn_table(size_t i, Range r) const {
     const Rope& rope = p.ropes[i];
     const int64_t half = rope.rotary / 2;
+    std::vector<float> own;  // frequencies of the length of the token before
+    int64_t known = 0;
     for (int64_t t = r.first; t < r.last; t++) {
         const int set = in.rope_set[seq_of[size_t(t)]];
         const int32_t* at = in.positions + first + t;
+        const float* freq = rope.freq[set].data;
+        if (const int64_t length = in.rope_length ? in.rope_length[first + t] : 0; rope.ntk.trained > 0 && length > rope.ntk.trained) {
+            if (length != known) stretched(rope, length, own), known = length;
+            freq = own.data();
+        }
         for (int64_t d = 0; d < half; d++) {
             const int64_t axis = in.axes == 1 ? 0 : int64_t(rope.axis.data[d]);
-            const float angle = float(at[axis * in.tokens]) * rope.freq[set].data[d];
+            const float angle = float(at[axis * in.tokens]) * freq[d];
             w.cos[i][t * half + d] = cosf(angle) * rope.factor[set];
             w.sin[i][t * half + d] = sinf(angle) * rope.factor[set];
         }

@@ -18,6 +18,7 @@ struct StepArrays {
     const int64_t* table_width;
     const int64_t* const* slot_mapping;
     const int8_t* rope_set;
+    const int32_t* rope_length;  // [T] by which ropes turn that have `ntk`, 0 = as trained; null = by rope_set
     const int32_t* sample_index;
     int64_t logits_size;
     const int32_t* logits_index;

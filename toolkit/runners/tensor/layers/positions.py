@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.models.rope import inv_freq, query_scale
+from toolkit.models.rope import inv_freq, ntk_theta, query_scale
 from toolkit.models.spec import QueryScale, RopeSpec
 
 LEAST = 4096  # positions that the tables have at first
@@ -51,14 +51,19 @@ class PositionTables:
             self._factors[scale] = factors.repeat(len(self._sets)).view(-1, 1, 1).to(self._device)
         return True
 
-    def angles(self, rows: Tensor, axes: Tensor | None = None) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
+    def angles(
+        self, rows: Tensor, axes: Tensor | None = None, turned: Tensor | None = None
+    ) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
         """For each rope the given rows, int64 [T], of cos and sin. ``axes``: of ropes that turn by three positions the
-        rows for each of them, int64 [3, T]; None where all three are ``rows``.
+        rows for each of them, int64 [3, T]; None where all three are ``rows``. ``turned``: the lengths that ropes with
+        lengths of their own reach for each, int64 [T], 0 = as trained.
         """
         found = {}
         for rope, (cos, sin) in self._tables.items():
             if rope.sections and axes is not None:
                 found[rope] = (_by_axis(cos, axes, rope), _by_axis(sin, axes, rope))
+            elif rope.own and turned is not None:
+                found[rope] = _by_length(rows, turned, rope)
             else:
                 found[rope] = (cos.index_select(0, rows), sin.index_select(0, rows))
         return found
@@ -66,6 +71,15 @@ class PositionTables:
     def q_scales(self, rows: Tensor) -> dict[QueryScale, Tensor]:
         """The given rows, int64 [T], of each."""
         return {scale: factors.index_select(0, rows) for scale, factors in self._factors.items()}
+
+
+def _by_length(positions: Tensor, lengths: Tensor, rope: RopeSpec) -> tuple[Tensor, Tensor]:
+    """cos and sin of ``positions``, int64 [T], by the base that reaches each one's length, as ``inv_freq`` has it."""
+    trained = rope.original_max_position
+    base = ntk_theta(rope, lengths.clamp(min=trained).double()).float().double()
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device=positions.device) / rope.rotary_dim
+    angle = positions.float()[:, None] * (1.0 / (base[:, None] ** exponents.double()).float())
+    return angle.cos(), angle.sin()
 
 
 def _by_axis(table: Tensor, axes: Tensor, rope: RopeSpec) -> Tensor:

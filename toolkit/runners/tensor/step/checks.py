@@ -31,6 +31,10 @@ def check_batch(
         raise RunnerError(f"adapter: expected {len(lens)} entries, found {len(batch.adapter)}")
     _within("adapter", batch.adapter, -1, adapters)
     _within("positions", batch.positions, 0, 1 << 30)
+    if batch.rope_length is not None:
+        _within("rope_length", batch.rope_length, 0, 1 << 30)
+        if len(batch.rope_length) != tokens:
+            raise RunnerError(f"rope_length: expected {tokens} entries, found {len(batch.rope_length)}")
     _within("from_previous", batch.from_previous, -1, previous)
     _within("token_ids", batch.token_ids[batch.from_previous < 0], 0, vocab)
     _within("sample_index", batch.sample_index, 0, tokens)

@@ -16,11 +16,17 @@ CHUNK = 64  # tokens that prompts go on with after what is cached; more than any
 
 
 def idle_batch(
-    added: Sequence[Added], spare: tuple[int, ...], block_size: int, adapter: int = -1, vocab: int = 0
+    added: Sequence[Added],
+    spare: tuple[int, ...],
+    block_size: int,
+    adapter: int = -1,
+    vocab: int = 0,
+    own_lengths: bool = False,
 ) -> StepBatch:
     """A step of a sequence for each of ``added``, drawn greedily; all of their blocks are the spare one of each group.
 
-    ``adapter``: of all of them; ``vocab``: where it is given, rows have penalties, biases and a mask that allows all.
+    ``adapter``: of all of them; ``own_lengths``: rope turns requests by their own; ``vocab``: where it is given,
+    rows have penalties, biases and a mask that allows all.
     """
     new, lengths = np.array(added, np.int32).T
     sequences, total, last = len(new), int(new.sum()), np.cumsum(new, dtype=np.int32)
@@ -36,6 +42,7 @@ def idle_batch(
         block_tables=tuple(np.full((sequences, entries), block, np.int32) for block in spare),
         slot_mapping=tuple(block * block_size + positions % block_size for block in spare),
         rope_set=np.zeros(sequences, np.int8),
+        rope_length=np.zeros(total, np.int32) if own_lengths else None,
         adapter=np.full(sequences, adapter, np.int32),
         sample_index=last - 1,
         sampling=_ruled(sequences, vocab) if vocab else SamplingBatch.greedy(sequences),

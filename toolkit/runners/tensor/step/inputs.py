@@ -17,6 +17,7 @@ from toolkit.runners.tensor.step.draws import columns
 from toolkit.runners.tensor.step.tiles import Cut, DecodeCut, Heads, Kind, sight_of
 
 ADAPTER = "adapter"  # the array of tokens' adapters, where there is one
+TURNED = "turned"  # the lengths that dynamic rope reaches, of tokens that have their own
 LEAST_TABLE = 16  # entries of the shortest block tables that graphs have
 
 
@@ -59,6 +60,8 @@ def token_arrays(
         "source": batch.from_previous.astype(np.int64),
         "rope": batch.positions[0].astype(np.int64) + rope_set * rope_offset,
     }
+    if batch.rope_length is not None:
+        arrays[TURNED] = batch.rope_length.astype(np.int64)
     for group, kept in enumerate(spec.cache_groups):
         if kept.kind != "state":
             arrays[f"slots{group}"] = batch.slot_mapping[group]

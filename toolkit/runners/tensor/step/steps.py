@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from toolkit.runners.tensor.step.graphs import Graphs
 from toolkit.runners.tensor.step.idle import idle_batch, idle_prompts
 from toolkit.runners.tensor.step.inputs import (
     ADAPTER,
+    TURNED,
     DecodeArrays,
     GraphKey,
     Kind,
@@ -106,15 +108,16 @@ class Steps:
         self._reach(length - 1)
         spare, size = self.cache.num_blocks, self.cache.block_size
         adapters = (-1, 0) if self.adapters.count else (-1,)
+        idle = partial(idle_batch, own_lengths=any(rope.own for rope in self.spec.ropes()))
         for adapter in adapters:
             for added in idle_prompts(length, tokens):
-                self._mixed(idle_batch(added, spare, size, adapter))
-            self._decode(idle_batch([(1, 1)], spare, size, adapter, self.spec.vocab_size), self.graphs)
+                self._mixed(idle(added, spare, size, adapter))
+            self._decode(idle([(1, 1)], spare, size, adapter, self.spec.vocab_size), self.graphs)
         for rows in sorted({graph_rows(n) for n in range(1, min(most, MOST_SAMPLED) + 1)}, reverse=True):
             longest = (length if rows <= FEW_ROWS else min(length, MANY_LENGTH + 1)) if self._tile_rows else 0
             beyond = (n + 1 for n in WARM_LENGTHS if n < longest)
             for total, adapter in (*((1, a) for a in adapters), *((n, -1) for n in beyond)):
-                _, capture = self._decode(idle_batch([(1, total)] * rows, spare, size, adapter), self.graphs)
+                _, capture = self._decode(idle([(1, total)] * rows, spare, size, adapter), self.graphs)
                 if capture is not None:
                     capture()
         self._sampled = 0
@@ -250,8 +253,8 @@ class Steps:
         groups = list(enumerate(self.spec.cache_groups))
         slots = {group: t[f"slots{group}"] for group, kept in groups if kept.kind != "state"}
         tables = {group: t[f"table{group}"] for group, _ in groups}
-        angles, q_scales = self._positions.angles(t["rope"], t.get("axes")), self._positions.q_scales(t["rope"])
-        made = angles, q_scales, dict(plans), self._plan
+        angles = self._positions.angles(t["rope"], t.get("axes"), t.get(TURNED))
+        made = angles, self._positions.q_scales(t["rope"]), dict(plans), self._plan
         context = StepContext(batch, self.cache, slots, tables, t.get("starts"), *made)
         if (views := batch.views) is not None and len(views.tokens):
             seen = [tuple(part.tolist()) for part in np.split(views.seen, views.ptr[1:-1])]
