@@ -1,7 +1,8 @@
 """Opening a checkpoint: everything is validated from headers before any tensor is read.
 
-A checkpoint is a directory in the Hugging Face layout (plain, sharded, quantized, or written by one of our stages) or
-a ``.gguf`` file, which is presented under Hugging Face names. No torch is needed until ``tensor`` is called.
+A checkpoint is a directory in the Hugging Face layout (plain, sharded, quantized, or written by one of our stages), or
+in Meta's, or a ``.gguf`` file; these two are presented under Hugging Face names. No torch is needed until ``tensor`` is
+called.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.manifest import check_tensors, read_manifest
+from toolkit.artifacts.meta_llama import is_meta_llama, open_meta_llama
 from toolkit.artifacts.safetensors_file import TensorInfo
 from toolkit.artifacts.weight_files import INDEX, find_weights, read_headers
 from toolkit.errors import ToolkitError, UsageError
@@ -136,8 +138,10 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
             f"{path}: this is an engine artifact, whose weights are packed; expected a checkpoint: "
             "give the directory it was converted from (tool inspect shows it)"
         )
-    config = read_config(path)
-    infos, files = _with_prefix(*_read_headers(path))
+    if is_meta_llama(path):
+        config, infos, files = open_meta_llama(path)
+    else:
+        config, (infos, files) = read_config(path), _with_prefix(*_read_headers(path))
     manifest = read_manifest(path)
     if manifest is not None:
         check_tensors(path, manifest)
@@ -146,14 +150,17 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 
 
 def check_directory(path: Path) -> None:
-    """Raise ToolkitError unless ``path`` is a model directory at first sight: it has a config.json or engine.json."""
-    if not (path / "config.json").is_file() and not (path / "engine.json").is_file():
+    """Raise ToolkitError unless ``path`` is a model directory at first sight: it has a config.json or engine.json, or
+    Meta's files."""
+    if not any((path / name).is_file() for name in ("config.json", "engine.json")) and not is_meta_llama(path):
         raise ToolkitError(f"{path}: expected config.json in it; give the directory of a Hugging Face checkpoint")
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """config.json of a model's directory, with the token ids that its family asks for. Raises ToolkitError."""
     check_directory(path)
+    if is_meta_llama(path):
+        return open_meta_llama(path)[0]
     config_path = path / "config.json"
     config = read_json_object(config_path)
     quantization = config.get("quantization_config")
