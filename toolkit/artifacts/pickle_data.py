@@ -9,11 +9,12 @@ from __future__ import annotations
 import pickletools
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, cast
 
 # A call of it without arguments is how an empty dict of torch's begins; it is one here.
 ORDERED_DICT = "collections.OrderedDict"
 
+MOST = 1 << 20  # bytes of a name, a number or a text
 _LITERALS = {
     *("NONE", "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
     *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINSTRING", "BINSTRING"),
@@ -53,13 +54,27 @@ def load(file: IO[bytes], names: Collection[str]) -> Any:
     """
     machine = _Machine(frozenset(names))
     try:
-        for op, value, _ in pickletools.genops(file):
+        for op, value, _ in pickletools.genops(cast(IO[bytes], _Bounded(file))):
             if op.name == "STOP":
                 break
             machine.run(op.name, value)
         return machine.result()
     except (IndexError, KeyError) as error:
         raise ValueError(f"corrupt pickle: it refers to what is not there ({error})") from None
+
+
+class _Bounded:
+    """A file of which no single value may be longer than ``MOST``, whatever length a pickle states."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.tell = file.tell
+
+    def read(self, count: int) -> bytes:
+        return self._file.read(min(count, MOST))
+
+    def readline(self) -> bytes:
+        return self._file.readline(MOST)
 
 
 class _Machine:
