@@ -11,6 +11,7 @@ from toolkit.commands.output import stdout, table, write_json
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from toolkit.artifacts.checkpoint import Checkpoint
     from toolkit.artifacts.inspect import Inspection
 
 
@@ -34,19 +35,18 @@ def run(
     found = inspect(path, verify)
     write_json(json, found.record)
     if json != "-":
-        _show(found, _refusals(path))
+        _show(found, _refusals(path, found.checkpoint))
 
 
-def _refusals(path: Path) -> list[tuple[str, str]]:
+def _refusals(path: Path, checkpoint: Checkpoint | None) -> list[tuple[str, str]]:
     """A row for each executor that does not take the model, or one where none does."""
-    from toolkit.artifacts.checkpoint import open_checkpoint
     from toolkit.artifacts.engine.files import open_engine
     from toolkit.errors import ToolkitError
     from toolkit.models.registry import load_spec
     from toolkit.runners.executors import refusals
 
     try:
-        spec = open_engine(path).spec if (path / "engine.json").is_file() else load_spec(open_checkpoint(path))[0]
+        spec = open_engine(path).spec if checkpoint is None else load_spec(checkpoint)[0]
     except ToolkitError as error:
         return [("does not run", str(error))]
     return [("not for", f"{name}: {reason}") for name, reason in refusals(spec).items()]

@@ -147,11 +147,11 @@ def test_broken_config(model: Path, text: str, words: tuple[str, ...]) -> None:
     refused(model, "config.json", *words)
 
 
-def test_pickles_are_named_and_refused(model: Path) -> None:
+def test_without_weights(model: Path) -> None:
     (model / "model.safetensors").unlink()
     refused(model, "model.safetensors")
-    (model / "pytorch_model.bin").write_bytes(b"\x80\x04")
-    refused(model, "pytorch_model.bin", "safetensors")
+    (model / "pytorch_model.bin").write_bytes(b"\x80\x04")  # tests/artifacts/test_torch_file.py has more of these
+    refused(model, "pytorch_model.bin", "save the model as safetensors")
 
 
 @pytest.mark.parametrize("size", [0, 100, -1])

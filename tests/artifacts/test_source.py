@@ -96,8 +96,11 @@ def hub_answers(monkeypatch: pytest.MonkeyPatch, answer: Any) -> Hub:
     return hub
 
 
-def test_hub_ids_are_fetched_without_pickles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hub_ids_are_fetched_as_safetensors_where_there_are_any(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     hub = hub_answers(monkeypatch, tmp_path)
+    (tmp_path / "model.safetensors").touch()
     assert resolve_model("Qwen/Qwen2.5-0.5B", revision="main", download_dir="/d") == tmp_path
     [((name,), options)] = hub.calls
     assert (name, options["revision"], options["cache_dir"]) == ("Qwen/Qwen2.5-0.5B", "main", "/d")
@@ -112,6 +115,14 @@ def test_hub_ids_are_fetched_without_pickles(monkeypatch: pytest.MonkeyPatch, tm
         files, allow_patterns=options["allow_patterns"], ignore_patterns=options["ignore_patterns"]
     )
     assert list(kept) == files[:7]
+    (tmp_path / "model.safetensors").unlink()  # a repository without: what torch.save wrote comes too
+    assert resolve_model("Qwen/Qwen2.5-0.5B") == tmp_path
+    asked = [*files[3:], "pytorch_model-00001-of-00002.bin", "consolidated.00.pth", "training_args.bin", "optimizer.pt"]
+    options = hub.calls[-1][1]
+    kept = filter_repo_objects(
+        asked, allow_patterns=options["allow_patterns"], ignore_patterns=options["ignore_patterns"]
+    )
+    assert list(kept) == [*files[3:8], "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"]
 
 
 def test_hub_failures_are_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +284,7 @@ def test_downloads_write_whole_lines_to_a_log(
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    (tmp_path / "model.safetensors").touch()
     for progress in (True, False):
         assert resolve_model("owner/name", progress=progress) == tmp_path
         shown = capsys.readouterr()

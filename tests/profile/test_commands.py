@@ -114,7 +114,7 @@ def test_memory_of_gpus_is_everybody_s(capsys: pytest.CaptureFixture[str], run: 
     row = generation_row(rounds, 10, 3, 123.0) | {"peak_memory_of": MEMORY_OF[True]}
     _print_generation("demo", [row])
     shown = capsys.readouterr().out
-    assert "peak memory of all GPUs, MiB" in shown and "all processes on this machine; let nothing else run" in shown
+    assert "Peak memory of all GPUs (MiB)" in shown and "all processes on this machine; let nothing else run" in shown
     assert "by whatever process" in " ".join(run("generation", "--help").stdout.split())
 
 

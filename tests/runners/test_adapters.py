@@ -176,4 +176,18 @@ def test_modules_and_shapes_that_do_not_fit(tiny_models, adapters, tmp_path):
     (tmp_path / "d").mkdir()
     assert "found no adapter_config.json" in refusal(llama, tmp_path / "d")
     (embed / "adapter_model.safetensors").rename(embed / "adapter_model.bin")
-    assert "is not read" in refusal(llama, embed)
+    assert "adapter_model.bin: expected a file of torch.save" in refusal(llama, embed)
+    (embed / "adapter_model.bin").unlink()
+    assert "expected adapter_model.safetensors or adapter_model.bin" in refusal(llama, embed)
+
+
+def test_one_of_torch_save_is_the_same(adapters: Any, tiny_models: Any, tmp_path: Path) -> None:
+    llama = tiny_models("llama")
+    path = adapters.write_adapter(tmp_path / "a", llama, ATTENTION)
+    spec, stored = load_spec(open_checkpoint(llama))
+    expected = read_adapter(path, spec, stored)
+    torch.save(load_file(path / "adapter_model.safetensors"), path / "adapter_model.bin")
+    (path / "adapter_model.safetensors").unlink()
+    found = read_adapter(path, spec, stored)
+    assert set(found) == set(expected) and found
+    assert all(torch.equal(found[n].a, x.a) and torch.equal(found[n].b, x.b) for n, x in expected.items())

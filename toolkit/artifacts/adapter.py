@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT writes them: ``adapter_config.json`` beside ``adapter_model.safetensors``.
+"""LoRA adapters as PEFT writes them: ``adapter_config.json`` beside ``adapter_model.safetensors`` or .bin.
 
 Source: https://huggingface.co/docs/peft (LoraConfig). Tensors are named ``base_model.model.MODULE.lora_A.weight``
 [r, in] and ``….lora_B.weight`` [out, r], MODULE as in the base checkpoint; they add scale · B · A to its weight.
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.artifacts.json_file import read_json_object
-from toolkit.artifacts.safetensors_file import TensorInfo, read_header
+from toolkit.artifacts.safetensors_file import TensorInfo
+from toolkit.artifacts.weight_files import read_headers
 from toolkit.base.record import read
 from toolkit.errors import ToolkitError
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from toolkit.models.spec import DecoderSpec, StoredTensor
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 MAX_RANK = 128
 N = TypeVar("N", int, float)
 _NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
@@ -70,11 +71,10 @@ def read_adapter(path: Path, spec: DecoderSpec, stored: Sequence[StoredTensor] =
     one that changes what is no linear of a layer, and shapes that do not fit the model.
     """
     scaling = _read_config(path)
-    file = path / WEIGHTS
-    if not file.is_file():
-        other = " (a pickle, adapter_model.bin, is not read)" if (path / "adapter_model.bin").exists() else ""
-        raise ToolkitError(f"{path}: no {WEIGHTS} there{other}; save the adapter as safetensors")
-    pairs = _pairs(file, read_header(file))
+    file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
+    if file is None:
+        raise ToolkitError(f"{path}: expected {' or '.join(WEIGHTS)} there; fetch or save the adapter again")
+    pairs = _pairs(file, next(read_headers([file]))[1])
     modules = _modules(spec, stored)
     found: dict[str, LowRank] = {}
     for module, sides in pairs.items():

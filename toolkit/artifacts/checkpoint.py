@@ -1,7 +1,8 @@
 """Opening a checkpoint: everything is validated from headers before any tensor is read.
 
-A checkpoint is a directory in the Hugging Face layout (plain, sharded, quantized, or written by one of our stages) or
-a ``.gguf`` file, which is presented under Hugging Face names. No torch is needed until ``tensor`` is called.
+A checkpoint is a directory in the Hugging Face layout (plain, sharded, quantized, or written by one of our stages), or
+in Meta's, or a ``.gguf`` file; these two are presented under Hugging Face names. No torch is needed until ``tensor`` is
+called.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.manifest import check_tensors, read_manifest
-from toolkit.artifacts.safetensors_file import TensorInfo, read_header
+from toolkit.artifacts.meta_llama import is_meta_llama, open_meta_llama
+from toolkit.artifacts.safetensors_file import TensorInfo
+from toolkit.artifacts.weight_files import INDEX, find_weights, read_headers
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import find_family
 
@@ -25,9 +28,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.gguf.checkpoint import GgufFile
     from toolkit.artifacts.read_ahead import ReadAhead
 
-INDEX = "model.safetensors.index.json"
 HEADLESS_MARK = "embed_tokens.weight"
-_PICKLES = ("*.bin", "*.pth", "*.pt", "*.ckpt", "*.pkl")
 
 
 @dataclass
@@ -118,7 +119,8 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     """Open a checkpoint directory or a ``.gguf`` file, reading headers only.
 
     Raises UsageError if the path does not exist or is neither; ToolkitError, one line that names the file, for a
-    missing or broken config.json, pickle-only weights, truncated or corrupt safetensors, an index at odds with them.
+    missing or broken config.json, truncated or corrupt weights, pickles that hold more than tensors, an index at odds
+    with its files.
     """
     path = Path(path)
     if not path.exists():
@@ -136,8 +138,10 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
             f"{path}: this is an engine artifact, whose weights are packed; expected a checkpoint: "
             "give the directory it was converted from (tool inspect shows it)"
         )
-    config = read_config(path)
-    infos, files = _with_prefix(*_read_headers(path))
+    if is_meta_llama(path):
+        config, infos, files = open_meta_llama(path)
+    else:
+        config, (infos, files) = read_config(path), _with_prefix(*_read_headers(path))
     manifest = read_manifest(path)
     if manifest is not None:
         check_tensors(path, manifest)
@@ -146,14 +150,17 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 
 
 def check_directory(path: Path) -> None:
-    """Raise ToolkitError unless ``path`` is a model directory at first sight: it has a config.json or engine.json."""
-    if not (path / "config.json").is_file() and not (path / "engine.json").is_file():
+    """Raise ToolkitError unless ``path`` is a model directory at first sight: it has a config.json or engine.json, or
+    Meta's files."""
+    if not any((path / name).is_file() for name in ("config.json", "engine.json")) and not is_meta_llama(path):
         raise ToolkitError(f"{path}: expected config.json in it; give the directory of a Hugging Face checkpoint")
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """config.json of a model's directory, with the token ids that its family asks for. Raises ToolkitError."""
     check_directory(path)
+    if is_meta_llama(path):
+        return open_meta_llama(path)[0]
     config_path = path / "config.json"
     config = read_json_object(config_path)
     quantization = config.get("quantization_config")
@@ -195,29 +202,26 @@ def _special_ids(path: Path) -> dict[str, int]:
 
 def _read_headers(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Path]]:
     """Headers of all the weight files: tensor name → info, tensor name → file."""
-    index = path / INDEX
-    weight_map = _read_index(index) if index.is_file() else None
-    if weight_map is not None:
-        shards = [path / name for name in dict.fromkeys(weight_map.values())]
-    elif (path / "model.safetensors").is_file():
-        shards = [path / "model.safetensors"]
-    else:
-        shards = sorted(path.glob("*.safetensors"))
+    found = find_weights(path)
+    weight_map = _read_index(found.index) if found.index is not None else None
+    shards = found.files if weight_map is None else [path / name for name in dict.fromkeys(weight_map.values())]
+    listed = found.index.name if found.index is not None else ""
     if not shards:
-        raise ToolkitError(_no_weights(path))
-    infos: dict[str, TensorInfo] = {}
-    files: dict[str, Path] = {}
+        raise ToolkitError(f"{path}: expected model.safetensors (or an index and its shards), found no weights")
     for shard in shards:
         if not shard.is_file():
-            raise ToolkitError(f"{shard}: missing, though {index.name} lists it; fetch the model again")
-        for name, info in read_header(shard).items():
+            raise ToolkitError(f"{shard}: missing, though {listed} lists it; fetch the model again")
+    infos: dict[str, TensorInfo] = {}
+    files: dict[str, Path] = {}
+    for shard, header in read_headers(shards):
+        for name, info in header.items():
             if name in files and weight_map is None:
                 raise ToolkitError(f"{shard}: tensor {name} is also in {files[name].name}; keep one set of weights")
             if weight_map is None or weight_map.get(name) == shard.name:
                 infos[name], files[name] = info, shard
     for name, file_name in (weight_map or {}).items():
         if name not in infos:
-            raise ToolkitError(f"{path / file_name}: tensor {name} is missing, though {index.name} lists it")
+            raise ToolkitError(f"{path / file_name}: tensor {name} is missing, though {listed} lists it")
     return infos, files
 
 
@@ -232,27 +236,10 @@ def _with_prefix(infos: dict[str, TensorInfo], files: dict[str, Path]) -> tuple[
 
 def _read_index(index: Path) -> dict[str, str]:
     weight_map = read_json_object(index).get("weight_map")
+    ending = ".safetensors" if index.name == INDEX else ".bin"
     if not isinstance(weight_map, dict) or not weight_map:
         raise ToolkitError(f"{index}: expected an object weight_map of tensor names to files, found {weight_map!r:.40}")
     for name, file_name in weight_map.items():
-        if (
-            not isinstance(file_name, str)
-            or Path(file_name).name != file_name
-            or not file_name.endswith(".safetensors")
-        ):
-            raise ToolkitError(
-                f"{index}: weight_map: {name}: expected a .safetensors file name, found {file_name!r:.80}"
-            )
+        if not isinstance(file_name, str) or Path(file_name).name != file_name or not file_name.endswith(ending):
+            raise ToolkitError(f"{index}: weight_map: {name}: expected a {ending} file name, found {file_name!r:.80}")
     return weight_map
-
-
-def _no_weights(path: Path) -> str:
-    pickles: list[Path] = []
-    for pattern in _PICKLES:
-        pickles += sorted(path.glob(pattern))
-    if pickles:
-        return (
-            f"{path}: expected *.safetensors, found pickled weights alone ({pickles[0].name}), which can run code "
-            "when read; save the model as safetensors"
-        )
-    return f"{path}: expected model.safetensors (or an index and its shards), found no weights"

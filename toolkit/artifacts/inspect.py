@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.manifest import Manifest, check_files, hub_origin, read_manifest
+from toolkit.artifacts.weight_files import PICKLED
 from toolkit.base.figures import written
 from toolkit.models.registry import LANGUAGE_PARTS
 from toolkit.models.vision import VisionSpec
@@ -22,12 +23,14 @@ class Inspection:
     """``record``: the manifest's keys (None where a plain checkpoint has nothing to say). ``facts``: (label, text).
     ``lineage``: one text a step, this artifact first, its source last; where a step measured what it cost in quality, a
     second line says that. ``checked``: what is known of the files, None where nothing was recorded of them.
+    ``checkpoint``: what was opened, None for an engine artifact.
     """
 
     record: dict[str, Any]
     facts: list[tuple[str, str]]
     lineage: list[str]
     checked: str | None = None
+    checkpoint: Checkpoint | None = None
 
 
 def inspect(path: Path, verify: bool = False) -> Inspection:
@@ -37,16 +40,16 @@ def inspect(path: Path, verify: bool = False) -> Inspection:
     for a broken artifact, a file that is missing or of another size, and for a wrong digest.
     """
     manifest = read_manifest(path) if path.is_dir() else None
-    facts = _engine_facts(path) if manifest is not None and manifest.kind == "engine" else _checkpoint_facts(path)
+    checkpoint = None if manifest is not None and manifest.kind == "engine" else open_checkpoint(path)
+    facts = _engine_facts(path) if checkpoint is None else _checkpoint_facts(checkpoint)
     if manifest is None:
-        record = _plain_record(path)
-        return Inspection(record, facts, _plain_lineage(path))
+        return Inspection(_plain_record(path), facts, _plain_lineage(path), None, checkpoint)
     check_files(path, manifest, verify)
     count = f"{len(manifest.files)} files"
     checked = f"verified: {count} as recorded, byte for byte" if verify else f"{count} there, of the recorded sizes"
     if verify and (unknown := [entry.name for entry in manifest.files if entry.digest is None]):
         checked += f", but for {', '.join(unknown)}, which was not compared: it is not known to be on disk yet"
-    return Inspection(manifest.to_json(), facts, _lineage(path, manifest), checked)
+    return Inspection(manifest.to_json(), facts, _lineage(path, manifest), checked, checkpoint)
 
 
 def _plain_record(path: Path) -> dict[str, Any]:
@@ -68,12 +71,12 @@ def _plain_record(path: Path) -> dict[str, Any]:
     }
 
 
-def _checkpoint_facts(path: Path) -> list[tuple[str, str]]:
-    checkpoint = open_checkpoint(path)
+def _checkpoint_facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     config = checkpoint.config
     architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else config.get("model_type")
     dtypes = Counter(info.dtype for info in checkpoint.infos.values())
+    old = any(file.suffix in PICKLED for file in checkpoint.files.values())
     language = next((config[name] for name in LANGUAGE_PARTS if isinstance(config.get(name), dict)), config)
     return [
         ("architecture", str(name)),
@@ -81,6 +84,7 @@ def _checkpoint_facts(path: Path) -> list[tuple[str, str]]:
         ("context", str(language.get("max_position_embeddings"))),
         ("quantization", _quantization(checkpoint.quantization)),
         ("tensors", ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common())),
+        *([("weights", "files of torch.save, read as data: no code in them runs")] if old else []),
     ]
 
 

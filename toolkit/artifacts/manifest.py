@@ -11,6 +11,7 @@ from typing import Any
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.safetensors_file import MAX_HEADER
+from toolkit.artifacts.weight_files import pickled_weights
 from toolkit.base.record import later, plain, read
 from toolkit.errors import ToolkitError
 
@@ -21,7 +22,8 @@ TENSORS = (".safetensors", ".gguf")  # how names of files of tensors end
 _LONGEST_NAME, _DEEPEST = 255, 16  # bytes of a part of a file's name, and parts
 KINDS = ("checkpoint", "quantized", "engine", "calibration")
 
-# What counts as content of a model directory; anything else in it (notes, caches, other weights) does not.
+# What counts as content of a model directory, beside weights of torch.save where it has no others; anything else in it
+# (notes, caches) does not.
 _CONTENT = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
 
 
@@ -259,6 +261,7 @@ def content_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path, *(file for file in sorted(path.parent.glob(EYES)) if file != path and file.is_file())]
     found = {file.name for pattern in _CONTENT for file in path.glob(pattern) if file.is_file()} - {MANIFEST}
+    found |= {file.name for file in pickled_weights(path)}
     return [path / name for name in sorted(found)]
 
 

@@ -16,9 +16,16 @@ def map_file(path: Path) -> Tensor:
 
 
 def view_tensor(mapped: Tensor, info: TensorInfo) -> Tensor:
-    """One tensor of a mapped file; copied only where it is not aligned to its element size."""
+    """One tensor of a mapped file; copied only where it is not aligned to its element size, or not contiguous."""
     raw = mapped[info.start : info.end]
-    dtype = getattr(torch, TORCH_DTYPES[info.dtype])
-    if info.start % dtype.itemsize:
+    if info.start % getattr(torch, TORCH_DTYPES[info.dtype]).itemsize:
         raw = raw.clone()
-    return raw.view(dtype).view(info.shape)
+    return shape_tensor(raw, info)
+
+
+def shape_tensor(raw: Tensor, info: TensorInfo) -> Tensor:
+    """The tensor whose bytes in the file are ``raw``, contiguous."""
+    flat = raw.view(getattr(torch, TORCH_DTYPES[info.dtype]))
+    if info.view is None:
+        return flat.view(info.shape)
+    return flat.as_strided(*info.view).contiguous().view(info.shape)

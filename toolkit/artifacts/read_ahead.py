@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.artifacts.reused_memory import U8, ReusedMemory
-from toolkit.artifacts.safetensors_file import TORCH_DTYPES, TensorInfo
+from toolkit.artifacts.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
@@ -64,8 +64,9 @@ class ReadAhead:
             self._changed.notify_all()
         import torch
 
-        info = self._order[place][2]
-        return torch.from_numpy(found).view(getattr(torch, TORCH_DTYPES[info.dtype])).view(info.shape)
+        from toolkit.artifacts.mapped import shape_tensor
+
+        return shape_tensor(torch.from_numpy(found), self._order[place][2])
 
     def close(self) -> None:
         """End the thread; what was taken stays."""

@@ -74,12 +74,15 @@ _FROM_TORCH = {name: dtype for dtype, name in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor as its file's header states it. ``start`` and ``end`` are byte positions in the file."""
+    """One tensor as its file's header states it. ``start`` and ``end`` are byte positions in the file. ``view``: sizes
+    and strides in elements from ``start`` on, where its numbers do not lie one after the other (never in safetensors).
+    """
 
     dtype: str
     shape: tuple[int, ...]
     start: int
     end: int
+    view: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @property
     def nbytes(self) -> int:

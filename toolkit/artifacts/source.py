@@ -12,7 +12,9 @@ from toolkit.errors import ToolkitError, UsageError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt"]
-_UNWANTED = ["*/*", "consolidated*.safetensors", "*.pth", "*.bin"]
+_UNWANTED = ["*/*", "consolidated*.safetensors"]
+# Where a model was published without safetensors.
+_PICKLED = ["pytorch_model.bin", "pytorch_model-*.bin", "consolidated.*.pth", "adapter_model.bin"]
 
 
 def resolve_model(
@@ -21,8 +23,8 @@ def resolve_model(
     """The local path of a model: a directory or a ``.gguf`` file.
 
     ``demo`` is the demo model (``./demo`` is a directory of that name). What exists as a path is taken as one; else
-    ``owner/name`` is fetched from the hub, weights as safetensors only, into ``download_dir`` (default: the hub's own
-    cache). Progress goes to standard error. Raises UsageError for a path that does not exist, or ``revision`` and
+    ``owner/name`` is fetched from the hub, as safetensors where it has them, into ``download_dir`` (default: the hub's
+    own cache). Progress goes to standard error. Raises UsageError for a path that does not exist, or ``revision`` and
     ``download_dir`` where nothing is fetched; ToolkitError, one line, if the hub is out of reach or has no such model.
     """
     if not model:
@@ -61,14 +63,17 @@ def _from_hub(model: str, revision: str | None, download_dir: str | None, progre
 
     shown: dict[str, Any] = {} if progress and sys.stderr.isatty() else {"tqdm_class": _plain_tqdm(progress)}
     try:
-        found = snapshot_download(
-            model,
-            revision=revision,
-            cache_dir=download_dir,
-            allow_patterns=_WANTED,
-            ignore_patterns=_UNWANTED,
-            **shown,
-        )
+        for wanted in (_WANTED, _WANTED + _PICKLED):
+            found = snapshot_download(
+                model,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=wanted,
+                ignore_patterns=_UNWANTED,
+                **shown,
+            )
+            if any(Path(found).glob("*.safetensors")):
+                break
     except GatedRepoError:
         reason = "access must be granted first: accept its terms on the hub and log in (hf auth login)"
     except RepositoryNotFoundError:

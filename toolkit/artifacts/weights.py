@@ -126,10 +126,15 @@ def _check_tied(checkpoint: Checkpoint, stored: list[StoredTensor]) -> None:
 
 def _start(checkpoint: Checkpoint, name: str) -> bytes:
     """The first bytes of a tensor."""
-    info = checkpoint.info(name)
+    info, most = checkpoint.info(name), 1 << 16
+    if info.view is not None:
+        import torch
+
+        raw = checkpoint.tensor(name).reshape(-1).view(torch.uint8)
+        return bytes(raw[:most].numpy().tobytes())
     with checkpoint.files[name].open("rb") as file:
         file.seek(info.start)
-        return file.read(min(info.nbytes, 1 << 16))
+        return file.read(min(info.nbytes, most))
 
 
 def _check_quantized(checkpoint: Checkpoint, form: WeightFormat, stored: list[StoredTensor]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.source import resolve_model
+from toolkit.artifacts.weight_files import pickled_weights
 from toolkit.errors import ToolkitError, UsageError
 
 WEIGHTS = (".safetensors", ".gguf")
@@ -33,7 +34,8 @@ class Listed:
         """Bytes of its files of weights."""
         path = Path(self.path)
         files = [path] if path.is_file() else list(path.iterdir())
-        return sum(file.stat().st_size for file in files if file.suffix in WEIGHTS)
+        weights = [file for file in files if file.suffix in WEIGHTS] or pickled_weights(path)
+        return sum(file.stat().st_size for file in weights)
 
 
 def listed(models: Sequence[str], models_dir: Path | None, aliases: Sequence[str] = ()) -> list[Listed]:

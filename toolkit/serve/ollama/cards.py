@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, FastAPI
 
 from toolkit.artifacts.checkpoint import read_config
+from toolkit.artifacts.weight_files import pickled_weights
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import build
 from toolkit.serve.http.answers import OllamaModels, OllamaVersion
@@ -40,7 +41,8 @@ class Listed:
     def _files(self) -> list[Path]:
         if self.path is None or not self.path.is_dir():
             return [self.path] if self.path is not None and self.path.is_file() else []
-        return [file for file in sorted(self.path.iterdir()) if file.suffix in WEIGHTS and file.is_file()]
+        files = [file for file in sorted(self.path.iterdir()) if file.suffix in WEIGHTS and file.is_file()]
+        return files or pickled_weights(self.path)
 
     def config(self) -> dict[str, Any]:
         """Its config.json, empty where there is none."""
