@@ -15,7 +15,7 @@ from toolkit.serve.options import ServerSettings
 
 @dataclass(frozen=True, kw_only=True)
 class Filling:
-    """``defaults``: fields of every request that does not give them. An endpoint that has no such field goes without."""
+    """``defaults``: fields of every request that does not give them, where its endpoint has such a field."""
 
     prompt: str | None = option(
         None,

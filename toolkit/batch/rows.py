@@ -169,7 +169,7 @@ def template(option: str, text: str, columns: list[str] | None) -> Callable[[dic
 
 
 class Table:
-    """Rows of a CSV or Parquet file as dicts, a few thousand in memory at a time. Values of CSV are the text that stands
+    """Rows of a CSV or Parquet file as dicts, a few thousand in memory at a time. Values of CSV are texts as they stand
     there. Raises UsageError where it cannot be read."""
 
     def __init__(self, path: Path, kind: str) -> None:
@@ -188,9 +188,7 @@ class Table:
         except (OSError, ValueError, csv.Error) as error:
             raise self._unreadable(error) from error
         if not found or len(set(found)) < len(found) or not all(found):
-            raise UsageError(
-                f"{self._path}: expected a first line that names every column, each once, found {found!r:.80}"
-            )
+            raise UsageError(f"{self._path}: expected a first line that names each column once, found {found!r:.80}")
         return found
 
     def _schema(self) -> list[str]:

@@ -127,6 +127,14 @@ def digest_of(line: Line, salt: bytes) -> str:
     return blake2b(line.data, digest_size=8, key=salt, person=line.length.to_bytes(8)).hexdigest()
 
 
+def name_of(source: Source, line: Line) -> str | None:
+    """The custom_id of a line, where it has one."""
+    try:
+        return source.request(line).custom_id
+    except LineFault as fault:
+        return fault.custom_id
+
+
 async def run(
     app: ASGIApp,
     source: Source,
