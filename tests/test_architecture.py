@@ -62,13 +62,14 @@ MAY_IMPORT = {
     "quant": {"measure", "engine", "runners", "models", "artifacts", "kernels", "chat", "vision"} | BASE,
     "serve": {"engine", "chat", "vision", "models", "parsers", "artifacts", "config_checks", "json_lines", "tls"}
     | BASE,
+    "batch": {"serve", "engine", "chat", "config_checks"} | BASE,
     "profile": {"engine", "chat", "vision", "models", "artifacts", "tls"} | BASE,
     "check_env": {"engine", "runners", "models", "artifacts", "kernels"} | BASE,
     "vl": {"vision", "models", "artifacts"} | BASE,
     "model": {"chat"},
     "pytorch": {"artifacts", "models"} | BASE,
     "opencompass": {"pipeline"} | BASE,
-    "pipeline": {"engine", "chat", "vision", "models", "artifacts"} | BASE,
+    "pipeline": {"batch", "serve", "engine", "chat", "vision", "models", "artifacts"} | BASE,
     "__main__": {"commands"},
 }
 # Of another room only these: the contract and what the registry says, no family by its name.

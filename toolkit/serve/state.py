@@ -58,7 +58,8 @@ class ServerState:
     ``embeds``: whether the model says so itself. ``eyes``: None where it reads text alone. ``active``: ids of the
     engine requests in flight, each with its client's session_id. ``admitted``: HTTP requests under way, those whose
     prompts are not tokens yet too; ``of_batches``: those of them that are lines of batches. ``nap``: held while the
-    model goes to sleep or wakes. ``sleeping``: the model sleeps, or will once they have ended. ``closing``: the server is on its way down."""
+    model goes to sleep or wakes. ``sleeping``: the model sleeps, or will once they have ended. ``closing``: the server
+    is on its way down."""
 
     engine: AsyncEngine
     template: ChatTemplate

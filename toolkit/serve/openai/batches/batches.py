@@ -261,6 +261,7 @@ class Batches:
                         tally,
                         self.turns,
                         write,
+                        prepare=lambda asked: {"model": self._state.model_name, **asked.body},
                         told=lambda: batch.count(tally),
                     )
             except TimeoutError:
