@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -55,30 +56,34 @@ def run(
         if tally.done == tally.total:
             _say(tally, target, 0.0)
             return
-        with Progress() as bar:
-            console = bar.console
+        with ExitStack() as stack:
+            with Progress() as bar:
+                console = bar.console
 
-            def note(line: str) -> None:
-                console.print(line, style="dim", markup=False, soft_wrap=True)
+                def note(line: str) -> None:
+                    console.print(line, style="dim", markup=False, soft_wrap=True)
 
-            bar.update(f"loading {model}")
-            with batch.opened(
-                model,
-                settings.server(limits),
-                engine_config=config,
-                chat_template=engine.chat_template,
-                packed=engine.packed(config, note),
-                progress=bar.update,
-            ) as app:
+                bar.update(f"loading {model}")
+                opened = batch.opened(
+                    model,
+                    settings.server(limits),
+                    engine_config=config,
+                    chat_template=engine.chat_template,
+                    packed=engine.packed(config, note),
+                    progress=bar.update,
+                )
+                app = stack.enter_context(opened)
                 say_how_it_runs(console, app.state.server.engine, app.state.server.engine.runner_note)
-                began = time.monotonic()
-                batch.answer(app, files, lambda tally: bar.update("lines", tally.done, tally.total))
+            began = time.monotonic()
+            with Progress() as bar:
+                here = f"{target}: the answers so far stay, and the same command goes on"
+                batch.answer(
+                    app,
+                    files,
+                    lambda tally: bar.update("lines", tally.done, tally.total),
+                    lambda: bar.console.print(here, markup=False, soft_wrap=True),
+                )
         _say(tally, target, time.monotonic() - began)
-    except KeyboardInterrupt:
-        print(
-            f"{target}: {tally.done:,} of {tally.total:,} lines; the same command goes on", file=sys.stderr, flush=True
-        )
-        raise
     finally:
         files.close()
     if tally.total and not tally.completed:

@@ -116,9 +116,14 @@ def opened(
         engine.close()
 
 
-def answer(app: FastAPI, files: Open, told: Callable[[Tally], None] = lambda tally: None) -> Tally:
-    """Answer what is left, by the model behind ``app``; ``told`` is called before the first line, and after each.
-    Raises ToolkitError where the engine ends."""
+def answer(
+    app: FastAPI,
+    files: Open,
+    told: Callable[[Tally], None] = lambda tally: None,
+    stopped: Callable[[], None] = lambda: None,
+) -> Tally:
+    """Answer what is left, by the model behind ``app``; ``told`` is called before the first line, and after each,
+    ``stopped`` at once where Ctrl-C comes. Raises ToolkitError where the engine ends."""
     state: ServerState = app.state.server
     files.bounds.session_len = state.engine.session_len
     places = state.engine.max_batch_size
@@ -136,17 +141,27 @@ def answer(app: FastAPI, files: Open, told: Callable[[Tally], None] = lambda tal
     told(files.tally)
 
     async def work() -> None:
-        await loop.run(
-            app,
-            files.source,
-            files.salt,
-            files.seen,
-            files.tally,
-            Turns(room),
-            put,
-            prepare=lambda asked: files.filler.body(asked, state.model_name),
-            told=lambda: told(files.tally),
+        lines = asyncio.create_task(
+            loop.run(
+                app,
+                files.source,
+                files.salt,
+                files.seen,
+                files.tally,
+                Turns(room),
+                put,
+                prepare=lambda asked: files.filler.body(asked, state.model_name),
+                told=lambda: told(files.tally),
+            )
         )
+        try:
+            await asyncio.wait({lines})
+        except asyncio.CancelledError:
+            stopped()
+            lines.cancel()
+            await asyncio.wait({lines})
+            raise
+        lines.result()
 
     try:
         asyncio.get_running_loop()

@@ -208,14 +208,20 @@ class Batches:
         except StorageFull as error:
             batch.fail("storage_full", str(error))
             status = "failed"
-        except (ToolkitError, OSError) as error:
+        except OSError as error:
+            batch.fail("storage_full", f"answers cannot be written ({error.strerror})")
+            status = "failed"
+        except ToolkitError as error:
             batch.fail("server_error", str(error))
             status = "failed"
         except Exception:
             logger.exception("%s failed", batch.id)
             batch.fail("server_error", "Internal error; the server's log has the details")
             status = "failed"
-        self._end(batch, status)
+        try:
+            self._end(batch, status)
+        except OSError as error:  # when the server starts again it goes on with the batch
+            logger.error("%s cannot be kept: %s", batch.id, error)
 
     async def _answer(self, batch: Batch) -> str:
         """Answer the lines that have none; the status that it ends with."""

@@ -29,6 +29,7 @@ ENDPOINTS: dict[str, type[BaseModel]] = {
     RERANK: RerankRequest,
     SCORE: ScoreRequest,
 }
+OTHER_NAMES = {"/rerank": RERANK, "/v2/rerank": RERANK, "/score": SCORE}
 MOST_NAME = 512  # characters of a custom_id
 PIECE = 1 << 20  # bytes in which the rest of a line that is too long is stepped over
 
@@ -146,8 +147,9 @@ def read_request(line: Line, bounds: Bounds) -> Asked:
     method, url, body = data.get("method"), data.get("url"), data.get("body")
     if method != "POST":
         raise LineFault("invalid_method", f"method: expected 'POST', found {shown(method)}", name)
-    if not (isinstance(url, str) and url in URLS):
-        raise LineFault("invalid_url", f"url: expected {' or '.join(URLS)}, found {shown(url)}", name)
+    url = OTHER_NAMES.get(url, url) if isinstance(url, str) else None
+    if url not in URLS:
+        raise LineFault("invalid_url", f"url: expected {' or '.join(URLS)}, found {shown(data.get('url'))}", name)
     if not isinstance(body, dict):
         raise LineFault("invalid_body", f"body: expected an object, found {shown(body, 60)}", name)
     if body.get("stream"):

@@ -57,7 +57,7 @@ class FileStore:
 
     def __init__(self, directory: Path | None, limits: Limits) -> None:
         self.limits = limits
-        self._lasts = directory is not None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._root: Path | None = None
         self._lock: IO[bytes] | None = None
         self._salt = b""
@@ -89,14 +89,14 @@ class FileStore:
         self._files = {file.id: file for file in found if self.path(file.id).exists()}
 
     @property
-    def lasts(self) -> bool:
-        """Whether what is kept outlives the server."""
-        return self._lasts
-
-    @property
     def root(self) -> Path:
+        """Raises ApiError where no temporary one can be made."""
         if self._root is None:
-            self._open(Path(tempfile.mkdtemp(prefix="toolkit-batches-")))
+            try:
+                self._temporary = tempfile.TemporaryDirectory(prefix="toolkit-batches-", ignore_cleanup_errors=True)
+            except OSError as error:
+                raise no_room(error) from error
+            self._open(Path(self._temporary.name))
         assert self._root is not None
         return self._root
 
@@ -104,9 +104,9 @@ class FileStore:
         """Let go of the directory; a temporary one is removed."""
         if self._lock is not None:
             self._lock.close()
-        if self._root is not None and not self._lasts:
-            shutil.rmtree(self._root, ignore_errors=True)
-        self._root = self._lock = None
+        if self._temporary is not None:
+            self._temporary.cleanup()
+        self._root = self._lock = self._temporary = None
 
     def owner(self, key: bytes) -> str:
         """What stands for an API key in records: none can be told from it. "" where no key is asked for."""
@@ -142,7 +142,7 @@ class FileStore:
             raise limits.refusal("max_files_bytes", None, found, "bytes of files together (delete some)")
 
     def add(self, source: IO[bytes], owner: str, filename: str, purpose: str, seconds: float) -> Stored:
-        """Keep a copy of ``source`` for so long. Raises ApiError."""
+        """Keep a copy of ``source`` for so many seconds. Raises ApiError."""
         id = new_id("file-")
         path = self.path(id)
         part = path.with_suffix(".part")
@@ -151,10 +151,12 @@ class FileStore:
                 shutil.copyfileobj(source, target, 1 << 20)
             self.check_room(part.stat().st_size)
             part.replace(path)
-        except BaseException:
+            return self.register(id, owner, filename, purpose, seconds)
+        except BaseException as error:
             part.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise no_room(error) from error
             raise
-        return self.register(id, owner, filename, purpose, seconds)
 
     def register(self, id: str, owner: str, filename: str, purpose: str, seconds: float) -> Stored:
         """Keep what was written under ``id``."""
@@ -220,6 +222,11 @@ class FileStore:
                 yield read(kind, json.loads(path.read_bytes()))
             except (OSError, ValueError) as error:
                 raise ToolkitError(f"{path}: no record of this server's ({error}); remove it") from error
+
+
+def no_room(error: OSError) -> ApiError:
+    """What clients are told where nothing can be written."""
+    return ApiError(500, f"files cannot be kept here ({error.strerror}); --batch-dir says where", code="storage_full")
 
 
 def new_id(kind: str) -> str:
