@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from toolkit.commands.options import with_flags
@@ -37,6 +38,19 @@ def _flags(parameters: Iterable[Parameter], **helps: str) -> type:
 
 
 with_answer_flags = with_flags("sampling", _flags(TYPED.values()), "Sampling")
+# of requests that say nothing of it themselves, by the names of their fields
+with_request_flags = with_flags(
+    "sampling",
+    _flags(
+        (
+            replace(p, spelled="max_tokens") if p.name == "max_new_tokens" else p
+            for p in TYPED.values()
+            if p.name != "do_sample"
+        ),
+        max_new_tokens="Longest answer. Default: as far as the session goes.",
+    ),
+    "Sampling of requests that leave it open",
+)
 # of load that is measured: how tokens are drawn, greedily unless told otherwise
 with_load_flags = with_flags(
     "sampling",

@@ -34,13 +34,14 @@ MAY_IMPORT = {
     "eval": {"measure"} | BASE,
     "quant": {"measure", "engine", "runners", "models", "artifacts", "kernels", "chat", "vision"} | BASE,
     "serve": {"engine", "chat", "vision", "models", "parsers", "artifacts"} | BASE,
+    "batch": {"serve", "engine", "chat"} | BASE,
     "profile": {"engine", "chat", "vision", "models", "artifacts"} | BASE,
     "check_env": {"engine", "runners", "models", "artifacts", "kernels"} | BASE,
     "vl": {"vision", "models", "artifacts"} | BASE,
     "model": {"chat"},
     "pytorch": {"artifacts", "models"} | BASE,
     "opencompass": {"pipeline"} | BASE,
-    "pipeline": {"engine", "chat", "vision", "models", "artifacts"} | BASE,
+    "pipeline": {"batch", "serve", "engine", "chat", "vision", "models", "artifacts"} | BASE,
     "__main__": {"commands"},
 }
 APIS = ("openai", "lmdeploy", "anthropic", "llama_cpp", "ollama")

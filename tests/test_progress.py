@@ -35,9 +35,9 @@ def test_off_a_terminal_a_plain_line_now_and_then(monkeypatch: pytest.MonkeyPatc
         clock.now += 10
         progress.update("writing", 0, 1)
     assert out.getvalue().splitlines() == [
-        "quantizing layers: 20 of 1,200, 10 s, 9:50 left",
-        "quantizing layers: 40 of 1,200, 20 s, 9:40 left",
-        "quantizing layers: 60 of 1,200, 30 s, 9:30 left",
+        "quantizing layers: 20 of 1,200, 10 s, 2.0/s, 9:50 left",
+        "quantizing layers: 40 of 1,200, 20 s, 2.0/s, 9:40 left",
+        "quantizing layers: 60 of 1,200, 30 s, 2.0/s, 9:30 left",
         "writing",
     ]
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from toolkit.artifacts.adapter import read_adapter
+from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.errors import ToolkitError
+from toolkit.models.registry import load_spec
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
 

@@ -55,6 +55,13 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
 }
 HELD_ELSEWHERE = {
     "max_queue",
+    "max_file_bytes",
+    "max_files",
+    "max_files_bytes",
+    "file_seconds",
+    "max_batches",
+    "max_batch_lines",
+    "batch_lines_at_once",
     "max_images",
     "max_image_bytes",
     "max_image_pixels",

@@ -57,6 +57,9 @@ ASKED = [
     ("/apply-template", {"messages": TALK}),
     ("/props", None),
     ("/v1/chat/interactive", {"prompt": "Hello", "session_id": 3, "interactive_mode": True}),
+    ("/v1/files", None),
+    ("/v1/batches", None),
+    ("/v1/batches", {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"}),
     ("/sleep?level=1", {}),
     ("/wakeup", {}),
     ("/abort_request", {"abort_all": True}),
@@ -99,6 +102,8 @@ def test_answers_and_errors_are_as_documented(start: Any) -> None:
         assert "422" not in responses and {"400", "429", "500", "503"} <= set(responses)
     rest = {"/metrics", "/tokenizer_info", "/terminate", "/v1/models/{name}", "/infill", "/slots"}
     rest |= {f"/v1/responses/{{id}}{more}" for more in ("", "/cancel", "/input_items")}
+    rest |= {f"/v1/files{more}" for more in ("/{id}", "/{id}/content")}
+    rest |= {f"/v1/batches/{{id}}{more}" for more in ("", "/cancel")}
     assert set(document["paths"]) <= tested | rest
     named = {"ChatCompletionRequest", "CompletionRequest", "EmbeddingsRequest", "GenerateRequest"}
     assert named <= set(document["components"]["schemas"])  # by which clients generated for LMDeploy know them

@@ -68,13 +68,14 @@ class Progress:
             self._chunks.clear()
         each = self._each(now, done)
         left = None if each is None or total is None else each * max(0, total - done)
+        slow = each is not None and each > 0.5
+        rate = "" if each is None else f"{each:.1f} s each" if slow else f"{1 / max(each, 1e-6):,.1f}/s"
         if self._bars is None:
-            self._say(phase, done, total, left)
+            self._say(phase, done, total, left, "" if slow else rate)
             return
         if phase not in self._tasks:
             self._complete()
             self._tasks[phase] = self._bars.add_task(phase, total=total, rate="", left="")
-        rate = f"{each:.1f} s each" if each is not None and each > 0.5 else ""
         self._bars.update(
             self._tasks[phase],
             completed=done,
@@ -103,13 +104,13 @@ class Progress:
         for task in self._tasks.values():
             self._bars.update(task, completed=self._bars.tasks[task].total, left="")
 
-    def _say(self, phase: str, done: int, total: int | None, left: float | None) -> None:
+    def _say(self, phase: str, done: int, total: int | None, left: float | None, rate: str) -> None:
         now = time.monotonic()
         if now < self._next:
             return
         self._next = now + EVERY
         count = f": {done:,} of {total:,}, {_clock(now - self._begun)}" if total and done else ""
-        rest = f", {_clock(left)} left" if count and left else ""
+        rest = ", ".join(("", *filter(None, (rate, f"{_clock(left)} left")))) if count and left else ""
         print(f"{phase}{count}{rest}", file=self._file, flush=True)
 
 

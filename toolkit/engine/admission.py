@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from toolkit.engine.cache.block_manager import window_blocks
-from toolkit.engine.load.memory_plan import longer
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest
 from toolkit.errors import UsageError
@@ -64,6 +63,16 @@ def in_blocks(request: EngineRequest, mask_token: int, processed: bool) -> Engin
         if given:
             raise UsageError(f"{name}: not with this model, which guesses blocks of tokens together; leave it out")
     return replace(request, params=replace(p, bad_token_ids=[*p.bad_token_ids, mask_token]))
+
+
+def longer(length: int, model_len: int, session_len: str = "session_len", scaling: str = "rope_scaling_factor") -> str:
+    """What helps where a session of ``length`` tokens is too short for a model that was trained for ``model_len``."""
+    if length < model_len:
+        return f"raise {session_len} (the model takes {model_len}, if the memory does)"
+    return (
+        f"go beyond the {model_len} tokens that the model was trained for by a larger {session_len} with {scaling} 2.0 "
+        "(docs/how-to/long-prompts.md)"
+    )
 
 
 def longest_request(runner: Runner, options: EngineOptions) -> int:

@@ -9,10 +9,13 @@ with pipeline("demo") as pipe:
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from typing import Any, Literal
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 import numpy as np
@@ -42,6 +45,10 @@ from toolkit.vision.eyes import Eyes, media_sampling
 from toolkit.vision.fetch import Fetching
 from toolkit.vision.images import Rules, as_url
 from toolkit.vision.videos import video_url
+
+if TYPE_CHECKING:
+    from toolkit.serve.http.limits import Limits
+    from toolkit.serve.openai.batches.loop import Tally
 
 __all__ = ["Pipeline", "Session", "pipeline"]
 
@@ -314,6 +321,53 @@ class Pipeline:
             if found[i].last_hidden_state is None:
                 raise ToolkitError(f"inputs[{i}]: {found[i].error_message or 'the request was aborted'}")
         return np.stack([vector(found[i].last_hidden_state[0], dimensions, normalize) for i in range(len(jobs))])
+
+    def batch(
+        self,
+        source: str | Path | Iterable[Mapping[str, Any]],
+        target: str | Path,
+        prompt: str | None = None,
+        *,
+        overwrite: bool = False,
+        use_tqdm: bool = False,
+        limits: Limits | None = None,
+        **kwargs: Any,
+    ) -> Tally:
+        """Answer a file of requests into another, a line of ``target`` for each as it comes, as ``tool batch`` does:
+        how many there are and were answered. The same call goes on where it was ended.
+
+        source: JSON lines as OpenAI's batches have them, or with ``prompt`` rows: CSV, Parquet or JSON lines, whose
+        columns stand in its braces ("Translate: {text}"); a list or data set of dicts serves as well. overwrite: throw
+        away the answers that ``target`` has. use_tqdm shows progress on standard error. limits: those of a server's
+        requests. kwargs: ``json_schema`` (a dict, its text, or a file), ``system``, ``endpoint`` and ``id_column`` (see
+        ``tool batch --help``), and fields of requests that do not give them (``max_tokens=64, temperature=0``). A line
+        that fails says so itself. Raises UsageError where files or arguments do not fit.
+        """
+        from toolkit.batch import run
+        from toolkit.batch.options import BatchSettings, Filling
+        from toolkit.serve.app import create_app
+        from toolkit.serve.http.limits import Limits
+
+        self._check_open()
+        if isinstance(schema := kwargs.get("json_schema"), Mapping):
+            kwargs["json_schema"] = json.dumps(schema)
+        named = {f.name for f in fields(Filling)} - {"defaults"}
+        own = {name: kwargs.pop(name) for name in named & kwargs.keys()}
+        filling = Filling(prompt=prompt, **own, defaults=kwargs)
+        limits = limits or Limits()
+        files = run.open_files(source, target, filling, self.model_path, limits, overwrite=overwrite)
+        with closing(files):
+            settings = BatchSettings().server(limits)
+            settings = replace(settings, model_name=self.engine.model_name, adapters=tuple(self.engine.adapters))
+            templates = self._templates
+            app = create_app(self.engine, self.chat_template, settings, of_adapters=templates)
+            with Progress(keep=True) if use_tqdm else nullcontext() as bar:
+
+                def told(tally: Tally) -> None:
+                    if bar:
+                        bar.update("lines", tally.done, tally.total)
+
+                return run.answer(app, files, told)
 
     def close(self) -> None:
         """Stop everything and free the model. May be called twice."""

@@ -31,6 +31,9 @@ from toolkit.serve.model_cards import card, listed
 from toolkit.serve.ollama import routes as ollama_routes
 from toolkit.serve.ollama.cards import add_lists
 from toolkit.serve.openai import chat_routes, completion_routes, pooling_routes, token_routes
+from toolkit.serve.openai.batches import routes as batch_routes
+from toolkit.serve.openai.batches.batches import Batches
+from toolkit.serve.openai.batches.store import FileStore
 from toolkit.serve.openai.responses import routes as responses_routes
 from toolkit.serve.openai.responses.kept import Store
 from toolkit.serve.options import ServerSettings
@@ -53,6 +56,7 @@ ROUTES = (
     llama_routes,
     token_routes,
     pooling_routes,
+    batch_routes,
     generate_routes,
     interactive_routes,
     control_routes,
@@ -65,10 +69,12 @@ def create_app(
     settings: ServerSettings,
     keys: ApiKeys | None = None,
     of_adapters: Mapping[str, ChatTemplate] | None = None,
+    files: FileStore | None = None,
 ) -> FastAPI:
-    """The application that serves ``engine``; it neither opens nor closes it. Its state is ``app.state.server``.
-    ``keys``: those of ``settings``, where they have been read already. ``of_adapters``: templates of those that have
-    one of their own."""
+    """The application that serves ``engine``; it neither opens nor closes it. Its state is ``app.state.server``, its
+    batches are ``app.state.batches``. ``keys``: those of ``settings``, where they have been read already.
+    ``of_adapters``: templates of those that have one of their own. ``files``: of batches, a temporary store by default;
+    its owner closes it."""
     limit, docs = settings.max_concurrent_requests, not settings.disable_fastapi_docs
     lanes, name = Lanes(settings.limits), settings.model_name or engine.model_name
 
@@ -101,6 +107,7 @@ def create_app(
         responses=ERRORS,
     )
     app.state.server = state
+    app.state.batches = Batches(app, state, files or FileStore(None, settings.limits))
     if not settings.no_page:
         add_page(app)
     if docs:

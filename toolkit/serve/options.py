@@ -20,7 +20,7 @@ _IMAGES = {"rich_help_panel": "Images"}
 _CONTROL = {"rich_help_panel": "What clients may do to the server"}
 _FOR_ONE = (
     "model_name", "proxy_url", "node_url",  # proxy_key alone does nothing, and may stand in the environment
-    "allow_terminate_by_client", "enable_abort_handling", "enable_sleep_mode",
+    "allow_terminate_by_client", "enable_abort_handling", "enable_sleep_mode", "batch_dir",
 )  # fmt: skip
 _FOR_SEVERAL = ("models_dir", "memory", "idle_timeout")
 
@@ -47,6 +47,9 @@ class ServerSettings:
     memory: str | None = option(None, "What loaded models may take together, such as 12GB.", **_SEVERAL)
     idle_timeout: float = option(
         0.0, "Seconds after which an unused model's process ends; 0 = never.", min=0, **_SEVERAL
+    )
+    batch_dir: Path | None = option(
+        None, "Directory in which files and batches outlive the server. Default: a temporary one."
     )
     alias: Sequence[str] = option((), "OTHER=NAME: another name of a model; repeatable.", **_SEVERAL)
     proxy_url: str | None = option(None, "Proxy (tool serve proxy) to join.")

@@ -34,6 +34,7 @@ from toolkit.serve.http.certificate import ssl_files
 from toolkit.serve.http.connection import REST_S, connection_class
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.limits import Limits
+from toolkit.serve.openai.batches.store import FileStore
 from toolkit.serve.options import CLIENT_GRACE_S, MAX_GRACE_S, ProxySettings, ServerSettings
 from toolkit.serve.state import ServerState
 from toolkit.serve.watch.log import begin as begin_log
@@ -207,16 +208,16 @@ def serve(
     first.
     """
     address = begin(settings)
-    settings.check()
-    ChatTemplate.check(chat_template)
-    choose_pooling(settings.pooling, None)
+    check(settings, chat_template)
     announcement = _announcement(settings)
-    Formats.check(settings.tool_call_parser, settings.reasoning_parser)
-    choose_defaults(settings.generation_config, None)
     check_traces(settings.otlp_traces_endpoint)
     if keys is None:
         keys = ApiKeys(settings.api_keys, settings.api_key_file)
-    with contextlib.closing(bind(address.host, address.port)) as sock, _terminate_while_loading():
+    with (
+        contextlib.closing(bind(address.host, address.port)) as sock,
+        contextlib.closing(FileStore(settings.batch_dir, settings.limits)) as files,
+        _terminate_while_loading(),
+    ):
         renderer = renderer or Renderer()
         renderer.start()  # it comes up while the model loads
         engine = AsyncEngine.open(
@@ -230,22 +231,52 @@ def serve(
             child=engine_child,
         )
         try:
-            directory = engine.tokenizer.path
-            recipe = None if engine.blind else open_recipe(directory)
-            picture = None if recipe is None else recipe.written
-            template = ChatTemplate.open(engine.tokenizer, directory, chat_template, renderer, picture)
-            name = settings.model_name or engine.model_name
-            if name in engine.adapters:
-                raise UsageError(f"--adapters: expected names other than the model's, found {name!r}")
             silent = settings.disable_metrics or not (engine_config is None or engine_config.enable_metrics)
-            own = replace(settings, model_name=name, adapters=engine.adapters, disable_metrics=silent)
-            others = ChatTemplate.of_adapters(engine.adapters, engine.tokenizer, directory, picture)
-            app = create_app(engine, template, own, keys, others)
+            own = replace(settings, disable_metrics=silent)
+            app = app_of(engine, own, chat_template=chat_template, renderer=renderer, keys=keys, files=files)
             progress(f"sampling where a request says nothing of it: {describe(app.state.server.defaults)}")
-            beside = None if announcement is None else partial(announcement.repeat, app.state.server.model_names)
-            run_app(app, sock, address, lambda url: ready(url, engine), beside)
+            run_app(app, sock, address, lambda url: ready(url, engine), partial(_beside, app, announcement))
         finally:
             engine.close()
+
+
+async def _beside(app: FastAPI, announcement: Announcement | None, url: str) -> None:
+    """What a server does beside answering: it goes on with its batches, and tells the proxy of itself."""
+    app.state.batches.begin()
+    if announcement is not None:
+        await announcement.repeat(app.state.server.model_names, url)
+
+
+def check(settings: ServerSettings, chat_template: ChatTemplateConfig | str | None) -> None:
+    """Raise UsageError for what no application can be made of, before a model is loaded."""
+    settings.check()
+    ChatTemplate.check(chat_template)
+    choose_pooling(settings.pooling, None)
+    Formats.check(settings.tool_call_parser, settings.reasoning_parser)
+    choose_defaults(settings.generation_config, None)
+
+
+def app_of(
+    engine: AsyncEngine,
+    settings: ServerSettings,
+    *,
+    chat_template: ChatTemplateConfig | str | None = None,
+    renderer: Renderer | None = None,
+    keys: ApiKeys | None = None,
+    files: FileStore | None = None,
+) -> FastAPI:
+    """The application that serves ``engine`` under the model's own names, with the templates of the model and its
+    adapters. Raises UsageError, ToolkitError."""
+    directory = engine.tokenizer.path
+    recipe = None if engine.blind else open_recipe(directory)
+    picture = None if recipe is None else recipe.written
+    template = ChatTemplate.open(engine.tokenizer, directory, chat_template, renderer, picture)
+    name = settings.model_name or engine.model_name
+    if name in engine.adapters:
+        raise UsageError(f"--adapters: expected names other than the model's, found {name!r}")
+    own = replace(settings, model_name=name, adapters=engine.adapters)
+    others = ChatTemplate.of_adapters(engine.adapters, engine.tokenizer, directory, picture)
+    return create_app(engine, template, own, keys, others, files)
 
 
 def _announcement(settings: ServerSettings) -> Announcement | None:

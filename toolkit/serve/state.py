@@ -13,6 +13,7 @@ from toolkit.configs.option import spelled
 from toolkit.engine.nap import ASLEEP
 from toolkit.engine.pooling import Pooling
 from toolkit.serve.generation.cache_report import Prompts
+from toolkit.serve.generation.turn import behind
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.lmdeploy.talks import Talks
@@ -56,8 +57,9 @@ class ServerState:
     """``of_adapters``: of those that have a template of their own. ``pooling``: which hidden state is an embedding;
     ``embeds``: whether the model says so itself. ``eyes``: None where it reads text alone. ``active``: ids of the
     engine requests in flight, each with its client's session_id. ``admitted``: HTTP requests under way, those whose
-    prompts are not tokens yet too. ``nap``: held while the model goes to sleep or wakes. ``sleeping``: the model
-    sleeps, or will once they have ended. ``closing``: the server is on its way down."""
+    prompts are not tokens yet too; ``of_batches``: those of them that are lines of batches. ``nap``: held while the
+    model goes to sleep or wakes. ``sleeping``: the model sleeps, or will once they have ended. ``closing``: the server
+    is on its way down."""
 
     engine: AsyncEngine
     template: ChatTemplate
@@ -74,6 +76,7 @@ class ServerState:
     slots: asyncio.Semaphore | None = None
     active: dict[str, int | str | None] = field(default_factory=dict)
     admitted: set[asyncio.Task[Any]] = field(default_factory=set)
+    of_batches: set[asyncio.Task[Any]] = field(default_factory=set)
     nap: asyncio.Lock = field(default_factory=asyncio.Lock)
     sleeping: bool = False
     closing: bool = False
@@ -111,8 +114,9 @@ class ServerState:
             text = f"{waiting} requests wait already (the server's {limit}); try again later"
             raise ApiError(429, text, code="too_many_requests")
         if (task := asyncio.current_task()) is not None:  # that of the HTTP request, up to the end of its answer
-            self.admitted.add(task)
-            task.add_done_callback(self.admitted.discard)
+            for tasks in (self.admitted, *([self.of_batches] if behind.get() else ())):
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
 
     @property
     def model_name(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from toolkit.engine.admission import longer
 from toolkit.engine.cache.block_manager import blocks_for, window_blocks
 from toolkit.engine.pace import MOST_MS
 from toolkit.errors import ToolkitError, UsageError
@@ -67,16 +68,6 @@ class MemoryPlan:
     def longer(self, session_len: str = "session_len", scaling: str = "rope_scaling_factor") -> str:
         """What helps whom the session is too short, by the options' names."""
         return longer(self.session_len, self.model_len, session_len, scaling)
-
-
-def longer(length: int, model_len: int, session_len: str = "session_len", scaling: str = "rope_scaling_factor") -> str:
-    """What helps where a session of ``length`` tokens is too short for a model that was trained for ``model_len``."""
-    if length < model_len:
-        return f"raise {session_len} (the model takes {model_len}, if the memory does)"
-    return (
-        f"go beyond the {model_len} tokens that the model was trained for by a larger {session_len} with {scaling} 2.0 "
-        "(docs/how-to/long-prompts.md)"
-    )
 
 
 def _step(tokens: int, batch: int, target: float | None) -> str:

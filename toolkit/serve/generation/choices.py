@@ -12,6 +12,7 @@ from toolkit.errors import UsageError
 from toolkit.messages import Response
 from toolkit.serve.generation.budget import within
 from toolkit.serve.generation.choice import Choice
+from toolkit.serve.generation.turn import behind
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.state import ServerState
 from toolkit.serve.watch.metrics import RequestClock
@@ -135,7 +136,7 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
         session=choice.session,
         adapter=choice.adapter,
         only=choice.only,
-        priority=choice.priority,
+        priority=choice.priority + behind.get(),
         pictures=choice.pictures,
         progress=choice.progress,
     )

@@ -13,13 +13,14 @@ from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.replies import send_json
 from toolkit.serve.page.routes import FILES
 
+KEY = "toolkit.key"  # in a request's scope: the key that it carries, b"" where none is asked for
 # Liveness, the page and the documentation carry no user's data.
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/", "/docs", "/openapi.json", *PATHS, *FILES})
 
 
 class ApiKeyMiddleware:
-    """401 for every request without one of ``keys`` (none: all may), except those that read OPEN_PATHS. ``under``: what
-    paths that begin so need instead."""
+    """401 for every request without one of ``keys`` (none: all may), except those that read OPEN_PATHS, and those that
+    this process itself makes, which have a KEY already. ``under``: what paths that begin so need instead."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, under: Mapping[str, ApiKeys] | None = None) -> None:
         self.app = app
@@ -30,10 +31,11 @@ class ApiKeyMiddleware:
         return next((keys for prefix, keys in self.under.items() if path.startswith(prefix)), self.keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not _is_open(scope):
+        if scope["type"] == "http" and not _is_open(scope) and KEY not in scope:
             headers = Headers(scope=scope)
             keys = self._keys_for(scope["path"])
-            if keys and not keys.know(_tokens(headers)):
+            key = keys.matching(_tokens(headers)) if keys else b""
+            if key is None:
                 given = headers.get("authorization") or headers.get("x-api-key")
                 found = "an unknown API key" if given else "no API key"
                 error = ApiError(
@@ -41,6 +43,7 @@ class ApiKeyMiddleware:
                 )
                 await send_json(send, 401, error.envelope_at(scope["path"]), [(b"www-authenticate", b"Bearer")])
                 return
+            scope = {**scope, KEY: key}
         await self.app(scope, receive, send)
 
 

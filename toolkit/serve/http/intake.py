@@ -15,7 +15,9 @@ from toolkit.serve.http.lanes import LARGE, Lanes
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.http.replies import send_error
 
+FORM = 1 << 14  # bytes that a form has besides its file
 BYTES_A_SECOND = 1 << 16  # a body may take so much longer as it is larger
+UPLOADS = "/v1/files"  # bodies of POST here go to disk as they come
 LINGER = 5.0  # seconds in which the rest of a body that was refused is thrown away
 
 
@@ -23,7 +25,8 @@ class Intake:
     """Refuses bodies that are too large (413), too slow (408) or too many at once (503), while they arrive, and packed
     ones (415).
 
-    A body counts until its request is answered. Memory that a large one took goes back to the system afterwards.
+    A body counts until its request is answered, unless it goes to disk. Memory that a large one took goes back to the
+    system afterwards.
     """
 
     def __init__(self, app: ASGIApp, limits: Limits, lanes: Lanes) -> None:
@@ -36,14 +39,18 @@ class Intake:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(self._limits, receive, Headers(scope=scope))
+        to_disk = scope["method"] == "POST" and scope["path"] == UPLOADS
+        body = _Body(self._limits, receive, Headers(scope=scope), "max_file_bytes" if to_disk else "max_body_bytes")
+        held = 0  # bytes that count
 
         async def counted() -> Message:
+            nonlocal held
             before = body.size
             try:
                 message = await body.next()
             finally:  # one part too many counts too, until it is given back below
-                self._pending += body.size - before
+                more = 0 if to_disk else body.size - before
+                held, self._pending = held + more, self._pending + more
             if self._pending > self._limits.max_pending_bytes:
                 full = spelled("max_pending_bytes")
                 text = f"the bodies of requests that are being answered fill the server's {full}; try again later"
@@ -64,7 +71,7 @@ class Intake:
             else:
                 await self._app(scope, counted, answer)
         finally:
-            self._pending -= body.size
+            self._pending -= held
             if body.size > LARGE:
                 self._lanes.give_back()
 
@@ -72,8 +79,10 @@ class Intake:
 class _Body:
     """The messages of one request's body, within their time."""
 
-    def __init__(self, limits: Limits, receive: Receive, headers: Headers) -> None:
+    def __init__(self, limits: Limits, receive: Receive, headers: Headers, limit: str) -> None:
         self.size = 0
+        self._limit = limit  # by the name of its option
+        self._most = getattr(limits, limit) + (FORM if limit == "max_file_bytes" else 0)
         declared = headers.get("content-length", "")
         self.declared = int(declared[:20]) if declared.isdecimal() else 0
         self._limits = limits
@@ -96,7 +105,7 @@ class _Body:
             raise ApiError(408, text, code="read_timeout") from error
         self.size += len(message.get("body", b""))
         self._whole = not message.get("more_body", False)
-        if self.size > self._limits.max_body_bytes:
+        if self.size > self._most:
             raise self.too_large()
         return message
 
@@ -114,9 +123,9 @@ class _Body:
         if self._packed not in ("", "identity"):
             text = f"Content-Encoding: bodies are not unpacked here, found {shown(self._packed)}; send it as it is"
             return ApiError(415, text, code="content_encoding")
-        return self.too_large() if self.declared > self._limits.max_body_bytes else None
+        return self.too_large() if self.declared > self._most else None
 
     def too_large(self) -> ApiError:
-        most = self._limits.max_body_bytes
-        text = f"The request body is larger than {most:,} bytes (the server's {spelled('max_body_bytes')})"
+        most = getattr(self._limits, self._limit)
+        text = f"The request body is larger than {most:,} bytes (the server's {spelled(self._limit)})"
         return ApiError(413, text, code="body_too_large")

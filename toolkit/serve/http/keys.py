@@ -39,13 +39,14 @@ class ApiKeys:
         """One of them, for a client of ours."""
         return next((key.decode(errors="replace") for key in (*self._given, *self._in_file)), None)
 
-    def know(self, tokens: Sequence[str]) -> bool:
-        """Whether one of ``tokens``, as headers have them, is a key."""
+    def matching(self, tokens: Sequence[str]) -> bytes | None:
+        """The key that one of ``tokens``, as headers have them, is."""
         self._refresh()
         keys = [*self._given, *self._in_file]
         # Every key is compared, each in constant time, so that timing tells nothing about any of them.
-        matches = [hmac.compare_digest(token.encode("latin-1", "replace"), key) for token in tokens for key in keys]
-        return any(matches)
+        given = [token.encode("latin-1", "replace") for token in tokens]
+        matches = [key for token in given for key in keys if hmac.compare_digest(token, key)]
+        return matches[0] if matches else None
 
     def _refresh(self) -> None:
         if self._file is None or (mark := self._mark()) == self._seen:

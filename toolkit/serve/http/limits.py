@@ -51,6 +51,15 @@ class Limits:
     max_stored_responses: int = _limit(1024, "Responses kept for previous_response_id.")
     max_stored_bytes: int = _limit(64 << 20, "Bytes of the conversations kept for previous_response_id.")
     stored_response_seconds: float = _limit(3600.0, "Seconds for which a response is kept.")
+    max_file_bytes: int = _limit(200 << 20, "Bytes of a file for a batch.")
+    max_files: int = _limit(1000, "Files that are kept, batches' answers too; as many batches that have ended.")
+    max_files_bytes: int = _limit(1 << 30, "Bytes of all these files together.")
+    file_seconds: float = _limit(2592000.0, "Seconds for which such a file, and a batch, is kept.")
+    max_batches: int = _limit(100, "Batches that wait or run.")
+    max_batch_lines: int = _limit(50000, "Lines of a batch.")
+    batch_lines_at_once: int = _limit(
+        64, "Lines of batches that are answered at once; a quarter of the places for requests is left to others."
+    )
     max_queue: int = _limit(1024, "Requests that wait for a place in the batch; more are told to come again (429).")
     max_connections: int = _limit(2048, "Open connections.")
     read_timeout: float = _limit(30.0, "Seconds for a request's head to arrive; for its body, and one more a 64 KiB.")

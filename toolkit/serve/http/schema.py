@@ -27,6 +27,7 @@ STATUSES = {
     503: "The server cannot take requests now; Retry-After says when to ask again",
 }
 FORBIDDEN = {403: "The server was started without the option that allows it"}
+BUSY_FILE = {409: "A batch that runs needs the file, or the batch has ended already"}
 BUSY = {409: "This conversation is being answered"}
 
 _TALK = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
@@ -44,6 +45,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "RerankRequest": {"model": "demo", "query": "fruit", "documents": ["apple", "train"]},
     "ScoreRequest": {"model": "demo", "text_1": "fruit", "text_2": ["apple", "train"]},
     "RawRequest": {"prompt": "Once upon a time", "max_tokens": 8},
+    "BatchRequest": {
+        "input_file_id": "file-0123456789abcdef01234567",
+        "endpoint": "/v1/chat/completions",
+        "completion_window": "24h",
+    },
     "PerplexityRequest": {"input": "Once upon a time"},
     "GenerateRequest": {"prompt": "Hello", "session_id": 1, "interactive_mode": True, "request_output_len": 8},
     "AbortRequest": {"abort_all": True},

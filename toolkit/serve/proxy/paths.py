@@ -6,18 +6,25 @@ import httpx2 as httpx
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
+from toolkit.serve.http.errors import ApiError
+
 # What goes through besides /v1/…; not what ends, changes or shows a server itself.
 FORWARDED = frozenset(
     "/generate /get_ppl /tokenize /detokenize /tokenizer_info /rerank /v2/rerank /score "
     "/api/chat /api/generate /api/embed /api/embeddings /api/show /completion /infill /apply-template".split()
 )
 
+KEPT = ("/v1/files", "/v1/batches")  # by one server, for the key that asked it
+
 
 def forwarded(scope: Scope) -> str:
-    """The target (path and query) of a request that may go through. Raises HTTPException 404 for any other.
+    """The target (path and query) of a request that may go through. Raises HTTPException or ApiError 404 for others.
 
     The path is looked at decoded, and what is sent is that path: a server must not read another one out of it.
     """
+    if scope["path"].startswith(KEPT):
+        text = "files and batches are kept by a server of one model; ask that server itself"
+        raise ApiError(404, text, code="route_not_found")
     path, query = scope["path"], scope["query_string"].decode("latin-1")
     plain = path.isprintable() and not any(sign in path for sign in "?#\\%")
     if not plain or not {".", ".."}.isdisjoint(path.split("/")) or httpx.URL(f"http://node{path}").path != path:

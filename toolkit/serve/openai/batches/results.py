@@ -1,0 +1,122 @@
+"""The file of a batch's answers: a line an answer, each written whole, and read again by who goes on after a crash.
+
+An answer's ``id`` holds its line's number and a digest of the line, so that the file alone says what is done, and of
+what.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.serve.http.replies import as_json
+from toolkit.serve.openai.batches.lines import split
+
+_START = b'{"id":"batch_req_'
+_LINE = re.compile(
+    rb'\{"id":"batch_req_(\d{1,15})_([0-9a-f]{16})","custom_id":(?:null|"(?:[^"\\]|\\.)*"),'
+    rb'"response":(?:null|\{"status_code":(\d{3}))'
+)
+_HEAD = 1 << 14  # bytes in which an answer says all this: a custom_id is short
+
+
+@dataclass(frozen=True)
+class Done:
+    """A line that is answered; ``good``: with status 200."""
+
+    number: int
+    digest: str
+    good: bool
+
+
+def answered(number: int, digest: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+    """OpenAI's line of an answer; ``body``: the JSON that the server gave."""
+    return (
+        _START
+        + f'{number}_{digest}","custom_id":'.encode()
+        + as_json(custom_id)
+        + f',"response":{{"status_code":{status},"request_id":'.encode()
+        + as_json(request_id)
+        + b',"body":'
+        + body
+        + b'},"error":null}\n'
+    )
+
+
+def failed(number: int, digest: str, custom_id: str | None, code: str, message: str) -> bytes:
+    """OpenAI's line of a request that was never made."""
+    return (
+        _START
+        + f'{number}_{digest}","custom_id":'.encode()
+        + as_json(custom_id)
+        + b',"response":null,"error":'
+        + as_json({"code": code, "message": f"line {number}: {message}"})
+        + b"}\n"
+    )
+
+
+class Results:
+    """Grows by whole lines. Of a file that another run left, a torn last line is cut off.
+
+    Raises UsageError for a file of something else, ToolkitError for one that another run is writing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be written ({error.strerror}); name another file") from error
+        try:
+            self._take()
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ToolkitError(
+                f"{self._path}: another run is writing it; wait for that, or name another file"
+            ) from error
+        end = 0
+        with self._path.open("rb") as file:
+            for number, (head, length, whole) in enumerate(split(file, _HEAD), 1):
+                if whole and _LINE.match(head):
+                    end += length + 1
+                elif whole or not (head.startswith(_START) or _START.startswith(head)):
+                    expected = "answers of a batch; name another file, or remove this one"
+                    raise UsageError(f"{self._path}: expected {expected}, found another text in line {number}")
+        os.ftruncate(self._file, end)
+
+    def done(self) -> Iterator[Done]:
+        """What earlier runs have answered."""
+        with self._path.open("rb") as file:
+            for head, _, _ in split(file, _HEAD):
+                found = _LINE.match(head)
+                assert found is not None, "looked at when it was opened"
+                yield Done(int(found[1]), found[2].decode(), found[3] == b"200")
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return os.fstat(self._file).st_size
+
+    def clear(self) -> None:
+        """Throw all answers away."""
+        os.ftruncate(self._file, 0)
+
+    def write(self, line: bytes) -> None:
+        """Append one. Raises OSError; what is torn then is cut off at the next start."""
+        while line:
+            line = line[os.write(self._file, line) :]
+
+    def close(self) -> None:
+        os.fsync(self._file)
+        os.close(self._file)

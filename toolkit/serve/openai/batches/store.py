@@ -1,0 +1,259 @@
+"""Files of a server's clients, and the records of their batches, in one directory."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from toolkit.base.record import plain, read
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.limits import Limits
+
+R = TypeVar("R")
+_ID = re.compile(r"(file|batch)-[0-9a-f]{24}|batch_[0-9a-f]{24}")
+_SALT, _LOCK = "salt", "lock"
+
+
+class StorageFull(Exception):
+    """There is no room for what a batch writes; the message says which limit it is."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A file; ``owner``: see ``FileStore.owner``. Times are in seconds since 1970."""
+
+    id: str
+    owner: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    expires_at: int
+
+    def card(self) -> dict[str, Any]:
+        """As OpenAI's API has it."""
+        told = {name: value for name, value in vars(self).items() if name != "owner"}
+        return {**told, "object": "file", "status": "processed", "status_details": None}
+
+
+class FileStore:
+    """``directory``: None = a temporary one, made when something is to be kept and removed at the end. No other server
+    may have it. Raises UsageError, ToolkitError where it cannot be used.
+
+    Whatever is kept is whole: files and records are renamed when they are.
+    """
+
+    def __init__(self, directory: Path | None, limits: Limits) -> None:
+        self.limits = limits
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._root: Path | None = None
+        self._lock: IO[bytes] | None = None
+        self._salt = b""
+        self._files: dict[str, Stored] = {}  # the oldest first
+        self._growing: dict[str, int] = {}  # bytes of each
+        self.in_use: Callable[[str], bool] = lambda id: False  # whether a file has to stay although its time is over
+        if directory is not None:
+            self._open(directory.expanduser())
+
+    def _open(self, root: Path) -> None:
+        try:
+            for folder in (root, root / "files", root / "batches"):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = (root / _LOCK).open("ab")
+            salt = root / _SALT
+            if not salt.exists():
+                _write(salt, secrets.token_bytes(32))
+            self._salt = salt.read_bytes()
+        except OSError as error:
+            raise UsageError(
+                f"--batch-dir {root}: cannot be used ({error.strerror}); name another directory"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ToolkitError(f"--batch-dir {root}: another server uses it; name another directory") from error
+        self._root = root
+        found = sorted(self._records("files", Stored), key=lambda file: file.created_at)
+        self._files = {file.id: file for file in found if self.path(file.id).exists()}
+
+    @property
+    def root(self) -> Path:
+        """Raises ApiError where no temporary one can be made."""
+        if self._root is None:
+            try:
+                self._temporary = tempfile.TemporaryDirectory(prefix="toolkit-batches-", ignore_cleanup_errors=True)
+            except OSError as error:
+                raise no_room(error) from error
+            self._open(Path(self._temporary.name))
+        assert self._root is not None
+        return self._root
+
+    def close(self) -> None:
+        """Let go of the directory; a temporary one is removed."""
+        if self._lock is not None:
+            self._lock.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+        self._root = self._lock = self._temporary = None
+
+    def owner(self, key: bytes) -> str:
+        """What stands for an API key in records: none can be told from it. "" where no key is asked for."""
+        if not key:
+            return ""
+        _ = self.root  # it has the salt
+        return blake2b(key, digest_size=16, key=self._salt).hexdigest()
+
+    # Files ----------------------------------------------------------------------------------------------------------
+
+    def path(self, id: str) -> Path:
+        """Where the text of a file is."""
+        assert _ID.fullmatch(id)
+        return self.root / "files" / id
+
+    def files(self, owner: str) -> list[Stored]:
+        """The oldest first."""
+        self._expire()
+        return [file for file in self._files.values() if file.owner == owner]
+
+    def file(self, id: str, owner: str) -> Stored | None:
+        self._expire()
+        found = self._files.get(id)
+        return found if found is not None and found.owner == owner else None
+
+    def check_room(self, size: int) -> None:
+        """Raise ApiError where another file of ``size`` bytes is too many."""
+        self._expire()
+        limits = self.limits
+        if len(self._files) >= limits.max_files:
+            raise limits.refusal("max_files", None, len(self._files) + 1, "files (delete some)")
+        if (found := self._used() + size) > limits.max_files_bytes:
+            raise limits.refusal("max_files_bytes", None, found, "bytes of files together (delete some)")
+
+    def add(self, source: IO[bytes], owner: str, filename: str, purpose: str, seconds: float) -> Stored:
+        """Keep a copy of ``source`` for so many seconds. Raises ApiError."""
+        id = new_id("file-")
+        path = self.path(id)
+        part = path.with_suffix(".part")
+        try:
+            with part.open("wb") as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+            self.check_room(part.stat().st_size)
+            part.replace(path)
+            return self.register(id, owner, filename, purpose, seconds)
+        except BaseException as error:
+            part.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise no_room(error) from error
+            raise
+
+    def register(self, id: str, owner: str, filename: str, purpose: str, seconds: float) -> Stored:
+        """Keep what was written under ``id``."""
+        now = int(time.time())
+        size = self.path(id).stat().st_size
+        file = Stored(id, owner, size, now, filename, purpose, now + int(seconds))
+        self.save("files", file)
+        self._files[id] = file
+        self._growing.pop(id, None)
+        return file
+
+    def grow(self, id: str, size: int) -> None:
+        """Note that so many bytes are about to be added to a file that is not kept yet. Raises StorageFull."""
+        if self._used() + size > self.limits.max_files_bytes:
+            refused = self.limits.refusal("max_files_bytes", None, self._used() + size, "bytes of files together")
+            raise StorageFull(refused.message)
+        self._growing[id] = self._growing.get(id, 0) + size
+
+    def drop(self, id: str) -> None:
+        """Forget a file."""
+        self._files.pop(id, None)
+        self._growing.pop(id, None)
+        self.forget("files", id)
+        self.path(id).unlink(missing_ok=True)
+
+    def _used(self) -> int:
+        return sum(file.bytes for file in self._files.values()) + sum(self._growing.values())
+
+    def _expire(self) -> None:
+        now = time.time()
+        for file in [file for file in self._files.values() if file.expires_at <= now]:
+            if not self.in_use(file.id):
+                self.drop(file.id)
+
+    def tidy(self, used: set[str]) -> None:
+        """Remove files that were begun and never kept, but those ``used``."""
+        if self._root is None:
+            return
+        for path in (self._root / "files").iterdir():
+            if path.name.removesuffix(".json") not in self._files and path.name not in used:
+                path.unlink(missing_ok=True)
+
+    # Records --------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str, record: Any) -> None:
+        """Keep a record under its id."""
+        _write(self.root / folder / f"{record.id}.json", json.dumps(plain(record)).encode())
+
+    def forget(self, folder: str, id: str) -> None:
+        assert _ID.fullmatch(id)
+        (self.root / folder / f"{id}.json").unlink(missing_ok=True)
+
+    def records(self, folder: str, kind: type[R]) -> list[R]:
+        """All of a folder that can be read."""
+        return [] if self._root is None else list(self._records(folder, kind))
+
+    def _records(self, folder: str, kind: type[R]) -> Iterator[R]:
+        assert self._root is not None
+        for path in sorted((self._root / folder).glob("*.json")):
+            if not _ID.fullmatch(path.stem):
+                continue
+            try:
+                yield read(kind, json.loads(path.read_bytes()))
+            except (OSError, ValueError) as error:
+                raise ToolkitError(f"{path}: no record of this server's ({error}); remove it") from error
+
+
+def no_room(error: OSError) -> ApiError:
+    """What clients are told where nothing can be written."""
+    return ApiError(500, f"files cannot be kept here ({error.strerror}); --batch-dir says where", code="storage_full")
+
+
+def new_id(kind: str) -> str:
+    return kind + secrets.token_hex(12)
+
+
+def named(found: R | None, what: str, id: str) -> R:
+    """``found``, or ApiError 404."""
+    if found is None:
+        raise ApiError(404, f"no such {what}: {id:.60}", code=f"{what}_not_found")
+    return found
+
+
+def page(items: list[Any], after: str | None, limit: int, told: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    """``limit`` of ``items`` behind the one whose id is ``after``, as OpenAI's lists have them. Raises ApiError."""
+    start = 0
+    if after:
+        start = 1 + next((i for i, item in enumerate(items) if item.id == after), len(items))
+        if start > len(items):
+            raise ApiError(400, f"after: no such id in this list: {after:.60}", param="after")
+    shown = [told(item) for item in items[start : start + limit]]
+    ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
+    return {"object": "list", "data": shown, **ends, "has_more": start + limit < len(items)}
+
+
+def _write(path: Path, data: bytes) -> None:
+    part = path.with_suffix(".new")
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+    part.replace(path)
