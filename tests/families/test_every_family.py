@@ -78,7 +78,7 @@ def oracle(model: tuple[str, Path, Path], support: Any, tiny_models: Any) -> Any
         return remembering(stand_in(model[1]).logits)
     spec = load_spec(open_checkpoint(model[1]))[0]
     alibi = next((a.alibi for _, a in spec.attention_layers() if a.alibi is not None), None)
-    form = "eager" if alibi is None else "sdpa"  # in the eager form Falcon adds it twice
+    form = "eager" if alibi is None or model[0] == "mpt" else "sdpa"  # in the eager form Falcon adds it twice
     kind = AutoModelForCausalLM if get(model[0]).recipe is None else AutoModelForImageTextToText
     theirs = kind.from_pretrained(model[2], dtype=torch.float32, attn_implementation=form).eval()
     twin = alibi is not None and model[1] != model[2]  # without ALiBi of its own: without rope, and a mask with it

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf
@@ -27,7 +26,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=_rope(config, dims.head_dim, dims.max_position),
+        rope=read_stretched(config, dims.head_dim, dims.max_position),
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
@@ -36,7 +35,7 @@ def build(config: Fields) -> Built:
     )
 
 
-def _rope(config: Fields, head_dim: int, max_position: int) -> RopeSpec:
+def read_stretched(config: Fields, head_dim: int, max_position: int) -> RopeSpec:
     """With "alpha" the "dynamic" scaling of the files is none: the base is larger, whatever the length."""
     scaling = config.nested("rope_scaling") or config.inner("rope_parameters")
     alpha = scaling.number("alpha", default=None, high=1e9)
