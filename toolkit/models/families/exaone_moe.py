@@ -62,7 +62,8 @@ FAMILY = Family(
         Tiny(dict(SIZES, sliding_window_pattern=4)),
         Tiny(
             dict(
-                SIZES, layer_types=["sliding_attention", "full_attention"] * 2, n_group=4, topk_group=2, num_shared_experts=2, head_dim=24,
+                SIZES, layer_types=["sliding_attention", "full_attention"] * 2,
+                n_group=4, topk_group=2, num_shared_experts=2, head_dim=24,
                 num_key_value_heads=1, norm_topk_prob=False, first_k_dense_replace=0,
             )
         ),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
+from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf
