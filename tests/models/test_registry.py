@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.registry import LACKING, apply_overrides, build, families, find_family, get, load_spec, names
+from toolkit.models.lacking import LACKING
+from toolkit.models.registry import apply_overrides, build, families, find_family, get, load_spec, names
 
 CONFIG = dict(
     architectures=["LlamaForCausalLM"],

@@ -30,6 +30,8 @@ CASES: list[tuple[str, Any, str, str, str]] = [
     ("gpt_oss", None, "<|channel|>analysis<|message|>Hm", "Hm", ""),
     ("minimax_m2", None, "Hm.\n</think>\n\nHello.", "Hm.", "Hello."),
     ("command_a", None, "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Hello.<|END_RESPONSE|>", "Hm.", "Hello."),
+    ("command_a", None, "<|END_THINKING|><|START_RESPONSE|>Hello.<|END_RESPONSE|>", "", "Hello."),
+    ("qwen3", "closed", "</think>\n\nHello.", "", "Hello."),
     ("seed_oss", None, "<seed:think>Hm.</seed:think>Hello.", "Hm.", "Hello."),
 ]  # fmt: skip
 
@@ -67,6 +69,27 @@ def test_calls_come_behind_thoughts_not_in_them() -> None:
     assert answer.reasoning == "Hm." and len(answer.calls) == 1
 
 
+GLM = "<tool_call>now</tool_call>"
+UNCLOSED = [
+    ("glm45", "glm45", "open", f"Hm.\n{GLM}", "Hm.", ""),
+    ("glm45", "glm45", None, f"<think>Hm.{GLM}\n{GLM}", "Hm.", ""),
+    ("glm45", "glm45", None, "<think>Hm.<tool_call>now", "Hm.", "<tool_call>now"),
+    ("mistral", "mistral", None, '[THINK]Hm.[TOOL_CALLS][{"name": "now", "arguments": {}}]', "Hm.", ""),
+    ("mistral", "mistral", None, "[THINK]Hm.\n[TOOL_CALLS]now[ARGS]{}", "Hm.", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNCLOSED, ids=lambda case: f"{case[0]}: {case[3][:30]!r}")
+def test_a_call_ends_a_thought_that_was_not_closed(case: Any) -> None:
+    name, tools, begun, text, thought, content = case
+    whole = read(name, begun, [text], tools)
+    assert (whole.reasoning, whole.content) == (thought, content)
+    assert len(whole.calls) == text.count("now") - content.count("now")
+    for at in range(len(text) + 1):
+        assert read(name, begun, [text[:at], text[at:]], tools) == whole
+        assert read(name, begun, [text[:at]], tools) == read(name, begun, list(text[:at]), tools)
+
+
 def test_every_format_of_ours_lmdeploy_and_vllm_has_a_name() -> None:
     for name in ("default", "deepseek-r1", "deepseek_v3", "qwen-qwq", "intern-s1", "qwen3", "glm45", "granite", "openai_gptoss",
                  "minimax_m2", "kimi_k2", "mistral", "seed_oss", "deepseek-v3.2"):  # fmt: skip
@@ -83,6 +106,7 @@ def test_every_format_of_ours_lmdeploy_and_vllm_has_a_name() -> None:
         ("<think>", "qwen3"),
         ("minimax:tool_call <think>", "minimax_m2"),
         ("[THINK]", "mistral"),
+        ("<think> <tool_call> <arg_key>", "glm45"),
         ("{{ messages }}", None),
     ],
 )

@@ -73,7 +73,10 @@ CASES: list[Case] = [
     ("llama3", f'{LLAMA}; {{"name": "now", "parameters": {{}}}}', "", [PARIS, NOW]),
     ("llama3", '{"type": "function", "name": "now", "parameters": {}}', "", [NOW]),
     ("llama3", '{"colour": "red"}', '{"colour": "red"}', []),
-    ("llama3", '{"name": "now", "parameters": {}} and text', '{"name": "now", "parameters": {}} and text', []),
+    ("llama3", '{"name": "now", "parameters": {}} and {text}', "and {text}", [NOW]),
+    ("llama3", f'{LLAMA}; {{"name": "now", "par', '{"name": "now", "par', [PARIS]),
+    ("llama3", '{"name": "now", "parameters": {"a": {"name": "now", "parameters": {}}', '{"name": "now", "parameters": {"a": {"name": "now", "parameters": {}}', []),
+    ("llama3", f'{LLAMA}\nI used {{"city": "Paris"}} for it.', 'I used {"city": "Paris"} for it.', [PARIS]),
     ("llama3", 'No: {"name": "now", "parameters": {}}', 'No: {"name": "now", "parameters": {}}', []),
     ("llama3", " \n", " \n", []),
     ("pythonic", '[weather(city="Paris", days=2), now()]', "", [PARIS, NOW]),
@@ -108,6 +111,9 @@ CASES: list[Case] = [
     ("mistral", 'Yes.[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 2}[TOOL_CALLS]now[ARGS]{}', "Yes.", [PARIS, NOW]),
     ("mistral", '[TOOL_CALLS]weather{"city": "Paris", "days": 2}', "", [PARIS]),
     ("mistral", "[TOOL_CALLS] [{", "[TOOL_CALLS] [{", []),
+    ("mistral", f'Yes.[TOOL_CALLS] [{ONE}, {{"name": "now", "argu', 'Yes.{"name": "now", "argu', [PARIS]),
+    ("mistral", '[TOOL_CALLS]now[ARGS]{} and more', "and more", [NOW]),
+    ("mistral", '[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]weather[ARGS]{"city": "Pa', '[TOOL_CALLS]weather[ARGS]{"city": "Pa', [NOW]),
     ("deepseek_v3", f'{DS}{DB}function{DN}weather\n```json\n{{"city": "Paris", "days": 2}}\n```{DC}\n{DB}function{DN}now\n'
      f"```json\n{{}}\n```{DC}{DE}", "", [PARIS, NOW]),
     ("deepseek_v3", f"Hm.{DS}{DB}function{DN}weather\n```json\n{{]\n```{DC}{DE}",
@@ -115,6 +121,10 @@ CASES: list[Case] = [
     ("deepseek_v31", f'Hm.\n\n{DS}{DB}weather{DN}{{"city": "Paris", "days": 2}}{DC}{DB}now{DN}{{}}{DC}{DE}', "Hm.",
      [PARIS, NOW]),
     ("deepseek_v32", f"So.\n\n<｜DSML｜function_calls>\n{DSML}\n</｜DSML｜function_calls>", "So.", [PARIS]),
+    ("deepseek_v31", f"{DS}{DB}now{DN}{{}} then {DB}now{DN}{{}}{DC} and {DB}weather{DN}{{}}{DC}{DE}.", "then and.", [NOW, NOW, ("weather", {})]),
+    ("deepseek_v31", f"{DS}{DB}now{DN}{{}}{DC}{DB}weather{DN}{{", f"{DB}weather{DN}{{", [NOW]),
+    ("deepseek_v32", f"<｜DSML｜function_calls>\n{DSML}\n{DSML[:60]}", DSML[:60], [PARIS]),
+    ("deepseek_v32", f"<｜DSML｜function_calls>\n{DSML}\n<｜DSML｜inv", "<｜DSML｜inv", [PARIS]),
     ("deepseek_v32", "<｜DSML｜function_calls>\n<｜DSML｜invoke", "<｜DSML｜function_calls>\n<｜DSML｜invoke", []),
     ("glm45", f"<tool_call>weather\n{GLM}</tool_call>\n<tool_call>now</tool_call>", "", [PARIS, NOW]),
     ("glm45", f"Ah.<tool_call>weather{GLM.replace(chr(10), '')}</tool_call>", "Ah.", [PARIS]),
@@ -124,16 +134,29 @@ CASES: list[Case] = [
      f"functions.now:1{KN}{{}}{KE}", "Ok.", [PARIS, NOW]),
     ("kimi_k2", f"{KB}functions.weather:0{KN}[{KE}", f"<|tool_call_begin|>functions.weather:0{KN}[<|tool_call_end|>", []),
     ("minimax_m2", f"Right.\n<minimax:tool_call>\n{INVOKE}\n</minimax:tool_call>", "Right.", [PARIS]),
+    ("minimax_m2", f"<minimax:tool_call>\n{INVOKE}\n{INVOKE[:-3]}", INVOKE[:-3], [PARIS]),
+    ("minimax_m2", f"<minimax:tool_call>\n{INVOKE} so", "so", [PARIS]),
     ("minimax_m2", "<minimax:tool_call>?</minimax:tool_call>", "<minimax:tool_call>?</minimax:tool_call>", []),
     ("command_r", f"<|START_ACTION|>[\n    {COHERE}\n]<|END_ACTION|>", "", [PARIS]),
     ("command_r", "<|START_RESPONSE|>Hello.<|END_RESPONSE|>", "Hello.", []),
     ("command_r", f"Action: ```json\n[{COHERE}]\n```", "", [PARIS]),
+    ("command_r", f"<|END_THINKING|><|START_ACTION|>[{COHERE}]<|END_ACTION|>", "", [PARIS]),
+    ("command_r", "<|END_THINKING|><|START_RESPONSE|>Hello.<|END_RESPONSE|>", "Hello.", []),
+    ("command_r", f"<|START_ACTION|>[{COHERE}, {COHERE[:-5]}", COHERE[:-5], [PARIS]),
     ("phi4", f"functools[{ONE}]", "", [PARIS]),
+    ("phi4", f"functools[{ONE}, {ONE[:-1]}", ONE[:-1], [PARIS]),
+    ("phi4", f"Well. functools[{ONE}]\nAnd functools[{ONE}]\nDone?", "Well.\nAnd\nDone?", [PARIS, PARIS]),
+    ("phi4", f"<|tool_call|>{ONE} or {ONE}<|/tool_call|>", "or", [PARIS, PARIS]),
     ("phi4", f"<|tool_call|>[{ONE}]<|/tool_call|>", "", [PARIS]),
     ("phi4", "import functools, then", "import functools, then", []),
     ("granite", f"<|tool_call|>[{ONE}]", "", [PARIS]),
     ("granite", f"<tool_call>[{ONE}]", "", [PARIS]),
     ("granite", f"<tool_call>\n{ONE}\n</tool_call>", "", [PARIS]),
+    ("granite", f"I look.\n<|tool_call|> [{ONE}]\nNow this: {ONE} and wait.", "I look.\nNow this: and wait.", [PARIS, PARIS]),
+    ("granite", f'<|tool_call|>[{ONE}, {{"name"', '{"name"', [PARIS]),
+    ("hermes", f'<tool_call>{ONE}, {{"name": "rm"}}</tool_call>', '{"name": "rm"}', [PARIS]),
+    ("qwen3_coder", f"<tool_call>\n{CODER}\n{CODER[:-4]}", CODER[:-4], [PARIS]),
+    ("qwen3_coder", f"{CODER[: CODER.index('<parameter=days')]}", CODER[: CODER.index("<parameter=days")], []),
     ("gpt_oss", "Just text.", "Just text.", []),
     ("gpt_oss", "assistants help", "assistants help", []),
     ("gpt_oss", "<|channel|>final<|message|>Hello <b>.", "Hello <b>.", []),
@@ -142,6 +165,7 @@ CASES: list[Case] = [
      "I look.", [PARIS]),
     ("gpt_oss", ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Paris", "days": 2}<|call|>', "", [PARIS]),
     ("gpt_oss", f"{HEAD}{{", f"{HEAD}{{", []),
+    ("gpt_oss", HEAD, HEAD, []),
 ]  # fmt: skip
 
 
@@ -169,6 +193,16 @@ def test_every_cut_in_two_and_every_size_of_part_gives_the_same(case: Case) -> N
         assert read(name, [text[:at], text[at:]]) == whole, at
     for size in (1, 2, 3, 7):
         assert read(name, [text[i : i + size] for i in range(0, len(text), size)]) == whole, size
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}: {case[1][:40]!r}")
+def test_an_answer_cut_short_has_no_call_that_is_not_whole(case: Case) -> None:
+    name, text, _, calls = case
+    for end in range(len(text)):
+        short = read(name, [text[:end]])
+        found = calls_of(short)
+        assert found == calls[: len(found)], text[:end]
+        assert read(name, list(text[:end])) == short
 
 
 @given(st.sampled_from(CASES), st.lists(st.integers(0, 200), max_size=12))
@@ -258,6 +292,12 @@ def test_no_reader_fails_on_debris_of_python_and_json(text: str) -> None:
         ("deepseek_v32", "<｜DSML｜function_calls>", '<｜DSML｜invoke name="weather">', "</｜DSML｜function_calls>"),
         ("glm45", "<tool_call>weather", "<arg_key>", "</tool_call>"),
         ("hermes", "<tool_call>", '{"name": "now"};', "</tool_call>"),
+        ("granite", "<|tool_call|>", ONE + " and ", ""),
+        ("granite", "<|tool_call|>", "[", ""),
+        ("mistral", "[TOOL_CALLS]", "[" + ONE + " ", ""),
+        ("deepseek_v31", DB, "now" + DN + "{} ", DC),
+        ("deepseek_v31", DB, "n" * 20, DN + DC),
+        ("minimax_m2", "<minimax:tool_call>", INVOKE, "x"),
     ],
 )
 def test_work_does_not_grow_with_the_square_of_an_answer(

@@ -72,7 +72,7 @@ def _norm(draw: Draw, name: str, size: int, heads: int = 1) -> NormSpec:
     eps = draw((1e-6, 1e-5))
     if kind == "rms":
         return NormSpec(name, size, eps, draw((0.0, 1.0)))
-    return NormSpec(name, size, eps, kind="layer", bias=draw(BOTH), heads=heads)
+    return NormSpec(name, size, eps, draw((0.0, 1.0)), kind="layer", bias=draw(BOTH), heads=heads)
 
 
 def _maybe_norm(draw: Draw, name: str, size: int) -> NormSpec | None:

@@ -125,8 +125,10 @@ def rms_norm(name: str, size: int, eps: float, offset: float = 0.0) -> NormSpec:
     return NormSpec(name, size, eps, offset)
 
 
-def layer_norm(name: str, size: int, eps: float, bias: bool = False) -> NormSpec:
-    return NormSpec(name, size, eps, kind="layer", bias=bias)
+def layer_norm(
+    name: str, size: int, eps: float, bias: bool = False, offset: float = 0.0, weight: bool = True
+) -> NormSpec:
+    return NormSpec(name, size, eps, offset, kind="layer", bias=bias, weight=weight)
 
 
 def attention(

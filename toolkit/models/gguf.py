@@ -103,7 +103,7 @@ class Gguf:
     ``others``: architectures of models of the family that their ``fits`` takes; this one is that of the rest.
     ``interleaved_qk``: rows of q and k stand as llama.cpp's rope turns them, neighbour by neighbour. ``sections``: the
     one of those of its name whose tokens have three positions, as a key says; its rows stand in two halves.
-    ``idle_window``: llama.cpp reads the window and sees everything. ``biases``, ``window``: whether the
+    ``idle_window``: llama.cpp reads the window and sees everything. ``biases``, ``window``, ``alibi``: whether the
     architecture has them. ``eps``: the config's name for that of its norms, layer norms if not ``rms_norm_eps``.
     ``norm_topk``: whether it rescales the experts' weights to sum 1, None where a key says so. ``scoring``: the
     number of how experts' scores are made that makes a file this family's, where several have the architecture.
@@ -122,6 +122,7 @@ class Gguf:
     biases: bool = True
     window: bool = False
     idle_window: bool = False
+    alibi: bool = False
     norm_topk: bool | None = True
     scoring: int | None = None
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -27,24 +27,12 @@ from toolkit.models.config.fields import Fields, check_dtype, check_token_ids
 from toolkit.models.config.rope import LAYER_TYPES
 from toolkit.models.decoder import Built
 from toolkit.models.family import Family
+from toolkit.models.lacking import LACKING
 from toolkit.models.pictures import Recipe
 from toolkit.models.spec import StoredTensor
 from toolkit.models.videos import Video
 
 VARIABLE = "TOOLKIT_CUSTOM_MODULE_MAP"  # of the environment: Python files, one family each, with : between them
-PICKED = "attention to the tokens that an indexer picks"
-KDA = "Kimi delta attention, which fades each channel by itself"
-LACKING = {  # architectures that a spec cannot say → what is missing
-    "DeepseekV32ForCausalLM": PICKED,
-    "GlmMoeDsaForCausalLM": PICKED,
-    "DeepseekV4ForCausalLM": "hyper-connections and compressed attention",
-    "MiniMaxM3ForCausalLM": PICKED,
-    "MiniMaxM3SparseForCausalLM": PICKED,
-    "MiniMaxM3SparseForConditionalGeneration": PICKED,
-    "InternS1ProForConditionalGeneration": "Fourier position embeddings",
-    "KimiLinearForCausalLM": KDA,
-    "KimiK3ForConditionalGeneration": KDA,
-}
 # Fields of a config that hold the language model of one that sees.
 LANGUAGE_PARTS = ("text_config", "llm_config", "language_config")
 GROUP = "toolkit.families"  # of entry points: name = "package.module:FAMILY"

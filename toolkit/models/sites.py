@@ -88,7 +88,7 @@ def layer_sites(layer: LayerSpec) -> list[Site]:
 
 
 def _entry(sub: Sublayer) -> Site:
-    fold = None if sub.pre_norm is None else NormFold(sub.pre_norm)
+    fold = None if sub.pre_norm is None or not sub.pre_norm.weight else NormFold(sub.pre_norm)
     readers = sub.mixer.readers()
     return Site(sub.mixer.input_name(), readers[0].in_features, readers, sub.mixer.routers(), fold)
 

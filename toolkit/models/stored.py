@@ -131,7 +131,8 @@ def stored_tensors(
                 forms = {"transposed": group.transposed, "bare": group.bare, "flat": group.flat}
                 modules.append(StoredTensor(rename(prefix + group.name), kind, shape, parts, m.bias, **forms))
         found += [_half_split(layer, m) for m in modules] if pairs else modules
-    found.append(_norm(spec.final_norm, rename))
+    if spec.final_norm.weight:
+        found.append(_norm(spec.final_norm, rename))
     if not spec.tied:
         head = _whole(spec.head, rename, "head", (spec.vocab_size, spec.hidden_size), spec.head_bias)
         found.append(replace(head, unit_rows=unit_head))

@@ -36,11 +36,12 @@ class Written:
 @dataclass(frozen=True)
 class ToolFormat:
     """``marks``: (begin, end) around calls; an end of "" is the answer's, or the next begin. ``read``: the calls
-    between them, none where it is anything else. ``bare``: whether an answer with this beginning may be calls without
-    marks (None: not yet clear). ``drop``: marks around several calls. ``quoted``: in JSON strings an end mark is none,
-    nor is it between ``value``, marks around an argument.
-    ``unclosed``: calls can be told to be whole without their end mark. ``signs``: what the chat templates of such
-    models have, all of one row.
+    between them, none where it is anything else; ``parts``: the calls in such a body after all, in the order of what
+    else it has (an answer cut short, words between calls). ``bare``: whether an answer with this beginning may be calls
+    without marks (None: not yet clear). ``drop``: marks around several calls. ``quoted``: in JSON strings an end mark
+    is none, nor is it between ``value``, marks around an argument. ``unclosed``: calls can be told to be whole without
+    their end mark. ``signs``: what the chat templates of such models have, all of one row. ``thought_ends``: marks
+    that such models may begin an answer with, thoughts or not.
     """
 
     name: str
@@ -49,12 +50,14 @@ class ToolFormat:
     written: Written
     signs: tuple[tuple[str, ...], ...]
     aliases: tuple[str, ...] = ()
+    parts: Callable[[str, Functions], list[Call | str]] | None = None
     bare: Callable[[str], bool | None] | None = None
     drop: tuple[str, ...] = ()
     quoted: bool = True
     value: tuple[str, str] | None = None
     unclosed: bool = True
     short_ids: bool = False
+    thought_ends: tuple[str, ...] = ()
     harmony: bool = False
 
     @property

@@ -55,8 +55,10 @@ class Harmony:
     def finish(self) -> list[Piece]:
         pieces = self._take(self._held)
         self._held = ""
-        if self._state == "text":
+        if self._state == "text" and not (self._kind == "call" and not self._body.strip()):
             pieces += self._end()
+        elif self._state == "text":  # cut off before its arguments
+            pieces += self._words.say(self._header + _TEXT + self._body)
         elif self._state == "header" and not self._begun:
             pieces += self._words.say(self._header)
         return pieces + self._words.finish()

@@ -9,6 +9,8 @@ from typing import Any
 from toolkit.parsers.formats import Call, Functions
 
 _BETWEEN = re.compile(r"[ \t\r\n;,]*")
+_OBJECT = re.compile(r'\{\s*"')
+_JOINTS = ";,[] \t\r\n"  # between calls and around lists of them
 _NAMES, _ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
 
 
@@ -31,12 +33,45 @@ def read(text: str, functions: Functions) -> list[Call]:
     return found
 
 
+def parts(text: str, functions: Functions) -> list[Call | str]:
+    """``text`` as calls and what stands between them, for one that is no whole row of calls. An object that is none is
+    text with all that it holds; so is everything from the first object on that is not whole."""
+    found: list[Call | str] = []
+    said = at = 0
+    while begin := _OBJECT.search(text, at):
+        try:
+            data, at = _DECODER.raw_decode(text, begin.start())
+        except (ValueError, RecursionError):
+            break
+        call = _call(data, functions)
+        if call is not None:
+            found += [_behind_joints(text[said : begin.start()]).rstrip(_JOINTS), call]
+            said = at
+    return [*found, _behind_joints(text[said:])] if found else []
+
+
+def _behind_joints(text: str) -> str:
+    words = text.lstrip(_JOINTS)
+    before = text[: len(text) - len(words)]
+    blank = before[len(before.rstrip()) :]
+    return blank + words if blank == before or before.rstrip().endswith("]") else words
+
+
 def arguments_of(text: str) -> str | None:
     """A JSON object as ``as_arguments`` spells it, None where ``text`` is none."""
     try:
         return as_arguments(_DECODER.decode(text.strip()))
     except (ValueError, RecursionError):
         return None
+
+
+def object_at(text: str, at: int = 0) -> tuple[str | None, int]:
+    """The JSON object that begins at ``at``, as ``as_arguments`` spells it, and where it ends."""
+    try:
+        value, at = _DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return None, at
+    return as_arguments(value), at
 
 
 def as_arguments(value: Any) -> str | None:

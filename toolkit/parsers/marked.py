@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from toolkit.parsers.formats import Functions, ToolFormat
+from toolkit.parsers.formats import Call, Functions, ToolFormat
 from toolkit.parsers.pieces import Ids, Piece, Words, unfinished
 
 _BARE = 128  # characters by which it is clear whether an answer may be a call without marks
@@ -39,8 +40,8 @@ class Marked:
         pieces: list[Piece] = []
         if not self._plain:
             self._plain = True
-            if (calls := self._take(self._held)) is not None:
-                return calls
+            if (calls := self._take(self._read(self._held) or self._parts(self._held))) is not None:
+                return calls + self._words.finish()
             pieces += self._advance()
         while self._begin is not None:
             pieces += self._give_up()
@@ -110,25 +111,34 @@ class Marked:
         begin, end = self._begin, self._ends[self._begin]
         body, self._held = self._held[:at], self._held[at + len(end) :]
         self._begin = None
-        calls = self._take(body)
+        calls = self._take(self._read(body) or self._parts(body))
         return self._words.say(begin + body + end) if calls is None else calls
 
-    def _take(self, body: str) -> list[Piece] | None:
-        """The calls of ``body``, None where it has none."""
-        pieces = []
-        found = self._form.read(body, self._functions)
-        for call in found:
-            if not (self._single and self._calls):
-                id = call.id if call.id and call.id not in self._given else self._ids.next()
-                self._given.add(id)
-                pieces += [self._words.call(call.name, id), Piece("arguments", call.arguments)]
-            self._calls += 1
+    def _read(self, body: str) -> Sequence[Call | str]:
+        return self._form.read(body, self._functions)
+
+    def _parts(self, body: str) -> Sequence[Call | str]:
+        return self._form.parts(body, self._functions) if self._form.parts else ()
+
+    def _take(self, found: Sequence[Call | str]) -> list[Piece] | None:
+        """The pieces of what was found in a body, None where that is nothing."""
+        pieces: list[Piece] = []
+        for part in found:
+            pieces += self._words.say(part) if isinstance(part, str) else self._call(part)
         return pieces if found else None
+
+    def _call(self, call: Call) -> list[Piece]:
+        self._calls += 1
+        if self._single and self._calls > 1:
+            return []
+        id = call.id if call.id and call.id not in self._given else self._ids.next()
+        self._given.add(id)
+        return [self._words.call(call.name, id), Piece("arguments", call.arguments)]
 
     def _give_up(self) -> list[Piece]:
         """The answer is over within a body: its end mark may be the token that ended it, or a string was not closed."""
         assert self._begin is not None
-        if self._form.unclosed and not self._lenient and (calls := self._take(self._held)) is not None:
+        if self._form.unclosed and not self._lenient and (calls := self._take(self._read(self._held))) is not None:
             self._begin, self._held = None, ""
             return calls
         self._lenient, self._seen = True, 0
@@ -136,4 +146,5 @@ class Marked:
             return self._close(end) + self._advance()
         begin, text = self._begin, self._held
         self._begin, self._held = None, ""
-        return self._words.say(begin + text)
+        calls = self._take(self._parts(text))
+        return self._words.say(begin + text) if calls is None else calls

@@ -90,16 +90,20 @@ def arguments_of(call: dict[str, Any]) -> Any:
 
 
 class Words:
-    """Content on its way out. White space is held back: beside a call, and at the end behind one, it is dropped."""
+    """Content on its way out. White space is held back: before a call, at the end behind one, and between one and the
+    first word it is dropped."""
 
     def __init__(self) -> None:
         self._blank = ""
-        self._called = False
+        self._called = self._said = False
 
     def say(self, text: str) -> list[Piece]:
         text = self._blank + text
+        if self._called and not self._said:
+            text = text.lstrip()
         shown = text.rstrip()
         self._blank = text[len(shown) :]
+        self._said = self._said or bool(shown)
         return [Piece("content", shown)] if shown else []
 
     def call(self, name: str, id: str) -> Piece:

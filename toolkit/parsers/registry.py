@@ -106,10 +106,11 @@ def open_parser(
         form = tools or _NO_CALLS
         drop = {*form.drop, *(reasoning.drop if reasoning else ())}
         calls = Marked(replace(form, drop=tuple(sorted(drop))), functions, ids, single)
-    return Thinking(reasoning or _NO_THOUGHTS, calls, begun if reasoning else "closed")
+    if reasoning is None:
+        return Thinking(ReasoningFormat("none", (), tools.thought_ends if tools else ()), calls, "closed")
+    return Thinking(reasoning, calls, begun)
 
 
-_NO_THOUGHTS = ReasoningFormat("none", (), ())
 _NO_CALLS = ToolFormat("none", (), lambda text, functions: [], Written("", ""), ())
 
 

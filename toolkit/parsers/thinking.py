@@ -14,7 +14,14 @@ FORMATS = (
     ReasoningFormat(
         "gpt_oss", (), (), (("<|channel|>", "<|start|>"),), aliases=("openai_gptoss", "harmony", "openai"), harmony=True
     ),
-    ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",), (("[THINK]",),), aliases=("magistral",)),
+    ReasoningFormat(
+        "mistral",
+        ("[THINK]",),
+        ("[/THINK]",),
+        (("[THINK]",),),
+        aliases=("magistral",),
+        breaks=("[TOOL_CALLS]",),
+    ),
     ReasoningFormat(
         "command_a",
         ("<|START_THINKING|>",),
@@ -47,11 +54,18 @@ FORMATS = (
         breaks=("<minimax:tool_call>",),
     ),
     ReasoningFormat(
+        "glm45",
+        *_THINK,
+        signs=(("<arg_key>", "<think>"), ("<arg_key>", "</think>")),
+        aliases=("glm47", "glm46", "glm4_moe"),
+        breaks=("<tool_call>",),
+    ),
+    ReasoningFormat(
         "qwen3",
         *_THINK,
         signs=(("<think>",), ("</think>",)),
         aliases=(
-            "default", "qwen_qwq", "glm45", "glm47", "intern_s1", "interns2_preview", "qwen3_5", "deepseek_v3",
+            "default", "qwen_qwq", "intern_s1", "interns2_preview", "qwen3_5", "deepseek_v3",
             "deepseek_v31", "deepseek_v32", "deepseek_v3.2", "deepseek_v4", "hunyuan", "ernie45", "olmo3", "nemotron",
         ),
     ),
@@ -63,14 +77,15 @@ class Thinking:
     """Thoughts become pieces of "reasoning"; what follows goes to ``rest``, or is content where that is None.
 
     White space around a thought is no part of it, nor of the answer behind it. Only the start of an answer may be a
-    thought: later marks are text.
+    thought: later marks are text. An answer that begins with the end of a thought had none.
     """
 
     def __init__(self, form: ReasoningFormat, rest: Reader | None, begun: Begun = None) -> None:
         self._form = form
         self._rest = rest
         self._default = "thought" if begun == "open" or (begun is None and form.open) else "answer"
-        self._state = "answer" if begun == "closed" else "start"
+        self._begins = () if begun == "closed" else form.begins
+        self._state = "start"
         self._held = ""
         self._blank = True  # nothing but white space so far, of the thought or of the answer behind one
         ends = sorted((*form.ends, *form.breaks), key=len, reverse=True)
@@ -109,9 +124,11 @@ class Thinking:
     def _begin(self) -> bool:
         """Whether it is clear what the answer begins with."""
         start = self._held.lstrip()
-        for mark in self._form.begins:
+        for mark in (*self._begins, *self._form.ends):
             if start.startswith(mark):
-                self._held, self._state = start[len(mark) :], "thought"
+                self._held = start[len(mark) :]
+                self._state = "thought" if mark in self._begins else "answer"
+                self._strip = self._state == "answer"
                 return True
             if mark.startswith(start):
                 return False

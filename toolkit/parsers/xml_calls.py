@@ -26,6 +26,7 @@ _TYPES = {
     "string": (str,),
     "str": (str,),
 }
+_BLANKS = re.compile(r"\s*")
 _LITERALS = {"true": True, "false": False, "none": None}  # as Python writes them
 
 
@@ -36,6 +37,16 @@ class Element:
         self._begin = re.compile(begin)
         self._end = end
         self._seam = re.compile(rf"{re.escape(end)}\s*(?={begin})")
+
+    def first(self, text: str, at: int) -> tuple[re.Match[str], str, int] | None:
+        """(begin tag, body, its end) of the element at ``at``, None where there is none that is whole: it ends before
+        the next element, or where none follows at the last end tag."""
+        head = self._begin.match(text, at)
+        if head is None:
+            return None
+        seam = self._seam.search(text, head.end())
+        end = seam.start() if seam else text.rfind(self._end, head.end())
+        return None if end < 0 else (head, text[head.end() : end], end + len(self._end))
 
     def split(self, text: str) -> list[tuple[re.Match[str], str]] | None:
         """(begin tag, body) of the elements that ``text`` consists of; None where there is anything else. An end tag
@@ -74,6 +85,19 @@ class Tags:
                 return []
             found.append(call)
         return found
+
+    def parts(self, text: str, functions: Functions) -> list[Call | str]:
+        """The calls that ``text`` begins with and what follows them; none where it does not begin with a whole one."""
+        found: list[Call | str] = []
+        at = _BLANKS.match(text).end()  # type: ignore[union-attr]
+        while element := self.call.first(text, at):
+            head, body, end = element
+            call = read_call(head["name"].strip(), body, self.parameter, functions)
+            if call is None:
+                break
+            found.append(call)
+            at = _BLANKS.match(text, end).end()  # type: ignore[union-attr]
+        return [*found, text[at:]] if found else []
 
 
 def read_call(name: str, body: str, parameter: Element, functions: Functions) -> Call | None:

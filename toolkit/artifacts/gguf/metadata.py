@@ -54,7 +54,7 @@ def model_metadata(spec: DecoderSpec) -> ModelMetadata:
         _rope(rope, found)
     if latents:
         values.update(_latent_scale(latents[0], gguf))
-    if any(attention.alibi is not None for attention in layers):
+    if not gguf.alibi and any(attention.alibi is not None for attention in layers):
         raise ToolkitError(f"gguf: llama.cpp's {gguf.arch} turns q and k, this model has ALiBi instead")
     _windows(layers, found)
     if layers:

@@ -20,7 +20,7 @@ POST_NORM_NAMES = {"post_attention_norm": "post_attention_layernorm", "post_ffw_
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5, kv_heads=32)
     window = read_window(config, default=4096)
-    windows = read_windows(config, dims.layers, window, _slides(config, dims.layers, window))
+    windows = read_windows(config, dims.layers, window, slides(config, dims.layers, window))
     rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
     return llama_like(
         config,
@@ -32,8 +32,9 @@ def build(config: Fields) -> Built:
     )
 
 
-def _slides(config: Fields, layers: int, window: int | None) -> list[bool]:
-    """``sliding_window_pattern``: a number n, every n-th layer sees everything, or letters L and G, repeated."""
+def slides(config: Fields, layers: int, window: int | None) -> list[bool]:
+    """Which layers slide. ``sliding_window_pattern``: a number n, every n-th layer sees everything, or letters L and G,
+    repeated."""
     pattern = config.values.get("sliding_window_pattern")
     if window is None:
         return [False] * layers

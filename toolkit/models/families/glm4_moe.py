@@ -69,6 +69,7 @@ FAMILY = Family(
         read=lambda file, config: {
             **read_routing(file, config),
             "attention_bias": has_qkv_bias(file),
+            "partial_rotary_factor": file.whole("rope.dimension_count", config["head_dim"]) / config["head_dim"],
             "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
         },
         write=lambda spec: routing(spec, "glm4moe"),

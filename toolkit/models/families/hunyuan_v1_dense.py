@@ -27,7 +27,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=_rope(config, dims.head_dim, dims.max_position),
+        rope=read_stretched(config, dims.head_dim, dims.max_position),
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
@@ -36,7 +36,7 @@ def build(config: Fields) -> Built:
     )
 
 
-def _rope(config: Fields, head_dim: int, max_position: int) -> RopeSpec:
+def read_stretched(config: Fields, head_dim: int, max_position: int) -> RopeSpec:
     """With "alpha" the "dynamic" scaling of the files is none: the base is larger, whatever the length."""
     scaling = config.nested("rope_scaling") or config.inner("rope_parameters")
     alpha = scaling.number("alpha", default=None, high=1e9)

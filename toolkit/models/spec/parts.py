@@ -14,12 +14,13 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True)
 class NormSpec:
-    """RMS norm ``x / rms(x) * (weight + weight_offset)``, or layer norm ``(x - mean(x)) / std(x) * weight + bias``;
-    both in float32, ``eps`` added to the mean square or the variance.
+    """RMS norm ``x / rms(x) * (weight + weight_offset)``, or layer norm ``(x - mean(x)) / std(x)`` times the same plus
+    ``bias``; both in float32, ``eps`` added to the mean square or the variance.
 
-    ``name``: canonical name without ``.weight``. ``weight_offset`` is 1.0 for Gemma. ``size``: elements normed at once.
+    ``name``: canonical name without ``.weight``. ``weight_offset`` is 1.0 for Gemma and Nemotron. ``size``: elements
+    normed at once.
     ``heads``: how many heads are normed each by itself with weights of its own (Command-R+); the weight is
-    [heads · size]. ``weight`` False: none is stored, all are 1 (Llama 4's q and k).
+    [heads · size]. ``weight`` False: none is stored, all are 1 (Llama 4's q and k, OLMo 1).
     """
 
     name: str

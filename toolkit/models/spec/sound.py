@@ -18,8 +18,8 @@ def norm(norm: NormSpec, *sizes: int, heads: int = 1) -> None:
     expect(f"{norm.name}.eps", 0 < norm.eps < 1, norm.eps, "a number between 0 and 1")
     layer = norm.kind == "layer"
     expect(f"{norm.name}.bias", layer or not norm.bias, norm.bias, "false for an RMS norm")
-    expect(f"{norm.name}.weight_offset", not (layer and norm.weight_offset), norm.weight_offset, "0 for a layer norm")
-    expect(f"{norm.name}.weight", norm.weight or not (layer or norm.weight_offset), norm.weight, "true for this norm")
+    plain = not (norm.bias or norm.weight_offset)
+    expect(f"{norm.name}.weight", norm.weight or plain, norm.weight, "true for a norm with a bias or an offset")
     several = heads if layer and norm.size == sizes[0] else 1
     expect(f"{norm.name}.heads", norm.heads in (1, several), norm.heads, f"1 or {several}" if several > 1 else "1")
 

@@ -10,6 +10,7 @@ FORMAT = ToolFormat(
     marks=(("<|START_ACTION|>", "<|END_ACTION|>"), ("Action: ```json", "```"), ("Action:```json", "```")),
     drop=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     read=json_calls.read,
+    parts=json_calls.parts,
     written=Written(
         '{"tool_call_id": "0", "tool_name": "%s", "parameters": ',
         "}",
@@ -18,5 +19,6 @@ FORMAT = ToolFormat(
         between=", ",
         trigger="<|START_ACTION|>",
     ),
+    thought_ends=("<|END_THINKING|>",),
     signs=(("<|START_ACTION|>",), ("tool_name", "Action:")),
 )

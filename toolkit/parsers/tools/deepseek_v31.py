@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import re
 
+from toolkit.parsers import json_calls
 from toolkit.parsers.formats import Call, Functions, ToolFormat, Written
 from toolkit.parsers.tools.deepseek_v3 import CALL, CALLS, NAME_END, read
 
 _BODY = re.compile(rf"\s*(?P<name>[^\n<]+){NAME_END}\s*(?P<arguments>\{{.*\}})\s*", re.DOTALL)
+
+
+def _parts(text: str, functions: Functions) -> list[Call | str]:
+    """Calls whose marks are missing, with words between."""
+    found: list[Call | str] = []
+    at = 0
+    while (end := text.find(NAME_END, at)) >= 0:
+        before = text[at:end].rstrip(" \t")
+        name = before[max(map(before.rfind, " \t\n>")) + 1 :]
+        arguments, end = json_calls.object_at(text, end + len(NAME_END))
+        if arguments is None or not json_calls.known(name, functions):
+            break
+        found += [before.removesuffix(name).removesuffix(CALL[0]), Call(name, arguments)]
+        at = end
+    return [*found, text[at:]] if found else []
 
 
 def _read(text: str, functions: Functions) -> list[Call]:
@@ -20,6 +36,7 @@ FORMAT = ToolFormat(
     marks=(CALL,),
     drop=CALLS,
     read=_read,
+    parts=_parts,
     written=Written(f"{CALL[0]}%s{NAME_END}", CALL[1], first=CALLS[0], last=CALLS[1], between="", trigger=CALLS[0]),
     signs=((CALLS[0],),),
 )

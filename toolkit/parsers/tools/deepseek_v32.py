@@ -15,6 +15,7 @@ FORMAT = ToolFormat(
         ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
     ),
     read=_TAGS.read,
+    parts=_TAGS.parts,
     written=Written(
         '<｜DSML｜invoke name="%s">\n',
         "\n</｜DSML｜invoke>",

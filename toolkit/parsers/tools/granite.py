@@ -8,6 +8,7 @@ FORMAT = ToolFormat(
     aliases=("granite3", "granite4", "granite_20b_fc"),
     marks=(("<tool_call>", "</tool_call>"), ("<|tool_call|>", ""), ("<function_call>", "")),
     read=json_calls.read,
+    parts=json_calls.parts,
     written=Written(
         '{"name": "%s", "arguments": ', "}", first="<tool_call>[", last="]", between=", ", trigger="<tool_call>["
     ),

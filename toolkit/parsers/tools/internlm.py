@@ -8,6 +8,7 @@ FORMAT = ToolFormat(
     aliases=("internlm2", "internlm3", "intern_s1"),
     marks=(("<|action_start|><|plugin|>", "<|action_end|>"), ("<|action_start|> <|plugin|>", "<|action_end|>")),
     read=json_calls.read,
+    parts=json_calls.parts,
     written=Written(
         '<|action_start|><|plugin|>\n{"name": "%s", "parameters": ',
         "}<|action_end|>",

@@ -22,6 +22,7 @@ FORMAT = ToolFormat(
     aliases=("llama3_json", "llama4_json", "llama"),
     marks=(("<|python_tag|>", ""),),
     read=json_calls.read,
+    parts=json_calls.parts,
     written=Written('{"name": "%s", "parameters": ', "}", between="; ", trigger='{"name": "'),
     signs=(("parameters", "ipython"), ("parameters", "python_tag")),
     bare=_bare,

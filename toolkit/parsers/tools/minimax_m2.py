@@ -12,6 +12,7 @@ FORMAT = ToolFormat(
     aliases=("minimax",),
     marks=(("<minimax:tool_call>", "</minimax:tool_call>"),),
     read=_TAGS.read,
+    parts=_TAGS.parts,
     written=Written(
         '<invoke name="%s">\n',
         "\n</invoke>",

@@ -22,10 +22,22 @@ def _read(text: str, functions: Functions) -> list[Call]:
     return [Call(match["name"], arguments, match["id"] or "")]
 
 
+def _parts(text: str, functions: Functions) -> list[Call | str]:
+    """A list of calls cut short, or words behind ``name[ARGS]{…}``."""
+    match = _NAMED.fullmatch(text)
+    if match is None:
+        return json_calls.parts(text, functions)
+    arguments, end = json_calls.object_at(text, match.start("arguments"))
+    if arguments is None or not json_calls.known(match["name"], functions):
+        return []
+    return [Call(match["name"], arguments, match["id"] or ""), text[end:]]
+
+
 FORMAT = ToolFormat(
     name="mistral",
     marks=(("[TOOL_CALLS]", ""),),
     read=_read,
+    parts=_parts,
     written=Written(
         '{"name": "%s", "arguments": ', "}", first="[TOOL_CALLS] [", last="]", between=", ", trigger="[TOOL_CALLS]"
     ),

@@ -8,6 +8,7 @@ FORMAT = ToolFormat(
     aliases=("phi4_mini_json", "phi4_mini"),
     marks=(("<|tool_call|>", "<|/tool_call|>"), ("functools", "")),
     read=json_calls.read,
+    parts=json_calls.parts,
     written=Written(
         '{"name": "%s", "arguments": ', "}", first="functools[", last="]", between=", ", trigger="functools["
     ),

@@ -22,10 +22,12 @@ FORMAT = ToolFormat(
     aliases=("qwen3coder", "qwen3_xml", "qwen3_5", "interns2_preview"),
     marks=(("<tool_call>", "</tool_call>"), ("<function=", "</function>")),
     read=_read,
+    parts=_TAGS.parts,
     written=Written(
         "<tool_call>\n<function=%s>\n", "\n</function>\n</tool_call>", style="qwen_xml", trigger="<tool_call>"
     ),
     signs=(("<function=", "<parameter="),),
     quoted=False,
     value=("<parameter=", "</parameter>"),
+    unclosed=False,
 )

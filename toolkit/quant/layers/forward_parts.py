@@ -48,10 +48,11 @@ class Watch:
 def normed(norm: NormSpec, weights: Weights, x: Tensor) -> Tensor:
     """The norm over the last dimension (over heads too, where it spans them); in float32 also within autocast."""
     if not norm.weight:
-        return F.rms_norm(x.float(), (norm.size,), eps=norm.eps)
-    weight = weights[norm.name].float()
+        made = F.rms_norm if norm.kind == "rms" else F.layer_norm
+        return made(x.float(), (norm.size,), eps=norm.eps)
+    weight = weights[norm.name].float() + norm.weight_offset
     if norm.kind == "rms":
-        return F.rms_norm(x.float(), (norm.size,), weight + norm.weight_offset, norm.eps)
+        return F.rms_norm(x.float(), (norm.size,), weight, norm.eps)
     y = F.layer_norm(x.float(), (norm.size,), eps=norm.eps) * weight.view(norm.heads, norm.size)
     if norm.bias:
         y = y + weights[f"{norm.name}.bias"].float().view(norm.heads, norm.size)

@@ -91,7 +91,7 @@ class _Builder:
             return Norm(weight + spec.weight_offset, spec.eps, self.ops)
         shape = (spec.size,) if spec.heads == 1 else (spec.heads, spec.size)
         bias = self.tensor(f"{spec.name}.bias").float().view(shape) if spec.bias else None
-        return LayerNorm(weight.view(shape), bias, spec.eps, self.ops)
+        return LayerNorm((weight + spec.weight_offset).view(shape), bias, spec.eps, self.ops)
 
     def attention(self, spec: AttentionSpec, layer: int) -> Attention:
         return Attention(

@@ -1,0 +1,71 @@
+"""A.X K1: DeepSeek-V3 with a norm behind its experts. Source: transformers ``AXK1ForCausalLM``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from toolkit.models.config.fields import MAX_LAYERS, Fields
+from toolkit.models.config.latent_attention import read_latent, read_latent_dims
+from toolkit.models.config.routing import on_disk, read_corrected, read_routed
+from toolkit.models.decoder import Built, llama_like, rms_norm
+from toolkit.models.families import deepseek_v2, deepseek_v3
+from toolkit.models.family import Family, Tiny
+from toolkit.models.spec import DecoderSpec, MoeSpec
+from toolkit.models.stored import stored_tensors
+
+
+def build(config: Fields) -> Built:
+    dims = read_latent_dims(config)
+    first = config.integer("first_k_dense_replace", default=1, low=0, high=MAX_LAYERS)
+    every = config.integer("moe_layer_freq", default=1, high=MAX_LAYERS)
+    kinds = config.choices("mlp_layer_types", dims.layers, ("dense", "sparse"))
+    make = read_routed(
+        config, dims, inner=2048, shared=1, norm_topk=True, scale=2.5, **read_corrected(config, groups=8, kept=4)
+    )
+
+    def feed_forward(layer: int) -> MoeSpec | None:
+        dense = layer < first or layer % every != 0 if kinds is None else kinds[layer] == "dense"
+        return None if dense else make(layer)
+
+    spec, _ = llama_like(
+        config,
+        dims,
+        rope=[None] * dims.layers,
+        change=read_latent(config, dims, q_rank=1536),
+        feed_forward=feed_forward,
+    )
+    spec = _normed(spec, dims.eps)
+    return spec, stored_tensors(spec, on_disk, pairs=config.flag("rope_interleave", True))
+
+
+def _normed(spec: DecoderSpec, eps: float) -> DecoderSpec:
+    """``spec`` with the norms behind the experts."""
+    layers = []
+    for i, layer in enumerate(spec.layers):
+        norm = rms_norm(f"model.layers.{i}.post_mlp_layernorm", spec.hidden_size, eps)
+        parts = [replace(s, post_norm=norm) if s.mixer.kind == "moe" else s for s in layer.sublayers]
+        layers.append(replace(layer, sublayers=tuple(parts)))
+    return replace(spec, layers=tuple(layers))
+
+
+FAMILY = Family(
+    "axk1",
+    "A.X K1 519B-A33B",
+    ("AXK1ForCausalLM",),
+    build,
+    (
+        Tiny(
+            dict(
+                deepseek_v3.SIZES, q_lora_rank=32, n_group=4, topk_group=2, rope_parameters=deepseek_v2.YARN,
+                mlp_layer_types=["dense", "sparse", "sparse"],
+            )
+        ),
+        Tiny(
+            dict(
+                deepseek_v3.SIZES, q_lora_rank=32, n_group=1, topk_group=1, rope_interleave=False, v_head_dim=24,
+                mlp_layer_types=["sparse"] * 3,
+            )
+        ),
+    ),
+    "llama.cpp has no such architecture",
+)  # fmt: skip

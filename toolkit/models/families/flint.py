@@ -1,0 +1,72 @@
+"""Flint: Qwen3 MoE with sinks, layers of which most slide, the others without rope, experts whose scores are sigmoids
+and one that every token goes through. Source: transformers ``FlintForCausalLM``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.config.dims import read_dims, read_experts, read_window, read_windows
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.rope import read_rope
+from toolkit.models.decoder import Built, experts, llama_like
+from toolkit.models.families.qwen3_moe import sparse_layers
+from toolkit.models.family import Family, Tiny
+from toolkit.models.spec import MoeSpec
+from toolkit.models.stored import renamed
+
+
+def build(config: Fields) -> Built:
+    dims = read_dims(config, head_dim=128, kv_heads=4)
+    sees = [i < 2 or i % 4 == 1 or i == dims.layers - 1 for i in range(dims.layers)]
+    windows = read_windows(config, dims.layers, read_window(config, default=513), [not whole for whole in sees])
+    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
+    bias = config.flag("attention_bias", False)
+    act = config.activation("hidden_act")
+    count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
+    inner = config.integer("moe_intermediate_size", default=512)
+    routing: dict[str, Any] = dict(
+        count=count,
+        top_k=top_k,
+        norm_topk=config.flag("norm_topk_prob", True),
+        shared=config.integer("shared_expert_intermediate_size", default=1024),
+        scoring="sigmoid",
+    )
+    sparse = sparse_layers(config.filled({"mlp_only_layers": [0, 1][: dims.layers]}), dims.layers)
+
+    def feed_forward(i: int) -> MoeSpec | None:
+        return experts(i, dims.hidden, inner, act, **routing) if i in sparse else None
+
+    return llama_like(
+        config,
+        dims,
+        rope=[None if window is None else rope for window in windows],
+        windows=windows,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        sinks=True,
+        feed_forward=feed_forward,
+        rename=renamed({"self_attn.sinks": "self_attn.softmax_offset"}),
+    )
+
+
+SIZES = dict(
+    num_hidden_layers=4, moe_intermediate_size=32, shared_expert_intermediate_size=64, num_experts=8,
+    num_experts_per_tok=3, sliding_window=16, mlp_only_layers=[0],
+)  # fmt: skip
+FAMILY = Family(
+    "flint",
+    "Flint",
+    ("FlintForCausalLM",),
+    build,
+    (
+        Tiny(dict(SIZES, head_dim=32)),
+        Tiny(
+            dict(
+                SIZES, head_dim=24, num_key_value_heads=1, norm_topk_prob=False, attention_bias=True,
+                layer_types=["sliding_attention", "full_attention"] * 2, tie_word_embeddings=True,
+            )
+        ),
+    ),
+    "llama.cpp has no such architecture",
+)  # fmt: skip
