@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from toolkit.chat.repl import Model
 
 PATIENCE = 1.0  # seconds for piped text to come before it is said that it is waited for
+MEDIA: Any = {"rich_help_panel": "Images and videos"}
 
 
 @with_engine_flags
@@ -32,17 +33,21 @@ def run(
     ] = None,
     system: Annotated[str | None, typer.Option(help="System text, instead of the chat template's own.")] = None,
     image: Annotated[
-        list[str] | None, typer.Option(help="A picture that the first question is about: file or URL. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="<str>", help="The first question is about it: file or URL. Repeatable.", **MEDIA),
     ] = None,
     video: Annotated[
-        list[str] | None, typer.Option(help="A video that the first question is about: file or URL. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="<str>", help="Likewise, a video. Repeatable.", **MEDIA),
     ] = None,
     media_io_kwargs: Annotated[
         str | None,
-        typer.Option(metavar="<json>", help='How videos are read: \'{"video": {"num_frames": 16, "fps": 1}}\'.'),
+        typer.Option(
+            metavar="<json>", help='How videos are read: \'{"video": {"num_frames": 16, "fps": 1}}\'.', **MEDIA
+        ),
     ] = None,
     allow_private_media: Annotated[
-        bool, typer.Option("--allow-private-media", help="Fetch pictures and videos from private addresses too.")
+        bool, typer.Option("--allow-private-media", help="Fetch them from private addresses too.", **MEDIA)
     ] = False,
     keep: Annotated[
         int, typer.Option(min=0, metavar="<int>", help="Messages from the start that stay when the context is full.")

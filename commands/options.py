@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -122,6 +123,23 @@ def json_object(option: str, text: str) -> dict[str, Any]:
         raise UsageError(f"{option}: expected a JSON object, found {text!r:.60} ({e})") from e
     if not isinstance(found, dict):
         raise UsageError(f"{option}: expected a JSON object, found {text!r:.60}")
+    return found
+
+
+def read_tools(flag: str, file: Path | None) -> list[dict[str, Any]] | None:
+    """Tools of a JSON file in OpenAI's form; bare functions are put into it. Raises UsageError."""
+    if file is None:
+        return None
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{flag} {file}: expected a JSON list of tools ({error})") from error
+    found = []
+    for tool in data if isinstance(data, list) else [data]:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise UsageError(f'{flag} {file}: expected {{"type": "function", "function": {{"name": …}}}} in a list')
+        found.append({"type": "function", **tool} if "function" in tool else {"type": "function", "function": tool})
     return found
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import codecs
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from toolkit.commands.options import read_tools
 from toolkit.commands.output import write_json
 from toolkit.errors import UsageError
 
@@ -59,17 +59,6 @@ def run(
 
 
 def _functions(file: Path | None) -> dict[str, Any] | None:
-    """Name -> schema of the parameters, of tools in OpenAI's form or as bare functions."""
-    if file is None:
-        return None
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"--tools {file}: expected a JSON list of tools ({error})") from error
-    found = {}
-    for tool in data if isinstance(data, list) else [data]:
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise UsageError(f'--tools {file}: expected {{"type": "function", "function": {{"name": …}}}} in a list')
-        found[function["name"]] = function.get("parameters") or {}
-    return found
+    """Name -> schema of the parameters."""
+    told = read_tools("--tools", file)
+    return None if told is None else {t["function"]["name"]: t["function"].get("parameters") or {} for t in told}

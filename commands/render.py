@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from toolkit.commands.options import json_object
+from toolkit.commands.options import json_object, read_tools
 from toolkit.errors import UsageError
 
 
@@ -21,6 +22,9 @@ def run(
         str | None, typer.Option(help="The model whose tokenizer is used with a built-in template or a file.")
     ] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Print the token ids as JSON.")] = False,
+    tools: Annotated[
+        Path | None, typer.Option(help="JSON file with the tools as requests have them, over those of the input.")
+    ] = None,
     chat_template_kwargs: Annotated[str | None, typer.Option(help="JSON object of variables for the template.")] = None,
     no_generation_prompt: Annotated[
         bool, typer.Option("--no-generation-prompt", help="End behind the last message, not where an answer begins.")
@@ -40,8 +44,8 @@ def run(
     variables: dict[str, Any] = dict(request.get("chat_template_kwargs") or {})
     if chat_template_kwargs is not None:
         variables |= json_object("--chat-template-kwargs", chat_template_kwargs)
-    if request.get("tools"):
-        variables["tools"] = request["tools"]
+    if told := read_tools("--tools", tools) or request.get("tools"):
+        variables["tools"] = told
     path = resolve_model(model or ("demo" if named else template))
     tokenizer = Tokenizer.open(path)
     made = ChatTemplate.open(tokenizer, path, template if named else None)

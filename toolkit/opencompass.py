@@ -11,9 +11,12 @@ import numpy as np
 from opencompass.models.base import BaseModel
 
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.configs.generation import PARAMETERS
 from toolkit.messages import GenerationConfig
 from toolkit.pipeline.pipeline import pipeline
 from toolkit.pipeline.prompts import Prompt
+
+SAMPLING = {p.name for p in PARAMETERS.values() if p.draws}
 
 
 class TurboMindModel(BaseModel):
@@ -47,7 +50,9 @@ class TurboMindModel(BaseModel):
         self, inputs: list[str], max_out_len: int = 512, stopping_criteria: list[str] | None = None, **kwargs: Any
     ) -> list[str]:
         """One answer a prompt, in order."""
-        settings = {"max_new_tokens": max_out_len, "do_sample": False, **self.gen_config}
+        settings = {"max_new_tokens": max_out_len, **self.gen_config}
+        if not settings.get("do_sample"):  # what configurations say of sampling has no effect then, as with LMDeploy
+            settings = {name: value for name, value in settings.items() if name not in SAMPLING}
         if stopping_criteria:
             settings["stop_words"] = list(dict.fromkeys([*settings.get("stop_words", ()), *stopping_criteria]))
         batch: list[Prompt] = [*inputs]

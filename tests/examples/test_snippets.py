@@ -105,6 +105,17 @@ def test_opencompass_is_told_what_it_understands(blocks: Any, monkeypatch: pytes
     inspect.signature(model["type"]).bind(**{k: v for k, v in model.items() if k not in theirs})
     TurbomindEngineConfig(**model["engine_config"])
     GenerationConfig(**model["gen_config"])
+    for more, sampled in (({}, False), ({"do_sample": True, "top_k": 40}, True)):
+        made = object.__new__(model["type"])
+        made.gen_config, made.end_str = model["gen_config"] | {"top_p": 0.8} | more, None
+        asked: list[GenerationConfig] = []
+        made.pipe = lambda batch, config, asked=asked, **_: asked.append(config) or []
+        made.generate(["a"])
+        (config,) = asked
+        assert config.do_sample is sampled and not config.without_effect(), "a warning for what the page shows"
+        assert (config.top_p, config.top_k) == (
+            (0.8, 40) if sampled else (GenerationConfig.top_p, GenerationConfig.top_k)
+        )
     assert {part["role"] for part in shown["meta_template"]["round"]} == {"HUMAN", "BOT"}
     assert len(shown["datasets"]) == 8
 

@@ -16,7 +16,9 @@ def test_a_config_alone_is_parsed_or_said_to_be_wrong(tiny_models: Callable[...,
     config = json.loads((tiny_models("qwen2") / "config.json").read_text())
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
-    assert check_model(str(tmp_path)).vocab_size == config["vocab_size"]
+    found = check_model(str(tmp_path))
+    assert found.vocab_size == config["vocab_size"]
+    assert repr(found).startswith("DecoderSpec(qwen2: 2 layers of ") and len(repr(found)) < 120  # shown as it returns
     for wrong in ({"architectures": ["NobodyForCausalLM"], "model_type": "nobody"}, {"num_attention_heads": 7}):
         file.write_text(json.dumps(config | wrong))
         with pytest.raises(ToolkitError, match=r"config\.json"):

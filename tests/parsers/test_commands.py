@@ -62,7 +62,7 @@ def test_parse_says_what_is_wrong(argv: list[str], says: str, capsys: Any, monke
     assert code == 2 and says in err and err.count("\n") == 1
 
 
-def test_render(capsys: Any, monkeypatch: Any, tiny_models: Any) -> None:
+def test_render(capsys: Any, monkeypatch: Any, tiny_models: Any, tmp_path: Path) -> None:
     model = str(tiny_models("llama"))
     messages = json.dumps([{"role": "user", "content": "Hello"}])
     code, prompt, _ = run(capsys, monkeypatch, messages, "render", "--template", "chatml", "--model", model)
@@ -73,5 +73,15 @@ def test_render(capsys: Any, monkeypatch: Any, tiny_models: Any) -> None:
         capsys, monkeypatch, messages, "render", "--template", "chatml", "--model", model, "--no-generation-prompt"
     )
     assert prompt.startswith(ended) and len(ended) < len(prompt)
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps(TOOLS[0]["function"]))  # bare, as parse takes them too
+    rendering = ("render", "--template", "chatml", "--model", model)
+    asked = json.dumps({"messages": json.loads(messages), "tools": TOOLS})
+    _, within, _ = run(capsys, monkeypatch, asked, *rendering)
+    _, beside, _ = run(capsys, monkeypatch, messages, *rendering, "--tools", str(file))
+    assert within == beside and '"add"' in beside and '"add"' not in prompt
+    file.write_text("[3]")
+    code, _, err = run(capsys, monkeypatch, messages, *rendering, "--tools", str(file))
+    assert code == 2 and f"--tools {file}: expected" in err and err.count("\n") == 1
     code, _, err = run(capsys, monkeypatch, "{", "render", "--template", "chatml", "--model", model)
     assert code == 2 and "standard input: expected JSON messages" in err

@@ -101,8 +101,9 @@ def test_unknown_names_and_bad_adapters_are_refused(pipe: Pipeline, model: Path,
         pipe("a", adapter_name="other")
     with pytest.raises(UsageError, match="adapters: expected names and paths"):
         config(adapters={"a": 3})
-    with pytest.raises(UsageError, match=r"adapters: a: .*no such file or directory"):
-        pipeline(str(model), backend_config=config(adapters={"a": str(tmp_path / "none")}))
+    for missing in (str(tmp_path / "none"), "demo"):  # there is a demo model, no adapter of that name
+        with pytest.raises(UsageError, match=r"adapters: a: .*no such directory, and not a hub id \(owner/name\)$"):
+            pipeline(str(model), backend_config=config(adapters={"a": missing}))
     with pytest.raises(ToolkitError, match=r"found no adapter_config\.json"):
         pipeline(str(model), backend_config=config(adapters={"a": str(tmp_path)}))
     with pytest.raises(UsageError, match="adapter_name: expected one of the model's adapters"):

@@ -30,7 +30,7 @@ def resolve_model(
     if not model:
         raise UsageError("MODEL: expected a directory, a .gguf file, a hub id or demo, found an empty name")
     path = Path(model).expanduser()
-    if model != "demo" and not path.exists() and _is_hub_id(model):
+    if model != "demo" and not path.exists() and is_hub_id(model):
         return _from_hub(model, revision, download_dir, progress)
     for name, value in (("--revision", revision), ("--download-dir", download_dir)):
         if value is not None:
@@ -46,7 +46,7 @@ def resolve_model(
     return path
 
 
-def _is_hub_id(model: str) -> bool:
+def is_hub_id(model: str) -> bool:
     """owner/name, unless ``owner`` is a directory here: then it is a path that does not exist."""
     return _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf") and not Path(model).parent.is_dir()
 

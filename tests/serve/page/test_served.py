@@ -28,6 +28,16 @@ def test_each_file_is_served_to_anyone_under_a_strict_policy(start: Callable[...
         assert b"swagger" in reply.read()
 
 
+def test_it_needs_no_font_of_symbols() -> None:
+    """A sign that no installed font has shows as an empty box: icons are drawn, letters are those of every font."""
+    for path, answer in FILES.items():
+        signs = {c for c in bytes(answer.body).decode() if not c.isascii()}
+        assert signs <= set("·…²"), path
+    page = bytes(FILES["/"].body).decode()
+    for name in ("attach", "side-open", "side-close", "settings-close"):
+        assert re.search(rf'<button id="{name}"[^>]* aria-label="[^"]+"[^>]*><svg class="icon"', page), name
+
+
 def test_the_names_of_its_fields_are_the_server_s(start: Callable[..., Any]) -> None:
     with urlopen(start().url) as reply:
         names = set(re.findall(r'name="(\w+)"', reply.read().decode())) - {"viewport", "color-scheme"}

@@ -116,8 +116,10 @@ def find(model: str, config: EngineConfig | None, backend: Backend | None, packe
 
 def _adapter_path(name: str, where: str) -> Path:
     """The local directory of an adapter, fetched from the hub where it is no path."""
-    from toolkit.artifacts.source import resolve_model
+    from toolkit.artifacts.source import is_hub_id, resolve_model
 
+    if not Path(where).expanduser().exists() and not is_hub_id(where):
+        raise UsageError(f"adapters: {name}: {where}: no such directory, and not a hub id (owner/name)")
     try:
         path = resolve_model(where)
     except ToolkitError as e:

@@ -111,6 +111,11 @@ class DecoderSpec:
     mask_token: int | None = later(None)
     float16: bool = later(True)
 
+    def __repr__(self) -> str:
+        """One line; all of it is ``to_json()``."""
+        size = f"{len(self.layers)} layers of {self.hidden_size}, {self.vocab_size} tokens"
+        return f"DecoderSpec({self.family}: {size}, positions to {self.max_position})"
+
     @property
     def head_size(self) -> int:
         """Rows of the head."""

@@ -180,7 +180,8 @@ function showList() {
   const has = (one) => one.messages.some((message) => message.content.toLowerCase().includes(wanted));
   const items = store.talks().filter((one) => !wanted || has(one)).map((one) => {
     const open = button(store.title(one), () => openTalk(running?.talk.id === one.id ? running.talk : (store.find(one.id) ?? store.newTalk())));
-    const remove = button("✕", () => removeTalk(one));
+    const remove = button("", () => removeTalk(one));
+    remove.append($("side-close").firstElementChild.cloneNode(true));
     remove.ariaLabel = `Delete ${store.title(one)}`;
     return make("div", { className: one.id === talk.id ? "item on" : "item" }, open, remove);
   });
