@@ -157,7 +157,7 @@ def answer_once(model: Model, talk: Conversation, question: str, sampling: str =
     talk.say("user", question)
     check_room(model, talk.messages())
     whole, speed = answer(model, talk.messages(), talk.config, screen)
-    ending = how_it_ended(whole, talk.config, "--max-new-tokens", "--session-len")
+    ending = how_it_ended(whole, talk.config, "--max-new-tokens", model.longer() or "--session-len")
     screen.note(", ".join(filter(None, (speed, describe(talk.config, sampling), ending))))
     if whole.finish_reason == "abort":
         raise KeyboardInterrupt

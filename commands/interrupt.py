@@ -46,7 +46,7 @@ class Watch:
             with suppress(ValueError):
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
             with suppress(OSError, ValueError):
-                print("interrupted", file=sys.stderr, flush=True)
+                print("interrupted" + _where_the_work_lies(), file=sys.stderr, flush=True)
 
     def came(self) -> bool:
         """Whether a SIGINT has come. What fails then fails of it: a KeyboardInterrupt that hits a library while it is
@@ -82,6 +82,13 @@ class Watch:
             sys.stdout.flush()
         self.tell()
         os._exit(INTERRUPTED)
+
+
+def _where_the_work_lies() -> str:
+    """What a stage was made to be killed for: that nothing it had saved is lost."""
+    stage = sys.modules.get("toolkit.artifacts.stage")  # not there: no stage was under way
+    partial = stage.left_behind() if stage is not None else None
+    return "" if partial is None else f"; what is done lies in {partial}, the same command goes on from there"
 
 
 def _after(load: Callable[..., Any]) -> Callable[..., Any]:

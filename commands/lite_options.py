@@ -16,7 +16,7 @@ from toolkit.base.figures import written
 from toolkit.base.progress import Progress
 from toolkit.commands.options import with_flags
 from toolkit.commands.output import stderr, stdout, table, write_json
-from toolkit.configs.option import option, spelled
+from toolkit.configs.option import option, show_size, spelled
 from toolkit.errors import UsageError
 from toolkit.quant.options import Common
 from toolkit.quant.presets import choose_preset
@@ -121,7 +121,8 @@ def _rows(result: Result) -> list[tuple[str, str]]:
     quality, options = result.quality, result.options
     worst = max(quality["layers"], key=lambda x: x["rel_error"], default=None)
     before, after = quality["perplexity_before"], quality["perplexity_after"]
-    group = options.get("w_group_size")
+    group, sized = options.get("w_group_size"), "artifact_bytes" in quality
+    unit = "MiB" if sized and options["size"] % (1 << 20) == 0 else "MB"  # as --size was written
     text = "{calib_samples} samples of {calib_seqlen} ({calib_dataset})"
     text += " and {calib_self_samples} of the model's own" if "calib_self_samples" in options else ""
     return [
@@ -135,7 +136,8 @@ def _rows(result: Result) -> list[tuple[str, str]]:
         ("KL to the original", f"{quality['kl']:.4f} nats"),
         ("same best token", f"{100 * quality['top1_agreement']:.1f} %"),
         ("bits per weight", f"{quality['bits_per_weight']:.2f}"),
-        ("size", f"{quality['size_bytes'] / 1e6:.1f} MB"),
+        ("size", show_size(quality["size_bytes"], unit)),
+        *([("engine artifact", f"about {show_size(quality['artifact_bytes'], unit)}")] if sized else []),
         *([("largest error", f"{100 * worst['rel_error']:.1f} % of {worst['name']}'s output")] if worst else []),
     ]
 

@@ -155,6 +155,19 @@ def name_families(argv: list[str]) -> list[str]:
     return out + argv[len(own) :]
 
 
+def _in_own_family(error: BaseException) -> str | None:
+    """The file and line of a model family of the user's own (``--custom-module-map``) that an exception comes from."""
+    from toolkit.models.registry import VARIABLE
+
+    files = {os.path.abspath(path) for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path}
+    place, at = None, error.__traceback__
+    while at is not None:
+        file = at.tb_frame.f_code.co_filename
+        place = f"{file}, line {at.tb_lineno}" if os.path.abspath(file) in files else place
+        at = at.tb_next
+    return place
+
+
 def _explain(error: BaseException) -> tuple[str, int]:
     """One line and the exit code for an exception that ended a command."""
     if isinstance(error, ToolkitError):
@@ -176,6 +189,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, ModuleNotFoundError) and (told := extras.explain(error)):
         return told, 1
     text = str(error).strip()
+    if (place := _in_own_family(error)) is not None:
+        return f"{place}: {type(error).__name__}: {text or 'no message'} (--debug shows the traceback)", 2
     return f"internal error, {type(error).__name__}: {text or 'no message'} (--debug shows the traceback)", 1
 
 

@@ -80,8 +80,7 @@ def serve_one(model: str, settings: ServerSettings, engine: EngineFlags, config:
     def ready(url: str, opened: run.AsyncEngine) -> None:
         show_engine(console, opened)
         hint = "listening at " if settings.no_page else "open it in a browser to chat: "
-        for _ in range(3):
-            console.print(f"HINT:    The server is ready; {hint}{url}", markup=False, soft_wrap=True)
+        console.print(f"HINT:    The server is ready; {hint}{url}", markup=False, soft_wrap=True)
         console.print(f"INFO:    Uvicorn running on {url} (Press CTRL+C to quit)", markup=False, soft_wrap=True)
 
     run.serve(

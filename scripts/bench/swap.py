@@ -29,7 +29,8 @@ def main() -> int:
     args = parser.parse_args()
     weights = [sum(f.stat().st_size for f in Path(model).glob("*.safetensors")) for model in args.models]
     budget = f"{int(max(weights) * 1.5) >> 20}MiB"  # one of them and its cache
-    flags = [args.models[1], "--memory", budget, "--session-len", args.session_len, "--max-batch-size", "4"]
+    flags = [args.models[1], "--log-level", "info", "--memory", budget]
+    flags += ["--session-len", args.session_len, "--max-batch-size", "4"]
     with tempfile.TemporaryDirectory() as folder, Server(args.models[0], flags, Path(folder) / "log") as server:
         time.sleep(15)  # the waiting process has begun
         names = [card["id"] for card in server.get("/v1/models")["data"]]

@@ -113,6 +113,18 @@ def test_the_time_of_a_step_is_by_device_unless_it_is_asked_for() -> None:
     assert make(need(4 * GIB), target_step_ms=0).target_step_ms == 0
 
 
+def test_what_helps_where_the_session_is_too_short() -> None:
+    """Not to raise what is at its most; and by the names that are typed."""
+    short = make(need(20 * GIB), session_len=512)
+    assert short.longer() == f"raise session_len (the model takes {short.model_len}, if the memory does)"
+    whole = make(need(20 * GIB), session_len=short.model_len)
+    told = whole.longer("--session-len", "--rope-scaling-factor")
+    assert told.startswith(
+        f"go beyond the {short.model_len} tokens that the model was trained for by a larger --session"
+    )
+    assert "with --rope-scaling-factor 2.0 (docs/how-to/long-prompts.md)" in told and "raise" not in told
+
+
 def test_the_table_names_everything() -> None:
     rows = make(need(4 * GIB)).table()
     assert [r[0] for r in rows] == ["weights", "activations", "logits", "KV cache", "free before"]

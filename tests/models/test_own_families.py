@@ -49,6 +49,7 @@ def tool(support):
 def test_a_file_named_on_the_command_line_goes_through_the_stages(file, model, tool, tiny_models, tmp_path):
     refused = tool("convert", model, "--dst-path", tmp_path / "engine")
     assert refused.returncode == 1 and "LouderForCausalLM" in refused.stderr
+    assert "or one of your own: --custom-module-map FILE (docs/add-a-model.md)" in refused.stderr
     flag = ("--custom-module-map", file)
     done = tool(*flag, "convert", model, "--dst-path", tmp_path / "engine", "--head-bits", "16", "--dtype", "float32")
     assert done.returncode == 0, done.stderr
@@ -126,6 +127,16 @@ def test_files_that_hold_no_family_are_one_line(tool, tmp_path, text, words):
     assert len(done.stderr.splitlines()) == 1
     with pytest.raises(ToolkitError, match="custom_module_map"):
         registry.from_files([str(tmp_path / "own.py")])
+
+
+def test_a_mistake_in_a_family_of_one_s_own_is_told_by_file_and_line(model, tool, tmp_path):
+    lines = FILE.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("def build"))
+    lines.insert(at + 1, "    nothing_of_this_name()")
+    (tmp_path / "own.py").write_text("\n".join(lines))
+    done = tool("convert", model, "--dst-path", tmp_path / "e", "--custom-module-map", tmp_path / "own.py")
+    assert done.returncode == 2 and "internal error" not in done.stderr, done.stderr
+    assert f"{tmp_path / 'own.py'}, line {at + 2}: NameError: name 'nothing_of_this_name' is not defined" in done.stderr
 
 
 @pytest.mark.parametrize("path", ["missing.py", "own.txt", ""])

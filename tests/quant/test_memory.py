@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.errors import UsageError
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.kernels.torch.product import prefers_int8
 from toolkit.quant.calibrate import calibrate
 from toolkit.quant.layers.spill import Spill, Tensors
@@ -74,13 +75,49 @@ def test_nothing_depends_on_where_activations_lie(run: Any, tiny_models: Any, tm
     assert all(lines) and len(lines) == 2
 
 
+@pytest.mark.parametrize("run", [auto_gptq, smooth_quant, calibrate])
+def test_a_disk_without_room_is_told_before_anything_is_computed(
+    run: Any, tiny_models: Any, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, asked = str(tiny_models("llama")), list[Path]()
+
+    def full(folder: Path) -> Any:
+        asked.append(Path(folder))
+        return SimpleNamespace(free=1000)
+
+    monkeypatch.setattr("toolkit.artifacts.room.shutil.disk_usage", full)
+    work = []
+    common = quick(text)
+    told = r"are needed there for the result and the work on it, 0\.00 GB are free"
+    with pytest.raises(ToolkitError, match=told):
+        run(model, tmp_path / "new" / "out", common=common, progress=lambda *at: work.append(at))
+    assert asked == [tmp_path] and not work and not list(tmp_path.iterdir())
+
+
+def test_what_disk_is_said_to_take_is_taken(
+    tiny_models: Any, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers as they are saved and the result lie there together at the end."""
+    model, counted, saved = str(tiny_models("llama", hidden_size=256, intermediate_size=512)), list[int](), list[int]()
+    monkeypatch.setattr("toolkit.quant.run.check_room", lambda target, needed: counted.append(needed))
+
+    def watch(what: str, done: int, total: int) -> None:
+        files = (tmp_path / ".out.partial").rglob("layer.*.safetensors")
+        saved.append(sum(file.stat().st_size for file in files) if what == "writing" else 0)
+
+    auto_gptq(model, tmp_path / "out", Gptq(tune_steps=0), common=quick(text), progress=watch)
+    taken = max(saved) + sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    assert max(saved) > 0 and 0.8 * taken < counted[0] < 1.25 * taken
+
+
 def test_the_plan_is_said_before_anything_is_read(tiny_models: Any, tmp_path: Path, text: Path) -> None:
     heard: list[str] = []
     common = replace(quick(text), cache_memory=0.0, notice=heard.append)
     smooth_quant(
         str(tiny_models("llama")), tmp_path / "out", common=common, progress=lambda what, *_: heard.append(what)
     )
-    assert heard[0].startswith("memory: peak about") and heard[1] == "reading the model"
+    assert heard[0].startswith("memory: peak about") and heard[1].startswith("disk: about 0.00 GB at ")
+    assert heard[2] == "reading the model"
     with pytest.raises(UsageError, match="--cache-memory: expected GiB, 0 or more, found -1"):
         smooth_quant(str(tiny_models("llama")), tmp_path / "x", common=replace(common, cache_memory=-1.0))
 

@@ -410,7 +410,9 @@ def test_two_models_on_one_port(tiny_checkpoint: Any, tmp_path: Path) -> None:
             assert names == {"/api/tags": ["first", "second", "gpt"], "/api/ps": ["second", "gpt"]}
             assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200  # the first is meant
             assert client.post("/terminate", json={}).status_code == 404
-            assert 'toolkit_proxy:node_up{node="second"} 1.0' in client.get("/metrics").text
+            scraped = client.get("/metrics").text
+            assert 'toolkit_models:model_up{model="second"} 1.0' in scraped and "node" not in scraped
+            assert 'toolkit_models:requests_total{model="second",status="200"}' in scraped
             children = psutil.Process(process.pid).children(recursive=True)
             assert len(children) >= 4
         process.terminate()

@@ -154,6 +154,29 @@ def test_a_port_that_another_program_listens_on_first() -> None:
             listen(ours)
 
 
+def test_a_port_of_the_system_s_is_bound_with_a_word(monkeypatch: Any, caplog: Any) -> None:
+    with bind("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+    assert not caplog.records
+    monkeypatch.setattr("toolkit.serve.run.PRIVILEGED", 65536)
+    with bind("127.0.0.1", port):
+        (told,) = caplog.messages
+    assert told.startswith(f"--server-port {port}: below 65536 are ports of the system's own services")
+
+
+def test_that_the_server_is_ready_is_said_once(monkeypatch: Any, capsys: Any) -> None:
+    from toolkit.commands import serve
+    from toolkit.commands.options import EngineFlags
+    from toolkit.serve.options import ServerSettings
+
+    monkeypatch.setattr("toolkit.serve.run.serve", lambda model, settings, *, ready, **more: ready("http://x:1", None))
+    monkeypatch.setattr(serve, "show_engine", lambda console, engine: None)
+    engine = EngineFlags()
+    serve.serve_one("m", ServerSettings(), engine, engine.config())
+    err = capsys.readouterr().err
+    assert err.count("The server is ready") == 1 and err.count("http://x:1") == 2
+
+
 def test_two_servers_have_their_own_metrics(start: Any) -> None:
     first, second = start(), start()
     post(first, "/v1/completions", {"prompt": "abcd"}).recv(4000)

@@ -25,7 +25,7 @@ from toolkit.errors import ToolkitError
 PAGE = 4096
 MAX_HEADER = 100_000_000  # as in the reference implementation
 PAD_PREFIX = "_pad."
-_HEADER_ROOM = 1 << 20  # first guess for the header of a file that is written as a stream
+HEADER_ROOM = 1 << 20  # first guess for the header of a file that is written as a stream
 _CHUNK = 16 << 20  # bytes that are copied at once
 _HUGE = 2 << 20  # bytes of a huge page
 _ZEROS = bytes(_HUGE)
@@ -235,7 +235,7 @@ def write_arrays(
     metadata: Mapping[str, str] | None = None,
     *,
     align: int = PAGE,
-    header_room: int = _HEADER_ROOM,
+    header_room: int = HEADER_ROOM,
 ) -> None:
     """Write a stream of (name, numpy array, CPU torch tensor or ``Writer``, safetensors dtype or None for its own).
 

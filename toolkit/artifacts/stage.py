@@ -42,6 +42,17 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PARTS = {"lock", "key.json", "state", "out", "old", "activations", "file"}
 
 
+_begun: list[Stage] = []
+
+
+def left_behind() -> Path | None:
+    """Where a stage of this process that has not ended has saved what it has done; the same command goes on there."""
+    for run in _begun:
+        if not (run.finished or run.already_there) and any((run.partial / "state").glob("*.safetensors")):
+            return run.partial
+    return None
+
+
 @dataclass
 class Stage:
     """A run of a stage; made by ``open_stage``. ``dir`` is where the artifact's files are to be written."""
@@ -191,6 +202,7 @@ def open_stage(
                     f"{shown}: not empty, and not the result of this command; give --overwrite to replace it"
                 )
             _prepare(run, key)
+        _begun.append(run)
         yield run
         assert run.finished or run.already_there, "a stage ended without finish()"
     except Exception as error:

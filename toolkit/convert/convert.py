@@ -16,6 +16,7 @@ from toolkit.artifacts.formats import format_of
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind
 from toolkit.artifacts.replace import check_directory_target
+from toolkit.artifacts.room import check_room
 from toolkit.artifacts.safetensors_file import read_header
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_model
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]  # (tensors done, of how many)
 
+_SHARE = {"auto": 1.0, "int8": 0.5, "int4": 0.25}  # of the checkpoint's bytes, at least
 _FORMAT_NAMES = {None: "hf", "smooth_quant": "w8a8"}  # quant_method → LMDeploy's --model-format, where they differ
 
 
@@ -105,6 +107,7 @@ def convert(
             manifest = read_manifest(stage.target)
             assert manifest is not None
             return Converted(Path(dst_path), chosen.name, manifest, True)
+        check_room(dst_path, _needed(checkpoint, stored, options, bits))
         cast = _cast(_read(checkpoint, spec, stored, load_format, progress), options.dtype)
         weights: Iterable[tuple[str, Weight | Tensor]] = chain(cast, cache_scales(checkpoint, stored))
         order = tensor_names(checkpoint, stored) if load_format == "auto" else ()
@@ -118,6 +121,17 @@ def convert(
             figures = head_cost(artifact, checkpoint, stored)
             quality = {"head": figures} if figures else {}
         return Converted(Path(dst_path), chosen.name, stage.finish(quality), False, notes)
+
+
+def _needed(checkpoint: Checkpoint, stored: list[StoredTensor], options: Packing, bits: Bits) -> int:
+    """Bytes of the artifact, at least."""
+    held = sum(info.end - info.start for info in checkpoint.infos.values())
+    outer = [item.weight_name for item in stored if item.kind in ("embed", "head")]
+    found = [checkpoint.infos[name] for name in outer if name in checkpoint.infos]
+    rounded = sum(info.end - info.start for info in found) * max(0, 16 - (bits.head or 16)) // 16
+    if options.dtype != "auto":  # float32 may become half of it
+        held //= 2
+    return int((held - rounded) * _SHARE.get(options.load_format, 0.2))
 
 
 def write_packed(

@@ -143,7 +143,9 @@ def _unknown(config: dict[str, Any], source: str, found: object) -> NoReturn:
         raise ToolkitError(f"{source}: architectures: {found} needs {LACKING[found]}, which no runner here computes")
     known = [a for family in families() for a in family.architectures]
     near = difflib.get_close_matches(str(found)[:100], known, 3, 0.75) or ["LlamaForCausalLM"]
-    Fields(config, source).fail("architectures", found, f"one that `tool list models` shows, such as {', '.join(near)}")
+    shown = f"one that `tool list models` shows, such as {', '.join(near)}"
+    own = "one of your own: --custom-module-map FILE (docs/add-a-model.md)"
+    Fields(config, source).fail("architectures", found, f"{shown}, or {own}")
 
 
 def build(config: dict[str, Any], source: str = "config.json", own: Iterable[Family] = ()) -> Built:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.outline import Outlines
+from toolkit.artifacts.safetensors_file import HEADER_ROOM, PAGE
 from toolkit.artifacts.weights import is_present
 from toolkit.models.spec import LinearSpec
 from toolkit.quant.layers.source import LayerSource
@@ -40,7 +41,7 @@ def bits_beside(source: LayerSource, linears: Iterable[LinearSpec]) -> int:
         kept = (_dense(value) for name, value in outlines if name not in names)
         return 8 * sum(value.numel() * value.element_size() for value in kept)
     packed = pack_model(source.spec, outlines, HEAD_BITS, [])
-    return 8 * sum(found.meta.nbytes for name, found in packed if name not in names)
+    return 8 * HEADER_ROOM + 8 * sum(_in_file(found.meta.nbytes) for name, found in packed if name not in names)
 
 
 def cost_of(source: LayerSource, sample: Sample) -> Callable[[LinearSpec, Grid], int]:
@@ -51,11 +52,16 @@ def cost_of(source: LayerSource, sample: Sample) -> Callable[[LinearSpec, Grid],
     def cost(rows: int, columns: int, grid: Grid) -> int:
         weight = sample(grid, rows, columns)
         if native:
-            return 8 * packed_meta(weight).nbytes
+            return 8 * _in_file(packed_meta(weight).nbytes)
         groups = rows * (columns // grid.group_size if grid.group_size > 0 else 1)
         return rows * columns * (4 if grid.bits <= 4 else 8) + groups * (16 + ZERO_BITS)
 
     return lambda linear, grid: cost(linear.out_features, linear.in_features, grid)
+
+
+def _in_file(size: int) -> int:
+    """Bytes of a tensor in the artifact's file: whole pages."""
+    return -(-size // PAGE) * PAGE
 
 
 def _outlines(source: LayerSource) -> Iterator[tuple[str, Weight | Tensor]]:

@@ -9,6 +9,7 @@ import torch
 
 from toolkit.artifacts.manifest import describe_parent
 from toolkit.artifacts.replace import check_directory_target
+from toolkit.artifacts.room import check_room
 from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.models.sites import layer_sites
@@ -48,6 +49,7 @@ def calibrate(
     source = open_source(model, common, "calibrate")
     check_directory_target(work_dir, [source.path], common.overwrite)
     told(planned_bytes(source))
+    check_room(work_dir, 2 * planned_bytes(source))
     device, text = find_device(common.device), read_text(source, common)
     tell_plan(source, common, text.plan, eval_tokens=0)
     parent = describe_parent(source.path)

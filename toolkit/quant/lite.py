@@ -279,7 +279,10 @@ def search(
         best = finder.allocate(units, budget)
         for unit, own in zip(units, best, strict=True):
             chosen.update({name: finder.fitted(own.grid, inputs[name]) for name in unit.linears})
-        return {"search": finder.reasons(units, best)}
+        found: dict[str, Any] = {"search": finder.reasons(units, best)}
+        if size is not None and not in_gguf:
+            found["artifact_bytes"] = size - (budget - sum(own.cost for own in best)) // 8
+        return found
 
     def method(dtype: torch.dtype, _: Path) -> awq.Method:
         def scaler(site: Site, weights: Mapping[str, torch.Tensor], gram: Gram) -> torch.Tensor | None:

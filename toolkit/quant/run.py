@@ -15,6 +15,7 @@ from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.formats.writers import WRITERS
 from toolkit.artifacts.manifest import describe_parent, read_manifest, require_kind
 from toolkit.artifacts.replace import check_directory_target
+from toolkit.artifacts.room import check_room
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
@@ -33,7 +34,8 @@ from toolkit.quant.layers.spill import Spill
 from toolkit.quant.layers.statistics_file import SavedStatistics, open_statistics
 from toolkit.quant.methods.tune import KEY, choose_steps, most_samples, needed, tune
 from toolkit.quant.options import Common
-from toolkit.quant.plan import plan_memory
+from toolkit.quant.plan import Plan, plan_memory
+from toolkit.quant.room import disk_bytes
 from toolkit.quant.selection import Selection, select
 from toolkit.quant.text.calibration import CalibrationPlan, make_plan
 from toolkit.quant.text.calibration_text import CalibrationText, Progress
@@ -121,9 +123,9 @@ def tell_plan(
     texts: int = 1,
     beside: int = 0,
     products: bool = True,
-) -> None:
-    """Say how much memory the run will take. ``plan``: of the text, None where none is read; ``texts``, ``beside``: see
-    ``Recipe``; the rest as for ``plan_memory``."""
+) -> Plan:
+    """Say, and return, how much memory the run will take. ``plan``: of the text, None where none is read; ``texts``,
+    ``beside``: see ``Recipe``; the rest as for ``plan_memory``."""
     samples, seqlen = (texts * plan.samples + beside, plan.seqlen) if plan else (0, 0)
     memory = plan_memory(
         source, samples=samples, seqlen=seqlen, batch_size=common.batch_size, eval_tokens=eval_tokens,
@@ -131,6 +133,7 @@ def tell_plan(
         head=common.quantize_lm_head, whole_layers=whole_layers, products=products,
     )  # fmt: skip
     common.notice(memory.line())
+    return memory
 
 
 def open_source(model: str, common: Common, what: str) -> LayerSource:
@@ -171,10 +174,13 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     tune_steps = choose_steps(
         source, recipe.tune_steps, common.effort.tune_steps, plan, common.cache_memory, hindrance, common.notice
     )
-    tell_plan(
+    memory = tell_plan(
         source, common, plan, eval_tokens=common.measured, tune_steps=tune_steps, whole_layers=recipe.whole_layers,
         texts=recipe.texts, beside=recipe.beside, products=recipe.products,
     )  # fmt: skip
+    room = disk_bytes(source, targets(source, selection), recipe.sample, dtype, memory.disk)
+    common.notice(f"disk: about {room / 1e9:.2f} GB at {work_dir}, while it runs")
+    check_room(work_dir, room)
     progress("reading the model", 0, 1)
     parent = describe_parent(source.path)
     statistics = _saved(source, recipe, common, parent["digest"])

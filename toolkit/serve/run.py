@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from toolkit.serve.announce import Announcement
 
 logger = logging.getLogger("toolkit.serve")
+PRIVILEGED = 1024  # ports below it
 OTHER_FILES = 128  # besides connections
 
 
@@ -88,6 +89,11 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         raise _no_port(error, host, port) from error
+    if 0 < port < PRIVILEGED:
+        logger.warning(
+            "--server-port %d: below %d are ports of the system's own services, and root's alone; a proxy before this "
+            "server, or another port, spares it the rights of root", port, PRIVILEGED,
+        )  # fmt: skip
     return sock
 
 

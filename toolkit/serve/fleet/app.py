@@ -28,6 +28,7 @@ from toolkit.serve.options import ProxySettings
 from toolkit.serve.page.routes import add_page
 from toolkit.serve.proxy.app import json_or_none
 from toolkit.serve.proxy.forward import Forward, Incoming, NodeFailed
+from toolkit.serve.proxy.metrics import ProxyMetrics
 from toolkit.serve.proxy.nodes import Node
 from toolkit.serve.proxy.paths import forwarded
 from toolkit.serve.proxy.state import ProxyState
@@ -67,6 +68,7 @@ def create_app(fleet: Fleet, settings: ProxySettings, show: Show, *, metrics: bo
     """The application; ``fleet.watch()`` has to run beside it. ``show``: what /api/show tells of a model that is not
     loaded."""
     state = ProxyState(settings)
+    state.metrics = ProxyMetrics(state.nodes, of_models=True)
     fleet.on_end = state.nodes.remove
     app = FastAPI(
         title="toolkit", version=__version__, docs_url=None, openapi_url=None, redoc_url=None, redirect_slashes=False

@@ -139,7 +139,7 @@ class Fleet:
                 if self._idle_timeout and model.server is not None and not model.users and idle > self._idle_timeout:
                     async with self._turn:
                         if not model.users:
-                            logger.warning("%s: unloaded, unused for %.0f s", model.listed.name, idle)
+                            logger.info("%s: unloaded, unused for %.0f s", model.listed.name, idle)
                             await self._end(model)
 
     async def close(self) -> None:
@@ -168,7 +168,7 @@ class Fleet:
             await self._end(model)
             raise
         model.memory, model.state, model.used = model.server.memory, "loaded", self._clock()
-        logger.warning("%s: loaded in %.2f s", model.listed.name, model.used - began)
+        logger.info("%s: loaded in %.2f s", model.listed.name, model.used - began)
         await self._make_room(model)  # it may take more than its files
 
     async def _make_room(self, wanted: Model) -> None:
@@ -187,7 +187,7 @@ class Fleet:
             assert model.server is not None
             await asyncio.to_thread(model.server.sleep)
             model.state = "sleeping"
-            logger.warning("%s: sleeps", model.listed.name)
+            logger.info("%s: sleeps", model.listed.name)
         except ToolkitError as error:
             logger.error("%s: cannot sleep, so it is ended: %s", model.listed.name, error)
             await self._end(model)

@@ -59,7 +59,7 @@ class ApiKeys:
         except UsageError as error:
             logger.error("%s; the keys read before stay valid", error)
         else:
-            logger.warning("--api-key-file: read again, %d keys", len(self._in_file))
+            logger.info("--api-key-file: read again, %d keys", len(self._in_file))
 
     def _mark(self) -> tuple[int, ...]:
         """What tells one state of the file from another; empty where none is there, or it can be read but once."""

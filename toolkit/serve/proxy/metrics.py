@@ -10,19 +10,20 @@ from prometheus_client.registry import Collector
 
 from toolkit.serve.proxy.nodes import Nodes
 
-PREFIX = "toolkit_proxy:"
+PREFIX, OF_MODELS = "toolkit_proxy:", "toolkit_models:"
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class _NodeCollector(Collector):
     """Reads the nodes when they are scraped."""
 
-    def __init__(self, nodes: Nodes) -> None:
-        self._nodes = nodes
+    def __init__(self, nodes: Nodes, prefix: str, kind: str) -> None:
+        self._nodes, self._prefix, self._kind = nodes, prefix, kind
 
     def collect(self) -> Iterable[Metric]:
-        up = GaugeMetricFamily(PREFIX + "node_up", "1 while a node gets requests", labels=["node"])
-        running = GaugeMetricFamily(PREFIX + "node_requests_running", "Requests a node is answering", labels=["node"])
+        kind, name = self._kind, self._prefix + self._kind
+        up = GaugeMetricFamily(f"{name}_up", f"1 while a {kind} gets requests", labels=[kind])
+        running = GaugeMetricFamily(f"{name}_requests_running", f"Requests a {kind} is answering", labels=[kind])
         for node in self._nodes:
             up.add_metric([node.label], float(node.down is None))
             running.add_metric([node.label], node.unfinished)
@@ -30,23 +31,18 @@ class _NodeCollector(Collector):
 
 
 class ProxyMetrics:
-    """Counters of requests; the nodes' gauges."""
+    """Counters of requests; the nodes' gauges. ``of_models``: each node is a model of one server."""
 
-    def __init__(self, nodes: Nodes) -> None:
+    def __init__(self, nodes: Nodes, of_models: bool = False) -> None:
+        prefix, kind = (OF_MODELS, "model") if of_models else (PREFIX, "node")
         self.registry = CollectorRegistry()
-        self.registry.register(_NodeCollector(nodes))
-        self.requests = Counter(
-            PREFIX + "requests", "Answers by node and status; 0: none came", ["node", "status"], registry=self.registry
-        )
-        self.retries = Counter(PREFIX + "retries", "Requests sent to another node", registry=self.registry)
-        self.broken = Counter(PREFIX + "broken_answers", "Answers that broke off", registry=self.registry)
-        self.seconds = Histogram(
-            PREFIX + "request_seconds",
-            "Time of a node's whole answer",
-            ["node"],
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
+        self.registry.register(_NodeCollector(nodes, prefix, kind))
+        told = f"Answers by {kind} and status; 0: none came"
+        self.requests = Counter(prefix + "requests", told, [kind, "status"], registry=self.registry)
+        self.retries = Counter(prefix + "retries", f"Requests sent to another {kind}", registry=self.registry)
+        self.broken = Counter(prefix + "broken_answers", "Answers that broke off", registry=self.registry)
+        told = f"Time of a {kind}'s whole answer"
+        self.seconds = Histogram(prefix + "request_seconds", told, [kind], buckets=_SECONDS, registry=self.registry)
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""
