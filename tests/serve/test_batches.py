@@ -19,8 +19,10 @@ import openai
 import pytest
 
 from toolkit.serve.generation.turn import LAST
+from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.openai.batches.store import FileStore
+from toolkit.serve.proxy.paths import forwarded
 
 COMMAND = [sys.executable, "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
 
@@ -389,3 +391,19 @@ def test_a_batch_goes_on_after_its_server_was_killed(packed: Path, tmp_path: Pat
         assert (batch.status, batch.request_counts.completed, batch.request_counts.total) == ("completed", 120, 120)
         assert read(client, batch.output_file_id).keys() == {f"r{i}" for i in range(120)}
         assert client.files.content(batch.output_file_id).content.startswith(before)
+
+
+def test_a_file_may_be_larger_than_other_bodies(start: Any) -> None:
+    limits = Limits(max_body_bytes=500, max_pending_bytes=600)
+    client = client_of(start(limits=limits).v1)
+    lines = [line(f"r{i}") for i in range(50)] + [line("long", model="echo", messages="x" * 500)]
+    batch = ended(client, create(client, lines).id)
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (50, 1)
+    assert "--max-body-bytes" in read(client, batch.error_file_id)[None]["error"]["message"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/files/file-1/content", "/v1/batches"])
+def test_what_one_server_keeps_is_not_asked_through_another(path: str) -> None:
+    with pytest.raises(ApiError, match="kept by a server of one model") as told:
+        forwarded({"path": path, "query_string": b""})
+    assert told.value.status == 404

@@ -209,7 +209,7 @@ class Batches:
             batch.fail("storage_full", str(error))
             status = "failed"
         except OSError as error:
-            batch.fail("storage_full", f"answers cannot be written ({error.strerror})")
+            batch.fail("storage_full", f"the batch's files cannot be read or written ({error.strerror})")
             status = "failed"
         except ToolkitError as error:
             batch.fail("server_error", str(error))

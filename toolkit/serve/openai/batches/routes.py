@@ -68,7 +68,7 @@ def _mine(raw: Request) -> tuple[Batches, str]:
 
 def _limit(raw: Request, most: int, default: int) -> int:
     given = raw.query_params.get("limit", str(default))
-    if not (given.isascii() and given.isdecimal() and 1 <= int(given[:6]) <= most):
+    if not (given.isascii() and given.isdecimal() and len(given) <= 6 and 1 <= int(given) <= most):
         raise bad_field("limit", f"expected 1 to {most}, found {shown(given)}")
     return int(given)
 
