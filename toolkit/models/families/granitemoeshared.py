@@ -11,7 +11,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.families import granite, granitemoe
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import RopeSpec
+from toolkit.models.spec import RopeSpec, Rows
 from toolkit.models.stored import Fused
 
 
@@ -35,7 +35,7 @@ def shared_experts(
     shared = config.integer("shared_intermediate_size", default=1024, low=0)
     bias = config.flag("attention_bias", False)
     part = "mlp.shared_expert"
-    rows = {f"{part}.gate_proj": ((0, shared),), f"{part}.up_proj": ((shared, 2 * shared),)}
+    rows: dict[str, Rows] = {f"{part}.gate_proj": ((0, shared),), f"{part}.up_proj": ((shared, 2 * shared),)}
     return llama_like(
         config,
         dims,
