@@ -32,7 +32,7 @@ def shared_experts(
     """``on_disk``, ``stacks``: how the checkpoint spells the experts, the shared one apart."""
     act = config.activation("hidden_act")
     count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
-    shared = config.integer("shared_intermediate_size", default=1024, low=0)
+    shared = config.integer("shared_intermediate_size", default=0, low=0)
     bias = config.flag("attention_bias", False)
     part = "mlp.shared_expert"
     rows: dict[str, Rows] = {f"{part}.gate_proj": ((0, shared),), f"{part}.up_proj": ((shared, 2 * shared),)}
