@@ -26,6 +26,9 @@ EXPERTS = dict(num_local_experts=4, num_experts=4, n_routed_experts=16, num_expe
 OWN = {
     "deepseek_v3": dict(num_attention_heads=128),
     "ernie4_5_moe": dict(moe_num_experts=4, moe_k=2),
+    "codegen": dict(num_attention_heads=16),
+    "gptj": dict(num_attention_heads=16),
+    "helium": dict(num_attention_heads=20),
     "mamba2": dict(num_heads=32),
     "glm4_moe_lite": dict(num_attention_heads=20),
     "minicpm3": dict(num_attention_heads=40, hidden_size=1280),

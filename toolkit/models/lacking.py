@@ -32,7 +32,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "a norm behind the embedding": (
         "BloomForCausalLM", "NanoChatForCausalLM", "ModernBertDecoderForCausalLM",
     ),
-    "a bias of attention in the last layer alone": ("GPTNeoXJapaneseForCausalLM",),
+    "a bias that is stored apart from its matrix, in the last layer alone": ("GPTNeoXJapaneseForCausalLM",),
     "an encoder's layers, with norms behind each sum": (
         "BertLMHeadModel", "BertGenerationDecoder", "BigBirdForCausalLM", "CamembertForCausalLM",
         "Data2VecTextForCausalLM", "ElectraForCausalLM", "ErnieForCausalLM", "MegatronBertForCausalLM",
@@ -75,8 +75,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "experts that are chosen by corrected logits, not scores": ("Kolibri1ForCausalLM",),
     "a gated delta rule whose rate reaches 2": ("OlmoHybridForCausalLM",),
     "bytes that are joined to patches as they are read": ("BltForCausalLM",),
-    "a delta rule, and layers that slide, behind norms of Qwen3.5's kind": ("LaraMiniForCausalLM",),
-    "DeepSeek-V4's experts behind Qwen3's attention": ("BeamForCausalLM",),
+    "sums with the residual that are weighed by their depth": ("BeamForCausalLM",),
 }  # fmt: skip
 LACKING = {name: why for why, architectures in NEEDS.items() for name in architectures}
 

@@ -360,11 +360,14 @@ def blocked_fp8(
     if scale_fmt not in (None, "ue8m0"):
         raise UsageError(f"--scale-fmt: expected ue8m0, or leave it out, found {scale_fmt!r}")
     source = open_source(model, common, "blocked_fp8")
+    routers = source.spec.routers()
     stored = [
-        module  # stacks of experts are written one by one
+        module  # stacks of experts are written one by one, as is what stays in part as it is
         for items in source.stored
         for item in items
-        for module in (item.alone() if item.stacked else [item])
+        for module in (
+            item.alone() if item.stacked or len({part.name in routers for part in item.parts}) > 1 else [item]
+        )
     ]
 
     def sample(rows: int, columns: int) -> Weight:

@@ -35,6 +35,7 @@ def build(config: Fields) -> Built:
     shared = inner * config.integer("num_shared_experts", default=2, low=0, high=MAX_EXPERTS)
     first = config.integer("num_dense_layers", default=1, low=0, high=MAX_LAYERS)
     scale = config.number("route_scale", default=1.0)
+    norm_topk = config.flag("route_norm", True)
     config.text("score_func", default="sigmoid", choices=("sigmoid",))
 
     def gated(i: int, attention: AttentionSpec) -> AttentionSpec:
@@ -52,7 +53,7 @@ def build(config: Fields) -> Built:
             act,
             count=count,
             top_k=top_k,
-            norm_topk=True,
+            norm_topk=norm_topk,
             shared=shared,
             correction=True,
             scoring="sigmoid",

@@ -31,7 +31,7 @@ def _fused(dims: Dims) -> Fused:
 
 FAMILY = Family(
     "codegen",
-    "CodeGen 350M to 16B, CodeGen 2.5 excepted",
+    "CodeGen 350M, 2B, 6B, 16B",
     ("CodeGenForCausalLM",),
     build,
     (

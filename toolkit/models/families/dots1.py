@@ -22,7 +22,7 @@ from toolkit.models.spec import MoeSpec
 
 
 def build(config: Fields) -> Built:
-    dims = read_dims(config)
+    dims = read_dims(config, kv_heads=32)
     first = config.integer("first_k_dense_replace", default=0, low=0, high=MAX_LAYERS)
     config.text("scoring_func", default="noaux_tc", choices=("noaux_tc", "sigmoid"))  # the released file's word
     groups = read_groups(config)

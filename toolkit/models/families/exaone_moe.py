@@ -56,7 +56,7 @@ SIZES = dict(
 FAMILY = Family(
     "exaone_moe",
     "K-EXAONE 236B-A23B",
-    ("ExaoneMoeForCausalLM",),
+    ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
     build,
     (
         Tiny(dict(SIZES, sliding_window_pattern=4)),

@@ -37,7 +37,9 @@ def read_gpt_dims(config: Fields) -> Dims:
         "num_hidden_layers": config.integer("n_layer", "num_hidden_layers", high=MAX_LAYERS),
         "num_attention_heads": config.integer("n_head", "num_attention_heads", high=100_000),
         "intermediate_size": config.integer("n_inner", default=4 * width),
-        "max_position_embeddings": config.integer("n_positions", default=2048, high=MAX_POSITION),
+        "max_position_embeddings": config.integer(
+            "n_positions", "max_position_embeddings", default=2048, high=MAX_POSITION
+        ),
         "num_key_value_heads": None,
     }
     if config.flag("tie_word_embeddings", False):

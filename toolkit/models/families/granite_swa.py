@@ -16,7 +16,7 @@ from toolkit.models.spec import RopeSpec
 
 
 def build(config: Fields) -> Built:
-    dims = read_dims(config, eps=1e-5, tied=True)
+    dims = read_dims(config, eps=1e-5, tied=True, kv_heads=4)
     bias = config.flag("attention_bias", False)
     return llama_like(
         config,

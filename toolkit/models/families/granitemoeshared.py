@@ -11,7 +11,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.families import granite, granitemoe
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import RopeSpec
+from toolkit.models.spec import RopeSpec, Rows
 from toolkit.models.stored import Fused
 
 
@@ -32,10 +32,10 @@ def shared_experts(
     """``on_disk``, ``stacks``: how the checkpoint spells the experts, the shared one apart."""
     act = config.activation("hidden_act")
     count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
-    shared = config.integer("shared_intermediate_size", default=1024, low=0)
+    shared = config.integer("shared_intermediate_size", default=0, low=0)
     bias = config.flag("attention_bias", False)
     part = "mlp.shared_expert"
-    rows = {f"{part}.gate_proj": ((0, shared),), f"{part}.up_proj": ((shared, 2 * shared),)}
+    rows: dict[str, Rows] = {f"{part}.gate_proj": ((0, shared),), f"{part}.up_proj": ((shared, 2 * shared),)}
     return llama_like(
         config,
         dims,

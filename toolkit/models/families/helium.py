@@ -16,7 +16,7 @@ from toolkit.models.spec import DecoderSpec
 
 
 def build(config: Fields) -> Built:
-    dims = read_dims(config, eps=1e-8, head_dim=128)
+    dims = read_dims(config, eps=1e-8, head_dim=128, kv_heads=20)
     return llama_like(
         config,
         dims,

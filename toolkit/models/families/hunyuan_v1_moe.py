@@ -20,9 +20,9 @@ NAMES = {**hunyuan_v1_dense.NAMES, "mlp.gate": "mlp.gate.wg"}
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5)
-    for name, only in (("use_qk_norm", True), ("use_cla", False), ("use_mixed_mlp_moe", True)):
-        if config.flag(name, only) != only:
-            config.fail(name, not only, f"{str(only).lower()}, as in all released models")
+    for name, usual in (("use_qk_norm", True), ("use_cla", False), ("use_mixed_mlp_moe", True)):
+        if config.flag(name, usual) != usual:
+            config.fail(name, not usual, f"{str(usual).lower()}, as in all released models")
     bias = config.flag("attention_bias", False)
     act = config.activation("hidden_act")
     top_k = _one(config, "moe_topk", config.values.get("num_experts_per_tok", 1))

@@ -36,6 +36,7 @@ def build(config: Fields) -> Built:
     dims = _dims(config)
     if not inner.flag("alibi", True):
         inner.fail("alibi", False, "true: positions that are learned are not read")
+    inner.text("attn_type", default="multihead_attention", choices=("multihead_attention",))
     for name in ("qk_ln", "prefix_lm"):
         if inner.flag(name, False):
             inner.fail(name, True, "false, as in all released models")

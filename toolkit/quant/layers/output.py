@@ -123,9 +123,9 @@ def _tensors(
         for item in items:
             if item.parts[0].name not in result.weights:
                 continue  # optional and absent
-            first = result.weights[item.parts[0].name]
-            quantized = not isinstance(first, (Tensor, Dense))
-            for module in item.alone() if quantized and not writer.takes(item) else [item]:
+            rounded = [not isinstance(result.weights[part.name], (Tensor, Dense)) for part in item.parts]
+            whole = not any(rounded) or (all(rounded) and writer.takes(item))
+            for module in [item] if whole else item.alone():
                 yield from _module(module, result, writer, dtype, layouts)
     if head is not None:
         name, weight = _head_name(source), head.weights[source.spec.head]
