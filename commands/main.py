@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from importlib import import_module
 from typing import Any
@@ -19,6 +20,7 @@ from toolkit import __version__
 from toolkit.base import extras
 from toolkit.commands.groups import Group, did_you_mean
 from toolkit.commands.interrupt import INTERRUPTED, Watch
+from toolkit.configs.lmdeploy import flag_of
 from toolkit.errors import ToolkitError, UsageError
 
 # name -> (one line of help, panel). A module with `app` is a group of commands, one with `run` a single command.
@@ -62,9 +64,16 @@ ALIASES: dict[tuple[str, ...], dict[str, str]] = {
         "--extra-request-body": "--extra-body",
     },
     ("serve", "proxy"): {"--routing-strategy": "--strategy"},
+    ("check_env",): {"--dump-file": "--json"},
 }
 ALIASES["profile", "restful_api"] = ALIASES["profile", "api_server"]  # LMDeploy's script is profile_restful_api.py
-SEVERAL = {"--adapters": "=", "--goodput": ":"}  # options that take several values, and what stands in each
+# Options that take several values, and what each of these looks like.
+SEVERAL = {
+    "--adapters": r"[^=]+=.*",
+    "--goodput": r".*:.*",
+    "--allow-methods": r"[A-Z]+|\*",
+    "--cudagraph-capture-batch-sizes": r"\d+",
+}
 
 
 class LazyGroup(Group):
@@ -125,7 +134,8 @@ def normalise(argv: list[str]) -> tuple[list[str], bool]:
     """
     out: list[str] = []
     debug = bool(os.environ.get("TOOLKIT_DEBUG"))
-    aliases = ALIASES.get(tuple(name.replace("-", "_") for name in argv[:2]), {})
+    names = tuple(name.replace("-", "_") for name in argv[:2])
+    aliases = ALIASES.get(names, ALIASES.get(names[:1], {}))
     last, values = "", 0  # the flag that stands before, and how many values it has had
     for i, arg in enumerate(argv):
         if arg == "--":
@@ -138,7 +148,7 @@ def normalise(argv: list[str]) -> tuple[list[str], bool]:
             last = aliases.get(last, last)
             out.append(last + eq + value)
         else:
-            more = values > 0 and SEVERAL.get(last, "\0") in arg
+            more = values > 0 and last in SEVERAL and re.fullmatch(SEVERAL[last], arg) is not None
             out += [last, arg] if more else [arg]
             values += 1
     return out, debug
@@ -171,7 +181,10 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, TyperException) and hasattr(error, "format_message"):
         ctx, option = getattr(error, "ctx", None), getattr(error, "option_name", "")
         near = getattr(error, "possibilities", None)
-        text = error.message + did_you_mean(option, list(near)) if near else error.format_message()
+        if near is not None and (here := flag_of(str(option))) is not None:
+            text = f"{error.message}; did you mean {here}?"
+        else:
+            text = error.message + did_you_mean(option, list(near)) if near else error.format_message()
         return text.rstrip(".") + (f" (see: {ctx.command_path} --help)" if ctx else ""), 2
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"{error.filename or 'the target'}: the disk is full; free some space and run the command again", 1

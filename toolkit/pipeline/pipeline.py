@@ -25,7 +25,7 @@ from toolkit.chat.messages import Message
 from toolkit.chat.renderer import Renderer
 from toolkit.chat.template import ChatTemplate
 from toolkit.configs.engine import EngineConfig, VisionConfig
-from toolkit.configs.lmdeploy import notice
+from toolkit.configs.lmdeploy import OPTIONS, notice
 from toolkit.engine.pooling import choose as choose_pooling
 from toolkit.engine.pooling import vector
 from toolkit.engine.process.frontend import AsyncEngine
@@ -100,7 +100,7 @@ class Pipeline:
         ChatTemplate.check(chat_template_config)
         _set_log_level(log_level)
         for name in ignored:
-            logger.warning("%s", notice(name, name))
+            logger.warning("%s", notice(OPTIONS[name], name))
         self.model_path = str(model_path)
         self._max_log_len = max_log_len
         self._closed = False
@@ -110,6 +110,7 @@ class Pipeline:
             self.model_path,
             backend_config=backend_config,
             backend=backend,
+            process=getattr(backend_config, "enable_mp_engine", False) is True,
             progress=progress,
             packed=packed,
             pictures_together=vision.max_batch_size,
