@@ -224,7 +224,9 @@ def test_an_artifact_is_of_the_format_that_it_was_made_of(target, tiny_models, t
     from toolkit.quant.lite import Common, auto_awq
     from toolkit.quant.options import Awq
 
-    auto_awq(str(tiny_models("llama")), tmp_path / "awq", Awq(tune_steps=0), common=Common(calib_samples=0))
+    (tmp_path / "text.txt").write_text("It was a dark and stormy night. " * 60)
+    common = Common(calib_dataset=str(tmp_path / "text.txt"), calib_samples=2, calib_seqlen=32, eval_tokens=64)
+    auto_awq(str(tiny_models("llama")), tmp_path / "awq", Awq(tune_steps=0), common=common)
     convert(str(tmp_path / "awq"), tmp_path / "engine", Packing(target=target), quiet=True)
     for known in ("awq", "engine", None):
         assert open_model(tmp_path / "engine", model_format=known).target == target
