@@ -144,10 +144,8 @@ def test_what_is_cut_names_the_tensor_and_both_sizes(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for gone, name in ((1, "b"), (399, "b"), (401, "a")):
         path.write_bytes(whole[:-gone])
-        said = (
-            rf"truncated within tensor {name}: expected {len(whole)} bytes, found {len(whole) - gone}; fetch it again"
-        )
-        with pytest.raises(ToolkitError, match=said):
+        sizes = f"expected {len(whole)} bytes, found {len(whole) - gone}"
+        with pytest.raises(ToolkitError, match=f"truncated within tensor {name}: {sizes}; fetch it again"):
             read_header(path)
 
 

@@ -49,8 +49,8 @@ def choose(tokenizer: Tokenizer, model_path: str | Path, config: ChatTemplateCon
     assert base is not None
     if CHATTY.search(Path(os.path.abspath(model_path)).name.lower()):
         log.warning(
-            "%s: its name is that of a chat model, but it brings no chat template and none is known by the name: texts are "
-            "joined as is; --chat-template (chat_template_config) names one",
+            "%s: its name is that of a chat model, but it brings no chat template and none is known by the name: texts "
+            "are joined as is; --chat-template (chat_template_config) names one",
             model_path,
         )
     return _from_builtin(base, "none: the model brings no chat template, texts are joined as is")

@@ -113,13 +113,15 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         self.validate()
 
-    def without_effect(self) -> list[str]:
-        """A line for every field that says how to sample where ``do_sample`` is False, and so changes nothing."""
+    def without_effect(self, unsaid: GenerationConfig | None = None) -> list[str]:
+        """A line for every field that says how to sample where ``do_sample`` is False, and so changes nothing.
+        ``unsaid``: what holds where nobody says anything, of which nothing is to be said either."""
         if self.do_sample:
             return []
         drawn = {p.name: (getattr(self, p.name), p) for p in PARAMETERS.values() if p.draws}
         # 0 asks for the likeliest token, which is taken, or for nothing
         given = {name: value for name, (value, p) in drawn.items() if value not in (p.default, p.neutral, 0)}
+        given = {name: value for name, value in given.items() if unsaid is None or value != getattr(unsaid, name)}
         return [f"{name} {value:g} has no effect: do_sample is off" for name, value in given.items()]
 
     def validate(self) -> None:

@@ -138,6 +138,7 @@ class Pipeline:
         except BaseException:
             self.engine.close()
             raise
+        self._of_model = self.gen_config if default is None else None
         if default is None:
             logger.info("sampling where a call says nothing of it: %s", settings.describe(self.gen_config))
         self._runner = JobRunner(self.engine)
@@ -348,7 +349,7 @@ class Pipeline:
             options["tools"] = tools
         arguments.refuse_unknown("the call", kwargs)
         configs = arguments.configs(gen_config or self.gen_config, len(prompts))
-        for line in {line for config in configs for line in config.without_effect()} - self._warned:
+        for line in {line for config in configs for line in config.without_effect(self._of_model)} - self._warned:
             self._warned.add(line)
             logger.warning("%s; give do_sample=True too, or leave it out", line)
         jobs, template = [], self._templates.get(adapter_name or "", self.chat_template)
