@@ -45,6 +45,7 @@ ALIASES: dict[tuple[str, ...], dict[str, str]] = {
     ("profile", "restful_api"): _LOAD,  # LMDeploy's script is profile_restful_api.py
     ("eval", "ppl"): _ENGINE,
     ("eval", "tasks"): _ENGINE,
+    ("check_env",): {"--dump-file": "--json"},
 }
 
 # Words for commands → the command that does the same.

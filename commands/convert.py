@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.base.progress import Progress
-from toolkit.commands.options import with_flags
+from toolkit.commands.options import with_flags, with_lmdeploy_flags
 from toolkit.commands.output import stdout, table, write_json
 from toolkit.configs.engine import CommonEngineConfig
 from toolkit.configs.option import option, same_option, spelled
@@ -51,6 +51,7 @@ class ConvertFlags(Packing):
         return str(resolve_model(model, revision=self.revision, download_dir=self.download_dir))
 
 
+@with_lmdeploy_flags("convert")
 @with_flags("flags", ConvertFlags, first=("to", "gguf_type", "calibration"))
 def run(
     model: Annotated[str, typer.Argument(help="Checkpoint directory (quantized or not), hub id, .gguf file, or demo.")],

@@ -20,7 +20,7 @@ from toolkit.commands.lite_options import (
     say_size,
     with_lite_flags,
 )
-from toolkit.commands.options import with_flags
+from toolkit.commands.options import with_flags, with_lmdeploy_flags
 from toolkit.commands.output import stderr, table, write_json
 from toolkit.quant.options import AutoRound, Awq, BlockedFp8, Gptq, Search, SmoothQuant
 
@@ -67,6 +67,7 @@ def _quantize(
 
 
 @app.command("auto_awq")
+@with_lmdeploy_flags("lite auto_awq")
 @with_lite_flags
 @with_flags("options", Awq)
 def auto_awq(model: Model, flags: LiteFlags, options: Awq, work_dir: WorkDir = Path("work_dir")) -> None:
@@ -80,6 +81,7 @@ def auto_awq(model: Model, flags: LiteFlags, options: Awq, work_dir: WorkDir = P
 
 
 @app.command("auto_gptq")
+@with_lmdeploy_flags("lite auto_gptq")
 @with_lite_flags
 @with_flags("options", Gptq)
 def auto_gptq(model: Model, flags: LiteFlags, options: Gptq, work_dir: WorkDir = Path("work_dir")) -> None:
@@ -106,6 +108,7 @@ def auto_round(model: Model, flags: LiteFlags, options: AutoRound, work_dir: Wor
 
 
 @app.command("smooth_quant")
+@with_lmdeploy_flags("lite smooth_quant")
 @with_lite_flags
 @with_flags("options", SmoothQuant)
 def smooth_quant(model: Model, flags: LiteFlags, options: SmoothQuant, work_dir: WorkDir = Path("work_dir")) -> None:
@@ -159,6 +162,7 @@ def kv(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir")) -> 
 
 
 @app.command("calibrate")
+@with_lmdeploy_flags("lite calibrate")
 @with_lite_flags
 def calibrate(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir")) -> None:
     """Statistics of every linear's inputs alone; the methods take them by --calibration DIR.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from importlib import import_module
 from typing import Any
@@ -21,6 +22,7 @@ from toolkit.commands import aliases
 from toolkit.commands.groups import Group
 from toolkit.commands.interrupt import INTERRUPTED, Watch
 from toolkit.configs.checks import did_you_mean
+from toolkit.configs.lmdeploy import flag_of
 from toolkit.errors import ToolkitError, UsageError
 
 # name -> (one line of help, panel). A module with `app` is a group of commands, one with `run` a single command.
@@ -54,7 +56,13 @@ def _load(name: str) -> Any:
     return command
 
 
-SEVERAL = {"--adapters": "=", "--goodput": ":"}  # options that take several values, and what stands in each
+# Options that take several values, and what each of these looks like.
+SEVERAL = {
+    "--adapters": r"[^=]+=.*",
+    "--goodput": r".*:.*",
+    "--allow-methods": r"[A-Z]+|\*",
+    "--cudagraph-capture-batch-sizes": r"\d+",
+}
 
 
 class LazyGroup(Group):
@@ -129,7 +137,7 @@ def normalise(argv: list[str]) -> tuple[list[str], bool]:
             last = ours.get(last, last)
             out.append(last + eq + value)
         else:
-            more = values > 0 and SEVERAL.get(last, "\0") in arg
+            more = values > 0 and last in SEVERAL and re.fullmatch(SEVERAL[last], arg) is not None
             out += [last, arg] if more else [arg]
             values += 1
     return out, debug
@@ -177,6 +185,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
         near = getattr(error, "possibilities", None)
         if instead := aliases.INSTEAD.get(option):
             text = f"{error.message}; {instead}"
+        elif near is not None and (here := flag_of(str(option))) is not None:
+            text = f"{error.message}; did you mean {here}?"
         else:
             text = error.message + did_you_mean(option, list(near)) if near else error.format_message()
         return text.rstrip(".") + (f" (see: {ctx.command_path} --help)" if ctx else ""), 2

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type
 
 import typer
 
+from toolkit.configs.checks import number
 from toolkit.configs.engine import CommonEngineConfig, PytorchEngineConfig, TurbomindEngineConfig
-from toolkit.configs.lmdeploy import IGNORED, NOT_BUILT, notice
+from toolkit.configs.lmdeploy import FLAGS, notice, stepped_over
 from toolkit.configs.option import option, option_of, same_option, spelled
 from toolkit.errors import UsageError
 
@@ -50,6 +51,7 @@ class EngineFlags(CommonEngineConfig):
     rope_scaling_factor: float = same_option(TurbomindEngineConfig, "rope_scaling_factor")
     async_: int = same_option(TurbomindEngineConfig, "async_")
     use_logn_attn: bool = same_option(TurbomindEngineConfig, "use_logn_attn")
+    num_gpu_blocks: int = option(0, "Blocks of the KV cache. Default: by memory.", hidden=True)
     chat_template: str | None = option(None, "A built-in name (tool list), a .json or a .jinja file.")
     # A flag of its own: "--enable-…/--no-enable-…" would leave the help, at 80 columns, no room for flags' names.
     no_enable_prefix_caching: bool = option(False, "Compute every prompt afresh.")
@@ -85,6 +87,9 @@ class EngineFlags(CommonEngineConfig):
         common["enable_prefix_caching"] = self.prefix_caching(default=True)
         count = self.cache_max_entry_count
         common["cache_max_entry_count"] = int(count) if count > 1 and count == int(count) else count
+        number("--num-gpu-blocks", self.num_gpu_blocks, 0, 1 << 40, whole=True)
+        if self.num_gpu_blocks:
+            common["cache_max_entry_count"] = self.num_gpu_blocks
         if self.backend == "pytorch":
             for name, instead in TURBOMIND_ONLY.items():
                 if getattr(self, name) != getattr(TurbomindEngineConfig, name):
@@ -208,6 +213,7 @@ def with_flags(
     readers = {f.name: _flag(f, hints[f.name], panel) for f in fields}
     flags = [flag for flag, _ in readers.values()]
     typed = {f.name: _names(f)[0].partition("/")[0] for f in fields}
+    typed |= {name: typed[flag] for name, flag in FLAGS.items() if flag in typed}
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         own_hints = get_type_hints(command, include_extras=True)
@@ -236,38 +242,42 @@ def with_flags(
 
 def with_engine_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """``engine: EngineFlags`` as flags; and those of LMDeploy's that do nothing here, unseen in the help."""
-    return _with_lmdeploy_flags(with_flags("engine", EngineFlags, "Engine", first=("backend", "device"))(command))
+    return with_lmdeploy_flags()(with_flags("engine", EngineFlags, "Engine", first=("backend", "device"))(command))
 
 
-def _with_lmdeploy_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: also take what ``lmdeploy_options`` names; say once that it does nothing, or refuse it."""
-    configs = (*dataclasses.fields(TurbomindEngineConfig), *dataclasses.fields(PytorchEngineConfig))
-    default = {f.name: f.default for f in configs} | {"trust_remote_code": False}
-    own = list(inspect.signature(command).parameters.values())
-    more = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[
-                bool | None if isinstance(default.get(name), bool) else str | None,
-                typer.Option(spelled(name), hidden=True),
-            ],
-        )
-        for name in (*IGNORED, *NOT_BUILT)
-    ]
+def with_lmdeploy_flags(place: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: also take what ``lmdeploy_options`` names of the command ``place`` ("": of all that run a model); say
+    once that it does nothing, or refuse it."""
+    theirs = stepped_over(place)
 
-    @functools.wraps(command)
-    def wrapped(**values: Any) -> Any:
-        given = {p.name: value for p in more if (value := values.pop(p.name)) is not None}
-        for name, value in given.items():
-            if name in NOT_BUILT and value != str(default[name]):
-                raise UsageError(f"{spelled(name)}: found {value}, expected {default[name]}: {NOT_BUILT[name]}")
-            if name in IGNORED:
-                print(notice(name, spelled(name)), file=sys.stderr)
-        return command(**values)
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        own = list(inspect.signature(command).parameters.values())
+        more = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[
+                    bool | None if isinstance(option.default, bool) else str | None,
+                    typer.Option(spelled(name), hidden=True),
+                ],
+            )
+            for name, option in theirs.items()
+            if name not in {p.name for p in own}
+        ]
 
-    wrapped.__signature__ = inspect.Signature(own + more)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {p.name: p.annotation for p in own + more}
-    del wrapped.__wrapped__
-    return wrapped
+        @functools.wraps(command)
+        def wrapped(**values: Any) -> Any:
+            given = {p.name: value for p in more if (value := values.pop(p.name)) is not None}
+            for name, value in given.items():
+                theirs[name].typed(spelled(name), value)
+                if theirs[name].fate == "notice":
+                    print(notice(theirs[name], spelled(name)), file=sys.stderr)
+            return command(**values)
+
+        wrapped.__signature__ = inspect.Signature(own + more)  # type: ignore[attr-defined]
+        wrapped.__annotations__ = {p.name: p.annotation for p in own + more}
+        del wrapped.__wrapped__
+        return wrapped
+
+    return decorate

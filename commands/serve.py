@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.commands.groups import Group
-from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
+from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags, with_lmdeploy_flags
 from toolkit.commands.output import show_engine, stderr
 from toolkit.commands.sampling_options import SamplingFlags, with_answer_flags
 from toolkit.commands.serve_gradio import gradio
@@ -38,6 +38,7 @@ def group() -> None:
 
 
 @app.command("api_server")
+@with_lmdeploy_flags("serve api_server")
 @with_engine_flags
 @with_flags("limits", Limits, "Limits")
 @with_flags("settings", ServerSettings)
@@ -112,6 +113,7 @@ app.command("gradio")(gradio)
 
 
 @app.command("api_client")
+@with_lmdeploy_flags("serve api_client")
 @with_answer_flags
 def api_client(
     sampling: SamplingFlags,

@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from toolkit.commands.options import EngineFlags, with_engine_flags
+from toolkit.commands.options import EngineFlags, with_engine_flags, with_lmdeploy_flags
 from toolkit.commands.output import stderr
 from toolkit.configs.option import spelled
 from toolkit.errors import UsageError
 
 
+@with_lmdeploy_flags("serve gradio")
 @with_engine_flags
 def gradio(
     engine: EngineFlags,

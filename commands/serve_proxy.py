@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from toolkit.commands.options import with_flags
+from toolkit.commands.options import with_flags, with_lmdeploy_flags
 from toolkit.commands.output import stderr
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.options import KEYS, NODE_KEYS, ProxySettings, split_keys
 
 
+@with_lmdeploy_flags("serve proxy")
 @with_flags("limits", Limits)
 @with_flags("settings", ProxySettings)
 def proxy(limits: Limits, settings: ProxySettings) -> None:

@@ -92,7 +92,7 @@ def test_a_missing_extra_is_named(
     places = {"engine": engine, "model": tiny_models("llama"), "out": tmp_path / "out"}
     done = bare(*(a.format(**places) for a in args))
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith(f"pip install 'toolkit[{extra}]'"), done.stderr
+    assert done.stderr.splitlines()[-1].endswith(extras.command(extra)), done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -128,7 +128,7 @@ def test_check_env_says_what_it_left_out_and_what_works_without() -> None:
 def test_every_optional_package_names_an_extra() -> None:
     for module in optional_modules():
         told = extras.explain(ModuleNotFoundError(f"No module named {module}.part", name=f"{module}.part"))
-        assert told is not None and "pip install 'toolkit[" in told, module
+        assert told is not None and "pip install " in told and told.endswith("]'"), module
 
 
 def test_other_missing_modules_stay_what_they_are() -> None:
@@ -136,5 +136,33 @@ def test_other_missing_modules_stay_what_they_are() -> None:
     assert extras.explain(ModuleNotFoundError("nameless")) is None
     with pytest.raises(ModuleNotFoundError), extras.named():
         raise ModuleNotFoundError("No module named 'toolkit.nothing'", name="toolkit.nothing")
-    with pytest.raises(ToolkitError, match=r"toolkit\[quant\]"), extras.named():
+    with pytest.raises(ToolkitError, match=r"\[quant\]"), extras.named():
         raise ModuleNotFoundError("No module named 'datasets'", name="datasets")
+
+
+@pytest.mark.parametrize(
+    ("record", "line"),
+    [
+        (None, "pip install 'toolkit[torch]'"),
+        ('{"url": "file:///w/toolkit-0.1.0.whl", "archive_info": {}}', "pip install 'toolkit[torch]'"),
+        ('{"url": "file:///my%20src/t", "dir_info": {"editable": true}}', "pip install -e '/my src/t[torch]'"),
+    ],
+)
+def test_the_line_to_type_is_for_how_it_was_installed(
+    record: str | None, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip install -e .` alone brings no torch: the first command that needs it says what does, from that folder."""
+
+    class Installed:
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return record
+
+    monkeypatch.setattr(extras, "distribution", lambda name: Installed())
+    told = extras.explain(ModuleNotFoundError(name="torch"))
+    assert told == f"torch is not installed, and this needs it: {line}"
+
+
+def test_the_install_page_and_the_readme_say_the_same() -> None:
+    for page in ("README.md", "docs/install.md"):
+        assert "pip install -e '.[all]'" in (ROOT / page).read_text(encoding="utf-8"), page

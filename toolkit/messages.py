@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from toolkit.base.record import read
+from toolkit.configs.checks import named
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
 from toolkit.configs.generation import GenerationConfig
 from toolkit.errors import UsageError
@@ -89,6 +90,7 @@ class Response:
         return self
 
 
+@named()
 @dataclass
 class ChatTemplateConfig:
     """A chat template: the name of a built-in one, or one's own pieces.

@@ -12,7 +12,9 @@ RUN bash scripts/build_wheel
 
 FROM python:3.12-slim-bookworm
 RUN --mount=type=bind,from=build,source=/src/dist,target=/dist pip install --no-cache-dir /dist/toolkit-*.whl \
-    && useradd --create-home --uid 10001 toolkit
+    && useradd --create-home --uid 10001 toolkit \
+    && install --directory --owner=toolkit --group=toolkit /home/toolkit/.cache /models
+# A new volume takes its owner from the folder that it is mounted on: else it would be root's, and the user could not write.
 USER 10001
 ENV TOOLKIT_HOME=/home/toolkit/.cache/toolkit PYTHONUNBUFFERED=1
 EXPOSE 23333

@@ -33,7 +33,9 @@ RUN apt-get update \
 RUN --mount=type=bind,from=build,source=/src/dist,target=/dist \
     if [ "$CUDA_VERSION" = cu12 ]; then export PIP_INDEX_URL=https://download.pytorch.org/whl/cu126 PIP_EXTRA_INDEX_URL=https://pypi.org/simple; fi \
     && pip install --no-cache-dir "$(echo /dist/toolkit-*.whl)[$EXTRAS]" \
-    && useradd --create-home --uid 10001 toolkit
+    && useradd --create-home --uid 10001 toolkit \
+    && install --directory --owner=toolkit --group=toolkit /home/toolkit/.cache /models
+# A new volume takes its owner from the folder that it is mounted on: else it would be root's, and the user could not write.
 USER 10001
 ENV TOOLKIT_HOME=/home/toolkit/.cache/toolkit PYTHONUNBUFFERED=1 \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility

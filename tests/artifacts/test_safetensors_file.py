@@ -138,6 +138,17 @@ def test_broken_headers_are_refused_in_one_line(tmp_path: Path, header: Any) -> 
     assert "\n" not in str(caught.value)
 
 
+def test_what_is_cut_names_the_tensor_and_both_sizes(tmp_path: Path) -> None:
+    path = tmp_path / "cut.safetensors"
+    save_file({"a": torch.ones(100), "b": torch.ones(100)}, path)
+    whole = path.read_bytes()
+    for gone, name in ((1, "b"), (399, "b"), (401, "a")):
+        path.write_bytes(whole[:-gone])
+        sizes = f"expected {len(whole)} bytes, found {len(whole) - gone}"
+        with pytest.raises(ToolkitError, match=f"truncated within tensor {name}: {sizes}; fetch it again"):
+            read_header(path)
+
+
 @pytest.mark.parametrize("size", [0, 3, 8, 40, -1, -100])
 def test_truncated_files_are_refused(tmp_path: Path, size: int) -> None:
     path = tmp_path / "cut.safetensors"

@@ -13,6 +13,7 @@ from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.chat import builtin
 from toolkit.chat.sandbox import Sandbox
 from toolkit.chat.template import ChatTemplate
+from toolkit.errors import UsageError
 
 ALL = builtin.load()
 # What LMDeploy 0.6.5 and 0.18 make of one question, and of a system text with two turns.
@@ -74,6 +75,11 @@ def test_each_renders_and_keeps_every_text(tokenizer_dirs: dict[str, object], en
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "deepseek-r1"),
         ("meta-llama/Llama-2-7b-hf", None),
         ("gpt2", None),
+        ("openbmb/MiniCPM-V-2_6", "qwen"),
+        ("openbmb/MiniCPM-Llama3-V-2_5", "llama3"),
+        ("openbmb/MiniCPM-2B-dpo-bf16", "minicpm"),
+        ("llava-hf/llava-1.5-7b-hf", "llava-v1"),
+        ("THUDM/glm-4v-9b", "glm4"),
     ],
 )
 def test_guessing_by_name(path: str, name: str | None) -> None:
@@ -87,3 +93,34 @@ def test_every_template_file_is_used_and_every_pattern_compiles() -> None:
     for entry in ALL:
         for pattern in entry.match:
             re.compile(pattern)
+
+
+def test_a_dot_is_the_folder_that_it_stands_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = tmp_path / "Qwen-7B-Chat" / "sub"
+    inside.mkdir(parents=True)
+    monkeypatch.chdir(inside.parent)
+    for typed in (".", "./", str(inside.parent)):
+        assert (found := builtin.match(typed)) is not None and found.name == "qwen", typed
+    monkeypatch.chdir(inside)
+    assert builtin.match("..") is not None
+
+
+@pytest.mark.parametrize(("name", "says"), [("odd-7b-chat", True), ("odd-7b-it", True), ("odd-7b-base", False)])
+def test_a_chat_model_without_any_template_says_so(
+    name: str, says: bool, tokenizer_dirs: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    tok = Tokenizer.open(tokenizer_dirs["byte_level"])
+    assert ChatTemplate.open(tok, f"/data/{name}").name == "base"
+    assert ["no chat template" in line and "--chat-template" in line for line in caplog.messages] == [True] * says
+
+
+def test_internlm2_is_given_what_its_code_interpreter_found(tokenizer_dirs: dict[str, Path]) -> None:
+    """As LMDeploy 0.7.3's InternLM2 has it; templates that know no such role refuse it."""
+    tok = Tokenizer.open(tokenizer_dirs["byte_level"])
+    talk = [*QUESTION, {"role": "environment", "content": "4"}]
+    plain = ChatTemplate.open(tok, "x", "internlm2").render(talk)
+    assert "Hello<|im_end|>\n<|im_start|>environment\n4<|im_end|>\n<|im_start|>assistant\n" in plain
+    named = ChatTemplate.open(tok, "x", "internlm2").render([*QUESTION, {**talk[1], "name": "interpreter"}])
+    assert "<|im_start|>environment name=<|interpreter|>\n4<|im_end|>\n" in named
+    with pytest.raises(UsageError, match="environment"):
+        ChatTemplate.open(tok, "x", "llama2").render(talk)

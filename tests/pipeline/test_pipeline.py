@@ -423,6 +423,25 @@ def test_the_model_says_how_to_sample_where_nobody_else_does(tiny_checkpoint: An
         assert told.gen_config is SHORT
 
 
+def test_what_the_model_s_file_says_of_sampling_is_no_warning_where_answers_are_greedy(
+    tiny_checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `tool chat --greedy` asks for it; what the caller says besides is still told."""
+    from toolkit.chat import settings
+
+    model = tiny_checkpoint("llama", tmp_path / "model")
+    (model / "generation_config.json").write_text('{"do_sample": true, "top_p": 0.8, "temperature": 0.7}')
+    config = PytorchEngineConfig(session_len=64, dtype="float32")
+    with pipeline(str(model), backend_config=config) as pipe:
+        greedy = settings.change(pipe.gen_config, do_sample=False, max_new_tokens=2)
+        assert greedy.top_p == 0.8
+        pipe("the fox", gen_config=greedy)
+        pipe("the fox", gen_config=settings.change(greedy, do_sample=False, top_p=0.3))
+    assert [line for line in caplog.messages if "no effect" in line] == [
+        "top_p 0.3 has no effect: do_sample is off; give do_sample=True too, or leave it out"
+    ]
+
+
 def test_a_temperature_without_effect_is_warned_about_once(pipe: Pipeline, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         pipe("the fox", gen_config=GenerationConfig(max_new_tokens=2, temperature=0.2))

@@ -181,8 +181,9 @@ def test_an_artifacts_target_decides(native, tiny_models, tmp_path, monkeypatch)
     native(None)
     assert _open(path, None, dtype="float32")[0].name == "tensor"
     assert _open(path, "turbomind")[0].name == "native"
-    with pytest.raises(UsageError, match="is an engine artifact"):
+    with pytest.raises(UsageError, match=r"^model_format: .*holds hf weights, not awq"):
         open_model(path, model_format="awq")
+    assert open_model(path, model_format="hf").target == open_model(path, model_format="engine").target == "torch"
     with pytest.raises(UsageError, match="packed for its config"):
         open_model(path, hf_overrides={"rms_norm_eps": 0.25})
     opened = replace(open_model(path), target="cpu")
@@ -213,6 +214,30 @@ def test_an_artifact_takes_other_positions(target, tiny_models, tmp_path, steps)
         assert driver.runner.spec.max_position == 4 * 48
         logits.append(driver.step({driver.add(): list(range(3, 40))}, "all").logits)
     assert (logits[0] == logits[1]).all()
+
+
+@pytest.mark.parametrize("target", NAMES)
+def test_an_artifact_is_of_the_format_that_it_was_made_of(target, tiny_models, tmp_path):
+    """As LMDeploy's users type it, behind `convert` too."""
+    from toolkit.convert.convert import convert
+    from toolkit.convert.options import Packing
+    from toolkit.quant.lite import Common, auto_awq
+    from toolkit.quant.options import Awq
+
+    (tmp_path / "text.txt").write_text("It was a dark and stormy night. " * 60)
+    common = Common(calib_dataset=str(tmp_path / "text.txt"), calib_samples=2, calib_seqlen=32, eval_tokens=64)
+    auto_awq(str(tiny_models("llama")), tmp_path / "awq", Awq(tune_steps=0), common=common)
+    convert(str(tmp_path / "awq"), tmp_path / "engine", Packing(target=target), quiet=True)
+    for known in ("awq", "engine", None):
+        assert open_model(tmp_path / "engine", model_format=known).target == target
+    with pytest.raises(UsageError, match=r"^model_format: .*engine holds awq weights, not gptq; leave it out"):
+        open_model(tmp_path / "engine", model_format="gptq")
+
+
+def test_eager_mode_takes_the_runner_without_graphs(tiny_models):
+    opened = open_model(tiny_models("llama"))
+    runner, why = choose._fast_runner(opened, RunnerOptions(device="cuda", eager=True))
+    assert runner is None and "eager_mode" in why and why.endswith("pytorch stands in")
 
 
 @pytest.mark.parametrize("target", NAMES)

@@ -99,7 +99,9 @@ def test_what_is_quantized_already_is_refused(tiny_models, tmp_path):
     text.write_text("It was a dark and stormy night. " * 60)
     common = Common(calib_dataset=str(text), calib_samples=2, calib_seqlen=32, eval_tokens=64)
     auto_awq(str(tiny_models("llama")), tmp_path / "awq", Awq(tune_steps=0), common=common)
-    with pytest.raises(UsageError, match=r"--load-format int8: .*awq holds awq weights already; leave the option out"):
+    with pytest.raises(
+        UsageError, match=r"^load_format: found 'int8', but .*awq holds awq weights already; leave it out"
+    ):
         open_model(tmp_path / "awq", load_format="int8")
 
 
@@ -108,7 +110,7 @@ def test_an_engine_artifact_is_refused(tiny_models, tmp_path):
     from toolkit.convert.options import Packing
 
     convert(tiny_models("llama"), tmp_path / "engine", Packing(target="cpu"))
-    with pytest.raises(UsageError, match=r"--load-format int8: .*engine is packed already"):
+    with pytest.raises(UsageError, match=r"^load_format: found 'int8', but .*engine is packed already"):
         open_model(tmp_path / "engine", load_format="int8")
 
 

@@ -12,7 +12,14 @@ import yaml
 from toolkit.commands.serve import app
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-FILES = ["compose.yaml", "compose.gpu.yaml", "kubernetes/server.yaml", "helm/toolkit/templates/deployment.yaml"]
+GPU_POD = "kubernetes/server-gpu.yaml"
+FILES = [
+    "compose.yaml",
+    "compose.gpu.yaml",
+    "kubernetes/server.yaml",
+    GPU_POD,
+    "helm/toolkit/templates/deployment.yaml",
+]
 
 
 @pytest.mark.parametrize("name", [*FILES, "docker/cpu.Dockerfile", "docker/cuda.Dockerfile"])
@@ -32,6 +39,34 @@ def test_kubernetes_gives_requests_the_time_to_end() -> None:
     (container,) = pod["containers"]
     grace = int(container["args"][container["args"].index("--grace-period") + 1])
     assert pod["terminationGracePeriodSeconds"] > grace + container["lifecycle"]["preStop"]["sleep"]["seconds"] + 2
+
+
+def test_a_pod_on_a_gpu_fetches_its_model_into_a_claim_by_a_token() -> None:
+    claim, deployment, service = yaml.safe_load_all((DEPLOY / GPU_POD).read_text())
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert {"name": "toolkit-hub", "optional": True} in [source["secretRef"] for source in container["envFrom"]]
+    named = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "persistentVolumeClaim" in v}
+    home = next(m["name"] for m in container["volumeMounts"] if m["mountPath"] == "/home/toolkit/.cache")
+    assert named[home] == claim["metadata"]["name"] and claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
+    assert deployment["spec"]["template"]["metadata"]["labels"] == service["spec"]["selector"]
+    grace = int(container["args"][container["args"].index("--grace-period") + 1])
+    assert pod["terminationGracePeriodSeconds"] > grace + container["lifecycle"]["preStop"]["sleep"]["seconds"] + 2
+
+
+def test_volumes_belong_to_the_image_s_user() -> None:
+    """A new volume takes its owner from the folder of the image that it is mounted on, if there is one."""
+    server = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]["server"]
+    mounted = {volume.rpartition(":")[2] for volume in server["volumes"]}
+    for name in ("cuda", "cpu"):
+        text = (DEPLOY / f"docker/{name}.Dockerfile").read_text()
+        owned = re.findall(r"install --directory --owner=toolkit --group=toolkit (.*)", text)[0].split()
+        assert mounted <= set(owned) and text.index("useradd") < text.index("install --directory") < text.index(
+            "\nUSER "
+        )
+    assert "HF_TOKEN" in server["environment"]
 
 
 def test_compose_mounts_files_that_are_there() -> None:

@@ -295,7 +295,7 @@ def test_without_torch_the_extra_is_named(pipe: Pipeline, monkeypatch: pytest.Mo
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
     monkeypatch.setattr(extras, "sys", SimpleNamespace(modules={}))
     answer = pipe((picture(0), "What is it?"), gen_config=SHORT)
-    assert "images: torch is not installed" in answer.error_message and "toolkit[" in answer.error_message
+    assert "images: torch is not installed" in answer.error_message and "pip install" in answer.error_message
 
 
 def test_anthropic_blocks(client: Any, pipe: Pipeline) -> None:

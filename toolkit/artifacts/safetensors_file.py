@@ -112,7 +112,8 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             )
         position = info.end
     if position != size:
-        what = "truncated" if position > size else "trailing bytes"
+        cut = next((f" within tensor {name}" for name, info in ordered if info.end > size), "")
+        what = f"truncated{cut}" if position > size else "trailing bytes"
         raise ToolkitError(f"{path}: {what}: expected {position} bytes, found {size}; fetch it again")
     return {name: info for name, info in ordered if not name.startswith(PAD_PREFIX)}
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, distribution, requires
 from importlib.util import find_spec
+from urllib.parse import unquote, urlsplit
 
 from toolkit.errors import ToolkitError, UsageError
 
@@ -23,8 +25,25 @@ def explain(error: ModuleNotFoundError) -> str | None:
     package = _MODULES.get(module, module).replace("_", "-")
     for name, extra in _requirements():
         if name == package != "toolkit" and extra is not None:  # extras name one another as toolkit[…]
-            return f"{package} is not installed, and this needs it: pip install 'toolkit[{extra}]'"
+            return f"{package} is not installed, and this needs it: {command(extra)}"
     return None
+
+
+def command(extra: str) -> str:
+    """What to type for an extra: from the folder that was installed, where it was by ``pip install -e``."""
+    folder = _editable()
+    return f"pip install 'toolkit[{extra}]'" if folder is None else f"pip install -e '{folder}[{extra}]'"
+
+
+def _editable() -> str | None:
+    """The source tree that runs, None where a wheel was installed."""
+    try:
+        record = json.loads(distribution("toolkit").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        return None
+    if not record.get("dir_info", {}).get("editable"):
+        return None
+    return unquote(urlsplit(record.get("url", "")).path) or None
 
 
 def require(module: str, option: str) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from toolkit.base.record import read
@@ -74,7 +76,9 @@ def find(name: str) -> Builtin | None:
 
 
 def match(model: str) -> Builtin | None:
-    """The first built-in whose pattern occurs in a model's name or path, or None."""
+    """The first built-in whose pattern occurs in a model's name or path, or None. "." has the folder's name."""
+    if Path(model).name in ("", "..") and Path(model).is_dir():
+        model = os.path.abspath(model)
     tail = "/".join(model.replace("\\", "/").lower().rstrip("/").split("/")[-4:])
     return next((b for b in load() if any(re.search(p, tail) for p in b.match)), None)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from toolkit.chat.custom import MODELS
 from toolkit.errors import UsageError
 from toolkit.messages import ChatTemplateConfig
 
+log = logging.getLogger(__name__)
+CHATTY = re.compile(r"chat|instruct|assistant|\bit\b")  # as models are named that were taught to talk
 CAPABILITIES = ("completion", "infilling", "chat", "python")
 
 
@@ -42,6 +47,12 @@ def choose(tokenizer: Tokenizer, model_path: str | Path, config: ChatTemplateCon
         return _from_builtin(found, f"built-in {found.name!r}, guessed from the model's name")
     base = builtin.find("base")
     assert base is not None
+    if CHATTY.search(Path(os.path.abspath(model_path)).name.lower()):
+        log.warning(
+            "%s: its name is that of a chat model, but it brings no chat template and none is known by the name: texts "
+            "are joined as is; --chat-template (chat_template_config) names one",
+            model_path,
+        )
     return _from_builtin(base, "none: the model brings no chat template, texts are joined as is")
 
 

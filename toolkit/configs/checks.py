@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 from difflib import get_close_matches
 from reprlib import Repr
-from typing import Any
+from typing import Any, TypeVar
 
 from toolkit.configs.limits import Bounds
 from toolkit.configs.option import option_of
 from toolkit.errors import UsageError
+
+T = TypeVar("T")
+
+
+def named(hint: Callable[[str, Collection[str]], str] = lambda name, own: "") -> Callable[[type[T]], type[T]]:
+    """Decorator of a dataclass that users make: an unknown field is a UsageError that names the nearest known one.
+    ``hint``: asked first, with the name and the fields that there are."""
+
+    def decorate(kind: type[T]) -> type[T]:
+        made, own = kind.__init__, [f.name for f in fields(kind) if f.init]  # type: ignore[arg-type]
+
+        @functools.wraps(made)
+        def init(self: Any, *args: Any, **given: Any) -> None:
+            for name in given:
+                if name not in own:
+                    close = get_close_matches(name, own, n=1)
+                    told = hint(name, own) or (f"did you mean {close[0]}?" if close else f"it has {', '.join(own)}")
+                    raise UsageError(f"{name:.80}: {kind.__name__} has no such field; {told}")
+            made(self, *args, **given)
+
+        kind.__init__ = init  # type: ignore[method-assign]
+        return kind
+
+    return decorate
 
 
 def number(what: str, value: Any, low: float, high: float, *, whole: bool = False, open_low: bool = False) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from toolkit.configs.checks import allowed, number, only_defaults, shown, switches
+from toolkit.configs.checks import allowed, named, number, shown, switches
 from toolkit.configs.limits import Bounds
-from toolkit.configs.lmdeploy import NOT_BUILT
+from toolkit.configs.lmdeploy import check_fields, known_as
 from toolkit.configs.option import option, same_option
 from toolkit.errors import UsageError
 
@@ -46,9 +46,10 @@ def _check_engine(config: EngineConfig, block: str) -> None:
     if config.block_size & (config.block_size - 1):
         raise UsageError(f"{block}: expected a power of two, found {config.block_size}")
     switches(config, "enable_prefix_caching", "enable_metrics", "disable_vision_encoder", "language_model_only")
+    switches(config, "eager_mode")
     _check_adapters(config.adapters)
     _check_dllm(config)
-    only_defaults(config, {f.name: NOT_BUILT[f.name] for f in fields(config) if f.name in NOT_BUILT})
+    check_fields(config)
 
 
 def _check_dllm(config: EngineConfig) -> None:
@@ -79,9 +80,10 @@ class CommonEngineConfig:
     """What both backends take.
 
     ``cache_max_entry_count``: an integer is a number of blocks, whatever its size. ``load_format`` "dummy" reads
-    config.json alone. ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's format
-    each; on a CPU the tensor runner runs them. ``language_model_only``: LMDeploy's newer name of
-    ``disable_vision_encoder``. ``enable_metrics``: whether a server of this engine offers /metrics.
+    config.json alone. ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's
+    format each; on a CPU the tensor runner runs them. ``language_model_only``: LMDeploy's newer name of
+    ``disable_vision_encoder``. ``eager_mode``: for debugging; a CPU captures no graphs anyway. ``enable_metrics``:
+    whether a server of this engine offers /metrics.
     """
 
     dtype: str = option(
@@ -135,10 +137,13 @@ class CommonEngineConfig:
     dllm_confidence_threshold: float = option(Unmasking.threshold, "From which the first keeps a guess, 0 to 1.")
     disable_vision_encoder: bool = option(False, "Leave out what the model sees with: texts alone.")
     language_model_only: bool = option(False, "The same.", hidden=True)
+    eager_mode: bool = option(False, "On a GPU capture no graphs.", "--eager-mode", hidden=True)
     enable_metrics: bool = True
     dp: int = 1
     ep: int = 1
     empty_init: bool = False
+    attn_tp_size: int | None = None
+    mlp_tp_size: int | None = None
 
     @property
     def blind(self) -> bool:
@@ -150,6 +155,7 @@ class CommonEngineConfig:
         return Unmasking(self.dllm_unmasking_strategy, self.dllm_denoising_steps, self.dllm_confidence_threshold)
 
 
+@named(known_as)
 @dataclass
 class TurbomindEngineConfig(CommonEngineConfig):
     """Options of the ``turbomind`` backend, the fast path: the ``native`` runner.
@@ -184,6 +190,12 @@ class TurbomindEngineConfig(CommonEngineConfig):
     cache_prompt_boundary_skip: int = 1
     cache_generation: str = "auto"
     moe_a2a_backend: str = "auto"
+    device_num: int | None = None
+    attn_dp_size: int | None = None
+    attn_cp_size: int | None = None
+    mlp_dp_size: int | None = None
+    outer_dp_size: int | None = None
+    dist_init_addr: str | None = None
 
     def __post_init__(self) -> None:
         _check_engine(self, "cache_block_seq_len")
@@ -194,19 +206,20 @@ class TurbomindEngineConfig(CommonEngineConfig):
         return self.cache_block_seq_len
 
 
+@named(known_as)
 @dataclass
 class PytorchEngineConfig(CommonEngineConfig):
     """Options of the ``pytorch`` backend: the ``tensor`` runner, any spec on any device torch has.
 
     ``num_gpu_blocks``: KV blocks, 0 = planned from memory. ``custom_module_map``: Python files that hold a model family
-    each (docs/add-a-model.md); they are run. ``eager_mode``: this backend captures no graphs anyway.
+    each (docs/add-a-model.md), a path, several, or by the names of architectures; they are run. ``enable_mp_engine``:
+    ``pipeline()`` runs the engine in a process of its own.
     """
 
     block_size: int = same_option(TurbomindEngineConfig, "cache_block_seq_len")
     num_gpu_blocks: int = 0
     device_type: str = same_option(TurbomindEngineConfig, "device")
-    eager_mode: bool = False
-    custom_module_map: str | list[str] | None = None
+    custom_module_map: str | list[str] | dict[str, str] | None = None
     dp_rank: int = 0
     prefill_interval: int = 16
     num_cpu_blocks: int = 0
@@ -224,23 +237,36 @@ class PytorchEngineConfig(CommonEngineConfig):
     role: str = "Hybrid"
     migration_backend: str = "DLSlime"
     kv_transfer_config: Any = None
+    moe_tp_size: int | None = None
+    logprobs_mode: str | None = None
+    enable_return_routed_experts: bool = False
+    enable_transfer_obj_ref: bool = False
 
     def __post_init__(self) -> None:
         _check_engine(self, "block_size")
-        switches(self, "eager_mode")
+        switches(self, "enable_mp_engine")
         number("num_gpu_blocks", self.num_gpu_blocks, 0, 1 << 40, whole=True)
-        own = self.custom_module_map
-        if own is not None and not all(isinstance(path, str) for path in (own if isinstance(own, list) else [own])):
+        if not all(isinstance(path, str) and path.endswith(".py") for path in self.family_files):
             raise UsageError(
-                f"custom_module_map: found {own!r:.60}, expected a Python file that holds a FAMILY, or a list of such "
+                f"custom_module_map: found {shown(self.custom_module_map)}, expected a Python file (.py) that holds a "
+                "FAMILY, several, or a dict of names and such files; classes of torch are not taken, a family is data "
                 "(docs/add-a-model.md)"
             )
+
+    @property
+    def family_files(self) -> list[str]:
+        """Python files that hold a model family each."""
+        own = self.custom_module_map
+        if own is None or isinstance(own, str):
+            return [] if own is None else [own]
+        return list(own.values() if isinstance(own, dict) else own)
 
     @property
     def device(self) -> str:
         return self.device_type
 
 
+@named()
 @dataclass
 class VisionConfig:
     """How pictures are encoded: ``max_batch_size`` of them at once, at most. ``thread_safe``: without effect."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from toolkit.configs.checks import bounded, is_token, list_of, only_defaults, shown, switches, words_of
+from toolkit.configs.checks import bounded, is_token, list_of, named, only_defaults, shown, switches, words_of
 from toolkit.configs.limits import (
     GREEDY_BELOW,
     LOGIT_BIAS,
@@ -25,7 +25,7 @@ from toolkit.configs.limits import (
 from toolkit.errors import UsageError
 
 # Fields of LMDeploy's GenerationConfig without a counterpart here, and what to do instead.
-_NOT_GENERATED = {
+NOT_GENERATED = {
     "logprob_start_len": "for log-probabilities of the prompt use prompt_logprobs",
     "return_ppl": "use Pipeline.get_ppl",
     "with_cache": "caches do not leave the engine yet",
@@ -40,6 +40,7 @@ def _told(default: Any, help: str, bounds: Bounds | None = None, **more: Any) ->
     return field(default=default, metadata={"help": help, "bounds": bounds, **more})
 
 
+@named()
 @dataclass
 class GenerationConfig:
     """How to generate. ``validate()`` raises UsageError that names the field; bounds: in the table of its fields.
@@ -112,13 +113,15 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         self.validate()
 
-    def without_effect(self) -> list[str]:
-        """A line for every field that says how to sample where ``do_sample`` is False, and so changes nothing."""
+    def without_effect(self, unsaid: GenerationConfig | None = None) -> list[str]:
+        """A line for every field that says how to sample where ``do_sample`` is False, and so changes nothing.
+        ``unsaid``: what holds where nobody says anything, of which nothing is to be said either."""
         if self.do_sample:
             return []
         drawn = {p.name: (getattr(self, p.name), p) for p in PARAMETERS.values() if p.draws}
         # 0 asks for the likeliest token, which is taken, or for nothing
         given = {name: value for name, (value, p) in drawn.items() if value not in (p.default, p.neutral, 0)}
+        given = {name: value for name, value in given.items() if unsaid is None or value != getattr(unsaid, name)}
         return [f"{name} {value:g} has no effect: do_sample is off" for name, value in given.items()]
 
     def validate(self) -> None:
@@ -131,7 +134,7 @@ class GenerationConfig:
             if self.min_new_tokens > self.max_new_tokens:
                 most = self.max_new_tokens
                 raise UsageError(f"min_new_tokens: at most max_new_tokens ({most}), found {self.min_new_tokens}")
-        only_defaults(self, _NOT_GENERATED)
+        only_defaults(self, NOT_GENERATED)
         for name, length in WORD_LENGTH.items():
             if isinstance(words := getattr(self, name), str):
                 setattr(self, name, [words])

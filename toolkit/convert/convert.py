@@ -184,7 +184,7 @@ def _check_format(checkpoint: Checkpoint, model_format: str | None) -> None:
     method = None if form is None else form.METHOD
     found = _FORMAT_NAMES.get(method, method)
     if model_format is not None and model_format != found:
-        raise UsageError(f"--model-format: {checkpoint.path} holds {found}, not {model_format}; leave the option out")
+        raise UsageError(f"model_format: {checkpoint.path} holds {found} weights, not {model_format}; leave it out")
 
 
 def _read(

@@ -28,7 +28,7 @@ from toolkit.chat.messages import Message
 from toolkit.chat.renderer import Renderer
 from toolkit.chat.template import ChatTemplate
 from toolkit.configs.engine import EngineConfig, VisionConfig
-from toolkit.configs.lmdeploy import notice
+from toolkit.configs.lmdeploy import OPTIONS, notice
 from toolkit.engine.load.setup import Packed
 from toolkit.engine.pooling import choose as choose_pooling
 from toolkit.engine.pooling import vector
@@ -106,7 +106,7 @@ class Pipeline:
         ChatTemplate.check(chat_template_config)
         _set_log_level(log_level)
         if trust_remote_code:
-            logger.warning("%s", notice("trust_remote_code", "trust_remote_code"))
+            logger.warning("%s", notice(OPTIONS["trust_remote_code"], "trust_remote_code"))
         self.model_path = str(model_path)
         self._max_log_len = max_log_len
         self._closed = False
@@ -116,6 +116,7 @@ class Pipeline:
             self.model_path,
             backend_config=backend_config,
             backend=backend,
+            process=getattr(backend_config, "enable_mp_engine", False) is True,
             progress=progress,
             packed=packed,
             pictures_together=vision.max_batch_size,
@@ -143,6 +144,7 @@ class Pipeline:
         except BaseException:
             self.engine.close()
             raise
+        self._of_model = self.gen_config if gen_config is None else None
         if gen_config is None:
             logger.info("sampling where a call says nothing of it: %s", settings.describe(self.gen_config))
         self._runner = JobRunner(self.engine)
@@ -402,7 +404,7 @@ class Pipeline:
             options["tools"] = tools
         arguments.refuse_unknown("the call", kwargs)
         configs = arguments.configs(gen_config or self.gen_config, len(prompts))
-        for line in {line for config in configs for line in config.without_effect()} - self._warned:
+        for line in {line for config in configs for line in config.without_effect(self._of_model)} - self._warned:
             self._warned.add(line)
             logger.warning("%s; give do_sample=True too, or leave it out", line)
         jobs, template = [], self._templates.get(adapter_name or "", self.chat_template)

@@ -30,6 +30,7 @@ class RunnerOptions:
     block_size: int = 64
     threads: int = 0  # 0 = all the machine allows
     adapters: tuple[tuple[str, str], ...] = ()  # (name, directory) of LoRA adapters; StepBatch.adapter counts them
+    eager: bool = False  # on a GPU capture no graphs
 
 
 @dataclass(frozen=True)

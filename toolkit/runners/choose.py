@@ -103,13 +103,13 @@ def _open_any(
     from toolkit.artifacts.manifest import read_manifest
 
     if load_format not in LOAD_FORMATS:
-        raise UsageError(f"--load-format: expected one of {', '.join(LOAD_FORMATS)}, found {load_format!r}")
+        raise UsageError(f"load_format: expected one of {', '.join(LOAD_FORMATS)}, found {load_format!r}")
     if load_format == "dummy":
         return _open_dummy(path, hf_overrides, rope_scaling_factor, device, families)
     manifest = read_manifest(path) if path.is_dir() else None
     if manifest is not None and manifest.kind == "engine":
         if load_format != "auto":
-            raise UsageError(f"--load-format {load_format}: {path} is packed already; leave the option out")
+            raise UsageError(f"load_format: found {load_format!r}, but {path} is packed already; leave it out")
         return _open_engine(path, hf_overrides, rope_scaling_factor, model_format, device, families)
     return _open_checkpoint(path, hf_overrides, rope_scaling_factor, model_format, load_format, blind, families)
 
@@ -133,10 +133,7 @@ def _open_checkpoint(
     checkpoint = open_checkpoint(path)
     method = (checkpoint.quantization or {}).get("quant_method")
     check_load_format(load_format, path, method)
-    if model_format is not None:
-        found = "gguf" if path.suffix == ".gguf" else _FORMATS.get(method, str(method))
-        if found != model_format:
-            raise UsageError(f"--model-format: {path} holds {found} weights, not {model_format}; leave the option out")
+    _check_format(path, model_format, "gguf" if path.suffix == ".gguf" else _FORMATS.get(method, str(method)))
     config = apply_overrides(checkpoint.config, hf_overrides, rope_scaling_factor)
     spec, stored = load_spec(checkpoint, config, families)
     validate_checkpoint(checkpoint, stored)
@@ -150,6 +147,24 @@ def _open_checkpoint(
         return rounded(CheckpointWeights(checkpoint, stored, by_layer), spec, load_format)
 
     return Opened(spec, weights, None, tuple(stored))
+
+
+def _check_format(path: Path, asked: str | None, *found: str) -> None:
+    if asked is not None and asked not in found:
+        raise UsageError(f"model_format: {path} holds {found[0]} weights, not {asked}; leave it out")
+
+
+def _made_of(path: Path) -> str:
+    """The format of the checkpoint that an engine artifact was made of."""
+    from toolkit.artifacts.json_file import read_json_object
+    from toolkit.artifacts.manifest import read_manifest
+
+    manifest = read_manifest(path)
+    if manifest is not None and str(manifest.parent.get("path") or "").endswith(".gguf"):
+        return "gguf"
+    held = read_json_object(path / "config.json").get("quantization_config")
+    method = held.get("quant_method") if isinstance(held, dict) else None
+    return _FORMATS.get(method, str(method))
 
 
 def _open_dummy(
@@ -181,9 +196,9 @@ def _open_engine(
 ) -> Opened:
     from toolkit.artifacts.engine.files import open_engine
 
-    if model_format not in (None, "engine"):
-        raise UsageError(f"--model-format: {path} is an engine artifact, not {model_format}; leave the option out")
     artifact = open_engine(path)
+    if model_format not in (None, "engine"):
+        _check_format(path, model_format, _made_of(path))
     spec, config = artifact.spec, path / "config.json"
     if hf_overrides or rope_scaling_factor:
         spec = _with_positions(spec, config, hf_overrides, rope_scaling_factor, families)
@@ -276,7 +291,7 @@ def open_runner(
     one line, for a model or an option that cannot be.
     """
     if backend not in (None, *BACKENDS):
-        raise UsageError(f"--backend: expected one of {', '.join(BACKENDS)}, found {backend!r}")
+        raise UsageError(f"backend: expected one of {', '.join(BACKENDS)}, found {backend!r}")
     explain_mapped_faults()
     opened = open_model(
         path,
@@ -313,7 +328,7 @@ def _fast_runner(opened: Opened, options: RunnerOptions) -> tuple[Runner | None,
     """(the runner of turbomind for the GPU or the CPU, or None where pytorch's has to stand in; one line on why)."""
     why = ""
     if options.device.startswith("cuda") or (options.device == "auto" and gpu_is_likely()):
-        reason = cuda_unsupported(opened, options)
+        reason = "eager_mode has no graphs captured" if options.eager else cuda_unsupported(opened, options)
         if reason is None:
             from toolkit.runners.tensor.devices.cuda_device import CudaDevice
             from toolkit.runners.tensor.devices.find import find_device

@@ -192,7 +192,6 @@ def _open(setup: Setup) -> tuple[Runner, str]:
     from toolkit.runners.choose import open_runner
 
     config = setup.config
-    own = getattr(config, "custom_module_map", None) or ()
     options = RunnerOptions(
         device=config.device,
         dtype=config.dtype,
@@ -200,21 +199,27 @@ def _open(setup: Setup) -> tuple[Runner, str]:
         block_size=config.block_size,
         threads=config.threads or 0,
         adapters=tuple((config.adapters or {}).items()),
+        eager=config.eager_mode,
     )
-    return open_runner(
-        setup.path,
-        backend=setup.backend,
-        options=options,
-        hf_overrides=_overrides(config),
-        rope_scaling_factor=getattr(config, "rope_scaling_factor", 0.0),
-        use_logn_attn=getattr(config, "use_logn_attn", False),
-        session_len=config.session_len,
-        dynamic_rope=config.dynamic_rope,
-        model_format=config.model_format,
-        load_format=config.load_format,
-        blind=config.blind,
-        families=from_files([own] if isinstance(own, str) else own),
-    )
+    try:
+        return open_runner(
+            setup.path,
+            backend=setup.backend,
+            options=options,
+            hf_overrides=_overrides(config),
+            rope_scaling_factor=getattr(config, "rope_scaling_factor", 0.0),
+            use_logn_attn=getattr(config, "use_logn_attn", False),
+            session_len=config.session_len,
+            dynamic_rope=config.dynamic_rope,
+            model_format=config.model_format,
+            load_format=config.load_format,
+            blind=config.blind,
+            families=from_files(getattr(config, "family_files", ())),
+        )
+    except UsageError as error:
+        if isinstance(config, PytorchEngineConfig) and str(error).startswith("device:"):
+            raise UsageError(f"device_type:{str(error).removeprefix('device:')}") from error
+        raise
 
 
 def _plan(setup: Setup, runner: Runner) -> MemoryPlan:

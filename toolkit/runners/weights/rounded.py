@@ -25,7 +25,7 @@ BITS = {"int8": 8, "int4": 4}  # by load format
 def check_load_format(load_format: str, path: Path, method: str | None) -> None:
     """Raise UsageError where weights that ``method`` quantized already would be rounded."""
     if load_format in BITS and method not in (None, "gguf"):
-        raise UsageError(f"--load-format {load_format}: {path} holds {method} weights already; leave the option out")
+        raise UsageError(f"load_format: found {load_format!r}, but {path} holds {method} weights already; leave it out")
 
 
 def rounded(

@@ -112,7 +112,7 @@ def _url(i: int, kind: str, part: dict[str, Any]) -> None:
 
 
 class Message(Hinted):
-    role: Literal["system", "developer", "user", "assistant", "tool", "ipython"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "ipython", "environment"]
     content: Annotated[Any, PlainValidator(_text_parts, json_schema_input_type=CONTENT)] | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -135,7 +135,7 @@ class Message(Hinted):
     def _has_content(self) -> Message:
         said = self.tool_calls or self.refusal or self.reasoning_content
         if self.content is None and not (self.role == "assistant" and said):
-            article = "an" if self.role in ("assistant", "ipython") else "a"
+            article = "an" if self.role in ("assistant", "ipython", "environment") else "a"
             raise ValueError(f"{article} {self.role} message needs content")
         if isinstance(self.content, dict) and self.role not in TOOL_ROLES:
             raise ValueError(f"content: expected a string or a list of parts, found {shown(self.content, 40)}")

@@ -13,6 +13,8 @@ from toolkit.runners.tensor.devices.cuda_device import CudaDevice
 from toolkit.runners.tensor.devices.device import Cpu, Device
 
 EXPECTED = "auto, cpu, cuda or cuda:N, or another that torch has here (docs/how-to/add-a-device.md)"
+# LMDeploy's name of a device -> torch's, the package that brings it.
+PLUGINS = {"ascend": ("npu", "torch_npu"), "camb": ("mlu", "torch_mlu"), "maca": ("cuda", "MetaX's build of torch")}
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -21,16 +23,21 @@ def find_device(name: str) -> torch.device:
     that is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    asked, first = name, name.partition(":")[0]
+    if first in PLUGINS:
+        name = name.replace(first, PLUGINS[first][0], 1)
     kind = kind_of(name.partition(":")[0])  # may import the extension that torch knows the name by
     try:
         device = torch.device(name)
     except RuntimeError:
         device = torch.device("meta")  # which is none either
     if device.type == "meta":
-        raise UsageError(f"device: expected {EXPECTED}, found {name!r}")
+        brings = f", torch's {name}, which {PLUGINS[first][1]} brings: install it" if first in PLUGINS else ""
+        raise UsageError(f"device: expected {EXPECTED}, found {asked!r}{brings}")
     reason = (why_no_gpu() or missing_gpu(device)) if device.type == "cuda" else kind.absent(device)
     if device.type != "cpu" and reason is not None:
-        raise UsageError(f"device: {name!r} asked for, but {reason}; use cpu or auto")
+        also = f" (torch's {name}, which {PLUGINS[first][1]} brings)" if first in PLUGINS else ""
+        raise UsageError(f"device: {asked!r}{also} asked for, but {reason}; use cpu or auto")
     return device
 
 
