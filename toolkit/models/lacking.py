@@ -1,7 +1,7 @@
 """Architectures that transformers lists as causal language models and that do not run here, and why.
 
-``tests/models/test_lacking.py`` holds this against transformers' own list; the table in ``docs/models.md`` is made of
-it.
+``tests/models/test_lacking.py`` holds this against transformers' own list; the table in
+``docs/models-that-do-not-run.md`` is made of it.
 """
 
 from __future__ import annotations
@@ -85,6 +85,6 @@ ELSEWHERE = {"MllamaForCausalLM": "MllamaForConditionalGeneration"}
 
 
 def table() -> list[str]:
-    """The rows of docs/models.md."""
+    """The rows of docs/models-that-do-not-run.md."""
     rows = ["| It would need | architectures |", "|---|---|"]
     return rows + [f"| {why} | {', '.join(f'`{name}`' for name in names)} |" for why, names in NEEDS.items()]
