@@ -213,6 +213,32 @@ def test_any_cutting_gives_the_same(case: Case, cuts: list[int]) -> None:
 
 
 MARKS = [mark for form in registry.TOOLS for mark in form.visible]
+IN_JSON = [form for form in registry.TOOLS if form.written.style == "json" and not form.harmony]
+VALUES = st.recursive(
+    st.integers() | st.booleans() | st.none() | st.lists(st.sampled_from([*MARKS, ONE, '"', "\\", "é", "{", "]", "\n"]), max_size=4).map("".join),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "name", "arguments"]), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@given(
+    st.sampled_from(IN_JSON), st.lists(st.dictionaries(st.sampled_from(["city", "b"]), VALUES, max_size=2), min_size=1, max_size=3),
+    st.floats(0, 1), st.integers(1, 9),
+)  # fmt: skip
+def test_whatever_the_arguments_are_and_wherever_an_answer_is_cut(
+    form: Any, arguments: list[Any], cut: float, size: int
+) -> None:
+    written = form.written
+    each = [written.begin % "now" + json.dumps(x, ensure_ascii=False) + written.end for x in arguments]
+    text = written.first + written.between.join(each) + written.last
+    assert calls_of(read(form.name, [text])) == [("now", x) for x in arguments]
+    short = text[: int(cut * len(text))]
+    whole = read(form.name, [short])
+    found = calls_of(whole)
+    assert found == [("now", x) for x in arguments[: len(found)]]
+    assert read(form.name, [short[i : i + size] for i in range(0, len(short), size)]) == whole
+
+
 SCRAPS = st.lists(
     st.sampled_from([*MARKS, ONE, LLAMA, CODER, GLM, INVOKE, DSML, '"', "\\", "{", "}", "[", "\n", "é", "text", "weather", DN, KN]),
     max_size=12,
@@ -226,6 +252,43 @@ def test_scraps_never_fail_and_cutting_never_matters(form: Any, text: str, size:
     calls_of(whole)
     if not (whole.calls or form.harmony or form.drop):
         assert whole.content == text
+
+
+TAGGED = {  # how each writes calls with this one value
+    "qwen3_coder": ("<tool_call>\n", "<function=weather>\n<parameter=city>\n%s\n</parameter>\n</function>\n", "</tool_call>"),
+    "minimax_m2": ("<minimax:tool_call>\n", '<invoke name="weather">\n<parameter name="city">%s</parameter>\n</invoke>\n', "</minimax:tool_call>"),
+    "deepseek_v32": ("<｜DSML｜function_calls>\n", '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">%s'
+                     "</｜DSML｜parameter>\n</｜DSML｜invoke>\n", "</｜DSML｜function_calls>"),
+    "glm45": ("", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>\n", ""),
+}  # fmt: skip
+ENDS = [
+    "<tool_call>",
+    "</tool_call>",
+    "</function>",
+    "</invoke>",
+    "</minimax:tool_call>",
+    "</｜DSML｜invoke>",
+    "</｜DSML｜function_calls>",
+]
+
+
+@given(
+    st.sampled_from(sorted(TAGGED)),
+    st.lists(st.lists(st.sampled_from([*ENDS, "a", '"', "{", "<", "é"]), max_size=4).map("".join), min_size=1, max_size=3),
+    st.floats(0, 1), st.integers(1, 9),
+)  # fmt: skip
+def test_whatever_the_values_are_and_wherever_an_answer_in_tags_is_cut(
+    name: str, values: list[str], cut: float, size: int
+) -> None:
+    first, each, last = TAGGED[name]
+    text = first + "".join(each % value for value in values) + last
+    expected = [("weather", {"city": value}) for value in values]
+    assert calls_of(read(name, [text])) == expected
+    short = text[: int(cut * len(text))]
+    whole = read(name, [short])
+    found = calls_of(whole)
+    assert found == expected[: len(found)]
+    assert read(name, [short[i : i + size] for i in range(0, len(short), size)]) == whole
 
 
 PYTHON = [

@@ -1,7 +1,7 @@
 """Architectures that transformers lists as causal language models and that do not run here, and why.
 
-``tests/models/test_lacking.py`` holds this against transformers' own list; the table in ``docs/models.md`` is made of
-it.
+``tests/models/test_lacking.py`` holds this against transformers' own list; the table in
+``docs/models-that-do-not-run.md`` is made of it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ NEEDS: dict[str, tuple[str, ...]] = {
         "KimiLinearForCausalLM", "KimiK3ForConditionalGeneration", "BailingHybridForCausalLM",
     ),
     "Fourier position embeddings": ("InternS1ProForConditionalGeneration",),
-    "embeddings of each layer's own, or keys and values of an earlier layer": (
+    "embeddings of each layer's own, keys and values of an earlier layer, or keys that are values too": (
         "Gemma3nForConditionalGeneration", "Gemma3nForCausalLM", "Gemma4ForConditionalGeneration",
         "Gemma4ForCausalLM", "Gemma4AssistantForCausalLM", "Gemma4UnifiedForConditionalGeneration",
         "Gemma4UnifiedForCausalLM", "Gemma4UnifiedAssistantForCausalLM",
     ),
     "positions that are added to the embedding, learned or of sines": (
         "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTNeoForCausalLM", "OPTForCausalLM", "OpenAIGPTLMHeadModel",
-        "BioGptForCausalLM", "XGLMForCausalLM", "CTRLLMHeadModel", "GitForCausalLM", "CpmAntForCausalLM",
+        "BioGptForCausalLM", "XGLMForCausalLM", "CTRLLMHeadModel", "GitForCausalLM", "RobertaPreLayerNormForCausalLM",
     ),
     "a norm behind the embedding": (
         "BloomForCausalLM", "NanoChatForCausalLM", "ModernBertDecoderForCausalLM",
@@ -36,9 +36,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "an encoder's layers, with norms behind each sum": (
         "BertLMHeadModel", "BertGenerationDecoder", "BigBirdForCausalLM", "CamembertForCausalLM",
         "Data2VecTextForCausalLM", "ElectraForCausalLM", "ErnieForCausalLM", "MegatronBertForCausalLM",
-        "RemBertForCausalLM", "RobertaForCausalLM", "RobertaPreLayerNormForCausalLM", "RoCBertForCausalLM",
+        "RemBertForCausalLM", "RobertaForCausalLM", "RoCBertForCausalLM",
         "RoFormerForCausalLM", "XLMRobertaForCausalLM", "XLMRobertaXLForCausalLM", "XmodForCausalLM",
-        "XLMWithLMHeadModel", "XLNetLMHeadModel", "ReformerModelWithLMHead",
+        "XLMWithLMHeadModel", "XLNetLMHeadModel",
     ),
     "an encoder beside the decoder": (
         "BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM",
@@ -62,8 +62,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
         "DoryForCausalLM", "HrmTextForCausalLM", "Inkling2LoopForCausalLM",
     ),
     "relative positions as a bias, or convolutions inside of attention": (
-        "InklingForCausalLM", "Inkling2ForCausalLM", "ZayaForCausalLM",
+        "InklingForCausalLM", "Inkling2ForCausalLM", "ZayaForCausalLM", "CpmAntForCausalLM",
     ),
+    "attention within buckets of a hash": ("ReformerModelWithLMHead",),
     "a gate with one number a head": ("LagunaForCausalLM", "Lfm3ForCausalLM"),
     "the activation xIELU, whose shape is learned": ("ApertusForCausalLM",),
     "norms before the last matrix of attention and MLP, and weights of three values": ("BitNetForCausalLM",),
@@ -84,6 +85,6 @@ ELSEWHERE = {"MllamaForCausalLM": "MllamaForConditionalGeneration"}
 
 
 def table() -> list[str]:
-    """The rows of docs/models.md."""
+    """The rows of docs/models-that-do-not-run.md."""
     rows = ["| It would need | architectures |", "|---|---|"]
     return rows + [f"| {why} | {', '.join(f'`{name}`' for name in names)} |" for why, names in NEEDS.items()]

@@ -141,10 +141,21 @@ class Marked:
         if self._form.unclosed and not self._lenient and (calls := self._take(self._read(self._held))) is not None:
             self._begin, self._held = None, ""
             return calls
+        parts = self._parts(self._held)
+        if self._sound(parts, self._ends[self._begin] or self._begin) and (calls := self._take(parts)) is not None:
+            self._begin, self._held = None, ""
+            return calls
         self._lenient, self._seen = True, 0
         if (end := self._find_end()) >= 0:
             return self._close(end) + self._advance()
         begin, text = self._begin, self._held
         self._begin, self._held = None, ""
-        calls = self._take(self._parts(text))
+        calls = self._take(parts)
         return self._words.say(begin + text) if calls is None else calls
+
+    @staticmethod
+    def _sound(parts: Sequence[Call | str], end: str) -> bool:
+        """Whether the ``end`` mark is in no text between calls, so that no quote was left open there; what was cut off
+        in the middle of a call may have it."""
+        texts = [part for part in parts if isinstance(part, str) and end in part]
+        return not texts or (texts == [parts[-1]] and not {*"{<"}.isdisjoint(texts[0].partition(end)[0]))
