@@ -243,7 +243,7 @@ def test_a_session_on_a_terminal(model: str, tmp_path: Path) -> None:
         os.write(leader, text.encode())
 
     try:
-        until("/help shows the commands")
+        until("; /help")
         until("> ")
         say("the fox\r")
         until("6 tokens")

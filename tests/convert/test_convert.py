@@ -424,3 +424,29 @@ def test_another_target_names_the_remedy(tiny_models: Any, tmp_path: Path) -> No
     assert artifact.target == "cpu-abacus"
     with pytest.raises(ToolkitError, match=r"cpu-abacus.*--target torch"):
         torch_weights(artifact)
+
+
+@pytest.mark.parametrize(
+    ("family", "packing"),
+    [
+        ("llama", Packing()),
+        ("qwen2", Packing(load_format="int8")),
+        ("llama", Packing(load_format="int4")),
+        ("mixtral", Packing(target="torch")),
+        ("gemma2", Packing(dtype="bfloat16", head_bits=16)),
+    ],
+)
+def test_a_disk_without_room_is_told_first_and_one_with_room_is_never_refused(
+    tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, packing: Packing
+) -> None:
+    from types import SimpleNamespace
+
+    model, out = str(tiny_models(family)), tmp_path / "out"
+    monkeypatch.setattr("toolkit.artifacts.room.shutil.disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(ToolkitError, match=r"out: about .* are needed there for the result .*, 0\.0 MB are free"):
+        convert_for(model, out, packing, quiet=True)
+    assert not list(tmp_path.iterdir())
+    counted: list[int] = []
+    monkeypatch.setattr("toolkit.convert.convert.check_room", lambda target, needed: counted.append(needed))
+    convert_for(model, out, packing, quiet=True)
+    assert 0 < counted[0] <= (out / ENGINE_ARRAYS).stat().st_size

@@ -122,7 +122,7 @@ def test_what_gguf_cannot_hold(tiny_models: Any, tmp_path: Path, common: Common)
     cases: list[tuple[Any, Any, str]] = [
         (auto_gptq, Gptq(w_bits=8, w_sym=False), "asymmetric codes of up to 5 bits"),
         (auto_gptq, Gptq(desc_act=True, static_groups=False, w_group_size=32), "act-order"),
-        (search, Search(bits=4.4), "too small a budget: 4.50 bits"),
+        (search, Search(bits=4.4), "--bits 4.4: too few, 4.50 bits"),
     ]
     for run, options, words in cases:
         with pytest.raises(UsageError, match=words):

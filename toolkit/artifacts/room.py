@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from toolkit.artifacts.stage import partial_dir
+from toolkit.configs.option import show_size
 from toolkit.errors import ToolkitError
 
 
@@ -22,6 +23,6 @@ def check_room(target: Path | str, needed: int) -> None:
         return
     if free + there < needed:
         raise ToolkitError(
-            f"{target}: about {needed / 1e9:.2f} GB are needed there for the result and the work on it, "
-            f"{(free + there) / 1e9:.2f} GB are free; free some space, or write to another disk"
+            f"{target}: about {show_size(needed)} are needed there for the result and the work on it, "
+            f"{show_size(free + there)} are free; free some space, or write to another disk"
         )

@@ -54,7 +54,7 @@ def check_ranges(record: Any) -> None:
             raise UsageError(f"{f.name}: expected at least {low:g}, found {value!r}")
 
 
-def show_size(size: int, like: object) -> str:
+def show_size(size: int, like: object = "") -> str:
     """Bytes in the unit that a user wrote another size in: MiB and GiB to who wrote one of these, else MB and GB."""
     base, mark = (1024, "i") if isinstance(like, str) and "i" in like.lower() else (1000, "")
     return f"{size / base**3:.2f} G{mark}B" if size >= base**3 else f"{size / base**2:.1f} M{mark}B"

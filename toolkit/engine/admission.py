@@ -37,10 +37,11 @@ def check_request(request: EngineRequest, runner: Runner, max_len: int, session_
     limit = max_len + (1 if request.only else 0)
     if n >= limit:
         if max_len == session_len:
-            holds, help = "the session length", longer(session_len, runner.spec.max_position)
+            why, helps = "", longer(session_len, runner.spec.max_position)
         else:
-            holds, help = "all that the KV cache holds", "raise cache_max_entry_count"
-        raise UsageError(f"the prompt has {n} tokens, {max_len} are {holds}; shorten the prompt, or {help}")
+            why, helps = " (all that the KV cache holds)", "raise cache_max_entry_count"
+        says = f"the prompt has {n} tokens, but the session length is {max_len}{why}"
+        raise UsageError(f"{says}; shorten the prompt, or {helps}")
     p.stop_token_ids = [i for i in p.stop_token_ids if 0 <= i < vocab]  # a tokenizer may know more ids
 
 

@@ -51,7 +51,7 @@ def budget_of(
             enough, rest = (show_size(-(-found // 8), options.size) for found in (least + beside, beside))
             raise UsageError(
                 f"--size {options.size}: too small, {enough} of {of} are the least ({rest} of them for embedding, head "
-                "and what else stays as it is)"
+                f"and what else stays as it is){'' if costs.gguf else '; for other engines --bits goes lower'}"
             )
         if budget > most:
             common.notice(f"--size {options.size}: more than {show_size((most + beside) // 8, options.size)}, the most")

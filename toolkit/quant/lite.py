@@ -71,6 +71,8 @@ def auto_awq(
         )
     source = open_source(model, common, "auto_awq")
     grid, own, common = _grids(options, source, common)
+    if own and common.format is None:
+        common.notice(f"written as {MIXED[0]}: the AWQ format has one group size for all layers")
     told = _grid_options(grid) | {"search_scale": options.search_scale}
     if feedback:
         told |= {"rounding": rounding} | _rounding_options(how)

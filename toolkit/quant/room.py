@@ -15,6 +15,12 @@ from toolkit.quant.layers.source import LayerSource
 CODE_BYTES = 1  # of a weight, as layers are saved: codes are not packed
 
 
+def dense_bytes(source: LayerSource, dtype: torch.dtype) -> int:
+    """Bytes of the model's weights as ``dtype``."""
+    items = [item for items in (source.outer, *source.stored) for item in items]
+    return sum(math.prod(item.shape) for item in items) * torch.finfo(dtype).bits // 8
+
+
 def disk_bytes(
     source: LayerSource,
     linears: Iterable[LinearSpec],
@@ -25,10 +31,9 @@ def disk_bytes(
     """Bytes. ``linears``: those that become what ``sample(out, in)`` stands for; ``activations``: in files at once."""
     linears = list(linears)
     quantized = sum(x.in_features * x.out_features for x in linears)
-    items = [item for items in (source.outer, *source.stored) for item in items]
     inside = sum(math.prod(item.shape) for items in source.stored for item in items)
     width = torch.finfo(dtype).bits // 8
-    dense = max(0, sum(math.prod(item.shape) for item in items) - quantized) * width
+    dense = max(0, dense_bytes(source, dtype) - quantized * width)
     result = dense + sum(storable_bits(sample(x.out_features, x.in_features)) for x in linears) // 8
     saved = quantized * CODE_BYTES + max(0, inside - quantized) * width
     return result + saved + activations

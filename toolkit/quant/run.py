@@ -19,6 +19,7 @@ from toolkit.artifacts.room import check_room
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.configs.option import show_size
 from toolkit.errors import UsageError
 from toolkit.measure.text import heldout_text
 from toolkit.models.spec import LinearSpec
@@ -179,7 +180,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
         texts=recipe.texts, beside=recipe.beside, products=recipe.products,
     )  # fmt: skip
     room = disk_bytes(source, targets(source, selection), recipe.sample, dtype, memory.disk)
-    common.notice(f"disk: about {room / 1e9:.2f} GB at {work_dir}, while it runs")
+    common.notice(f"disk: about {show_size(room)} at {work_dir}, while it runs")
     check_room(work_dir, room)
     progress("reading the model", 0, 1)
     parent = describe_parent(source.path)

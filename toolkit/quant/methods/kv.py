@@ -17,6 +17,7 @@ from toolkit.artifacts.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
 from toolkit.artifacts.manifest import describe_parent, read_manifest
 from toolkit.artifacts.replace import check_directory_target
+from toolkit.artifacts.room import check_room
 from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weights import as_stored, cache_scale_names, load_stored
@@ -30,6 +31,7 @@ from toolkit.quant.layers.output import cast_to, stored_as
 from toolkit.quant.layers.probe import Probe
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.options import Common
+from toolkit.quant.room import dense_bytes
 from toolkit.quant.run import (
     Progress,
     Result,
@@ -68,6 +70,7 @@ def kv(
     device, dtype, text = find_device(common.device), store_dtype(common.dtype, source), read_text(source, common)
     tell_plan(source, common, text.plan, eval_tokens=common.measured)
     check_directory_target(work_dir, [source.path], common.overwrite)
+    check_room(work_dir, dense_bytes(source, dtype))
     parent = describe_parent(source.path)
     options = text.options() | {
         "batch_size": common.batch_size, "dtype": str(dtype).removeprefix("torch."), "device": device.type,
