@@ -51,38 +51,36 @@ def run(
     files = batch.open_files(
         source, target, replace(filling, defaults=sampling.given()), model, limits, overwrite=overwrite
     )
-    tally, began = files.tally, 0.0
+    tally, began = files.tally, time.monotonic()
     try:
-        if tally.done == tally.total:
-            _say(tally, target, 0.0)
-            return
-        with ExitStack() as stack:
-            with Progress() as bar:
-                console = bar.console
+        if tally.done < tally.total:
+            with ExitStack() as stack:
+                with Progress() as bar:
+                    console = bar.console
 
-                def note(line: str) -> None:
-                    console.print(line, style="dim", markup=False, soft_wrap=True)
+                    def note(line: str) -> None:
+                        console.print(line, style="dim", markup=False, soft_wrap=True)
 
-                bar.update(f"loading {model}")
-                opened = batch.opened(
-                    model,
-                    settings.server(limits),
-                    engine_config=config,
-                    chat_template=engine.chat_template,
-                    packed=engine.packed(config, note),
-                    progress=bar.update,
-                )
-                app = stack.enter_context(opened)
-                say_how_it_runs(console, app.state.server.engine, app.state.server.engine.runner_note)
-            began = time.monotonic()
-            with Progress() as bar:
-                here = f"{target}: the answers so far stay, and the same command goes on"
-                batch.answer(
-                    app,
-                    files,
-                    lambda tally: bar.update("lines", tally.done, tally.total),
-                    lambda: bar.console.print(here, markup=False, soft_wrap=True),
-                )
+                    bar.update(f"loading {model}")
+                    opened = batch.opened(
+                        model,
+                        settings.server(limits),
+                        engine_config=config,
+                        chat_template=engine.chat_template,
+                        packed=engine.packed(config, note),
+                        progress=bar.update,
+                    )
+                    app = stack.enter_context(opened)
+                    say_how_it_runs(console, app.state.server.engine, app.state.server.engine.runner_note)
+                began = time.monotonic()
+                with Progress() as bar:
+                    here = f"{target}: the answers so far stay, and the same command goes on"
+                    batch.answer(
+                        app,
+                        files,
+                        lambda tally: bar.update("lines", tally.done, tally.total),
+                        lambda: bar.console.print(here, markup=False, soft_wrap=True),
+                    )
         _say(tally, target, time.monotonic() - began)
     finally:
         files.close()
@@ -98,7 +96,7 @@ def _say(tally: Tally, target: Path, seconds: float) -> None:
         parts.append(f"{tally.failed:,} failed (their lines say why)")
     if tally.earlier:
         parts.append(f"{tally.earlier:,} of them by earlier runs")
-    if seconds and now:
+    if now:
         tokens = f", {tally.completion_tokens / seconds:,.0f} output tokens/s" if tally.completion_tokens else ""
         parts.append(f"{seconds:,.1f} s, {now / seconds:,.1f} lines/s{tokens}")
     print("; ".join(parts), file=sys.stderr)

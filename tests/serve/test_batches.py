@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -21,6 +22,9 @@ import pytest
 from toolkit.serve.generation.turn import LAST
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.limits import Limits
+from toolkit.serve.openai.batches import loop
+from toolkit.serve.openai.batches.lines import Bounds, JsonLines
+from toolkit.serve.openai.batches.seen import Seen
 from toolkit.serve.openai.batches.store import FileStore
 from toolkit.serve.proxy.paths import forwarded
 
@@ -407,3 +411,32 @@ def test_what_one_server_keeps_is_not_asked_through_another(path: str) -> None:
     with pytest.raises(ApiError, match="kept by a server of one model") as told:
         forwarded({"path": path, "query_string": b""})
     assert told.value.status == 404
+
+
+@pytest.mark.parametrize("code", ["engine_unavailable", "shutting_down"])
+def test_a_line_that_cannot_be_taken_now_is_asked_again(tmp_path: Path, monkeypatch: Any, code: str) -> None:
+    """As when the engine is started anew; of a server that ends, nothing is written."""
+    monkeypatch.setattr(loop, "AGAIN", (0.0, 0.0))
+    source, written, asked = tmp_path / "in.jsonl", [], []
+    source.write_text("\n".join(line(f"r{i}") for i in range(3)))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        asked.append((await receive())["body"])
+        status = 503 if asked.count(asked[-1]) < 3 else 200
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"error":{"code":"%s"}}' % code.encode()})
+
+    async def run() -> loop.Tally:
+        tally, seen = loop.Tally(), Seen()
+        lines = JsonLines(source, Bounds(Limits()))
+        turns = loop.Turns(lambda: 2)
+        await loop.run(app, lines, b"", seen, tally, turns, lambda text, good: written.append(text))
+        return tally
+
+    if code == "shutting_down":
+        with pytest.raises(loop.Stopped):
+            asyncio.run(run())
+        assert not written
+        return
+    tally = asyncio.run(run())
+    assert (tally.completed, tally.failed, len(written), len(asked)) == (3, 0, 3, 9)

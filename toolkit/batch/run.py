@@ -127,7 +127,7 @@ def answer(
     state: ServerState = app.state.server
     files.bounds.session_len = state.engine.session_len
     places = state.engine.max_batch_size
-    most = min(AHEAD * places + FEW, places + MOST_AHEAD)
+    most = min(AHEAD * places + FEW, places + min(MOST_AHEAD, state.settings.limits.max_queue))
 
     def room() -> int:
         outage = state.engine.outage
