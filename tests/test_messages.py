@@ -159,7 +159,8 @@ def test_fields_that_ask_for_more_than_there_is_take_their_default_alone(
     config: type, field: str, default: object, other: object
 ) -> None:
     assert config(**{field: default}) == config()
-    with pytest.raises(UsageError, match=rf"^{field}: found {re.escape(repr(other))}, expected {default!r}: "):
+    wanted = "; leave it out" if default is None else f", expected {default!r}"
+    with pytest.raises(UsageError, match=rf"^{field}: found {re.escape(repr(other))}{wanted}: "):
         config(**{field: other})
 
 

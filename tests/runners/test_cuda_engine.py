@@ -61,13 +61,27 @@ def _serve(core, requests, abort=None):
 def runners(tiny_models, support):
     """``runners(family) -> (runner with graphs, its device, torch's runner)``."""
 
-    def make(family):
-        graphs, path = support("graphs"), tiny_models(family, num_hidden_layers=1)  # the interpreter is slow
-        opened, device = open_model(path), graphs.CpuDevice()
+    def make(family, dynamic_rope="session", **changes):
+        graphs, path = support("graphs"), tiny_models(family, num_hidden_layers=1, **changes)  # the interpreter is slow
+        opened, device = open_model(path, dynamic_rope=dynamic_rope), graphs.CpuDevice()
         runner = TensorRunner(opened.spec, opened.weights, OPTIONS, graphs=device, ops=graphs.interpreted_ops())
-        return device.watch(runner), device, open_runner(path, backend="pytorch", options=OPTIONS)[0]
+        plain = open_runner(path, backend="pytorch", options=OPTIONS, dynamic_rope=dynamic_rope)[0]
+        return device.watch(runner), device, plain
 
     return make
+
+
+def test_requests_turn_by_their_own_length_on_graphs_too(runners):
+    """Prompts beyond and below 24 trained tokens, one of which crosses that length as it is answered."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    runner, device, plain = runners("llama", "request", max_position_embeddings=24, rope_parameters=rope)
+    ids = np.random.default_rng(7).integers(3, 300, 40).tolist()
+    asked = [EngineRequest(str(n), ids[:n], SamplingParams(NEW)) for n in (40, 22, 6)]
+    runner.load_weights()
+    runner.allocate_cache((40,))
+    runner.warm_up(4, 128, 64)
+    runner.release_cache()
+    assert _serve(_core(runner), asked) == _serve(_core(plain), asked) and device.replays > 0
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])

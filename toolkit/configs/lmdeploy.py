@@ -34,7 +34,8 @@ class Theirs:
         if type(value) is type(self.default) and value == self.default:
             return
         if self.fate == "refused":
-            raise UsageError(f"{name}: found {shown(value)}, expected {self.default!r}: {self.why}")
+            wanted = "; leave it out" if self.default is None else f", expected {self.default!r}"
+            raise UsageError(f"{name}: found {shown(value)}{wanted}: {self.why}")
         kinds = tuple(v for v in self.values if isinstance(v, type))
         if kinds and not (isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))):
             wanted = " or ".join(_KINDS[kind] for kind in kinds)
