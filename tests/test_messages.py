@@ -151,7 +151,7 @@ def test_a_backend_config_of_another_kind(config: Any) -> None:
     ("config", "field", "default", "other"),
     [
         (TurbomindEngineConfig, "dp", 1, 2),
-        (TurbomindEngineConfig, "empty_init", False, 0),
+        (TurbomindEngineConfig, "nnodes", 1, 2),
         (PytorchEngineConfig, "role", "Hybrid", "Prefill"),
         (PytorchEngineConfig, "kv_transfer_config", None, {"kv_role": "producer"}),
     ],

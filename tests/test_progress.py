@@ -151,7 +151,7 @@ def test_off_a_terminal_short_work_says_nothing(monkeypatch: pytest.MonkeyPatch)
 
 WORK = """
 import time
-from toolkit import progress
+from toolkit.base import progress
 progress.EVERY = 0.09
 with progress.Progress() as bar:
     for i in range(5):

@@ -113,7 +113,7 @@ def test_suspects_are_forgotten_beyond_a_number() -> None:
 
 CHILD = """
 from multiprocessing.connection import Connection
-from toolkit.engine import records
+from toolkit.engine.process import records
 pipe = Connection({fd})
 pipe.recv_bytes()
 pipe.send_bytes(records.pack({{"op": "ready", "facts": {{}}}}))

@@ -137,7 +137,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
             "give the directory it was converted from (tool inspect shows it)"
         )
     config = read_config(path)
-    infos, files = _with_prefix(*_read_headers(path))
+    infos, files = read_headers(path)
     manifest = read_manifest(path)
     if manifest is not None:
         check_tensors(path, manifest)
@@ -193,8 +193,17 @@ def _special_ids(path: Path) -> dict[str, int]:
     return {}
 
 
+def has_weights(path: Path) -> bool:
+    """Whether a directory holds safetensors files."""
+    return (path / INDEX).is_file() or any(path.glob("*.safetensors"))
+
+
+def read_headers(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Path]]:
+    """Headers of all the weight files of a directory: tensor name → info, tensor name → file. Raises ToolkitError."""
+    return _with_prefix(*_read_headers(path))
+
+
 def _read_headers(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Path]]:
-    """Headers of all the weight files: tensor name → info, tensor name → file."""
     index = path / INDEX
     weight_map = _read_index(index) if index.is_file() else None
     if weight_map is not None:

@@ -45,7 +45,8 @@ def _check_engine(config: EngineConfig, block: str) -> None:
         number("cache_max_entry_count", count, 0, 1, open_low=True)
     if config.block_size & (config.block_size - 1):
         raise UsageError(f"{block}: expected a power of two, found {config.block_size}")
-    switches(config, "enable_prefix_caching", "enable_metrics", "disable_vision_encoder", "language_model_only")
+    switches(config, "enable_prefix_caching", "enable_metrics", "empty_init")
+    switches(config, "disable_vision_encoder", "language_model_only")
     _check_adapters(config.adapters)
     _check_dllm(config)
     only_defaults(config, {f.name: NOT_BUILT[f.name] for f in fields(config) if f.name in NOT_BUILT})
@@ -81,7 +82,8 @@ class CommonEngineConfig:
     ``cache_max_entry_count``: an integer is a number of blocks, whatever its size. ``load_format`` "dummy" reads
     config.json alone. ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's format
     each; on a CPU the tensor runner runs them. ``language_model_only``: LMDeploy's newer name of
-    ``disable_vision_encoder``. ``enable_metrics``: whether a server of this engine offers /metrics.
+    ``disable_vision_encoder``. ``empty_init``: the model needs a config.json and a tokenizer alone, and answers nothing
+    before ``update_weights``. ``enable_metrics``: whether a server of this engine offers /metrics.
     """
 
     dtype: str = option(
@@ -129,10 +131,10 @@ class CommonEngineConfig:
     dllm_confidence_threshold: float = option(Unmasking.threshold, "From which the first keeps a guess, 0 to 1.")
     disable_vision_encoder: bool = option(False, "Leave out what the model sees with: texts alone.")
     language_model_only: bool = option(False, "The same.", hidden=True)
+    empty_init: bool = option(False, "Read no weights: they come by /update_weights (Pipeline.update_weights).")
     enable_metrics: bool = True
     dp: int = 1
     ep: int = 1
-    empty_init: bool = False
 
     @property
     def blind(self) -> bool:

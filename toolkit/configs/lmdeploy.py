@@ -44,7 +44,6 @@ NOT_BUILT = {
     "devices": "choose one by device='cuda:N'",
     "dp": "a model runs on one device so far",
     "dp_rank": "a model runs on one device so far",
-    "empty_init": "weights are read at the start",
     "ep": "a model runs on one device so far",
     "gemm_input_dtype": "activations have the dtype that the weights call for",
     "kv_transfer_config": "caches do not leave the engine yet",

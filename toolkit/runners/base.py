@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +72,10 @@ class Runner(Protocol):
         """Idempotent; ``release_weights`` undoes it (sleep)."""
 
     def release_weights(self) -> None: ...
+
+    def use_weights(self, weights: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
+        """What ``load_weights`` is to load from now on, canonical weights of the same spec; called while none are
+        loaded. Returns what it would have loaded."""
 
     def allocate_cache(self, num_blocks: tuple[int, ...]) -> None:
         """KV blocks for each cache group; replaces an earlier cache. ``release_cache`` undoes it."""

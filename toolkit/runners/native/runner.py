@@ -91,7 +91,8 @@ class NativeRunner:
         self.notes: list[str] = []
         self.dtype = dtype or options.dtype
         if self.dtype == "auto":
-            self.dtype = _stored_dtype(weights()[spec.embed])
+            found: Mapping[str, Any] = weights()
+            self.dtype = _stored_dtype(info_of(found, spec.embed))
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, found {self.dtype!r}")
         self._library = library.load(library.library_path())
@@ -183,6 +184,11 @@ class NativeRunner:
             packed = {name: tensor.in_memory() for name, tensor in pack_model(self.spec, language, None, notes)}
         self.notes = gathered(notes)
         return packed
+
+    def use_weights(self, weights: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
+        """What ``load_weights`` is to load from now on; returns what it would have loaded."""
+        before, self._weights = self._weights, weights
+        return before
 
     def release_weights(self) -> None:
         """Forget the model and its cache; ``load_weights`` brings the model back. Of a mapped file the pages go."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -143,6 +144,11 @@ class TensorRunner:
                 )
                 if self.spec.vision is not None:
                     self._encoder = encoder_of(self.spec.vision)(self.spec.vision, weights, self._on.torch, self._dtype)
+
+    def use_weights(self, weights: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
+        """What ``load_weights`` is to load from now on; returns what it would have loaded."""
+        before, self._weights = self._weights, weights
+        return before
 
     def release_weights(self) -> None:
         """Forget the model; ``load_weights`` brings it back."""

@@ -257,6 +257,13 @@ class Sleeping(BaseModel):
     is_sleeping: bool
 
 
+class Updated(BaseModel):
+    """``tensors``: that have come so far, of weights that are ``updated`` once all have."""
+
+    updated: bool
+    tensors: int
+
+
 class OllamaErrorAnswer(BaseModel):
     """Ollama's envelope of an error."""
 
