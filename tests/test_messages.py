@@ -125,7 +125,6 @@ def test_lmdeploy_s_other_fields_take_their_default_alone() -> None:
         with_cache=True,
         preserve_cache=1,
         migration_request={},
-        return_routed_experts=5,
     )
     for name, value in others.items():
         with pytest.raises(UsageError, match=rf"^{name}: found .*expected {theirs[name]}"):

@@ -211,6 +211,7 @@ class PytorchEngineConfig(CommonEngineConfig):
     enable_microbatch: bool = False
     enable_eplb: bool = False
     enable_mp_engine: bool = False
+    enable_return_routed_experts: bool = False
     mp_engine_backend: str = "mp"
     kernel_block_size: int = -1
     cudagraph_capture_batch_sizes: list[int] | None = None

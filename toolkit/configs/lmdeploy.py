@@ -23,6 +23,7 @@ IGNORED = {
     "eager_mode": "the pytorch backend captures no graphs",
     "enable_eplb": "experts lie on one device",
     "enable_microbatch": "a model runs on one device",
+    "enable_return_routed_experts": "each request that says return_routed_experts is told",
     "enable_mp_engine": "a server's engine has a process of its own anyway",
     "kernel_block_size": "kernels work on blocks of the cache's own size",
     "max_prefill_iters": "a step's tokens are bounded by max_prefill_token_num",

@@ -29,6 +29,7 @@ from toolkit.runners.native.program import unsupported as no_program
 from toolkit.runners.native.stepper import Stepper
 from toolkit.runners.native.towers.encoders import open_encoder
 from toolkit.runners.native.towers.tower import NativeEncoder, uncovered
+from toolkit.runners.routes import by_layer
 from toolkit.runners.step import StepBatch, StepOutput
 from toolkit.runners.weights.info import info_of, reading_ahead
 
@@ -286,6 +287,8 @@ class NativeRunner:
         self._check(self._library.tk_step(self._loaded(), ctypes.byref(arrays.structure), ctypes.byref(results)))
         if any(bad):  # between two steps numpy's own code is no longer in the cache
             output.bad_rows = np.flatnonzero(bad).astype(np.int32)
+        if len(output.routes):
+            output.routes = by_layer(output.routes, self.spec)
         return output
 
     # -- blocks

@@ -90,6 +90,7 @@ class ChatChoice(BaseModel):
     finish_reason: Finish
     stop_reason: str | int | None
     token_ids: list[int] | None = None
+    routed_experts: list[list[list[int]]] | None = None
 
 
 class ChatCompletion(BaseModel):

@@ -128,6 +128,11 @@ Program parse_program(const char* names, const double* values, int64_t count, co
     prog.embed = r.linear("embed", prog.vocab, prog.hidden, true);
     const int64_t sublayers = r.integer("sublayers", 0, 1 << 16);
     for (int64_t i = 0; i < sublayers; i++) prog.sublayers.push_back(read_sublayer(r.entry("sublayers", i), prog));
+    for (Sublayer& s : prog.sublayers)
+        if (Moe* m = std::get_if<Moe>(&s.mixer)) {
+            m->at = prog.mixtures++;
+            prog.most_chosen = std::max(prog.most_chosen, m->top_k);
+        }
     prog.final_norm = r.needed_norm("final_norm", prog.hidden);
     prog.head = r.linear("head", r.integer("head_rows", 1, prog.vocab), prog.hidden, true);
     prog.head_in.width = prog.hidden;
