@@ -33,10 +33,10 @@ class Unmasking:
 
 def _check_engine(config: EngineConfig, block: str) -> None:
     allowed(config)
-    if config.quant_policy not in (0, 4, 8, 16, 17):
+    if config.quant_policy not in (0, 4, 8, 16, 17, 44):
         raise UsageError(
-            "quant_policy: expected 0, 4 or 8 (bits of the KV cache), 16 or 17 (float8_e4m3fn, float8_e5m2), "
-            f"found {shown(config.quant_policy)}"
+            "quant_policy: expected 0, 4 or 8 (bits of the KV cache), 44 (4 bits, those of keys too), 16 or 17 "
+            f"(float8_e4m3fn, float8_e5m2), found {shown(config.quant_policy)}"
         )
     count = config.cache_max_entry_count
     if isinstance(count, int) and not isinstance(count, bool):
@@ -100,7 +100,9 @@ class CommonEngineConfig:
         0.8, "Share of free memory for the KV cache (up to 1), or its blocks (from 2)."
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV cache of equal prefixes. Default, but in profile.")
-    quant_policy: int = option(0, "KV cache: 0 (as --dtype), 8 or 4 bits, 16 or 17 (float8 e4m3, e5m2).")
+    quant_policy: int = option(
+        0, "KV cache: 0 (as --dtype), 8 bits, 4 (keys 6), 44 (4, keys too), 16 or 17 (float8 e4m3, e5m2)."
+    )
     model_format: str | None = option(
         None, "hf, awq, gptq, w8a8, gguf, engine. Default: read from the model.", allowed=MODEL_FORMATS
     )

@@ -13,7 +13,8 @@ from toolkit.models.pictures import Picture
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.step import StepBatch, StepOutput
 
-QUANT_POLICIES = (0, 4, 8, 16, 17)
+QUANT_POLICIES = (0, 4, 8, 16, 17, 44)
+QUANT_POLICIES_TOLD = "0, 4, 8, 16, 17 or 44"
 Backend = Literal["turbomind", "pytorch"]  # what users choose by: the fast way on this device, or kernel by kernel
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
@@ -21,7 +22,7 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 @dataclass(frozen=True)
 class RunnerOptions:
     """How to run. ``dtype``: of activations, "auto" = the checkpoint's; ``quant_policy``: the KV cache, 0 as ``dtype``,
-    8 or 4 bits, 16 float8_e4m3fn, 17 float8_e5m2.
+    8 or 4 bits (keys then have 6), 44: 4 bits, those of keys too, 16 float8_e4m3fn, 17 float8_e5m2.
     """
 
     device: str = "auto"  # auto, cpu, cuda, cuda:1 …, xpu and whatever torch has here

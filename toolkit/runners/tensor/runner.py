@@ -22,7 +22,15 @@ from toolkit.kernels import KernelError
 from toolkit.models.pictures import Picture
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import patch_numbers
-from toolkit.runners.base import QUANT_POLICIES, Backend, MemoryNeed, RunnerError, RunnerOptions, StepHandle
+from toolkit.runners.base import (
+    QUANT_POLICIES,
+    QUANT_POLICIES_TOLD,
+    Backend,
+    MemoryNeed,
+    RunnerError,
+    RunnerOptions,
+    StepHandle,
+)
 from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.build import build_decoder
 from toolkit.runners.tensor.cache import KVCache, block_bytes, cache_traits
@@ -254,7 +262,7 @@ class TensorRunner:
 
 def _check(spec: DecoderSpec, options: RunnerOptions) -> None:
     if options.quant_policy not in QUANT_POLICIES:
-        raise UsageError(f"quant_policy: expected 0, 4, 8, 16 or 17, found {options.quant_policy!r}")
+        raise UsageError(f"quant_policy: expected {QUANT_POLICIES_TOLD}, found {options.quant_policy!r}")
     for _, _, kept in spec.keepers():
         if reason := kept.refuses(options.quant_policy):
             raise UsageError(f"quant_policy: {reason}")
