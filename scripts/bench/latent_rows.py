@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""What rounding a row that is key and value at once would lose, as of latent attention (DeepSeek-V2): a stand-in, for no
-model that keeps such rows is small.
+"""What rounding a row that is key and value at once would lose, as of latent attention (DeepSeek-V2): a stand-in, for
+no model that keeps such rows is small.
 
     python scripts/bench/latent_rows.py
 
-In the demo the keys of a token before they are turned by its position, and its values, make one row (each half scaled to
-the same size, which weights would take up). It is turned by a Hadamard matrix and rounded with one scale and offset, as
+In the demo the keys of a token before they are turned by its position, and its values, make one row (each half scaled
+to the same size, which weights would take up). It is turned by a Hadamard matrix and rounded with one scale and offset, as
 ``--quant-policy`` rounds rows. KL divergence and perplexity on held-out text, in float32, against the model as it is.
 """
 

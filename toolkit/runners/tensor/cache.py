@@ -23,8 +23,8 @@ FLOAT8 = {16: torch.float8_e4m3fn, 17: torch.float8_e5m2}  # by quant_policy
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys and values of a layer as the ops lay them out; ``*_params`` (scale, zero) where ``bits`` is not 0. A row that
-    is key and value at once stands in one tensor, which is both.
+    """Keys and values of a layer as the ops lay them out; ``*_params`` (scale, zero) where ``bits`` is not 0. A row
+    that is key and value at once stands in one tensor, which is both.
     """
 
     k: Tensor
