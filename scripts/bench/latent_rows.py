@@ -5,8 +5,8 @@ no model that keeps such rows is small.
     python scripts/bench/latent_rows.py
 
 In the demo the keys of a token before they are turned by its position, and its values, make one row (each half scaled
-to the same size, which weights would take up). It is turned by a Hadamard matrix and rounded with one scale and offset, as
-``--quant-policy`` rounds rows. KL divergence and perplexity on held-out text, in float32, against the model as it is.
+to the same size, which weights would take up). It is turned by a Hadamard matrix and rounded with one scale and offset,
+as ``--quant-policy`` rounds rows. KL divergence and perplexity on held-out text, in float32, against the model itself.
 """
 
 from __future__ import annotations

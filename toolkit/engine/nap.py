@@ -69,7 +69,10 @@ class Nap:
         before = self._runner.use_weights(weights)
         try:
             self._runner.load_weights()
+            if "kv_cache" not in was:
+                self._runner.allocate_cache(self._num_blocks)
         except Exception as e:
+            self.begin()
             self._runner.use_weights(before)
             back = "there are none yet"
             if not self.empty:
@@ -77,6 +80,4 @@ class Nap:
                 back = "the old ones are back"
             raise ToolkitError(f"the new weights cannot be loaded, {back}: {e}") from e
         self.empty = False
-        self.gone = ["kv_cache"]
-        if "kv_cache" not in was:
-            self.end(self.gone)
+        self.gone = [part for part in was if part == "kv_cache"]

@@ -65,8 +65,10 @@ async def update_weights(raw: Request) -> HttpResponse:
             await _replace(state, files, request.mode)
         except ToolkitError as e:  # the whole of it is sent again
             files.close()
+            if (outage := state.engine.outage) is not None:
+                raise ApiError(503, str(outage), code="engine_unavailable") from e
             raise ApiError(400, f"{e}; the weights are what they were, send all parts again") from e
-        except BaseException:
+        except Exception:  # but where the request is cancelled: the engine may be about to run with them
             files.close()
             raise
     return json_response({"updated": True, "tensors": len(files.names)})
