@@ -124,7 +124,6 @@ def test_lmdeploy_s_other_fields_take_their_default_alone() -> None:
         with_cache=True,
         preserve_cache=1,
         migration_request={},
-        return_routed_experts=5,
     )
     for name, value in others.items():
         with pytest.raises(UsageError, match=rf"^{name}: found .*expected {theirs[name]}"):
@@ -150,7 +149,7 @@ def test_a_backend_config_of_another_kind(config: Any) -> None:
     ("config", "field", "default", "other"),
     [
         (TurbomindEngineConfig, "dp", 1, 2),
-        (TurbomindEngineConfig, "empty_init", False, 0),
+        (TurbomindEngineConfig, "nnodes", 1, 2),
         (PytorchEngineConfig, "role", "Hybrid", "Prefill"),
         (PytorchEngineConfig, "kv_transfer_config", None, {"kv_role": "producer"}),
     ],

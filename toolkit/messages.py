@@ -46,6 +46,8 @@ class Response:
 
     ``logprobs``: one dict {token id: log-probability} a generated token, the chosen token always in it.
     ``logits``: float32 [tokens, vocab]; ``last_hidden_state``: [tokens, hidden]. ``index``: position in the batch.
+    ``routed_experts``: uint16 [tokens, layers, chosen] of prompt and answer but for the last token, those experts of
+    the largest weights first; 65535 is none.
     ``cached_tokens``: prompt tokens served from the prefix cache.
     """
 
@@ -65,6 +67,7 @@ class Response:
     stop_reason: str | int | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
     prompt_progress: PromptProgress | None = None  # where the request asked for it
+    routed_experts: Any = None
 
     def extend(self, other: Response) -> Response:
         """Append a later delta of the same request and return self."""
@@ -83,7 +86,7 @@ class Response:
             self.logprobs = (self.logprobs or []) + other.logprobs
         if other.prompt_logprobs:
             self.prompt_logprobs = other.prompt_logprobs
-        for name in ("logits", "last_hidden_state"):
+        for name in ("logits", "last_hidden_state", "routed_experts"):
             mine, more = getattr(self, name), getattr(other, name)
             if more is not None:
                 setattr(self, name, more if mine is None else np.concatenate([mine, more]))

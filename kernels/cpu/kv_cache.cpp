@@ -81,12 +81,17 @@ TK_INLINE void six_bits(I low, I high, bool second, F* a, F* b) {
     *b = fmul(f_of(ior(iand(low, iset1(240)), odd)), fset1(0.0625f));
 }
 
-void load_int_keys(int64_t d, bool six, const uint8_t* kc, const uint8_t* kp, bool to_bf16, void* out) {
+// `bits`: 8, 6 or 4.
+void load_int_keys(int64_t d, int bits, const uint8_t* kc, const uint8_t* kp, bool to_bf16, void* out) {
     F scale, minimum;
     load_f16_pairs(kp, &scale, &minimum);
     for (int64_t i = 0; i < d; i += 2) {
         F a, b;
-        if (six) {
+        if (bits == 4) {
+            const I both = load_u8(kc + i * 8);
+            a = f_of(iand(both, iset1(15)));
+            b = fmul(f_of(iand(both, iset1(240))), fset1(0.0625f));
+        } else if (bits == 6) {
             six_bits(load_u8(kc + i * 8), load_u8(kc + d * 8 + i / 4 * 16), i & 2, &a, &b);
         } else {
             a = f_of(load_u8(kc + i * 16));
@@ -168,6 +173,9 @@ void kv_write(int32_t type, int64_t d, const float* k, const float* v, uint8_t* 
     } else if (type == KV_INT4) {
         if (k) write_ints<6>(d, k, kc + lane, kc + d * 8 + lane, 16, kp + 4 * lane);
         write_ints<4>(d, v, vc + lane * d / 2, nullptr, 1, vp + 4 * lane);
+    } else if (type == KV_INT4_KEYS) {
+        if (k) write_ints<4>(d, k, kc + lane, nullptr, 16, kp + 4 * lane);
+        write_ints<4>(d, v, vc + lane * d / 2, nullptr, 1, vp + 4 * lane);
     } else if (type == KV_F32) {
         for (int64_t i = 0; k && i < d; i++) ((float*)kc)[i * 16 + lane] = k[i];
         memcpy((float*)vc + lane * d, v, size_t(d) * 4);
@@ -203,9 +211,9 @@ void kv_cell(int64_t d, const float* k, const float* v, int64_t ld, uint8_t* kc,
 
 void kv_load(int32_t type, int64_t d, const uint8_t* kc, const uint8_t* vc, const uint8_t* kp, const uint8_t* vp,
              int32_t bf16, int64_t tokens, void* k_out, void* v_out) {
-    if (type == KV_INT8 || type == KV_INT4) {
-        if (k_out) load_int_keys(d, type == KV_INT4, kc, kp, bf16, k_out);
-        load_int_values(d, type == KV_INT4, vc, vp, bf16, tokens, v_out);
+    if (type >= KV_INT8) {
+        if (k_out) load_int_keys(d, type == KV_INT8 ? 8 : type == KV_INT4 ? 6 : 4, kc, kp, bf16, k_out);
+        load_int_values(d, type != KV_INT8, vc, vp, bf16, tokens, v_out);
     } else {
         load_half(d, type == KV_BF16, kc, vc, bf16, tokens, k_out, v_out);
     }

@@ -6,10 +6,10 @@ multiplied by ``k_scale`` and ``v_scale``, one each for the whole layer. 8: uint
 codes a byte, width = head_dim / 2: element i < head_dim/2 in the low nibble of byte i, element head_dim/2 + i in the
 high one. Keys lose far more than values at 4 bits, so theirs have 6, width = 3/4 head_dim: the low four bits as above,
 then head_dim/4 bytes of the high two, byte j holding those of elements j, head_dim/4 + j, … from its lowest bits up.
-With bits 8 and 4 ``*_params`` [blocks, block_size, kv_heads, 2] float16 hold scale and zero of every token and head:
-x = (code - zero)·scale. With bits 4 keys are stored turned by a fixed orthogonal Hadamard matrix, and queries are
-turned likewise (Ashkboos et al., "QuaRot", 2024). Paging: Kwon et al., "PagedAttention" (2023); float8: Micikevicius et
-al., "FP8 Formats for Deep Learning" (2022).
+44: keys have four too. With codes ``*_params`` [blocks, block_size, kv_heads, 2] float16 hold scale and zero of every
+token and head: x = (code - zero)·scale. With 4 and 44 keys are stored turned by a fixed orthogonal Hadamard matrix, and
+queries are turned likewise (Ashkboos et al., "QuaRot", 2024). Paging: Kwon et al., "PagedAttention" (2023); float8:
+Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ from torch import Tensor
 
 from ..op import Case
 from ..registry import op
-from .cache import dequantize_heads, hadamard, is_float8, key_bits, quantize_heads, slots_of, to_cache
+from .cache import (
+    dequantize_heads,
+    hadamard,
+    is_float8,
+    key_bits,
+    quantize_heads,
+    slots_of,
+    to_cache,
+    turns,
+    value_bits,
+)
 
 
 def oldest(at: Any, window: int | None, chunked: bool) -> Any:
@@ -51,7 +61,15 @@ def raised(slopes: Tensor, scale: float, rounded: bool, key: Tensor, at: Tensor)
 
 def _write_cases() -> Iterator[Case]:
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-    for bits, dim, kind in ((0, 64, None), (0, 80, e4m3), (0, 64, e5m2), (8, 80, None), (4, 96, None), (4, 64, None)):
+    for bits, dim, kind in (
+        (0, 64, None),
+        (0, 80, e4m3),
+        (0, 64, e5m2),
+        (8, 80, None),
+        (4, 96, None),
+        (4, 64, None),
+        (44, 64, None),
+    ):
 
         def make(dtype, device, g, bits=bits, dim=dim, kind=kind) -> dict[str, Any]:
             k, v = torch.randn(2, 7, 3, dim, generator=g).to(device, dtype)
@@ -83,7 +101,7 @@ def random_cache(
     if bits == 0:
         k, v = to_cache(x, dtype, 1.0).to(device)
         return {"k_cache": k, "v_cache": v, "k_params": None, "v_params": None}
-    pairs = ((x[0], key_bits(bits)), (x[1], bits))
+    pairs = ((x[0], key_bits(bits)), (x[1], value_bits(bits)))
     (k, kp), (v, vp) = (tuple(t.to(device) for t in quantize_heads(part, b)) for part, b in pairs)
     return {"k_cache": k, "v_cache": v, "k_params": kp, "v_params": vp}
 
@@ -112,8 +130,9 @@ def kv_write(
             slots_of(cache)[slot_mapping] = stored.view(torch.uint8) if is_float8(cache.dtype) else stored
         return
     assert k_params is not None and v_params is not None
-    keys = hadamard(k) if bits == 4 else k
-    for new, width, cache, params in ((keys, key_bits(bits), k_cache, k_params), (v, bits, v_cache, v_params)):
+    keys = hadamard(k) if turns(bits) else k
+    both = (keys, key_bits(bits), k_cache, k_params), (v, value_bits(bits), v_cache, v_params)
+    for new, width, cache, params in both:
         codes, scale_zero = quantize_heads(new, width)
         cache.flatten(0, 1)[slot_mapping] = codes
         params.flatten(0, 1)[slot_mapping] = scale_zero
@@ -144,6 +163,8 @@ def _attention_cases() -> Iterator[Case]:
         ("int4-prompt", prompt, 4, 2, 64, 4, {}),
         ("int4-80", decode, 4, 2, 80, 4, {"window": 20} | softcap),
         ("int4-96", mixed, 4, 4, 96, 4, sinks),
+        ("int4-keys", mixed, 4, 2, 64, 44, {}),
+        ("int4-keys-decode", decode, 4, 2, 80, 44, {"window": 20} | softcap),
         ("e4m3", mixed, 4, 2, 64, 0, e4m3),
         ("e4m3-prompt", prompt, 4, 2, 128, 0, e4m3),
         ("e5m2", decode, 4, 2, 128, 0, e5m2 | softcap),
@@ -243,7 +264,7 @@ def paged_attention(
     """
     size, heads = k_cache.shape[1], q.shape[1]
     out = q.new_empty(len(q), heads, latent or q.shape[2])
-    queries = hadamard(q.float()) if bits == 4 and not turned else q.float()
+    queries = hadamard(q.float()) if turns(bits) and not turned else q.float()
     for s in range(len(seq_lens)):
         start, stop, total = int(cu_seqlens[s]), int(cu_seqlens[s + 1]), int(seq_lens[s])
         first = max(0, oldest(total - (stop - start), window, chunked))
@@ -253,7 +274,7 @@ def paged_attention(
         if bits:
             assert k_params is not None and v_params is not None
             k = dequantize_heads(k, k_params.flatten(0, 1)[slots], key_bits(bits), torch.float32)
-            v = dequantize_heads(v, v_params.flatten(0, 1)[slots], bits, torch.float32)
+            v = dequantize_heads(v, v_params.flatten(0, 1)[slots], value_bits(bits), torch.float32)
         k, v = k.float() * k_scale, v.float() * v_scale
         k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))  # [L, heads, head_dim]
         scores = torch.einsum("qhd,khd->hqk", queries[start:stop], k) * scale

@@ -57,7 +57,17 @@ def dequantize_heads(codes: Tensor, params: Tensor, bits: int, dtype: torch.dtyp
 
 def key_bits(bits: int) -> int:
     """Bits of a key in a cache of ``bits``; see the module."""
-    return 6 if bits == 4 else bits
+    return {4: 6, 44: 4}.get(bits, bits)
+
+
+def value_bits(bits: int) -> int:
+    """Bits of a value likewise."""
+    return 4 if bits == 44 else bits
+
+
+def turns(bits: int) -> bool:
+    """Whether keys are turned by the Hadamard matrix."""
+    return bits in (4, 44)
 
 
 def is_float8(dtype: torch.dtype) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..op import Case
 from ..registry import op
 from .attention import cache_traits, kv_write, random_cache
-from .cache import hadamard
+from .cache import hadamard, turns
 from .norm import rms_norm
 from .rope import rope
 
@@ -28,6 +28,7 @@ def _cases() -> Iterator[Case]:
         ("int8-norms", 2, 2, 64, 32, 8, None, "qk"),
         ("int4", 9, 3, 64, 64, 4, None, ""),
         ("int4-80", 2, 2, 80, 32, 4, None, "k"),
+        ("int4-keys", 4, 2, 64, 64, 44, None, ""),
         ("int4-256", 2, 1, 256, 256, 4, None, ""),
         ("e4m3", 4, 2, 128, 128, 0, e4m3, "qk"),
         ("e5m2", 4, 2, 64, 48, 0, e5m2, ""),
@@ -86,4 +87,4 @@ def rope_kv_write(
     if cos is not None:
         q, k = (rope.reference(x, cos, sin) for x in (q, k))
     kv_write.reference(k, v, k_cache, v_cache, slot_mapping, bits, k_params, v_params, k_scale, v_scale)
-    return hadamard(q) if bits == 4 else q.contiguous()
+    return hadamard(q) if turns(bits) else q.contiguous()

@@ -194,14 +194,14 @@ def paged_attention(
         shape = k_cache.shape[1], k_cache.shape[0]
         plan = make_plan(block_table, cu_seqlens, seq_lens, *shape, window, q.device, chunked, block)
     repeat = q.shape[1] // k_cache.shape[2]
-    if bits == 4 and not turned:
+    if reference.turns(bits) and not turned:
         q = reference.hadamard(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for piece in plan.pieces:
         count = piece.sequences * piece.rows
         mine = q[piece.start : piece.start + count] if piece.index is None else q.index_select(0, piece.index)
         k = _gather(k_cache, k_params, piece, reference.key_bits(bits), k_scale, q.dtype)
-        v = k if latent else _gather(v_cache, v_params, piece, bits, v_scale, q.dtype)
+        v = k if latent else _gather(v_cache, v_params, piece, reference.value_bits(bits), v_scale, q.dtype)
         more = None if alibi is None else _raised(piece, alibi, alibi_scale, alibi_rounded)
         y = _attend(mine, k, v, piece, plan, scale, softcap, sinks, more, repeat)
         if piece.index is None:

@@ -31,8 +31,8 @@ def kv_write(
             slots.index_copy_(0, slot_mapping, stored if slots.dtype == stored.dtype else stored.view(torch.uint8))
         return
     assert k_params is not None and v_params is not None
-    keys = reference.hadamard(k) if bits == 4 else k
-    pairs = ((keys, reference.key_bits(bits), k_cache, k_params), (v, bits, v_cache, v_params))
+    keys = reference.hadamard(k) if reference.turns(bits) else k
+    pairs = ((keys, reference.key_bits(bits), k_cache, k_params), (v, reference.value_bits(bits), v_cache, v_params))
     for new, width, cache, params in pairs:
         codes, found = reference.quantize_heads(new, width)
         cache.flatten(0, 1).index_copy_(0, slot_mapping, codes)
@@ -67,7 +67,7 @@ def rope_kv_write(
         both = turn(torch.cat([q, k], dim=1), cos, sin)
         q, k = both[:, : q.shape[1]], both[:, q.shape[1] :]
     kv_write(k, v, k_cache, v_cache, slot_mapping, bits, k_params, v_params, k_scale, v_scale)
-    return reference.hadamard(q) if bits == 4 else q
+    return reference.hadamard(q) if reference.turns(bits) else q
 
 
 @latent_write_op.register("torch")

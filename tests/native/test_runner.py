@@ -96,7 +96,7 @@ def test_bfloat16_rounds_the_inputs_of_linears_that_are(family, drive) -> None:
 
 @pytest.mark.parametrize(
     "family, model, policy, near",
-    [("llama", {"head_dim": dim}, *policy) for dim in (16, 40, 64) for policy in ((8, 1.5), (4, 0.5))]
+    [("llama", {"head_dim": dim}, *policy) for dim in (16, 40, 64) for policy in ((8, 1.5), (4, 0.5), (44, 0.5))]
     + [("minicpm3", {}, 8, 1.5)],
 )
 def test_quantized_caches_hold_what_the_torch_runner_s_hold(
@@ -123,6 +123,7 @@ CACHES: tuple[dict[str, Any], ...] = (
     {"dtype": "bfloat16"},
     {"quant_policy": 8},
     {"quant_policy": 4, "dtype": "bfloat16"},
+    {"quant_policy": 44},
 )
 
 

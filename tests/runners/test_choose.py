@@ -36,7 +36,7 @@ def test_a_float8_cache_is_the_torch_runners(backend, tiny_models):
     pytest.importorskip("toolkit.runners.native.runner")
     runner, note = _open(tiny_models("llama"), backend, dtype="float32", quant_policy=16)
     assert runner.name == "tensor" and "\n" not in note
-    assert backend is None or "its KV cache knows no float8 (quant_policy 16), only 0, 8 and 4; pytorch" in note
+    assert backend is None or "its KV cache knows no float8 (quant_policy 16), only 0, 8, 4 and 44; pytorch" in note
     plain, _ = _open(tiny_models("llama"), dtype="float32")
     assert runner.memory().block_bytes[0] * 4 == plain.memory().block_bytes[0]
 
@@ -48,7 +48,7 @@ def test_a_float8_cache_is_the_torch_runners(backend, tiny_models):
         ({"device": "gpu"}, "expected auto, cpu, cuda"),
         ({"device": "meta"}, "expected auto, cpu, cuda"),
         ({"dtype": "int8"}, "float16, bfloat16, float32"),
-        ({"quant_policy": 5}, "expected 0, 4, 8, 16 or 17"),
+        ({"quant_policy": 5}, "expected 0, 4, 8, 16, 17 or 44"),
     ],
 )
 def test_options_that_cannot_be_are_named(arguments, message, tiny_models):

@@ -80,7 +80,7 @@ def test_hadamard_is_orthogonal_and_its_own_inverse(dim):
     assert dim == 1 or not torch.allclose(turned, x)
 
 
-@pytest.mark.parametrize("bits", [0, 8, 4, 17])
+@pytest.mark.parametrize("bits", [0, 8, 4, 44, 17])
 def test_exported_blocks_come_back_anywhere(bits, drive):
     driver, prompt = drive("qwen2", quant_policy=bits), _prompt(40, 2)
     source, twin = driver.add(), driver.add()

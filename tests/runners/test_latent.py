@@ -57,5 +57,5 @@ def test_rows_are_quantized(policy, error, tiny_models, steps):
 
 
 def test_rows_of_four_bits_are_refused(tiny_models):
-    with pytest.raises(UsageError, match="quant_policy: 4 stores keys and values differently"):
+    with pytest.raises(UsageError, match="quant_policy: 4 is not for a model that keeps one row"):
         opened(tiny_models(FAMILY), quant_policy=4)

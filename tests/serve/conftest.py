@@ -24,7 +24,7 @@ import uvicorn
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 from toolkit.engine.process.outage import Outage
-from toolkit.errors import UsageError
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.serve.app import create_app
 from toolkit.serve.http.connection import connection_class
@@ -96,6 +96,8 @@ class FakeEngine:
     sessions: list[str | None] = field(default_factory=list)  # likewise
     ended_sessions: list[str] = field(default_factory=list)
     asleep: bool = False
+    empty: bool = False
+    updates: list[tuple[set[str], str]] = field(default_factory=list)  # names of tensors, and mode
     blind: bool = False
     plan: Any = field(default_factory=lambda: SimpleNamespace(total=1 << 20, longer=lambda *names: "raise it"))
 
@@ -111,6 +113,13 @@ class FakeEngine:
 
     def wake(self, parts: Any) -> None:
         self.asleep = "kv_cache" not in parts
+
+    def update_weights(self, files: Any, mode: str) -> None:
+        self.updates.append((set(files.names), mode))
+        if "wrong" in files.names:
+            files.close()
+            raise ToolkitError("update_weights: tensor wrong: expected none")
+        files.close()
 
     def abort(self, request_id: str) -> None:
         self.aborted.add(request_id)
@@ -252,3 +261,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
             return stack.enter_context(running(app, fake, keep_alive))
 
         yield begin
+
+
+@pytest.fixture
+def server_on() -> Any:
+    """``with server_on(engine, **settings) as server``: a server of an engine that is open."""
+
+    def begin(engine: Any, **settings: Any) -> contextlib.AbstractContextManager[Running]:
+        app = create_app(engine, PlainTemplate(), ServerSettings(model_name="echo", **settings))  # type: ignore[arg-type]
+        return running(app, engine)
+
+    return begin

@@ -48,7 +48,7 @@ BASE: dict[str, dict[str, Any]] = {
     "PerplexityRequest": {"input": "Hello, you."},
     "GenerateRequest": {"prompt": "Hello, you."},
 }
-LEFT_OUT = {"AbortRequest"}  # it ends the others: test_control.py
+LEFT_OUT = {"AbortRequest", "UpdateWeightsRequest"}  # what changes the server: test_control.py, test_update_weights.py
 # What shows elsewhere: in an answer that thinks or that has pictures, by another route, in the format of an answer.
 ELSEWHERE = {
     ("ChatCompletionRequest", "thinking_token_budget"): "test_tools.py",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import urllib.error
 import urllib.request
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from tests.serve.test_lifecycle import post
 from tests.serve.test_tools import Echo
@@ -19,6 +22,7 @@ ADD = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FUNCTION = {"type": "function", "function": {"name": "add", "parameters": ADD}}
 CALL = '<think>\nHm.\n</think>\n\nSo. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 CALLED = [{"role": "user", "content": CALL}]
+TENSORS = base64.b64encode(safetensors.numpy.save({"a": np.ones(2, np.float32)})).decode()
 ASKED = [
     ("/v1/models", None),
     ("/v1/models/echo", None),
@@ -63,11 +67,15 @@ ASKED = [
     ("/sleep?level=1", {}),
     ("/wakeup", {}),
     ("/abort_request", {"abort_all": True}),
+    ("/update_weights", {"serialized_named_tensors": TENSORS, "finished": True}),
 ]
 
 
+MORE = {"enable_weight_updates": True}
+
+
 def ask(url: str, body: Any) -> tuple[int, Any]:
-    named = {} if "abort" in url else {"model": "echo"}
+    named = {} if "abort" in url or "update" in url else {"model": "echo"}
     data = None if body is None else json.dumps(named | body).encode()
     sent = urllib.request.Request(url, data, {"content-type": "application/json"})
     try:
@@ -89,7 +97,7 @@ def model_of(response: dict[str, Any]) -> Any:
 
 
 def test_answers_and_errors_are_as_documented(start: Any) -> None:
-    server = start(template=Echo("hermes", "qwen3"), enable_abort_handling=True, enable_sleep_mode=True)
+    server = start(template=Echo("hermes", "qwen3"), enable_abort_handling=True, enable_sleep_mode=True, **MORE)
     _, document = ask(f"{server.url}/openapi.json", None)
     tested = set()
     for path, body in ASKED:

@@ -18,7 +18,8 @@ from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.manifest import check_tensors, read_manifest
 from toolkit.artifacts.meta_llama import is_meta_llama, open_meta_llama
 from toolkit.artifacts.safetensors_file import TensorInfo
-from toolkit.artifacts.weight_files import INDEX, find_weights, read_headers
+from toolkit.artifacts.weight_files import INDEX, find_weights
+from toolkit.artifacts.weight_files import read_headers as file_headers
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import find_family
 
@@ -141,7 +142,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     if is_meta_llama(path):
         config, infos, files = open_meta_llama(path)
     else:
-        config, (infos, files) = read_config(path), _with_prefix(*_read_headers(path))
+        config, (infos, files) = read_config(path), read_headers(path)
     manifest = read_manifest(path)
     if manifest is not None:
         check_tensors(path, manifest)
@@ -200,6 +201,17 @@ def _special_ids(path: Path) -> dict[str, int]:
     return {}
 
 
+def has_weights(path: Path) -> bool:
+    """Whether a directory holds weights, whatever wrote them."""
+    found = find_weights(path)
+    return found.index is not None or bool(found.files)
+
+
+def read_headers(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Path]]:
+    """Headers of all the weight files of a directory: tensor name → info, tensor name → file. Raises ToolkitError."""
+    return _with_prefix(*_read_headers(path))
+
+
 def _read_headers(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Path]]:
     """Headers of all the weight files: tensor name → info, tensor name → file."""
     found = find_weights(path)
@@ -213,7 +225,7 @@ def _read_headers(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Path]]:
             raise ToolkitError(f"{shard}: missing, though {listed} lists it; fetch the model again")
     infos: dict[str, TensorInfo] = {}
     files: dict[str, Path] = {}
-    for shard, header in read_headers(shards):
+    for shard, header in file_headers(shards):
         for name, info in header.items():
             if name in files and weight_map is None:
                 raise ToolkitError(f"{shard}: tensor {name} is also in {files[name].name}; keep one set of weights")

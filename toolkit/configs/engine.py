@@ -33,10 +33,10 @@ class Unmasking:
 
 def _check_engine(config: EngineConfig, block: str) -> None:
     allowed(config)
-    if config.quant_policy not in (0, 4, 8, 16, 17):
+    if config.quant_policy not in (0, 4, 8, 16, 17, 44):
         raise UsageError(
-            "quant_policy: expected 0, 4 or 8 (bits of the KV cache), 16 or 17 (float8_e4m3fn, float8_e5m2), "
-            f"found {shown(config.quant_policy)}"
+            "quant_policy: expected 0, 4 or 8 (bits of the KV cache), 44 (4 bits, those of keys too), 16 or 17 "
+            f"(float8_e4m3fn, float8_e5m2), found {shown(config.quant_policy)}"
         )
     count = config.cache_max_entry_count
     if isinstance(count, int) and not isinstance(count, bool):
@@ -46,7 +46,7 @@ def _check_engine(config: EngineConfig, block: str) -> None:
     if config.block_size & (config.block_size - 1):
         raise UsageError(f"{block}: expected a power of two, found {config.block_size}")
     switches(config, "enable_prefix_caching", "enable_metrics", "disable_vision_encoder", "language_model_only")
-    switches(config, "eager_mode")
+    switches(config, "eager_mode", "empty_init")
     _check_adapters(config.adapters)
     _check_dllm(config)
     check_fields(config)
@@ -82,8 +82,9 @@ class CommonEngineConfig:
     ``cache_max_entry_count``: an integer is a number of blocks, whatever its size. ``load_format`` "dummy" reads
     config.json alone. ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's
     format each; on a CPU the tensor runner runs them. ``language_model_only``: LMDeploy's newer name of
-    ``disable_vision_encoder``. ``eager_mode``: for debugging; a CPU captures no graphs anyway. ``enable_metrics``:
-    whether a server of this engine offers /metrics.
+    ``disable_vision_encoder``. ``eager_mode``: for debugging; a CPU captures no graphs anyway. ``empty_init``: the
+    model needs a config.json and a tokenizer alone, and answers nothing before ``update_weights``.
+    ``enable_metrics``: whether a server of this engine offers /metrics.
     """
 
     dtype: str = option(
@@ -100,7 +101,9 @@ class CommonEngineConfig:
         0.8, "Share of free memory for the KV cache (up to 1), or its blocks (from 2)."
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV cache of equal prefixes. Default, but in profile.")
-    quant_policy: int = option(0, "KV cache: 0 (as --dtype), 8 or 4 bits, 16 or 17 (float8 e4m3, e5m2).")
+    quant_policy: int = option(
+        0, "KV cache: 0 (as --dtype), 8 bits, 4 (keys 6), 44 (4, keys too), 16 or 17 (float8 e4m3, e5m2)."
+    )
     model_format: str | None = option(
         None, "hf, awq, gptq, w8a8, gguf, engine. Default: read from the model.", allowed=MODEL_FORMATS
     )
@@ -141,7 +144,7 @@ class CommonEngineConfig:
     enable_metrics: bool = True
     dp: int = 1
     ep: int = 1
-    empty_init: bool = False
+    empty_init: bool = option(False, "Read no weights: they come by /update_weights (Pipeline.update_weights).")
     attn_tp_size: int | None = None
     mlp_tp_size: int | None = None
 
@@ -228,6 +231,7 @@ class PytorchEngineConfig(CommonEngineConfig):
     enable_microbatch: bool = False
     enable_eplb: bool = False
     enable_mp_engine: bool = False
+    enable_return_routed_experts: bool = False
     mp_engine_backend: str = "mp"
     kernel_block_size: int = -1
     cudagraph_capture_batch_sizes: list[int] | None = None
@@ -239,7 +243,6 @@ class PytorchEngineConfig(CommonEngineConfig):
     kv_transfer_config: Any = None
     moe_tp_size: int | None = None
     logprobs_mode: str | None = None
-    enable_return_routed_experts: bool = False
     enable_transfer_obj_ref: bool = False
 
     def __post_init__(self) -> None:

@@ -31,7 +31,6 @@ NOT_GENERATED = {
     "with_cache": "caches do not leave the engine yet",
     "preserve_cache": "caches do not leave the engine yet",
     "migration_request": "prefill and decode are not served apart yet",
-    "return_routed_experts": "routing is not reported yet",
 }
 
 
@@ -51,8 +50,9 @@ class GenerationConfig:
     "choice" | "text", …}. ``logits_processors`` (in process only): callables (token_ids, logits) -> logits.
     ``repetition_ngram_size`` and ``repetition_ngram_threshold``, where both are above 0: the answer ends as soon as its
     last ``size`` tokens stand in it ``threshold`` times. ``shown_special_tokens``: those that stay in the text though
-    others are skipped (``skip_special_tokens``). The fields after these are LMDeploy's for what is not built
-    here: they take their default alone.
+    others are skipped (``skip_special_tokens``). ``return_routed_experts``: which experts each token of prompt
+    and answer went to in each layer, of models that have such; no prefix is then taken from the cache. The fields after
+    these are LMDeploy's for what is not built here: they take their default alone.
     """
 
     n: int = _told(1, "Choices; choice i draws with seed + i.", Bounds(1, 128, "int32"))
@@ -103,12 +103,12 @@ class GenerationConfig:
         0, "End the answer when its last ngram_size tokens are in it so many times.", Bounds(0, 1 << 30, "int32")
     )
     shown_special_tokens: list[str] | None = None
+    return_routed_experts: bool = False
     logprob_start_len: int = -1
     return_ppl: bool = False
     with_cache: bool = False
     preserve_cache: bool = False
     migration_request: Any = None
-    return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
         self.validate()
@@ -144,7 +144,7 @@ class GenerationConfig:
         list_of("shown_special_tokens", self.shown_special_tokens, "texts", lambda text: isinstance(text, str))
         list_of("logits_processors", self.logits_processors, "functions", callable)
         switches(self, "do_sample", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens")
-        switches(self, "include_stop_str_in_output")
+        switches(self, "include_stop_str_in_output", "return_routed_experts")
         for name in ("response_format", "logit_bias"):
             if not isinstance(value := getattr(self, name), dict) and value is not None:
                 raise UsageError(f"{name}: expected a dict, found {shown(value)}")

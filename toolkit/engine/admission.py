@@ -32,6 +32,8 @@ def check_request(request: EngineRequest, runner: Runner, max_len: int, session_
         if len(ids) and not 0 <= min(ids) <= max(ids) < vocab:
             wrong = next(i for i in ids if not 0 <= i < vocab)
             raise UsageError(f"{name}: token id {wrong} is outside the model's vocabulary of {vocab}")
+    if p.routes and not runner.spec.mixtures():
+        raise UsageError("return_routed_experts: this model has no experts; leave it out")
     if request.pictures and runner.spec.vision is None:
         raise UsageError("image: this model reads text alone; leave the pictures out, or load a model that sees")
     limit = max_len + (1 if request.only else 0)
@@ -56,6 +58,7 @@ def in_blocks(request: EngineRequest, mask_token: int, processed: bool) -> Engin
         "prompt_logprobs": p.prompt_logprobs >= 0,
         "output_logits": p.logits is not None,
         "output_last_hidden_state": p.hidden is not None,
+        "return_routed_experts": p.routes,
     }
     if request.only:
         why = "this model guesses blocks of tokens together"

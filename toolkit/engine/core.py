@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.engine.admission import (
@@ -21,7 +22,7 @@ from toolkit.engine.cache.block_manager import BlockManager
 from toolkit.engine.cache.prefix import root_key
 from toolkit.engine.canvas import Canvas
 from toolkit.engine.constraints.request import Building, Built, Constraints
-from toolkit.engine.nap import ASLEEP, Nap
+from toolkit.engine.nap import Nap
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.pictures.sight import Sight
 from toolkit.engine.pictures.spans import find_spans, positions_of, runs_of
@@ -57,8 +58,16 @@ class EngineCore:
     again in halves; the others go on, their tokens and the cache are what they would have been.
     """
 
-    def __init__(self, runner: Runner, options: EngineOptions, open_tokenizer: Callable[[], Tokenizer] | None) -> None:
-        """``open_tokenizer``: for bad words and grammars, which are all that it is for here."""
+    def __init__(
+        self,
+        runner: Runner,
+        options: EngineOptions,
+        open_tokenizer: Callable[[], Tokenizer] | None,
+        read_weights: Callable[[Path], Callable[[], Mapping[str, Any]]] | None = None,
+        empty: bool = False,
+    ) -> None:
+        """``open_tokenizer``: for bad words and grammars, which are all that it is for here. ``read_weights``: of a
+        directory of new weights what the runner is to load. ``empty``: the runner has no weights yet, and no cache."""
         spec = runner.spec
         size = runner.options.block_size
         self.runner = runner
@@ -91,14 +100,16 @@ class EngineCore:
         self._give_back = runner.discard_blocks if runner.device == "cpu" else None
         self._next_sweep = time.monotonic() + SWEEP_SECONDS
         self._long_from, self._own_rope = long_rope_from(runner), own_rope(runner)
-        self._nap = Nap(runner, self.blocks, options.num_blocks)
+        self._nap = Nap(runner, self.blocks, options.num_blocks, empty)
+        self._read_weights = read_weights
+        self._renewed = False
 
     # -- requests -------------------------------------------------------------------------------
 
     def add(self, request: EngineRequest, processors: Seq[LogitsProcessor] = ()) -> None:
         """Queue a request. One that cannot run ends in an error output of the next step; nothing is raised."""
         if self._nap.gone:
-            asleep = EngineOutput(request.id, finish_reason="error", error=ASLEEP, error_code=UNAVAILABLE)
+            asleep = EngineOutput(request.id, finish_reason="error", error=self._nap.why, error_code=UNAVAILABLE)
             self._outputs.append(asleep)
             return
         if self._damage:
@@ -119,9 +130,11 @@ class EngineCore:
             self._refuse(request, e)
 
     def tell_damage(self, text: str) -> None:
-        """From now on, by any thread: every new request ends in the error ``text``, for the weights are not right."""
-        log.error("%s", text)
-        self._damage = text
+        """From now on, by any thread: every new request ends in the error ``text``, for the weights are not right. It
+        is no matter once they have been replaced."""
+        if not self._renewed:
+            log.error("%s", text)
+            self._damage = text
 
     def abort(self, request_id: str) -> None:
         """End a request and free its blocks now. Unknown ids (already finished) are ignored."""
@@ -137,19 +150,43 @@ class EngineCore:
         """Let the session's blocks be evicted like any other cached block."""
         self.blocks.end_session(name)
 
-    def sleep(self) -> None:
-        """Give weights and KV cache back until ``wake``. What runs or waits ends in an error."""
+    def sleep(self) -> list[str]:
+        """Give weights and KV cache back until ``wake``. What runs or waits ends in an error. Returns what is gone."""
         while self._flying:
             self._collect(self._outputs)
         for request_id in [*self._sequences, *self._held]:
             self.abort(request_id)
-            self._outputs[-1] = EngineOutput(request_id, finish_reason="error", error=ASLEEP, error_code=UNAVAILABLE)
+            why = self._nap.why
+            self._outputs[-1] = EngineOutput(request_id, finish_reason="error", error=why, error_code=UNAVAILABLE)
         self.sight.forget()
         self._nap.begin()
+        return self._nap.gone
 
-    def wake(self, *parts: str) -> None:
-        """Load what ``sleep`` gave back: "weights", "kv_cache". Raises ToolkitError where that fails."""
+    def wake(self, *parts: str) -> list[str]:
+        """Load what ``sleep`` gave back: "weights", "kv_cache". Returns what is still gone. Raises ToolkitError where
+        that fails."""
         self._nap.end(parts)
+        return self._nap.gone
+
+    def update_weights(self, files: str, keep: bool) -> list[str]:
+        """Run with the weights in the directory ``files`` from now on; nothing of what was computed with the old ones
+        is used again. What runs ends as aborted, or with ``keep`` goes on behind the tokens that it has, as if they had
+        been its prompt. Returns what is gone. Raises ToolkitError for weights that cannot be: the old ones stay, and
+        what runs goes on.
+        """
+        assert self._read_weights is not None
+        weights = self._read_weights(Path(files))
+        while self._flying:
+            self._collect(self._outputs)
+        if not keep:
+            for request_id in [*self._sequences, *self._held]:
+                self.abort(request_id)
+        for seq in list(self.scheduler.running):
+            self.scheduler.preempt(seq)
+        self.sight.forget()
+        self._nap.renew(weights)
+        self._renewed, self._damage = True, ""
+        return self._nap.gone
 
     @property
     def has_work(self) -> bool:

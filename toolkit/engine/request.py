@@ -32,6 +32,7 @@ class SamplingParams(Draw):
     hurried: bool = False  # it is not to wait long to be compiled: hopeless ones come
     logits: Literal["all", "generation"] | None = None
     hidden: Literal["all", "generation"] | None = None
+    routes: bool = False  # which experts each token went to
 
 
 @dataclass
@@ -74,6 +75,7 @@ class EngineOutput:
     time: float | None = None  # when the tokens were there, ``time.perf_counter()``: one clock for all processes
     logits: Any = None  # float32 [rows, V]
     hidden: Any = None  # float32 [rows, hidden]
+    routes: Any = None  # uint16 [rows, layers, chosen experts], of "all" rows
     error: str | None = None
     error_code: int | None = (
         None  # as HTTP has them: 400 the request's fault, 500 the engine's, 503 no engine or none free

@@ -156,7 +156,7 @@ class StepResults:
         return output
 
     def _rows(self, step: Step, out: StepOutput) -> dict[str, Any]:
-        """Logits, hidden states and prompt log-probabilities by request id, as far as this step has them."""
+        """Logits, hidden states, experts and prompt log-probabilities by request id, as far as this step has them."""
         rows: dict[str, Any] = {}
         at = 0
         for seq, start, count in step.logits:
@@ -177,6 +177,10 @@ class StepResults:
                 seq.hidden_sum = seq.hidden_sum + block.sum(0, np.float64)
             else:
                 rows.setdefault(seq.id, {})["hidden"] = block.copy()
+        at = 0
+        for seq, _, count in step.routes:
+            rows.setdefault(seq.id, {})["routes"] = out.routes[at : at + count].copy()
+            at += count
         at = 0
         for seq, start, count in step.targets:
             values = out.target_logprobs[at : at + count].tolist()
@@ -206,7 +210,7 @@ class StepResults:
         mine = rows.pop(seq.id, None)
         if mine is None:
             return
-        output.logits, output.hidden = mine.get("logits"), mine.get("hidden")
+        output.logits, output.hidden, output.routes = mine.get("logits"), mine.get("hidden"), mine.get("routes")
         seq.collected = max(seq.collected, seq.known if seq.request.only else seq.known - 1)
         if seq.params.prompt_logprobs >= 0 or seq.request.only == "score":
             if len(seq.prompt_logprobs) == seq.prompt_len:

@@ -46,6 +46,7 @@ def resolve(config: GenerationConfig, tokenizer: Tokenizer, prompt_len: int, ses
         grammar=config.response_format,
         logits=config.output_logits,
         hidden=config.output_last_hidden_state,
+        routes=config.return_routed_experts,
     )
 
 

@@ -28,11 +28,11 @@ class Sequence:
     While steps are in flight, the last ``pending`` of ``length`` tokens are not known yet (at most 2).
     ``stored``: of these, how many are there for certain, no step in flight being needed.
     ``row`` is the place in the block tables while it runs, else -1. ``order``: by arrival. ``max_len``: where
-    generation is cut. ``collected``: positions whose all-position results (logits, hidden, prompt log-probabilities)
-    have been gathered; they are not asked for again after a preemption. ``spans``: the pictures of the prompt;
-    ``axes``: the positions of its tokens, [1 or 3, prompt], None: their places; ``shift``: what is added to the
-    places of tokens behind it. ``runs``: (first, stop) of the tokens that see each other both ways, so that no chunk
-    may end among them; ``looks_at``: digests of the pictures whose keys and values the runner keeps for it.
+    generation is cut. ``collected``: positions whose all-position results (logits, hidden, experts, prompt
+    log-probabilities) have been gathered; they are not asked for again after a preemption. ``spans``: the pictures of
+    the prompt; ``axes``: the positions of its tokens, [1 or 3, prompt], None: their places; ``shift``: what is added to
+    the places of tokens behind it. ``runs``: (first, stop) of the tokens that see each other both ways, so that no
+    chunk may end among them; ``looks_at``: digests of the pictures whose keys and values the runner keeps for it.
     ``branch``: blocks at the start that requests before it had too, where a state is worth
     keeping. ``canvas``: the block of tokens behind the known ones, where such are guessed together. ``turned_by``: the
     length that dynamic rope reaches for it where that is its own, 0 = as trained.
@@ -77,7 +77,7 @@ class Sequence:
         self.prompt_logprobs: list[dict[int, float] | None] = [None]
         self.hidden_sum: Any = 0.0  # of a request for the mean of its hidden states: their sum so far, [hidden]
         wants_all = self.params.logits == "all" or self.params.hidden == "all" or self.params.prompt_logprobs >= 0
-        self.wants_all = wants_all or self.request.only in ("score", "mean")
+        self.wants_all = wants_all or self.params.routes or self.request.only in ("score", "mean")
         wants_rows = self.params.logits is not None or self.params.hidden is not None
         self.wants_rows = wants_rows or self.request.only == "last"
         counts = self.params.ngram_size and self.params.ngram_limit

@@ -29,8 +29,9 @@ class Step:
     """A batch and whom its results belong to.
 
     ``sampled``: the request of each sampled row; or where blocks of tokens are guessed together ``guesses``: (request,
-    sampled rows), in the order of the rows. ``logits``, ``hidden``, ``targets``: (request, first position, rows)
-    in the order of the rows that come back. ``processed``: requests whose token the host draws from their logits row.
+    sampled rows), in the order of the rows. ``logits``, ``hidden``, ``targets``, ``routes``: (request, first position,
+    rows) in the order of the rows that come back. ``processed``: requests whose token the host draws from their logits
+    row.
     """
 
     plan: Plan
@@ -40,6 +41,7 @@ class Step:
     logits: list[tuple[Sequence, int, int]] = field(default_factory=list)
     hidden: list[tuple[Sequence, int, int]] = field(default_factory=list)
     targets: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    routes: list[tuple[Sequence, int, int]] = field(default_factory=list)
     processed: list[Sequence] = field(default_factory=list)
     has_rows: bool = False
 
@@ -308,10 +310,10 @@ class StepBuilder:
         return self._sampling([seq])
 
     def _ask_for_rows(self, step: Step) -> None:
-        """Which flat tokens' logits, hidden states and target log-probabilities come back, and to whom."""
+        """Which flat tokens' logits, hidden states, target log-probabilities and experts come back, and to whom."""
         step.has_rows = True
         cu = step.batch.cu_seqlens
-        logits, hidden, targets, target_ids = [], [], [], []
+        logits, hidden, targets, target_ids, routes = [], [], [], [], []
         for i, seq in enumerate(step.plan.sequences()):
             start, first = seq.computed, int(cu[i])
             count = int(cu[i + 1]) - first
@@ -330,6 +332,9 @@ class StepBuilder:
             elif (only == "last" or (p.hidden == "generation" and not only)) and last == count - 1:
                 step.hidden.append((seq, start + last, 1))
                 hidden.append(np.arange(first + last, first + count))
+            if p.routes and fresh < count:
+                step.routes.append((seq, start + fresh, count - fresh))
+                routes.append(np.arange(first + fresh, first + count))
             stop = min(start + count, seq.prompt_len - 1)
             if (p.prompt_logprobs == 0 or (only == "score" and p.prompt_logprobs < 0)) and start + fresh < stop:
                 step.targets.append((seq, start + fresh, stop - start - fresh))
@@ -341,6 +346,7 @@ class StepBuilder:
         step.batch.hidden_index = _joined(hidden)
         step.batch.target_index = _joined(targets)
         step.batch.target_ids = _joined(target_ids)
+        step.batch.routes_index = _joined(routes)
 
 
 def biases_of(seq: Sequence, new: int) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:

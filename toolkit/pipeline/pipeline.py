@@ -21,6 +21,7 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.artifacts.new_weight_files import WeightFiles
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.base.progress import Progress
 from toolkit.chat import settings
@@ -54,6 +55,7 @@ __all__ = ["Pipeline", "Session", "pipeline"]
 
 logger = logging.getLogger("toolkit")
 LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
+Weights = str | Path | Mapping[str, Any] | Iterable[tuple[str, Any]]
 GenConfigs = GenerationConfig | list[GenerationConfig] | None
 
 
@@ -370,6 +372,28 @@ class Pipeline:
                         bar.update("lines", tally.done, tally.total)
 
                 return run.answer(app, files, told)
+
+    def update_weights(self, weights: Weights, mode: str = "wait") -> None:
+        """Go on with other weights of the same model, as of a training step.
+
+        weights: a ``.safetensors`` file, a directory of such, or tensors by name (a dict such as ``state_dict()``, or
+        an iterable of pairs): all of the model's, named, shaped and typed as in its checkpoint. They are copied to a
+        folder for temporary files, from where ``sleep`` and ``wake`` read them again. mode: what becomes of requests
+        that run beside, in other threads: "wait" for their end, "abort" them, or "keep" them going with the new
+        weights. What the prefix cache and sessions hold is forgotten. Raises ToolkitError that names the tensor where
+        they cannot be used; the old ones stay.
+        """
+        self._check_open()
+        files = WeightFiles()
+        try:
+            if isinstance(weights, (str, Path)):
+                files.add_copy(Path(weights).expanduser())
+            else:
+                files.add_tensors(weights.items() if isinstance(weights, Mapping) else weights)
+        except BaseException:
+            files.close()
+            raise
+        self.engine.update_weights(files, mode)
 
     def close(self) -> None:
         """Stop everything and free the model. May be called twice."""

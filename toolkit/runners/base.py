@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,8 @@ from toolkit.models.pictures import Picture
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.step import StepBatch, StepOutput
 
-QUANT_POLICIES = (0, 4, 8, 16, 17)
+QUANT_POLICIES = (0, 4, 8, 16, 17, 44)
+QUANT_POLICIES_TOLD = "0, 4, 8, 16, 17 or 44"
 Backend = Literal["turbomind", "pytorch"]  # what users choose by: the fast way on this device, or kernel by kernel
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
@@ -21,7 +22,7 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 @dataclass(frozen=True)
 class RunnerOptions:
     """How to run. ``dtype``: of activations, "auto" = the checkpoint's; ``quant_policy``: the KV cache, 0 as ``dtype``,
-    8 or 4 bits, 16 float8_e4m3fn, 17 float8_e5m2.
+    8 or 4 bits (keys then have 6), 44: 4 bits, those of keys too, 16 float8_e4m3fn, 17 float8_e5m2.
     """
 
     device: str = "auto"  # auto, cpu, cuda, cuda:1 …, xpu and whatever torch has here
@@ -73,6 +74,10 @@ class Runner(Protocol):
         """Idempotent; ``release_weights`` undoes it (sleep)."""
 
     def release_weights(self) -> None: ...
+
+    def use_weights(self, weights: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
+        """What ``load_weights`` is to load from now on, canonical weights of the same spec; called while none are
+        loaded. Returns what it would have loaded."""
 
     def allocate_cache(self, num_blocks: tuple[int, ...]) -> None:
         """KV blocks for each cache group; replaces an earlier cache. ``release_cache`` undoes it."""

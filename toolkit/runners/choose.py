@@ -15,11 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.artifacts.checkpoint import has_weights
 from toolkit.configs.engine import LOAD_FORMATS
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.runners.base import BACKENDS, Backend, Runner, RunnerOptions
 from toolkit.runners.native.library import explain_mapped_faults
+from toolkit.runners.weights.new import check_updatable
 
 if TYPE_CHECKING:
     from toolkit.artifacts.adapter import LowRank
@@ -56,6 +58,7 @@ def open_model(
     load_format: str = "auto",
     device: str = "cpu",
     blind: bool = False,
+    empty: bool = False,
     families: Sequence[Family] = (),
 ) -> Opened:
     """Open and validate a checkpoint, GGUF file or engine artifact without reading its weights.
@@ -65,11 +68,16 @@ def open_model(
     reaches as far as each request is long (``toolkit.models.positions``), ``blind`` leaves out what it sees with;
     ``model_format`` is checked against what the checkpoint holds. ``load_format`` "int8" and "int4" round the dense
     linears of a checkpoint while they are read; "dummy" reads config.json alone, and makes random weights on
-    ``device``, where weights packed for a GPU are unpacked too. ``families``: of the caller's, asked before the
-    known ones.
+    ``device``, where weights packed for a GPU are unpacked too. ``empty``: a checkpoint need not have weights, since
+    others will be loaded. ``families``: of the caller's, asked before the known ones.
     Raises ToolkitError or UsageError, one line.
     """
-    opened = _open_any(path, hf_overrides, rope_scaling_factor, model_format, load_format, device, blind, families)
+    if empty:
+        check_updatable(path)
+    if empty and path.is_dir() and not has_weights(path):
+        opened = _open_dummy(path, hf_overrides, rope_scaling_factor, device, families)
+    else:
+        opened = _open_any(path, hf_overrides, rope_scaling_factor, model_format, load_format, device, blind, families)
     spec = opened.spec
     if blind:
         from toolkit.models.towers import without_sight
@@ -282,6 +290,7 @@ def open_runner(
     model_format: str | None = None,
     load_format: str = "auto",
     blind: bool = False,
+    empty: bool = False,
     families: Sequence[Family] = (),
 ) -> tuple[Runner, str]:
     """A runner for the model at ``path`` and one line on which it is and why (empty: nothing worth saying).
@@ -304,6 +313,7 @@ def open_runner(
         load_format=load_format,
         device=_weights_device(options),
         blind=blind,
+        empty=empty,
         families=families,
     )
     if options.dtype == "float16" and not opened.spec.float16:

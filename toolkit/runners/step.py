@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
+U16 = NDArray[np.uint16]
+NO_EXPERT = 0xFFFF
 
 
 @dataclass(kw_only=True)
@@ -140,6 +142,7 @@ class StepBatch:
     hidden_index: I32  # flat tokens whose last hidden state (after the final norm) comes back
     target_index: I32  # flat tokens t for which log p(target) comes back …
     target_ids: I32  # … of this token
+    routes_index: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # those whose chosen experts come back
     embeds: F32 | None = None  # [E, hidden, and more for deep branches] rows that replace the embedding of …
     embed_index: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # … these flat tokens
     routed: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # flat tokens with linears of their own
@@ -155,7 +158,8 @@ class StepOutput:
     """What a step produced. ``tokens[i, :counts[i]]`` are the new tokens of sampled row i (one, unless speculating).
 
     ``bad_rows``: sampled rows whose logits hold NaN or have no finite maximum, or that are ``SamplingBatch.senseless``;
-    every other row's token is one that its grammar and biases allow.
+    every other row's token is one that its grammar and biases allow. ``routes``: of each layer the experts that it
+    chose, those of the largest weights first; ``NO_EXPERT`` fills, also the layers that are no mixture.
     """
 
     tokens: I32  # [N, K]
@@ -166,6 +170,7 @@ class StepOutput:
     logits: F32  # [len(logits_index), V]
     hidden: F32  # [len(hidden_index), hidden]
     target_logprobs: F32  # [len(target_index)]
+    routes: U16 = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint16))  # [len(routes_index), layers, chosen]
     bad_rows: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # sampled rows with no number to draw by
 
 

@@ -14,7 +14,7 @@ from starlette.responses import Response as HttpResponse
 from toolkit import __version__
 from toolkit.artifacts.side_files import pooling_config
 from toolkit.engine import pooling
-from toolkit.serve import control_routes
+from toolkit.serve import control_routes, weight_routes
 from toolkit.serve.anthropic import routes as anthropic_routes
 from toolkit.serve.generation.parsing import Formats
 from toolkit.serve.generation.sampling import choose_defaults
@@ -60,6 +60,7 @@ ROUTES = (
     generate_routes,
     interactive_routes,
     control_routes,
+    weight_routes,
 )
 
 

@@ -1,4 +1,5 @@
-"""What an operator may let clients do to the server: end requests or itself, put the model to sleep and wake it."""
+"""What an operator may let clients do to the server: end requests or itself, put the model to sleep and wake it.
+``weight_routes.py`` has how they replace its weights."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class AbortRequest(Strict):
 BODIES: list[type[BaseModel]] = [AbortRequest]
 
 
-def _allowed(raw: Request, option: str) -> ServerState:
+def allowed(raw: Request, option: str) -> ServerState:
+    """The server's state. Raises ApiError (403) where its operator has not given ``option``."""
     state: ServerState = raw.app.state.server
     if not getattr(state.settings, option):
         raise ApiError(403, f"{raw.url.path}: not allowed here; the server was started without {spelled(option)}")
@@ -47,7 +49,7 @@ def _allowed(raw: Request, option: str) -> ServerState:
     "/abort_request", **describe(AbortRequest, "End requests; needs --enable-abort-handling", Aborted, also=FORBIDDEN)
 )
 async def abort_request(raw: Request) -> HttpResponse:
-    state = _allowed(raw, "enable_abort_handling")
+    state = allowed(raw, "enable_abort_handling")
     request, _ = await parse(raw, state, AbortRequest)
     if request.abort_all:
         found = len(state.active)
@@ -60,7 +62,7 @@ async def abort_request(raw: Request) -> HttpResponse:
 @router.get("/terminate", **answered("End the server; needs --allow-terminate-by-client", Ending, also=FORBIDDEN))
 @router.post("/terminate", include_in_schema=False)
 async def terminate(raw: Request) -> HttpResponse:
-    _allowed(raw, "allow_terminate_by_client")
+    allowed(raw, "allow_terminate_by_client")
     os.kill(os.getpid(), signal.SIGTERM)
     return json_response({"status": "shutting down"})
 
@@ -72,7 +74,7 @@ async def terminate(raw: Request) -> HttpResponse:
     ),
 )
 async def sleep(raw: Request, level: str = "1") -> HttpResponse:
-    state = _allowed(raw, "enable_sleep_mode")
+    state = allowed(raw, "enable_sleep_mode")
     if level not in ("1", "2"):
         raise bad_field("level", f"expected 1 or 2, found {level!r:.20}")
     async with state.nap:
@@ -92,7 +94,7 @@ async def sleep(raw: Request, level: str = "1") -> HttpResponse:
     "/wakeup", **answered("Load the model again, all of it or by ?tags=weights&tags=kv_cache", Sleeping, also=FORBIDDEN)
 )
 async def wakeup(raw: Request) -> HttpResponse:
-    state = _allowed(raw, "enable_sleep_mode")
+    state = allowed(raw, "enable_sleep_mode")
     async with state.nap:
         await asyncio.to_thread(state.engine.wake, raw.query_params.getlist("tags") or PARTS)
         state.sleeping = state.engine.asleep

@@ -21,6 +21,7 @@ _CONTROL = {"rich_help_panel": "What clients may do to the server"}
 _FOR_ONE = (
     "model_name", "proxy_url", "node_url",  # proxy_key alone does nothing, and may stand in the environment
     "allow_terminate_by_client", "enable_abort_handling", "enable_sleep_mode", "batch_dir",
+    "enable_weight_updates", "weight_updates_path",
 )  # fmt: skip
 _FOR_SEVERAL = ("models_dir", "memory", "idle_timeout")
 
@@ -97,6 +98,10 @@ class ServerSettings:
     allow_terminate_by_client: bool = option(False, "Clients may end the server by /terminate.", **_CONTROL)
     enable_abort_handling: bool = option(False, "Clients may end requests by /abort_request.", **_CONTROL)
     enable_sleep_mode: bool = option(False, "Clients may free the model's memory by /sleep, and /wakeup.", **_CONTROL)
+    enable_weight_updates: bool = option(False, "Clients may replace the weights by /update_weights.", **_CONTROL)
+    weight_updates_path: Path | None = option(
+        None, "Folder below which /update_weights may name files. Default: none.", **_CONTROL
+    )
     log_level: str = option("warning", "critical, error, warning, info (requests too) or debug.")
     log_format: str = option("text", "text, or json: one object a line.")
     otlp_traces_endpoint: str | None = option(None, "OpenTelemetry collector that gets traces (OTLP over HTTP).")
@@ -112,6 +117,8 @@ class ServerSettings:
                     f"{spelled(name)}: only for a server of {'one model' if several else 'several models'}"
                 )
         self._check_media()
+        if self.weight_updates_path is not None and not self.enable_weight_updates:
+            raise UsageError("--weight-updates-path: only with --enable-weight-updates; name it too")
         if self.node_url is not None and self.proxy_url is None:
             raise UsageError("--node-url: only with --proxy-url, the proxy that is to know this address; name it too")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.configs.checks import shown
 from toolkit.configs.option import spelled
-from toolkit.engine.nap import ASLEEP
+from toolkit.engine.nap import ASLEEP, EMPTY, UPDATING
 from toolkit.engine.pooling import Pooling
 from toolkit.serve.generation.cache_report import Prompts
 from toolkit.serve.generation.turn import behind
@@ -24,6 +24,7 @@ from toolkit.vision.fetch import Fetching
 from toolkit.vision.images import Rules
 
 if TYPE_CHECKING:
+    from toolkit.artifacts.new_weight_files import WeightFiles
     from toolkit.chat.template import ChatTemplate
     from toolkit.engine.process.frontend import AsyncEngine
     from toolkit.messages import GenerationConfig
@@ -58,8 +59,9 @@ class ServerState:
     ``embeds``: whether the model says so itself. ``eyes``: None where it reads text alone. ``active``: ids of the
     engine requests in flight, each with its client's session_id. ``admitted``: HTTP requests under way, those whose
     prompts are not tokens yet too; ``of_batches``: those of them that are lines of batches. ``nap``: held while the
-    model goes to sleep or wakes. ``sleeping``: the model sleeps, or will once they have ended. ``closing``: the server
-    is on its way down."""
+    model goes to sleep, wakes or gets other weights. ``sleeping``: the model sleeps, or will once they have ended.
+    ``draining``: once they have, it gets other weights; ``new_weights``: the parts of them that have come. ``closing``:
+    the server is on its way down."""
 
     engine: AsyncEngine
     template: ChatTemplate
@@ -79,11 +81,14 @@ class ServerState:
     of_batches: set[asyncio.Task[Any]] = field(default_factory=set)
     nap: asyncio.Lock = field(default_factory=asyncio.Lock)
     sleeping: bool = False
+    draining: bool = False
+    new_weights: WeightFiles | None = None
     closing: bool = False
 
     def __post_init__(self) -> None:
         self.prompts = Prompts()
         self.talks = Talks(self.settings.limits, self.engine.end_session)
+        self.sleeping = self.engine.asleep
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
@@ -102,7 +107,9 @@ class ServerState:
         if self.closing:
             raise ApiError(503, "The server is shutting down", code="shutting_down")
         if self.sleeping:
-            raise ApiError(503, ASLEEP, code="sleeping")
+            raise ApiError(503, EMPTY if self.engine.empty else ASLEEP, code="sleeping")
+        if self.draining:
+            raise ApiError(503, UPDATING, code="updating")
         if (outage := self.engine.outage) is not None:
             raise ApiError(503, str(outage), code="engine_unavailable")
         if not waits:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -40,7 +41,8 @@ class Setup:
     """What to open. ``path``: local directory or .gguf file with the weights; ``backend`` None: what runs here.
 
     ``lock``: open as long as ``path`` is to stay; not told to another process. ``pictures_together``: as of
-    ``EngineOptions``.
+    ``EngineOptions``. ``source``: the model that ``path`` is a packed copy of, else ``path`` too. ``updated``: where
+    the weights are that have taken the place of the model's.
     """
 
     path: Path
@@ -49,6 +51,8 @@ class Setup:
     backend: Backend | None
     lock: IO[bytes] | None = None
     pictures_together: int = 1
+    source: Path | None = None
+    updated: Path | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for another process."""
@@ -60,13 +64,16 @@ class Setup:
             "config": asdict(self.config),
             "backend": self.backend,
             "pictures_together": self.pictures_together,
+            "source": None if self.source is None else str(self.source),
+            "updated": None if self.updated is None else str(self.updated),
         }
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Setup:
         config = read(CONFIGS[data["kind"]], data["config"])
         paths = Path(data["path"]), Path(data["tokenizer_dir"])
-        return Setup(*paths, config, data["backend"], pictures_together=data["pictures_together"])
+        source, updated = (None if data[name] is None else Path(data[name]) for name in ("source", "updated"))
+        return Setup(*paths, config, data["backend"], None, data["pictures_together"], source, updated)
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,7 @@ def find(model: str, config: EngineConfig | None, backend: Backend | None, packe
         found = {name: str(_adapter_path(name, where)) for name, where in config.adapters.items()}
         config = replace(config, adapters=found)
     weights, lock = (path, None) if packed is None else packed(path)
-    return Setup(weights, tokenizer_dir(path), config, backend, lock)
+    return Setup(weights, tokenizer_dir(path), config, backend, lock, source=path)
 
 
 def _adapter_path(name: str, where: str) -> Path:
@@ -148,13 +155,17 @@ def _check_tp(config: EngineConfig) -> None:
 @extras.named()
 def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress: Progress) -> tuple[EngineCore, Facts]:
     """Open the runner, plan memory, load weights, allocate the cache. Raises ToolkitError or UsageError, one line."""
-    config = setup.config
+    config, empty = setup.config, setup.config.empty_init and setup.updated is None
     runner, why = _open(setup)
+    read = partial(_new_weights, setup, runner.spec)
     try:
         memory = _plan(setup, runner)
         for notice in memory.notices:
             progress(notice)
-        _load(runner, memory, progress)
+        if setup.updated is not None:
+            runner.use_weights(read(setup.updated))
+        if not empty:
+            _load(runner, memory, progress)
     except MemoryError as e:
         runner.close()
         raise ToolkitError(f"{setup.path}: out of memory while loading ({e}); close other programs or quantize") from e
@@ -180,15 +191,17 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
             check=log.isEnabledFor(logging.DEBUG),
         ),
         open_tokenizer,
+        read_weights=read,
+        empty=empty,
     )
-    verify_tensors(setup.path, core.tell_damage)
+    if not empty and setup.updated is None:
+        verify_tensors(setup.path, core.tell_damage)
     named = runner.name, runner.backend, runner.device, runner.dtype
     return core, Facts(memory, why, "; ".join(runner.notes), *named, runner.spec.vocab_size, config.blind)
 
 
 def _open(setup: Setup) -> tuple[Runner, str]:
     """The runner, without weights, and why it is another than was asked for or is fastest."""
-    from toolkit.models.registry import from_files
     from toolkit.runners.choose import open_runner
 
     config = setup.config
@@ -206,20 +219,37 @@ def _open(setup: Setup) -> tuple[Runner, str]:
             setup.path,
             backend=setup.backend,
             options=options,
-            hf_overrides=_overrides(config),
-            rope_scaling_factor=getattr(config, "rope_scaling_factor", 0.0),
             use_logn_attn=getattr(config, "use_logn_attn", False),
             session_len=config.session_len,
             dynamic_rope=config.dynamic_rope,
             model_format=config.model_format,
-            load_format=config.load_format,
-            blind=config.blind,
-            families=from_files(getattr(config, "family_files", ())),
+            empty=config.empty_init,
+            **_reading(config),
         )
     except UsageError as error:
         if isinstance(config, PytorchEngineConfig) and str(error).startswith("device:"):
             raise UsageError(f"device_type:{str(error).removeprefix('device:')}") from error
         raise
+
+
+def _reading(config: EngineConfig) -> dict[str, Any]:
+    """How a checkpoint is read, be it the model's own or new weights for it."""
+    from toolkit.models.registry import from_files
+
+    return {
+        "hf_overrides": _overrides(config),
+        "rope_scaling_factor": getattr(config, "rope_scaling_factor", 0.0),
+        "load_format": config.load_format,
+        "blind": config.blind,
+        "families": from_files(getattr(config, "family_files", ())),
+    }
+
+
+def _new_weights(setup: Setup, spec: DecoderSpec, files: Path) -> Callable[[], Mapping[str, Any]]:
+    """What a runner of ``spec`` is to load in place of the model's weights. Raises ToolkitError where it cannot be."""
+    from toolkit.runners.weights.new import open_new_weights
+
+    return open_new_weights(setup.source or setup.path, files, spec, **_reading(setup.config))
 
 
 def _plan(setup: Setup, runner: Runner) -> MemoryPlan:

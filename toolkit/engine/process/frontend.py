@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -18,13 +19,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.artifacts.new_weight_files import WeightFiles
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.configs.engine import EngineConfig
 from toolkit.configs.lmdeploy import notices
 from toolkit.engine.constraints.grammar_cost import HopelessError, Hostility
 from toolkit.engine.load.memory_plan import MemoryPlan
 from toolkit.engine.load.setup import Facts, Packed, Progress, find, start
-from toolkit.engine.nap import ASLEEP, PARTS
+from toolkit.engine.nap import ASLEEP, EMPTY, PARTS, UPDATING
 from toolkit.engine.process.loop import Loop, ThreadLoop
 from toolkit.engine.process.outage import PATIENCE, Outage
 from toolkit.engine.process.process_loop import Child, ProcessLoop
@@ -38,6 +40,8 @@ from toolkit.models.pictures import Picture
 from toolkit.runners.base import Backend
 
 log = logging.getLogger(__name__)
+MODES = ("wait", "abort", "keep")  # what becomes of running requests when weights are replaced; as vLLM calls it
+DRAIN_LOOK_S = 0.02  # how often it is looked whether the last request has ended
 SCORED = GenerationConfig(max_new_tokens=1, prompt_logprobs=0)  # what a request asks for whose prompt alone is scored
 
 
@@ -61,6 +65,10 @@ class AsyncEngine:
         self._bells: WeakKeyDictionary[asyncio.AbstractEventLoop, Bell] = WeakKeyDictionary()
         self._closed = False
         self._asleep: frozenset[str] = frozenset()
+        self._empty = False  # it has never had weights
+        self._updating = False
+        self._update_lock = threading.Lock()
+        self._new_weights: WeightFiles | None = None  # that it runs with
         self._loop: Loop
         self._facts: Facts
         self._weights_lock: IO[bytes] | None = None
@@ -103,6 +111,8 @@ class AsyncEngine:
                 begun.kill()
             raise
         engine._weights_lock = setup.lock
+        engine._empty = setup.config.empty_init
+        engine._asleep = frozenset(PARTS) if engine._empty else frozenset()
         if begun is not None:
             loop = ProcessLoop(setup, engine._deliver, engine._lost, tell, patience, begun)
             engine._loop, engine._facts = loop, loop.facts
@@ -278,24 +288,60 @@ class AsyncEngine:
     def sleep(self) -> None:
         """Give the model's memory back until ``wake``; what still runs ends in an error, as does what comes meanwhile.
         Returns when it is done. Raises ToolkitError where the engine is down."""
-        self._asleep = frozenset(PARTS)
+        before, self._asleep = self._asleep, frozenset(PARTS)
         try:
             self._loop.call("sleep", []).result()
         except BaseException:
-            self._asleep = frozenset()
+            self._asleep = before
             raise
 
     def wake(self, parts: Sequence[str] = PARTS) -> None:
         """Load what ``sleep`` gave back: "weights", "kv_cache". Raises ToolkitError where that fails; it sleeps on."""
         if unknown := next((part for part in parts if part not in PARTS), None):
             raise UsageError(f"tags: expected {' and '.join(PARTS)}, found {unknown!r:.40}")
-        self._loop.call("wake", list(parts)).result()
-        self._asleep -= set(parts)
+        self._asleep = frozenset(self._loop.call("wake", list(parts)).result())
+
+    def update_weights(self, files: WeightFiles, mode: str = "wait") -> None:
+        """Run with the tensors of ``files`` in place of the model's from now on, through sleep and restart; it closes
+        them when others take their place, at its end, or where this fails.
+
+        They are named as in the model's checkpoint, and all there. ``mode`` says what becomes of requests that run:
+        "wait" lets them end first, and refuses new ones meanwhile; "abort" ends them with what they have; "keep" has
+        them go on behind the tokens that they have. No key, value or prefix of the old weights is used again. While a
+        KV cache is slept away it stays so. Raises UsageError for a model that is packed, ToolkitError that names the
+        tensor where they cannot be: the old weights are there still.
+        """
+        try:
+            if mode not in MODES:
+                raise UsageError(f"mode: expected one of {', '.join(MODES)}, found {mode!r:.40}")
+            with self._update_lock:
+                self._updating = mode == "wait"
+                try:
+                    while mode == "wait" and self._streams and self.healthy:
+                        time.sleep(DRAIN_LOOK_S)
+                    call = self._loop.call("update_weights", [str(files.path), mode == "keep"])
+                    try:
+                        self._asleep = frozenset(call.result())
+                    except ToolkitError as e:
+                        raise type(e)(f"update_weights: {e}") from e
+                finally:
+                    self._updating = False
+                before, self._new_weights, self._empty = self._new_weights, files, False
+        except BaseException:
+            files.close()
+            raise
+        if before is not None:
+            before.close()
 
     @property
     def asleep(self) -> bool:
-        """Whether ``sleep`` was called and not all of the model is back."""
+        """Whether ``sleep`` was called and not all of the model is back, or it has no weights yet."""
         return bool(self._asleep)
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has no weights yet."""
+        return self._empty
 
     def close(self) -> None:
         """End what runs and free the model. May be called twice."""
@@ -305,6 +351,8 @@ class AsyncEngine:
         self._loop.close()
         if self._weights_lock is not None:
             self._weights_lock.close()
+        if self._new_weights is not None:
+            self._new_weights.close()
         self._fail_all("the engine was closed")
 
     def __enter__(self) -> AsyncEngine:
@@ -361,7 +409,9 @@ class AsyncEngine:
             if self._closed:
                 raise ToolkitError("the engine is closed")
             if self._asleep:
-                raise ToolkitError(ASLEEP)
+                raise ToolkitError(EMPTY if self._empty else ASLEEP)
+            if self._updating:
+                raise ToolkitError(UPDATING)
             if stream.id in self._streams:
                 raise UsageError(f"request id {stream.id!r} is already running")
             self._streams[stream.id] = stream
@@ -390,8 +440,8 @@ class AsyncEngine:
                 _wake(stream)
 
     def _lost(self, outage: Outage) -> None:
-        """Called by the loop's thread when the loop is gone. One that comes back is awake."""
-        self._asleep = frozenset()
+        """Called by the loop's thread when the loop is gone. One that comes back is awake, if it has weights."""
+        self._asleep = frozenset(PARTS) if self._empty else frozenset()
         self._fail_all(str(outage))
 
     def _fail_all(self, text: str) -> None:

@@ -43,8 +43,9 @@ class Loop(Protocol):
 
     def end_session(self, name: str) -> None: ...
 
-    def call(self, name: str, arguments: Sequence[Any]) -> Future[None]:
-        """Have the core's method ``name`` ("sleep", "wake") called between steps; the future has what it raises."""
+    def call(self, name: str, arguments: Sequence[Any]) -> Future[Any]:
+        """Have the core's method ``name`` ("sleep", "wake", "update_weights") called between steps; the future has what
+        it returns, JSON values, or raises."""
         ...
 
     def stats(self) -> dict[str, Any]: ...
@@ -87,16 +88,16 @@ class ThreadLoop:
     def end_session(self, name: str) -> None:
         self._inbox.put(lambda: self._core.end_session(name))
 
-    def call(self, name: str, arguments: Sequence[Any]) -> Future[None]:
-        future: Future[None] = Future()
+    def call(self, name: str, arguments: Sequence[Any]) -> Future[Any]:
+        future: Future[Any] = Future()
 
         def run() -> None:
             try:
-                getattr(self._core, name)(*arguments)
+                result = getattr(self._core, name)(*arguments)
             except Exception as e:
                 future.set_exception(e)
             else:
-                future.set_result(None)
+                future.set_result(result)
 
         if self._outage is not None:
             raise ToolkitError(str(self._outage))

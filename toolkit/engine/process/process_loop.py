@@ -14,7 +14,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from toolkit.base import child_process, json_lines
@@ -91,7 +93,8 @@ class ProcessLoop:
         self._budget = Budget()
         self._suspects = Suspects()
         self._open: dict[str, EngineRequest] = {}  # sent and not ended
-        self._calls: deque[Future[None]] = deque()  # sent and not answered; answers come in the same order
+        # sent and not answered, and the weights that a child to come is to have if they succeed; answers come in order
+        self._calls: deque[tuple[Future[Any], Path | None]] = deque()
         self._lock = threading.RLock()  # over those above and below
         self._closing = threading.Event()
         self._outage: Outage | None = None
@@ -141,12 +144,12 @@ class ProcessLoop:
         with self._lock:
             self._outbox.put(records.pack({"op": "end_session", "name": name}))
 
-    def call(self, name: str, arguments: Sequence[Any]) -> Future[None]:
+    def call(self, name: str, arguments: Sequence[Any]) -> Future[Any]:
         with self._lock:
             if self._outage is not None:
                 raise ToolkitError(str(self._outage))
-            future: Future[None] = Future()
-            self._calls.append(future)
+            future: Future[Any] = Future()
+            self._calls.append((future, Path(arguments[0]) if name == "update_weights" else None))
             self._outbox.put(records.pack({"op": "call", "name": name, "arguments": list(arguments)}))
             return future
 
@@ -170,7 +173,7 @@ class ProcessLoop:
         self._thread.join(timeout=CLOSE_SECONDS)
         with self._lock:
             while self._calls:
-                self._calls.popleft().set_exception(ToolkitError(str(self._outage)))
+                self._calls.popleft()[0].set_exception(ToolkitError(str(self._outage)))
 
     # -- from the child -------------------------------------------------------------------------
 
@@ -187,7 +190,10 @@ class ProcessLoop:
             self._stall.sign()
             if message["op"] == "answer":
                 with self._lock:
-                    _answer(self._calls.popleft(), message)
+                    future, files = self._calls.popleft()
+                    if files is not None and message["error"] is None:
+                        self._setup = replace(self._setup, updated=files)
+                    _answer(future, message)
             if message["op"] == "outputs":
                 self._stats = message["stats"]
                 if message["outputs"]:
@@ -245,7 +251,7 @@ class ProcessLoop:
                 self._suspects.crashed(self._open.values())
                 self._open.clear()
                 while self._calls:
-                    self._calls.popleft().set_exception(ToolkitError(str(outage)))
+                    self._calls.popleft()[0].set_exception(ToolkitError(str(outage)))
             log.error("%s", outage)
             self._on_down(outage)
             if not outage.restarting or self._closing.wait(self._budget.pause):
@@ -273,10 +279,10 @@ class ProcessLoop:
             return True
 
 
-def _answer(future: Future[None], message: dict[str, Any]) -> None:
-    """What the core's method raised, or that it is done."""
+def _answer(future: Future[Any], message: dict[str, Any]) -> None:
+    """What the core's method raised or returned."""
     if message["error"] is None:
-        future.set_result(None)
+        future.set_result(message["result"])
     else:
         future.set_exception((UsageError if message["usage"] else ToolkitError)(message["error"]))
 

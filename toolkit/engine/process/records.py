@@ -19,7 +19,7 @@ from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
 from toolkit.models.pictures import Picture
 from toolkit.models.videos import Frame
 
-ARRAYS = ("logits", "hidden")  # float32 fields of EngineOutput
+ARRAYS = {"logits": np.float32, "hidden": np.float32, "routes": np.uint16}  # fields of EngineOutput
 PARTS = ("pixels", "more")  # of a picture
 _HEAD = struct.Struct("<I")
 _JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
@@ -83,9 +83,9 @@ def pack_outputs(outputs: Iterable[EngineOutput], stats: dict[str, Any]) -> byte
     records = []
     for output in outputs:
         record = {k: v for k, v in vars(output).items() if v is not None and not (isinstance(v, list) and not v)}
-        for name in ARRAYS:
+        for name, dtype in ARRAYS.items():
             if name in record:
-                array = np.ascontiguousarray(record[name], np.float32)
+                array = np.ascontiguousarray(record[name], dtype)
                 arrays.append(array)
                 record[name] = array.shape
         records.append(record)
@@ -97,11 +97,11 @@ def read_outputs(message: dict[str, Any], data: memoryview) -> list[EngineOutput
     outputs = []
     at = 0
     for record in message["outputs"]:
-        for name in ARRAYS:
+        for name, dtype in ARRAYS.items():
             if name in record:
-                rows, width = record[name]
-                record[name] = np.frombuffer(data, np.float32, rows * width, at).reshape(rows, width).copy()
-                at += 4 * rows * width
+                shape = tuple(record[name])
+                record[name] = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape).copy()
+                at += record[name].nbytes
         if "logprobs" in record:
             record["logprobs"] = [_by_token(p) for p in record["logprobs"]]
         if "prompt_logprobs" in record:

@@ -111,9 +111,9 @@ def _serve(pipe: Connection, core: Any) -> None:
 def _called(core: Any, message: dict[str, Any]) -> dict[str, Any]:
     """The answer to a call of one of the core's methods."""
     try:
-        getattr(core, message["name"])(*message["arguments"])
+        result = getattr(core, message["name"])(*message["arguments"])
     except Exception as e:
         log.error("%s: %s", message["name"], e)
         text = str(e) if isinstance(e, ToolkitError) else f"{type(e).__name__}: {e}"
         return {"op": "answer", "error": text, "usage": isinstance(e, UsageError)}
-    return {"op": "answer", "error": None}
+    return {"op": "answer", "error": None, "result": result}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.engine.request import EngineOutput, Only
 from toolkit.engine.sampling_params import special_stops
@@ -76,6 +77,7 @@ class RequestStream:
         self._config = config
         self._prompt_len = len(token_ids)
         self._generated = 0
+        self._routes = 0  # tokens whose experts have been told
         self._begun = 0.0  # when the first token of the prompt was
         self._detokenizer = Detokenizer(
             tokenizer,
@@ -105,7 +107,7 @@ class RequestStream:
             return None
         delta = Response(input_token_len=self._prompt_len)
         text: list[str] = []
-        logits, hidden = [], []
+        logits, hidden, routes = [], [], []
         while self._waiting and not self.ended:
             output = self._waiting.popleft()
             delta.cached_tokens = output.cached_tokens
@@ -113,6 +115,8 @@ class RequestStream:
                 logits.append(output.logits)
             if output.hidden is not None:
                 hidden.append(output.hidden)
+            if output.routes is not None:
+                routes.append(output.routes)
             if output.prompt_logprobs is not None:
                 delta.prompt_logprobs = output.prompt_logprobs
             if output.processed is not None:
@@ -122,7 +126,17 @@ class RequestStream:
         delta.generate_token_len = self._generated
         delta.logits = np.concatenate(logits) if logits else None
         delta.last_hidden_state = np.concatenate(hidden) if hidden else None
+        if routes:
+            delta.routed_experts = self._routed(np.concatenate(routes))
         return delta
+
+    def _routed(self, rows: NDArray[np.uint16]) -> NDArray[np.uint16]:
+        """The part of ``rows`` that belongs to tokens of the prompt and the answer, but for the last: where a stop word
+        was complete the engine may have gone on."""
+        left = self._prompt_len + self._generated - 1 - self._routes
+        kept = rows[: max(0, left)] if self.ended else rows
+        self._routes += len(kept)
+        return kept
 
     def _progress(self, output: EngineOutput, processed: int) -> PromptProgress:
         now = output.time or time.perf_counter()

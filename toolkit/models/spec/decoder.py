@@ -164,6 +164,10 @@ class DecoderSpec:
         """Names of the linears inside the layers that no method quantizes."""
         return {x.name for _, mixer in self.mixers() for x in mixer.routers()}
 
+    def mixtures(self) -> list[tuple[int, int]]:
+        """(layer index, experts that a token chooses) of every mixture of experts, in execution order."""
+        return [(i, mixer.top_k) for i, mixer in self.mixers() if mixer.kind == "moe"]
+
     def norms(self) -> list[NormSpec]:
         """Every norm, q/k norms and the final one included, in execution order."""
         return [*(n for layer in self.layers for n in layer.norms()), self.final_norm]

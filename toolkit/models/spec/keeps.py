@@ -54,8 +54,8 @@ class Paged:
 
     def refuses(self, quant_policy: int) -> str | None:
         """Why its numbers cannot be stored by this policy, with what can be done, or None."""
-        if quant_policy == 4 and self.head_dim % 4:
-            return f"4 needs a head_dim in steps of 4, the model has {self.head_dim}; use 8"
+        if quant_policy in (4, 44) and self.head_dim % 4:
+            return f"{quant_policy} needs a head_dim in steps of 4, the model has {self.head_dim}; use 8"
         return None
 
 
@@ -74,8 +74,8 @@ class Latent:
 
     def refuses(self, quant_policy: int) -> str | None:
         """As of ``Paged``."""
-        if quant_policy == 4:
-            return "4 stores keys and values differently, the model keeps one row for both; use 8"
+        if quant_policy in (4, 44):
+            return f"{quant_policy} is not for a model that keeps one row as key and value (docs/few-bits.md); use 8"
         return None
 
 

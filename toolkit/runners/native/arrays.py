@@ -10,6 +10,7 @@ import numpy as np
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError, check_mutual
 from toolkit.runners.native.library import StepArrays, StepResults, address
+from toolkit.runners.routes import width_of
 from toolkit.runners.step import COLUMNS, SamplingBatch, StepBatch, StepOutput, Views
 
 I32, I64, F32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
@@ -54,6 +55,8 @@ class Arrays:
         put("hidden_index", batch.hidden_index, I32, s.hidden_size)
         put("target_index", batch.target_index, I32, s.target_size)
         put("target_ids", batch.target_ids, I32, s.target_size)
+        s.routes_size = len(batch.routes_index)
+        put("routes_index", batch.routes_index, I32, s.routes_size)
         width = spec.hidden_size * (1 if spec.vision is None else 1 + len(spec.vision.deep))
         s.embeds_size = 0 if batch.embeds is None else len(batch.embed_index)
         put("embeds", batch.embeds, F32, s.embeds_size * width)
@@ -168,6 +171,8 @@ def outputs_for(batch: StepBatch, spec: DecoderSpec) -> tuple[StepOutput, StepRe
         hidden=np.empty((len(batch.hidden_index), spec.hidden_size), np.float32),
         target_logprobs=np.empty(len(batch.target_index), np.float32),
     )
+    if asked := len(batch.routes_index):  # by mixture as yet
+        output.routes = np.empty((asked, len(spec.mixtures()), width_of(spec)), np.uint16)
     bad = (ctypes.c_int32 * max(rows, 1))()
     results = StepResults(
         top_width=width,
@@ -178,6 +183,7 @@ def outputs_for(batch: StepBatch, spec: DecoderSpec) -> tuple[StepOutput, StepRe
         logits=address(output.logits),
         hidden=address(output.hidden),
         target_logprobs=address(output.target_logprobs),
+        routes=address(output.routes),
         bad=ctypes.addressof(bad),
     )
     return output, results, bad

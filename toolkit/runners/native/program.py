@@ -15,7 +15,7 @@ from toolkit.runners.native.mixers import ACTIVATIONS, MIXERS, Floats, Tensors, 
 from toolkit.runners.native.packing.packed import PackedTensor, PackedWeights
 
 CHUNK = 512  # of plan.h
-KV_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, 8: 3, 4: 4}
+KV_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, 8: 3, 4: 4, 44: 5}
 
 
 def kinds() -> set[str]:

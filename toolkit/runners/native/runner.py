@@ -17,7 +17,15 @@ from toolkit.models.pictures import Picture
 from toolkit.models.routed import ROUTED
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import PREFIX, patch_numbers
-from toolkit.runners.base import QUANT_POLICIES, Backend, MemoryNeed, RunnerError, RunnerOptions, StepHandle
+from toolkit.runners.base import (
+    QUANT_POLICIES,
+    QUANT_POLICIES_TOLD,
+    Backend,
+    MemoryNeed,
+    RunnerError,
+    RunnerOptions,
+    StepHandle,
+)
 from toolkit.runners.host_memory import free_host_bytes
 from toolkit.runners.native import library
 from toolkit.runners.native.arrays import Arrays, outputs_for
@@ -29,6 +37,7 @@ from toolkit.runners.native.program import unsupported as no_program
 from toolkit.runners.native.stepper import Stepper
 from toolkit.runners.native.towers.encoders import open_encoder
 from toolkit.runners.native.towers.tower import NativeEncoder, uncovered
+from toolkit.runners.routes import by_layer
 from toolkit.runners.step import StepBatch, StepOutput
 from toolkit.runners.weights.info import info_of, reading_ahead
 
@@ -57,7 +66,7 @@ def unsupported(spec: DecoderSpec, options: RunnerOptions) -> str | None:
         if kept.kind == "latent" and (reason := kept.refuses(options.quant_policy)):
             return f"quant_policy: {reason}"
     if options.quant_policy in (16, 17):
-        return f"its KV cache knows no float8 (quant_policy {options.quant_policy}), only 0, 8 and 4"
+        return f"its KV cache knows no float8 (quant_policy {options.quant_policy}), only 0, 8, 4 and 44"
     if options.block_size % 16:
         return f"it needs blocks of a multiple of 16 tokens, not {options.block_size}"
     return library.available()
@@ -83,7 +92,7 @@ class NativeRunner:
         dtype: str | None = None,
     ) -> None:
         if options.quant_policy not in QUANT_POLICIES:
-            raise UsageError(f"quant_policy: expected 0, 4, 8, 16 or 17, found {options.quant_policy!r}")
+            raise UsageError(f"quant_policy: expected {QUANT_POLICIES_TOLD}, found {options.quant_policy!r}")
         if reason := unsupported(spec, options):
             raise UsageError(f"the native runner does not run here: {reason}")
         self.spec, self.options = spec, options
@@ -91,7 +100,8 @@ class NativeRunner:
         self.notes: list[str] = []
         self.dtype = dtype or options.dtype
         if self.dtype == "auto":
-            self.dtype = _stored_dtype(weights()[spec.embed])
+            found: Mapping[str, Any] = weights()
+            self.dtype = _stored_dtype(info_of(found, spec.embed))
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, found {self.dtype!r}")
         self._library = library.load(library.library_path())
@@ -131,12 +141,13 @@ class NativeRunner:
 
     def _block_bytes(self) -> tuple[int, ...]:
         total = [0] * len(self.spec.cache_groups)
-        bits = self.options.quant_policy or (32 if self.dtype == "float32" else 16)
+        policy = self.options.quant_policy
+        bits = 4 if policy == 44 else policy or (32 if self.dtype == "float32" else 16)
         for _, group, kept in self.spec.paged():
             width = -(-kept.head_dim // 16) * 16
-            token = width * bits // 8 + (4 if self.options.quant_policy else 0)
+            token = width * bits // 8 + (4 if policy else 0)
             if kept.kind == "paged":
-                token += token + (width // 4 if bits == 4 else 0)  # keys have 6 bits
+                token += token + (width // 4 if policy == 4 else 0)  # keys have 6 bits
             total[group] += kept.heads * token * self.options.block_size
         for _, mixer in self.spec.mixers():
             total[mixer.group] += 4 * state_numbers(mixer)
@@ -183,6 +194,11 @@ class NativeRunner:
             packed = {name: tensor.in_memory() for name, tensor in pack_model(self.spec, language, None, notes)}
         self.notes = gathered(notes)
         return packed
+
+    def use_weights(self, weights: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
+        """What ``load_weights`` is to load from now on; returns what it would have loaded."""
+        before, self._weights = self._weights, weights
+        return before
 
     def release_weights(self) -> None:
         """Forget the model and its cache; ``load_weights`` brings the model back. Of a mapped file the pages go."""
@@ -280,6 +296,8 @@ class NativeRunner:
         self._check(self._library.tk_step(self._loaded(), ctypes.byref(arrays.structure), ctypes.byref(results)))
         if any(bad):  # between two steps numpy's own code is no longer in the cache
             output.bad_rows = np.flatnonzero(bad).astype(np.int32)
+        if len(output.routes):
+            output.routes = by_layer(output.routes, self.spec)
         return output
 
     # -- blocks

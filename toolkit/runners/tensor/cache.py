@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.kernels.reference.cache import key_bits
+from toolkit.kernels.reference.cache import key_bits, value_bits
 from toolkit.models.spec import DecoderSpec, Kept
 from toolkit.runners.base import RunnerError
 
@@ -23,7 +23,7 @@ FLOAT8 = {16: torch.float8_e4m3fn, 17: torch.float8_e5m2}  # by quant_policy
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys and values of a layer as the ops lay them out; ``*_params`` (scale, zero) where ``bits`` is 8 or 4. A row
+    """Keys and values of a layer as the ops lay them out; ``*_params`` (scale, zero) where ``bits`` is not 0. A row
     that is key and value at once stands in one tensor, which is both.
     """
 
@@ -53,7 +53,7 @@ def movable(tensor: Tensor) -> Tensor:
 
 def cache_bits(policy: int) -> int:
     """``bits`` as the ops take them; 0 for floating point."""
-    return policy if policy in (4, 8) else 0
+    return policy if policy in (4, 8, 44) else 0
 
 
 def cache_traits(policy: int) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _shapes(kept: Kept, block_size: int, policy: int, dtype: torch.dtype) -> tup
     if kept.kind == "state":
         return [(part.shape, torch.float32 if part.wide else dtype) for part in kept.parts], []
     dim, bits = kept.head_dim, cache_bits(policy)
-    widths = [dim * key_bits(bits) // 8, dim * bits // 8] if bits else [dim, dim]
+    widths = [dim * key_bits(bits) // 8, dim * value_bits(bits) // 8] if bits else [dim, dim]
     row = (block_size, kept.heads)
     kind = torch.uint8 if bits else FLOAT8.get(policy, dtype)
     data: list[Shape] = [((*row, width), kind) for width in widths]

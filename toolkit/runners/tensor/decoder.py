@@ -173,6 +173,8 @@ class Moe:
         spec = self.spec
         first = self.router(x), spec.top_k, spec.scoring, spec.norm_topk, spec.scale
         chosen, weights = self.ops.moe_route(*first, **self.routing)
+        if step.routes is not None:
+            step.routes.append((chosen, weights))
         if spec.weigh_input:  # a row for every choice, and each row one choice
             rows = (x[:, None] * weights[..., None]).to(x.dtype).flatten(0, 1)
             y = self._routed(rows, chosen.reshape(-1, 1), weights.new_ones(len(rows), 1))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,15 @@ from toolkit.kernels import KernelError
 from toolkit.models.pictures import Picture
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import patch_numbers
-from toolkit.runners.base import QUANT_POLICIES, Backend, MemoryNeed, RunnerError, RunnerOptions, StepHandle
+from toolkit.runners.base import (
+    QUANT_POLICIES,
+    QUANT_POLICIES_TOLD,
+    Backend,
+    MemoryNeed,
+    RunnerError,
+    RunnerOptions,
+    StepHandle,
+)
 from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.build import build_decoder
 from toolkit.runners.tensor.cache import KVCache, block_bytes, cache_traits
@@ -144,6 +153,11 @@ class TensorRunner:
                 if self.spec.vision is not None:
                     self._encoder = encoder_of(self.spec.vision)(self.spec.vision, weights, self._on.torch, self._dtype)
 
+    def use_weights(self, weights: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
+        """What ``load_weights`` is to load from now on; returns what it would have loaded."""
+        before, self._weights = self._weights, weights
+        return before
+
     def release_weights(self) -> None:
         """Forget the model; ``load_weights`` brings it back."""
         self._steps = self._decoder = self._encoder = None
@@ -248,7 +262,7 @@ class TensorRunner:
 
 def _check(spec: DecoderSpec, options: RunnerOptions) -> None:
     if options.quant_policy not in QUANT_POLICIES:
-        raise UsageError(f"quant_policy: expected 0, 4, 8, 16 or 17, found {options.quant_policy!r}")
+        raise UsageError(f"quant_policy: expected {QUANT_POLICIES_TOLD}, found {options.quant_policy!r}")
     for _, _, kept in spec.keepers():
         if reason := kept.refuses(options.quant_policy):
             raise UsageError(f"quant_policy: {reason}")

@@ -28,7 +28,7 @@ DTYPES = ("float32", "float16", "bfloat16")  # of dense weights; a config that n
 def read_config(path: Path) -> dict[str, Any]:
     """config.json of a model directory without weights. Raises ToolkitError or UsageError, one line."""
     if not path.is_dir() or not (path / "config.json").is_file():
-        raise UsageError(f"load_format: dummy: {path}: expected a directory with config.json")
+        raise UsageError(f"{path}: expected a directory with config.json, which is all that is read of it")
     return read_json_object(path / "config.json")
 
 

@@ -297,6 +297,9 @@ class ChatCompletionRequest(ReadingRequest, ToolFields):
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30, description="Goes before max_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    return_routed_experts: bool | None = Field(
+        None, description="As LMDeploy has it: which experts each token went to, of models that have such"
+    )
     chat_template_kwargs: TemplateVariables | None = Field(None, description="Variables for the chat template")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = Field(None, description="Go on with an assistant's last message; it is so")

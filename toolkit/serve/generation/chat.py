@@ -53,6 +53,7 @@ class Chat:
             logprobs=request.logprobs_wanted,
             vocab_size=vocab_size(state),
             prompt_logprobs=request.prompt_logprobs,
+            routed=request.return_routed_experts,
         )
         bare = replace(state.template_of(request.model).with_stops(config), shown_special_tokens=formats.shown)
         self._guided = formats.guide(request, begun) is not None

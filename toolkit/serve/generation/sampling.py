@@ -41,9 +41,10 @@ def generation_config(
     logprobs: int | None,
     vocab_size: int,
     prompt_logprobs: int | None = None,
+    routed: bool | None = False,
 ) -> GenerationConfig:
     """The config of choice 0. ``max_new_tokens`` None = as far as the session goes. ``defaults``: of sampling, where
-    the request asks for nothing else; see ``settings.change``.
+    the request asks for nothing else; see ``settings.change``. ``routed``: tell which experts tokens went to.
 
     Raises ApiError (400) for token ids past ``vocab_size``, UsageError for what GenerationConfig itself refuses.
     """
@@ -71,6 +72,7 @@ def generation_config(
         logit_bias=_logit_bias(request.logit_bias, vocab_size),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        return_routed_experts=bool(routed),
         response_format=request.response_format.rule() if request.response_format else None,
     )
 

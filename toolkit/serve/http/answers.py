@@ -90,6 +90,7 @@ class ChatChoice(BaseModel):
     finish_reason: Finish
     stop_reason: str | int | None
     token_ids: list[int] | None = None
+    routed_experts: list[list[list[int]]] | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -334,6 +335,13 @@ class Ending(BaseModel):
 
 class Sleeping(BaseModel):
     is_sleeping: bool
+
+
+class Updated(BaseModel):
+    """``tensors``: that have come so far, of weights that are ``updated`` once all have."""
+
+    updated: bool
+    tensors: int
 
 
 class OllamaErrorAnswer(BaseModel):

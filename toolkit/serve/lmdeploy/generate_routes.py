@@ -41,6 +41,9 @@ class RawRequest(SampledRequest):
     logprob_start_len: int | None = Field(
         None, ge=-1, le=1 << 30, description="Log-probabilities of the prompt's tokens from this one on; -1: of none"
     )
+    return_routed_experts: bool | None = Field(
+        None, description="As LMDeploy has it: which experts each token went to, of models that have such"
+    )
     image_data: None = None
 
     @model_validator(mode="after")
@@ -104,6 +107,7 @@ class RawAnswer:
             logprobs=top if request.return_logprob else None,
             vocab_size=vocab_size(state),
             prompt_logprobs=None if request.prompt_from is None else top,
+            routed=request.return_routed_experts,
         )
         prompt: str | list[int] = request.prompt if request.input_ids is None else request.input_ids  # type: ignore
         async with state.slot():
@@ -124,8 +128,11 @@ class RawAnswer:
                     yield ids, delta
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        routed = Response()
         async with aclosing(self._deltas()) as deltas:
             async for ids, delta in deltas:
+                routed.extend(Response(routed_experts=delta.routed_experts))
+                delta.routed_experts = routed.routed_experts if delta.finish_reason else None
                 yield self._told(ids, delta)
 
     async def whole(self) -> dict[str, Any]:
@@ -150,6 +157,8 @@ class RawAnswer:
             meta |= _logprobs("output", answer.token_ids, answer.logprobs or [], top)
             if (start := self.request.prompt_from) is not None and answer.prompt_logprobs:
                 meta |= _logprobs("input", ids[start:], answer.prompt_logprobs[start:], top)
+        if answer.routed_experts is not None:
+            meta["routed_experts"] = answer.routed_experts.tolist()
         return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}
 
 

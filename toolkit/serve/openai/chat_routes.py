@@ -79,6 +79,7 @@ class ChatAnswer:
                 "finish_reason": chat.finish_reason(i, answer),
                 "stop_reason": answer.stop_reason,
                 **({"token_ids": answer.token_ids} if shows_ids else {}),
+                **(await self._routed(answer)),
             }
             for i, answer in enumerate(answers)
         ]
@@ -89,6 +90,12 @@ class ChatAnswer:
             tell = partial(prompt_logprobs, self.state.engine.tokenizer, ids, entries, count)
             told["prompt_logprobs"] = await self.state.lanes.run(tell, len(ids))
         return told | self._prompt_ids()
+
+    async def _routed(self, answer: Response) -> dict[str, Any]:
+        """Which experts the tokens of a choice went to, where that was asked for."""
+        if (routed := answer.routed_experts) is None:
+            return {}
+        return {"routed_experts": await self.state.lanes.run(routed.tolist, len(routed))}
 
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.chat.choices[0].token_ids} if self.request.return_token_ids else {}
@@ -109,6 +116,7 @@ class ChatAnswer:
         async with self.state.slot():
             await chat.prepare()
             begun: set[int] = set()
+            routed = [Response() for _ in chat.choices]
             calls = [-1] * len(chat.choices)  # the index of the last one begun
             async with aclosing(chat.deltas()) as stream:
                 async for index, delta, pieces in stream:
@@ -117,6 +125,7 @@ class ChatAnswer:
                         yield chunk(index, {"role": "assistant", "content": ""}) | self._prompt_ids()
                     if delta.prompt_progress is not None:
                         yield chunk(index, {}) | {"prompt_progress": vars(delta.prompt_progress)}
+                    routed[index].extend(Response(routed_experts=delta.routed_experts))
                     logprobs = self._logprobs(delta) if delta.logprobs else None
                     ids = delta.token_ids if self.request.return_token_ids else None
                     if (logprobs or ids) and not pieces:
@@ -127,7 +136,7 @@ class ChatAnswer:
                         logprobs = ids = None
                     if delta.finish_reason is not None:
                         last = chunk(index, {}, None, chat.finish_reason(index, delta))
-                        last["choices"][0]["stop_reason"] = delta.stop_reason
+                        last["choices"][0] |= {"stop_reason": delta.stop_reason, **await self._routed(routed[index])}
                         yield last
         if self.request.include_usage:
             yield {**head, "choices": [], "usage": chat.usage.as_dict()}

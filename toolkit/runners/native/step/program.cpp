@@ -116,7 +116,7 @@ Program parse_program(const char* names, const double* values, int64_t count, co
     prog.hidden = r.integer("hidden", 1, LIMIT);
     prog.block_size = r.integer("block_size", 16, 1 << 16);
     if (prog.block_size & (prog.block_size - 1)) r.fail("block_size", "no power of two");
-    prog.kv_type = int32_t(r.integer("cache_type", KV_F32, KV_INT4));
+    prog.kv_type = int32_t(r.integer("cache_type", KV_F32, KV_INT4_KEYS));
     prog.deep = r.integer("deep", 0, 1 << 16);
     prog.bf16 = r.flag("bfloat16") && bf16_dot;
     const int64_t groups = r.integer("groups", 1, 64);
@@ -135,6 +135,11 @@ Program parse_program(const char* names, const double* values, int64_t count, co
     prog.embed = r.linear("embed", prog.vocab, prog.hidden, true);
     const int64_t sublayers = r.integer("sublayers", 0, 1 << 16);
     for (int64_t i = 0; i < sublayers; i++) prog.sublayers.push_back(read_sublayer(r.entry("sublayers", i), prog));
+    for (Sublayer& s : prog.sublayers)
+        if (Moe* m = std::get_if<Moe>(&s.mixer)) {
+            m->at = prog.mixtures++;
+            prog.most_chosen = std::max(prog.most_chosen, m->top_k);
+        }
     prog.final_norm = r.needed_norm("final_norm", prog.hidden);
     prog.head = r.linear("head", r.integer("head_rows", 1, prog.vocab), prog.hidden, true);
     prog.head_in.width = prog.hidden;

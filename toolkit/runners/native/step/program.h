@@ -146,6 +146,7 @@ struct Moe {
     Mlp shared;
     bool has_shared = false;
     int64_t top_k = 0;
+    int64_t at = 0;  // which of the mixtures it is
     int scoring = 0;  // 0 softmax, 1 sigmoid, 2 sparsemixer
     bool norm_topk = true, weigh_input = false;
     float scale = 1, jitter = 0;
@@ -245,6 +246,7 @@ struct Program {
     int64_t vocab, hidden, block_size;  // the head may have fewer rows than the vocabulary
     int32_t kv_type;
     int64_t kept = 0;  // bytes of each 16 rows of a picture that are looked at
+    int64_t mixtures = 0, most_chosen = 0;  // mixtures of experts, and the most that one of them chooses
     int64_t deep;  // branches whose rows stand beside those that take the places of tokens
     bool bf16;  // products of bfloat16: attention on such cells, linears with such weights
     Linear embed, head;

@@ -149,6 +149,7 @@ private:
     // moe_step.cpp
     void mix(const Sublayer& s, const Moe& m);
     void route(const Sublayer& s, const Moe& m);
+    void tell_routes(const Moe& m) const;
     void gather_pairs(const Moe& m);
     template <class Body>
     void each_expert(const Moe& m, bool down, Body&& body);

@@ -27,6 +27,8 @@ struct StepArrays {
     int64_t target_size;
     const int32_t* target_index;
     const int32_t* target_ids;
+    int64_t routes_size;
+    const int32_t* routes_index;  // flat tokens whose chosen experts come back
     int64_t embeds_size;
     const float* embeds;  // [E, hidden and as much for each of the deep branches]
     const int32_t* embed_index;
@@ -76,8 +78,11 @@ struct StepResults {
     float* logits;          // [logits_size, vocab]
     float* hidden;          // [hidden_size, hidden]
     float* target_logprobs; // [target_size]
+    uint16_t* routes;       // [routes_size, mixtures, the most that one chooses] heaviest first; NO_EXPERT fills
     int32_t* bad;           // [N] 1 where no token can be drawn: the logits or the row's parameters are no numbers to draw by
 };
+
+constexpr uint16_t NO_EXPERT = 0xffff;
 
 struct Program;
 

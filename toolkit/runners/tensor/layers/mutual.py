@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from toolkit.kernels.reference.cache import dequantize_heads, key_bits, slots_of
+from toolkit.kernels.reference.cache import dequantize_heads, key_bits, slots_of, value_bits
 from toolkit.models.spec import AttentionSpec
 from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.cache import LayerCache
@@ -47,7 +47,7 @@ def _read(cache: LayerCache, side: str, slots: Tensor, scale: float, dtype: torc
     stored, params = (cache.k, cache.k_params) if side == "k" else (cache.v, cache.v_params)
     found = slots_of(stored)[slots]
     if params is not None:
-        bits = key_bits(cache.bits) if side == "k" else cache.bits
+        bits = key_bits(cache.bits) if side == "k" else value_bits(cache.bits)
         found = dequantize_heads(found, params.flatten(0, 1)[slots], bits, dtype)
     elif found.dtype != stored.dtype:
         found = found.view(stored.dtype).float() * scale

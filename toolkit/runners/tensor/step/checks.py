@@ -42,6 +42,7 @@ def check_batch(
     _within("hidden_index", batch.hidden_index, 0, tokens)
     _within("target_index", batch.target_index, 0, tokens)
     _within("target_ids", batch.target_ids, 0, vocab)
+    _within("routes_index", batch.routes_index, 0, tokens)
     if len(batch.target_ids) != len(batch.target_index):
         raise RunnerError("target_ids: expected one id for each entry of target_index")
     if batch.embeds is not None:

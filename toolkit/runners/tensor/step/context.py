@@ -23,7 +23,8 @@ class StepContext:
     (group, window; host arrays of some sequences: block table, starts, lengths): what ``plans`` would hold of them.
     ``views``: (first, stop, numbers of the pictures) of flat tokens that look at pictures; ``pictures``: by number, of
     each cross layer the keys and values. ``deep``: what is added behind each of the first layers to the flat tokens
-    ``deep_index``, [those tokens, hidden].
+    ``deep_index``, [those tokens, hidden]. ``routes``: where somebody asks, each mixture of experts adds to
+    it which it chose, and their weights, [T, chosen] each.
     """
 
     batch: StepBatch
@@ -40,3 +41,4 @@ class StepContext:
     pictures: Mapping[int, Mapping[int, tuple[Tensor, Tensor]]] = field(default_factory=dict)
     deep: tuple[Tensor, ...] = ()
     deep_index: Tensor | None = None
+    routes: list[tuple[Tensor, Tensor]] | None = None

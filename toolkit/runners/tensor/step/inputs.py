@@ -86,7 +86,7 @@ def is_decode(batch: StepBatch) -> bool:
         len(batch.token_ids) == n == len(batch.sample_index)
         and batch.embeds is None
         and batch.views is None
-        and not (len(batch.logits_index) or len(batch.hidden_index) or len(batch.target_index))
+        and not any(map(len, (batch.logits_index, batch.hidden_index, batch.target_index, batch.routes_index)))
         and bool((batch.sample_index == np.arange(n)).all())
     )
 

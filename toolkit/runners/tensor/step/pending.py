@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError
+from toolkit.runners.routes import by_layer
 from toolkit.runners.step import StepOutput
 from toolkit.runners.tensor.devices.device import Fetched
 
@@ -25,14 +27,13 @@ class Failed:
 @dataclass
 class Pending:
     """A submitted step. ``rows``: sampled rows, the first of those that were copied, ``senseless`` [rows] those with
-    parameters that cannot be drawn by; ``vocab``, ``hidden``: widths.
+    parameters that cannot be drawn by.
     """
 
     fetched: Fetched
     rows: int
     senseless: np.ndarray
-    vocab: int
-    hidden: int
+    spec: DecoderSpec
     explain: Callable[[Exception], RunnerError]
     _output: StepOutput | None = field(default=None, repr=False)
 
@@ -51,14 +52,17 @@ class Pending:
         none = np.zeros((n, 0))
         best = found["best"][:n] if n else np.zeros(0, np.float32)
         logprob = found["logprob"][:, None] if "logprob" in found else np.full((n, 1), np.nan, np.float32)
-        return StepOutput(
+        output = StepOutput(
             tokens=found["tokens"][:n].astype(np.int32)[:, None] if n else np.zeros((0, 1), np.int32),
             counts=np.ones(n, np.int32),
             logprob=logprob,
             top_ids=found.get("top_ids", none).astype(np.int32),
             top_logprobs=found.get("top_logprobs", none).astype(np.float32),
-            logits=found.get("logits", np.zeros((0, self.vocab), np.float32)),
-            hidden=found.get("hidden", np.zeros((0, self.hidden), np.float32)),
+            logits=found.get("logits", np.zeros((0, self.spec.vocab_size), np.float32)),
+            hidden=found.get("hidden", np.zeros((0, self.spec.hidden_size), np.float32)),
             target_logprobs=found.get("targets", np.zeros(0, np.float32)),
             bad_rows=np.flatnonzero(~np.isfinite(best) | self.senseless).astype(np.int32),
         )
+        if "routes" in found:
+            output.routes = by_layer(found["routes"].astype(np.uint16), self.spec)
+        return output

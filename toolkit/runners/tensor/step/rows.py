@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.runners.step import StepBatch
+from toolkit.runners.step import NO_EXPERT, StepBatch
 from toolkit.runners.tensor.decoder import Decoder
 from toolkit.runners.tensor.devices.device import Device
 from toolkit.runners.tensor.step.sampler import sample_rows
@@ -36,6 +38,20 @@ def produce(decoder: Decoder, x: Tensor, delta: Tensor | None, batch: StepBatch,
     if len(batch.target_index):
         found["targets"] = _targets(decoder, h, t["target"], t["target_ids"])
     return found
+
+
+def chosen_experts(routes: Sequence[tuple[Tensor, Tensor]], index: np.ndarray, device: Device) -> Tensor:
+    """int32 [len(index), mixtures, width]: the experts that flat tokens ``index`` chose, those of the largest weights
+    first. ``routes``: of each mixture (experts, weights), [T, chosen] each."""
+    rows = device.put({"rows": index.astype(np.int64)})["rows"]
+    width, found = max(experts.shape[1] for experts, _ in routes), []
+    for experts, weights in routes:
+        mine, order = experts.index_select(0, rows).sort(dim=1)  # the lower one where weights are the same
+        heavy = weights.index_select(0, rows).gather(1, order).sort(dim=1, descending=True, stable=True).indices
+        filled = torch.full((len(rows), width), NO_EXPERT, dtype=torch.int32, device=rows.device)
+        filled[:, : mine.shape[1]] = mine.gather(1, heavy).int()
+        found.append(filled)
+    return torch.stack(found, 1)
 
 
 def _targets(decoder: Decoder, h: Tensor, rows: Tensor, ids: Tensor) -> Tensor:

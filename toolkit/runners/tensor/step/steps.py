@@ -41,7 +41,7 @@ from toolkit.runners.tensor.step.inputs import (
     token_arrays,
 )
 from toolkit.runners.tensor.step.pending import Pending
-from toolkit.runners.tensor.step.rows import produce
+from toolkit.runners.tensor.step.rows import chosen_experts, produce
 from toolkit.runners.tensor.step.sampler import sample_rows
 from toolkit.runners.tensor.step.tiles import AttentionPlan, DecodeCut, Heads, sight_of
 
@@ -96,7 +96,7 @@ class Steps:
             capture()
         spec = self.spec
         bad = batch.sampling.senseless()
-        return Pending(found, rows, bad, spec.vocab_size, spec.hidden_size, lambda error: explain(error, batch))
+        return Pending(found, rows, bad, spec, lambda error: explain(error, batch))
 
     def warm_up(self, most: int, length: int, tokens: int) -> None:
         """Compile the kernels of steps of up to ``tokens`` tokens of sequences up to ``length``, and capture decode
@@ -199,8 +199,11 @@ class Steps:
             for kind in self._tile_rows
         }
         self._remember(batch)
-        x, delta = self._layers(x, t, plans, batch)
+        routes: list[tuple[Tensor, Tensor]] | None = [] if len(batch.routes_index) else None
+        x, delta = self._layers(x, t, plans, batch, routes)
         found = produce(self.decoder, x, delta, batch, self.device)
+        if routes:
+            found["routes"] = chosen_experts(routes, batch.routes_index, self.device)
         if "tokens" in found:
             self._previous[: len(batch.sample_index)].copy_(found["tokens"])
         return found
@@ -247,7 +250,12 @@ class Steps:
         return make(table, starts, lengths, size, blocks, window, device, sight.chunked, sight.block)
 
     def _layers(
-        self, x: Tensor, t: dict[str, Tensor], plans: Mapping[Kind, object], batch: StepBatch
+        self,
+        x: Tensor,
+        t: dict[str, Tensor],
+        plans: Mapping[Kind, object],
+        batch: StepBatch,
+        routes: list[tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         self.adapters.use(t.get(ADAPTER), self.decoder.ops, t.get("routed"))
         groups = list(enumerate(self.spec.cache_groups))
@@ -255,7 +263,7 @@ class Steps:
         tables = {group: t[f"table{group}"] for group, _ in groups}
         angles = self._positions.angles(t["rope"], t.get("axes"), t.get(TURNED))
         made = angles, self._positions.q_scales(t["rope"]), dict(plans), self._plan
-        context = StepContext(batch, self.cache, slots, tables, t.get("starts"), *made)
+        context = StepContext(batch, self.cache, slots, tables, t.get("starts"), *made, routes=routes)
         if (views := batch.views) is not None and len(views.tokens):
             seen = [tuple(part.tolist()) for part in np.split(views.seen, views.ptr[1:-1])]
             pairs = zip(views.tokens.tolist(), seen, strict=True)

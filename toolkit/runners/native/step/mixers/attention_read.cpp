@@ -126,7 +126,7 @@ Mixer read_latent(const Record& r, Program& prog) {
     // by the products of a query and a key in either form, and those that make a key and its value
     const int64_t made = a.nope_dim + a.v_dim, saved = 2 * a.kv_rank() - made;
     a.break_even = saved > 0 ? a.kv_rank() * made / saved : CHUNK;
-    if (prog.kv_type == KV_INT4) throw Error("program: rows that are key and value at once in 4 bits");
+    if (turns_keys(prog.kv_type)) throw Error("program: rows that are key and value at once in 4 bits");
     const int64_t hidden = prog.hidden, heads = core.heads;
     a.q_a = r.maybe_linear("q_a", 0, hidden);
     a.mid.width = a.q_a.present() ? a.q_a.w.rows : hidden;

@@ -76,7 +76,7 @@ void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
         if (norm.present() && !a.wide(norm)) norm_row(norm, from, row, of_head);
         else std::memcpy(row, from, size_t(hd) * 4);
         if (half) ops.rope(row, w.cos[size_t(a.rope)] + t * half, w.sin[size_t(a.rope)] + t * half, 2 * half);
-        if (p.kv_type == KV_INT4) ops.hadamard(row, hd);
+        if (turns_keys(p.kv_type)) ops.hadamard(row, hd);
     };
     uint8_t* to = const_cast<uint8_t*>(query(a, head, t));
     for (int64_t i = 0; i < a.per_kv; i++, to += a.dpad * (p.bf16 ? 2 : 4)) {

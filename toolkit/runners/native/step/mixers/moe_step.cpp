@@ -129,8 +129,24 @@ void Run::route(const Sublayer& s, const Moe& m) {
     if (count > SMALL) share(P_MOE, count, 1, pick_all);
     share(P_MOE, 1, 1, [&](Range) {
         if (count <= SMALL) pick_all({0, count});
+        if (in.routes_size) tell_routes(m);
         group_pairs(r, count * m.top_k, m.router.w.rows);
     });
+}
+
+// Which experts were chosen, for those tokens of the chunk that somebody asks about; ties go to the lower.
+void Run::tell_routes(const Moe& m) const {
+    for (int64_t i = 0; i < in.routes_size; i++) {
+        const int64_t t = in.routes_index[i] - first;
+        if (t < 0 || t >= count) continue;
+        const int32_t* expert = w.experts.expert.data() + t * m.top_k;
+        const float* weight = w.experts.weight.data() + t * m.top_k;
+        std::vector<int32_t> order = counted(m.top_k);
+        std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return weight[a] > weight[b]; });
+        uint16_t* to = out.routes + (i * p.mixtures + m.at) * p.most_chosen;
+        for (int64_t k = 0; k < m.top_k; k++) to[k] = uint16_t(expert[order[size_t(k)]]);
+        std::fill(to + m.top_k, to + p.most_chosen, NO_EXPERT);
+    }
 }
 
 void Run::gather_pairs(const Moe& m) {
