@@ -11,7 +11,11 @@ COPY . .
 RUN bash scripts/build_wheel
 
 FROM python:3.12-slim-bookworm
-RUN --mount=type=bind,from=build,source=/src/dist,target=/dist pip install --no-cache-dir /dist/toolkit-*.whl \
+# What it needs by requirements/lock.txt, then itself.
+RUN --mount=type=bind,from=build,source=/src,target=/src \
+    python /src/scripts/locked.py >/tmp/locked.txt \
+    && pip install --no-cache-dir --require-hashes --no-deps --requirement /tmp/locked.txt \
+    && pip install --no-cache-dir --no-deps /src/dist/toolkit-*.whl && pip check && rm /tmp/locked.txt \
     && useradd --create-home --uid 10001 toolkit \
     && install --directory --owner=toolkit --group=toolkit /home/toolkit/.cache /models
 # A new volume takes its owner from the folder that it is mounted on: else it would be root's, and the user could not write.

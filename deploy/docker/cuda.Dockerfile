@@ -30,9 +30,15 @@ ARG EXTRAS=torch
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
-RUN --mount=type=bind,from=build,source=/src/dist,target=/dist \
-    if [ "$CUDA_VERSION" = cu12 ]; then export PIP_INDEX_URL=https://download.pytorch.org/whl/cu126 PIP_EXTRA_INDEX_URL=https://pypi.org/simple; fi \
-    && pip install --no-cache-dir "$(echo /dist/toolkit-*.whl)[$EXTRAS]" \
+# torch first, for CUDA 12 the newest of its index, with what it pins itself; then what else the extras need by
+# requirements/lock.txt, then the package.
+RUN --mount=type=bind,from=build,source=/src,target=/src \
+    if [ "$CUDA_VERSION" = cu12 ]; then \
+        pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cu126 --extra-index-url https://pypi.org/simple torch; \
+    else pip install --no-cache-dir --requirement /src/requirements/torch.txt; fi \
+    && python /src/scripts/locked.py $(echo "$EXTRAS" | tr , ' ') >/tmp/locked.txt \
+    && pip install --no-cache-dir --require-hashes --no-deps --requirement /tmp/locked.txt \
+    && pip install --no-cache-dir --no-deps /src/dist/toolkit-*.whl && pip check && rm /tmp/locked.txt \
     && useradd --create-home --uid 10001 toolkit \
     && install --directory --owner=toolkit --group=toolkit /home/toolkit/.cache /models
 # A new volume takes its owner from the folder that it is mounted on: else it would be root's, and the user could not write.
