@@ -28,7 +28,7 @@ def gradio(
     api_key: Annotated[str | None, typer.Option(help="Key that the server at the URL asks for.")] = None,
     share: Annotated[bool, typer.Option("--share", help="Also a public address, by Gradio's own service.")] = False,
 ) -> None:
-    """Chat in the browser by Gradio (pip install 'toolkit\\[gradio]'). The server's own page, at /, needs nothing more.
+    """Chat in the browser by Gradio (pip install 'toolkit\\[serve-ui]'). The server's own page needs nothing more.
 
     Example: tool serve gradio http://127.0.0.1:23333
     """

@@ -1,4 +1,4 @@
-"""Our engine as a model of OpenCompass; it is installed apart (``pip install opencompass``).
+"""Our engine as a model of OpenCompass; the extra ``opencompass`` brings it.
 
 A configuration of OpenCompass names it where LMDeploy's stood: ``from toolkit.opencompass import TurboMindModel``.
 """
