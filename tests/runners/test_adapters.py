@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from toolkit.artifacts.adapter import read_adapter
-from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.errors import ToolkitError
-from toolkit.models.registry import load_spec
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
 
@@ -188,8 +184,6 @@ def test_modules_and_shapes_that_do_not_fit(tiny_models, adapters, tmp_path):
 
 
 def test_one_of_torch_save_is_the_same(adapters, tiny_models, tmp_path):
-    import torch
-    from safetensors.torch import load_file
 
     path = adapters.write_adapter(tmp_path / "a", tiny_models("llama"), ATTENTION)
     opened = open_model(tiny_models("llama"))
