@@ -140,7 +140,6 @@ def test_help_fits_the_terminal_and_has_no_colours_in_a_pipe(
     columns: int, shown: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("TERMINAL_WIDTH", str(columns))
     monkeypatch.setenv("NO_COLOR", "1")
     for words, _ in [([], None), *shown.commands()]:
         with pytest.raises(SystemExit) as left:
