@@ -1,7 +1,8 @@
 """The confined process: builds one job, then runs it for each message until the other end closes.
 
 A job is named ``module:function``; ``function(setup, data)`` gives ``run(value, data) -> (value, data)``. Values are
-plain JSON. What ``run`` raises goes back as text; a job that runs out of processor time is ended by the kernel.
+plain JSON; data may be a list of pieces, each let go of once it is sent. What ``run`` raises goes back as text; a job
+that runs out of processor time is ended by the kernel.
 
 Where jobs are often ended, each runs in a fork of this process: what was built for it is there for the next one. A job
 that has ``prepare(value, seconds)`` may build more before the fork, of its own making: no limit ends that, so it has to
@@ -18,7 +19,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from toolkit.base import child_process
+from toolkit.base import child_process, libc
 from toolkit.box import frames
 
 MEMORY, FAILED, REFUSED, DONE = "memory", "failed", "refused", "done"  # how a job ended
@@ -51,7 +52,12 @@ def main(fd: int) -> None:
             else:
                 _allow(seconds)
                 ended, value, data = _attempt(run, value, data)
-            frames.send(sock, frames.pack([ended, value], data))
+            message = frames.pack([ended, value], data)
+            large = sum(map(len, message)) > frames.LARGE
+            value, data = None, b""  # nothing of a job stays until the next one
+            frames.send(sock, message)
+            if large and (trim := libc.function("malloc_trim")):
+                trim(0)
 
 
 def _in_fork(
@@ -79,7 +85,7 @@ def _in_fork(
     theirs.close()
     try:
         with ours:
-            (ended, value), data = frames.receive(ours)
+            (ended, value), data = frames.receive(ours, mapped=True)
     except (EOFError, OSError):
         ended, data = CODE, b""
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
