@@ -11,8 +11,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +28,9 @@ from toolkit.vision.pixels import resized
 from toolkit.vision.recipes import area_grid, as_picture, check_shape, normed, prepare
 from toolkit.vision.spelling import spelled
 from toolkit.vision.video_job import FORMATS, sniff
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 FRAMES_BYTES = 1 << 29  # of one video at most
 LIMITS = Limits(memory=4 << 30, cpu_seconds=60.0, seconds=90.0, reply=FRAMES_BYTES + (1 << 20))
@@ -143,39 +147,40 @@ def watch(recipe: Recipe, video: Video, clip: Clip) -> Iterator[Picture]:
     from PIL import Image as pillow
 
     recipe = replace(recipe, **video.changes)
-    images = [pillow.fromarray(frame) for frame in clip.frames]
-    check_shape(images[0])
-    count = -(-len(images) // video.together)
+    images = (pillow.fromarray(frame) for frame in clip.frames)  # one after the other: all would be as large again
+    check_shape(pillow.fromarray(clip.frames[0]))
+    count = -(-len(clip) // video.together)
     if recipe.kind == "area":
-        made = _together(recipe, video, images)
+        made = _together(recipe, video, images, clip)
     elif video.pooled:
-        made = _pooled(recipe, images)
+        made = _pooled(recipe, images, len(clip))
     else:
         made = (prepare(recipe, image) for image in images)
     return (_framed(recipe, video, clip, i, count, picture) for i, picture in enumerate(made))
 
 
-def _together(recipe: Recipe, video: Video, images: Sequence[Any]) -> Iterator[Picture]:
+def _together(recipe: Recipe, video: Video, images: Iterator[Image], clip: Clip) -> Iterator[Picture]:
     """Some frames a picture, all of one grid."""
-    count, size = video.together, (images[0].height, images[0].width)
-    frames = max(len(images), count) if video.whole else 1
+    count, size = video.together, clip.frames.shape[1:3]
+    frames = max(len(clip), count) if video.whole else 1
     most = min(video.most, recipe.most * frames)  # what the tower has memory for
     ruled = replace(recipe, least=min(video.least, most), most=most)
     if video.whole:
-        grid = area_grid(replace(ruled, short=recipe.unit), size, frames, max(round(len(images) / count), 1) * count)
+        grid = area_grid(replace(ruled, short=recipe.unit), size, frames, max(round(len(clip) / count), 1) * count)
     else:
         grid = area_grid(ruled, size)
     wanted = (grid[0] * recipe.unit, grid[1] * recipe.unit)
-    for i in range(0, len(images), count):
-        some = [normed(resized(x, wanted, recipe.resample), recipe.mean, recipe.std) for x in images[i : i + count]]
+    while some := [
+        normed(resized(image, wanted, recipe.resample), recipe.mean, recipe.std) for image in islice(images, count)
+    ]:
         some += [some[-1]] * (count - len(some))
         yield as_picture(recipe, [np.stack(some, 1).reshape(1, -1, *wanted)], grid, size, grid[0] * grid[1])
 
 
-def _pooled(recipe: Recipe, images: Sequence[Any]) -> Iterator[Picture]:
+def _pooled(recipe: Recipe, images: Iterator[Image], count: int) -> Iterator[Picture]:
     side = -(-round(recipe.per_tile**0.5) // 2)
     for i, image in enumerate(images):
-        ends = i + 1 == len(images)
+        ends = i + 1 == count
         yield replace(prepare(recipe, image), tokens=side * side + ends, frame=Frame(pooled=(side, side)))
 
 
