@@ -53,7 +53,7 @@ def main(fd: int) -> None:
                 _allow(seconds)
                 ended, value, data = _attempt(run, value, data)
             message = frames.pack([ended, value], data)
-            large = sum(map(len, message)) > frames.LARGE
+            large = sum(memoryview(piece).nbytes for piece in message) > frames.LARGE
             value, data = None, b""  # nothing of a job stays until the next one
             frames.send(sock, message)
             if large and (trim := libc.function("malloc_trim")):

@@ -42,7 +42,9 @@ class Sampling:
 class Rules:
     """What may be read, and how much. ``files``: folders whose files may be; None = any, () = none. ``max_pixels``:
     of a picture, and of a frame of a video; ``max_images``: videos count as one; ``of_a_kind``: images and videos each,
-    where less is allowed of one. ``sampling``: of videos that say nothing of it."""
+    where less is allowed of one. ``max_decoding_bytes``:
+    that all hold while they are decoded, one alone may hold more; ``max_fetched_bytes``: of fetched files that wait for
+    that. ``sampling``: of videos that say nothing of it."""
 
     files: tuple[Path, ...] | None = None
     fetching: Fetching | None = field(default_factory=Fetching)  # None: no URL is fetched
@@ -53,6 +55,8 @@ class Rules:
     max_video_bytes: int = 256 << 20
     max_video_seconds: float = 4 * 3600.0
     max_video_frames: int = 256
+    max_decoding_bytes: int = 768 << 20
+    max_fetched_bytes: int = 256 << 20
     sampling: Sampling = Sampling()
 
     def within(self, seconds: float) -> Rules:
@@ -178,9 +182,12 @@ def _over_white(strip: Image) -> Image:
     return pillow.alpha_composite(pillow.new("RGBA", clear.size, "white"), clear).convert("RGB")
 
 
-def read_bytes(source: str, rules: Rules, most: int, what: str = "image") -> tuple[bytes, str]:
+def read_bytes(
+    source: str, rules: Rules, most: int, what: str = "image", arrived: Callable[[int], None] = lambda count: None
+) -> tuple[bytes, str]:
     """The bytes of a file, ``most`` of them, by its URL, data URL or path, and what messages call it, who know it as
-    ``what``. Raises UsageError, one line."""
+    ``what``. ``arrived`` is told of every piece that is fetched, how many bytes it has, and may raise. Raises UsageError,
+    one line."""
     scheme = source[:8].partition(":")[0].lower()
     if not source.strip():
         raise UsageError(f"{what}: expected a URL or a path, found an empty one")
@@ -191,7 +198,7 @@ def read_bytes(source: str, rules: Rules, most: int, what: str = "image") -> tup
     if is_url(source):
         if rules.fetching is None:
             raise UsageError(f"{shown}: URLs are not fetched here; send the {what} as a data URL")
-        return fetch(source, most, rules.fetching, what), shown
+        return fetch(source, most, rules.fetching, what, arrived), shown
     if "://" in source and scheme != "file":
         raise UsageError(f"{shown}: expected a URL of http, https, data or file")
     try:

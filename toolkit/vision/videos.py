@@ -8,7 +8,9 @@ from __future__ import annotations
 import base64
 import mimetypes
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
@@ -26,6 +28,7 @@ from toolkit.vision.clip import Clip
 from toolkit.vision.images import Rules, Sampling, is_url, open_image, read_bytes
 from toolkit.vision.pixels import resized
 from toolkit.vision.recipes import area_grid, as_picture, check_shape, normed, prepare
+from toolkit.vision.room import Room
 from toolkit.vision.spelling import spelled
 from toolkit.vision.video_job import FORMATS, sniff
 
@@ -33,13 +36,15 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FRAMES_BYTES = 1 << 29  # of one video at most
+SHORTEST = 0.1  # seconds of processor time that a video has in any case once it was let in
 LIMITS = Limits(memory=4 << 30, cpu_seconds=60.0, seconds=90.0, reply=FRAMES_BYTES + (1 << 20))
 
 
 @dataclass
 class Reader:
-    """Reads videos. It starts its process with the first one."""
+    """Reads videos. ``room``: bytes that they hold while they are decoded. It starts its process with the first one."""
 
+    room: Room | None = None
     _box: Box | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -51,11 +56,12 @@ class Reader:
         video: Video,
         seconds: float = LIMITS.cpu_seconds,
         shown: str = "video",
+        holding: ExitStack | None = None,
     ) -> Clip:
         """The frames of a video that a model is to see. ``source``: URL, data URL, path, bytes, which messages call
         ``shown``, Clip, or a list of pictures, which are all taken. Raises UsageError, one line, for one that may not
         be read, is broken, too large or takes more than ``seconds`` of processor time; BusyError where others left it
-        no time."""
+        no time or no room. ``holding``: where it keeps its place in the room until the frames are done with."""
         if isinstance(source, Clip):
             _check_frames(source.frames)
             if len(source.seconds) != len(source) or not source.rate > 0:
@@ -78,7 +84,7 @@ class Reader:
         if seconds <= 0:
             raise UsageError(f"{shown}: there is no time left to decode it; send fewer or shorter videos")
         try:
-            about, frames = self._started().run({"format": kind, **asked}, data, cpu_seconds=seconds)
+            about, frames = self._run({"format": kind, **asked}, data, seconds, shown, holding)
         except ValueError as e:
             raise UsageError(f"{shown}: {e}") from e
         except Crowded as e:
@@ -88,11 +94,22 @@ class Reader:
         shape = (-1, *about["shape"])
         return Clip(np.frombuffer(frames, np.uint8).reshape(shape), tuple(about["seconds"]), about["rate"])
 
+    def _run(
+        self, value: dict[str, Any], data: bytes, seconds: float, shown: str, holding: ExitStack | None
+    ) -> tuple[Any, Any]:
+        """What the job makes of it. With a room it is measured first, and decoded once there is as much."""
+        box, until = self._started(), time.monotonic() + seconds
+        if self.room is not None and holding is not None:
+            about, _ = box.run({**value, "measure": True}, data, cpu_seconds=seconds)
+            size = len(data) + about["bytes"]
+            holding.enter_context(self.room.of(size, max(until - time.monotonic(), 0.0), shown))
+        return box.run(value, data, cpu_seconds=max(until - time.monotonic(), SHORTEST))
+
     def _started(self) -> Box:
         extras.require("av", "messages: videos")
         with self._lock:
             if self._box is None:
-                self._box = Box("toolkit.vision.video_job:start", LIMITS, size=2)
+                self._box = Box("toolkit.vision.video_job:start", LIMITS, size=2, mapped=True)
             return self._box
 
 
