@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from toolkit.errors import UsageError
-from toolkit.vision.headers import BEGINNING
+from toolkit.vision.headers import BEGINNING, header
 from toolkit.vision.images import Rules, read_bytes
 from toolkit.vision.room import Room
 
@@ -45,6 +46,11 @@ class Asked:
         data, shown = read_bytes(str(self.source), rules, self.most_bytes(rules), self.kind)
         return replace(self, source=data, shown=shown)
 
+    def pixels(self, rules: Rules) -> int:
+        """How many a picture has, by the beginning of its file; as many as may be where that does not tell."""
+        found = header(self.beginning())
+        return rules.max_pixels if found is None else found.pixels
+
     def beginning(self) -> bytes:
         """First bytes of its file, as far as they are at hand; none of a path."""
         if isinstance(self.source, bytes):
@@ -67,11 +73,13 @@ class Asked:
 
 
 class Fetched:
-    """One of another host with its file, whose bytes count in a room until it is closed."""
+    """One of another host with its file, whose bytes count in a room until it is closed, or nobody has it any more.
+    ``seconds``: that it took."""
 
     def __init__(self, one: Asked, rules: Rules, room: Room) -> None:
         """Raises UsageError, one line, where it cannot be fetched, and BusyError where the room is full."""
         self._room, self._held = room, 0
+        began = time.monotonic()
 
         def arrived(count: int) -> None:
             room.take(count, f"{one.where}: {one.kind}")
@@ -79,7 +87,7 @@ class Fetched:
 
         try:
             data, shown = read_bytes(str(one.source), rules, one.most_bytes(rules), one.kind, arrived)
-            self.asked = replace(one, source=data, shown=shown)
+            self.asked, self.seconds = replace(one, source=data, shown=shown), time.monotonic() - began
         except BaseException:
             self.close()
             raise
@@ -88,6 +96,9 @@ class Fetched:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
         self.close()
 
     def close(self) -> None:

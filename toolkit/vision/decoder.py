@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from toolkit.base.record import plain
-from toolkit.box.box import STAND_BACK, Box, Crowded, LimitError, Limits
+from toolkit.box.box import Box, Crowded, LimitError, Limits
 from toolkit.configs.option import spelled
 from toolkit.errors import BusyError, UsageError
 from toolkit.models.pictures import Picture, Recipe
@@ -57,7 +57,7 @@ class Decoder:
         value = {"recipe": plain(recipe), "alone": alone, "max_pixels": pixels, "shown": shown}
         try:
             with self.room.of(len(data) + cost, LIMITS.seconds, shown):
-                about, numbers = self._started().run(value, data, nice=STAND_BACK)
+                about, numbers = self._started().run(value, data)
         except ValueError as e:
             raise UsageError(str(e)) from e
         except Crowded as e:
@@ -73,6 +73,5 @@ class Decoder:
     def _started(self) -> Box:
         with self._lock:
             if self._box is None:
-                self._box = Box("toolkit.vision.image_job:start", LIMITS, size=AT_ONCE, forks=True, mapped=True)
+                self._box = Box("toolkit.vision.image_job:start", LIMITS, size=AT_ONCE, mapped=True)
             return self._box
-

@@ -20,7 +20,6 @@ from toolkit.models.videos import Video
 from toolkit.vision.asked import Asked, Fetched
 from toolkit.vision.clip import Clip
 from toolkit.vision.decoder import Decoder
-from toolkit.vision.headers import header
 from toolkit.vision.images import Rules, Sampling, is_url, open_image
 from toolkit.vision.kept import Kept, key
 from toolkit.vision.parts import is_picture, is_video, parts_of, source_of
@@ -79,11 +78,6 @@ class Eyes:
         not fetched in so many ``seconds``, BusyError where those of others leave it no room."""
         with one.named():
             return Fetched(one, self.rules.within(seconds), self.decoder.fetched)
-
-    def pixels(self, one: Asked) -> int:
-        """How many a picture has, by the beginning of its file; as many as may be where that does not tell."""
-        found = header(one.beginning())
-        return self.rules.max_pixels if found is None else found.pixels
 
     def see(self, one: Asked, tokens: int = 0, decoding: float = math.inf) -> list[Picture]:
         """The picture that ``one`` is, or those that stand for its video, which has ``decoding`` seconds until its turn

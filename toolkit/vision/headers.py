@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 SEGMENTS = 200  # of a JPEG that are stepped over on the way to its size
 BEGINNING = 1 << 18  # bytes within which sizes are looked for
-# Bytes that decoding holds at most for a pixel, measured: the picture, the same in RGB, and what the format's reader has
-# beside them: coefficients (progressive JPEG), canvases (WebP), a strip that is the whole picture (TIFF).
+# Bytes that decoding holds at most for a pixel, measured: the picture, the same in RGB, and what the format's reader
+# has beside them: coefficients (progressive JPEG), canvases (WebP), a strip that is the whole picture (TIFF).
 COSTS = {"PNG": 9, "JPEG": 11, "GIF": 9, "BMP": 9, "WEBP": 17, "TIFF": 17}
 FRAME = b"\xc0\xc1\xc2\xc3\xc5\xc6\xc7\xc9\xca\xcb\xcd\xce\xcf"  # markers of JPEG with a size
 BARE = b"\x01\xd0\xd1\xd2\xd3\xd4\xd5\xd6\xd7\xd8\xff"  # those without a length

@@ -186,8 +186,8 @@ def read_bytes(
     source: str, rules: Rules, most: int, what: str = "image", arrived: Callable[[int], None] = lambda count: None
 ) -> tuple[bytes, str]:
     """The bytes of a file, ``most`` of them, by its URL, data URL or path, and what messages call it, who know it as
-    ``what``. ``arrived`` is told of every piece that is fetched, how many bytes it has, and may raise. Raises UsageError,
-    one line."""
+    ``what``. ``arrived`` is told how many bytes each piece has that is fetched, and may raise. Raises UsageError, one
+    line."""
     scheme = source[:8].partition(":")[0].lower()
     if not source.strip():
         raise UsageError(f"{what}: expected a URL or a path, found an empty one")

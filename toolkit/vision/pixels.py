@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ CUBIC = -0.75  # the slope of torch's curves
 def array(tile: Tile) -> NDArray[np.float32]:
     """float32 [3, height, width], 0 to 255."""
     if isinstance(tile, np.ndarray) and tile.dtype == np.float32:
-        return tile
+        return cast(NDArray[np.float32], tile)
     return np.asarray(tile, np.float32).transpose(2, 0, 1)
 
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import bisect
 import io
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
+
+from toolkit.box.box import STAND_BACK
 
 FORMATS = "MP4, MOV, WebM, MKV, AVI, GIF"
 SEEKING = ("mov", "matroska")  # formats that lead to a frame by its time; AVI knows the order of decoding alone
@@ -29,12 +32,13 @@ def sniff(data: bytes) -> str | None:
 def start(setup: Any, data: bytes) -> Callable[[Any, bytes], tuple[Any, Any]]:
     """``run(value, data)``: ``value`` has ``format``, ``num_frames``, ``fps``, ``fewest``, ``middle`` (see ``choose``),
     and the limits ``max_seconds``, ``max_pixels``, ``max_bytes`` (of all frames); ``data`` is the file. Gives ``shape``
-    of a frame, ``seconds`` and ``rate`` as in ``Clip``, and each frame's bytes; with ``measure`` how many ``bytes`` they
-    will be instead, and none. Raises ValueError: what is wrong."""
+    of a frame, ``seconds`` and ``rate`` as in ``Clip``, and each frame's bytes; with ``measure`` instead how many
+    ``bytes`` they will be. Raises ValueError: what is wrong."""
     import av
     import numpy as np
 
     av.logging.set_level(None)
+    os.nice(STAND_BACK)
 
     def run(value: dict[str, Any], data: bytes) -> tuple[Any, Any]:
         try:
