@@ -65,6 +65,8 @@ HELD_ELSEWHERE = {
     "max_images",
     "max_image_bytes",
     "max_image_pixels",
+    "max_decoding_bytes",
+    "max_fetched_bytes",
     "image_timeout",
     "max_video_bytes",
     "max_video_seconds",

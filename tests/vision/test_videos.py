@@ -591,6 +591,8 @@ def test_the_videos_of_a_request_have_one_deadline(pipe: Any, monkeypatch: pytes
     given: list[float] = []
 
     def ran(value: Any, data: bytes, cpu_seconds: float) -> Any:
+        if value.get("measure"):
+            return {"bytes": 28 * 28 * 3}, b""
         given.append(cpu_seconds)
         return {"shape": [28, 28, 3], "seconds": [0.0], "rate": 1.0}, bytes(28 * 28 * 3)
 
