@@ -267,7 +267,7 @@ def fetched_pictures(target: Target) -> Iterator[str]:
     small = black_png(0, 8)
 
     class Host(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802
+        def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
             self.wfile.write(small)
