@@ -67,6 +67,7 @@ HELD_ELSEWHERE = {
     "max_image_pixels",
     "max_decoding_bytes",
     "max_fetched_bytes",
+    "max_prepared_bytes",
     "image_timeout",
     "max_video_bytes",
     "max_video_seconds",

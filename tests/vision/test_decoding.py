@@ -24,8 +24,10 @@ from toolkit.serve.http.limits import Limits
 from toolkit.serve.options import ServerSettings
 from toolkit.vision import decoder, images
 from toolkit.vision.decoder import Decoder
+from toolkit.vision.eyes import Eyes
 from toolkit.vision.headers import COSTS, Header, header
 from toolkit.vision.images import Rules, open_image
+from toolkit.vision.kept import Kept
 from toolkit.vision.recipes import prepare
 from toolkit.vision.room import Room
 
@@ -355,3 +357,35 @@ def test_a_recipe_of_videos_crosses_too(boxed: Decoder) -> None:
 
     recipe = replace(TILES, video=Video(changes={"kind": "square"}))
     assert boxed.picture(FILES["png"], recipe, Rules(), True, "image").tokens
+
+
+def test_what_is_prepared_has_a_limit_until_nobody_has_it() -> None:
+    rules = Rules(max_prepared_bytes=100_000)
+    eyes = Eyes(replace(TILES, most=1), rules, decoder=Decoder.of(rules), kept=Kept(most=0))
+    room = eyes.decoder.prepared
+    message = [{"role": "user", "content": [{"type": "image_url", "image_url": data_url(60)}]}]
+    first = eyes.look(message)
+    assert room is not None and room.held == sum(part.nbytes for part in first[0].parts) > 0
+    held = [first]
+    with pytest.raises(BusyError, match=r"content\[0\]: image \(data URL\): others fill the server's --max-prepared"):
+        while len(held) < 100:
+            held.append(eyes.look(message))
+    assert len(held) > 1
+    view = held[0][0].pixels[0]
+    del first
+    held.clear()
+    assert room.held == view.base.nbytes, "a view holds it too"
+    del view
+    assert room.held == 0
+
+
+def test_with_what_is_kept_none_is_counted_twice() -> None:
+    rules = Rules(max_prepared_bytes=100_000)
+    eyes = Eyes(replace(TILES, most=1), rules, decoder=Decoder.of(rules))
+    message = [{"role": "user", "content": [{"type": "image_url", "image_url": data_url(61)}]}]
+    room = eyes.decoder.prepared
+    (first,) = eyes.look(message)
+    assert room is not None and room.held == first.pixels.nbytes
+    for _ in range(50):
+        assert eyes.look(message)[0] is first
+    assert room.held == first.pixels.nbytes

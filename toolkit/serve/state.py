@@ -50,6 +50,7 @@ def image_rules(settings: ServerSettings) -> Rules:
         max_video_frames=limits.max_video_frames,
         max_decoding_bytes=limits.max_decoding_bytes,
         max_fetched_bytes=limits.max_fetched_bytes,
+        max_prepared_bytes=limits.max_prepared_bytes,
         sampling=media_sampling(settings.media_io_kwargs),
     )
 

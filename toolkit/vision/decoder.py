@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -27,10 +29,12 @@ PIXEL = 4  # bytes that Pillow has for one in RGB
 @dataclass
 class Decoder:
     """``room``: bytes that pictures and videos hold while they are decoded; ``fetched``: of files that wait for it;
+    ``prepared``: of the numbers that are made, None: any;
     ``videos``: their reader. It starts a process with the first picture."""
 
     room: Room
     fetched: Room
+    prepared: Room | None
     videos: Reader
     _box: Box | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -40,7 +44,22 @@ class Decoder:
         """With as much room as the rules say."""
         room = Room(rules.max_decoding_bytes, spelled("max_decoding_bytes"))
         fetched = Room(rules.max_fetched_bytes, spelled("max_fetched_bytes"))
-        return cls(room, fetched, Reader(room))
+        most = rules.max_prepared_bytes
+        prepared = None if most is None else Room(most, spelled("max_prepared_bytes"))
+        return cls(room, fetched, prepared, Reader(room))
+
+    def counted(self, pictures: Iterator[Picture], where: str) -> Iterator[Picture]:
+        """These, whose numbers hold room until nobody has them any more. Raises BusyError, which says ``where``, when
+        there is none left."""
+        room = self.prepared
+        for picture in pictures:
+            if room is None:
+                yield picture
+                continue
+            for part in picture.parts:
+                room.take(part.nbytes, where)
+                weakref.finalize(part if part.base is None else part.base, room.give, part.nbytes)
+            yield picture
 
     def picture(self, data: bytes, recipe: Recipe, rules: Rules, alone: bool, shown: str) -> Picture:
         """A file's picture as ``prepare`` makes it; ``shown``: what messages call it. Raises UsageError, one line, for

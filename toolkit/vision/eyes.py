@@ -110,12 +110,13 @@ class Eyes:
         video = self._video_of(one)
         if isinstance(one.source, str | Path):
             one = one.read(self.rules)
+        made = self.decoder.counted(self._made(one, video, decoding), f"{one.where}: {one.called}")
         if not isinstance(one.source, bytes | Clip):
-            return self._made(one, video, decoding)
+            return made
         told = (one.alone,) if video is None else (self.rules.sampling,)
         name = key(one.source, one.kind, sorted(one.options.items(), key=str), *told)
         found = self.kept.get(name)
-        return self.kept.keeping(name, self._made(one, video, decoding)) if found is None else iter(found)
+        return self.kept.keeping(name, made) if found is None else iter(found)
 
     def _made(self, one: Asked, video: Video | None, decoding: float) -> Iterator[Picture]:
         rules, options, shown = self.rules, one.options, one.called
