@@ -16,6 +16,7 @@ from fastapi.testclient import TestClient
 from PIL import Image
 
 from toolkit import PytorchEngineConfig, pipeline
+from toolkit.box.box import Ticket
 from toolkit.errors import BusyError, UsageError
 from toolkit.models.pictures import Recipe
 from toolkit.serve.app import create_app
@@ -156,7 +157,7 @@ def test_what_is_decoded_at_once_has_a_limit(monkeypatch: pytest.MonkeyPatch) ->
     lock = threading.Lock()
 
     class Counted:
-        def run(self, value: Any, data: bytes) -> Any:
+        def run(self, value: Any, data: bytes, ticket: Any) -> Any:
             nonlocal together, most
             with lock:
                 together += 1
@@ -202,6 +203,26 @@ def test_a_room_lets_in_by_turns_and_the_largest_alone() -> None:
     room.take(10, "d")
     with pytest.raises(BusyError, match=r"^e: others fill"):
         room.take(1, "e")
+
+
+def test_what_needs_more_than_all_may_hold_is_refused(boxed: Decoder) -> None:
+    """As a file of 34 bytes may: lossless WebP of one colour."""
+    tiny = file(Image.new("RGBA", (1000, 1000)), "WEBP", lossless=True)
+    assert len(tiny) < 100
+    with pytest.raises(
+        UsageError, match=r"^image: found WEBP of 1000 x 1000 pixels.*16 MiB.*at most 9 \(--max-decoding"
+    ):
+        Decoder.of(Rules(max_decoding_bytes=10_000_000)).picture(tiny, TILES, Rules(), True, "image")
+    assert boxed.picture(tiny, TILES, Rules(), True, "image").tokens
+
+
+def test_work_that_is_called_off_ends(boxed: Decoder) -> None:
+    """Nobody waits for the picture any more: its process is ended with it, and the next one gets another."""
+    ticket = Ticket()
+    ticket.cancel()
+    with pytest.raises(BusyError, match=r"^image: it was given up$"):
+        boxed.picture(FILES["png"], TILES, Rules(), True, "image", ticket)
+    assert boxed.room.held == 0 and boxed.picture(FILES["png"], TILES, Rules(), True, "image").tokens
 
 
 # -- of the server
@@ -389,3 +410,22 @@ def test_with_what_is_kept_none_is_counted_twice() -> None:
     for _ in range(50):
         assert eyes.look(message)[0] is first
     assert room.held == first.pixels.nbytes
+
+
+def test_a_request_that_has_waited_long_enough_calls_its_work_off(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Ticket] = []
+    ended = threading.Event()
+
+    def slow(decoder: Decoder, data: bytes, *rest: Any) -> Any:
+        given.append(rest[-1])
+        while not given[0].cancelled:
+            ended.wait(0.01)
+        ended.set()
+        raise BusyError("given up")
+
+    monkeypatch.setattr(Decoder, "picture", slow)
+    settings = ServerSettings(model_name="tiny", limits=Limits(prompt_timeout=1.0))
+    with TestClient(create_app(pipe.engine, pipe.chat_template, settings)) as impatient:
+        found = impatient.post("/v1/chat/completions", json=asked(data_url(70)))
+        assert found.status_code == 400 and "--prompt-timeout" in found.text
+        assert ended.wait(60) and len(given) == 1

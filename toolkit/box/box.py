@@ -26,6 +26,7 @@ from toolkit.box import child, frames
 
 FORK_S = 5.0  # seconds that a child has to end after its fork
 STAND_BACK = 5  # niceness of work for who waits, for the sake of those that are answered
+MAPPED = str(1 << 22)  # bytes from which on what a child frees goes back to the system at once
 _CRASHED = "it crashes the process that works on it"
 
 
@@ -232,7 +233,7 @@ class _Child:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # what libraries write of hostile input is nobody's to read
                 process_group=0 if forks else None,  # a fork is ended by a signal to all of it, which the child ignores
-                env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": MAPPED},
             )
         self._first = first
         if sum(map(len, first)) < 4096:  # fits into the socket's buffer: the child builds its job at once

@@ -19,7 +19,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-from toolkit.base import child_process, libc
+from toolkit.base import child_process
 from toolkit.box import frames
 
 MEMORY, FAILED, REFUSED, DONE = "memory", "failed", "refused", "done"  # how a job ended
@@ -53,11 +53,8 @@ def main(fd: int) -> None:
                 _allow(seconds)
                 ended, value, data = _attempt(run, value, data)
             message = frames.pack([ended, value], data)
-            large = sum(memoryview(piece).nbytes for piece in message) > frames.LARGE
             value, data = None, b""  # nothing of a job stays until the next one
             frames.send(sock, message)
-            if large and (trim := libc.function("malloc_trim")):
-                trim(0)
 
 
 def _in_fork(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from toolkit.base.record import plain
-from toolkit.box.box import Box, Crowded, LimitError, Limits
+from toolkit.box.box import Box, Cancelled, Crowded, LimitError, Limits, Ticket
 from toolkit.configs.option import spelled
 from toolkit.errors import BusyError, UsageError
 from toolkit.models.pictures import Picture, Recipe
@@ -19,7 +19,7 @@ from toolkit.vision.images import Rules, check_size
 from toolkit.vision.recipes import made_of
 from toolkit.vision.room import Room
 from toolkit.vision.squares import SQUARE
-from toolkit.vision.videos import Reader
+from toolkit.vision.videos import GIVEN_UP, Reader
 
 LIMITS = Limits(memory=3 << 29, cpu_seconds=30.0, seconds=60.0)
 AT_ONCE = 3  # processes
@@ -61,24 +61,33 @@ class Decoder:
                 weakref.finalize(part if part.base is None else part.base, room.give, part.nbytes)
             yield picture
 
-    def picture(self, data: bytes, recipe: Recipe, rules: Rules, alone: bool, shown: str) -> Picture:
+    def picture(
+        self, data: bytes, recipe: Recipe, rules: Rules, alone: bool, shown: str, ticket: Ticket | None = None
+    ) -> Picture:
         """A file's picture as ``prepare`` makes it; ``shown``: what messages call it. Raises UsageError, one line, for
         one that is broken, too large or takes too long; BusyError where others leave it no room."""
         if len(data) > rules.max_bytes:
             raise UsageError(f"{shown}: expected at most {rules.max_bytes:,} bytes, found {len(data):,}")
-        pixels, cost = rules.max_pixels, rules.max_pixels * max(COSTS.values())
+        pixels, cost = rules.max_pixels, min(rules.max_pixels * max(COSTS.values()), self.room.most)
         if (found := header(data)) is not None:
             check_size(*found.size, rules, shown)
             pixels, cost = found.pixels, found.cost
+            if cost > self.room.most:
+                size = (
+                    f"{found.format} of {found.size[0]} x {found.size[1]} pixels, for which {cost >> 20} MiB are needed"
+                )
+                raise UsageError(f"{shown}: found {size}, expected at most {self.room.most >> 20} ({self.room.name})")
             if recipe.pad or recipe.kind == "boxed":
                 cost += PIXEL * min(max(found.size), SQUARE) ** 2
         recipe = replace(recipe, video=None)
         value = {"recipe": plain(recipe), "alone": alone, "max_pixels": pixels, "shown": shown}
         try:
             with self.room.of(len(data) + cost, LIMITS.seconds, shown):
-                about, numbers = self._started().run(value, data)
+                about, numbers = self._started().run(value, data, ticket)
         except ValueError as e:
             raise UsageError(str(e)) from e
+        except Cancelled as e:
+            raise BusyError(f"{shown}: {GIVEN_UP}") from e
         except Crowded as e:
             raise BusyError(f"{shown}: cannot be decoded now: {e}") from e
         except LimitError as e:

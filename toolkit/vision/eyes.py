@@ -13,8 +13,9 @@ from typing import Any
 
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.base import extras
+from toolkit.box.box import Ticket
 from toolkit.configs.option import spelled as flag
-from toolkit.errors import UsageError
+from toolkit.errors import BusyError, UsageError
 from toolkit.models.pictures import MOST_TILES, Picture, Recipe
 from toolkit.models.videos import Video
 from toolkit.vision.asked import Asked, Fetched
@@ -25,7 +26,7 @@ from toolkit.vision.kept import Kept, key
 from toolkit.vision.parts import is_picture, is_video, parts_of, source_of
 from toolkit.vision.recipes import prepare
 from toolkit.vision.spelling import spelled
-from toolkit.vision.videos import watch
+from toolkit.vision.videos import GIVEN_UP, watch
 
 DETAIL = {"low": 6, "medium": 12, "high": MOST_TILES}  # tiles, as LMDeploy has them
 MOST_FPS = 120
@@ -79,13 +80,17 @@ class Eyes:
         with one.named():
             return Fetched(one, self.rules.within(seconds), self.decoder.fetched)
 
-    def see(self, one: Asked, tokens: int = 0, decoding: float = math.inf) -> list[Picture]:
-        """The picture that ``one`` is, or those that stand for its video, which has ``decoding`` seconds until its turn
-        is over. ``tokens``: of the pictures before. Raises UsageError, one line that says where it stands, and
-        BusyError where others left it no time or no room."""
+    def see(
+        self, one: Asked, tokens: int = 0, decoding: float = math.inf, ticket: Ticket | None = None
+    ) -> list[Picture]:
+        """The picture that ``one`` is, or those that stand for its video, which has ``decoding`` seconds until its
+        turn is over. ``tokens``: of the pictures before; ``ticket``: by which it may be called off. Raises
+        UsageError, one line that says where it stands, and BusyError where others left it no time or no room."""
         pictures = []
         with one.named():
-            for picture in self._seen(one, decoding):
+            for picture in self._seen(one, decoding, ticket):
+                if ticket is not None and ticket.cancelled:
+                    raise BusyError(f"{one.where}: {one.called}: {GIVEN_UP}")
                 pictures.append(picture)
                 tokens += picture.tokens
                 self._check_room(tokens)
@@ -106,11 +111,11 @@ class Eyes:
                 pictures += self.see(one, tokens, decoding - (time.monotonic() - began))
         return pictures
 
-    def _seen(self, one: Asked, decoding: float) -> Iterator[Picture]:
+    def _seen(self, one: Asked, decoding: float, ticket: Ticket | None) -> Iterator[Picture]:
         video = self._video_of(one)
         if isinstance(one.source, str | Path):
             one = one.read(self.rules)
-        made = self.decoder.counted(self._made(one, video, decoding), f"{one.where}: {one.called}")
+        made = self.decoder.counted(self._made(one, video, decoding, ticket), f"{one.where}: {one.called}")
         if not isinstance(one.source, bytes | Clip):
             return made
         told = (one.alone,) if video is None else (self.rules.sampling,)
@@ -118,17 +123,17 @@ class Eyes:
         found = self.kept.get(name)
         return self.kept.keeping(name, made) if found is None else iter(found)
 
-    def _made(self, one: Asked, video: Video | None, decoding: float) -> Iterator[Picture]:
+    def _made(self, one: Asked, video: Video | None, decoding: float, ticket: Ticket | None) -> Iterator[Picture]:
         rules, options, shown = self.rules, one.options, one.called
         if video is not None:
             sampling = sampling_of(options, rules.sampling)
             with ExitStack() as holding:
-                clip = self.decoder.videos.open(one.source, rules, sampling, video, decoding, shown, holding)
+                clip = self.decoder.videos.open(one.source, rules, sampling, video, decoding, shown, holding, ticket)
                 yield from watch(self.recipe, video, clip)
             return
         recipe = _adjusted(self.recipe, rules, options)
         if isinstance(one.source, bytes):
-            yield self.decoder.picture(one.source, recipe, rules, one.alone, shown)
+            yield self.decoder.picture(one.source, recipe, rules, one.alone, shown, ticket)
         else:
             yield prepare(recipe, open_image(one.source, rules, shown), one.alone)
 

@@ -7,15 +7,12 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from toolkit.base import libc
 from toolkit.base.record import read
 from toolkit.box.box import STAND_BACK
 from toolkit.errors import UsageError
 from toolkit.models.pictures import Recipe
 from toolkit.vision.images import FORMATS, Rules, open_image
 from toolkit.vision.recipes import tiles_of
-
-LARGE = 1 << 20  # pixels
 
 
 def start(setup: Any, data: bytes) -> Callable[[Any, bytes], tuple[Any, Any]]:
@@ -28,7 +25,6 @@ def start(setup: Any, data: bytes) -> Callable[[Any, bytes], tuple[Any, Any]]:
         import_module(f"PIL.{name.title() if name != 'WEBP' else 'WebP'}ImagePlugin")
     Image.preinit()
     os.nice(STAND_BACK)
-    trim = libc.function("malloc_trim")
 
     def run(value: dict[str, Any], data: bytes) -> tuple[Any, Any]:
         rules = Rules(files=(), fetching=None, max_bytes=len(data), max_pixels=value["max_pixels"])
@@ -37,12 +33,8 @@ def start(setup: Any, data: bytes) -> Callable[[Any, bytes], tuple[Any, Any]]:
             tiles, grid = tiles_of(read(Recipe, value["recipe"]), image, value["alone"])
         except UsageError as e:
             raise ValueError(str(e)) from e
-        size, pixels = (image.height, image.width), image.height * image.width
-        del image
-        if trim is not None and pixels > LARGE:  # a heap that was full stays full otherwise
-            trim(0)
         about = [(tile.shape, tile.dtype.name) for tile in tiles]
         pieces = [tile.tobytes() for tile in tiles]
-        return {"size": size, "grid": grid, "tiles": about}, pieces
+        return {"size": (image.height, image.width), "grid": grid, "tiles": about}, pieces
 
     return run

@@ -18,7 +18,7 @@ class Room:
         self.most = most
         self.held = 0
         self.highest = 0  # that was ever held
-        self._name = name
+        self.name = name
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
 
@@ -36,7 +36,7 @@ class Room:
         """Hold ``size`` more bytes, until ``give``. Raises BusyError where there are none left."""
         with self._changed:
             if self.held + size > self.most:
-                raise BusyError(f"{what}: others fill the server's {self._name}; try again later")
+                raise BusyError(f"{what}: others fill the server's {self.name}; try again later")
             self._hold(size)
 
     def give(self, size: int) -> None:
@@ -52,7 +52,7 @@ class Room:
             try:
                 while self._waiting[0] is not me or (self.held and self.held + size > self.most):
                     if (left := until - time.monotonic()) <= 0:
-                        raise BusyError(f"{what}: others fill the server's {self._name}; try again later")
+                        raise BusyError(f"{what}: others fill the server's {self.name}; try again later")
                     self._changed.wait(min(left, threading.TIMEOUT_MAX))
                 self._hold(size)
             finally:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.base import extras
-from toolkit.box.box import Box, Crowded, LimitError, Limits
+from toolkit.box.box import Box, Cancelled, Crowded, LimitError, Limits, Ticket
 from toolkit.errors import BusyError, UsageError
 from toolkit.models.pictures import Picture, Recipe
 from toolkit.models.videos import FEWEST, TAKEN, Frame, Video
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FRAMES_BYTES = 1 << 29  # of one video at most
+GIVEN_UP = "it was given up"  # nobody waits for the answer any more
 SHORTEST = 0.1  # seconds of processor time that a video has in any case once it was let in
 LIMITS = Limits(memory=4 << 30, cpu_seconds=60.0, seconds=90.0, reply=FRAMES_BYTES + (1 << 20))
 
@@ -57,11 +58,13 @@ class Reader:
         seconds: float = LIMITS.cpu_seconds,
         shown: str = "video",
         holding: ExitStack | None = None,
+        ticket: Ticket | None = None,
     ) -> Clip:
         """The frames of a video that a model is to see. ``source``: URL, data URL, path, bytes, which messages call
         ``shown``, Clip, or a list of pictures, which are all taken. Raises UsageError, one line, for one that may not
         be read, is broken, too large or takes more than ``seconds`` of processor time; BusyError where others left it
-        no time or no room. ``holding``: where it keeps its place in the room until the frames are done with."""
+        no time or no room. ``holding``: where it keeps its place in the room until the frames are done with.
+        ``ticket``: by which it may be called off."""
         if isinstance(source, Clip):
             _check_frames(source.frames)
             if len(source.seconds) != len(source) or not source.rate > 0:
@@ -84,9 +87,11 @@ class Reader:
         if seconds <= 0:
             raise UsageError(f"{shown}: there is no time left to decode it; send fewer or shorter videos")
         try:
-            about, frames = self._run({"format": kind, **asked}, data, seconds, shown, holding)
+            about, frames = self._run({"format": kind, **asked}, data, seconds, shown, holding, ticket)
         except ValueError as e:
             raise UsageError(f"{shown}: {e}") from e
+        except Cancelled as e:
+            raise BusyError(f"{shown}: {GIVEN_UP}") from e
         except Crowded as e:
             raise BusyError(f"{shown}: cannot be decoded now: {e}") from e
         except LimitError as e:
@@ -95,15 +100,21 @@ class Reader:
         return Clip(np.frombuffer(frames, np.uint8).reshape(shape), tuple(about["seconds"]), about["rate"])
 
     def _run(
-        self, value: dict[str, Any], data: bytes, seconds: float, shown: str, holding: ExitStack | None
+        self,
+        value: dict[str, Any],
+        data: bytes,
+        seconds: float,
+        shown: str,
+        holding: ExitStack | None,
+        ticket: Ticket | None,
     ) -> tuple[Any, Any]:
         """What the job makes of it. With a room it is measured first, and decoded once there is as much."""
         box, until = self._started(), time.monotonic() + seconds
         if self.room is not None and holding is not None:
-            about, _ = box.run({**value, "measure": True}, data, cpu_seconds=seconds)
+            about, _ = box.run({**value, "measure": True}, data, ticket, cpu_seconds=seconds)
             size = len(data) + about["bytes"]
             holding.enter_context(self.room.of(size, max(until - time.monotonic(), 0.0), shown))
-        return box.run(value, data, cpu_seconds=max(until - time.monotonic(), SHORTEST))
+        return box.run(value, data, ticket, cpu_seconds=max(until - time.monotonic(), SHORTEST))
 
     def _started(self) -> Box:
         extras.require("av", "messages: videos")

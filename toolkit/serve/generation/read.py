@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
+from toolkit.box.box import Ticket
 from toolkit.models.pictures import Picture
 from toolkit.serve.fields.protocol import ChatCompletionRequest, Message
 from toolkit.serve.fields.strict import Strict
@@ -174,14 +175,20 @@ async def _looked(state: ServerState, eyes: Eyes, asked: Sequence[tuple[Asked, i
                 left -= fetched.seconds
                 one, pixels = fetched.asked, fetched.asked.pixels(eyes.rules)
             tokens = sum(picture.tokens for picture in pictures)
-            made = await lanes.decode(partial(_seen, eyes, one, tokens, until), pixels, seconds(), video=one.video)
+            ticket = Ticket()
+            try:
+                work = partial(_seen, eyes, one, tokens, until, ticket)
+                made = await lanes.decode(work, pixels, seconds(), video=one.video)
+            except BaseException:  # the client left, or has waited long enough
+                ticket.cancel()
+                raise
             lanes.used(sum(part.nbytes for picture in made for part in picture.parts))
             pictures += made
     return pictures
 
 
-def _seen(eyes: Eyes, one: Asked, tokens: int, until: float) -> list[Picture]:
-    return eyes.see(one, tokens, until - time.monotonic())
+def _seen(eyes: Eyes, one: Asked, tokens: int, until: float, ticket: Ticket) -> list[Picture]:
+    return eyes.see(one, tokens, until - time.monotonic(), ticket)
 
 
 def refuse_pictures(messages: Sequence[dict[str, Any]], param: str, why: str) -> None:

@@ -47,7 +47,7 @@ class Limits:
     max_video_seconds: float = _limit(3600.0, "Seconds that a video lasts.")
     max_video_frames: int = _limit(128, "Frames of a video that a request may ask for.")
     max_decoding_bytes: int = _limit(
-        768 << 20, "Bytes that images and videos hold while they are decoded, of all requests; one alone may hold more."
+        768 << 20, "Bytes that images and videos hold while they are decoded, of all requests."
     )
     max_fetched_bytes: int = _limit(256 << 20, "Bytes of fetched images and videos that wait to be decoded.")
     max_prepared_bytes: int = _limit(
