@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from toolkit.base.record import plain
-from toolkit.box.box import Box, Cancelled, Crowded, LimitError, Limits, Ticket
+from toolkit.box.box import Box, Cancelled, Crowded, LimitError, Limits
+from toolkit.box.box import Ticket as Ticket  # for those who call it off
 from toolkit.configs.option import spelled
 from toolkit.errors import BusyError, UsageError
 from toolkit.models.pictures import Picture, Recipe

@@ -40,10 +40,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Rules:
-    """What may be read, and how much. ``files``: folders whose files may be; None = any, () = none. ``max_pixels``: of
-    a picture, and of a frame of a video; ``max_images``: videos count as one; ``of_a_kind``: images and videos each,
-    where less is allowed of one. ``max_decoding_bytes``: that all hold while they are decoded; ``max_fetched_bytes``: of fetched files that wait for that; ``max_prepared_bytes``: of the numbers that are
-    made of them, as long as there are any, None: any. ``sampling``: of videos that say nothing of it."""
+    """What may be read, and how much. ``files``: folders whose files may be; None = any, () = none. ``max_pixels``:
+    of a picture, and of a frame of a video; ``max_images``: videos count as one; ``of_a_kind``: images and videos
+    each, where less is allowed of one. ``max_decoding_bytes``: that all hold while they are decoded;
+    ``max_fetched_bytes``: of fetched files that wait for that; ``max_prepared_bytes``: of the numbers that are made
+    of them, as long as there are any, None: any. ``sampling``: of videos that say nothing of it."""
 
     files: tuple[Path, ...] | None = None
     fetching: Fetching | None = field(default_factory=Fetching)  # None: no URL is fetched

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from toolkit.box.box import Ticket
 from toolkit.models.pictures import Picture
 from toolkit.serve.fields.protocol import ChatCompletionRequest, Message
 from toolkit.serve.fields.strict import Strict
@@ -21,6 +20,7 @@ from toolkit.serve.http.errors import ApiError, TooLong, bad_field, from_validat
 from toolkit.serve.http.json_values import count_values
 from toolkit.serve.state import ServerState
 from toolkit.vision.asked import Asked
+from toolkit.vision.decoder import Ticket
 from toolkit.vision.eyes import Eyes
 from toolkit.vision.parts import is_picture, parts_of
 
