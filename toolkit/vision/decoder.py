@@ -30,8 +30,8 @@ PIXEL = 4  # bytes that Pillow has for one in RGB
 @dataclass
 class Decoder:
     """``room``: bytes that pictures and videos hold while they are decoded; ``fetched``: of files that wait for it;
-    ``prepared``: of the numbers that are made, None: any;
-    ``videos``: their reader. It starts a process with the first picture."""
+    ``prepared``: of the numbers that are made, None: any; ``videos``: their reader. It starts a process with the first
+    picture."""
 
     room: Room
     fetched: Room
@@ -66,7 +66,8 @@ class Decoder:
         self, data: bytes, recipe: Recipe, rules: Rules, alone: bool, shown: str, ticket: Ticket | None = None
     ) -> Picture:
         """A file's picture as ``prepare`` makes it; ``shown``: what messages call it. Raises UsageError, one line, for
-        one that is broken, too large or takes too long; BusyError where others leave it no room."""
+        one that is broken, too large or takes too long; BusyError where others leave it no room, or ``ticket`` calls it
+        off."""
         if len(data) > rules.max_bytes:
             raise UsageError(f"{shown}: expected at most {rules.max_bytes:,} bytes, found {len(data):,}")
         pixels, cost = rules.max_pixels, min(rules.max_pixels * max(COSTS.values()), self.room.most)

@@ -55,7 +55,7 @@ class Rules:
     max_video_bytes: int = 256 << 20
     max_video_seconds: float = 4 * 3600.0
     max_video_frames: int = 256
-    max_decoding_bytes: int = 768 << 20
+    max_decoding_bytes: int = 3 << 29  # as much as the box lets one have
     max_fetched_bytes: int = 256 << 20
     max_prepared_bytes: int | None = None
     sampling: Sampling = Sampling()
