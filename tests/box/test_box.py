@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import signal
 import threading
@@ -54,6 +55,39 @@ def test_values_and_bytes_go_there_and_back(one: Box) -> None:
     assert one.run("setup", b"head") == ({"a": [1, None, "\ud800"]}, b"head\0tail")
     assert one.run("'é' * 100000")[0] == "é" * 100000
     assert box().run("(len(more), exec('more = None'))[0]", bytes(1 << 19))[0] == 1 << 19
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_pieces_are_one_answer_which_may_be_a_mapping(tmp_path: Path, forks: bool) -> None:
+    (tmp_path / "toolkit_pieces_job.py").write_text(
+        "def job(setup, data):\n"
+        "    def run(value, more):\n"
+        "        return len(more), [bytes([i]) * (1 << 20) for i in range(value)]\n"
+        "    return run\n"
+    )
+    limits = Limits(memory=256 << 20, cpu_seconds=5, seconds=30, reply=8 << 20)
+    for mapped, kind in ((False, bytes), (True, mmap.mmap)):
+        found = Box("toolkit_pieces_job:job", limits, size=1, forks=forks, mapped=mapped)
+        for count in (3, 5):
+            told, data = found.run(count, b"abc")
+            assert told == 3 and type(data) is kind and len(data) == count << 20
+            assert data[:] == b"".join(bytes([i]) * (1 << 20) for i in range(count))
+        assert found.run(0)[1] == b"" and type(found.run(1)[1]) is bytes
+
+
+def test_a_child_keeps_nothing_of_an_answer(one: Box) -> None:
+    one = Box("toolkit_large_job:job", Limits(memory=1 << 30, cpu_seconds=5, reply=1 << 28), size=1)
+    Path(os.environ["PYTHONPATH"], "toolkit_large_job.py").write_text(
+        "import os, resource\n"
+        "def job(setup, data):\n"
+        "    def run(value, more):\n"
+        "        pages = int(open('/proc/self/statm').read().split()[1])\n"
+        "        return pages * resource.getpagesize(), [bytes(value)]\n"
+        "    return run\n"
+    )
+    before = one.run(10)[0]
+    one.run(128 << 20)
+    assert one.run(10)[0] < before + (32 << 20)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from toolkit.box import child, frames
 
 FORK_S = 5.0  # seconds that a child has to end after its fork
 STAND_BACK = 5  # niceness of work for who waits, for the sake of those that are answered
+MAPPED = str(1 << 22)  # bytes from which on what a child frees goes back to the system at once
 _CRASHED = "it crashes the process that works on it"
 
 
@@ -98,15 +99,23 @@ class Box:
     """Up to ``size`` children that run ``job`` ("module:function", see ``child.py``). Thread-safe.
 
     ``setup`` and ``data`` are what a new child builds the job from. ``forks``: each run is a fork of the child, which
-    alone is ended then: for jobs that often pass a limit.
+    alone is ended then: for jobs that often pass a limit. ``mapped``: large data of answers come as a mapping of memory
+    instead of bytes, so that there is one copy of them.
     """
 
     def __init__(
-        self, job: str, limits: Limits, setup: Any = None, data: bytes = b"", size: int = 2, forks: bool = False
+        self,
+        job: str,
+        limits: Limits,
+        setup: Any = None,
+        data: bytes = b"",
+        size: int = 2,
+        forks: bool = False,
+        mapped: bool = False,
     ) -> None:
         first = {"job": job, "setup": setup, "memory": limits.memory, "start_seconds": limits.start_seconds}
         self._first = frames.pack(first | {"forks": forks}, data)
-        self._forks = forks
+        self._forks, self._mapped = forks, mapped
         self._limits = limits
         self._idle: deque[_Child] = deque()  # the one used last is taken first
         self._free = size  # children that may still be started or taken, those in ``_idle`` included
@@ -122,11 +131,11 @@ class Box:
     def run(
         self,
         value: Any,
-        data: bytes = b"",
+        data: frames.Buffer = b"",
         ticket: Ticket | None = None,
         cpu_seconds: float = math.inf,
         nice: int = 0,
-    ) -> tuple[Any, bytes]:
+    ) -> tuple[Any, Any]:
         """What the job makes of ``value`` (plain JSON) and ``data``. ``cpu_seconds``: where this one is to have less
         than the limit. ``nice``: how far it stands back for others, where jobs are forks.
 
@@ -208,14 +217,14 @@ class Box:
             self._changed.notify()
 
     def _new(self) -> _Child:
-        return _Child(self._first, self._forks)
+        return _Child(list(self._first), self._forks, self._mapped)
 
 
 class _Child:
     """One process and the socket to it."""
 
-    def __init__(self, first: bytes, forks: bool) -> None:
-        self._forks = forks
+    def __init__(self, first: list[frames.Buffer], forks: bool, mapped: bool) -> None:
+        self._forks, self._mapped = forks, mapped
         self._sock, theirs = socket.socketpair()
         with theirs:
             self._process = child_process.start(
@@ -224,21 +233,21 @@ class _Child:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # what libraries write of hostile input is nobody's to read
                 process_group=0 if forks else None,  # a fork is ended by a signal to all of it, which the child ignores
-                env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": MAPPED},
             )
         self._first = first
-        if len(first) < 4096:  # fits into the socket's buffer: the child builds its job at once
+        if sum(map(len, first)) < 4096:  # fits into the socket's buffer: the child builds its job at once
             self._introduce(time.monotonic() + 1)
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, message: bytes, deadline: float, limits: Limits) -> tuple[str, Any, bytes]:
+    def ask(self, message: list[frames.Buffer], deadline: float, limits: Limits) -> tuple[str, Any, Any]:
         """(how it ended, value, data). Raises OSError (TimeoutError), EOFError or ValueError where no answer comes."""
         self._introduce(deadline)
         frames.send(self._sock, message, deadline)
-        (ended, value), data = frames.receive(self._sock, deadline, limits.reply)
+        (ended, value), data = frames.receive(self._sock, deadline, limits.reply, self._mapped)
         return ended, value, data
 
     def why(self, error: Exception, limits: Limits) -> LimitError:
@@ -273,7 +282,7 @@ class _Child:
 
     def _introduce(self, deadline: float) -> None:
         if self._first:
-            first, self._first = self._first, b""
+            first, self._first = self._first, []
             frames.send(self._sock, first, deadline)
 
 

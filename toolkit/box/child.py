@@ -1,7 +1,8 @@
 """The confined process: builds one job, then runs it for each message until the other end closes.
 
 A job is named ``module:function``; ``function(setup, data)`` gives ``run(value, data) -> (value, data)``. Values are
-plain JSON. What ``run`` raises goes back as text; a job that runs out of processor time is ended by the kernel.
+plain JSON; data may be a list of pieces, each let go of once it is sent. What ``run`` raises goes back as text; a job
+that runs out of processor time is ended by the kernel.
 
 Where jobs are often ended, each runs in a fork of this process: what was built for it is there for the next one. A job
 that has ``prepare(value, seconds)`` may build more before the fork, of its own making: no limit ends that, so it has to
@@ -51,7 +52,9 @@ def main(fd: int) -> None:
             else:
                 _allow(seconds)
                 ended, value, data = _attempt(run, value, data)
-            frames.send(sock, frames.pack([ended, value], data))
+            message = frames.pack([ended, value], data)
+            value, data = None, b""  # nothing of a job stays until the next one
+            frames.send(sock, message)
 
 
 def _in_fork(
@@ -79,7 +82,7 @@ def _in_fork(
     theirs.close()
     try:
         with ours:
-            (ended, value), data = frames.receive(ours)
+            (ended, value), data = frames.receive(ours, mapped=True)
     except (EOFError, OSError):
         ended, data = CODE, b""
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

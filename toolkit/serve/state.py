@@ -49,6 +49,9 @@ def image_rules(settings: ServerSettings) -> Rules:
         max_video_bytes=limits.max_video_bytes,
         max_video_seconds=limits.max_video_seconds,
         max_video_frames=limits.max_video_frames,
+        max_decoding_bytes=limits.max_decoding_bytes,
+        max_fetched_bytes=limits.max_fetched_bytes,
+        max_prepared_bytes=limits.max_prepared_bytes,
         sampling=media_sampling(settings.media_io_kwargs),
     )
 

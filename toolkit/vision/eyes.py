@@ -6,22 +6,27 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.base import extras
+from toolkit.box.box import Ticket
 from toolkit.configs.option import spelled as flag
-from toolkit.errors import UsageError
+from toolkit.errors import BusyError, UsageError
 from toolkit.models.pictures import MOST_TILES, Picture, Recipe
+from toolkit.models.videos import Video
+from toolkit.vision.asked import Asked, Fetched
 from toolkit.vision.clip import Clip
-from toolkit.vision.images import Rules, Sampling, is_url, open_image, read_bytes
+from toolkit.vision.decoder import Decoder
+from toolkit.vision.images import Rules, Sampling, is_url, open_image
 from toolkit.vision.kept import Kept, key
 from toolkit.vision.parts import is_picture, is_video, parts_of, source_of
 from toolkit.vision.recipes import prepare
 from toolkit.vision.spelling import spelled
-from toolkit.vision.videos import Reader, watch
+from toolkit.vision.videos import GIVEN_UP, watch
 
 DETAIL = {"low": 6, "medium": 12, "high": MOST_TILES}  # tiles, as LMDeploy has them
 MOST_FPS = 120
@@ -38,78 +43,105 @@ OPTIONS = {
 @dataclass(frozen=True)
 class Eyes:
     """``recipe``: how the model has its pictures prepared; ``rules``: what may be read; ``max_tokens``: of the pictures
-    of a conversation, None: any; ``reader``: of videos; ``kept``: what it has prepared."""
+    of a conversation, None: any; ``decoder``: of files; ``kept``: what it has prepared."""
 
     recipe: Recipe
     rules: Rules = field(default_factory=Rules)
     max_tokens: int | None = None
-    reader: Reader = field(default_factory=Reader)
+    decoder: Decoder = field(default_factory=Decoder.of)
     kept: Kept = field(default_factory=Kept)
 
     @classmethod
     def open(cls, directory: Path, rules: Rules | None = None, max_tokens: int | None = None) -> Eyes | None:
         """Those of the model in a directory; None where it reads text alone. Raises ToolkitError for a config that
         cannot be."""
-        recipe = open_recipe(directory)
-        return None if recipe is None else cls(recipe, rules or Rules(), max_tokens)
+        recipe, rules = open_recipe(directory), rules or Rules()
+        return None if recipe is None else cls(recipe, rules, max_tokens, Decoder.of(rules))
 
     def taking(self, media: Any) -> Eyes:
         """These, for a request that says itself how its videos are read (``media_sampling``)."""
         return replace(self, rules=replace(self.rules, sampling=media_sampling(media, self.rules.sampling)))
 
-    def fetches(self, messages: Any) -> bool:
-        """Whether ``look`` asks other hosts for pictures of these messages."""
-        return self.rules.fetching is not None and any(is_url(source_of(part)[0]) for _, part in _pictures(messages))
+    def asked(self, messages: Any) -> list[Asked]:
+        """The pictures and videos of OpenAI messages, in order. Raises UsageError where there are too many."""
+        found = _pictures(messages)
+        self._check_count([is_video(part) for _, part in found])
+        if found:
+            extras.require("torch", "messages: images")  # towers run in it, whatever runs the language model
+        return [Asked(where, *source_of(part), is_video(part), len(found) <= self.recipe.few) for where, part in found]
 
-    def decodes(self, messages: Any) -> bool:
-        """Whether ``look`` decodes videos of these messages."""
-        return any(is_video(part) for _, part in _pictures(messages))
+    def fetches(self, one: Asked) -> bool:
+        """Whether ``one`` is another host's."""
+        return self.rules.fetching is not None and is_url(one.source)
+
+    def fetch(self, one: Asked, seconds: float = math.inf) -> Fetched:
+        """``one`` of another host with its file, whose bytes count until it is closed. Raises UsageError where it is
+        not fetched in so many ``seconds``, BusyError where those of others leave it no room."""
+        with one.named():
+            return Fetched(one, self.rules.within(seconds), self.decoder.fetched)
+
+    def see(
+        self, one: Asked, tokens: int = 0, decoding: float = math.inf, ticket: Ticket | None = None
+    ) -> list[Picture]:
+        """The picture that ``one`` is, or those that stand for its video, which has ``decoding`` seconds until its
+        turn is over. ``tokens``: of the pictures before; ``ticket``: by which it may be called off. Raises
+        UsageError, one line that says where it stands, and BusyError where others left it no time or no room."""
+        pictures = []
+        with one.named():
+            for picture in self._seen(one, decoding, ticket):
+                if ticket is not None and ticket.cancelled:
+                    raise BusyError(f"{one.where}: {one.called}: {GIVEN_UP}")
+                pictures.append(picture)
+                tokens += picture.tokens
+                self._check_room(tokens)
+        return pictures
 
     def look(self, messages: Any, seconds: float = math.inf, decoding: float = math.inf) -> list[Picture]:
         """The pictures of OpenAI messages, in order. Raises UsageError that names the part at fault; also where not all
         are fetched in so many ``seconds``, or a video's turn to be decoded comes after ``decoding`` seconds; BusyError
         where other videos left one no time."""
-        began, found = time.monotonic(), _pictures(messages)
-        self._check_count([is_video(part) for _, part in found])
-        if found:
-            extras.require("torch", "messages: images")  # towers run in it, whatever runs the language model
         pictures: list[Picture] = []
-        tokens, few = 0, len(found) <= self.recipe.few
-        for where, part in found:
-            passed = time.monotonic() - began
-            try:
-                for picture in self._seen(part, self.rules.within(seconds - passed), few, decoding - passed):
-                    pictures.append(picture)
-                    tokens += picture.tokens
-                    self._check_room(tokens)
-            except UsageError as e:
-                raise UsageError(f"{where}: {e}") from e
+        began = time.monotonic()
+        for one in self.asked(messages):
+            tokens = sum(picture.tokens for picture in pictures)
+            if self.fetches(one):
+                with self.fetch(one, seconds - (time.monotonic() - began)) as fetched:
+                    pictures += self.see(fetched.asked, tokens, decoding - (time.monotonic() - began))
+            else:
+                pictures += self.see(one, tokens, decoding - (time.monotonic() - began))
         return pictures
 
-    def _seen(self, part: Mapping[str, Any], rules: Rules, alone: bool, decoding: float) -> Iterator[Picture]:
-        """The picture that a part is, or those that stand for its video, which has ``decoding`` seconds."""
-        source, options = source_of(part)
-        kind, most, video = "image", rules.max_bytes, None
-        if is_video(part):
-            kind, most, video = "video", rules.max_video_bytes, self.recipe.video
-            if video is None:
-                raise UsageError("this model takes no videos; send frames of it as images")
-        shown = kind
-        if isinstance(source, str | Path):
-            source, shown = read_bytes(str(source), rules, most, kind)
-
-        def made() -> Iterator[Picture]:
-            if video is None:
-                yield prepare(_adjusted(self.recipe, rules, options), open_image(source, rules, shown), alone)
-            else:
-                clip = self.reader.open(source, rules, sampling_of(options, rules.sampling), video, decoding, shown)
-                yield from watch(self.recipe, video, clip)
-
-        if not isinstance(source, bytes | Clip):
-            return made()
-        name = key(source, kind, sorted(options.items(), key=str), *((alone,) if video is None else (rules.sampling,)))
+    def _seen(self, one: Asked, decoding: float, ticket: Ticket | None) -> Iterator[Picture]:
+        video = self._video_of(one)
+        if isinstance(one.source, str | Path):
+            one = one.read(self.rules)
+        made = self.decoder.counted(self._made(one, video, decoding, ticket), f"{one.where}: {one.called}")
+        if not isinstance(one.source, bytes | Clip):
+            return made
+        told = (one.alone,) if video is None else (self.rules.sampling,)
+        name = key(one.source, one.kind, sorted(one.options.items(), key=str), *told)
         found = self.kept.get(name)
-        return self.kept.keeping(name, made()) if found is None else iter(found)
+        return self.kept.keeping(name, made) if found is None else iter(found)
+
+    def _made(self, one: Asked, video: Video | None, decoding: float, ticket: Ticket | None) -> Iterator[Picture]:
+        rules, options, shown = self.rules, one.options, one.called
+        if video is not None:
+            sampling = sampling_of(options, rules.sampling)
+            with ExitStack() as holding:
+                clip = self.decoder.videos.open(one.source, rules, sampling, video, decoding, shown, holding, ticket)
+                yield from watch(self.recipe, video, clip)
+            return
+        recipe = _adjusted(self.recipe, rules, options)
+        if isinstance(one.source, bytes):
+            yield self.decoder.picture(one.source, recipe, rules, one.alone, shown, ticket)
+        else:
+            yield prepare(recipe, open_image(one.source, rules, shown), one.alone)
+
+    def _video_of(self, one: Asked) -> Video | None:
+        """How the model is shown it, where it is a video."""
+        if one.video and self.recipe.video is None:
+            raise UsageError("this model takes no videos; send frames of it as images")
+        return self.recipe.video if one.video else None
 
     def _check_count(self, videos: Sequence[bool]) -> None:
         if len(videos) > self.rules.max_images:

@@ -13,7 +13,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from urllib.parse import urljoin, urlsplit
@@ -47,14 +47,20 @@ class Fetching:
         return cls(seconds, private, None if hosts is None else tuple(hosts))
 
 
-def fetch(url: str, most_bytes: int, rules: Fetching, what: str = "image") -> bytes:
-    """What is at an http or https URL, ``what`` messages call it. Raises UsageError, one line, for one that may not or
-    cannot be fetched."""
+def fetch(
+    url: str,
+    most_bytes: int,
+    rules: Fetching,
+    what: str = "image",
+    arrived: Callable[[int], None] = lambda count: None,
+) -> bytes:
+    """What is at an http or https URL, ``what`` messages call it. ``arrived`` is told how many bytes each piece has.
+    Raises UsageError, one line, for one that may not or cannot be fetched, and what ``arrived`` raises."""
     shown = f"{what} {shortened(url)}"
     until = time.monotonic() + rules.seconds
     for _ in range(REDIRECTS + 1):
         try:
-            status, where, body = _ask(url, most_bytes, rules, until, shown)
+            status, where, body = _ask(url, most_bytes, rules, until, shown, arrived)
             url = urljoin(url, where or "")
         except (OSError, http.client.HTTPException, ValueError) as e:
             raise UsageError(f"{shown}: cannot be fetched: {str(e) or type(e).__name__}") from e
@@ -71,7 +77,9 @@ def shortened(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "…"
 
 
-def _ask(url: str, most_bytes: int, rules: Fetching, until: float, shown: str) -> tuple[int, str | None, bytes]:
+def _ask(
+    url: str, most_bytes: int, rules: Fetching, until: float, shown: str, arrived: Callable[[int], None]
+) -> tuple[int, str | None, bytes]:
     parts = urlsplit(url)
     host = parts.hostname
     if parts.scheme not in ("http", "https") or not host:
@@ -101,6 +109,7 @@ def _ask(url: str, most_bytes: int, rules: Fetching, until: float, shown: str) -
             found += len(piece)
             if found > most_bytes:
                 raise UsageError(f"{shown}: expected at most {most_bytes:,} bytes, found more")
+            arrived(len(piece))
             pieces.append(piece)
         _left(until)
         return 200, None, b"".join(pieces)

@@ -10,7 +10,7 @@ import base64
 import binascii
 import io
 import mimetypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 STILLS = ("MPO",)  # a JPEG with more pictures behind it, which cameras make: the first is meant
+STRIP = 1 << 20  # pixels that are converted at once
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,10 @@ class Sampling:
 @dataclass(frozen=True)
 class Rules:
     """What may be read, and how much. ``files``: folders whose files may be; None = any, () = none. ``max_pixels``:
-    of a picture, and of a frame of a video; ``max_images``: videos count as one; ``of_a_kind``: images and videos each,
-    where less is allowed of one. ``sampling``: of videos that say nothing of it."""
+    of a picture, and of a frame of a video; ``max_images``: videos count as one; ``of_a_kind``: images and videos
+    each, where less is allowed of one. ``max_decoding_bytes``: that all hold while they are decoded;
+    ``max_fetched_bytes``: of fetched files that wait for that; ``max_prepared_bytes``: of the numbers that are made
+    of them, as long as there are any, None: any. ``sampling``: of videos that say nothing of it."""
 
     files: tuple[Path, ...] | None = None
     fetching: Fetching | None = field(default_factory=Fetching)  # None: no URL is fetched
@@ -52,6 +55,9 @@ class Rules:
     max_video_bytes: int = 256 << 20
     max_video_seconds: float = 4 * 3600.0
     max_video_frames: int = 256
+    max_decoding_bytes: int = 3 << 29  # as much as the box lets one have
+    max_fetched_bytes: int = 256 << 20
+    max_prepared_bytes: int | None = None
     sampling: Sampling = Sampling()
 
     def within(self, seconds: float) -> Rules:
@@ -81,14 +87,15 @@ def open_image(source: Any, rules: Rules, shown: str = "image") -> Image:
     if len(data) > rules.max_bytes:
         raise UsageError(f"{shown}: expected at most {rules.max_bytes:,} bytes, found {len(data):,}")
     try:
-        image = pillow.open(io.BytesIO(data), formats=FORMATS)
+        image: Image = pillow.open(io.BytesIO(data), formats=FORMATS)
     except pillow.DecompressionBombError as e:
         raise UsageError(f"{shown}: expected at most {rules.max_pixels:,} pixels, found far more") from e
     except Exception as e:  # a broken header raises whatever its reader stumbles on
         raise UsageError(f"{shown}: expected a picture ({', '.join(FORMATS)}), found {_kind(data)}") from e
+    check_size(image.width, image.height, rules, shown)  # before the second is looked for: GIF decodes the first for it
     if image.format not in STILLS and _has_more(image, shown):
         raise UsageError(f"{shown}: expected one picture, found several in it; save the one that is meant by itself")
-    return to_rgb(image, rules, shown)
+    return to_rgb(image, rules, shown, ours=True)
 
 
 def _has_more(image: Image, shown: str) -> bool:
@@ -118,33 +125,70 @@ def is_url(source: Any) -> bool:
     return isinstance(source, str) and source[:8].partition(":")[0].lower() in ("http", "https")
 
 
-def to_rgb(image: Image, rules: Rules, shown: str) -> Image:
-    """8 bits a colour, what is transparent over white, upright."""
-    from PIL import Image as pillow
+def check_size(width: int, height: int, rules: Rules, shown: str) -> None:
+    """Raises UsageError for a picture without pixels, or with more than may be."""
+    if not width or not height:
+        raise UsageError(f"{shown}: expected a picture, found {width} x {height} pixels")
+    if (pixels := width * height) > rules.max_pixels:
+        size = f"{width} x {height} = {pixels:,}"
+        raise UsageError(f"{shown}: expected at most {rules.max_pixels:,} pixels, found {size}")
+
+
+def to_rgb(image: Image, rules: Rules, shown: str, *, ours: bool = False) -> Image:
+    """8 bits a colour, what is transparent over white, upright. ``ours``: it may be changed in its place.
+
+    Beside the picture there is one in RGB in memory at most: what Pillow would make several whole copies for is done
+    strip by strip.
+    """
     from PIL import ImageOps
 
-    if not image.width or not image.height:
-        raise UsageError(f"{shown}: expected a picture, found {image.width} x {image.height} pixels")
-    if (pixels := image.width * image.height) > rules.max_pixels:
-        size = f"{image.width} x {image.height} = {pixels:,}"
-        raise UsageError(f"{shown}: expected at most {rules.max_pixels:,} pixels, found {size}")
+    check_size(image.width, image.height, rules, shown)
     try:
-        image = ImageOps.exif_transpose(image)
+        if ours:
+            image.load()
+            ImageOps.exif_transpose(image, in_place=True)
+        else:
+            image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off instead of scaling
-            import numpy as np
-
-            return pillow.fromarray((np.asarray(image) / 257).clip(0, 255).round().astype(np.uint8)).convert("RGB")
+            return _by_strips(image, _eight_bits)
         if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-            clear = image.convert("RGBA")
-            return pillow.alpha_composite(pillow.new("RGBA", clear.size, "white"), clear).convert("RGB")
-        return image.convert("RGB")
+            return _by_strips(image, _over_white)
+        return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as e:
         raise UsageError(f"{shown}: the picture is broken or cut off: {str(e) or type(e).__name__}") from e
 
 
-def read_bytes(source: str, rules: Rules, most: int, what: str = "image") -> tuple[bytes, str]:
+def _by_strips(image: Image, work: Callable[[Image], Image]) -> Image:
+    """``work`` of all lines, some at a time, as one picture in RGB."""
+    from PIL import Image as pillow
+
+    found, lines = pillow.new("RGB", image.size), max(STRIP // image.width, 1)
+    for top in range(0, image.height, lines):
+        below = min(top + lines, image.height)
+        found.paste(work(image.crop((0, top, image.width, below))), (0, top))
+    return found
+
+
+def _eight_bits(strip: Image) -> Image:
+    import numpy as np
+    from PIL import Image as pillow
+
+    return pillow.fromarray((np.asarray(strip) / 257).clip(0, 255).round().astype(np.uint8)).convert("RGB")
+
+
+def _over_white(strip: Image) -> Image:
+    from PIL import Image as pillow
+
+    clear = strip.convert("RGBA")
+    return pillow.alpha_composite(pillow.new("RGBA", clear.size, "white"), clear).convert("RGB")
+
+
+def read_bytes(
+    source: str, rules: Rules, most: int, what: str = "image", arrived: Callable[[int], None] = lambda count: None
+) -> tuple[bytes, str]:
     """The bytes of a file, ``most`` of them, by its URL, data URL or path, and what messages call it, who know it as
-    ``what``. Raises UsageError, one line."""
+    ``what``. ``arrived`` is told how many bytes each piece has that is fetched, and may raise. Raises UsageError, one
+    line."""
     scheme = source[:8].partition(":")[0].lower()
     if not source.strip():
         raise UsageError(f"{what}: expected a URL or a path, found an empty one")
@@ -155,7 +199,7 @@ def read_bytes(source: str, rules: Rules, most: int, what: str = "image") -> tup
     if is_url(source):
         if rules.fetching is None:
             raise UsageError(f"{shown}: URLs are not fetched here; send the {what} as a data URL")
-        return fetch(source, most, rules.fetching, what), shown
+        return fetch(source, most, rules.fetching, what, arrived), shown
     if "://" in source and scheme != "file":
         raise UsageError(f"{shown}: expected a URL of http, https, data or file")
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,13 +11,16 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Tile: TypeAlias = "Image | NDArray[np.float32]"
+Pixels: TypeAlias = NDArray[np.uint8] | NDArray[np.float32]
+Tile: TypeAlias = "Image | Pixels"
 CUBIC = -0.75  # the slope of torch's curves
 
 
 def array(tile: Tile) -> NDArray[np.float32]:
     """float32 [3, height, width], 0 to 255."""
-    return tile if isinstance(tile, np.ndarray) else np.asarray(tile, np.float32).transpose(2, 0, 1)
+    if isinstance(tile, np.ndarray) and tile.dtype == np.float32:
+        return cast(NDArray[np.float32], tile)
+    return np.asarray(tile, np.float32).transpose(2, 0, 1)
 
 
 def bfloat16(numbers: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from toolkit.errors import UsageError
 from toolkit.models.pictures import Picture, Recipe, shrunk, unpadded
-from toolkit.vision.pixels import Tile, array, bfloat16, cut, resized
+from toolkit.vision.pixels import Pixels, Tile, array, bfloat16, cut, resized
 from toolkit.vision.slices import lined, overlapping, slices
 from toolkit.vision.squares import boxed, crop, mined, padded, square
 
@@ -32,11 +32,23 @@ def prepare(recipe: Recipe, image: Image, alone: bool = True) -> Picture:
     """``image`` (RGB) as the tower wants it. ``alone``: it is the only one of its conversation, and may be cut into
     tiles where the recipe has that for single pictures. Raises UsageError for a shape that the model does not take.
     """
-    size, found = check_shape(image)
+    tiles, grid = tiles_of(recipe, image, alone)
+    return made_of(recipe, tiles, grid, (image.height, image.width))
+
+
+def tiles_of(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Pixels], Size]:
+    """What ``prepare`` makes numbers of, and the grid: uint8 [height, width, 3], or float32 [3, height, width] from 0
+    to 255 where it was resized in floating point."""
+    _, found = check_shape(image)
     try:
         tiles, grid = _KINDS[recipe.kind](recipe, image, alone)
+        return [np.asarray(tile) for tile in tiles], grid
     except (OverflowError, MemoryError, ValueError) as e:
         raise UsageError(f"{found}, which cannot be resized: {str(e) or type(e).__name__}") from e
+
+
+def made_of(recipe: Recipe, tiles: Sequence[Pixels], grid: Size, size: Size) -> Picture:
+    """What ``tiles_of`` has found in a picture of this ``size``, as its numbers."""
     made = [(_rounded if recipe.rounded else normed)(tile, recipe.mean, recipe.std) for tile in tiles]
     if recipe.high:
         made[-1] = normed(tiles[-1], recipe.high_mean, recipe.high_std)
@@ -57,14 +69,17 @@ def as_picture(recipe: Recipe, parts: Sequence[NDArray[np.float32]], grid: Size,
     """One of tiles, those of one size together."""
     digest = blake2b(repr((recipe.kind, grid, size, [part.shape for part in parts])).encode(), digest_size=32)
     for part in parts:
-        digest.update(part.tobytes())
+        digest.update(np.ascontiguousarray(part).data)
     more = parts[1] if len(parts) > 1 else None
     return Picture(parts[0], grid, size, tokens, digest.digest(), more, recipe.numbered)
 
 
 def normed(tile: Tile, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
     shift, width = (np.array(x, np.float32).reshape(3, 1, 1) for x in (mean, std))
-    return (array(tile) / np.float32(255) - shift) / width
+    numbers = array(tile) / np.float32(255)
+    numbers -= shift
+    numbers /= width
+    return numbers
 
 
 def _rounded(tile: Tile, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import bisect
 import io
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
+
+from toolkit.box.box import STAND_BACK
 
 FORMATS = "MP4, MOV, WebM, MKV, AVI, GIF"
 SEEKING = ("mov", "matroska")  # formats that lead to a frame by its time; AVI knows the order of decoding alone
@@ -26,23 +29,25 @@ def sniff(data: bytes) -> str | None:
     return "gif" if data[:6] in (b"GIF87a", b"GIF89a") else None
 
 
-def start(setup: Any, data: bytes) -> Callable[[Any, bytes], tuple[Any, bytes]]:
+def start(setup: Any, data: bytes) -> Callable[[Any, bytes], tuple[Any, Any]]:
     """``run(value, data)``: ``value`` has ``format``, ``num_frames``, ``fps``, ``fewest``, ``middle`` (see ``choose``),
     and the limits ``max_seconds``, ``max_pixels``, ``max_bytes`` (of all frames); ``data`` is the file. Gives ``shape``
-    of a frame, ``seconds`` and ``rate`` as in ``Clip``, and the frames' bytes. Raises ValueError: what is wrong."""
+    of a frame, ``seconds`` and ``rate`` as in ``Clip``, and each frame's bytes; with ``measure`` instead how many
+    ``bytes`` they will be. Raises ValueError: what is wrong."""
     import av
     import numpy as np
 
     av.logging.set_level(None)
+    os.nice(STAND_BACK)
 
-    def run(value: dict[str, Any], data: bytes) -> tuple[Any, bytes]:
+    def run(value: dict[str, Any], data: bytes) -> tuple[Any, Any]:
         try:
             with closing(av.open(io.BytesIO(data), format=value["format"])) as container:
                 return _read(container, value)
         except av.error.FFmpegError as e:
             raise ValueError(f"it is broken or cut off: {e.strerror}") from e
 
-    def _read(container: Any, value: dict[str, Any]) -> tuple[Any, bytes]:
+    def _read(container: Any, value: dict[str, Any]) -> tuple[Any, Any]:
         if not container.streams.video:
             raise ValueError("expected a video, found none in the file")
         stream = container.streams.video[0]
@@ -65,15 +70,21 @@ def start(setup: Any, data: bytes) -> Callable[[Any, bytes], tuple[Any, bytes]]:
         if len(indices) * width * height * 3 > value["max_bytes"]:
             most = f"at most {value['max_bytes'] >> 20} MiB of frames"
             raise ValueError(f"expected {most}, found {len(indices)} of {width} x {height} pixels; lower num_frames")
+        if value.get("measure"):
+            return {"bytes": len(indices) * width * height * 3}, b""
         wanted = [times[i] for i in indices]
         seeks = container.format.name.partition(",")[0] in SEEKING
         shown = _frames(container, wanted, keys, seeks)
-        frames = [np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90) for frame in shown]
-        if len({frame.shape for frame in frames}) > 1:
-            raise ValueError("expected frames of one size, found several")
+        shapes, frames = set(), []
+        for frame in shown:
+            pixels = np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+            shapes.add(pixels.shape)
+            frames.append(pixels.tobytes())
+            if len(shapes) > 1:
+                raise ValueError("expected frames of one size, found several")
         seconds = [round((pts - times[0]) * tick, 6) for pts in wanted]
-        about = {"shape": frames[0].shape, "seconds": seconds, "rate": len(indices) / duration}
-        return about, b"".join(frame.tobytes() for frame in frames)
+        about = {"shape": shapes.pop(), "seconds": seconds, "rate": len(indices) / duration}
+        return about, frames
 
     return run
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 import base64
 import mimetypes
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from toolkit.base import extras
-from toolkit.box.box import Box, Crowded, LimitError, Limits
+from toolkit.box.box import Box, Cancelled, Crowded, LimitError, Limits, Ticket
 from toolkit.errors import BusyError, UsageError
 from toolkit.models.pictures import Picture, Recipe
 from toolkit.models.videos import FEWEST, TAKEN, Frame, Video
@@ -25,17 +28,24 @@ from toolkit.vision.clip import Clip
 from toolkit.vision.images import Rules, Sampling, is_url, open_image, read_bytes
 from toolkit.vision.pixels import resized
 from toolkit.vision.recipes import area_grid, as_picture, check_shape, normed, prepare
+from toolkit.vision.room import Room
 from toolkit.vision.spelling import spelled
 from toolkit.vision.video_job import FORMATS, sniff
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 FRAMES_BYTES = 1 << 29  # of one video at most
+GIVEN_UP = "it was given up"  # nobody waits for the answer any more
+SHORTEST = 0.1  # seconds of processor time that a video has in any case once it was let in
 LIMITS = Limits(memory=4 << 30, cpu_seconds=60.0, seconds=90.0, reply=FRAMES_BYTES + (1 << 20))
 
 
 @dataclass
 class Reader:
-    """Reads videos. It starts its process with the first one."""
+    """Reads videos. ``room``: bytes that they hold while they are decoded. It starts its process with the first one."""
 
+    room: Room | None = None
     _box: Box | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -47,11 +57,14 @@ class Reader:
         video: Video,
         seconds: float = LIMITS.cpu_seconds,
         shown: str = "video",
+        holding: ExitStack | None = None,
+        ticket: Ticket | None = None,
     ) -> Clip:
         """The frames of a video that a model is to see. ``source``: URL, data URL, path, bytes, which messages call
         ``shown``, Clip, or a list of pictures, which are all taken. Raises UsageError, one line, for one that may not
         be read, is broken, too large or takes more than ``seconds`` of processor time; BusyError where others left it
-        no time."""
+        no time or no room. ``holding``: where it keeps its place in the room until the frames are done with.
+        ``ticket``: by which it may be called off."""
         if isinstance(source, Clip):
             _check_frames(source.frames)
             if len(source.seconds) != len(source) or not source.rate > 0:
@@ -74,9 +87,11 @@ class Reader:
         if seconds <= 0:
             raise UsageError(f"{shown}: there is no time left to decode it; send fewer or shorter videos")
         try:
-            about, frames = self._started().run({"format": kind, **asked}, data, cpu_seconds=seconds)
+            about, frames = self._run({"format": kind, **asked}, data, seconds, shown, holding, ticket)
         except ValueError as e:
             raise UsageError(f"{shown}: {e}") from e
+        except Cancelled as e:
+            raise BusyError(f"{shown}: {GIVEN_UP}") from e
         except Crowded as e:
             raise BusyError(f"{shown}: cannot be decoded now: {e}") from e
         except LimitError as e:
@@ -84,11 +99,28 @@ class Reader:
         shape = (-1, *about["shape"])
         return Clip(np.frombuffer(frames, np.uint8).reshape(shape), tuple(about["seconds"]), about["rate"])
 
+    def _run(
+        self,
+        value: dict[str, Any],
+        data: bytes,
+        seconds: float,
+        shown: str,
+        holding: ExitStack | None,
+        ticket: Ticket | None,
+    ) -> tuple[Any, Any]:
+        """What the job makes of it. With a room it is measured first, and decoded once there is as much."""
+        box, until = self._started(), time.monotonic() + seconds
+        if self.room is not None and holding is not None:
+            about, _ = box.run({**value, "measure": True}, data, ticket, cpu_seconds=seconds)
+            size = len(data) + about["bytes"]
+            holding.enter_context(self.room.of(size, max(until - time.monotonic(), 0.0), shown))
+        return box.run(value, data, ticket, cpu_seconds=max(until - time.monotonic(), SHORTEST))
+
     def _started(self) -> Box:
         extras.require("av", "messages: videos")
         with self._lock:
             if self._box is None:
-                self._box = Box("toolkit.vision.video_job:start", LIMITS, size=2)
+                self._box = Box("toolkit.vision.video_job:start", LIMITS, size=2, mapped=True)
             return self._box
 
 
@@ -143,39 +175,40 @@ def watch(recipe: Recipe, video: Video, clip: Clip) -> Iterator[Picture]:
     from PIL import Image as pillow
 
     recipe = replace(recipe, **video.changes)
-    images = [pillow.fromarray(frame) for frame in clip.frames]
-    check_shape(images[0])
-    count = -(-len(images) // video.together)
+    images = (pillow.fromarray(frame) for frame in clip.frames)  # one after the other: all would be as large again
+    check_shape(pillow.fromarray(clip.frames[0]))
+    count = -(-len(clip) // video.together)
     if recipe.kind == "area":
-        made = _together(recipe, video, images)
+        made = _together(recipe, video, images, clip)
     elif video.pooled:
-        made = _pooled(recipe, images)
+        made = _pooled(recipe, images, len(clip))
     else:
         made = (prepare(recipe, image) for image in images)
     return (_framed(recipe, video, clip, i, count, picture) for i, picture in enumerate(made))
 
 
-def _together(recipe: Recipe, video: Video, images: Sequence[Any]) -> Iterator[Picture]:
+def _together(recipe: Recipe, video: Video, images: Iterator[Image], clip: Clip) -> Iterator[Picture]:
     """Some frames a picture, all of one grid."""
-    count, size = video.together, (images[0].height, images[0].width)
-    frames = max(len(images), count) if video.whole else 1
+    count, size = video.together, clip.frames.shape[1:3]
+    frames = max(len(clip), count) if video.whole else 1
     most = min(video.most, recipe.most * frames)  # what the tower has memory for
     ruled = replace(recipe, least=min(video.least, most), most=most)
     if video.whole:
-        grid = area_grid(replace(ruled, short=recipe.unit), size, frames, max(round(len(images) / count), 1) * count)
+        grid = area_grid(replace(ruled, short=recipe.unit), size, frames, max(round(len(clip) / count), 1) * count)
     else:
         grid = area_grid(ruled, size)
     wanted = (grid[0] * recipe.unit, grid[1] * recipe.unit)
-    for i in range(0, len(images), count):
-        some = [normed(resized(x, wanted, recipe.resample), recipe.mean, recipe.std) for x in images[i : i + count]]
+    while some := [
+        normed(resized(image, wanted, recipe.resample), recipe.mean, recipe.std) for image in islice(images, count)
+    ]:
         some += [some[-1]] * (count - len(some))
         yield as_picture(recipe, [np.stack(some, 1).reshape(1, -1, *wanted)], grid, size, grid[0] * grid[1])
 
 
-def _pooled(recipe: Recipe, images: Sequence[Any]) -> Iterator[Picture]:
+def _pooled(recipe: Recipe, images: Iterator[Image], count: int) -> Iterator[Picture]:
     side = -(-round(recipe.per_tile**0.5) // 2)
     for i, image in enumerate(images):
-        ends = i + 1 == len(images)
+        ends = i + 1 == count
         yield replace(prepare(recipe, image), tokens=side * side + ends, frame=Frame(pooled=(side, side)))
 
 

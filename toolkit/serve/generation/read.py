@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -16,6 +19,9 @@ from toolkit.serve.fields.strict import Strict
 from toolkit.serve.http.errors import ApiError, TooLong, bad_field, from_validation
 from toolkit.serve.http.json_values import count_values
 from toolkit.serve.state import ServerState
+from toolkit.vision.asked import Asked
+from toolkit.vision.decoder import Ticket
+from toolkit.vision.eyes import Eyes
 from toolkit.vision.parts import is_picture, parts_of
 
 logger = logging.getLogger("toolkit.serve")
@@ -132,27 +138,57 @@ async def encode_messages(
     """As ``encode_chat``: ``encode`` gets what ``render`` has written, with its pictures spelled. ``media``: as
     ``media_sampling`` has it."""
     eyes = state.eyes if state.eyes is None or media is None else state.eyes.taking(media)
-    limits = state.settings.limits
 
-    def read() -> list[dict[str, Any]]:
+    def read() -> tuple[list[dict[str, Any]], list[tuple[Asked, int]]]:
         found = [message.for_template() for message in messages]
         if eyes is None:
             refuse_pictures(found, "messages", "this model reads text alone; leave the images out")
-        return found
+            return found, []
+        return found, [(one, one.pixels(eyes.rules)) for one in eyes.asked(found)]
 
     def finish(found: list[dict[str, Any]], pictures: list[Picture]) -> tuple[list[int], str, list[Picture]]:
         text = render(found)
         return encode(text if eyes is None else eyes.spell(text, pictures)), text, pictures
 
     if eyes is None:
-        return await state.lanes.run(lambda: finish(read(), []), size)
-    found = await state.lanes.run(read, size)
-
-    def look() -> list[Picture]:
-        return eyes.look(found, limits.image_timeout, limits.prompt_timeout)
-
-    pictures = await state.lanes.run(look, size, fetches=eyes.fetches(found), decodes=eyes.decodes(found))
+        return await state.lanes.run(lambda: finish(read()[0], []), size)
+    found, asked = await state.lanes.run(read, size)
+    pictures = await _looked(state, eyes, asked)
     return await state.lanes.run(lambda: finish(found, pictures), size)
+
+
+async def _looked(state: ServerState, eyes: Eyes, asked: Sequence[tuple[Asked, int]]) -> list[Picture]:
+    """The pictures of a request, each with its pixels, one after the other: fetched where fetching is done, decoded
+    where decoding is, so that others' come between."""
+    lanes, limits = state.lanes, state.settings.limits
+    until, left = time.monotonic() + limits.prompt_timeout, limits.image_timeout
+    pictures: list[Picture] = []
+
+    def seconds() -> float:
+        return max(until - time.monotonic(), 0.0)
+
+    for one, pixels in asked:
+        with ExitStack() as held:
+            if eyes.fetches(one):
+                fetched = await lanes.fetch(partial(eyes.fetch, one, left), seconds())
+                held.enter_context(fetched)
+                left -= fetched.seconds
+                one, pixels = fetched.asked, fetched.asked.pixels(eyes.rules)
+            tokens = sum(picture.tokens for picture in pictures)
+            ticket = Ticket()
+            try:
+                work = partial(_seen, eyes, one, tokens, until, ticket)
+                made = await lanes.decode(work, pixels, seconds(), video=one.video)
+            except BaseException:  # the client left, or has waited long enough
+                ticket.cancel()
+                raise
+            lanes.used(sum(part.nbytes for picture in made for part in picture.parts))
+            pictures += made
+    return pictures
+
+
+def _seen(eyes: Eyes, one: Asked, tokens: int, until: float, ticket: Ticket) -> list[Picture]:
+    return eyes.see(one, tokens, until - time.monotonic(), ticket)
 
 
 def refuse_pictures(messages: Sequence[dict[str, Any]], param: str, why: str) -> None:

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from toolkit.configs.checks import shown
 from toolkit.configs.option import spelled
 from toolkit.serve.http.errors import ApiError
-from toolkit.serve.http.lanes import LARGE, Lanes
+from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.http.replies import send_error
 
@@ -65,15 +65,15 @@ class Intake:
                     await body.skip()
             await send(message)
 
-        try:
-            if (error := body.refusal()) is not None:
-                await send_error(answer, error, error.envelope_at(scope["path"]))
-            else:
-                await self._app(scope, counted, answer)
-        finally:
-            self._pending -= held
-            if body.size > LARGE:
-                self._lanes.give_back()
+        with self._lanes.request() as used:
+            try:
+                if (error := body.refusal()) is not None:
+                    await send_error(answer, error, error.envelope_at(scope["path"]))
+                else:
+                    await self._app(scope, counted, answer)
+            finally:
+                self._pending -= held
+                used.body = body.size
 
 
 class _Body:

@@ -46,6 +46,13 @@ class Limits:
     max_video_bytes: int = _limit(64 << 20, "Bytes of a video's file.")
     max_video_seconds: float = _limit(3600.0, "Seconds that a video lasts.")
     max_video_frames: int = _limit(128, "Frames of a video that a request may ask for.")
+    max_decoding_bytes: int = _limit(
+        768 << 20, "Bytes that images and videos hold while they are decoded, of all requests."
+    )
+    max_fetched_bytes: int = _limit(256 << 20, "Bytes of fetched images and videos that wait to be decoded.")
+    max_prepared_bytes: int = _limit(
+        1 << 30, "Bytes of images and videos prepared for the model: of requests under way, and kept for the next turn."
+    )
     max_sessions: int = _limit(256, "Conversations of /v1/chat/interactive that are kept.")
     session_timeout: float = _limit(3600.0, "Seconds without a turn after which such a conversation is forgotten.")
     max_stored_responses: int = _limit(1024, "Responses kept for previous_response_id.")
