@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import smuggled
+from attack_proxies import circles, hostile_node
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 LONG = 120.0  # seconds after which an answer is given up
@@ -256,6 +257,8 @@ ATTACKS: dict[str, tuple[str, Callable[[Target], Iterator[str]], bool]] = {
     "half heads": ("", half_heads, False),
     "smuggling": ("", smuggling, False),
     "usage errors": ("", usage_errors, False),
+    "proxies in a circle": ("", circles, False),
+    "hostile node": ("", hostile_node, False),
     "engine stopped": ("6, 10", stopped_engine, True),
     "engine killed": ("", killed_engine, True),
     "file truncated": ("15", truncated_file, True),

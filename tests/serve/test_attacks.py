@@ -46,7 +46,8 @@ def cases() -> ModuleType:
 CASES = cases()
 QUICK = [
     "tiny temperature", "tiny penalty", "stop strings x n", "long text", "token ids", "long message", "many messages",
-    "half requests", "no HTTP", "half heads", "smuggling", "usage errors",
+    "half requests", "no HTTP", "half heads", "smuggling", "usage errors", "hostile node",
+    pytest.param("proxies in a circle", marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
