@@ -25,11 +25,11 @@ class OddAnswer(ValueError):
 async def ask(http: httpx.AsyncClient, url: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
     """Status and body of a GET. Raises OddAnswer for what is too long, too slow or packed, httpx.HTTPError."""
     path = httpx.URL(url).path
-    plain = {**headers, "Accept-Encoding": "identity"}
+    sent = {**headers, "Accept-Encoding": "identity"}
     try:
         async with (
             asyncio.timeout(PATIENCE_S),
-            http.stream("GET", url, headers=plain, timeout=PATIENCE_S) as reply,
+            http.stream("GET", url, headers=sent, timeout=PATIENCE_S) as reply,
         ):
             check(reply)
             if reply.headers.get("content-encoding", "identity") != "identity":

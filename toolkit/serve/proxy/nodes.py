@@ -169,7 +169,7 @@ class Nodes:
 
     def models(self) -> list[str]:
         """What can be asked for, each name once."""
-        return list(dict.fromkeys(name for node in self._nodes.values() for name in node.models))
+        return list(dict.fromkeys(name for node in self._nodes.values() if not node.loops for name in node.models))
 
     def proxies(self) -> list[str]:
         """Ids of the proxies that requests may come to from here."""
