@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import struct
@@ -22,6 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+import smuggled
+from attack_proxies import circles, hostile_node
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 LONG = 120.0  # seconds after which an answer is given up
@@ -179,6 +184,32 @@ def half_requests(target: Target) -> Iterator[str]:
     yield f"{ended} of {len(held)} ended by the server"
 
 
+def half_heads(target: Target) -> Iterator[str]:
+    """More than the server has connections for, without a key; whoever asks properly is answered meanwhile."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with contextlib.ExitStack() as held:
+        for i in range(3_000):
+            with contextlib.suppress(OSError):
+                held.enter_context(target.connect()).sendall((b"", HEAD)[i % 2])
+            if i % 500 == 499:
+                yield f"/health {target.health()[0]} beside {i + 1:,} half heads"
+                yield target.post({"prompt": "x"})
+
+
+def smuggling(target: Target) -> Iterator[str]:
+    parts = urlsplit(target.url)
+    wrong = smuggled.wrong(parts.hostname or "", parts.port or 80)
+    yield f"{len(smuggled.REFUSED) + len(smuggled.ONE)} requests, {len(wrong)} read wrongly"
+    yield from (f"no answer as expected: {line}" for line in wrong)
+
+
+def usage_errors(target: Target) -> Iterator[str]:
+    """A route that refuses by itself; the log shall have no traceback of it."""
+    for path in ("/wakeup?tags=x", "/sleep?level=x", "/abort_request"):
+        yield target.post({}, path)
+
+
 def no_http(target: Target) -> Iterator[str]:
     draw = random.Random(3)
     junk = [b"\x16\x03\x01", b"GET\r\n\r\n", HEAD + b"Content-Length: -1\r\n\r\n", HEAD + b"A" * 100_000]
@@ -324,6 +355,11 @@ ATTACKS: dict[str, tuple[str, Callable[[Target], Iterator[str]], bool]] = {
     "tiny pictures": ("39.3", tiny_pictures, False),
     "fetched pictures": ("39.4", fetched_pictures, False),
     "large videos": ("39.4", large_videos, False),
+    "half heads": ("", half_heads, False),
+    "smuggling": ("", smuggling, False),
+    "usage errors": ("", usage_errors, False),
+    "proxies in a circle": ("", circles, False),
+    "hostile node": ("", hostile_node, False),
     "engine stopped": ("6, 10", stopped_engine, True),
     "engine killed": ("", killed_engine, True),
     "file truncated": ("15", truncated_file, True),

@@ -34,6 +34,7 @@ PATIENCE = 20.0  # of the server with its engine: more than a loaded machine kee
 
 def cases() -> ModuleType:
     path = Path(__file__).resolve().parents[2] / "scripts/attack_cases.py"
+    sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location("attack_cases", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -45,7 +46,8 @@ def cases() -> ModuleType:
 CASES = cases()
 QUICK = [
     "tiny temperature", "tiny penalty", "stop strings x n", "long text", "token ids", "long message", "many messages",
-    "half requests", "no HTTP",
+    "half requests", "no HTTP", "half heads", "smuggling", "usage errors", "hostile node",
+    pytest.param("proxies in a circle", marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
@@ -64,7 +66,7 @@ def server(model: Path, request: Any) -> Iterator[Any]:
     config = TurbomindEngineConfig(session_len=400, max_batch_size=32, device="cpu", dtype="float32", threads=1)
     with AsyncEngine.open(model, backend_config=config, process=True, patience=PATIENCE) as engine:
         template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path)
-        settings = ServerSettings(model_name="target", limits=Limits(read_timeout=6.0))
+        settings = ServerSettings(model_name="target", enable_sleep_mode=True, limits=Limits(read_timeout=6.0))
         with conftest.running(conftest.create_app(engine, template, settings), engine) as it:
             yield it
 

@@ -259,16 +259,74 @@ def test_a_whole_url_asks_for_its_path(start: Any, before: str, path: str) -> No
     assert found[0].startswith(b"HTTP/1.1 200 ") and len({reply.split(b"\r\n\r\n")[1] for reply in found}) == 1
 
 
-def test_one_connection_too_many(start: Any) -> None:
+def test_the_longest_half_head_makes_room(start: Any) -> None:
+    """However many there are, who sends a whole request is answered; a request under way is never ended for it."""
     server = start(limits=Limits(max_connections=5))
-    held = [connect(server) for _ in range(5)]
-    server.wait(lambda: open_connections(server) == 5)
-    refused = everything(connect(server))
-    assert b" 503 " in refused[:20] and b"--max-connections" in refused
-    for connection in held:
+    server.engine.held = True
+    working = connect(server)
+    working.sendall(HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY)
+    server.wait(lambda: len(server.engine.running) == 1)
+    held = []
+    for number in range(12):
+        held.append(connect(server))
+        held[-1].sendall(b"GET /half" if number % 2 else b"")
+        server.wait(lambda: heads(server) == {b"GET /half" if i % 2 else b"" for i in range(len(held))[-4:]})
+        assert well(server)
+    told = [everything(connection) for connection in held[:7]]
+    assert told[::2] == [b""] * 4
+    assert all(b" 503 " in text[:20] and b"--max-connections" in text for text in told[1::2])
+    server.engine.held = False
+    assert b" 200 " in everything(working)[:20]
+    for connection in held[7:]:
         connection.close()
     server.wait(lambda: open_connections(server) == 0)
-    assert well(server)
+
+
+def heads(server: Any) -> set[bytes]:
+    """What of a head has come on each connection that waits for one."""
+    return {c.conn.trailing_data[0] for c in server.server_state.connections if c._waits_for == "head"}
+
+
+def test_one_connection_too_many_may_ask_for_health(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "HEALTH_PLACES", 2)
+    server = start(limits=Limits(max_connections=3), max_concurrent_requests=9)
+    server.engine.held = True
+    request = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
+    working = [connect(server) for _ in range(3)]
+    for connection in working:
+        connection.sendall(request)
+    server.wait(lambda: len(server.engine.running) == 3)
+    for path in (b"/health", b"/v1/health?x=1", b"/health"):
+        assert b" 200 " in answer_to(server, b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)[:20], "and it closes"
+        server.wait(lambda: open_connections(server) == 3)
+    for message in (request, b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", request.replace(b"POST /", b"GET /health")):
+        refused = answer_to(server, message)
+        assert b" 503 " in refused[:20] and b"--max-connections" in refused
+        server.wait(lambda: open_connections(server) == 3)
+    halves = [connect(server) for _ in range(20)]  # of the places for /health: they make room for one another
+    assert well(server) and open_connections(server) <= 3 + 2 + 1
+    for connection in halves:
+        connection.close()
+    late = connect(server)
+    late.sendall(b"POST /v1/")
+    server.wait(lambda: heads(server) == {b"POST /v1/"})
+    server.engine.held = False
+    assert all(b" 200 " in everything(connection)[:20] for connection in working)
+    server.wait(lambda: open_connections(server) == 1)
+    late.sendall(request.removeprefix(b"POST /v1/"))
+    assert b" 200 " in everything(late)[:20], "there is room by now"
+
+
+def test_heads_have_less_time_where_many_connections_are_open(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "SHORT_HEAD_S", 0.2)
+    server = start(limits=Limits(max_connections=6))
+    early = [connect(server) for _ in range(3)]
+    server.wait(lambda: open_connections(server) == 3)
+    late = [connect(server) for _ in range(2)]
+    assert all(everything(connection) == b"" for connection in late)
+    assert open_connections(server) == 3, "these may take as long as ever"
+    for connection in early:
+        connection.close()
 
 
 def test_bodies_of_all_requests_together(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

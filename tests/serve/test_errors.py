@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 from typing import Any
 
 import pytest
 
 from toolkit.engine.process.outage import Outage
+from toolkit.errors import BusyError, ToolkitError, UsageError
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.ollama import fields as ollama
 
@@ -332,3 +334,32 @@ def test_an_unhealthy_engine(start: Any) -> None:
         status, data = send(server, "/v1/completions", TEXT)
         assert status == 503 and data["error"]["code"] == "engine_unavailable"
         assert "it burned" in data["error"]["message"] and says in data["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "lines"),
+    [
+        (UsageError("tags: expected weights, found 'x'"), 400, 0),
+        (BusyError("too much else"), 503, 0),
+        (ToolkitError("the model cannot be woken: no memory"), 500, 1),
+        (ValueError("a mistake of ours"), 500, 1),
+    ],
+)
+def test_what_a_route_raises_itself_is_told_in_a_line(
+    start: Any, error: Exception, status: int, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A traceback is for mistakes of ours alone."""
+    server = start()
+
+    async def fail() -> None:
+        raise error
+
+    server.app.add_api_route("/v1/fails", fail, methods=["POST"])
+    told = refused(server, "/v1/fails", {}, status)
+    assert (told["param"], status) == ("tags", 400) or status >= 500
+
+    def said() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+    server.wait(lambda: len(said()) >= lines)
+    assert len(said()) == lines and any(r.exc_info for r in said()) == isinstance(error, ValueError)

@@ -21,6 +21,8 @@ from toolkit.serve import announce
 from toolkit.serve.announce import Announcement
 from toolkit.serve.http.connection import connection_class
 from toolkit.serve.options import ProxySettings
+from toolkit.serve.proxy import ask as asking
+from toolkit.serve.proxy import nodes as nodes_module
 from toolkit.serve.proxy import strategies
 from toolkit.serve.proxy import watch as watching
 from toolkit.serve.proxy.app import create_app
@@ -31,7 +33,7 @@ from toolkit.serve.proxy.state import ProxyState
 @dataclass
 class FakeNode:
     """Answers like a server; ``status``: of every POST; ``tokens`` and ``delay``: of a stream; ``die_at``: the piece
-    before which it drops the connection."""
+    before which it drops the connection; ``raw``: what it says to a path, and ``again`` for ever after."""
 
     models: tuple[str, ...] = ("m",)
     status: int = 200
@@ -40,6 +42,9 @@ class FakeNode:
     die_at: int | None = None
     healthy: bool = True
     go_on: asyncio.Semaphore | None = None  # where there is one, an answer or a piece of a stream takes one of it
+    raw: dict[str, bytes] = field(default_factory=dict)
+    again: bytes = b""
+    sent: int = 0  # bytes of ``again``
     streaming: int = 0
     seen: list[tuple[str, dict[str, str], Any]] = field(default_factory=list)
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
@@ -79,6 +84,8 @@ class FakeNode:
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         data = json.loads(body) if body else None
         self.seen.append((path, headers, data))
+        if path in self.raw:
+            return await self.odd(writer, self.raw[path])
         if path == "/health":
             self.whole(writer, 200 if self.healthy else 503, {"status": "ok"})
         elif path == "/v1/models":
@@ -96,6 +103,16 @@ class FakeNode:
                 return await self.stream(writer)
             finally:
                 self.streaming -= 1
+        await writer.drain()
+        return True
+
+    async def odd(self, writer: asyncio.StreamWriter, said: bytes) -> bool:
+        writer.write(said)
+        while self.again:
+            writer.write(self.again)
+            await writer.drain()
+            self.sent += len(self.again)
+            await asyncio.sleep(self.delay)
         await writer.drain()
         return True
 
@@ -194,7 +211,7 @@ def test_requests_are_spread_and_streams_pass_through() -> None:
             assert streamed.headers["content-type"] == "text/event-stream"
             models = (await w.client.get("/v1/models")).json()
             assert [card["id"] for card in models["data"]] == ["m"]
-            assert (await w.client.get("/health")).json() == {"status": "healthy", "nodes": 3}
+            assert (await w.client.get("/health")).json() == {"status": "healthy", "nodes": 3, "proxies": [w.state.id]}
             tags = (await w.client.get("/api/tags")).json()
             assert [model["name"] for model in tags["models"]] == ["m"]
             chat = await w.client.post(
@@ -782,3 +799,222 @@ def test_a_server_knows_its_address() -> None:
     with pytest.raises(UsageError, match="--proxy-url"):
         Announcement("p:1").check()
     assert checked("http://[::1]:8000/") == "http://[::1]:8000"
+
+
+async def soon(true: Callable[[], Any]) -> None:
+    async with asyncio.timeout(60):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+def test_a_proxy_is_no_node_of_its_own() -> None:
+    async def go() -> None:
+        async with world(FakeNode(), allow_nodes_by_client=True) as w:
+            itself = str(w.client.base_url).rstrip("/")
+            for url in (itself, itself.replace("127.0.0.1", "localhost")):
+                refused = await w.client.post("/nodes/add", json={"url": url, "status": {"models": ["dead"]}})
+                assert refused.status_code == 400 and "the proxy itself" in refused.json()["error"]["message"]
+                assert len(list(w.state.nodes)) == 1
+            node = w.state.nodes.add(itself, ["dead"])  # as the command line or a state file may have it
+            await soon(lambda: node.loops)
+            assert w.state.nodes.models() == ["m"] and (await w.ask(model="dead")).status_code == 404
+            w.state.nodes.remove(w.nodes[0].url)
+            assert (await w.ask()).status_code == 503 and node.unfinished == 0
+            assert (await w.client.get("/health")).status_code == 503
+
+    run(go)
+
+
+def test_proxies_that_lead_to_each_other() -> None:
+    """One of the two ways is given up; models that are gone are gone on both."""
+
+    async def go() -> None:
+        async with world(FakeNode(models=("m",))) as a, world(FakeNode(models=("n",))) as b:
+            (b_node, a_node) = (one.state.nodes.add(str(other.client.base_url)) for one, other in ((a, b), (b, a)))
+            await soon(lambda: (b_node.loops or a_node.loops) and "n" in b.state.nodes.models())
+            await soon(lambda: sum(node.down is None for node in (a_node, b_node)) == 1)
+            front, behind = (a, b) if b_node.down is None else (b, a)
+            await soon(lambda: set(front.state.nodes.models()) == {"m", "n"})
+            for name in ("m", "n"):
+                assert (await front.ask(model=name)).status_code == 200
+            own = front.nodes[0].models[0]
+            assert behind.state.nodes.models() == [*behind.nodes[0].models]
+            assert (await behind.ask(model=own)).status_code == 404
+            behind.nodes[0].models = ()
+            await soon(lambda: front.state.nodes.models() == [own] and behind.state.nodes.models() == [])
+            assert all(node.unfinished == 0 for w in (a, b) for node in w.state.nodes)
+
+    run(go)
+
+
+def test_a_request_goes_through_a_proxy_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the loop is not known yet."""
+    monkeypatch.setattr(watching, "proxies", lambda body: [])
+
+    async def go() -> None:
+        async with world() as a, world() as b:
+            for one, other in ((a, b), (b, a)):
+                one.state.nodes.add(str(other.client.base_url), ["m"])
+            reply = await a.ask()  # neither is healthy; then all are tried
+            assert reply.status_code == 508 and reply.json()["error"]["code"] == "proxy_loop"
+            assert all(node.unfinished == 0 for w in (a, b) for node in w.state.nodes)
+        other = FakeNode(status=508)
+        async with world(other, FakeNode()) as w:  # who leads somebody else's request in a circle may do well by ours
+            while not other.posts:
+                assert (await w.ask()).status_code == 200
+            assert w.state.nodes.find(other.url).down is None
+        async with world(FakeNode()) as w:
+            for via, status in (("1.1 cdn", 200), ("1.1 a, 1.1 b,1.1 c", 200), (", ".join(["1.1 x"] * 9), 508)):
+                assert (await w.client.post("/v1/completions", json={}, headers={"Via": via})).status_code == status
+            seen = w.nodes[0].asked[-1][1]["via"]
+            assert seen == f"1.1 a, 1.1 b, 1.1 c, 1.1 toolkit-{w.state.id}"
+            assert (await w.client.post("/v1/completions", json={}, headers={"Via": seen})).status_code == 508
+
+    run(go)
+
+
+def whole(body: bytes, status: int = 200, more: str = "") -> bytes:
+    return f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n{more}\r\n".encode() + body
+
+
+CHUNKS = "transfer-encoding: chunked\r\n"
+NESTED = b"[" * 200_000 + b"]" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "again", "why"),
+    [
+        ("/health", whole(b"x" * 2_000_000), b"", "more than 1,048,576 bytes"),
+        ("/health", f"HTTP/1.1 200 X\r\n{CHUNKS}\r\n".encode(), b"1000\r\n" + b"x" * 4096 + b"\r\n", "more than"),
+        ("/health", f"HTTP/1.1 200 X\r\n{CHUNKS}\r\n".encode(), b"1\r\nx\r\n", "no whole answer"),
+        ("/health", b"HTTP/1.1 ", b"1", "no whole answer"),
+        ("/health", b"", b"HTTP/1.1 100 Continue\r\n\r\n", "no whole answer"),
+        ("/health", whole(b"{}", 999), b"", "status 999"),
+        ("/health", whole(b"0\r\n\r\n", more=CHUNKS), b"", "Content-Length beside Transfer-Encoding"),
+        ("/health", whole(b"x", more="content-encoding: gzip\r\n"), b"", "packed"),
+        ("/v1/models", f"HTTP/1.1 200 X\r\n{CHUNKS}\r\n".encode(), b"1000\r\n" + b"x" * 4096 + b"\r\n", "more than"),
+        ("/v1/models", whole(NESTED), b"", None),
+        ("/v1/models", whole(b'{"data": {"a": ' + NESTED + b"}}"), b"", None),
+        ("/v1/models", whole(b'{"data": 5}'), b"", None),
+        ("/health", whole(NESTED), b"", None),
+        ("/health", whole(b'{"proxies": [[], 5, "x"]}'), b"", None),
+    ],
+)
+def test_what_a_node_says_is_bounded(
+    path: str, said: bytes, again: bytes, why: str | None, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(asking, "PATIENCE_S", 2.0)
+
+    async def go() -> None:
+        node = await FakeNode(raw={path: said}, again=again, delay=0.001).start()
+        state = ProxyState(ProxySettings(node=[node.url]))
+        (it,) = state.nodes
+        await watching.look(state, it)
+        assert why in (it.down or "") if why else it.down is None
+        assert node.sent < 8 << 20 and not any(record.exc_info for record in caplog.records)
+        node.kill()
+        await state.http.aclose()
+
+    run(go)
+
+
+ODD_NAMES = ["", " x", "a\0b", "a\nb", "a\u202eb", "\u2028", "x" * 257, "x" * 100_000, 5, None, ["x"]]
+
+
+def test_names_that_are_none_are_not_listed(tmp_path: Path) -> None:
+    async def go() -> None:
+        cards = json.dumps({"data": [{"id": name} for name in ["good", *ODD_NAMES, "very good", "good"]]}).encode()
+        async with world(FakeNode(raw={"/v1/models": whole(cards)}), allow_nodes_by_client=True) as w:
+            assert w.state.nodes.models() == ["good", "very good"]
+            for name in ODD_NAMES:
+                body = json.dumps({"url": "http://127.0.0.1:9", "status": {"models": [name]}}).encode()
+                added = await w.client.post("/nodes/add", content=body, headers={"Content-Type": "application/json"})
+                assert added.status_code == 400 and len(added.content) < 1000, name
+            assert len(list(w.state.nodes)) == 1
+            w.nodes[0].raw["/v1/models"] = whole(json.dumps({"data": [{"id": f"m{i}"} for i in range(4096)]}).encode())
+            await soon(lambda: len(w.state.nodes.models()) == 4096)
+            told = await w.ask(model="none")
+            assert told.status_code == 404 and len(told.content) < 1000
+        file = tmp_path / "nodes.json"
+        file.write_text(json.dumps({"nodes": {"http://127.0.0.1:9": {"models": ["a\nb"]}}}))
+        with pytest.raises(ToolkitError, match="visible characters"):
+            Nodes(file)
+
+    run(go)
+
+
+@pytest.mark.parametrize("url", ["http://a\u202eb:1", "http://a\nb:1", "http://a\0b:1", f"http://{'a' * 300}:1"])
+def test_addresses_that_are_none_are_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="url: expected"):
+        checked(url)
+
+
+def test_there_are_only_so_many_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes_module, "MOST_NODES", 2)
+    found = Nodes()
+    for number in (1, 2, 1):
+        found.add(f"http://127.0.0.1:{number}")
+    with pytest.raises(UsageError, match="2 nodes already"):
+        found.add("http://127.0.0.1:3")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        whole(b"{}", 999),
+        whole(b"0\r\n\r\n", more=CHUNKS),
+        whole(b"{}", 600),
+        b"HTTP/1.1 200 X\r\nContent-Length: x\r\n\r\n",
+    ],
+)
+def test_an_answer_that_cannot_be_passed_on_is_asked_for_elsewhere(said: bytes, caplog: Any) -> None:
+    async def go() -> None:
+        odd = FakeNode(raw={"/v1/completions": said})
+        async with world(odd) as w:
+            alone = await w.ask()
+            assert alone.status_code == 503 and alone.json()["error"]["code"] == "no_node"
+            assert len(odd.asked) == 1
+            good = await FakeNode().start()
+            w.state.nodes.add(good.url)
+            await w.up(2)
+            assert {(await w.ask()).json()["node"] for _ in range(4)} == {good.port}
+            good.kill()
+        assert not any(record.exc_info for record in caplog.records)
+
+    run(go)
+
+
+def test_a_node_that_goes_silent_has_failed() -> None:
+    async def go() -> None:
+        silent, good = FakeNode(go_on=asyncio.Semaphore(0)), FakeNode()
+        async with world(silent, node_timeout=0.5) as w:
+            reply = await w.ask()
+            assert reply.status_code == 503 and "ReadTimeout" in reply.json()["error"]["message"]
+            broken = await w.ask(stream=True)
+            assert "node_lost" in broken.text and w.state.metrics.broken._value.get() == 1
+            await good.start()
+            w.state.nodes.add(good.url)
+            await w.up(2)
+            replies = await asyncio.gather(*(w.ask() for _ in range(6)))
+            assert {reply.json()["node"] for reply in replies} == {good.port}
+            good.kill()
+
+    run(go)
+
+
+def test_what_a_node_says_to_its_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "PATIENCE_S", 1.0)
+
+    async def go() -> None:
+        head = f"HTTP/1.1 200 X\r\n{CHUNKS}\r\n".encode()
+        for said, again, told in (
+            (head, b"1000\r\n" + b"x" * 4096 + b"\r\n", "more than 1,048,576 bytes"),
+            (head, b"1\r\nx\r\n", "no whole answer within 1 s"),
+            (whole(b"a\0b\nc" * 1000, 403), b"", "HTTP 403: a b c"),
+        ):
+            node = FakeNode(raw={"/terminate": said}, again=again)
+            async with world(node, node_keys=["k"], headers={"Authorization": "Bearer k"}) as w:
+                found = (await w.client.post("/nodes/terminate_all")).json()[node.url]
+                assert told in found and len(found) < 500 and len(list(w.state.nodes)) == 1
+
+    run(go)

@@ -270,7 +270,15 @@ def test_what_a_response_was_made_from_is_listed(start: Any) -> None:
     assert list(asked.list(second.id)) == listed[::-1] and list(asked.list(first.id, order="asc")) == listed[:-2]
     page = asked.list(second.id, limit=2, after=plain[-2]["id"])
     assert [item.id for item in page.data] == [plain[-3]["id"], plain[-4]["id"]] and page.has_more
-    for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "msg_unknown"}):
+    for wrong in (
+        {"limit": 0},
+        {"limit": 101},
+        {"limit": "00101"},
+        {"limit": 1000},
+        {"limit": "9" * 5000},
+        {"order": "up"},
+        {"after": "msg_unknown"},
+    ):
         with pytest.raises(openai.BadRequestError, match=f"^Error code: 400 .*{next(iter(wrong))}: expected"):
             asked.list(second.id, **wrong)
     client(server).responses.delete(first.id)

@@ -158,6 +158,9 @@ class ProxySettings:
     node: Sequence[str] = option((), "Address of a server to start with; repeatable.")
     state_file: Path | None = option(None, "JSON file in which nodes are kept over a restart. Default: none.")
     heartbeat: float = option(5.0, "Seconds between two looks at a node.", min=0.1)
+    node_timeout: float = option(
+        1800.0, "Seconds without a byte of an answer after which a node has failed; 0 = never.", min=0
+    )
     api_keys: Sequence[str] = same_option(ServerSettings, "api_keys")
     api_key_file: Path | None = same_option(ServerSettings, "api_key_file")
     node_keys: Sequence[str] = option(

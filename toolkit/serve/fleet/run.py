@@ -50,6 +50,7 @@ def serve(
         api_keys=settings.api_keys,
         api_key_file=settings.api_key_file,
         node_key=key,
+        node_timeout=0,  # a model's server that stands still is restarted by itself
         allow_origins=settings.allow_origins,
         limits=settings.limits,
         no_page=settings.no_page,

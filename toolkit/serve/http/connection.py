@@ -12,6 +12,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from toolkit.configs.option import spelled
 from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.framing import HttpState, Refusal
 from toolkit.serve.http.intake import BYTES_A_SECOND, LINGER
 from toolkit.serve.http.limits import Limits
 
@@ -20,58 +21,39 @@ REST_S = (
     75  # that a connection may rest: longer than clients and load balancers keep one, lest they ask on a closed one
 )
 SHORT_REST_S = 5  # where more than half of the connections that may be open are
-
-
-class HttpState(h11.Connection):
-    """Frames the pieces of a stream itself: h11 would ask anew of each whether it may come now. Tells of the path alone
-    where a target is a whole URL, as proxies send it.
-    """
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self._in_chunks = False  # the answer under way
-
-    def next_event(self) -> Any:
-        event = super().next_event()
-        if type(event) is h11.Request and event.target.lower().startswith((b"http://", b"https://")):
-            path = b"/" + event.target.split(b"/", 3)[3] if event.target.count(b"/") > 2 else b"/"
-            version = event.http_version
-            return h11.Request(method=event.method, headers=list(event.headers), target=path, http_version=version)
-        return event
-
-    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
-        if self._in_chunks and type(event) is h11.Data and self.our_state is h11.SEND_BODY:
-            data = event.data
-            return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
-        written = super().send(event)
-        if type(event) is h11.Response:
-            self._in_chunks = b"\r\nTransfer-Encoding: chunked\r\n" in (written or b"")
-        return written
+SHORT_HEAD_S = 5.0  # likewise, for a request's head to arrive
+HEALTH = (b"/health", b"/v1/health")
+HEALTH_PLACES = 16  # connections beyond the most, which may ask for HEALTH alone
 
 
 class Connection(H11Protocol):
     """Closes itself where the head of a request does not arrive within ``read_timeout``, the rest of one that was
     answered early within ``LINGER``, or where the client does not take its answer within ``write_timeout``; answers
-    what is no HTTP with 400; refuses to be one too many.
+    what is no HTTP with 400. One too many takes the place of the one that has waited longest for a head; where there
+    is none, it may ask for HEALTH alone, or is refused.
 
     A connection that rests between requests is uvicorn's to end; it costs a timer.
     """
 
     limits: Limits  # set in a subclass, one for each server
+    heads: dict[Connection, None]  # likewise; those that wait for a request's head, the longest first
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.conn = HttpState(h11.SERVER)
+        self.conn = self._http = HttpState(self._refusal)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._deadline: asyncio.TimerHandle | None = None
         self._waits_for = ""
         self._unread: asyncio.TimerHandle | None = None
+        self._spare = False  # for HEALTH alone
         super().connection_made(transport)
-        if len(self.connections) > self.limits.max_connections:
-            most = self.limits.max_connections
-            self._refuse(503, f"{most:,} connections are open already (the server's {spelled('max_connections')})")
-            return
+        beyond = len(self.connections) - self.limits.max_connections
+        if beyond > 0 and not self._make_room():
+            if beyond > HEALTH_PLACES:
+                self._refuse(*self._full())
+                return
+            self._spare = True
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -84,7 +66,9 @@ class Connection(H11Protocol):
         self._watch()
 
     def on_response_complete(self) -> None:
-        if len(self.connections) * 2 > self.limits.max_connections:
+        if self._spare:
+            self.timeout_keep_alive = 0
+        elif self._crowded():
             self.timeout_keep_alive = min(self.timeout_keep_alive, SHORT_REST_S)
         self._quietly(super().on_response_complete)
         self._watch()
@@ -103,7 +87,28 @@ class Connection(H11Protocol):
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "the request is no valid HTTP")
+        self._refuse(*self._http.refusal)
+
+    def _crowded(self) -> bool:
+        return len(self.connections) * 2 > self.limits.max_connections
+
+    def _full(self) -> Refusal:
+        most = self.limits.max_connections
+        return 503, f"{most:,} connections are open already (the server's {spelled('max_connections')})"
+
+    def _make_room(self) -> bool:
+        """End the connection that has waited longest for a head; whether there was one."""
+        if (longest := next(iter(self.heads), None)) is None:
+            return False
+        longest._give_up(*self._full())
+        longest.transport.abort()  # what is written is on its way; TLS would wait for the other side
+        return True
+
+    def _refusal(self, request: h11.Request) -> Refusal | None:
+        if self._spare and len(self.connections) <= self.limits.max_connections:
+            self._spare = False
+        asked = request.target.partition(b"?")[0]
+        return self._full() if self._spare and asked not in HEALTH else None
 
     def _watch(self) -> None:
         """Set or stop the clocks, by what the client has yet to send, or to take before the connection can close."""
@@ -122,11 +127,16 @@ class Connection(H11Protocol):
         if what == self._waits_for:
             return
         self._waits_for = what
+        self.heads.pop(self, None)
+        if what == "head":
+            self.heads[self] = None
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
         if what:
             seconds = self.limits.read_timeout if what == "head" else LINGER
+            if what == "head" and self._crowded():
+                seconds = min(seconds, SHORT_HEAD_S)
             self._deadline = self.loop.call_later(seconds, self._too_late)
 
     def _wait_for_reader(self) -> None:
@@ -141,8 +151,12 @@ class Connection(H11Protocol):
             self._unread = None
 
     def _too_late(self) -> None:
+        self._give_up(408, f"the request did not arrive in time (the server's {spelled('read_timeout')})")
+
+    def _give_up(self, status: int, message: str) -> None:
+        """Close; tell a client why that has sent a part of a head."""
         if self._waits_for == "head" and self.conn.trailing_data[0]:
-            self._refuse(408, f"the request did not arrive in time (the server's {spelled('read_timeout')})")
+            self._refuse(status, message)
         else:
             self.transport.close()
             self._watch()
@@ -172,4 +186,4 @@ class Connection(H11Protocol):
 
 def connection_class(limits: Limits) -> type[Connection]:
     """For uvicorn's ``http``: it makes the connections itself."""
-    return type("LimitedConnection", (Connection,), {"limits": limits})
+    return type("LimitedConnection", (Connection,), {"limits": limits, "heads": {}})

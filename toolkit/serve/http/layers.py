@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
@@ -10,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response as HttpResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from toolkit.errors import ToolkitError
 from toolkit.serve.http.auth import ApiKeyMiddleware
 from toolkit.serve.http.errors import ApiError, from_exception
 from toolkit.serve.http.intake import Intake
@@ -18,6 +20,8 @@ from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.http.replies import json_response
 from toolkit.serve.http.request_ids import RequestIds
+
+logger = logging.getLogger("toolkit.serve")
 
 
 class PlainPaths:
@@ -44,7 +48,8 @@ def add_layers(
 ) -> None:
     """``keys``, ``under``: as ApiKeyMiddleware has them; ``origins``: pages that may read the answers."""
     app.add_exception_handler(Exception, _error_reply)
-    app.add_exception_handler(ApiError, _error_reply)
+    for kind in (ApiError, ToolkitError):  # the one above logs a traceback, which is for mistakes of ours
+        app.add_exception_handler(kind, _error_reply)
     app.add_exception_handler(HTTPException, _http_error_reply)  # type: ignore[arg-type]
     if keys or under:
         app.add_middleware(ApiKeyMiddleware, keys=keys, under=under)
@@ -58,6 +63,8 @@ def add_layers(
 async def _error_reply(request: Request, error: Exception) -> HttpResponse:
     """Whatever a route raises, in the envelope."""
     told = from_exception(error)
+    if isinstance(error, ToolkitError) and told.status == 500:
+        logger.error("%s", told.message)
     return json_response(told.envelope_at(request.url.path), told.status, headers=told.headers)
 
 

@@ -27,6 +27,7 @@ from toolkit.serve.model_cards import card, listed
 from toolkit.serve.ollama.cards import Listed, add_lists
 from toolkit.serve.options import ProxySettings
 from toolkit.serve.page.routes import add_page
+from toolkit.serve.proxy.ask import MOST_PROXIES, OddAnswer, ask, plain
 from toolkit.serve.proxy.forward import Forward, Incoming
 from toolkit.serve.proxy.nodes import Node
 from toolkit.serve.proxy.paths import forwarded
@@ -104,6 +105,9 @@ def _add_node_routes(app: FastAPI, state: ProxyState) -> None:
         )
         if node.down is not None:  # the answer says how it is
             await first_look(state, node)
+        if node.loops:
+            state.nodes.remove(node.url)
+            raise ApiError(400, f"url: {node.url} is {node.down}", param="url", code="proxy_loop")
         return json_response({"url": node.url, **node.status()})
 
     @app.post("/nodes/remove", summary="Forget a node: ?node_url=, or {'url': …}; what it is answering goes on")
@@ -159,10 +163,10 @@ async def _terminate(state: ProxyState, nodes: list[Node]) -> dict[str, Any]:
     for node in nodes:
         url = node.url
         try:
-            reply = await state.http.get(f"{url}/terminate", headers=state.key_headers(node), timeout=10.0)
-            told[url] = "ended" if reply.status_code == 200 else f"HTTP {reply.status_code}: {reply.text[:200]}"
-        except httpx.HTTPError as error:
-            told[url] = f"{type(error).__name__}: {error}"
+            status, said = await ask(state.http, f"{url}/terminate", state.key_headers(node))
+            told[url] = "ended" if status == 200 else f"HTTP {status}: {plain(said.decode(errors='replace'))}"
+        except (httpx.HTTPError, OddAnswer) as error:
+            told[url] = plain(f"{type(error).__name__}: {error}")
         if told[url] == "ended":
             state.nodes.remove(url)
     return told
@@ -182,9 +186,10 @@ def _add_plain_routes(app: FastAPI, state: ProxyState) -> None:
     @app.get("/health", summary="200 while a node gets requests; needs no key")
     async def health() -> HttpResponse:
         up = sum(node.down is None for node in state.nodes)
+        told = {"nodes": up, "proxies": [state.id, *state.nodes.proxies()][:MOST_PROXIES]}  # so that loops are seen
         if state.closing or not up:
-            return json_response({"status": "shutting down" if state.closing else "no node is healthy"}, 503)
-        return json_response({"status": "healthy", "nodes": up})
+            return json_response({"status": "shutting down" if state.closing else "no node is healthy", **told}, 503)
+        return json_response({"status": "healthy", **told})
 
     @app.get("/metrics", summary="Metrics for Prometheus")
     async def metrics() -> HttpResponse:

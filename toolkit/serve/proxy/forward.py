@@ -17,7 +17,8 @@ from toolkit.serve.http.replies import Reply, event, send_error
 from toolkit.serve.http.request_ids import HEADER, current
 from toolkit.serve.lmdeploy.interactive_routes import OWNER
 from toolkit.serve.ollama.fields import served_as
-from toolkit.serve.proxy.nodes import ELSEWHERE, Node
+from toolkit.serve.proxy.ask import OddAnswer, check, plain
+from toolkit.serve.proxy.nodes import ELSEWHERE, NO_FAULT, Node
 from toolkit.serve.proxy.strategies import sticky
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ OWN_HEADERS = frozenset(  # of one connection, not of the request or answer; and
     b"content-length expect".split()
 )
 ANSWER_HEADERS = OWN_HEADERS | {b"date", b"server"}  # left out of an answer: this server's own stand in it already
+VIA = b"via"  # each proxy on a request's way adds itself
+MOST_HOPS = 8
 KEY_HEADERS = (b"authorization", b"x-api-key")
 
 
@@ -60,6 +63,12 @@ class Incoming:
         kept = self.path == "/v1/chat/interactive" and isinstance(self.data, dict)
         return self.data.get("session_id") if kept else None
 
+    @property
+    def via(self) -> list[bytes]:
+        """The proxies that it has come through."""
+        values = b",".join(value for name, value in self.headers if name.lower() == VIA)
+        return [hop.strip() for hop in values.split(b",") if hop.strip()]
+
 
 class NodeFailed(Exception):
     """A node did not answer. ``sent``: whether it may have begun to work on the request."""
@@ -83,10 +92,24 @@ class Forward(Reply):
 
     async def produce(self, send: Send) -> None:
         try:
+            self._check_way()
             await self._try_nodes(send)
         except ApiError as error:
             self._state.metrics.requests.labels("", str(error.status)).inc()
             await send_error(send, error, error.envelope_at(self._request.path))
+
+    @property
+    def _hop(self) -> bytes:
+        return b"1.1 toolkit-" + self._state.id.encode()
+
+    def _check_way(self) -> None:
+        """Raise ApiError for a request that has been here, or has come through too many proxies."""
+        via = self._request.via
+        if self._hop in via:
+            raise ApiError(508, "this request has been here: a node of this proxy leads back to it", code="proxy_loop")
+        if len(via) > MOST_HOPS:
+            text = f"via: expected at most {MOST_HOPS} proxies on a request's way, found {len(via)}; is there a loop?"
+            raise ApiError(508, text, code="proxy_loop")
 
     async def _try_nodes(self, send: Send) -> None:
         state, request = self._state, self._request
@@ -105,7 +128,7 @@ class Forward(Reply):
                         run.answered(reply.status_code)
                         if reply.status_code in ELSEWHERE and again:
                             why, tries = f"HTTP {reply.status_code}", tries + 1
-                            if reply.status_code != 429:
+                            if reply.status_code not in NO_FAULT:
                                 node.failed(why, state.clock())
                             continue
                         await self._pass_on(reply, node, send)
@@ -123,7 +146,8 @@ class Forward(Reply):
         return self._state.strategy(nodes, self._request.data, self._state.clock())
 
     def _asked(self, node: Node) -> _Exchange:
-        headers = [(k, v) for k, v in self._request.headers if k.lower() not in OWN_HEADERS]
+        headers = [(k, v) for k, v in self._request.headers if k.lower() not in OWN_HEADERS and k.lower() != VIA]
+        headers.append((VIA, b", ".join([*self._request.via, self._hop])))
         if (named := current()) is not None:  # its client has sent none, or one that may not stand in a log
             headers = [(k, v) for k, v in headers if k.lower() != HEADER.encode()]
             headers.append((HEADER.encode(), named.id.encode()))
@@ -182,6 +206,11 @@ class _Exchange:
             raise NodeFailed(_why(error), sent=False) from error
         except httpx.HTTPError as error:
             raise NodeFailed(_why(error), sent=True) from error
+        try:
+            check(self._reply)
+        except OddAnswer as error:
+            await self.__aexit__()
+            raise NodeFailed(str(error), sent=True) from None
         return self._reply
 
     async def __aexit__(self, *exc: object) -> None:
@@ -202,4 +231,4 @@ async def _next(pieces: AsyncIterator[bytes]) -> bytes:
 
 
 def _why(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return plain(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)

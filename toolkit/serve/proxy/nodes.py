@@ -16,14 +16,21 @@ import orjson
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.stage import write_file
 from toolkit.base.record import read
+from toolkit.configs.checks import shown
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.serve.proxy.ask import MOST_MODELS, MOST_NAME, good_name
 
-ELSEWHERE = (429, 502, 503, 504)  # answers of a node that another may do better
+ELSEWHERE = (429, 502, 503, 504, 508)  # answers of a node that another may do better
+NO_FAULT = (429, 508)  # of these, those that say nothing against the node
 LATENCIES = 15  # of the last requests, that a node is judged by
 OLD_S = 120.0  # after which a latency says nothing any more
 FIRST_PAUSE_S = 0.5  # before a node that failed is looked at again; doubles with every failure
 LONGEST_PAUSE_S = 30.0
 UNSEEN = "not looked at yet"  # why a new node gets no requests
+ITSELF = "this is the proxy itself"  # why one never gets any
+LEADS_BACK = "a proxy that leads back to this one"  # likewise
+MOST_NODES = 1024
+MOST_URL = 300  # characters
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,9 @@ class _State:
 class Node:
     """``name``: what metrics call it, "" = its URL. ``speed``: how much it does in a time, in any measure that is the
     same for all; None = not known. ``lease``: seconds after which it is forgotten unless it is added again; None =
-    never. ``trusted``: the operator has named it, not a client. ``down``: why it gets no requests. ``failures``: in a
-    row; a request that works ends the row."""
+    never. ``trusted``: the operator has named it, not a client. ``proxies``: ids of the proxies that it leads to, its
+    own first where it is one. ``down``: why it gets no requests. ``failures``: in a row; a request that works ends the
+    row."""
 
     url: str
     models: list[str] = field(default_factory=list)
@@ -55,6 +63,7 @@ class Node:
     lease: float | None = None
     trusted: bool = False
     unfinished: int = 0
+    proxies: list[str] = field(default_factory=list)
     down: str | None = None
     failures: int = 0
     look_at: float = 0.0  # when its health is looked at next
@@ -64,6 +73,11 @@ class Node:
     @property
     def label(self) -> str:
         return self.name or self.url
+
+    @property
+    def loops(self) -> bool:
+        """Whether a request to it would come back here."""
+        return self.down in (ITSELF, LEADS_BACK)
 
     def failed(self, why: str, now: float) -> None:
         """It gets no requests until it is found healthy, for which it has the longer the more often it failed."""
@@ -121,7 +135,10 @@ class Nodes:
         Raises UsageError.
         """
         url = checked(url)
+        _check_names(models or [])
         before = self._nodes.get(url)
+        if before is None and len(self._nodes) >= MOST_NODES:
+            raise UsageError(f"url: there are {MOST_NODES:,} nodes already; remove some")
         kept = None if before is None else before.kept()
         if before is not None:
             models, speed = (before.models if models is None else models), (before.speed if speed is None else speed)
@@ -147,12 +164,16 @@ class Nodes:
 
     def serving(self, model: str | None) -> list[Node]:
         """Those that serve ``model`` (None: whatever), the ones that work; where none does, all of them."""
-        found = [n for n in self._nodes.values() if model is None or model in n.models]
+        found = [n for n in self._nodes.values() if (model is None or model in n.models) and not n.loops]
         return [n for n in found if n.down is None] or sorted(found, key=lambda n: n.failures)
 
     def models(self) -> list[str]:
         """What can be asked for, each name once."""
-        return list(dict.fromkeys(name for node in self._nodes.values() for name in node.models))
+        return list(dict.fromkeys(name for node in self._nodes.values() if not node.loops for name in node.models))
+
+    def proxies(self) -> list[str]:
+        """Ids of the proxies that requests may come to from here."""
+        return list(dict.fromkeys(name for node in self._nodes.values() if not node.loops for name in node.proxies))
 
     def _put(self, url: str, kept: Kept) -> Node:
         node = self._nodes.setdefault(url, Node(url, down=UNSEEN))
@@ -172,13 +193,24 @@ def checked(url: str) -> str:
     """A node's URL as it is kept: scheme, host and port. Raises UsageError for anything else."""
     try:
         parts = urlsplit(url.strip())
-        good = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        fair = url.isprintable() and len(url) <= MOST_URL
+        good = fair and parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
         good = good and httpx.URL(url.strip()).host == parts.hostname  # it refuses hosts that urlsplit takes
     except (ValueError, httpx.InvalidURL):
         good = False
     if not good or parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
         raise UsageError(f"url: expected the address of a server, such as http://127.0.0.1:23333, found {url!r:.200}")
     return f"{parts.scheme}://{parts.netloc}"
+
+
+def _check_names(models: list[str]) -> None:
+    """Raise UsageError where a node is said to serve what no model can be called."""
+    if len(models) > MOST_MODELS:
+        raise UsageError(f"status.models: expected at most {MOST_MODELS:,} names, found {len(models):,}")
+    for name in models:
+        if not good_name(name):
+            text = f"expected names of 1 to {MOST_NAME} visible characters, found {shown(name)}"
+            raise UsageError(f"status.models: {text}")
 
 
 def _read(file: Path) -> dict[str, Kept]:
@@ -188,6 +220,7 @@ def _read(file: Path) -> dict[str, Kept]:
         for url, kept in nodes.items():
             if not all(number is None or number > 0 for number in (kept.speed, kept.lease)):
                 raise ValueError(f"{url!r:.60}: speed and lease: expected numbers above 0")
-    except ValueError as error:
+            _check_names(kept.models)
+    except (ValueError, UsageError) as error:
         raise ToolkitError(f"{file}: {error}; remove the file to start anew") from None
     return {checked(url): kept for url, kept in nodes.items()}

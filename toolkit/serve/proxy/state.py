@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +21,17 @@ from toolkit.serve.proxy.metrics import ProxyMetrics
 from toolkit.serve.proxy.nodes import ELSEWHERE, Node, Nodes
 from toolkit.serve.proxy.strategies import strategy
 
+MOST_SHOWN = 20  # names in a message
+# A node whose machine is gone, or cut off, is found out by the system within a minute, however long it may think.
+KEEPALIVE = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+        if hasattr(socket, name)  # not on every system
+    ),
+]
+
 
 @dataclass
 class Run:
@@ -32,7 +45,8 @@ class Run:
 
 
 class ProxyState:
-    """``active``: the tasks that answer clients; ``closing``: the proxy is on its way down."""
+    """``id``: tells this proxy from all others. ``active``: the tasks that answer clients; ``closing``: the proxy is on
+    its way down."""
 
     def __init__(self, settings: ProxySettings, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = settings
@@ -43,13 +57,17 @@ class ProxyState:
         self.strategy = strategy(settings.strategy)
         self.metrics = ProxyMetrics(self.nodes)
         self.lanes = Lanes(settings.limits)
+        self.id = secrets.token_hex(16)
+        silence = settings.node_timeout or None
         self.http = httpx.AsyncClient(
-            timeout=httpx.Timeout(
-                None, connect=5.0
-            ),  # an answer may take its time: its client decides how long to wait
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0),
+            transport=httpx.AsyncHTTPTransport(
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0),
+                trust_env=False,
+                verify=checking(),
+                socket_options=KEEPALIVE,
+            ),
+            timeout=httpx.Timeout(None, connect=5.0, read=silence, write=silence),
             trust_env=False,
-            verify=checking(),
             follow_redirects=False,
         )
         self.active: set[asyncio.Task[None] | None] = set()
@@ -63,7 +81,8 @@ class ProxyState:
         if not found and not self.nodes.models():
             raise ApiError(503, "the proxy has no nodes; add one by POST /nodes/add", code="no_node")
         if not found:
-            names = ", ".join(map(repr, self.nodes.models()))
+            known = self.nodes.models()
+            names = ", ".join(map(repr, known[:MOST_SHOWN])) + (", …" if len(known) > MOST_SHOWN else "")
             raise ApiError(
                 404, f"model: {shown(model)} is served by no node; there are {names}", code="model_not_found"
             )

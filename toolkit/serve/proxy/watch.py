@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from contextlib import suppress
 
 import httpx2 as httpx
 
 from toolkit.base import tls
-from toolkit.serve.proxy.nodes import UNSEEN, Node
+from toolkit.serve.proxy.ask import OddAnswer, ask, model_names, plain, proxies
+from toolkit.serve.proxy.nodes import ITSELF, LEADS_BACK, UNSEEN, Node
 from toolkit.serve.proxy.state import ProxyState
 
 logger = logging.getLogger("toolkit.proxy")
 TICK_S = 0.1
-PATIENCE_S = 5.0  # that a node has to say how it is
 FIRST_LOOK_S = 2.0
-MOST_MODELS = 4096
 
 
 async def watch(state: ProxyState) -> None:
@@ -41,28 +41,27 @@ async def first_look(state: ProxyState, node: Node) -> None:
 
 
 async def look(state: ProxyState, node: Node) -> None:
-    """Ask one node how it is and what it serves. One that does not answer well gets no requests."""
+    """Ask a node how it is and what it serves. One that does not answer well, or leads back here, gets no requests."""
     try:
-        health = await state.http.get(f"{node.url}/health", timeout=PATIENCE_S)
-        if health.status_code != 200:
-            raise ValueError(f"/health says {health.status_code}")
-        if models := await _models(state, node):
-            node.models = models
+        status, said = await ask(state.http, f"{node.url}/health", {})
+        node.proxies = proxies(said)
+        if state.id in node.proxies:
+            node.models = []
+            raise OddAnswer(ITSELF if node.proxies[0] == state.id else LEADS_BACK)
+        if status != 200:
+            raise OddAnswer(f"/health says {status}")
+        status, said = await ask(state.http, f"{node.url}/v1/models", state.key_headers(node))
+        names = model_names(said) if status == 200 else None  # it may ask for a key
+        if names is not None:
+            node.models = names
         if node.down is not None:
             logger.warning("%s: gets requests now", node.url)
         node.down = None
-    except (httpx.HTTPError, ValueError) as error:
-        why = f"{type(error).__name__}: {tls.why(error)}" if isinstance(error, httpx.HTTPError) else str(error)
+    except (httpx.HTTPError, OddAnswer) as error:
+        named = f"{type(error).__name__}: {tls.why(error)}" if isinstance(error, httpx.HTTPError) else str(error)
+        why = plain(named)
         if node.down is None or node.down == UNSEEN:
             logger.warning("%s: gets no requests: %s", node.url, why)
         node.failed(why, state.clock())
-
-
-async def _models(state: ProxyState, node: Node) -> list[str] | None:
-    """What a node says it serves; None where it does not say (it may ask for a key)."""
-    reply = await state.http.get(f"{node.url}/v1/models", headers=state.key_headers(node), timeout=PATIENCE_S)
-    try:
-        names = [card["id"] for card in reply.json()["data"]][:MOST_MODELS] if reply.status_code == 200 else []
-    except (ValueError, LookupError, TypeError):
-        return None
-    return [name for name in names if isinstance(name, str)] or None
+        if node.loops:  # two that refuse each other at once would think better of it at once, and so on
+            node.look_at += random.uniform(0, node.look_at - state.clock())

@@ -146,11 +146,12 @@ async def delete(id: str, raw: Request) -> HttpResponse:
 async def items(id: str, raw: Request) -> HttpResponse:
     query = raw.query_params
     limit, order = query.get("limit", "20"), query.get("order", "desc")
-    if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:4]) <= MOST_ITEMS):
+    count = int(limit[:10]) if limit.isascii() and limit.isdecimal() else 0  # ten digits are too many already
+    if not 1 <= count <= MOST_ITEMS:
         raise bad_field("limit", f"expected 1 to {MOST_ITEMS}, found {shown(limit)}")
     if order not in ORDERS:
         raise bad_field("order", f"expected {' or '.join(ORDERS)}, found {shown(order)}")
-    found = page(_known(raw, id).items, query.get("after"), int(limit), order == "desc")
+    found = page(_known(raw, id).items, query.get("after"), count, order == "desc")
     if found is None:
         raise bad_field("after", f"expected the id of an item, found {shown(query['after'])}")
     return json_response(found)
