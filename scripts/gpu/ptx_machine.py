@@ -17,14 +17,13 @@ import random
 import re
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 from gpu.ptx_read import read
 from gpu.ptx_warp import Kernel, Space, run_block, world
 
 from toolkit.kernels.cuda.build import build_ptx
-from toolkit.kernels.cuda.plan import WIDE, LinearArguments, Machine, shared_bytes
+from toolkit.kernels.cuda.plan import THREADS, WIDE, LinearArguments, Machine, shared_bytes
 
 SHARED_LIMIT = 227 * 1024
 LATE = ("x", "residual", "out", "partial", "arrivals")  # what the kernel before may still write, or read
@@ -79,7 +78,7 @@ def run(
     order.shuffle(blocks)
     with np.errstate(all="ignore"):
         for block in blocks:
-            run_block(kernel, block, grid, memory, shared_bytes(name), order)
+            run_block(kernel, block, grid, memory, shared_bytes(name), THREADS, order)
 
 
 def regions(name: str, p: LinearArguments, grid: tuple[int, int, int]) -> dict[str, tuple[int, int]]:
@@ -116,5 +115,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     sys.exit(main())

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-LANES, THREADS = 32, 256  # of a warp, of a block
+LANES = 32
 BASE = 1 << 16  # no tensor lies below
-SPECIAL = ("%tid.x", "%ctaid.x", "%ctaid.y", "%ctaid.z", "%nctaid.x")
+SPECIAL = ("%tid.x", "%laneid", "%ctaid.x", "%ctaid.y", "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z")
 
 
 class Fault(AssertionError):
@@ -36,7 +36,7 @@ class Space:
     late: list[tuple[int, int]] = field(default_factory=list)
 
     def places(self, at: np.ndarray, size: int, waited: bool = True) -> np.ndarray:
-        """Where ``size`` bytes at each address lie, in words of four bytes (of ``size``, if less); checked."""
+        """Where ``size`` bytes at each address lie, in bytes; checked."""
         at = at.astype(np.int64)
         if (at % size).any():
             raise Fault(f"{self.name} memory: {size} bytes at an address that is not aligned")
@@ -47,11 +47,11 @@ class Space:
             raise Fault(f"{self.name} memory: {size} bytes at {hex(int(at[~inside][0]))}, where no tensor is")
         if not waited and any(((at < stop) & (at + size > start)).any() for start, stop in self.late):
             raise Fault("memory of the kernel before is touched before it has ended")
-        return (at - self.base) // min(size, 4)
+        return at - self.base
 
     def words(self, size: int) -> np.ndarray:
-        """All of it as words of four bytes (of ``size``, if less)."""
-        return self.whole.view(f"u{min(size, 4)}")
+        """All of it as words of ``size`` bytes."""
+        return self.whole.view(f"u{size}")
 
 
 def world(regions: list[tuple[int, int]], late: list[tuple[int, int]]) -> Space:
@@ -127,16 +127,17 @@ def run_block(
     grid: tuple[int, int, int],
     memory: dict[str, Space],
     shared: int,
+    threads: int,
     order: random.Random,
 ) -> None:
-    """One block."""
+    """One block. ``shared``: bytes of shared memory; ``order``: of its warps."""
     there = Space("shared", 0, np.full(-(-shared // 16) * 16, 0xFF, np.uint8), [(0, shared)])
     warps = []
-    for first in range(0, THREADS, LANES):
+    for first in range(0, threads, LANES):
         warp = Warp(np.arange(first, first + LANES), np.zeros(LANES, np.int64), memory=memory | {"shared": there})
-        where = dict(zip(SPECIAL[1:], (*block, grid[0]), strict=True))
+        where = dict(zip(SPECIAL[2:], (*block, *grid), strict=True))
         warp.place = {n: np.full(LANES, v, np.uint32) for n, v in where.items()}
-        warp.place["%tid.x"] = warp.tid.astype(np.uint32)
+        warp.place["%tid.x"], warp.place["%laneid"] = warp.tid.astype(np.uint32), np.arange(LANES, dtype=np.uint32)
         warps.append(warp)
     while warps:
         order.shuffle(warps)
