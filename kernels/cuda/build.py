@@ -80,11 +80,20 @@ def build(target: Path | None = None, cache: Path | None = None, only: int | Non
 
 def build_cubin(architecture: int, cache: Path | None = None) -> Path:
     """The machine code for one architecture alone, for inspection."""
+    return _build_one("cubin", "sm", architecture, cache)
+
+
+def build_ptx(architecture: int, cache: Path | None = None) -> Path:
+    """The same in PTX, which the assembler makes machine code of, as text."""
+    return _build_one("ptx", "compute", architecture, cache)
+
+
+def _build_one(kind: str, prefix: str, architecture: int, cache: Path | None) -> Path:
     compiler = nvcc()
     if compiler is None:
         raise BuildError("no nvcc found")
-    flags = [*FLAGS, "-cubin", f"-arch=sm_{ARCHITECTURES[architecture]}"]
-    kept = _cached(compiler, flags, cache) / f"kernels.sm_{architecture}.cubin"
+    flags = [*FLAGS, f"-{kind}", f"-arch={prefix}_{ARCHITECTURES[architecture]}"]
+    kept = _cached(compiler, flags, cache) / f"kernels.sm_{architecture}.{kind}"
     if not kept.exists():
         partial = kept.with_name(f".{kept.name}.{os.getpid()}")
         _run([compiler, *flags, "-o", str(partial), str(HERE / SOURCE)])

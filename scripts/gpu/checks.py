@@ -29,8 +29,10 @@ def capability_of(device: str) -> int | None:
     return 10 * major + minor
 
 
-def count_misses() -> list[str]:
-    """Kernels that Triton compiles from now on in this process because its cache does not hold them, by name."""
+def count_misses(tell: bool = False) -> list[str]:
+    """Kernels that Triton compiles from now on in this process because its cache does not hold them, by name; ``tell``:
+    print each, so that who compiles is not taken for one that hangs.
+    """
     import triton
 
     missed: list[str] = []
@@ -38,6 +40,8 @@ def count_misses() -> list[str]:
     def listener(*, src: Any, cache_hit: bool, **_: Any) -> None:
         if not cache_hit:
             missed.append(getattr(src, "name", "?"))
+            if tell:
+                show({"compiled": missed[-1]})
 
     triton.knobs.compilation.listener = listener
     return missed
@@ -193,7 +197,7 @@ def child(options: argparse.Namespace) -> bool:
     if not any((options.op, options.runner, options.tests, options.manifest, options.linears)):
         return False
     end_with_parent()
-    missed = count_misses() if options.device == "cuda" else []
+    missed = count_misses(tell=True) if options.device == "cuda" else []
     if options.trace:
         tell_launches()
     for row in rows_of(options):

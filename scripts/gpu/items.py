@@ -9,7 +9,8 @@ from pathlib import Path
 
 SMOKE_OPS = ("rms_norm", "rope_kv_write", "paged_attention", "linear_group_int", "sample")
 SERVED_FIRST = ("paged_attention", "rope_kv_write", "kv_write")  # of the manifest, behind the linears
-SILENCE, SILENCE_RUNNER = 30.0, 60.0  # seconds an item may go without a row; one of a runner builds models first
+# Seconds an item may go without a word, of a kernel that it compiles too; one of a runner builds models first
+SILENCE, SILENCE_RUNNER = 30.0, 40.0
 SMOKE_SECONDS = 60.0
 PREPARE_SECONDS = 240.0  # compiling before a stage, all of it
 COMPILED = ("triton", "cuda")

@@ -20,7 +20,7 @@ from gpu.process import run_limited
 PARTS = 4  # processes of one item: a case that dies or hangs costs itself, those behind it run in the next
 MOST_AGAIN = 12  # items of one call that are run once more because something failed
 LEAST_SECONDS = 5.0  # an item is not begun with less
-SECOND_SILENCE = 15.0  # of an item of which one case has hung
+SECOND_SILENCE = 12.0  # of an item of which one case has hung: all together a hang costs about a minute
 _LAUNCHES = 3  # names of the last kernels that are told
 _PROBING = Lock()
 Row = dict[str, Any]
@@ -72,7 +72,8 @@ def once_more(item: Item, device: str, rows: list[Row], limit: float) -> None:
     bad = next(row for row in rows if row.get("error"))
     more = ("--trace", *(("--case", bad["case"]) if item.cases and bad["case"] else ()))
     environment = os.environ | {"CUDA_LAUNCH_BLOCKING": "1"}
-    done = run_limited(item.command(device, more), limit, environment, item.silence)
+    silence = min(item.silence, SECOND_SILENCE) if bad.get("silent") else item.silence
+    done = run_limited(item.command(device, more), limit, environment, silence)
     printed = [json.loads(line) for line in done.out.splitlines() if line.startswith('{"') and line.endswith("}")]
     failed = [row["error"] for row in printed if row.get("error")]
     if done.code is None:

@@ -138,6 +138,26 @@ def test_what_fails_is_run_once_more_and_names_its_kernel(gpu_check, tmp_path):
     assert "with blocking launches: wrong; launched last: kernel_d" in report(todo[0], [bad])
 
 
+def test_a_hang_is_tried_once_more_but_not_for_as_long(gpu_check, tmp_path, monkeypatch):
+    from gpu import running
+
+    given, run_limited = [], running.run_limited
+
+    def limited(command, limit, environment=None, silence=0.0):
+        given.append(silence)
+        return run_limited(command, limit, environment, silence)
+
+    monkeypatch.setattr(running, "run_limited", limited)
+    monkeypatch.setattr(running, "SECOND_SILENCE", 3.0)
+    log = running.Log(tmp_path / "r.json", {"rows": [], "done": [], "running": []})
+    todo = [process(CASES.replace("BROKEN", "time.sleep(600)"), silence=6.0, cases=True)]
+    assert running.run_all(todo, "cpu", 1, log, time.perf_counter() + 300) == 0
+    assert given == [6.0, 3.0, 3.0], "the item, its cases behind the one that hung, that one once more"
+    hung = next(r for r in log.failed() if r["case"] == "b")
+    assert hung["silent"] and hung["again"] == {"error": "did not end", "launched": ["kernel_b"]}
+    assert next(r for r in log.result["rows"] if r["case"] == "c")["error"] is None
+
+
 def test_an_item_that_got_less_than_its_time_is_left_for_later(gpu_check, tmp_path):
     from gpu.running import Log, run_all
 

@@ -22,7 +22,7 @@ def check_batch(
     ``num_blocks``: of each cache group; ``previous``: sampled rows of the step before; ``adapters``: their number.
     """
     tokens, cu, lens, vocab = len(batch.token_ids), batch.cu_seqlens, batch.seq_lens, spec.vocab_size
-    new = np.diff(cu)
+    new = cu[1:] - cu[:-1]  # np.diff takes five times as long for few sequences
     if tokens == 0 or len(cu) != len(lens) + 1 or cu[0] != 0 or cu[-1] != tokens or (new < 1).any():
         raise RunnerError(f"cu_seqlens: expected rising starts from 0 to {tokens} tokens, found {cu.tolist()}")
     if (lens < new).any():
@@ -55,24 +55,28 @@ def check_batch(
     check_mutual(batch)
     for group, blocks in enumerate(num_blocks):
         if spec.cache_groups[group].kind == "state":
-            _check_states(batch, group, blocks)
+            _check_states(batch, new, group, blocks)
             continue
         slots = batch.slot_mapping[group]
         if len(slots) != tokens:
             raise RunnerError(f"slot_mapping of group {group}: expected {tokens} entries, found {len(slots)}")
         _within(f"slot_mapping of group {group}", slots, 0, blocks * block_size)
-        _check_table(batch, group, spec.cache_groups[group].window, blocks, block_size)
+        _check_table(batch, new, group, spec.cache_groups[group].window, blocks, block_size)
     for pairs, blocks in zip(batch.copy_blocks, num_blocks, strict=False):
         _within("copy_blocks", pairs, 0, blocks)
 
 
-def _check_table(batch: StepBatch, group: int, window: int | None, blocks: int, block_size: int) -> None:
+def _check_table(
+    batch: StepBatch, new: np.ndarray, group: int, window: int | None, blocks: int, block_size: int
+) -> None:
     """Every block that a sequence will read is there."""
     table, lens, name = batch.block_tables[group], batch.seq_lens, f"block_tables of group {group}"
     _within(name, table, -1, blocks)
     if (lens > table.shape[1] * block_size).any():
         raise RunnerError(f"{name}: {table.shape[1]} blocks hold no {int(lens.max())} tokens")
-    start = lens - np.diff(batch.cu_seqlens)
+    if not table.size or table.min() >= 0:
+        return  # none is missing, read or not
+    start = lens - new
     first = np.zeros_like(lens) if window is None else np.maximum(start + 1 - window, 0)
     entry = np.arange(table.shape[1])
     read = (entry >= (first // block_size)[:, None]) & (entry <= ((lens - 1) // block_size)[:, None])
@@ -80,13 +84,13 @@ def _check_table(batch: StepBatch, group: int, window: int | None, blocks: int, 
         raise RunnerError(f"{name}: a block that will be read is missing (-1)")
 
 
-def _check_states(batch: StepBatch, group: int, slots: int) -> None:
+def _check_states(batch: StepBatch, new: np.ndarray, group: int, slots: int) -> None:
     """Each sequence that goes on has a state to begin with, and each a slot of its own for that at its end."""
     table, name = batch.block_tables[group], f"block_tables of group {group}"
     if table.shape != (len(batch.seq_lens), 2):
         raise RunnerError(f"{name}: expected two slots a sequence, found shape {table.shape}")
     _within(name, table, -1, slots)
-    begun = batch.seq_lens > np.diff(batch.cu_seqlens)
+    begun = batch.seq_lens > new
     if (table[begun, 0] < 0).any() or (table[:, 1] < 0).any():
         raise RunnerError(f"{name}: a state that will be read or written is missing (-1)")
     if len(np.unique(table[:, 1])) < len(table):
@@ -111,7 +115,7 @@ def _check_pointers(name: str, pointers: np.ndarray, rows: int, values: tuple[np
     """CSR pointers of ``rows`` rows that span both arrays of values."""
     if len(pointers) != rows + 1 or pointers[0] != 0 or any(len(v) != pointers[-1] for v in values):
         raise RunnerError(f"{name}: expected {rows + 1} pointers that span its values")
-    if (falls := np.flatnonzero(np.diff(pointers) < 0)).size:
+    if pointers.any() and (falls := np.flatnonzero(np.diff(pointers) < 0)).size:
         raise RunnerError(f"{name}: not ascending at row {falls[0]}")
 
 

@@ -54,12 +54,10 @@ def token_arrays(
     """Of each token: id, source, row of the rope tables (``rope_offset``: rows from short to long frequencies), slot in
     each group, and its adapter where ``adapters`` (int32 [T]) are given.
     """
-    rope_set = np.repeat(batch.rope_set, np.diff(batch.cu_seqlens)).astype(np.int64)
-    arrays = {
-        "ids": batch.token_ids.astype(np.int64),
-        "source": batch.from_previous.astype(np.int64),
-        "rope": batch.positions[0].astype(np.int64) + rope_set * rope_offset,
-    }
+    rope = batch.positions[0].astype(np.int64)
+    if batch.rope_set.any():
+        rope += np.repeat(batch.rope_set, np.diff(batch.cu_seqlens)).astype(np.int64) * rope_offset
+    arrays = {"ids": batch.token_ids.astype(np.int64), "source": batch.from_previous.astype(np.int64), "rope": rope}
     if batch.rope_length is not None:
         arrays[TURNED] = batch.rope_length.astype(np.int64)
     for group, kept in enumerate(spec.cache_groups):

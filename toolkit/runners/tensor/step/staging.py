@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -47,6 +48,14 @@ class Layout:
             at += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
         return Layout(fields, max(at, ALIGNMENT))
 
+    @cached_property
+    def record(self) -> np.dtype:
+        """The buffer as one record, whose fields are the arrays: numpy writes a field in one call."""
+        fields = self.fields
+        formats = [(field.dtype, field.shape) for field in fields.values()]
+        offsets = [field.start for field in fields.values()]
+        return np.dtype({"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": self.size})
+
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Tensors over a uint8 ``buffer``, which is not copied."""
         return {name: buffer[f.start : f.stop].view(_TYPES[f.dtype]).view(f.shape) for name, f in self.fields.items()}
@@ -55,10 +64,11 @@ class Layout:
 def send(arrays: Mapping[str, np.ndarray], layout: Layout, buffer: Tensor, device: GraphDevice) -> None:
     """Write ``arrays``, which must fit ``layout``, to ``buffer`` by one copy that is not waited for."""
     host, raw = device.pinned(layout.size)
+    held = raw.view(layout.record)  # of one record
     for name, field in layout.fields.items():
         array = arrays[name]
         assert array.shape == field.shape and array.dtype == field.dtype, (name, array.shape, field)
-        raw[field.start : field.stop].view(field.dtype).reshape(field.shape)[...] = array
+        held[name] = array
     buffer.copy_(host, non_blocking=True)
 
 
