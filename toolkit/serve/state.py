@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from starlette.types import Scope
 
 from toolkit.configs.checks import shown
 from toolkit.configs.option import spelled
@@ -16,6 +18,7 @@ from toolkit.serve.generation.cache_report import Prompts
 from toolkit.serve.generation.turn import behind
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.lanes import Lanes
+from toolkit.serve.http.owners import owner
 from toolkit.serve.lmdeploy.talks import Talks
 from toolkit.serve.options import ServerSettings
 from toolkit.serve.watch.metrics import ServerMetrics
@@ -57,9 +60,9 @@ class ServerState:
     """``of_adapters``: of those that have a template of their own. ``pooling``: which hidden state is an embedding;
     ``embeds``: whether the model says so itself. ``eyes``: None where it reads text alone. ``active``: ids of the
     engine requests in flight, each with its client's session_id. ``admitted``: HTTP requests under way, those whose
-    prompts are not tokens yet too; ``of_batches``: those of them that are lines of batches. ``nap``: held while the
-    model goes to sleep or wakes. ``sleeping``: the model sleeps, or will once they have ended. ``closing``: the server
-    is on its way down."""
+    prompts are not tokens yet too; ``digest``: what stands for an API key; ``of_batches``: those of them that are lines
+    of batches. ``nap``: held while the model goes to sleep or wakes. ``sleeping``: the model sleeps, or will once they
+    have ended. ``closing``: the server is on its way down."""
 
     engine: AsyncEngine
     template: ChatTemplate
@@ -69,6 +72,7 @@ class ServerState:
     lanes: Lanes
     formats: Formats
     kept: Store
+    digest: Callable[[bytes], str]
     of_adapters: dict[str, tuple[ChatTemplate, Formats]] = field(default_factory=dict)
     pooling: Pooling = "last"
     embeds: bool = False
@@ -117,6 +121,10 @@ class ServerState:
             for tasks in (self.admitted, *([self.of_batches] if behind.get() else ())):
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
+
+    def owner(self, scope: Scope) -> str:
+        """Whose a request is, and what is kept for it."""
+        return owner(scope, self.digest)
 
     @property
     def model_name(self) -> str:

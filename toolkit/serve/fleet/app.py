@@ -20,6 +20,7 @@ from toolkit.serve.generation.read import parse_body, read_body
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.layers import add_layers
+from toolkit.serve.http.owners import passed_on
 from toolkit.serve.http.replies import json_response
 from toolkit.serve.model_cards import card, listed
 from toolkit.serve.ollama.cards import Listed, add_lists
@@ -139,4 +140,5 @@ def _add_forwarding(app: FastAPI, state: ProxyState, fleet: Fleet, show: Show) -
             raise HTTPException(404)  # it names no model: kept responses are looked up at a server of one model
         body = await read_body(raw)
         data = await state.lanes.run(partial(json_or_none, body), len(body)) if body else None
-        return ToModel(state, fleet, Incoming(raw.method, target, raw.headers.raw, body, data))
+        owner = passed_on(raw.scope, state.settings.node_key)
+        return ToModel(state, fleet, Incoming(raw.method, target, raw.headers.raw, body, data, owner))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
@@ -13,9 +12,9 @@ import httpx2 as httpx
 from starlette.types import Send
 
 from toolkit.serve.http.errors import OLLAMA, ApiError
+from toolkit.serve.http.owners import HEADER as OWNER
 from toolkit.serve.http.replies import Reply, event, send_error
 from toolkit.serve.http.request_ids import HEADER, current
-from toolkit.serve.lmdeploy.interactive_routes import OWNER
 from toolkit.serve.ollama.fields import served_as
 from toolkit.serve.proxy.nodes import ELSEWHERE, Node
 from toolkit.serve.proxy.strategies import sticky
@@ -29,18 +28,20 @@ OWN_HEADERS = frozenset(  # of one connection, not of the request or answer; and
     b"content-length expect".split()
 )
 ANSWER_HEADERS = OWN_HEADERS | {b"date", b"server"}  # left out of an answer: this server's own stand in it already
-KEY_HEADERS = (b"authorization", b"x-api-key")
+KEY_HEADERS = (b"authorization", b"x-api-key", OWNER.encode())
 
 
 @dataclass(frozen=True)
 class Incoming:
-    """A client's request. ``data``: its body as JSON has it, None where it is none."""
+    """A client's request. ``data``: its body as JSON has it, None where it is none. ``owner``: whose it is, as a node
+    is told; None where the node has to see for itself."""
 
     method: str
     target: str  # path and query
     headers: list[tuple[bytes, bytes]]
     body: bytes
     data: Any
+    owner: bytes | None = None
 
     def model_among(self, names: Sequence[str]) -> str | None:
         """What it asks for, as it is called there; None where it does not say."""
@@ -128,10 +129,11 @@ class Forward(Reply):
             headers = [(k, v) for k, v in headers if k.lower() != HEADER.encode()]
             headers.append((HEADER.encode(), named.id.encode()))
         if self._state.settings.node_key:
-            owner = hashlib.sha256(b"\n".join(v for k, v in headers if k.lower() in KEY_HEADERS)).hexdigest()
-            headers = [(k, v) for k, v in headers if k.lower() not in (*KEY_HEADERS, OWNER)]
-            own = self._state.key_headers(node)
-            headers += [(OWNER, owner.encode()), *((k.lower().encode(), v.encode()) for k, v in own.items())]
+            headers = [(k, v) for k, v in headers if k.lower() not in KEY_HEADERS]
+            headers += [(k.lower().encode(), v.encode()) for k, v in self._state.key_headers(node).items()]
+        if (owner := self._request.owner) is not None:
+            headers = [(k, v) for k, v in headers if k.lower() != OWNER.encode()]
+            headers.append((OWNER.encode(), owner))
         request = self._state.http.build_request(
             self._request.method, node.url + self._request.target, headers=headers, content=self._request.body
         )
