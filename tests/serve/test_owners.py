@@ -152,7 +152,7 @@ def test_responses_of_a_batch_are_its_keys(start: Any) -> None:
     body = {"model": "echo", "input": "Again.", "previous_response_id": first.id}
     lines = [line("r", "/v1/responses", **body)]
     mine = ended(a, create(a, lines, "/v1/responses").id)
-    made = read(a, mine.output_file_id)["r"]["id"]
+    made = read(a, mine.output_file_id)["r"]["response"]["body"]["id"]
     assert a.responses.retrieve(made).id == made
     theirs = ended(b, create(b, lines, "/v1/responses").id)
     assert (theirs.request_counts.completed, theirs.request_counts.failed) == (0, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,11 @@ class Incoming:
         """Whose history a node keeps: it has to go to the same one."""
         kept = self.path == "/v1/chat/interactive" and isinstance(self.data, dict)
         return self.data.get("session_id") if kept else None
+
+
+def is_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether an answer with these is one of events."""
+    return any(k == b"content-type" and v.startswith(b"text/event-stream") for k, v in headers)
 
 
 class NodeFailed(Exception):
@@ -142,7 +147,7 @@ class Forward(Reply):
     async def _pass_on(self, reply: httpx.Response, node: Node, send: Send) -> None:
         """From the first byte on it is this node's answer, whatever happens to it."""
         headers = [(k.lower(), v) for k, v in reply.headers.raw if k.lower() not in ANSWER_HEADERS]
-        streams = reply.headers.get("content-type", "").startswith("text/event-stream")
+        streams = is_stream(headers)
         length = reply.headers.get("content-length")
         if length is not None:
             headers.append((b"content-length", length.encode()))
@@ -159,14 +164,16 @@ class Forward(Reply):
             logger.warning("%s: an answer broke off: %s", node.url, error)
             if not streams:
                 return  # the connection is closed: half an answer must not be taken for a whole one
-            told = ApiError(502, "the node that sent this answer is gone; ask again", code="node_lost")
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": b"\n\n" + event(told.envelope_at(self._request.path)),
-                    "more_body": True,
-                }
+            await self._end_stream(
+                send, ApiError(502, "the node that sent this answer is gone; ask again", code="node_lost")
             )
+            return
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _end_stream(self, send: Send, error: ApiError) -> None:
+        """End a stream of events, whatever it was in the middle of, by one that says why."""
+        last = b"\n\n" + event(error.envelope_at(self._request.path))
+        await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 
