@@ -59,20 +59,22 @@ def test_log_probabilities_of_prompts_count(start: Any) -> None:
 
 
 def test_who_holds_most_ends_and_the_others_go_on(start: Any) -> None:
-    server = start(engine={"delay": 0.005}, limits=Limits(max_held_bytes=170 * TOKEN))
+    """Three that go in step: one with more alternatives, which would not be too much alone."""
+    small = TOKEN_BYTES + 7 * ENTRY_BYTES
+    server = start(engine={"delay": 0.005, "held": True}, limits=Limits(max_held_bytes=60 * (TOKEN + 2 * small)))
 
     async def go() -> None:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-            path, body = asked("/v1/completions")
-            large = asyncio.create_task(client.post(path, json=body | {"prompt": "x" * 160}))
-            while not server.engine.running:
+            path, body = asked("/v1/completions", prompt="x" * 95)
+            most = asyncio.create_task(client.post(path, json=body))
+            others = [asyncio.create_task(client.post(path, json=body | {"logprobs": 5})) for _ in range(2)]
+            while len(server.engine.running) < 3:
                 await asyncio.sleep(0.001)
-            await asyncio.sleep(0.1)
-            small = [asyncio.create_task(client.post(path, json=body | {"prompt": "x" * 50})) for _ in range(2)]
-            told = await large
+            server.engine.held = False
+            told = await most
             assert told.status_code == 429 and "retry-after" in told.headers, told.text
             assert "--max-held-bytes" in told.json()["error"]["message"]
-            assert [(await one).status_code for one in small] == [200, 200]
+            assert [(await one).status_code for one in others] == [200, 200]
             assert (await client.post(path, json=body)).status_code == 200  # all of it was given back
 
     asyncio.run(asyncio.wait_for(go(), 60))
