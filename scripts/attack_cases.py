@@ -313,7 +313,7 @@ def swapped(target: Target) -> Iterator[str]:
 
 def held_answers(target: Target) -> Iterator[str]:
     """Log-probabilities of many answers, kept until the last is whole."""
-    for n, tokens in ((64, 1500), (2048, 1500), (128, 1000)):
+    for n, tokens in ((64, 1500), (128, 1000), (96, 2000)):
         body = {"prompt": "x", "n": n, "logprobs": 20, "max_tokens": tokens, "ignore_eos": True}
         told = target.post(body)
         yield ("" if told.startswith("400") else LOST) + told

@@ -45,8 +45,6 @@ class ToModel(Forward):
         self._fleet = fleet
 
     async def _try_nodes(self, send: Send) -> None:
-        if self._state.closing:
-            raise ApiError(503, "The server is shutting down", code="shutting_down")
         name = self._request.model_among(self._fleet.names())
         head: list[tuple[bytes, bytes]] | None = None
 
@@ -68,6 +66,8 @@ class ToModel(Forward):
                 return
 
     async def _try_model(self, name: str | None, send: Send) -> None:
+        if self._state.closing:
+            raise ApiError(503, "The server is shutting down", code="shutting_down")
         async with self._fleet.using(name) as server:
             node = self._state.nodes.find(server.url) or self._state.nodes.add(server.url, trusted=True)
             node.name, node.down = self._fleet.find(name).listed.name, None
