@@ -60,9 +60,9 @@ class ServerState:
     """``of_adapters``: of those that have a template of their own. ``pooling``: which hidden state is an embedding;
     ``embeds``: whether the model says so itself. ``eyes``: None where it reads text alone. ``active``: ids of the
     engine requests in flight, each with its client's session_id. ``admitted``: HTTP requests under way, those whose
-    prompts are not tokens yet too; ``digest``: what stands for an API key; ``of_batches``: those of them that are lines
-    of batches. ``nap``: held while the model goes to sleep or wakes. ``sleeping``: the model sleeps, or will once they
-    have ended. ``closing``: the server is on its way down."""
+    prompts are not tokens yet too; ``of_batches``: those of them that are lines of batches. ``nap``: held while the
+    model goes to sleep or wakes. ``sleeping``: the model sleeps, or will once they have ended. ``closing``: the server
+    is on its way down."""
 
     engine: AsyncEngine
     template: ChatTemplate
@@ -72,7 +72,7 @@ class ServerState:
     lanes: Lanes
     formats: Formats
     kept: Store
-    digest: Callable[[bytes], str]
+    digest: Callable[[bytes], str]  # what stands for an API key
     of_adapters: dict[str, tuple[ChatTemplate, Formats]] = field(default_factory=dict)
     pooling: Pooling = "last"
     embeds: bool = False
