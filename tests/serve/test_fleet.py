@@ -19,6 +19,7 @@ import httpx2 as httpx
 import psutil
 import pytest
 
+from tests.serve.test_proxy import FakeNode
 from toolkit.configs.option import read_size
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.fleet.app import create_app
@@ -145,11 +146,105 @@ def test_what_runs_ends_before_its_model_sleeps(tmp_path: Path) -> None:
         other = asyncio.create_task(use(found, "b"))
         await asyncio.sleep(0.1)
         assert log == ["load a"] and not other.done()
-        late = asyncio.create_task(use(found, "a"))  # comes while a is leaving: waits for its turn
-        await asyncio.sleep(0.05)
+        assert await use(found, "a") == "http://a:1"  # a cannot leave: who comes costs nobody any time
+        second = asyncio.Event()
+        guest = asyncio.create_task(use(found, "a", second))
+        await until(lambda: found.models[0].users == 2)
         over.set()
-        await asyncio.gather(long, other, late)
+        await until(lambda: found.models[0].closed)
+        late = asyncio.create_task(use(found, "a"))  # waits for its turn
+        await asyncio.sleep(0.05)
+        assert log == ["load a"] and not (late.done() or guest.done())
+        second.set()
+        await asyncio.gather(long, guest, other, late)
         assert log == ["load a", "sleep a", "load b", "sleep b", "wake a"]
+        assert not found.models[0].guests and found.models[0].users == 0
+
+    run(go)
+
+
+def test_who_came_meanwhile_has_a_while(tmp_path: Path) -> None:
+    """Only they are ended, and only once the others are done; a client that leaves just then has left."""
+    found, log = fleet(tmp_path, "a", "b", budget=45, swap_patience=0.2)
+
+    async def go() -> None:
+        await use(found, "a")
+        over, never = asyncio.Event(), asyncio.Event()
+        long = asyncio.create_task(use(found, "a", over))
+        await until(lambda: found.models[0].users == 1)
+        other = asyncio.create_task(use(found, "b"))
+        await until(lambda: found.models[0].leaving)
+        guests = [asyncio.create_task(use(found, "a", never)) for _ in range(2)]
+        await until(lambda: found.models[0].users == 3)
+        await asyncio.sleep(0.5)  # longer than the patience
+        assert not any(task.done() for task in (long, other, *guests))
+        over.set()
+        await until(lambda: found.models[0].closed)
+        guests[1].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await guests[1]
+        with pytest.raises(ApiError, match="--swap-patience") as told:
+            await guests[0]
+        assert told.value.status == 503 and told.value.code == "model_swapped"
+        await asyncio.gather(long, other)
+        assert log == ["load a", "sleep a", "load b"] and found.models[0].users == 0
+
+    run(go)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_is_ended_before_its_first_byte_waits_for_the_next_turn(tmp_path: Path, stream: bool) -> None:
+    """A stream that has begun is told in an event of its own."""
+
+    async def go() -> None:
+        first, second = FakeNode(go_on=asyncio.Semaphore(0)), FakeNode()
+        for node in (first, second):
+            await node.start()
+        found, log = fleet(tmp_path, "a", "b", budget=45, swap_patience=0.2)
+        at = {"a": first.url, "b": second.url}
+        launch = found._launch
+
+        def placed(model: Listed) -> Any:
+            server = launch(model)
+            server.url = at[model.name]
+            return server
+
+        found._launch = placed
+        app = create_app(found, ProxySettings(node_key="inner"), lambda model: {})
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
+
+            async def ask(name: str, **more: Any) -> httpx.Response:
+                return await client.post("/v1/completions", json={"model": name, **more}, timeout=60)
+
+            async def held(name: str, over: asyncio.Event) -> None:
+                async with found.using(name):
+                    await over.wait()
+
+            over = asyncio.Event()
+            old = asyncio.create_task(held("a", over))
+            await until(lambda: found.models[0].users == 1)
+            other = asyncio.create_task(ask("b"))
+            await until(lambda: found.models[0].leaving)
+            guest = asyncio.create_task(ask("a", stream=stream))
+            if stream:
+                first.go_on.release()  # type: ignore[union-attr]
+                await until(lambda: first.streaming == 1)
+                await asyncio.sleep(0.1)
+            await until(lambda: len(first.posts) == 1)
+            over.set()
+            assert (await other).status_code == 200
+            if stream:
+                told = (await guest).text
+                assert "model_swapped" in told and len(first.posts) == 1
+            else:
+                for _ in range(9):
+                    first.go_on.release()  # type: ignore[union-attr]
+                assert (await guest).status_code == 200 and len(first.posts) == 2
+                assert log == ["load a", "sleep a", "load b", "sleep b", "wake a"]
+            await old
+        await app.state.server.http.aclose()
+        for node in (first, second):
+            node.kill()
 
     run(go)
 

@@ -239,7 +239,13 @@ def test_the_oldest_session_makes_room(start: Any) -> None:
 def test_a_session_is_forgotten_in_time(start: Any) -> None:
     server = start(limits=Limits(session_timeout=0.0))
     body = {"prompt": "hi", "session_id": 1, "interactive_mode": True}
-    assert [ask(server.url, "/v1/chat/interactive", body)[1]["history_tokens"] for _ in range(2)] == [0, 0]
+    assert ask(server.url, "/v1/chat/interactive", body)[1]["history_tokens"] == 0
+    status, told = ask(server.url, "/v1/chat/interactive", body)
+    assert status == 410 and "--session-timeout" in told["error"]["message"]
+    assert ask(server.url, "/v1/chat/interactive", body)[1]["history_tokens"] == 0  # a new one
+    assert (
+        ask(server.url, "/v1/chat/interactive", {**body, "interactive_mode": False})[0] == 200
+    )  # goes on from nothing
 
 
 def test_a_session_s_blocks_are_given_back_in_time_though_nobody_asks_again(start: Any) -> None:

@@ -36,6 +36,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "max_messages": (3, "chat", {**CHAT, "messages": CHAT["messages"] * 3}, {**CHAT, "messages": CHAT["messages"] * 4}),
     "max_choices": (6, "text", {**TEXT, "n": 6}, {**TEXT, "prompt": ["a"] * 4, "n": 2}),
     "max_total_tokens": (600, "text", {**TEXT, "max_tokens": 300, "n": 2}, {**TEXT, "max_tokens": 301, "n": 2}),
+    "max_held_bytes": (
+        35_000,
+        "chat",
+        {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 5, "max_tokens": 4},
+        {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 5, "max_tokens": 5},
+    ),
     "max_format_bytes": (
         60,
         "text",

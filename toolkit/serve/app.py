@@ -77,6 +77,7 @@ def create_app(
     ``of_adapters``: templates of those that have one of their own. ``files``: of batches, a temporary store by default;
     its owner closes it."""
     limit, docs = settings.max_concurrent_requests, not settings.disable_fastapi_docs
+    files = files or FileStore(None, settings.limits)
     lanes, name = Lanes(settings.limits), settings.model_name or engine.model_name
 
     def read_by(template: ChatTemplate) -> Formats:
@@ -95,6 +96,7 @@ def create_app(
         formats=read_by(template),
         of_adapters={name: (own, read_by(own)) for name, own in (of_adapters or {}).items()},
         kept=Store(settings.limits),
+        digest=files.owner,
         slots=asyncio.Semaphore(limit) if limit else None,
     )
     app = FastAPI(
@@ -108,7 +110,7 @@ def create_app(
         responses=ERRORS,
     )
     app.state.server = state
-    app.state.batches = Batches(app, state, files or FileStore(None, settings.limits))
+    app.state.batches = Batches(app, state, files)
     if not settings.no_page:
         add_page(app)
     if docs:

@@ -23,7 +23,7 @@ _FOR_ONE = (
     "allow_terminate_by_client", "enable_abort_handling", "enable_sleep_mode", "batch_dir",
     "enable_weight_updates", "weight_updates_path",
 )  # fmt: skip
-_FOR_SEVERAL = ("models_dir", "memory", "idle_timeout")
+_FOR_SEVERAL = ("models_dir", "memory", "idle_timeout", "swap_patience")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,12 @@ class ServerSettings:
     memory: str | None = option(None, "What loaded models may take together, such as 12GB.", **_SEVERAL)
     idle_timeout: float = option(
         0.0, "Seconds after which an unused model's process ends; 0 = never.", min=0, **_SEVERAL
+    )
+    swap_patience: float = option(
+        30.0,
+        "Seconds that requests which came while a model had to make room for another may still take; 0 = any.",
+        min=0,
+        **_SEVERAL,
     )
     batch_dir: Path | None = option(
         None, "Directory in which files and batches outlive the server. Default: a temporary one."

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from starlette.types import Scope
 
 from toolkit.configs.checks import shown
 from toolkit.configs.option import spelled
@@ -16,6 +18,7 @@ from toolkit.serve.generation.cache_report import Prompts
 from toolkit.serve.generation.turn import behind
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.lanes import Lanes
+from toolkit.serve.http.owners import owner
 from toolkit.serve.lmdeploy.talks import Talks
 from toolkit.serve.options import ServerSettings
 from toolkit.serve.watch.metrics import ServerMetrics
@@ -74,6 +77,7 @@ class ServerState:
     lanes: Lanes
     formats: Formats
     kept: Store
+    digest: Callable[[bytes], str]  # what stands for an API key
     of_adapters: dict[str, tuple[ChatTemplate, Formats]] = field(default_factory=dict)
     pooling: Pooling = "last"
     embeds: bool = False
@@ -127,6 +131,10 @@ class ServerState:
             for tasks in (self.admitted, *([self.of_batches] if behind.get() else ())):
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
+
+    def owner(self, scope: Scope) -> str:
+        """Whose a request is, and what is kept for it."""
+        return owner(scope, self.digest)
 
     @property
     def model_name(self) -> str:

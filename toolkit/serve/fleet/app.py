@@ -11,15 +11,16 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response as HttpResponse
-from starlette.types import Send
+from starlette.types import Message, Send
 
 from toolkit import __version__
 from toolkit.errors import ToolkitError
-from toolkit.serve.fleet.fleet import Fleet, Model
+from toolkit.serve.fleet.fleet import Fleet, Model, Swapped
 from toolkit.serve.generation.read import parse_body, read_body
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.layers import add_layers
+from toolkit.serve.http.owners import passed_on
 from toolkit.serve.http.replies import json_response
 from toolkit.serve.model_cards import card, listed
 from toolkit.serve.ollama.cards import Listed, add_lists
@@ -27,7 +28,7 @@ from toolkit.serve.ollama.fields import ShowRequest, served_as
 from toolkit.serve.options import ProxySettings
 from toolkit.serve.page.routes import add_page
 from toolkit.serve.proxy.app import json_or_none
-from toolkit.serve.proxy.forward import Forward, Incoming, NodeFailed
+from toolkit.serve.proxy.forward import Forward, Incoming, NodeFailed, is_stream
 from toolkit.serve.proxy.metrics import ProxyMetrics
 from toolkit.serve.proxy.nodes import Node
 from toolkit.serve.proxy.paths import forwarded
@@ -44,9 +45,29 @@ class ToModel(Forward):
         self._fleet = fleet
 
     async def _try_nodes(self, send: Send) -> None:
+        name = self._request.model_among(self._fleet.names())
+        head: list[tuple[bytes, bytes]] | None = None
+
+        async def noted(message: Message) -> None:
+            nonlocal head
+            if message["type"] == "http.response.start":
+                head = message["headers"]
+            await send(message)
+
+        while True:
+            try:
+                await self._try_model(name, noted)
+                return
+            except Swapped as error:
+                if head is None:
+                    continue  # nobody has seen anything of it: it waits for the model's next turn
+                if is_stream(head):
+                    await self._end_stream(send, error)
+                return
+
+    async def _try_model(self, name: str | None, send: Send) -> None:
         if self._state.closing:
             raise ApiError(503, "The server is shutting down", code="shutting_down")
-        name = self._request.model_among(self._fleet.names())
         async with self._fleet.using(name) as server:
             node = self._state.nodes.find(server.url) or self._state.nodes.add(server.url, trusted=True)
             node.name, node.down = self._fleet.find(name).listed.name, None
@@ -139,4 +160,5 @@ def _add_forwarding(app: FastAPI, state: ProxyState, fleet: Fleet, show: Show) -
             raise HTTPException(404)  # it names no model: kept responses are looked up at a server of one model
         body = await read_body(raw)
         data = await state.lanes.run(partial(json_or_none, body), len(body)) if body else None
-        return ToModel(state, fleet, Incoming(raw.method, target, raw.headers.raw, body, data))
+        owner = passed_on(raw.scope, state.settings.node_key)
+        return ToModel(state, fleet, Incoming(raw.method, target, raw.headers.raw, body, data, owner))

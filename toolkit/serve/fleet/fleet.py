@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from toolkit.configs.checks import shown
+from toolkit.configs.option import spelled
 from toolkit.errors import ToolkitError
 from toolkit.serve.fleet.catalog import Listed
 from toolkit.serve.http.errors import ApiError
@@ -36,10 +38,35 @@ class Running(Protocol):
 Launch = Callable[[Listed], Running]  # starts a model's server and returns when it answers; in a thread
 
 
+class Swapped(ApiError):
+    """A request was ended because its model has to make room."""
+
+    def __init__(self, name: str, patience: float) -> None:
+        text = (
+            f"{name} has to make room for another model, and requests that came meanwhile have ended after "
+            f"{patience:g} s (the server's {spelled('swap_patience')}); ask again"
+        )
+        super().__init__(503, text, code="model_swapped")
+
+
+@dataclass(eq=False)
+class Guest:
+    """A request to a model that cannot leave yet; ``over``: it is being ended."""
+
+    task: asyncio.Task[Any] | None
+    over: bool = False
+
+    def end(self) -> None:
+        if self.task is not None and not self.over:
+            self.over = True
+            self.task.cancel()
+
+
 @dataclass
 class Model:
     """``memory``: what it took when it was loaded last, before that its files. ``users``: requests it is answering.
-    ``leaving``: it goes to sleep as soon as they are done; who asks for it waits for its turn."""
+    ``leaving``: another waits for its memory; who comes meanwhile is one of its ``guests``. ``closed``: it goes to
+    sleep as soon as they are done; who asks for it waits for its turn."""
 
     listed: Listed
     memory: int
@@ -48,12 +75,16 @@ class Model:
     users: int = 0
     used: float = 0.0
     leaving: bool = False
+    closed: bool = False
+    guests: set[Guest] = field(default_factory=set)
 
 
 class Fleet:
     """``budget``: bytes that loaded models may take together, None = no limit. The one used longest ago goes to sleep
     first: its process stays, so that it is soon there again. ``idle_timeout``: seconds after which an unused model's
-    process ends; 0 = never. ``at_once``: requests that are answered together, more wait; None = no limit."""
+    process ends; 0 = never. ``swap_patience``: seconds that a model which makes room waits for requests that came after
+    the one it makes room for; 0 = until they are done. ``at_once``: requests that are answered together, more wait;
+    None = no limit."""
 
     def __init__(
         self,
@@ -62,12 +93,14 @@ class Fleet:
         *,
         budget: int | None = None,
         idle_timeout: float = 0.0,
+        swap_patience: float = 0.0,
         at_once: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._launch = launch
         self._budget = budget
         self._idle_timeout = idle_timeout
+        self._patience = swap_patience
         self._clock = clock
         self._slots = asyncio.Semaphore(at_once) if at_once else nullcontext()
         self._turn = asyncio.Lock()  # models come and go one at a time
@@ -94,18 +127,28 @@ class Fleet:
 
     @asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[Running]:
-        """The server of a model, loaded where it is not; it stays meanwhile. Raises ApiError."""
-        model = self.find(name)
+        """The server of a model, loaded where it is not; it stays meanwhile. Raises ApiError, Swapped where it has to
+        go before the end."""
+        model, guest = self.find(name), None
         async with self._slots:
-            if model.state != "loaded" or model.leaving or model.server is None or not model.server.alive():
+            if model.state != "loaded" or model.closed or model.server is None or not model.server.alive():
                 await self._in_turn(model)
             else:
                 model.users += 1
+                if model.leaving:
+                    guest = Guest(asyncio.current_task())
+                    model.guests.add(guest)
             try:
                 assert model.server is not None
                 yield model.server
+            except asyncio.CancelledError:
+                if guest is None or not guest.over or guest.task is None or guest.task.uncancel():
+                    raise  # its client has left
+                raise Swapped(model.listed.name, self._patience) from None
             finally:
                 model.users -= 1
+                if guest is not None:
+                    model.guests.discard(guest)
                 model.used = self._clock()
 
     async def _in_turn(self, model: Model) -> None:
@@ -180,9 +223,18 @@ class Fleet:
             await self._put_to_sleep(min(loaded, key=lambda m: (m.users > 0, m.used)))
 
     async def _put_to_sleep(self, model: Model) -> None:
+        """Once its requests are done. As long as it cannot leave for one that was there before, others cost nobody any
+        time and may come; then those have ``swap_patience`` seconds."""
         model.leaving = True
         try:
+            while model.users > len(model.guests):
+                await asyncio.sleep(LOOK_S)
+            model.closed = True
+            until = self._clock() + (self._patience or math.inf)
             while model.users:
+                if self._clock() >= until:
+                    for guest in model.guests:
+                        guest.end()
                 await asyncio.sleep(LOOK_S)
             assert model.server is not None
             await asyncio.to_thread(model.server.sleep)
@@ -192,7 +244,7 @@ class Fleet:
             logger.error("%s: cannot sleep, so it is ended: %s", model.listed.name, error)
             await self._end(model)
         finally:
-            model.leaving = False
+            model.leaving = model.closed = False
 
     async def _end(self, model: Model) -> None:
         server, model.server, model.state = model.server, None, "unloaded"

@@ -61,6 +61,7 @@ def serve(
             launcher,
             budget=budget,
             idle_timeout=settings.idle_timeout,
+            swap_patience=settings.swap_patience,
             at_once=settings.max_concurrent_requests,
         )
 

@@ -14,6 +14,7 @@ from toolkit.serve.generation.budget import within
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.turn import behind
 from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.held import TOKEN_BYTES, account, entries_bytes
 from toolkit.serve.state import ServerState
 from toolkit.serve.watch.metrics import RequestClock
 
@@ -81,8 +82,11 @@ async def run_choices(
 ) -> AsyncGenerator[tuple[int, Response], None]:
     """Yield (choice index, delta) as the engine produces them; every choice ends with a finish_reason.
 
-    Closing the generator aborts what still runs. Raises ApiError when a choice fails: the rest is aborted.
+    Closing the generator aborts what still runs. Raises ApiError when a choice fails, or where an answer that is sent
+    whole is too large to be held: the rest is aborted.
     """
+    if (held := account.get()) is not None and len(choices) > 1:
+        held.expect(sum(_most_bytes(choice, state.engine.session_len) for choice in choices))
     if len(choices) == 1:
         stream = _run(state, f"{request_id}-0", choices[0])
         async with contextlib.aclosing(stream):
@@ -144,6 +148,8 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
         async for response in stream:
             cached = response.cached_tokens
             clock.tokens_arrived(len(response.token_ids), cached)
+            if (held := account.get()) is not None:
+                held.add(_bytes(response))
             if response.finish_reason is not None:
                 reason = response.finish_reason
                 _raise_if_failed(response, state.closing)
@@ -161,6 +167,23 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
             await stream.aclose()
         clock.finish(reason, cached)
         logger.info("%s: %s after %d tokens", engine_id, reason, clock.tokens)
+
+
+def _bytes(response: Response) -> int:
+    """What a delta takes as a part of an answer."""
+    entries = (*(response.logprobs or ()), *(response.prompt_logprobs or ()))
+    return TOKEN_BYTES * len(response.token_ids) + sum(entries_bytes(len(entry or ())) for entry in entries)
+
+
+def _most_bytes(choice: Choice, session_len: int) -> int:
+    """What a whole choice can take."""
+    config, prompt = choice.config, len(choice.token_ids)
+    tokens = session_len - prompt
+    if config.max_new_tokens is not None:
+        tokens = min(tokens, config.max_new_tokens)
+    of_token = 0 if config.logprobs is None else entries_bytes(config.logprobs + 1)
+    of_prompt = 0 if config.prompt_logprobs is None else entries_bytes(config.prompt_logprobs + 1)
+    return tokens * (TOKEN_BYTES + of_token) + prompt * of_prompt
 
 
 def _raise_if_failed(response: Response, closing: bool) -> None:

@@ -34,7 +34,7 @@ class ApiKeyMiddleware:
         if scope["type"] == "http" and not _is_open(scope) and KEY not in scope:
             headers = Headers(scope=scope)
             keys = self._keys_for(scope["path"])
-            key = keys.matching(_tokens(headers)) if keys else b""
+            key = keys.matching(sent_keys(headers)) if keys else b""
             if key is None:
                 given = headers.get("authorization") or headers.get("x-api-key")
                 found = "an unknown API key" if given else "no API key"
@@ -51,7 +51,7 @@ def _is_open(scope: Scope) -> bool:
     return scope["method"] == "OPTIONS" or (scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"))
 
 
-def _tokens(headers: Headers) -> list[str]:
+def sent_keys(headers: Headers) -> list[str]:
     """What a request says its key is, by either header; "" for one that it lacks."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     return [given.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "").strip()]

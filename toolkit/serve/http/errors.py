@@ -25,6 +25,7 @@ TYPE_OF_STATUS = {
     405: "invalid_request_error",
     408: "invalid_request_error",
     409: "invalid_request_error",
+    410: "invalid_request_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from toolkit.configs.checks import shown
 from toolkit.configs.option import spelled
 from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.held import Held
 from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.http.replies import send_error
@@ -25,8 +26,8 @@ class Intake:
     """Refuses bodies that are too large (413), too slow (408) or too many at once (503), while they arrive, and packed
     ones (415).
 
-    A body counts until its request is answered, unless it goes to disk. Memory that a large one took goes back to the
-    system afterwards.
+    A body counts until its request is answered, unless it goes to disk. What its answer holds has an account. Memory
+    that a large one took goes back to the system afterwards.
     """
 
     def __init__(self, app: ASGIApp, limits: Limits, lanes: Lanes) -> None:
@@ -34,6 +35,7 @@ class Intake:
         self._limits = limits
         self._lanes = lanes
         self._pending = 0  # bytes of all bodies
+        self._held = Held(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,7 +72,8 @@ class Intake:
                 if (error := body.refusal()) is not None:
                     await send_error(answer, error, error.envelope_at(scope["path"]))
                 else:
-                    await self._app(scope, counted, answer)
+                    with self._held.answer():
+                        await self._app(scope, counted, answer)
             finally:
                 self._pending -= held
                 used.body = body.size

@@ -28,6 +28,7 @@ class Limits:
 
     max_body_bytes: int = _limit(16 << 20, "Bytes of a request's body.")
     max_pending_bytes: int = _limit(256 << 20, "Bytes of the bodies of all requests that are being answered.")
+    max_held_bytes: int = _limit(1 << 30, "Bytes that answers hold until they are sent whole: tokens x logprobs.")
     max_values: int = _limit(1 << 17, "JSON values in a body; a prompt of token ids may always fill the session.")
     max_prompt_chars: int = _limit(1 << 22, "Characters of a request's prompts or messages together.")
     max_messages: int = _limit(4096, "Messages of a request.")

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from toolkit.errors import ToolkitError
 from toolkit.serve.http.errors import ApiError, from_exception
+from toolkit.serve.http.held import account
 
 logger = logging.getLogger("toolkit.serve")
 SILENCE = 10.0  # seconds after which a stream is pinged
@@ -158,6 +159,7 @@ class EventReply(Reply):
         self.wire = wire
 
     async def produce(self, send: Send) -> None:
+        account.set(None)  # of this task, and what it starts
         started = False
         clock = asyncio.get_running_loop().time
         spoke = clock()

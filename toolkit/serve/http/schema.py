@@ -29,6 +29,7 @@ STATUSES = {
 FORBIDDEN = {403: "The server was started without the option that allows it"}
 BUSY_FILE = {409: "A batch that runs needs the file, or the batch has ended already"}
 BUSY = {409: "This conversation is being answered"}
+FORGOTTEN = {410: "This conversation is no longer kept: said once, then a new one begins"}
 
 _TALK = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8}
 # What /docs proposes to send, by the name of the body.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
@@ -20,8 +19,9 @@ from toolkit.serve.generation.read import encode_text, parse, refuse_pictures, r
 from toolkit.serve.generation.sampling import generation_config
 from toolkit.serve.http.answers import InteractiveAnswer
 from toolkit.serve.http.errors import ApiError, TooLong, bad_field
+from toolkit.serve.http.owners import sent_digest
 from toolkit.serve.http.replies import LINES, EventReply, JsonReply, json_response
-from toolkit.serve.http.schema import BUSY, describe
+from toolkit.serve.http.schema import BUSY, FORGOTTEN, describe
 from toolkit.serve.lmdeploy.talks import Key, Talk
 from toolkit.serve.state import ServerState
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from toolkit.chat.template import ChatTemplate
 
 router = APIRouter()
-OWNER = b"x-session-owner"  # by which a proxy that has a key of its own tells its clients apart
 
 
 class GenerateRequest(SampledRequest):
@@ -71,7 +70,7 @@ BODIES: list[type[BaseModel]] = [GenerateRequest]
         "A turn of a conversation that the server keeps",
         InteractiveAnswer,
         stream="text/event-stream",
-        also=BUSY,
+        also=BUSY | FORGOTTEN,
     ),
 )
 async def interactive(raw: Request) -> HttpResponse:
@@ -80,8 +79,8 @@ async def interactive(raw: Request) -> HttpResponse:
     model = request.adapter_name or request.model
     state.check_ready(model, waits=not request.cancel)
     state.settings.limits.check_work(request, 1, request.request_output_len, state.engine.session_len)
-    who = "\n".join(raw.headers.get(name, "") for name in ("authorization", "x-api-key", OWNER.decode()))
-    owner = hashlib.sha256(who.encode("latin-1", "replace")).hexdigest()
+    # Clients choose the numbers of sessions, so they meet where no key is asked for; one that is sent tells them apart.
+    owner = state.owner(raw.scope) or sent_digest(raw.headers)
     turn = Turn(state, request, (owner, request.session_id), state.adapter_of(model), size)
     if request.cancel:
         turn.cancel()
@@ -151,7 +150,7 @@ class Turn:
                     yield piece
             return
         talks = self.state.talks
-        talk = talks.open(self.key)
+        talk = talks.open(self.key, goes_on=kept)
         if not kept:
             talk.messages, talk.tokens = [], 0
         try:

@@ -12,8 +12,10 @@ from typing import Any
 
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.limits import Limits
+from toolkit.serve.http.owners import Shares
 
 LOOK_S = 1.0  # between looks while the oldest conversation is being answered
+NOTES = 16  # so many times max_sessions it is remembered of a conversation that it was forgotten
 Key = tuple[str, int]  # who, and which of theirs
 
 
@@ -54,27 +56,38 @@ class Talk:
 
 
 class Talks:
-    """At most ``max_sessions`` of them; the one used longest ago goes first, and each after ``session_timeout`` seconds
-    without a turn. ``forget`` is called with the name of each that goes."""
+    """At most ``max_sessions`` of them: whoever has most loses the one that they used longest ago; and each goes after
+    ``session_timeout`` seconds without a turn. Its client is told. ``forget`` is called with the name of each that
+    goes."""
 
     def __init__(self, limits: Limits, forget: Callable[[str], None]) -> None:
         self._limits = limits
         self._forget = forget
         self._talks: OrderedDict[Key, Talk] = OrderedDict()  # the one used last at the end
+        self._shares = Shares()  # of owners in them
+        self._notes: OrderedDict[Key, str] = OrderedDict()  # why a conversation was forgotten
+        self._noted = Shares()
         self._made = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    def open(self, key: Key) -> Talk:
-        """The conversation ``key``, new where there is none; it is the caller's until ``close``.
+    def open(self, key: Key, *, goes_on: bool = False) -> Talk:
+        """The conversation ``key``, new where there is none; it is the caller's until ``close``. ``goes_on``: the
+        caller counts on what was said.
 
-        Raises ApiError 409 where another request has it, 503 where all that may be kept are in use.
+        Raises ApiError 409 where another request has it, 410 (once) where it was forgotten and ``goes_on``, 503 where
+        all that may be kept are in use.
         """
         self._drop_old()
         talk = self._talks.get(key)
         if talk is None:
-            self._make_room()
+            why = self._drop_note(key)
+            if why is not None and goes_on:
+                text = f"session_id: the conversation {key[1]} was forgotten ({why}); the next turn begins a new one"
+                raise ApiError(410, text, param="session_id", code="session_forgotten")
+            self._make_room(key[0])
             self._made += 1
             talk = self._talks[key] = Talk(f"interactive-{self._made}")
+            self._shares.add(key[0], 1)
         if talk.busy:
             raise ApiError(409, f"session_id: {key[1]} is being answered; wait, or cancel it", param="session_id")
         talk.busy = True
@@ -107,15 +120,38 @@ class Talks:
         oldest_allowed = time.monotonic() - self._limits.session_timeout
         for key, talk in list(self._talks.items()):
             if not talk.busy and talk.used < oldest_allowed:
-                self._end(key)
+                self._end(key, f"unused for {self._limits.session_timeout:g} s, the server's --session-timeout")
 
-    def _make_room(self) -> None:
-        if len(self._talks) < self._limits.max_sessions:
+    def _make_room(self, owner: str) -> None:
+        """For one more of ``owner``, who takes no place of somebody with less."""
+        limit = self._limits.max_sessions
+        if len(self._talks) < limit:
             return
-        idle = next((key for key, talk in self._talks.items() if not talk.busy), None)
-        if idle is None:
-            raise ApiError(503, f"all {len(self._talks)} sessions are being answered (the server's --max-sessions)")
-        self._end(idle)
+        self._shares.add(owner, 1)
+        least = self._shares.rank(owner)
+        idle = [key for key, talk in self._talks.items() if not talk.busy and self._shares.rank(key[0]) >= least]
+        oldest = self._shares.greediest((key[0], key) for key in idle)
+        self._shares.add(owner, -1)
+        if oldest is None:
+            text = f"all {limit} sessions (the server's --max-sessions) are being answered, or kept for others"
+            raise ApiError(503, text)
+        self._end(oldest, f"to make room for others: more than {limit}, the server's --max-sessions")
 
-    def _end(self, key: Key) -> None:
+    def _end(self, key: Key, why: str = "") -> None:
+        """Forget a conversation; ``why``: what its client is told, "" for one that has ended it."""
+        self._shares.add(key[0], -1)
         self._forget(self._talks.pop(key).name)
+        if not why:
+            return
+        self._notes[key] = why
+        self._noted.add(key[0], 1)
+        while len(self._notes) > NOTES * self._limits.max_sessions:
+            oldest = self._noted.greediest((noted[0], noted) for noted in self._notes)
+            assert oldest is not None
+            self._drop_note(oldest)
+
+    def _drop_note(self, key: Key) -> str | None:
+        why = self._notes.pop(key, None)
+        if why is not None:
+            self._noted.add(key[0], -1)
+        return why

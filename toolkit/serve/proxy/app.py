@@ -21,6 +21,7 @@ from toolkit.serve.http.docs_page import add_docs
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.layers import add_layers
+from toolkit.serve.http.owners import passed_on
 from toolkit.serve.http.replies import json_response
 from toolkit.serve.http.schema import add_schemas, describe
 from toolkit.serve.model_cards import card, listed
@@ -200,7 +201,8 @@ def _add_plain_routes(app: FastAPI, state: ProxyState) -> None:
         target = forwarded(raw.scope)
         body = await read_body(raw)
         data = await state.lanes.run(partial(json_or_none, body), len(body)) if body else None
-        return Forward(state, Incoming(raw.method, target, raw.headers.raw, body, data))
+        owner = passed_on(raw.scope, state.settings.node_key)
+        return Forward(state, Incoming(raw.method, target, raw.headers.raw, body, data, owner))
 
 
 def json_or_none(body: bytes) -> Any:

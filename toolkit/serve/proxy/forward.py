@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,9 +12,9 @@ import httpx2 as httpx
 from starlette.types import Send
 
 from toolkit.serve.http.errors import OLLAMA, ApiError
+from toolkit.serve.http.owners import HEADER as OWNER
 from toolkit.serve.http.replies import Reply, event, send_error
 from toolkit.serve.http.request_ids import HEADER, current
-from toolkit.serve.lmdeploy.interactive_routes import OWNER
 from toolkit.serve.ollama.fields import served_as
 from toolkit.serve.proxy.ask import OddAnswer, check, plain
 from toolkit.serve.proxy.nodes import ELSEWHERE, NO_FAULT, Node
@@ -32,18 +31,20 @@ OWN_HEADERS = frozenset(  # of one connection, not of the request or answer; and
 ANSWER_HEADERS = OWN_HEADERS | {b"date", b"server"}  # left out of an answer: this server's own stand in it already
 VIA = b"via"  # each proxy on a request's way adds itself
 MOST_HOPS = 8
-KEY_HEADERS = (b"authorization", b"x-api-key")
+KEY_HEADERS = (b"authorization", b"x-api-key", OWNER.encode())
 
 
 @dataclass(frozen=True)
 class Incoming:
-    """A client's request. ``data``: its body as JSON has it, None where it is none."""
+    """A client's request. ``data``: its body as JSON has it, None where it is none. ``owner``: whose it is, as a node
+    is told; None where the node has to see for itself."""
 
     method: str
     target: str  # path and query
     headers: list[tuple[bytes, bytes]]
     body: bytes
     data: Any
+    owner: bytes | None = None
 
     def model_among(self, names: Sequence[str]) -> str | None:
         """What it asks for, as it is called there; None where it does not say."""
@@ -68,6 +69,11 @@ class Incoming:
         """The proxies that it has come through."""
         values = b",".join(value for name, value in self.headers if name.lower() == VIA)
         return [hop.strip() for hop in values.split(b",") if hop.strip()]
+
+
+def is_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether an answer with these is one of events."""
+    return any(k == b"content-type" and v.startswith(b"text/event-stream") for k, v in headers)
 
 
 class NodeFailed(Exception):
@@ -152,10 +158,11 @@ class Forward(Reply):
             headers = [(k, v) for k, v in headers if k.lower() != HEADER.encode()]
             headers.append((HEADER.encode(), named.id.encode()))
         if self._state.settings.node_key:
-            owner = hashlib.sha256(b"\n".join(v for k, v in headers if k.lower() in KEY_HEADERS)).hexdigest()
-            headers = [(k, v) for k, v in headers if k.lower() not in (*KEY_HEADERS, OWNER)]
-            own = self._state.key_headers(node)
-            headers += [(OWNER, owner.encode()), *((k.lower().encode(), v.encode()) for k, v in own.items())]
+            headers = [(k, v) for k, v in headers if k.lower() not in KEY_HEADERS]
+            headers += [(k.lower().encode(), v.encode()) for k, v in self._state.key_headers(node).items()]
+        if (owner := self._request.owner) is not None:
+            headers = [(k, v) for k, v in headers if k.lower() != OWNER.encode()]
+            headers.append((OWNER.encode(), owner))
         request = self._state.http.build_request(
             self._request.method, node.url + self._request.target, headers=headers, content=self._request.body
         )
@@ -164,7 +171,7 @@ class Forward(Reply):
     async def _pass_on(self, reply: httpx.Response, node: Node, send: Send) -> None:
         """From the first byte on it is this node's answer, whatever happens to it."""
         headers = [(k.lower(), v) for k, v in reply.headers.raw if k.lower() not in ANSWER_HEADERS]
-        streams = reply.headers.get("content-type", "").startswith("text/event-stream")
+        streams = is_stream(headers)
         length = reply.headers.get("content-length")
         if length is not None:
             headers.append((b"content-length", length.encode()))
@@ -181,14 +188,16 @@ class Forward(Reply):
             logger.warning("%s: an answer broke off: %s", node.url, error)
             if not streams:
                 return  # the connection is closed: half an answer must not be taken for a whole one
-            told = ApiError(502, "the node that sent this answer is gone; ask again", code="node_lost")
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": b"\n\n" + event(told.envelope_at(self._request.path)),
-                    "more_body": True,
-                }
+            await self._end_stream(
+                send, ApiError(502, "the node that sent this answer is gone; ask again", code="node_lost")
             )
+            return
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _end_stream(self, send: Send, error: ApiError) -> None:
+        """End a stream of events, whatever it was in the middle of, by one that says why."""
+        last = b"\n\n" + event(error.envelope_at(self._request.path))
+        await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
 

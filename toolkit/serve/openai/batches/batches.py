@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import ToolkitError
 from toolkit.serve.generation.turn import LAST, behind
+from toolkit.serve.http.owners import Shares, work_of
 from toolkit.serve.openai.batches import loop, results
 from toolkit.serve.openai.batches.lines import Bounds, JsonLines
 from toolkit.serve.openai.batches.loop import Stopped, Tally, Turns
@@ -183,17 +184,29 @@ class Batches:
             task.cancel()
 
     def _expire(self) -> None:
-        """Forget old batches, and the oldest where they are too many."""
+        """Forget old batches, and where they are too many the oldest of whoever has most."""
         limits, now = self.store.limits, time.time()
-        ended = sorted((b for b in self._all.values() if b.ended), key=lambda b: b.created_at)
-        many = len(ended) - limits.max_files
-        for i, batch in enumerate(ended):
-            if i < many or batch.created_at + limits.file_seconds < now:
-                del self._all[batch.id]
-                self.store.forget("batches", batch.id)
+        shares, ended = Shares(), {}
+        for batch in sorted((b for b in self._all.values() if b.ended), key=lambda b: b.created_at):
+            if batch.created_at + limits.file_seconds < now:
+                self._forget(batch)
+            else:
+                ended[batch.id] = batch
+                shares.add(batch.owner, 1)
+        while len(ended) > limits.max_files:
+            oldest = shares.greediest((batch.owner, batch) for batch in ended.values())
+            assert oldest is not None
+            del ended[oldest.id]
+            shares.add(oldest.owner, -1)
+            self._forget(oldest)
+
+    def _forget(self, batch: Batch) -> None:
+        del self._all[batch.id]
+        self.store.forget("batches", batch.id)
 
     async def _work(self, batch: Batch) -> None:
-        behind.set(LAST)  # of this task and those that it starts
+        behind.set(LAST)  # of this task and those that it starts, as is the next
+        work_of.set(batch.owner)
         try:
             if batch.status == "cancelling":  # the server ended before it had
                 self._end(batch, "cancelled")

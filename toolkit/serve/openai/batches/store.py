@@ -60,7 +60,7 @@ class FileStore:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._root: Path | None = None
         self._lock: IO[bytes] | None = None
-        self._salt = b""
+        self._salt = secrets.token_bytes(32)
         self._files: dict[str, Stored] = {}  # the oldest first
         self._growing: dict[str, int] = {}  # bytes of each
         self.in_use: Callable[[str], bool] = lambda id: False  # whether a file has to stay although its time is over
@@ -74,7 +74,7 @@ class FileStore:
             self._lock = (root / _LOCK).open("ab")
             salt = root / _SALT
             if not salt.exists():
-                _write(salt, secrets.token_bytes(32))
+                _write(salt, self._salt)
             self._salt = salt.read_bytes()
         except OSError as error:
             raise UsageError(
@@ -110,10 +110,7 @@ class FileStore:
 
     def owner(self, key: bytes) -> str:
         """What stands for an API key in records: none can be told from it. "" where no key is asked for."""
-        if not key:
-            return ""
-        _ = self.root  # it has the salt
-        return blake2b(key, digest_size=16, key=self._salt).hexdigest()
+        return blake2b(key, digest_size=16, key=self._salt).hexdigest() if key else ""
 
     # Files ----------------------------------------------------------------------------------------------------------
 

@@ -8,49 +8,73 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.serve.http.limits import Limits
+from toolkit.serve.http.owners import Shares
 
 
 @dataclass(frozen=True)
 class Kept:
     """``messages``: the whole conversation, the answer included; ``items``: the same without the answer, as OpenAI's
-    API lists it; ``size``: bytes of the conversation, or a few more."""
+    API lists it; ``size``: bytes of the conversation, or a few more; ``owner``: who alone may name it."""
 
     response: dict[str, Any]
     messages: list[dict[str, Any]]
     items: list[dict[str, Any]]
     size: int
+    owner: str
     until: float
 
 
 class Store:
-    """The oldest go first."""
+    """Where too much is kept, whoever has most loses their oldest."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self._size = 0
+        self._sizes, self._counts = Shares(), Shares()
 
     def put(
-        self, response: dict[str, Any], messages: list[dict[str, Any]], items: list[dict[str, Any]], size: int
+        self,
+        response: dict[str, Any],
+        messages: list[dict[str, Any]],
+        items: list[dict[str, Any]],
+        size: int,
+        owner: str = "",
     ) -> None:
         """Keep ``response`` under its id. ``messages`` and ``items`` may share their parts with one another, and with
         the conversation that it continues."""
         until = time.monotonic() + self._limits.stored_response_seconds
-        self._kept[response["id"]] = Kept(response, messages, items, size, until)
-        self._size += size
-        while self._kept and (
-            len(self._kept) > self._limits.max_stored_responses or self._size > self._limits.max_stored_bytes
-        ):
-            self.drop(next(iter(self._kept)))
+        self._kept[response["id"]] = Kept(response, messages, items, size, owner, until)
+        self._count(owner, 1, size)
+        while self._size > self._limits.max_stored_bytes:
+            self._make_room(self._sizes)
+        while len(self._kept) > self._limits.max_stored_responses:
+            self._make_room(self._counts)
 
-    def get(self, id: str) -> Kept | None:
-        """None for one that is unknown, or no longer kept."""
+    def get(self, id: str, owner: str = "") -> Kept | None:
+        """None for one that is unknown, no longer kept, or another's."""
         while self._kept and next(iter(self._kept.values())).until < time.monotonic():
-            self.drop(next(iter(self._kept)))
-        return self._kept.get(id)
+            self._drop(next(iter(self._kept)))
+        found = self._kept.get(id)
+        return found if found is not None and found.owner == owner else None
 
-    def drop(self, id: str) -> bool:
+    def drop(self, id: str, owner: str = "") -> bool:
         """Whether it was there."""
-        kept = self._kept.pop(id, None)
-        self._size -= kept.size if kept else 0
-        return kept is not None
+        found = self.get(id, owner) is not None
+        if found:
+            self._drop(id)
+        return found
+
+    def _make_room(self, shares: Shares) -> None:
+        oldest = shares.greediest((kept.owner, id) for id, kept in self._kept.items())
+        assert oldest is not None
+        self._drop(oldest)
+
+    def _drop(self, id: str) -> None:
+        kept = self._kept.pop(id)
+        self._count(kept.owner, -1, -kept.size)
+
+    def _count(self, owner: str, number: int, size: int) -> None:
+        self._size += size
+        self._counts.add(owner, number)
+        self._sizes.add(owner, size)

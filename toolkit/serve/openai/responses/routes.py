@@ -60,7 +60,7 @@ WIRE = Wire(_event, ApiError.envelope, ping=COMMENT)
 async def responses(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     asked, size = await parse(raw, state, ResponsesRequest)
-    earlier = _earlier(state, asked)
+    earlier, owner = _earlier(raw, asked), state.owner(raw.scope)
     request, talk, size = await _translated(state, asked, asked.model, size, earlier)
     state.check_ready(request.model)
     state.settings.limits.check_work(request, 1, request.token_limit, state.engine.session_len)
@@ -73,7 +73,7 @@ async def responses(raw: Request) -> HttpResponse:
         more = sum(map(len, (answer.content, answer.reasoning, *(str(call) for call in answer.calls))))
         before = [] if earlier is None else [*earlier.items, *earlier.response["output"]]
         items = [*before, *input_items(chat.id, asked.input)]
-        state.kept.put(response, [*talk, answer.message()], items, size + more)
+        state.kept.put(response, [*talk, answer.message()], items, size + more, owner)
 
     told = Told(asked, chat, keep)
     return EventReply(told.events(), WIRE) if asked.stream else JsonReply(told.whole, WIRE)
@@ -85,7 +85,7 @@ async def responses(raw: Request) -> HttpResponse:
 async def input_tokens(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     asked, size = await parse(raw, state, InputTokensRequest)
-    request, _, size = await _translated(state, asked, asked.model or state.model_name, size, _earlier(state, asked))
+    request, _, size = await _translated(state, asked, asked.model or state.model_name, size, _earlier(raw, asked))
     state.check_ready(request.model, waits=False)
     token_ids, *_ = await encode_chat(state, request, size, "input_tokens", limited=False)
     return json_response({"object": "response.input_tokens", "input_tokens": len(token_ids)})
@@ -98,11 +98,11 @@ async def compact() -> HttpResponse:
     )
 
 
-def _earlier(state: ServerState, asked: ResponsesRequest | InputTokensRequest) -> Kept | None:
+def _earlier(raw: Request, asked: ResponsesRequest | InputTokensRequest) -> Kept | None:
     """The response that ``asked`` goes on from."""
     if asked.previous_response_id is None:
         return None
-    kept = state.kept.get(asked.previous_response_id)
+    kept = _mine(raw, asked.previous_response_id)
     if kept is None:
         raise _unknown(400, asked.previous_response_id, "previous_response_id")
     return kept
@@ -133,7 +133,8 @@ async def response(id: str, raw: Request) -> HttpResponse:
 
 @router.delete("/v1/responses/{id}", **answered("Forget a response", DeletedResponse))
 async def delete(id: str, raw: Request) -> HttpResponse:
-    if not raw.app.state.server.kept.drop(id):
+    state: ServerState = raw.app.state.server
+    if not state.kept.drop(id, state.owner(raw.scope)):
         raise _unknown(404, id)
     return json_response({"id": id, "object": "response", "deleted": True})
 
@@ -168,8 +169,14 @@ async def cancel(id: str, raw: Request) -> HttpResponse:
     raise ApiError(400, message, code="not_in_background")
 
 
+def _mine(raw: Request, id: str) -> Kept | None:
+    """What is kept for the one who asks."""
+    state: ServerState = raw.app.state.server
+    return state.kept.get(id, state.owner(raw.scope))
+
+
 def _known(raw: Request, id: str) -> Kept:
-    kept: Kept | None = raw.app.state.server.kept.get(id)
+    kept = _mine(raw, id)
     if kept is None:
         raise _unknown(404, id)
     return kept
