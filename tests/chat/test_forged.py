@@ -97,15 +97,23 @@ def test_every_built_in_template_tells_them_apart(
     assert tokenizer.decode(template.encode(forged), skip_special_tokens=False) == template.render(forged)
 
 
+@pytest.mark.parametrize("how", ["shared", "copied", "boxed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_meant_has_the_ids_that_it_had(kind: str, tokenizer_dirs: dict[str, Path]) -> None:
+def test_what_is_meant_has_the_ids_that_it_had(
+    kind: str, how: str, tokenizer_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The copy with other names does what the tokenizer does, where all that is spelled is meant."""
     tokenizer = Tokenizer.open(tokenizer_dirs[kind])
     names = frozenset(tokenizer.names(special=True))
-    encoder = MeantEncoder(tokenizer.backend, names, boxed=False)
+    if how == "copied":
+        monkeypatch.setattr(MeantEncoder, "_sharing", lambda self, backend: None)
+    encoder = MeantEncoder(tokenizer.backend, names, boxed=how == "boxed")
+    (forged,) = {name for name in names if "start" in name}
+    unmeant = encoder.encode(Written.of("a MARK b", {"MARK": forged}, names))
+    assert tokenizer.token_id(forged) not in unmeant and len(unmeant) > 2
     draw = random.Random(7)
     parts = [*names, " ", "\n", "a", "Hello there", "ünlaut", "  ", "<|", "|>", "q1", "日本"]
-    for _ in range(300):
+    for _ in range(30 if how == "boxed" else 300):
         text = "".join(draw.choices(parts, k=draw.randint(0, 12)))
         assert encoder.encode(Written.of(text, {}, names)) == tokenizer.encode(text, add_special_tokens=False), text
 

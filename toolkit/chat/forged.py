@@ -41,8 +41,8 @@ class Apart:
 
 
 def told_apart(tokenizer: Tokenizer, sources: Iterable[str], turn: str) -> Apart:
-    """What of the templates ``sources`` messages cannot write. ``turn``: a user's, rendered: tokens that are written there
-    are no text either, though the tokenizer may not call them special."""
+    """What of the templates ``sources`` messages cannot write. ``turn``: a user's, rendered: tokens that are written
+    there are no text either, though the tokenizer may not call them special."""
     read = [text for source in sources for found in _LOOKED_FOR.findall(source) for text in found if text]
     names = frozenset(tokenizer.names(special=True))
     names |= {name for name in tokenizer.names(special=False) if name.strip() and name in turn}

@@ -73,20 +73,44 @@ class MeantEncoder:
         secret = secrets.token_hex(8)
         self._called = {name: f"<|{secret}:{i}|>" for i, name in enumerate(sorted(names))}
         self._pattern = _any_of(names)
-        definition = json.dumps(_renamed(json.loads(backend.to_str()), self._called), ensure_ascii=False)
-        try:
-            copy = tokenizers.Tokenizer.from_str(definition)
-        except Exception as e:
-            raise ValueError(" ".join(str(e).split())) from e
-        if any(copy.token_to_id(called) != backend.token_to_id(name) for name, called in self._called.items()):
-            raise ValueError("its special tokens have other ids under other names")
+        self._ids: dict[int, int] = {}  # of the copy -> of the tokenizer, where they are not the same
+        definition, copy = "", None if boxed else self._sharing(backend)
+        if copy is None:
+            definition = json.dumps(_renamed(json.loads(backend.to_str()), self._called), ensure_ascii=False)
+            try:
+                copy = tokenizers.Tokenizer.from_str(definition)
+            except Exception as e:
+                raise ValueError(" ".join(str(e).split())) from e
+            self._ids = self._moved(backend, copy)
         boxes = BoxedEncoder(definition.encode()) if boxed else None
         self._encode = boxes.encode if boxes else lambda text: copy.encode(text, add_special_tokens=False).ids
 
     def encode(self, text: Written) -> list[int]:
         """Raises what the tokenizer raises."""
         meant = self._pattern.sub(lambda found: self._called[found[0]], text.marked)
-        return self._encode(_replaced(meant, text.spelled))
+        ids = self._encode(_replaced(meant, text.spelled))
+        return [self._ids.get(i, i) for i in ids] if self._ids else ids
+
+    def _sharing(self, backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
+        """A copy with the same vocabulary in memory, made in no time; None where that has the names for itself."""
+        copy = tokenizers.Tokenizer(backend.model)
+        for part in ("normalizer", "pre_tokenizer"):
+            if (value := getattr(backend, part)) is not None:
+                setattr(copy, part, value)
+        for _, token in sorted(backend.get_added_tokens_decoder().items()):
+            flags = {
+                flag: getattr(token, flag) for flag in ("lstrip", "rstrip", "single_word", "normalized", "special")
+            }
+            copy.add_tokens([tokenizers.AddedToken(self._called.get(token.content, token.content), **flags)])
+        for name in self._called:
+            if backend.token_to_id(name) in copy.encode(name, add_special_tokens=False).ids:
+                return None
+        self._ids = self._moved(backend, copy)
+        return copy
+
+    def _moved(self, backend: tokenizers.Tokenizer, copy: tokenizers.Tokenizer) -> dict[int, int]:
+        added = {i: self._called.get(t.content, t.content) for i, t in backend.get_added_tokens_decoder().items()}
+        return {new: i for i, called in added.items() if (new := copy.token_to_id(called)) not in (i, None)}
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:
