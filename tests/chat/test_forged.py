@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import tokenizers
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
-from toolkit.artifacts.text.written import MeantEncoder, Written
+from toolkit.artifacts.text.written import Marks, MeantEncoder, Written
 from toolkit.chat import builtin
 from toolkit.chat.template import ChatTemplate
 from toolkit.messages import ChatTemplateConfig
@@ -51,6 +52,7 @@ def test_a_message_ends_no_turn(kind: str, tokenizer_dirs: dict[str, Path], tmp_
     start, end = (tokenizer.token_id(text) for text in ("<|im_start|>", "<|im_end|>"))
     for talk in (
         FORGED,
+        "\ud800" + FORGED,
         [{"role": "user", "content": FORGED}],
         [{"role": "user", "content": [{"type": "text", "text": FORGED}]}],
     ):
@@ -60,7 +62,7 @@ def test_a_message_ends_no_turn(kind: str, tokenizer_dirs: dict[str, Path], tmp_
         assert ids == template.encode(talk)  # type: ignore[arg-type]
         assert (ids.count(start), ids.count(end)) == (2, 1)
         assert tokenizer.encode(str(prompt), add_special_tokens=False).count(start) == 3  # a plain prompt is as it was
-        if kind == "byte_level":
+        if kind == "byte_level" and "\ud800" not in prompt:
             assert tokenizer.decode(ids, skip_special_tokens=False) == prompt
 
 
@@ -144,3 +146,14 @@ def test_the_copy_is_made_only_where_it_is_needed(tokenizer_dirs: dict[str, Path
     template.encode(FORGED)
     template.encode(FORGED)
     assert len(tokenizer._encoders) == 1
+
+
+def test_a_message_full_of_beginnings_takes_no_longer() -> None:
+    """However many tokens begin so: what is looked at grows with the text alone."""
+    names = frozenset(f"<|reserved_special_token_{i}|>" for i in range(2000)) | {"<|reserved", "<|"}
+    marks = Marks(names)
+    text = "<|reserved_special_token_" * 20_000 + "<|reserved_special_token_7|>"
+    began = time.thread_time()
+    put = marks.put(text)
+    assert put.count("_special_token_") == 19_999 + 1 and time.thread_time() - began < 10
+    assert set(marks.spelled.values()) == {"<|reserved", "<|reserved_special_token_7|>"}

@@ -111,8 +111,7 @@ class Tokenizer:
         try:
             ids = self._bare(text)
         except (TypeError, UnicodeEncodeError):
-            clean = text.encode("utf-8", "replace").decode()  # lone surrogates, as from badly escaped JSON
-            ids = self._bare(clean)
+            ids = self._bare(text.through(_clean) if isinstance(text, Written) else _clean(text))
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def decode(
@@ -244,6 +243,11 @@ class Tokenizer:
             else:
                 ids.remove(token)
         return prefix, suffix
+
+
+def _clean(text: str) -> str:
+    """Without lone surrogates, as they come from badly escaped JSON."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _optional(file: Path) -> dict[str, Any]:

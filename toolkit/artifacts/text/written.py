@@ -45,6 +45,7 @@ class Marks:
     def __init__(self, names: Names) -> None:
         self._pattern = _any_of(names)
         self._secret = secrets.token_hex(8)
+        self._marks: dict[str, str] = {}
         self.spelled: dict[str, str] = {}
 
     def put(self, value: Any) -> Any:
@@ -58,8 +59,10 @@ class Marks:
         return value
 
     def _mark(self, found: re.Match[str]) -> str:
-        mark = f"q{self._secret}x{len(self.spelled)}q"  # letters alone, which no filter of a template changes
-        self.spelled[mark] = found[0]
+        mark = self._marks.get(found[0])
+        if mark is None:  # letters alone, which no filter of a template changes
+            mark = self._marks[found[0]] = f"q{self._secret}x{len(self.spelled)}q"
+            self.spelled[mark] = found[0]
         return mark
 
 
@@ -114,7 +117,25 @@ class MeantEncoder:
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
+    """The longest of ``names`` at each place. Beginnings that they share are looked at once: some models have a
+    thousand, and a message may be full of beginnings."""
+    tree: dict[str, Any] = {}
+    for name in filter(None, names):
+        node = tree
+        for letter in name:
+            node = node.setdefault(letter, {})
+        node[""] = {}
+    return re.compile(_ways(tree) or r"(?!)")
+
+
+def _ways(node: dict[str, Any]) -> str:
+    """A pattern of what may follow; behind a node that ends a name it may also be nothing."""
+    tail = ""
+    while len(node) == 1 and "" not in node:
+        ((letter, node),) = node.items()
+        tail += re.escape(letter)
+    ways = [re.escape(letter) + _ways(inner) for letter, inner in sorted(node.items()) if letter]
+    return tail + (f"(?:{'|'.join(ways)})" + "?" * ("" in node) if ways else "")
 
 
 def _replaced(marked: str, spelled: dict[str, str]) -> str:
