@@ -68,6 +68,7 @@ class _Document:
     lost: list[str] = field(default_factory=list)
     places: set[tuple[str, ...]] = field(default_factory=set)
     references: list[tuple[str, str]] = field(default_factory=list)
+    renamed: list[str] = field(default_factory=list)  # schemas with a name of their own
 
 
 def fitted(schema: Any) -> tuple[Any, list[str]]:
@@ -78,6 +79,8 @@ def fitted(schema: Any) -> tuple[Any, list[str]]:
         document.lost.append("what is no schema, but neither an object nor true")
         return schema, document.lost
     made = _fitted(schema, (), document)
+    if document.references:
+        document.lost += [f"'$id'{at} beside references" for at in document.renamed]
     for at, target in document.references:
         if target != "#" and tuple(target[2:].split("/")) not in document.places:
             document.lost.append(f"'$ref'{at} to {target:.100}, which is no schema of this one")
@@ -94,19 +97,19 @@ def _fitted(schema: Any, path: tuple[str, ...], document: _Document) -> Any:
         document.lost.append(f"{word!r}{at}{why}")
 
     item = _without_never(well_formed(schema, lose), lose)
-    if "$id" in schema and path and schema["$id"] is not None and "$ref" in json.dumps(document.root):
-        lose("$id", " beside references")
+    if path and isinstance(schema.get("$id"), str):
+        document.renamed.append(at)
     item = {word: value for word, value in item.items() if word in _READ}
     item = _typed(fit_values(_one_statement(item, document.root, lose), lose))
     for fit in (fit_texts, fit_numbers, fit_arrays, _fit_objects):
         item = fit(item, lose)
     if "$ref" in item:
         _refer(item, at, document, lose)
-    for word, place, part in _parts(item):
+    item |= {word: item[word].copy() for word in (*_LISTS, *_NAMED) if word in item}
+    for word, place, part in list(_parts(item)):
         if place is None:
             item[word] = _fitted(part, (*path, word), document)
         else:
-            item[word] = item[word].copy()
             item[word][place] = _fitted(part, (*path, word, str(place)), document)
     return _marked(_with_names(item, lose))
 

@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from toolkit.engine.constraints.schema_values import Item, kinds_of, same
+from toolkit.engine.constraints.schema_values import Item, kinds_of, value_key
 
+Keys = frozenset[Any]
 _DEPTH = 4  # references to references that are followed
+_PARTS, _VALUES = 64, 1024  # more are not compared: the server waits meanwhile
 
 
 def apart(parts: list[Any], root: Any) -> bool:
     """Whether it is certain that no value fits two of ``parts``, schemas in the document ``root``."""
-    found = [_resolved(part, root) for part in parts]
-    return all(_apart(one, other, root) for one, other in combinations(found, 2))
+    if len(parts) > _PARTS:
+        return False
+    found = [_Part.of(_resolved(part, root), root) for part in parts]
+    return all(_apart(one, other) for one, other in combinations(found, 2))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """``keys``: of its values, None where they are not few. ``kinds``: their types, none where that is not known.
+    ``told``: the keys of the values of each property that it requires and names the values of."""
+
+    schema: Any
+    keys: Keys | None
+    kinds: frozenset[str]
+    told: dict[str, Keys]
+
+    @staticmethod
+    def of(schema: Any, root: Any) -> _Part:
+        values = _values(schema)
+        kinds = frozenset(_kinds(schema, values)) if isinstance(schema, dict) else frozenset[str]()
+        told = {}
+        if kinds == {"object"} and values is None:
+            known = schema.get("properties", {})
+            for name in {name for name in schema.get("required", []) if name in known}:
+                if (some := _values(_resolved(known[name], root))) is not None:
+                    told[name] = _keys(some)
+        return _Part(schema, None if values is None else _keys(values), kinds, told)
+
+
+def _apart(one: _Part, other: _Part) -> bool:
+    if one.schema is False or other.schema is False:
+        return True
+    if one.keys is not None and other.keys is not None:
+        return one.keys.isdisjoint(other.keys)
+    if one.kinds and other.kinds and not one.kinds & other.kinds:
+        return True
+    return any(one.told[name].isdisjoint(other.told[name]) for name in one.told.keys() & other.told.keys())
 
 
 def _resolved(part: Any, root: Any) -> Any:
@@ -25,20 +63,6 @@ def _resolved(part: Any, root: Any) -> Any:
             target = target.get(name) if isinstance(target, dict) else None
         part = target
     return part
-
-
-def _apart(one: Any, other: Any, root: Any) -> bool:
-    if one is False or other is False:
-        return True
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return False
-    values, others = _values(one), _values(other)
-    if values is not None and others is not None:
-        return not any(same(a, b) for a in values for b in others)
-    kinds = [set(_kinds(item, found)) for item, found in ((one, values), (other, others))]
-    if all(kinds) and not kinds[0] & kinds[1]:
-        return True
-    return kinds == [{"object"}, {"object"}] and _told_apart(one, other, root)
 
 
 def _kinds(item: Item, values: list[Any] | None) -> list[str]:
@@ -56,15 +80,9 @@ def _values(item: Any) -> list[Any] | None:
         return None
     if "const" in item:
         return [item["const"]]
-    return item["enum"] if isinstance(item.get("enum"), list) else None
+    values = item.get("enum")
+    return values if isinstance(values, list) and len(values) <= _VALUES else None
 
 
-def _told_apart(one: Item, other: Item, root: Any) -> bool:
-    """Whether both require a property whose values are others in each."""
-    required = [item.get("required", []) for item in (one, other)]
-    known = [item.get("properties", {}) for item in (one, other)]
-    for name in set(required[0]) & set(required[1]) & known[0].keys() & known[1].keys():
-        found = [_values(_resolved(properties[name], root)) for properties in known]
-        if found[0] is not None and found[1] is not None and not any(same(a, b) for a in found[0] for b in found[1]):
-            return True
-    return False
+def _keys(values: list[Any]) -> Keys:
+    return frozenset(value_key(value) for value in values)

@@ -15,6 +15,8 @@ _HEAD = re.compile(r"\^([\w -]*)([*?{]?)", re.ASCII)
 def others(names: list[str]) -> str | None:
     """A pattern of all names but these; None where it would be too long."""
     plain = {name for name in names if not _ESCAPED.search(name)}
+    if sum(len(name) ** 2 for name in plain) > 2 * LONGEST:
+        return None
     following: dict[str, set[str]] = {"": set()}
     for name in plain:
         for i, letter in enumerate(name):

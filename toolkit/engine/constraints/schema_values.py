@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -246,10 +245,8 @@ def _writable(value: Any) -> bool:
     return True
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two JSON values are, or might be, equal: 1 and 1.0 are."""
-    if isinstance(one, bool) or isinstance(other, bool) or not (_is_number(one) and _is_number(other)):
-        return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True) or (
-            type(one) is type(other) and isinstance(one, list | dict)
-        )
-    return bool(one == other)
+def value_key(value: Any) -> Any:
+    """The same for JSON values that are equal (1 and 1.0 are), or may be: lists and objects are not looked into."""
+    if isinstance(value, str | bool) or value is None:
+        return type(value), value
+    return value if isinstance(value, int | float) else type(value)
