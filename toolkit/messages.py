@@ -100,6 +100,7 @@ class ChatTemplateConfig:
 
     A field that is not None overrides the built-in ``model_name``; with a new name the pieces are the template: system,
     meta_instruction, eosys, then for every round user, content, eoh, assistant, content, eoa, separator.
+    ``parse_special``: special tokens that messages spell become those tokens; else they stay text.
     """
 
     model_name: str
@@ -116,6 +117,7 @@ class ChatTemplateConfig:
     separator: str | None = None
     capability: Literal["completion", "infilling", "chat", "python"] | None = None
     stop_words: list[str] | None = None
+    parse_special: bool | None = None
 
     def to_json(self, file_path: str | None = None) -> str:
         """The fields that are set, as JSON; also written to ``file_path`` where given."""

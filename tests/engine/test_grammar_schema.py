@@ -48,6 +48,13 @@ def named(schema: Any, **more: Any) -> dict[str, Any]:
         ({**OBJ, "properties": {"not": INT, "if": STR}, "required": ["not"]}, [{"not": 1}], [{"not": "x"}]),
         ({"const": {"not": 1}}, None, [{"not": 2}]),
         ({"oneOf": [INT, STR]}, [1, "a"], [None]),
+        ({"oneOf": [{**INT, "minimum": 2}, {**STR, "maxLength": 1}]}, [2, "a"], [1, "aa"]),
+        ({**TWO, "additionalProperties": STR}, [{"a": 1, "c": "x"}, {"aa": "x"}], [{"a": "x"}, {"c": 1}]),
+        ({**OBJ, "properties": {"a": False, "b": INT}, "additionalProperties": True}, [{"b": 1, "c": 1}], [{"a": 1}]),
+        ({**STR, "format": "date"}, ["2024-02-29", "2026-12-31"], ["2023-02-29", "2026-11-31"]),
+        ({**INT, "minimum": 1.5, "exclusiveMaximum": 4}, [2, 3], [1, 4]),
+        ({"type": "array", "prefixItems": [True, INT, False]}, [["x", 1]], [["x", "y"], ["x", 1, 1]]),
+        ({**OBJ, "patternProperties": {"^a_": INT, "^b_": STR}}, [{"a_": 1, "b_": "x"}, {}], [{"a_": "x"}]),
     ],
 )
 def test_what_a_schema_says_is_held_to(grammars: Grammars, schema: Any, yes: list[Any] | None, no: list[Any]) -> None:
@@ -80,7 +87,7 @@ def test_what_a_schema_says_is_held_to(grammars: Grammars, schema: Any, yes: lis
         ({**INT, "const": float("inf")}, "'type' beside 'const'"),
         ({**INT, "enum": [float("nan")]}, "'type' beside 'enum'"),
         ({"enum": [1, 2], "minimum": 2}, "'minimum' beside 'enum'"),
-        ({"anyOf": [STR, {"type": []}]}, "'type' at anyOf.1, which names none"),
+        ({"anyOf": [STR, {"type": []}]}, "'type' at anyOf.1, which is not one or some of null"),
     ],
 )
 def test_what_cannot_be_held_to_is_named(schema: Any, told: str) -> None:
@@ -93,6 +100,11 @@ def test_what_cannot_be_held_to_is_named(schema: Any, told: str) -> None:
         with pytest.raises(UsageError):
             fitted_format({"type": "json_schema", "json_schema": bare})
     fitted_format(named(schema, strict=False))
+
+
+def test_no_name_comes_by_its_escapes_as_another(grammars: Grammars) -> None:
+    open_ = named({**TWO, "additionalProperties": True})
+    assert follow(grammars, open_, b'{"c": "x"}') and not follow(grammars, open_, b'{"\\u0061": "x"}')
 
 
 def test_without_strict_as_much_is_held_to_as_can_be(grammars: Grammars) -> None:

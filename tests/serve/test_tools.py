@@ -16,7 +16,7 @@ from toolkit.parsers.pieces import Answer
 from toolkit.serve.client import APIClient
 from toolkit.serve.generation.parsing import Formats
 
-ADD = {"name": "add", "description": "Sum.", "parameters": {"type": "object", "properties": {"a": {"type": "int"}}}}
+ADD = {"name": "add", "description": "Sum.", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 TOOLS = [{"type": "function", "function": ADD}, {"type": "function", "function": {"name": "now"}}]
 ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TWO = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'

@@ -24,7 +24,7 @@ CAPABILITIES = ("completion", "infilling", "chat", "python")
 @dataclass
 class Origin:
     """A template before it is compiled. ``what``: how messages name it. ``built_in``: its source is one of ours.
-    ``custom``: it is this Python object."""
+    ``custom``: it is this Python object. ``parse_special``: as ChatTemplateConfig has it."""
 
     name: str
     what: str
@@ -35,6 +35,7 @@ class Origin:
     capability: str = "chat"
     custom: Any = None
     built_in: bool = False
+    parse_special: bool = False
 
 
 def choose(tokenizer: Tokenizer, model_path: str | Path, config: ChatTemplateConfig | str | None) -> Origin:
@@ -92,6 +93,7 @@ def _with_fields(origin: Origin, config: ChatTemplateConfig) -> Origin:
     if config.stop_words is not None:
         origin.stop_words = tuple(config.stop_words)
     origin.capability = config.capability or "chat"
+    origin.parse_special = bool(config.parse_special)
     return origin
 
 
@@ -111,6 +113,7 @@ def _from_class(cls: type, config: ChatTemplateConfig, given: dict[str, Any]) ->
         tuple(getattr(made, "stop_words", None) or ()),
         getattr(made, "capability", None) or "chat",
         made,
+        parse_special=bool(config.parse_special),
     )
 
 

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.artifacts.text.written import Marks, Written
 from toolkit.chat import builtin, origin
 from toolkit.chat.custom import MODELS
+from toolkit.chat.forged import Apart, told_apart
 from toolkit.chat.messages import PICTURE, Message, normalise
 from toolkit.chat.renderer import Renderer
 from toolkit.chat.sandbox import Sandbox, TemplateRefusal
@@ -40,7 +42,8 @@ class ChatTemplate:
     from. ``stop_words``: texts that end an answer. ``tool_format``: how the template has a model call tools
     (Hermes' way where it has no place for tools: they stand in the system text then), None where that is not known;
     ``reasoning_format``: how it has a model think, None where it does not. ``picture``: what is written for a picture
-    where the template itself writes nothing; None: the model reads text alone.
+    where the template itself writes nothing; None: the model reads text alone. ``parse_special``: special tokens that
+    messages spell become those tokens.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._sources = found.sources
         self._renderer = _renderer(found, renderer)
+        self.parse_special = found.parse_special
         self.stop_words = list(found.stop_words) or self._turn_end()
         if self._spells_tools and self._prints_plugin_turns():
             self.tool_format, self._spell = internlm.FORMAT, spell_for_internlm
@@ -131,8 +135,10 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **variables: Any,
-    ) -> str:
+    ) -> Written:
         """The prompt of a conversation; a plain string is one user message.
+
+        Special tokens that messages, tools or variables spell are text in it, unless ``parse_special``.
 
         Ends where the answer begins; if the last message is an assistant's, where that one ends, so that the model
         goes on with it. ``tools``: OpenAI tool definitions. ``variables`` go to the template (enable_thinking …).
@@ -140,11 +146,26 @@ class ChatTemplate:
         """
         if isinstance(messages, str):
             if self.capability in ("completion", "python"):
-                return self._start() + messages
+                return _plain(self._start() + messages)
             if self.capability == "infilling":
-                return self._start() + _infilling(messages)
+                return _plain(self._start() + _infilling(messages))
             messages = [{"role": "user", "content": messages}]
         turns = normalise(messages, self.picture is not None)
+        if self.parse_special:
+            return _plain(self._whole(turns, tools, add_generation_prompt, variables))
+        names = self._apart.names
+        marks = Marks(names)
+        turns, tools, variables = marks.put(turns), marks.put(tools), marks.put(variables)
+        return Written.of(self._whole(turns, tools, add_generation_prompt, variables), marks.spelled, names)
+
+    def _whole(
+        self,
+        turns: list[Message],
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        variables: dict[str, Any],
+    ) -> str:
+        """The prompt of messages as ``normalise`` makes them."""
         if self._meta_instruction is not None and self._custom is None and not _has_system(turns):
             turns.insert(0, {"role": "system", "content": self._meta_instruction})
         if self._spells_tools and (tools or any(turn.get("tool_calls") for turn in turns)):
@@ -267,6 +288,21 @@ class ChatTemplate:
         }
         return self._renderer.render(chosen, values)
 
+    @property
+    def forgery(self) -> str | None:
+        """One line on what messages can pass off as the template's; None where that is nothing."""
+        if self.parse_special:
+            return "special tokens that messages spell become those tokens (parse_special)"
+        return None if self.name == "base" else self._apart.note
+
+    @cached_property
+    def _apart(self) -> Apart:
+        try:
+            turn = self._whole([{"role": "user", "content": "a"}], None, False, {})
+        except ToolkitError:
+            turn = ""
+        return told_apart(self._tokenizer, self._sources.values(), turn)
+
     @cached_property
     def _takes_parts(self) -> bool:
         """Whether the template reads a message's content part by part, found by rendering one: it then writes itself
@@ -321,6 +357,10 @@ class ChatTemplate:
         if not ids or ids[0] not in self._tokenizer.special_ids:
             return []
         return [self._tokenizer.decode(ids[:1], skip_special_tokens=False)]
+
+
+def _plain(text: str) -> Written:
+    return Written.of(text, {}, frozenset())
 
 
 def _literal(value: Any) -> str:

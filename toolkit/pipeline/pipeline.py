@@ -142,6 +142,8 @@ class Pipeline:
             self._templates = ChatTemplate.of_adapters(
                 self.engine.adapters, self.engine.tokenizer, self.model_path, self.chat_template.picture
             )
+            if (forgery := self.chat_template.forgery) is not None:
+                logger.info("chat template (%s): %s", self.chat_template.note, forgery)
             self.gen_config: GenerationConfig = gen_config or settings.of_model(self.tokenizer.path)
         except BaseException:
             self.engine.close()

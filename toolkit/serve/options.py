@@ -79,6 +79,9 @@ class ServerSettings:
     reasoning_parser: str | None = option(
         None, "How it marks thoughts, such as qwen3; none: leave them in the text. Default: by its template."
     )
+    parse_special: bool = option(
+        False, "Special tokens that messages spell (<|im_end|>) become those tokens, as with most servers."
+    )
     vision_max_batch_size: int = option(1, "Images that are encoded at once, at most.", min=1)
     allowed_local_media_path: Path | None = option(
         None, "Folder whose files requests may name as images or videos. Default: none may be.", **_IMAGES

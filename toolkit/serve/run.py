@@ -282,6 +282,10 @@ def app_of(
         raise UsageError(f"--adapters: expected names other than the model's, found {name!r}")
     own = replace(settings, model_name=name, adapters=engine.adapters)
     others = ChatTemplate.of_adapters(engine.adapters, engine.tokenizer, directory, picture)
+    for one in (template, *others.values()):
+        one.parse_special |= settings.parse_special
+    if (forgery := template.forgery) is not None:
+        logger.warning("chat template (%s): %s", template.note, forgery)
     return create_app(engine, template, own, keys, others, files)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.recipe import open_recipe
+from toolkit.artifacts.text.written import Written
 from toolkit.base import extras
 from toolkit.box.box import Ticket
 from toolkit.configs.option import spelled as flag
@@ -158,6 +159,8 @@ class Eyes:
     def spell(self, text: str, pictures: Sequence[Picture]) -> str:
         """A prompt whose marks are spelled as the tokens of the pictures they stand for. Raises UsageError where there
         are more or fewer of them."""
+        if isinstance(text, Written):
+            return text.through(lambda marked: self.spell(marked, pictures))
         between, shown = text.split(self.recipe.mark), _by_place(pictures)
         if len(between) != len(shown) + 1:
             raise UsageError(

@@ -9,6 +9,7 @@ sentencepiece (``tokenizer.model``) and of ranks (``qwen.tiktoken``) are read he
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -23,6 +24,7 @@ from toolkit.artifacts.text.tokenizer_box import BoxedEncoder
 from toolkit.artifacts.text.tokenizer_check import check_ids, harmless, read_parts
 from toolkit.artifacts.text.tokenizer_classes import PIECES, SPECIAL_NAMES, open_pieces, put_before
 from toolkit.artifacts.text.tokenizer_ranks import find_ranks, read_ranks
+from toolkit.artifacts.text.written import MeantEncoder, Names, Written
 from toolkit.configs.limits import TOKEN_ID
 from toolkit.errors import ToolkitError
 
@@ -47,6 +49,8 @@ class Tokenizer:
         self.config = config
         self._rule = byte_rule(backend.decoder)
         self._bytes: dict[int, bytes] = {}
+        self._making = threading.Lock()
+        self._encoders: dict[Names, MeantEncoder] = {}  # the last one
         self._added = backend.get_added_tokens_decoder()
         self.special_ids = {i for i, token in self._added.items() if token.special}
         self.special_tokens = {n: t for n in SPECIAL_NAMES if (t := _token_text(config.get(n))) is not None}
@@ -100,14 +104,14 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``; with ``add_special_tokens`` between what the model wants around it (bos …).
 
-        Special tokens spelled out in the text are recognised either way. Raises ToolkitError, one line, where the
+        Special tokens spelled out in the text are recognised either way, but in a ``Written`` only those of the
+        template. Raises ToolkitError, one line, where the
         model's tokenizer fails on the text or takes too much memory or time for it.
         """
         try:
             ids = self._bare(text)
         except (TypeError, UnicodeEncodeError):
-            clean = text.encode("utf-8", "replace").decode()  # lone surrogates, as from badly escaped JSON
-            ids = self._bare(clean)
+            ids = self._bare(text.through(_clean) if isinstance(text, Written) else _clean(text))
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def decode(
@@ -170,6 +174,11 @@ class Tokenizer:
             break
         return found
 
+    def names(self, special: bool) -> set[str]:
+        """The texts of the tokens that are added to the vocabulary, those that are ``special`` or the others. Tokens
+        that are such only between blanks are left out."""
+        return {t.content for t in self._added.values() if t.special == special and not t.single_word and t.content}
+
     @property
     def chat_template(self) -> str | None:
         """The default chat template's Jinja source, or None."""
@@ -187,6 +196,8 @@ class Tokenizer:
     def _bare(self, text: str) -> list[int]:
         """Token ids of ``text`` alone."""
         try:
+            if isinstance(text, Written) and text.spelled:
+                return self._meant(text.names).encode(text)
             if self._boxed is not None:
                 return self._boxed.encode(text)
             return self.backend.encode(text, add_special_tokens=False).ids
@@ -197,6 +208,12 @@ class Tokenizer:
                 raise
             why = str(e).splitlines()[0] if str(e) else type(e).__name__
             raise ToolkitError(f"{self.path}: its tokenizer cannot encode this text: {why:.300}") from e
+
+    def _meant(self, names: Names) -> MeantEncoder:
+        with self._making:
+            if names not in self._encoders:
+                self._encoders = {names: MeantEncoder(self.backend, names, self._boxed is not None)}
+            return self._encoders[names]
 
     def _bytes_of(self, token_id: int) -> bytes:
         text = self.backend.id_to_token(token_id) if 0 <= token_id < 1 << 32 else None
@@ -226,6 +243,11 @@ class Tokenizer:
             else:
                 ids.remove(token)
         return prefix, suffix
+
+
+def _clean(text: str) -> str:
+    """Without lone surrogates, as they come from badly escaped JSON."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _optional(file: Path) -> dict[str, Any]:

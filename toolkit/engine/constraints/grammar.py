@@ -248,6 +248,7 @@ class GrammarState:
         if self.failure is not None:
             mask[row] = 0
         elif self._json is not None:
+            self._json.drop_controls(mask[row])
             self._meant = self._json.open_string(mask[row])
             if self._meant is not None:
                 mask[row] |= self._meant

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+_CONTROL = re.compile(rb"[\x00-\x1f]")
 Mask = NDArray[np.int32]  # a bit a token
 LONGEST = 400  # tokens of an end that is looked for
 _ENDING = (b"}", b"]", b'"', b", ", b",")  # tokens that bring the end nearer, the best first
@@ -16,7 +18,8 @@ _ENDING = (b"}", b"]", b'"', b", ", b",")  # tokens that bring the end nearer, t
 @dataclass(frozen=True)
 class JsonTokens:
     """``quote``, ``letter``, ``line``: the tokens ``"``, ``z`` and a line's end. ``eos``: those that end an answer.
-    ``ends``: these, and all that begin with a quote. ``ending``: the ids of _ENDING. ``lengths``: bytes of each token.
+    ``ends``: these, and all that begin with a quote. ``controls``: those with a control
+    character. ``ending``: the ids of _ENDING. ``lengths``: bytes of each token.
     """
 
     quote: int
@@ -24,6 +27,7 @@ class JsonTokens:
     line: int
     eos: tuple[int, ...]
     ends: Mask
+    controls: Mask
     ending: tuple[int, ...]
     lengths: NDArray[np.int32]
 
@@ -38,10 +42,19 @@ class JsonTokens:
         bits[[i for i, token in enumerate(tokens) if token.startswith(b'"')]] = True
         bits[eos] = True
         ends = np.packbits(bits, bitorder="little").view(np.int32)
+        bits[:] = False
+        bits[[i for i, token in enumerate(tokens) if _CONTROL.search(token)]] = True
+        controls = np.packbits(bits, bitorder="little").view(np.int32)
         ending = tuple(ids[token] for token in _ENDING if token in ids)
         lengths = np.zeros(len(bits), np.int32)
         lengths[: len(tokens)] = [len(token) for token in tokens]
-        return JsonTokens(ids[b'"'], ids[b"z"], ids[b"\n"], tuple(eos), ends, ending, lengths)
+        return JsonTokens(ids[b'"'], ids[b"z"], ids[b"\n"], tuple(eos), ends, controls, ending, lengths)
+
+    def drop_controls(self, allowed: Mask) -> None:
+        """Take control characters from ``allowed`` within a string, where JSON has them escaped: xgrammar lets them
+        through in texts of a length."""
+        if has(allowed, self.letter) and not has(allowed, self.line):
+            allowed &= ~self.controls
 
     def open_string(self, allowed: Mask) -> Mask | None:
         """The tokens beside ``allowed`` that mean the quote which ends a string; None where the text is in no string,
@@ -66,6 +79,7 @@ class JsonTokens:
         mask = np.zeros((1, len(self.ends)), np.int32)
         while len(found) <= min(most, LONGEST) and not matcher.is_terminated():
             matcher.fill_next_token_bitmask(mask, 0, False)
+            self.drop_controls(mask[0])
             if any(has(mask[0], stop) for stop in stops or self.eos):
                 break
             token = self._nearest_end(mask[0])

@@ -23,6 +23,7 @@ OF_EACH = (
     "pooling",
     "tool_call_parser",
     "reasoning_parser",
+    "parse_special",
     "vision_max_batch_size",
     "allowed_local_media_path",
     "allowed_media_domains",
