@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from toolkit.base.record import later
@@ -10,6 +10,7 @@ from toolkit.models.spec import sound
 from toolkit.models.spec.keeps import Paged
 from toolkit.models.spec.mixer import MixerSpec, Rotary
 from toolkit.models.spec.parts import AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec
+from toolkit.models.spec.share import Cut, Share, Unit, cut_linear
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,43 @@ class AttentionSpec(MixerSpec):
 
     def keeps(self) -> Paged:
         return Paged(self.kv_heads, self.head_dim, self.window, self.chunked)
+
+    def unshared(self, world: int, unit: Unit) -> str | None:
+        whole, few = self.heads, self.kv_heads
+        if whole % world or (few % world and world % few):
+            good = [n for n in range(2, whole + 1) if whole % n == 0 and (few % n == 0 or n % few == 0)]
+            fits = f"; {', '.join(map(str, good))} would do" if good else ""
+            return f"{whole} heads and {few} of keys and values do not divide among {world} ranks{fits}"
+        if any(norm.heads == 1 and norm.size != self.head_dim for norm in self.norms()):
+            return "its norm of queries or keys is over all heads"
+        each = self.heads // world * self.head_dim
+        if each % (least := unit(self.o.name).least):
+            return f"{self.o.name}: {each} inputs a rank cut a group of {least} weights"
+        return None
+
+    def share(self, rank: int, world: int, unit: Unit) -> Share:
+        """Heads of its own; where there are fewer heads of keys and values than ranks, several ranks have the same."""
+        heads, kv_heads = self.heads // world, max(1, self.kv_heads // world)
+        first, first_kv = rank * heads, rank * self.kv_heads // world
+        size = self.head_dim
+        own, kept = (first * size, (first + heads) * size), (first_kv * size, (first_kv + kv_heads) * size)
+        made, cuts = {}, {}
+        for name, linear, part in (("q", self.q, own), ("k", self.k, kept), ("v", self.v, kept), ("o", self.o, own)):
+            made[name], more = cut_linear(linear, *part)
+            cuts |= more
+        if self.gate is not None:
+            made["gate"], more = cut_linear(self.gate, *own)
+            cuts |= more
+        norms = {}
+        for name, norm, part, count in (("q_norm", self.q_norm, own, heads), ("k_norm", self.k_norm, kept, kv_heads)):
+            if norm is not None and norm.heads > 1:
+                norms[name] = replace(norm, heads=count)
+                cuts |= dict.fromkeys(norm.vectors(), Cut("rows", *part))
+        if self.sinks is not None:
+            cuts[self.sinks] = Cut("rows", first, first + heads)
+        alibi = self.alibi and replace(self.alibi, slopes=self.alibi.slopes[first : first + heads])
+        mixer = replace(self, heads=heads, kv_heads=kv_heads, alibi=alibi, **made, **norms)
+        return Share(mixer, cuts)
 
     def check(self, hidden: int) -> None:
         q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
