@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from toolkit.artifacts.canonical import (
     SuperScales,
     Weight,
 )
-from toolkit.models.spec.share import share
+from toolkit.models.spec import portion
 
 ROWS, INPUTS, GROUP = 24, 160, 32
 
@@ -94,8 +96,8 @@ def test_others_say_that_their_groups_cannot_be_cut(form: str) -> None:
 
 @pytest.mark.parametrize(("size", "world", "unit"), [(10, 3, 1), (38 * 128, 4, 128), (96, 3, 32), (2, 4, 1)])
 def test_shares_are_even_and_leave_nothing_out(size: int, world: int, unit: int) -> None:
-    shares = [share(size, rank, world, unit) for rank in range(world)]
+    shares = [portion(size, rank, world, unit) for rank in range(world)]
     assert shares[0][0] == 0 and shares[-1][1] == size
-    assert all(before[1] == after[0] for before, after in zip(shares, shares[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(shares))
     widths = [stop - start for start, stop in shares]
     assert max(widths) - min(widths) <= unit and widths[0] == max(widths)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from toolkit.models.spec.share import share
+from toolkit.models.spec import portion
 
 
 class ByRow:
@@ -60,7 +60,7 @@ class Cut:
     def shard(self, rank: int, world: int, axis: int) -> Any:
         """Rank ``rank``'s part of ``world``: of the rows (axis 0) or of the inputs (axis 1), on the borders of groups.
         The parts of all ranks, one behind the other, are the whole."""
-        start, stop = share(self.shape[axis], rank, world, self.unit if axis else 1)
+        start, stop = portion(self.shape[axis], rank, world, self.unit if axis else 1)
         if axis:
             return self.take_columns(start, stop)
         return self.take_rows(slice(start, stop))  # type: ignore[attr-defined]
@@ -110,7 +110,6 @@ class SuperScales(ByRow):
         if self.dmin is None or self.min_codes is None:
             return None
         return -_spread(self.dmin, self.min_codes)
-
 
     def take_groups(self, start: int, stop: int) -> SuperScales | None:
         """Those of the groups from ``start`` to ``stop`` - 1, None where super-blocks would be cut."""

@@ -95,7 +95,7 @@ class ProcessLoop:
         self._lock = threading.RLock()  # over those above and below
         self._closing = threading.Event()
         self._outage: Outage | None = None
-        self._hung = ""  # why the watch killed the process
+        self._hung = ""  # why the process ends, as the watch that killed it or it itself says
         child = child or Child().told(setup)
         self._process, self._pipe = child.process, child.pipe
         try:
@@ -188,6 +188,8 @@ class ProcessLoop:
             if message["op"] == "answer":
                 with self._lock:
                     _answer(self._calls.popleft(), message)
+            if message["op"] == "lost":
+                self._hung = message["why"]
             if message["op"] == "outputs":
                 self._stats = message["stats"]
                 if message["outputs"]:

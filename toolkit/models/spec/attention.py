@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from toolkit.base.record import later
 from toolkit.models.spec import sound
@@ -96,14 +96,15 @@ class AttentionSpec(MixerSpec):
         first, first_kv = rank * heads, rank * self.kv_heads // world
         size = self.head_dim
         own, kept = (first * size, (first + heads) * size), (first_kv * size, (first_kv + kv_heads) * size)
-        made, cuts = {}, {}
+        made: dict[str, Any] = {}
+        cuts: dict[str, Cut] = {}
         for name, linear, part in (("q", self.q, own), ("k", self.k, kept), ("v", self.v, kept), ("o", self.o, own)):
             made[name], more = cut_linear(linear, *part)
             cuts |= more
         if self.gate is not None:
             made["gate"], more = cut_linear(self.gate, *own)
             cuts |= more
-        norms = {}
+        norms: dict[str, Any] = {}
         for name, norm, part, count in (("q_norm", self.q_norm, own, heads), ("k_norm", self.k_norm, kept, kv_heads)):
             if norm is not None and norm.heads > 1:
                 norms[name] = replace(norm, heads=count)

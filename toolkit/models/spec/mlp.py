@@ -9,7 +9,7 @@ from toolkit.base.record import later
 from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.parts import Activation, LinearSpec
-from toolkit.models.spec.share import Share, Unit, cut_linear, share
+from toolkit.models.spec.share import Share, Unit, cut_linear, portion
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class MlpSpec(MixerSpec):
         return None if self.seen is None else "layers that look at pictures are not split yet"
 
     def share(self, rank: int, world: int, unit: Unit) -> Share:
-        start, stop = share(self.up.out_features, rank, world, unit(self.down.name).best)
+        start, stop = portion(self.up.out_features, rank, world, unit(self.down.name).best)
         up, cuts = cut_linear(self.up, start, stop)
         down, more = cut_linear(self.down, start, stop)
         gate, gate_cuts = (None, {}) if self.gate is None else cut_linear(self.gate, start, stop)

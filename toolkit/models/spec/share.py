@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from toolkit.models.spec.parts import LinearSpec
 
 Axis = Literal["rows", "columns", "first"]
-"""What is cut. "first": nothing, the first rank has it whole and the others have zeros, for what ranks give is added."""
+"""What is cut. "first": nothing, the first rank has it whole and the others zeros, for what ranks give is added."""
 
 
 class Units(NamedTuple):
@@ -36,11 +36,11 @@ class Share:
     """Of one rank: ``mixer``, what it computes of a whole one, and which part of each parameter it reads for that; of
     those that are not in ``cuts`` all."""
 
-    mixer: object
+    mixer: Any
     cuts: Mapping[str, Cut] = field(default_factory=dict)
 
 
-def share(size: int, rank: int, world: int, unit: int = 1) -> tuple[int, int]:
+def portion(size: int, rank: int, world: int, unit: int = 1) -> tuple[int, int]:
     """(start, stop) of a rank's part of ``size``, in units as evenly as that goes; the first ranks have the larger."""
     most, more = divmod(-(-size // unit), world)
     start = rank * most + min(rank, more)

@@ -323,7 +323,8 @@ def build_decoder(
     whose spec and weights these are.
     """
     routed = () if spec.vision is None else spec.vision.routed
-    builder = _Builder(weights, place, ops, adapters, adapter_step or AdapterStep(0), {x.linear: x for x in routed}, split)
+    by_name = {x.linear: x for x in routed}
+    builder = _Builder(weights, place, ops, adapters, adapter_step or AdapterStep(0), by_name, split)
     table = builder.matrix(spec.embed).dequantize(place.dtype).to(place.device)
     steps = tuple(step for i, layer in enumerate(spec.layers) for step in builder.steps(layer, i))
     final_norm = builder.norm(spec.final_norm)

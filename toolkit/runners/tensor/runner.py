@@ -50,8 +50,8 @@ class TensorRunner:
     and no step is waited for, for a model that ``support.unsupported`` has no word against; None: the device that
     ``options`` name runs kernel by kernel. ``ops``: found for the device where they are not given. ``notes``: what
     "auto" became and how quantized weights are held. ``split``: the ranks of which it is one, whose ``spec`` and
-    ``weights`` are given; ``dense``: of those, whether they hold quantized weights dense, None: as is best here. Raises UsageError for a device, dtype or quant_policy that cannot
-    be.
+    ``weights`` are given; ``dense``: whether quantized weights are held dense, None: as is best here. Raises UsageError
+    for a device, dtype or quant_policy that cannot be.
     """
 
     name = "tensor"
