@@ -108,17 +108,33 @@ def test_quantized_weights_and_caches(
         same(one, several, close)
 
 
+UNEVEN = {
+    "hidden_size": 144,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "intermediate_size": 101,
+}
+
+
 def test_blocks_leave_and_come_back_whole(tiny_models: Any, pair: Any) -> None:
-    _, several = pair(tiny_models("llama"), 2)
+    """Of ranks with unequal parts, too: two heads of keys and one, and then 4-bit keys."""
+    one, several = pair(tiny_models("llama", **UNEVEN), 2, quant_policy=4)
     runner, number = several.runner, several.add()
     several.step({number: PROMPT[:40]})
     block = several.sequences[number].blocks[0][0]
     data = runner.export_block(0, block)
-    assert len(data) == 2 * runner.memory().block_bytes[0] and any(data)
+    assert len(data) == one.runner.memory().block_bytes[0] and any(data)
     runner.import_block(0, block, bytes(len(data)))
     assert not any(runner.export_block(0, block))
     runner.import_block(0, block, data)
     assert runner.export_block(0, block) == data
+    with pytest.raises(RunnerError, match="expected"):
+        runner.import_block(0, block, data[1:])
+
+
+def test_heads_and_widths_that_do_not_divide_are_shared_out_unevenly(tiny_models: Any, pair: Any) -> None:
+    same(*pair(tiny_models("llama", **UNEVEN), 2))
 
 
 def test_a_step_that_cannot_be_fails_alone(tiny_models: Any, pair: Any) -> None:

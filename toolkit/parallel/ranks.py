@@ -54,12 +54,16 @@ class Ranks:
         return [process.pid for process in self._processes]
 
     def open(self, model: dict[str, Any], dense: bool) -> None:
-        """Tell all what they are; ``met`` says when they have met."""
+        """Tell all what they are. Each answers twice: when it has opened the model, and when it has met the others."""
         level, world = logging.getLogger("toolkit").getEffectiveLevel(), len(self._pipes) + 1
         for rank, pipe in enumerate(self._pipes, 1):
             told = {"rank": rank, "world": world, "model": model, "dense": dense, "log_level": level}
             told |= {"folder": str(self.folder), "seconds": STEP_SECONDS}
             self._put(rank, pipe, wire.pack(told))
+
+    def have_met(self) -> None:
+        """Where they met is not needed any more."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def tell(self, name: str, *arguments: Any, own: Sequence[Any] = ()) -> None:
         """Have all call the runner's method ``name``; ``own``: of each, a last argument. Raises RankLost where one is
@@ -94,7 +98,7 @@ class Ranks:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.have_met()
 
     def _put(self, rank: int, pipe: Connection, data: bytes) -> None:
         try:

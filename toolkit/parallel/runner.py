@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +15,12 @@ from toolkit.errors import ToolkitError
 from toolkit.models.pictures import Picture
 from toolkit.parallel import ranks as timing
 from toolkit.parallel.model import Model, open_whole, runner_of
+from toolkit.parallel.part import part_of
 from toolkit.parallel.ranks import RankLost, Ranks
 from toolkit.parallel.worker import digest
 from toolkit.runners.base import Backend, MemoryNeed, RunnerError, RunnerLost, StepHandle
 from toolkit.runners.step import StepBatch, StepOutput
+from toolkit.runners.tensor.cache import block_bytes
 from toolkit.runners.tensor.step.pending import Failed
 
 
@@ -38,8 +41,11 @@ class RankedRunner:
         local = self._local
         self.spec, self.options = whole.spec, local.options
         self.device, self.dtype = local.device, local.dtype
-        each = f"{world} ranks with {threads} threads each, numbers of memory are of one"
+        each = f"{world} ranks, threads of each: {threads}; numbers of memory are of one rank"
         self.notes = [each, *local.notes]
+        specs = (part_of(whole.spec, rank, world, whole.unit).spec for rank in range(world))
+        size, policy, dtype = options.block_size, options.quant_policy, getattr(torch, local.dtype)
+        self._block_bytes = [block_bytes(spec, size, policy, dtype) for spec in specs]  # of each rank
         self._lost = ""
         self._ranks = Ranks(world, threads)
         told = replace(model, options=replace(options, dtype=local.dtype))
@@ -48,6 +54,7 @@ class RankedRunner:
             self._met(self._ranks.answers(timing.OPEN_SECONDS))
             self._group.join(self._ranks.folder, timing.STEP_SECONDS)
             self._met(self._ranks.answers(timing.OPEN_SECONDS))
+            self._ranks.have_met()
         except (RankLost, RuntimeError) as e:
             self.close()
             raise ToolkitError(f"tp={world}: the ranks have not met: {e}") from None
@@ -55,7 +62,8 @@ class RankedRunner:
             self.close()
             raise
 
-    def _met(self, answers: list[dict[str, Any]]) -> None:
+    @staticmethod
+    def _met(answers: list[dict[str, Any]]) -> None:
         for rank, answer in enumerate(answers, 1):
             if answer["error"] is not None:
                 raise RankLost(f"rank {rank}: {answer['error']}")
@@ -96,12 +104,10 @@ class RankedRunner:
         return b"".join([mine, *others])
 
     def import_block(self, group: int, block: int, data: bytes) -> None:
-        world = self._group.world
-        if len(data) % world:
-            raise RunnerError(f"block of group {group}: expected parts of {world} ranks, found {len(data)} bytes")
-        size = len(data) // world
-        parts = [data[i * size : (i + 1) * size] for i in range(world)]
-        self._all("import_block", group, block, own=parts)
+        ends = list(itertools.accumulate((sizes[group] for sizes in self._block_bytes), initial=0))
+        if len(data) != ends[-1]:
+            raise RunnerError(f"block of group {group}: expected {ends[-1]} bytes, found {len(data)}")
+        self._all("import_block", group, block, own=[data[a:b] for a, b in itertools.pairwise(ends)])
 
     def encode(self, pictures: Sequence[Picture]) -> list[NDArray[np.float32]]:
         raise RunnerError("models that see are not split yet")

@@ -147,7 +147,7 @@ def _check_tp(config: EngineConfig) -> None:
         instead = "leave tp out, or use PytorchEngineConfig (--backend pytorch)"
         raise UsageError(f"tp={config.tp}: turbomind runs a model on one device so far; {instead}")
     if config.adapters:
-        raise UsageError(f"tp={config.tp}: adapters are not split over ranks yet; leave out them or tp")
+        raise UsageError(f"tp={config.tp}: adapters are not split over ranks yet; leave them or tp out")
     if config.device not in ("auto", "cpu") or (config.device == "auto" and gpu_is_likely()):
         raise UsageError(f"tp={config.tp}: ranks run on CPUs alone so far; use device cpu, or leave tp out")
 

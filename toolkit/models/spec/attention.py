@@ -10,7 +10,7 @@ from toolkit.models.spec import sound
 from toolkit.models.spec.keeps import Paged
 from toolkit.models.spec.mixer import MixerSpec, Rotary
 from toolkit.models.spec.parts import AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec
-from toolkit.models.spec.share import Cut, Share, Unit, cut_linear
+from toolkit.models.spec.share import Cut, Share, Unit, cut_linear, portion
 
 
 @dataclass(frozen=True)
@@ -79,23 +79,36 @@ class AttentionSpec(MixerSpec):
 
     def unshared(self, world: int, unit: Unit) -> str | None:
         whole, few = self.heads, self.kv_heads
-        if whole % world or (few % world and world % few):
-            good = [n for n in range(2, whole + 1) if whole % n == 0 and (few % n == 0 or n % few == 0)]
+        if few < world and (world % few or whole % world):
+            good = [*range(2, few + 1), *(n for n in range(few + 1, whole + 1) if whole % n == 0 and n % few == 0)]
             fits = f"; {', '.join(map(str, good))} would do" if good else ""
             return f"{whole} heads and {few} of keys and values do not divide among {world} ranks{fits}"
         if any(norm.heads == 1 and norm.size != self.head_dim for norm in self.norms()):
             return "its norm of queries or keys is over all heads"
-        each = self.heads // world * self.head_dim
-        if each % (least := unit(self.o.name).least):
-            return f"{self.o.name}: {each} inputs a rank cut a group of {least} weights"
+        least = unit(self.o.name).least
+        for rank in range(world):
+            (start, stop), _ = self._own(rank, world)
+            if start * self.head_dim % least or stop * self.head_dim % least:
+                inputs = f"inputs {start * self.head_dim} to {stop * self.head_dim - 1}"
+                return f"{self.o.name}: rank {rank}'s {inputs} cut a group of {least} weights"
         return None
 
+    def _own(self, rank: int, world: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(first, stop) of a rank's heads, and of its heads of keys and values: where there are fewer of these than
+        ranks, several ranks have the same one; else each has some, as evenly as that goes, with all that read them."""
+        if self.kv_heads < world:
+            each, kept = self.heads // world, rank * self.kv_heads // world
+            return (rank * each, (rank + 1) * each), (kept, kept + 1)
+        first, stop = portion(self.kv_heads, rank, world)
+        each = self.heads // self.kv_heads
+        return (first * each, stop * each), (first, stop)
+
     def share(self, rank: int, world: int, unit: Unit) -> Share:
-        """Heads of its own; where there are fewer heads of keys and values than ranks, several ranks have the same."""
-        heads, kv_heads = self.heads // world, max(1, self.kv_heads // world)
-        first, first_kv = rank * heads, rank * self.kv_heads // world
+        """Heads of its own."""
+        (first, stop), (first_kv, stop_kv) = self._own(rank, world)
+        heads, kv_heads = stop - first, stop_kv - first_kv
         size = self.head_dim
-        own, kept = (first * size, (first + heads) * size), (first_kv * size, (first_kv + kv_heads) * size)
+        own, kept = (first * size, stop * size), (first_kv * size, stop_kv * size)
         made: dict[str, Any] = {}
         cuts: dict[str, Cut] = {}
         for name, linear, part in (("q", self.q, own), ("k", self.k, kept), ("v", self.v, kept), ("o", self.o, own)):
@@ -110,8 +123,8 @@ class AttentionSpec(MixerSpec):
                 norms[name] = replace(norm, heads=count)
                 cuts |= dict.fromkeys(norm.vectors(), Cut("rows", *part))
         if self.sinks is not None:
-            cuts[self.sinks] = Cut("rows", first, first + heads)
-        alibi = self.alibi and replace(self.alibi, slopes=self.alibi.slopes[first : first + heads])
+            cuts[self.sinks] = Cut("rows", first, stop)
+        alibi = self.alibi and replace(self.alibi, slopes=self.alibi.slopes[first:stop])
         mixer = replace(self, heads=heads, kv_heads=kv_heads, alibi=alibi, **made, **norms)
         return Share(mixer, cuts)
 
