@@ -272,6 +272,17 @@ def test_a_rank_that_stands_still_is_told_after_a_while(
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_a_message_that_a_rank_does_not_take_is_no_hang(
+    tiny_models: Any, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "STEP_SECONDS", 1.0)
+    monkeypatch.setattr(timing, "GRACE_SECONDS", 0.2)
+    _, several = pair(tiny_models("llama"), 2)
+    os.kill(several.runner.pids[0], signal.SIGSTOP)
+    with pytest.raises(timing.RankLost, match=r"rank 1 .* takes no messages"):
+        several.runner._ranks.tell("import_block", 0, 0, bytes(10**7))
+
+
 def test_in_a_process_of_the_users_a_lost_rank_is_an_engine_that_is_down(tiny_models: Any) -> None:
     engine = AsyncEngine.open(tiny_models("llama"), backend_config=config())
     try:

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import tempfile
 import time
@@ -41,6 +42,8 @@ class Ranks:
         try:
             for _ in range(1, world):
                 mine, theirs = socket.socketpair()
+                for way in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # one that stands still is no reason to wait
+                    mine.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", int(STEP_SECONDS), 0))
                 with mine, theirs:
                     started = child_process.start("toolkit.parallel.worker", theirs, stdout=2, env=env)
                     self._processes.append(started)
@@ -121,5 +124,7 @@ class Ranks:
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_SECONDS)
         code = process.returncode
-        how = "closed its pipe" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended ({code})"
+        how = (
+            "takes no messages" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended ({code})"
+        )
         return f"rank {rank} (process {process.pid}) {how}"

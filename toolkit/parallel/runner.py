@@ -116,12 +116,13 @@ class RankedRunner:
         """What the runner's method gives here, and on the other ranks. ``own``: of each rank, a last argument."""
         if self._lost:
             raise RunnerLost(self._lost)
-        error, mine = None, None
+        error: Exception | None = None
+        mine = None
         try:
             self._ranks.tell(name, *arguments, own=own[1:])
             try:
                 mine = getattr(self._local, name)(*arguments, *own[:1])
-            except RunnerError as e:
+            except (RunnerError, MemoryError) as e:
                 error = e
             answers = self._ranks.answers(timing.LOAD_SECONDS)
         except RankLost as e:
