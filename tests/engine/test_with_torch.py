@@ -189,13 +189,12 @@ def test_turbomind_is_accepted_and_says_which_runner_it_got(model: Path) -> None
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tp": 2}, "tp=2: tensor parallelism is not there yet"),
         ({"session_len": 10**9}, "session_len 1000000000: .*are left"),
         ({"cache_max_entry_count": 10**9}, "cache_max_entry_count"),
     ],
 )
 def test_what_cannot_be_is_one_line(model: Path, fields: dict[str, Any], message: str) -> None:
-    for process in (False, True) if "tp" not in fields else (False,):
+    for process in (False, True):
         with pytest.raises(ToolkitError, match=message) as e:
             AsyncEngine.open(model, backend_config=config(**fields), process=process)
         assert "\n" not in str(e.value)

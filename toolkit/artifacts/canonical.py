@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
+from toolkit.models.spec import portion
+
 
 class ByRow:
     """A form whose tensors named in ``BY_ROW`` have a row for each row of the weight; the others are of all rows."""
@@ -28,8 +30,44 @@ class ByRow:
         return replace(self, **taken)  # type: ignore[type-var]
 
 
+class Cut:
+    """A weight that is cut for ranks that compute a part of it each. ``ByRow.take_rows`` takes the rows."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        raise NotImplementedError
+
+    @property
+    def unit(self) -> int:
+        """Inputs that belong together: columns are cut between multiples of it."""
+        return 1
+
+    @property
+    def cut_anywhere(self) -> bool:
+        """Whether columns can be taken off the borders of ``unit`` too."""
+        return self.unit == 1
+
+    def take_columns(self, start: int, stop: int) -> Any:
+        """The weight of the inputs from ``start`` to ``stop`` - 1. Raises ValueError off the borders of a form that
+        cannot be cut there."""
+        if not self.cut_anywhere and (start % self.unit or (stop % self.unit and stop != self.shape[1])):
+            raise ValueError(f"inputs {start} to {stop} are cut inside a group of {self.unit}")
+        return self._columns(start, stop)
+
+    def _columns(self, start: int, stop: int) -> Any:
+        raise NotImplementedError
+
+    def shard(self, rank: int, world: int, axis: int) -> Any:
+        """Rank ``rank``'s part of ``world``: of the rows (axis 0) or of the inputs (axis 1), on the borders of groups.
+        The parts of all ranks, one behind the other, are the whole."""
+        start, stop = portion(self.shape[axis], rank, world, self.unit if axis else 1)
+        if axis:
+            return self.take_columns(start, stop)
+        return self.take_rows(slice(start, stop))  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
-class Dense(ByRow):
+class Dense(ByRow, Cut):
     """Plain floating point weight. ``weight``: [out, in], float32 / float16 / bfloat16."""
 
     BY_ROW = ("weight",)
@@ -39,6 +77,9 @@ class Dense(ByRow):
     @property
     def shape(self) -> tuple[int, int]:
         return self.weight.shape[0], self.weight.shape[1]
+
+    def _columns(self, start: int, stop: int) -> Dense:
+        return Dense(self.weight[:, start:stop].contiguous())
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.weight.to(dtype)
@@ -70,6 +111,16 @@ class SuperScales(ByRow):
             return None
         return -_spread(self.dmin, self.min_codes)
 
+    def take_groups(self, start: int, stop: int) -> SuperScales | None:
+        """Those of the groups from ``start`` to ``stop`` - 1, None where super-blocks would be cut."""
+        each = self.codes.shape[1] // self.d.shape[1]
+        if start % each or stop % each:
+            return None
+        blocks, groups = slice(start // each, stop // each), slice(start, stop)
+        dmin = None if self.dmin is None else self.dmin[:, blocks].contiguous()
+        least = None if self.min_codes is None else self.min_codes[:, groups].contiguous()
+        return SuperScales(self.d[:, blocks].contiguous(), self.codes[:, groups].contiguous(), dmin, least)
+
 
 def _spread(floats: Tensor, codes: Tensor) -> Tensor:
     each = floats.float().repeat_interleave(codes.shape[1] // floats.shape[1], dim=1)
@@ -90,7 +141,7 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True)
-class GroupInt(ByRow):
+class GroupInt(ByRow, Cut):
     """Integers in groups along the input dimension, one scale (and offset) a group.
 
     ``codes``: uint8 [out, in], each below ``2**bits``, one code a byte. Given as ``Stored``, they stay so, are unpacked
@@ -146,6 +197,33 @@ class GroupInt(ByRow):
         return type(self)(part, scales, zeros, self.bits, self.group_size, minima, self.group_index)
 
     @property
+    def unit(self) -> int:
+        return self.group_size if self.group_index is None else 1
+
+    @property
+    def cut_anywhere(self) -> bool:
+        return True
+
+    def _columns(self, start: int, stop: int) -> GroupInt:
+        """A group that is cut is one of which some inputs are here: those in groups are told one by one then."""
+        size = self.group_size
+        if self.group_index is not None:
+            used, index = torch.unique(self.group_index[start:stop], return_inverse=True)
+            groups: Tensor | slice = used.long()
+            among: Tensor | None = index.to(self.group_index.dtype)
+            above = None
+        else:
+            first, last = start // size, -(-stop // size)
+            groups, above = slice(first, last), self.super_scales and self.super_scales.take_groups(first, last)
+            whole = start % size == 0 and stop % size == 0
+            among = None if whole else torch.arange(start, stop, dtype=torch.int32) // size - first
+        parts = (self.scales, self.zeros, self.minima)
+        scales, zeros, minima = (None if x is None else x[:, groups].contiguous() for x in parts)
+        assert scales is not None
+        codes = self.codes[:, start:stop].contiguous()
+        return GroupInt(codes, scales, zeros, self.bits, size, minima, among, above if among is None else None)
+
+    @property
     def symmetric(self) -> bool:
         return self.zeros is not None and bool((self.zeros == 1 << (self.bits - 1)).all())
 
@@ -169,7 +247,7 @@ class GroupInt(ByRow):
 
 
 @dataclass(frozen=True)
-class ScaledRows(ByRow):
+class ScaledRows(ByRow, Cut):
     """Codes with one float32 scale a row: w = weight * scale. ``weight``: [out, in]; ``scales``: [out]."""
 
     BY_ROW = ("weight", "scales")
@@ -180,6 +258,9 @@ class ScaledRows(ByRow):
     @property
     def shape(self) -> tuple[int, int]:
         return self.weight.shape[0], self.weight.shape[1]
+
+    def _columns(self, start: int, stop: int) -> ScaledRows:
+        return replace(self, weight=self.weight[:, start:stop].contiguous())
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return (self.weight.float() * self.scales[:, None]).to(dtype)
@@ -194,7 +275,7 @@ class Fp8(ScaledRows):
 
 
 @dataclass(frozen=True)
-class BlockFp8(ByRow):
+class BlockFp8(ByRow, Cut):
     """float8 weights with one scale a tile of rows and columns (DeepSeek's blocked fp8).
 
     ``weight``: float8_e4m3fn [out, in]; ``scales``: float32 [row blocks, ceil(in / block[1])], w = weight * scale;
@@ -212,6 +293,15 @@ class BlockFp8(ByRow):
     @property
     def shape(self) -> tuple[int, int]:
         return self.weight.shape[0], self.weight.shape[1]
+
+    @property
+    def unit(self) -> int:
+        return self.block[1]
+
+    def _columns(self, start: int, stop: int) -> BlockFp8:
+        tiles = slice(start // self.block[1], -(-stop // self.block[1]))
+        scales = self.scales[:, tiles].contiguous()
+        return replace(self, weight=self.weight[:, start:stop].contiguous(), scales=scales)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         each = self.scales[self.block_of_rows()].repeat_interleave(self.block[1], dim=1)
@@ -233,7 +323,7 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 
 
 @dataclass(frozen=True)
-class Fp4(ByRow):
+class Fp4(ByRow, Cut):
     """4-bit floats (e2m1) in blocks along the input dimension: MXFP4 and NVFP4.
 
     ``codes``: uint8 [out, in], each below 16, indices into ``FP4_VALUES``. ``scales``: [out, in/group_size], uint8
@@ -251,6 +341,14 @@ class Fp4(ByRow):
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
 
+    @property
+    def unit(self) -> int:
+        return self.group_size
+
+    def _columns(self, start: int, stop: int) -> Fp4:
+        codes, groups = self.codes[:, start:stop].contiguous(), slice(start // self.group_size, stop // self.group_size)
+        return replace(self, codes=codes, scales=self.scales[:, groups].contiguous())
+
     def float_scales(self) -> Tensor:
         """The factors of the blocks, float32 [out, in/group_size]."""
         if self.scales.dtype == torch.uint8:
@@ -266,7 +364,7 @@ class Fp4(ByRow):
 
 
 @dataclass(frozen=True)
-class Codebook(ByRow):
+class Codebook(ByRow, Cut):
     """Codes that index a table of values: GGUF's IQ4_NL and IQ4_XS. w = table[code] * scale.
 
     ``codes``: uint8 [out, in]; ``table``: float32 [2**bits]; ``scales``: [out, in/group_size] float;
@@ -285,6 +383,15 @@ class Codebook(ByRow):
     @property
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def unit(self) -> int:
+        return self.group_size
+
+    def _columns(self, start: int, stop: int) -> Codebook:
+        codes, groups = self.codes[:, start:stop].contiguous(), slice(start // self.group_size, stop // self.group_size)
+        above = self.super_scales and self.super_scales.take_groups(groups.start, groups.stop)
+        return replace(self, codes=codes, scales=self.scales[:, groups].contiguous(), super_scales=above)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         values = self.table[self.codes.long()].unflatten(1, (-1, self.group_size))

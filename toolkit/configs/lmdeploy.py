@@ -73,8 +73,9 @@ def _refused(why: str, default: Any = None) -> Theirs:
     return Theirs("refused", why, default)
 
 
-_ONE = "a model runs on one device so far"
-_SPLIT = "experts and layers are not split: " + _ONE
+_ONE = "a model is split by tp alone so far"
+_SPLIT = "attention, MLPs and experts are all split by tp"
+_EXPERTS = "every rank has a part of all experts"
 _HOSTS = "a model runs on one machine so far"
 _CACHE = "caches do not leave the engine yet"
 _CHECKPOINTS = "states are kept at block borders by themselves, and evicted like blocks"
@@ -94,7 +95,7 @@ OPTIONS: dict[str, Theirs] = {
     # engine configs
     "dtype": _works("float32 too"),
     "model_format": _works("w8a8, gguf and engine too; checked against what the model holds"),
-    "tp": _works("1 alone: " + _ONE),
+    "tp": _works("ranks on the CPU of one machine, backend pytorch (docs/distributed.md); `convert` takes 1 alone"),
     "session_len": _works(),
     "max_batch_size": _works(),
     "cache_max_entry_count": _works("1, an integer, is one block"),
@@ -128,11 +129,11 @@ OPTIONS: dict[str, Theirs] = {
     "cache_generation": _notice("answers are cached as prompts are", "auto", "auto", "all", "none"),
     "cache_prompt": _notice(_WHOLE, "auto", "auto", "all"),
     "cache_prompt_boundary_skip": _notice(_WHOLE, 1),
-    "communicator": _notice(_ONE, "nccl", "nccl", "native", "cuda-ipc"),
+    "communicator": _notice("ranks speak by gloo", "nccl", "nccl", "native", "cuda-ipc"),
     "cudagraph_capture_batch_sizes": _notice(_GRAPHS, None, list),
-    "distributed_executor_backend": _notice(_ONE, None, "uni", "mp", "ray"),
+    "distributed_executor_backend": _notice("ranks are processes of this machine (mp)", None, "uni", "mp", "ray"),
+    "enable_eplb": _notice(_EXPERTS, False),
     "enable_return_routed_experts": _notice("each request that says return_routed_experts is told", False),
-    "enable_eplb": _notice("experts lie on one device", False),
     "enable_microbatch": _notice(_ONE, False),
     "enable_transfer_obj_ref": _notice("results come as arrays, through no object store", False),
     "kernel_block_size": _notice("kernels work on blocks of the cache's own size", -1),
@@ -141,7 +142,7 @@ OPTIONS: dict[str, Theirs] = {
     ),
     "max_prefill_iters": _notice(_STEPS, 1),
     "migration_backend": _notice(_CACHE, "DLSlime", "DLSlime", "Mooncake"),
-    "moe_a2a_backend": _notice("experts lie on one device", "auto", "auto", "default", "deepep"),
+    "moe_a2a_backend": _notice(_EXPERTS, "auto", "auto", "default", "deepep"),
     "mp_engine_backend": _notice("a process is started without a framework", "mp", "mp", "ray"),
     "num_cpu_blocks": _notice("a request that gives way is computed again, not swapped out", 0),
     "num_tokens_per_iter": _notice(_STEPS, 0),

@@ -34,6 +34,7 @@ from toolkit.engine.scheduler import Scheduler
 from toolkit.engine.sequence import LogitsProcessor, Sequence
 from toolkit.engine.step_builder import Growth, Step, StepBuilder
 from toolkit.errors import BusyError, ToolkitError, UsageError
+from toolkit.runners.base import RunnerLost
 
 if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
@@ -55,7 +56,8 @@ class EngineCore:
 
     ``add`` and ``abort`` at any time between steps; ``step`` runs one step and returns what it produced. A request that
     cannot run ends with ``finish_reason`` "error". Of a step that fails the request at fault is found by running it
-    again in halves; the others go on, their tokens and the cache are what they would have been.
+    again in halves; the others go on, their tokens and the cache are what they would have been. Where the runner is
+    lost, ``step`` raises RunnerLost, and the engine is to be ended.
     """
 
     def __init__(
@@ -373,6 +375,8 @@ class EngineCore:
 
     def _retry(self, entries: list[Entry], error: Exception, outputs: list[EngineOutput]) -> None:
         """Run a failed step once more in halves, at last request by request: those that fail alone end."""
+        if isinstance(error, RunnerLost):
+            raise error
         log.error("a step of %d requests failed: %s: %s", len(entries), type(error).__name__, error, exc_info=error)
         groups = deque(halves(entries))
         self.sight.lost()
@@ -382,6 +386,8 @@ class EngineCore:
                 continue
             try:
                 step, result = self._run(Plan(chunks=[(e.seq, e.start, e.stop - e.start) for e in group]))
+            except RunnerLost:
+                raise
             except Exception as e:
                 self.sight.lost()
                 if len(group) == 1:

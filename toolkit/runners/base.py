@@ -56,6 +56,10 @@ class RunnerError(Exception):
     """A step failed inside the runner; the requests in it fail, the engine may restart the runner."""
 
 
+class RunnerLost(RunnerError):
+    """What the runner held is gone, and no step will run any more: its engine ends, and may be started anew."""
+
+
 class Runner(Protocol):
     """Executes the steps of one model. Not thread-safe: one engine loop owns it."""
 

@@ -22,6 +22,7 @@ from toolkit.models.pictures import most_patches
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import VisionSpec
 from toolkit.runners.base import Backend, Runner, RunnerError, RunnerOptions
+from toolkit.runners.choose import gpu_is_likely
 
 if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
@@ -147,9 +148,15 @@ def tokenizer_dir(path: Path) -> Path:
 
 
 def _check_tp(config: EngineConfig) -> None:
-    if config.tp != 1:
-        why = "tensor parallelism is not there yet, a model runs on one device"
-        raise UsageError(f"tp={config.tp}: {why}; leave tp out")
+    if config.tp == 1:
+        return
+    if isinstance(config, TurbomindEngineConfig):
+        instead = "leave tp out, or use PytorchEngineConfig (--backend pytorch)"
+        raise UsageError(f"tp={config.tp}: turbomind runs a model on one device so far; {instead}")
+    if config.adapters:
+        raise UsageError(f"tp={config.tp}: adapters are not split over ranks yet; leave them or tp out")
+    if config.device not in ("auto", "cpu") or (config.device == "auto" and gpu_is_likely()):
+        raise UsageError(f"tp={config.tp}: ranks run on CPUs alone so far; use device cpu, or leave tp out")
 
 
 @extras.named()
@@ -214,17 +221,25 @@ def _open(setup: Setup) -> tuple[Runner, str]:
         adapters=tuple((config.adapters or {}).items()),
         eager=config.eager_mode,
     )
+    how: dict[str, Any] = {
+        "use_logn_attn": getattr(config, "use_logn_attn", False),
+        "session_len": config.session_len,
+        "dynamic_rope": config.dynamic_rope,
+        "model_format": config.model_format,
+        **_reading(config),
+    }
+    families = how.pop("families")
+    if config.tp > 1:
+        from toolkit.parallel.model import Model
+        from toolkit.parallel.runner import RankedRunner
+
+        return RankedRunner(
+            Model(str(setup.path), replace(options, device="cpu"), how, tuple(getattr(config, "family_files", ()))),
+            config.tp,
+        ), ""
     try:
         return open_runner(
-            setup.path,
-            backend=setup.backend,
-            options=options,
-            use_logn_attn=getattr(config, "use_logn_attn", False),
-            session_len=config.session_len,
-            dynamic_rope=config.dynamic_rope,
-            model_format=config.model_format,
-            empty=config.empty_init,
-            **_reading(config),
+            setup.path, backend=setup.backend, options=options, **how, empty=config.empty_init, families=families
         )
     except UsageError as error:
         if isinstance(config, PytorchEngineConfig) and str(error).startswith("device:"):

@@ -98,7 +98,7 @@ class ProcessLoop:
         self._lock = threading.RLock()  # over those above and below
         self._closing = threading.Event()
         self._outage: Outage | None = None
-        self._hung = ""  # why the watch killed the process
+        self._hung = ""  # why the process ends, as the watch that killed it or it itself says
         child = child or Child().told(setup)
         self._process, self._pipe = child.process, child.pipe
         try:
@@ -194,6 +194,8 @@ class ProcessLoop:
                     if files is not None and message["error"] is None:
                         self._setup = replace(self._setup, updated=files)
                     _answer(future, message)
+            if message["op"] == "lost":
+                self._hung = message["why"]
             if message["op"] == "outputs":
                 self._stats = message["stats"]
                 if message["outputs"]:

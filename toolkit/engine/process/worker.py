@@ -21,6 +21,7 @@ from toolkit.engine.load.setup import Setup, start
 from toolkit.engine.process import records
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.pictures import Picture
+from toolkit.runners.base import RunnerLost
 
 log = logging.getLogger(__name__)
 # Of nearly every engine on a CPU: imported before it is known what to open, since a process may be started before.
@@ -45,6 +46,8 @@ def main(fd: int) -> None:
         if core is not None:
             try:
                 _serve(pipe, core)
+            except RunnerLost as e:
+                pipe.send_bytes(records.pack({"op": "lost", "why": str(e)}))
             finally:
                 core.runner.close()
 

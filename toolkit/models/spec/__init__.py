@@ -22,6 +22,7 @@ from toolkit.models.spec.mixer import Rotary
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.moe import MoeSpec
 from toolkit.models.spec.parts import Activation, AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec
+from toolkit.models.spec.share import Cut, Unit, Units, portion
 from toolkit.models.spec.short_conv import ConvSpec, ShortConvSpec
 from toolkit.models.spec.stored import Part, Rows, StoredTensor
 
@@ -32,6 +33,7 @@ __all__ = [
     "CacheGroup",
     "ConvSpec",
     "CrossSpec",
+    "Cut",
     "DecoderSpec",
     "DeltaSpec",
     "Kept",
@@ -54,4 +56,7 @@ __all__ = [
     "State",
     "StoredTensor",
     "Sublayer",
+    "Unit",
+    "Units",
+    "portion",
 ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.models.spec.keeps import Kept
 from toolkit.models.spec.parts import LinearSpec, NormSpec, RopeSpec
+from toolkit.models.spec.share import Share, Unit
 
 if TYPE_CHECKING:
     from toolkit.models.spec.mlp import MlpSpec
@@ -84,6 +85,14 @@ class MixerSpec:
     def rotary(self) -> dict[str, Rotary]:
         """Linears and norms whose rows turn with the position."""
         return {}
+
+    def unshared(self, world: int, unit: Unit) -> str | None:
+        """Why it cannot be shared out among so many ranks, or None."""
+        return f"layers of kind {getattr(self, 'kind', '')} are not split yet"
+
+    def share(self, rank: int, world: int, unit: Unit) -> Share:
+        """What one of the ranks computes, where ``unshared`` has no word against it. What all of them give is added."""
+        raise NotImplementedError
 
     def keeps(self) -> Kept | None:
         """What it keeps of a request between steps."""

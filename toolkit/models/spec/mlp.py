@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from toolkit.base.record import later
 from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.parts import Activation, LinearSpec
+from toolkit.models.spec.share import Share, Unit, cut_linear, portion
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,20 @@ class MlpSpec(MixerSpec):
 
     def mlps(self) -> tuple[MlpSpec, ...]:
         return (self,)
+
+    def unshared(self, world: int, unit: Unit) -> str | None:
+        inner, size = self.up.out_features, unit(self.down.name).best
+        if inner // size < world:
+            what = f"{inner // size} groups of {size} inner features" if size > 1 else f"{inner} inner features"
+            return f"{self.down.name}: {what} are fewer than {world} ranks"
+        return None if self.seen is None else "layers that look at pictures are not split yet"
+
+    def share(self, rank: int, world: int, unit: Unit) -> Share:
+        start, stop = portion(self.up.out_features, rank, world, unit(self.down.name).best)
+        up, cuts = cut_linear(self.up, start, stop)
+        down, more = cut_linear(self.down, start, stop)
+        gate, gate_cuts = (None, {}) if self.gate is None else cut_linear(self.gate, start, stop)
+        return Share(replace(self, gate=gate, up=up, down=down), cuts | more | gate_cuts)
 
     def check(self, hidden: int) -> None:
         inner, gated = self.up.out_features, self.gate is not None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, cast
 
 from toolkit.base.record import later
 from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.parts import LinearSpec
+from toolkit.models.spec.share import Cut, Share, Unit
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,19 @@ class MoeSpec(MixerSpec):
 
     def vectors(self) -> dict[str, int]:
         return {} if self.correction is None else {self.correction: len(self.experts)}
+
+    def unshared(self, world: int, unit: Unit) -> str | None:
+        return next((why for m in self.mlps() if (why := m.unshared(world, unit)) is not None), None)
+
+    def share(self, rank: int, world: int, unit: Unit) -> Share:
+        """A part of every expert; all ranks route alike."""
+        shares = [m.share(rank, world, unit) for m in self.mlps()]
+        cuts: dict[str, Cut] = {}
+        for part in shares:
+            cuts |= part.cuts
+        mlps = tuple(cast(MlpSpec, part.mixer) for part in shares)
+        experts = mlps[: len(self.experts)]
+        return Share(replace(self, experts=experts, shared=None if self.shared is None else mlps[-1]), cuts)
 
     def check(self, hidden: int) -> None:
         sound.expect("experts", bool(self.experts), 0, "at least one")

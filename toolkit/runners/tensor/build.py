@@ -41,6 +41,7 @@ from toolkit.runners.tensor.layers.recurrent import Delta, Mamba
 from toolkit.runners.tensor.layers.routed import by_kind
 from toolkit.runners.tensor.layers.short_conv import Conv, ShortConv
 from toolkit.runners.tensor.ops import Ops
+from toolkit.runners.tensor.split import Split, Summed
 from toolkit.runners.tensor.traits import routes_specially
 from toolkit.runners.weights.info import info_of
 
@@ -58,7 +59,9 @@ class _Builder:
         adapters: Adapters,
         adapter_step: AdapterStep,
         routed: Mapping[str, Routed],
+        split: Split | None = None,
     ) -> None:
+        self.split = split
         self.weights, self.place, self.ops = weights, place, ops
         self.adapters, self.adapter_step, self.routed = adapters, adapter_step, routed
 
@@ -83,6 +86,11 @@ class _Builder:
         base = by_kind(base, specs, self.routed, self.weights, self.adapter_step, self.place)
         return adapt(base, specs, self.adapters, self.adapter_step, self.place, self.ops)
 
+    def outer(self, spec: LinearSpec) -> Linear:
+        """The last linear of a sublayer, of which every rank has a part of the inputs."""
+        base = self.linear(spec)
+        return base if self.split is None else Summed(base, self.split)
+
     def norm(self, spec: NormSpec | None) -> Norm | LayerNorm | None:
         if spec is None:
             return None
@@ -98,7 +106,7 @@ class _Builder:
             spec=spec,
             layer=layer,
             qkv=self.linear(*spec.readers()),
-            o=self.linear(spec.o),
+            o=self.outer(spec.o),
             q_norm=self.norm(spec.q_norm),
             k_norm=self.norm(spec.k_norm),
             sinks=None if spec.sinks is None else self.tensor(spec.sinks).float(),
@@ -198,7 +206,8 @@ class _Builder:
         return 1.0
 
     def mlp(self, spec: MlpSpec, layer: int = 0) -> Mlp:
-        return self.mlps((spec,))[0]
+        alone = self.mlps((spec,))[0]
+        return alone if self.split is None else replace(alone, down=Summed(alone.down, self.split))
 
     def mlps(self, specs: Sequence[MlpSpec]) -> tuple[Mlp, ...]:
         """Made side by side: a checkpoint may have the same linears of all in one tensor, which is then read once."""
@@ -225,9 +234,10 @@ class _Builder:
             routing=self.routing(spec),
             stacked=stacked,
             experts=() if stacked is not None else self.mlps(spec.experts),
-            shared=None if spec.shared is None else self.mlp(spec.shared),
+            shared=None if spec.shared is None else self.mlps((spec.shared,))[0],
             shared_gate=None if spec.shared_gate is None else self.linear(spec.shared_gate),
             ops=self.ops,
+            split=self.split,
         )
 
     def routing(self, spec: MoeSpec) -> dict[str, Any]:
@@ -305,15 +315,18 @@ def build_decoder(
     ops: Ops,
     adapters: Adapters = (),
     adapter_step: AdapterStep | None = None,
+    split: Split | None = None,
 ) -> Decoder:
     """Build a model. Weights are read name by name, in execution order, and not kept.
 
-    ``adapter_step`` says at each step which of ``adapters`` its tokens have.
+    ``adapter_step`` says at each step which of ``adapters`` its tokens have. ``split``: the ranks of which this is one,
+    whose spec and weights these are.
     """
     routed = () if spec.vision is None else spec.vision.routed
-    builder = _Builder(weights, place, ops, adapters, adapter_step or AdapterStep(0), {x.linear: x for x in routed})
+    by_name = {x.linear: x for x in routed}
+    builder = _Builder(weights, place, ops, adapters, adapter_step or AdapterStep(0), by_name, split)
     table = builder.matrix(spec.embed).dequantize(place.dtype).to(place.device)
     steps = tuple(step for i, layer in enumerate(spec.layers) for step in builder.steps(layer, i))
     final_norm = builder.norm(spec.final_norm)
     assert final_norm is not None
-    return Decoder(spec, table, steps, final_norm, builder.head(spec, table), ops)
+    return Decoder(spec, table, steps, final_norm, builder.head(spec, table), ops, split)

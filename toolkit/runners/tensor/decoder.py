@@ -16,6 +16,7 @@ from toolkit.runners.tensor.layers.linear import Activations, Linear, Rounded, c
 from toolkit.runners.tensor.layers.mutual import see_both_ways
 from toolkit.runners.tensor.layers.norms import LayerNorm, Norm, norm_later
 from toolkit.runners.tensor.ops import Ops
+from toolkit.runners.tensor.split import Split, Summed, own_rows
 from toolkit.runners.tensor.step.context import StepContext
 
 NEVER = -1e30  # the logit of a token that the head has no row for
@@ -145,7 +146,7 @@ class Mlp:
         if self.scale != 1.0:
             gate, up = inner.chunk(2, 1)
             inner = torch.cat([gate * self.scale, up], 1)
-        codes = codes_of(self.down)
+        codes = codes_of(self.down.linear if isinstance(self.down, Summed) else self.down)
         if self.gated and codes is not None:
             return self.down(Rounded(*self.ops.act_and_mul_quant(inner, self.activation, codes)))
         act = self.ops.act_and_mul if self.gated else self.ops.act
@@ -167,6 +168,7 @@ class Moe:
     shared: Mlp | None
     shared_gate: Linear | None
     ops: Ops
+    split: Split | None = None  # where every rank has a part of all experts
 
     def __call__(self, x: Activations, step: StepContext) -> Tensor:
         assert isinstance(x, Tensor), "the router and the experts read the same input"
@@ -186,7 +188,7 @@ class Moe:
             if self.shared_gate is not None:
                 extra = extra * torch.sigmoid(self.shared_gate(x).float()).to(x.dtype)
             y = y + extra
-        return y
+        return y if self.split is None else self.split.sum(y)
 
     def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         run = self._one_by_one if self.stacked is None else self.stacked
@@ -229,10 +231,15 @@ class Decoder:
     final_norm: Norm | LayerNorm
     head: Linear
     ops: Ops
+    split: Split | None = None  # where ``table`` and ``head`` are one rank's part
 
     def embed(self, ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden]."""
-        return self.ops.embedding(ids, self.table, self.spec.embed_scale)
+        if self.split is None:
+            return self.ops.embedding(ids, self.table, self.spec.embed_scale)
+        rows, others = own_rows(ids, self.split)
+        found = self.ops.embedding(rows, self.table, self.spec.embed_scale)
+        return self.split.sum(found.masked_fill(others, 0))
 
     def run(self, x: Tensor, step: StepContext) -> tuple[Tensor, Tensor | None]:
         """All layers. The result is the sum of both tensors, the last addition left to the final norm.
@@ -279,7 +286,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [rows, V]; a tensor of its own."""
-        logits = self.head(hidden).float()
+        found = self.head(hidden)
+        logits = (found if self.split is None else self.split.head(found)).float()
         if self.spec.head_scale != 1.0:
             logits *= self.spec.head_scale
         if self.spec.logit_softcap is not None:

@@ -42,6 +42,7 @@ from toolkit.runners.tensor.held import weight_bytes
 from toolkit.runners.tensor.layers.linear import Placement, becomes_dense
 from toolkit.runners.tensor.layers.lora import Adapters, AdapterStep
 from toolkit.runners.tensor.ops import Ops, choose_ops
+from toolkit.runners.tensor.split import Split
 from toolkit.runners.tensor.step.pending import Failed
 from toolkit.runners.tensor.step.steps import Steps
 from toolkit.runners.tensor.step.tiles import partial_bytes
@@ -57,8 +58,9 @@ class TensorRunner:
     ``StepBatch.adapter`` counts, by canonical names of linears. ``graphs``: the device, where decode steps are captured
     and no step is waited for, for a model that ``support.unsupported`` has no word against; None: the device that
     ``options`` name runs kernel by kernel. ``ops``: found for the device where they are not given. ``notes``: what
-    "auto" became and how quantized weights are held. Raises UsageError for a device, dtype or quant_policy that cannot
-    be.
+    "auto" became and how quantized weights are held. ``split``: the ranks of which it is one, whose ``spec`` and
+    ``weights`` are given; ``dense``: whether quantized weights are held dense, None: as is best here. Raises UsageError
+    for a device, dtype or quant_policy that cannot be.
     """
 
     name = "tensor"
@@ -72,6 +74,8 @@ class TensorRunner:
         *,
         graphs: GraphDevice | None = None,
         ops: Ops | None = None,
+        split: Split | None = None,
+        dense: bool | None = None,
     ) -> None:
         _check(spec, options)
         if options.threads > 0:
@@ -79,18 +83,18 @@ class TensorRunner:
         self.spec, self.options = spec, options
         self.backend: Backend = "pytorch" if graphs is None else "turbomind"
         self.asynchronous = graphs is not None
-        self._weights, self._graphs = weights, graphs
+        self._weights, self._graphs, self._split = weights, graphs, split
         self._on: Device = graphs or open_device(options.device)
         self._adapters, self._adapter_step = adapters, AdapterStep(len(adapters))
         stored = weights()
-        roomy = dense_bytes(spec, torch.float32) <= self._on.memory()[0] // 2
+        roomy = dense_bytes(spec, torch.float32) <= self._free() // 2
         kept = stored_dtype(stored[spec.embed])
         self._dtype = find_dtype(options.dtype, kept, self._on.torch, roomy, spec.float16)
         self.device, self.dtype = str(self._on.torch), str(self._dtype).removeprefix("torch.")
         sample = first_linear(spec, stored)
         with on_device(self._on.torch):
             self._ops = ops or self._choose_ops(sample)
-        self._place = self._placement(sample)
+        self._place = self._placement(sample, dense)
         self._weight_bytes = weight_bytes(spec, stored, self._place, adapters)
         self.notes = self._describe(sample)
         self._decoder: Decoder | None = None
@@ -106,11 +110,23 @@ class TensorRunner:
         shape = {"head_dim": max(dims, default=64), "latent": latent}
         return choose_ops(self._on.torch, self._dtype, codes=codes, **shape, **traits)
 
-    def _placement(self, sample: Weight) -> Placement:
+    @property
+    def dense(self) -> bool:
+        """Whether quantized weights are held dense."""
+        return self._place.dequantize
+
+    def _free(self) -> int:
+        """Bytes, of which other ranks on this host have their part."""
+        free, _ = self._on.memory()
+        return free if self._split is None or self._on.torch.type != "cpu" else free // self._split.world
+
+    def _placement(self, sample: Weight, dense: bool | None) -> Placement:
         """Integer weights become dense where that is faster and they then take at most half of the free memory."""
+        if dense is not None:
+            return Placement(self._on.torch, self._dtype, dense)
         dense = self._on.dense
         if dense and isinstance(sample, (GroupInt, BlockFp8, Fp4)):
-            dense = dense_bytes(self.spec, self._dtype) <= self._on.memory()[0] // 2
+            dense = dense_bytes(self.spec, self._dtype) <= self._free() // 2
         return Placement(self._on.torch, self._dtype, dense)
 
     def _describe(self, sample: Weight) -> list[str]:
@@ -128,7 +144,7 @@ class TensorRunner:
         size, policy, loaded = self.options.block_size, self.options.quant_policy, self._decoder is not None
         blocks = block_bytes(self.spec, size, policy, self._dtype)
         weights, element = self._weight_bytes, self._dtype.itemsize
-        free, _ = self._on.memory()
+        free = self._free()
         rest = max(0, free - (0 if loaded else weights))
         own = self._on.reserved
         if self._graphs is None:
@@ -148,7 +164,7 @@ class TensorRunner:
             with self._working("while loading weights"):
                 weights = self._weights()
                 self._decoder = build_decoder(
-                    self.spec, weights, self._place, self._ops, self._adapters, self._adapter_step
+                    self.spec, weights, self._place, self._ops, self._adapters, self._adapter_step, self._split
                 )
                 if self.spec.vision is not None:
                     self._encoder = encoder_of(self.spec.vision)(self.spec.vision, weights, self._on.torch, self._dtype)

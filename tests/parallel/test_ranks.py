@@ -1,0 +1,295 @@
+"""Tensor parallel ranks: what they compute together is what one process does, and a lost one is no hang."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.engine.process.frontend import AsyncEngine
+from toolkit.errors import UsageError
+from toolkit.messages import GenerationConfig, Response
+from toolkit.parallel import ranks as timing
+from toolkit.parallel import wire
+from toolkit.parallel.model import Model
+from toolkit.parallel.runner import RankedRunner
+from toolkit.runners.base import RunnerError, RunnerLost, RunnerOptions
+from toolkit.runners.choose import open_runner
+
+# fp32 logits of some units: sums of two or four parts instead of one, in every layer
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+PROMPT = np.random.default_rng(3).integers(3, 300, 45).tolist()
+# plain; biases of sums; windows, norms after, softcaps; parallel blocks; ALiBi; one head of keys; experts with a shared
+# one; experts with biases, sinks; gated attention
+FAMILIES = ("llama", "qwen2", "gemma2", "cohere", "phi", "mpt", "falcon", "qwen2_moe", "gpt_oss", "mixtral")
+
+
+@pytest.fixture(scope="module")
+def steps(support: Any) -> Any:
+    return support("steps")
+
+
+def options(**fields: Any) -> RunnerOptions:
+    return RunnerOptions(**{"dtype": "float32", "block_size": 16, "device": "cpu"} | fields)
+
+
+@pytest.fixture
+def pair(steps: Any) -> Iterator[Callable[..., Any]]:
+    """``pair(path, world, options…)``: drivers of one process and of ``world`` ranks over the same model."""
+    opened = []
+
+    def make(path: Path, world: int, load_format: str = "auto", **fields: Any) -> tuple[Any, Any]:
+        one, _ = open_runner(path, backend="pytorch", options=options(**fields), load_format=load_format)
+        several = RankedRunner(Model(str(path), options(**fields), {"load_format": load_format}), world)
+        opened.extend((one, several))
+        return steps.Driver(one), steps.Driver(several)
+
+    yield make
+    for runner in opened:
+        runner.close()
+
+
+def same(one: Any, several: Any, close: dict[str, float] = CLOSE) -> None:
+    """Logits of a prompt in chunks and greedy tokens are alike."""
+    a, b = one.add(), several.add()
+    for start, stop in ((0, 20), (20, 27), (27, 45)):
+        expected, found = one.step({a: PROMPT[start:stop]}, "all"), several.step({b: PROMPT[start:stop]}, "all")
+        np.testing.assert_allclose(found.logits, expected.logits, **close)
+        np.testing.assert_allclose(found.hidden, expected.hidden, **close)
+    assert several.generate(PROMPT, 20) == one.generate(PROMPT, 20)
+    assert several.generate(PROMPT, 5, chunk=7) == one.generate(PROMPT, 5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_give_what_one_process_gives(family: str, tiny_models: Any, pair: Any) -> None:
+    one, several = pair(tiny_models(family), 2)
+    same(one, several)
+
+
+def test_messages_of_a_layer_are_two_sums(tiny_models: Any, pair: Any) -> None:
+    _, several = pair(tiny_models("llama"), 2)
+    group, number = several.runner._group, several.add()
+    before = group.sums, group.gathers
+    several.step({number: PROMPT})
+    layers = len(several.runner.spec.layers)
+    assert (group.sums - before[0], group.gathers - before[1]) == (2 * layers + 1, 1)  # … the embedding; the logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "overrides"), [
+    ("llama", {"num_attention_heads": 4, "num_key_value_heads": 2}),  # two ranks have the same head of keys
+    ("qwen2_moe", {"num_attention_heads": 4, "num_key_value_heads": 4}),
+])  # fmt: skip
+def test_four_ranks(family: str, overrides: dict[str, Any], tiny_models: Any, pair: Any) -> None:
+    one, several = pair(tiny_models(family, **overrides), 4)
+    same(one, several)
+
+
+@pytest.mark.parametrize(("load_format", "policy", "close"), [
+    ("int4", 0, CLOSE), ("int8", 0, {"rtol": 0.05, "atol": 0.1}), ("auto", 8, {"rtol": 1e-3, "atol": 1e-3}),
+])  # fmt: skip
+def test_quantized_weights_and_caches(
+    load_format: str, policy: int, close: dict[str, float], tiny_models: Any, pair: Any
+) -> None:
+    """int8: activations are rounded by each rank for its own inputs, so that numbers differ more."""
+    one, several = pair(tiny_models("llama"), 2, load_format=load_format, quant_policy=policy)
+    if load_format == "int8":
+        expected = one.step({one.add(): PROMPT}, "all").logits
+        np.testing.assert_allclose(several.step({several.add(): PROMPT}, "all").logits, expected, **close)
+    else:
+        same(one, several, close)
+
+
+UNEVEN = {
+    "hidden_size": 144,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "intermediate_size": 101,
+}
+
+
+def test_blocks_leave_and_come_back_whole(tiny_models: Any, pair: Any) -> None:
+    """Of ranks with unequal parts, too: two heads of keys and one, and then 4-bit keys."""
+    one, several = pair(tiny_models("llama", **UNEVEN), 2, quant_policy=4)
+    runner, number = several.runner, several.add()
+    several.step({number: PROMPT[:40]})
+    block = several.sequences[number].blocks[0][0]
+    data = runner.export_block(0, block)
+    assert len(data) == one.runner.memory().block_bytes[0] and any(data)
+    runner.import_block(0, block, bytes(len(data)))
+    assert not any(runner.export_block(0, block))
+    runner.import_block(0, block, data)
+    assert runner.export_block(0, block) == data
+    with pytest.raises(RunnerError, match="expected"):
+        runner.import_block(0, block, data[1:])
+
+
+def test_heads_and_widths_that_do_not_divide_are_shared_out_unevenly(tiny_models: Any, pair: Any) -> None:
+    same(*pair(tiny_models("llama", **UNEVEN), 2))
+
+
+def test_a_step_that_cannot_be_fails_alone(tiny_models: Any, pair: Any) -> None:
+    one, several = pair(tiny_models("llama"), 2)
+    number = several.add()
+    batch = several.batch({number: [5, 6, 7]})
+    batch.token_ids[1] = 10**6
+    with pytest.raises(RunnerError) as error:
+        several.runner.submit(batch).result()
+    assert not isinstance(error.value, RunnerLost)
+    assert several.generate(PROMPT, 5) == one.generate(PROMPT, 5)
+
+
+def test_a_step_is_the_same_behind_the_wire(tiny_models: Any, pair: Any) -> None:
+    one, _ = pair(tiny_models("llama"), 2)
+    batch = one.batch({one.add(): [5, 6, 7]}, "all")
+    name, (found,) = wire.unpack(wire.pack(["submit", [batch]]))
+    assert name == "submit" and found.embeds is None
+    assert found.sampling.seed.dtype == np.uint64 and isinstance(found.block_tables, tuple)
+    for field, value in vars(batch).items():
+        if isinstance(value, np.ndarray):
+            np.testing.assert_array_equal(getattr(found, field), value)
+            assert getattr(found, field).dtype == value.dtype
+    np.testing.assert_array_equal(found.block_tables[0], batch.block_tables[0])
+
+
+# -- what cannot be
+
+
+@pytest.mark.parametrize(("family", "overrides", "world", "message"), [
+    ("llama", {"num_attention_heads": 4, "num_key_value_heads": 2}, 3, "4 heads and 2 .* 3 ranks; 2, 4 would do"),
+    ("olmo2", {}, 2, "norm of queries or keys is over all heads"),
+    ("deepseek_v2", {}, 2, "layers of kind latent are not split yet"),
+    ("mamba2", {}, 2, "layers of kind mamba are not split yet"),
+])  # fmt: skip
+def test_what_does_not_divide_is_said_before_weights_are_read(
+    family: str, overrides: dict[str, Any], world: int, message: str, tiny_models: Any
+) -> None:
+    path = tiny_models(family, **overrides)
+    with pytest.raises(UsageError, match=rf"tp={world}: .*{message}"):
+        RankedRunner(Model(str(path), options(), {}), world)
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    (TurbomindEngineConfig(tp=2), r"tp=2: turbomind .*PytorchEngineConfig"),
+    (PytorchEngineConfig(tp=2, device_type="cuda"), "tp=2: ranks run on CPUs alone"),
+])  # fmt: skip
+def test_configs_that_cannot_be(config: Any, message: str, tiny_models: Any) -> None:
+    with pytest.raises(UsageError, match=message):
+        AsyncEngine.open(tiny_models("llama"), backend_config=config)
+
+
+# -- in an engine
+
+
+def config(tp: int = 2, **fields: Any) -> PytorchEngineConfig:
+    same: dict[str, Any] = {"session_len": 256, "max_batch_size": 8, "device_type": "cpu", "dtype": "float32"}
+    return PytorchEngineConfig(tp=tp, threads=2, **same | fields)
+
+
+def whole(engine: AsyncEngine, ids: list[int], **fields: Any) -> Response:
+    done = Response()
+    for delta in engine.generate_sync(ids, GenerationConfig(ignore_eos=True, **fields)):
+        done.extend(delta)
+    return done
+
+
+def test_an_engine_of_ranks_answers_as_one_of_one(tiny_models: Any) -> None:
+    path, answers = tiny_models("llama"), []
+    for tp in (1, 2):
+        with AsyncEngine.open(path, backend_config=config(tp, max_prefill_token_num=16)) as engine:
+            first = [whole(engine, [*PROMPT, i], max_new_tokens=10).token_ids for i in (7, 8, 7)]
+            drawn = whole(engine, PROMPT, max_new_tokens=10, do_sample=True, temperature=0.8, random_seed=3)
+            answers.append((first, drawn.token_ids))
+            assert engine.stats()["prefix_hit_tokens"] > 0
+            assert ("2 ranks" in engine.runner_note) == (tp == 2)
+    assert answers[0] == answers[1]
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_its_requests_and_the_engine_comes_back(tiny_models: Any) -> None:
+    engine = AsyncEngine.open(tiny_models("llama"), backend_config=config(), process=True)
+    try:
+        expected = whole(engine, PROMPT, max_new_tokens=12).token_ids
+        told = ""
+        while "killed by signal 9" not in told:
+            told = asyncio.run(_crash(engine))
+        assert "rank 1" in told and "restarted" in told
+        assert whole(engine, PROMPT, max_new_tokens=12).token_ids == expected
+        pid = engine._loop.pid  # type: ignore[attr-defined]
+        ranks = _children(pid)
+        assert len(ranks) == 1
+    finally:
+        engine.close()
+    end = time.monotonic() + 20
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < end, "a rank outlives its engine"
+        time.sleep(0.05)
+
+
+async def _crash(engine: AsyncEngine) -> str:
+    pid = engine._loop.pid  # type: ignore[attr-defined]
+    stream = engine.generate(PROMPT, GenerationConfig(max_new_tokens=200, ignore_eos=True))
+    await anext(stream)
+    os.kill(_children(pid)[0], signal.SIGKILL)
+    last = None
+    async for delta in stream:
+        last = delta
+    assert last is not None
+    end = time.monotonic() + 60
+    while (engine._loop.pid == pid and last.finish_reason == "error") or not engine.healthy:  # type: ignore[attr-defined]
+        assert time.monotonic() < end, "the engine does not come back"
+        await asyncio.sleep(0.05)
+    return last.error_message or ""
+
+
+def test_a_rank_that_stands_still_is_told_after_a_while(
+    tiny_models: Any, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "STEP_SECONDS", 2.0)
+    monkeypatch.setattr(timing, "GRACE_SECONDS", 0.5)
+    _, several = pair(tiny_models("llama"), 2)
+    (pid,) = several.runner.pids
+    number = several.add()
+    several.step({number: PROMPT[:20]})
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(RunnerLost, match=rf"rank 1 \(process {pid}\) has not answered"):
+        several.step({number: [5]})
+    with pytest.raises(RunnerLost):
+        several.step({number: [5]})
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_message_that_a_rank_does_not_take_is_no_hang(
+    tiny_models: Any, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "STEP_SECONDS", 1.0)
+    monkeypatch.setattr(timing, "GRACE_SECONDS", 0.2)
+    _, several = pair(tiny_models("llama"), 2)
+    os.kill(several.runner.pids[0], signal.SIGSTOP)
+    with pytest.raises(timing.RankLost, match=r"rank 1 .* takes no messages"):
+        several.runner._ranks.tell("import_block", 0, 0, bytes(10**7))
+
+
+def test_in_a_process_of_the_users_a_lost_rank_is_an_engine_that_is_down(tiny_models: Any) -> None:
+    engine = AsyncEngine.open(tiny_models("llama"), backend_config=config())
+    try:
+        (pid,) = engine._loop._core.runner.pids  # type: ignore[attr-defined]
+        os.kill(pid, signal.SIGKILL)
+        failed = whole(engine, PROMPT, max_new_tokens=5)
+        assert failed.finish_reason == "error" and "rank 1" in str(failed.error_message)
+        assert not engine.healthy
+    finally:
+        engine.close()

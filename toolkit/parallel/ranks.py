@@ -1,0 +1,130 @@
+"""The other ranks' processes, seen from the first: started, told what to do, watched, ended."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from toolkit.base import child_process
+from toolkit.errors import ToolkitError
+from toolkit.parallel import wire
+
+OPEN_SECONDS = 300.0  # that a rank may take to start and to open the model
+LOAD_SECONDS = 3600.0  # … and to load its part
+STEP_SECONDS = 120.0  # … and to answer within a step: longer than any part of one takes
+GRACE_SECONDS = 3.0  # in which ranks beside one that is lost end or say why
+
+
+class RankLost(Exception):
+    """A rank does not answer, or not as the others do."""
+
+
+class Ranks:
+    """Processes of ranks 1 … world - 1 on this machine. They end when this one does."""
+
+    def __init__(self, world: int, threads: int) -> None:
+        """``threads``: of each. Raises ToolkitError where the system has no file, process or memory for them."""
+        self.folder = Path(tempfile.mkdtemp(prefix="toolkit-ranks-"))
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[Connection] = []
+        env = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+        try:
+            for _ in range(1, world):
+                mine, theirs = socket.socketpair()
+                for way in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # one that stands still is no reason to wait
+                    mine.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", int(STEP_SECONDS), 0))
+                with mine, theirs:
+                    started = child_process.start("toolkit.parallel.worker", theirs, stdout=2, env=env)
+                    self._processes.append(started)
+                    self._pipes.append(Connection(mine.detach()))
+        except OSError as e:
+            self.end()
+            raise ToolkitError(f"tp={world}: a rank's process cannot be started: {e}") from e
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def open(self, model: dict[str, Any], dense: bool) -> None:
+        """Tell all what they are. Each answers twice: when it has opened the model, and when it has met the others."""
+        level, world = logging.getLogger("toolkit").getEffectiveLevel(), len(self._pipes) + 1
+        for rank, pipe in enumerate(self._pipes, 1):
+            told = {"rank": rank, "world": world, "model": model, "dense": dense, "log_level": level}
+            told |= {"folder": str(self.folder), "seconds": STEP_SECONDS}
+            self._put(rank, pipe, wire.pack(told))
+
+    def have_met(self) -> None:
+        """Where they met is not needed any more."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def tell(self, name: str, *arguments: Any, own: Sequence[Any] = ()) -> None:
+        """Have all call the runner's method ``name``; ``own``: of each, a last argument. Raises RankLost where one is
+        gone."""
+        data = b"" if own else wire.pack([name, list(arguments)])
+        for rank, pipe in enumerate(self._pipes, 1):
+            self._put(rank, pipe, wire.pack([name, [*arguments, own[rank - 1]]]) if own else data)
+
+    def answers(self, seconds: float) -> list[dict[str, Any]]:
+        """Of all ranks, in their order. Raises RankLost, which names the rank that is gone or takes longer."""
+        until = time.monotonic() + seconds
+        return [self._answer(rank, pipe, until, seconds) for rank, pipe in enumerate(self._pipes, 1)]
+
+    def why_lost(self) -> str:
+        """After a message between ranks has failed: which one it was, as far as that can be told."""
+        until, found = time.monotonic() + GRACE_SECONDS, []
+        for rank, pipe in enumerate(self._pipes, 1):
+            try:
+                answer = self._answer(rank, pipe, until, STEP_SECONDS)
+            except RankLost as e:
+                found.append(str(e))
+            else:
+                found += [f"rank {rank}: {answer['error']}"] if answer["error"] and not answer["echo"] else []
+        return "; ".join(found) or "the ranks have lost each other"
+
+    def end(self) -> None:
+        """End all at once, wherever they are."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        self.have_met()
+
+    def _put(self, rank: int, pipe: Connection, data: bytes) -> None:
+        try:
+            pipe.send_bytes(data)
+        except OSError:
+            raise RankLost(self._ended(rank)) from None
+
+    def _answer(self, rank: int, pipe: Connection, until: float, seconds: float) -> dict[str, Any]:
+        try:
+            if not pipe.poll(max(0.0, until - time.monotonic())):
+                pid = self._processes[rank - 1].pid
+                raise RankLost(f"rank {rank} (process {pid}) has not answered for {seconds:g} s")
+            found: dict[str, Any] = wire.unpack(pipe.recv_bytes())
+        except (EOFError, OSError):
+            raise RankLost(self._ended(rank)) from None
+        return found
+
+    def _ended(self, rank: int) -> str:
+        process = self._processes[rank - 1]
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+        code = process.returncode
+        how = (
+            "takes no messages" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended ({code})"
+        )
+        return f"rank {rank} (process {process.pid}) {how}"

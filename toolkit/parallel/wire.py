@@ -1,0 +1,71 @@
+"""Steps and calls as bytes, for ranks in other processes: JSON, then the arrays' raw bytes. No pickle."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from toolkit.runners.step import SamplingBatch, StepBatch, Views
+
+RECORDS: dict[str, Any] = {cls.__name__: cls for cls in (StepBatch, SamplingBatch, Views)}
+_HEAD = struct.Struct("<I")
+
+
+def pack(message: Any) -> bytes:
+    """Of plain JSON values, bytes, numpy arrays, tuples and the records of a step."""
+    blobs: list[bytes] = []
+    head = json.dumps(_told(message, blobs)).encode()
+    return b"".join([_HEAD.pack(len(head)), head, *blobs])
+
+
+def unpack(data: bytes) -> Any:
+    """Inverse of ``pack``; arrays are the reader's own."""
+    (size,) = _HEAD.unpack_from(data)
+    end = _HEAD.size + size
+    return _read(json.loads(data[_HEAD.size : end]), memoryview(data)[end:], [0])
+
+
+def _told(value: Any, blobs: list[bytes]) -> Any:
+    if isinstance(value, np.ndarray):
+        blobs.append(value.tobytes())
+        return {"array": value.dtype.str, "shape": value.shape}
+    if isinstance(value, bytes):
+        blobs.append(value)
+        return {"bytes": len(value)}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"record": type(value).__name__, "of": [_told(getattr(value, f.name), blobs) for f in fields(value)]}
+    if isinstance(value, tuple):
+        return {"tuple": [_told(item, blobs) for item in value]}
+    if isinstance(value, list):
+        return [_told(item, blobs) for item in value]
+    if isinstance(value, dict):
+        return {"dict": [[key, _told(item, blobs)] for key, item in value.items()]}
+    return value
+
+
+def _read(told: Any, data: memoryview, at: list[int]) -> Any:
+    if isinstance(told, list):
+        return [_read(item, data, at) for item in told]
+    if not isinstance(told, dict):
+        return told
+    if "array" in told:
+        dtype = np.dtype(told["array"])
+        count = math.prod(told["shape"])
+        found = np.frombuffer(data, dtype, count, at[0]).reshape(told["shape"]).copy()
+        at[0] += count * dtype.itemsize
+        return found
+    if "bytes" in told:
+        at[0] += told["bytes"]
+        return bytes(data[at[0] - told["bytes"] : at[0]])
+    if "record" in told:
+        cls = RECORDS[told["record"]]
+        values = [_read(item, data, at) for item in told["of"]]
+        return cls(**{f.name: value for f, value in zip(fields(cls), values, strict=True)})
+    if "tuple" in told:
+        return tuple(_read(item, data, at) for item in told["tuple"])
+    return {key: _read(item, data, at) for key, item in told["dict"]}

@@ -1,0 +1,76 @@
+"""The process of every rank but the first; ``ranks.py`` is its other end.
+
+``child_process.start("toolkit.parallel.worker", SOCKET)`` does what the first rank says until that closes. It holds no
+state of requests: only its part of the weights and of the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import zlib
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from toolkit.base import child_process
+from toolkit.errors import ToolkitError
+from toolkit.parallel import wire
+from toolkit.parallel.group import Group
+from toolkit.parallel.model import Model, open_whole, runner_of
+from toolkit.runners.base import RunnerError
+from toolkit.runners.step import StepBatch, StepOutput
+
+log = logging.getLogger(__name__)
+
+
+def main(fd: int) -> None:
+    """Open what the first message says, then run steps until the other end closes."""
+    child_process.ignore(signal.SIGINT, signal.SIGTERM)
+    with Connection(fd) as pipe, suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        told = wire.unpack(pipe.recv_bytes())
+        line = f"%(asctime)s %(levelname)s rank {told['rank']}: %(message)s"
+        logging.basicConfig(level=told["log_level"], format=line)
+        try:
+            model = Model.from_json(told["model"])
+            whole = open_whole(model, told["world"])
+            runner, group = runner_of(whole, told["rank"], told["world"], model.options, told["dense"])
+            pipe.send_bytes(wire.pack({"error": None}))
+            group.join(Path(told["folder"]), told["seconds"])
+            pipe.send_bytes(wire.pack({"error": None}))
+        except (ToolkitError, RuntimeError, OSError) as e:
+            pipe.send_bytes(wire.pack({"error": str(e)}))
+        else:
+            _serve(pipe, runner, group)
+    os._exit(0)  # what is left of a broken group would end this with an abort
+
+
+def _serve(pipe: Connection, runner: Any, group: Group) -> None:
+    while True:
+        name, arguments = wire.unpack(pipe.recv_bytes())
+        before = group.messages
+        answer: dict[str, Any] = {"error": None, "value": None}
+        try:
+            found = step(runner, *arguments) if name == "submit" else getattr(runner, name)(*arguments)
+            answer["value"] = found if isinstance(found, (int, bytes)) else None
+        except RunnerError as e:
+            answer["error"] = str(e)
+        except Exception as e:
+            log.exception("%s failed", name)
+            answer["error"] = f"{type(e).__name__}: {e}"
+        answer["echo"] = bool(group.broken)  # it has failed because another one has
+        pipe.send_bytes(wire.pack(answer))
+        if name == "submit" and answer["error"] is not None and group.messages > before:
+            return  # in the midst of a step that others go on with: they shall not wait
+
+
+def step(runner: Any, batch: StepBatch) -> int:
+    """Run it; the digest of what was drawn."""
+    return digest(runner.submit(batch).result())
+
+
+def digest(output: StepOutput) -> int:
+    """Of the tokens drawn, which all ranks must agree on."""
+    return zlib.crc32(output.tokens.tobytes())
