@@ -15,6 +15,8 @@ from starlette.types import Send
 from toolkit.serve.http.errors import OLLAMA, ApiError
 from toolkit.serve.http.replies import Reply, event, send_error
 from toolkit.serve.http.request_ids import HEADER, current
+from toolkit.serve.http.users import HEADER as USER
+from toolkit.serve.http.users import current_user, header_of
 from toolkit.serve.lmdeploy.interactive_routes import OWNER
 from toolkit.serve.ollama.fields import served_as
 from toolkit.serve.proxy.nodes import ELSEWHERE, Node
@@ -123,7 +125,9 @@ class Forward(Reply):
         return self._state.strategy(nodes, self._request.data, self._state.clock())
 
     def _asked(self, node: Node) -> _Exchange:
-        headers = [(k, v) for k, v in self._request.headers if k.lower() not in OWN_HEADERS]
+        headers = [(k, v) for k, v in self._request.headers if k.lower() not in (*OWN_HEADERS, USER.encode())]
+        if node.trusted:
+            headers.append(header_of(current_user()))
         if (named := current()) is not None:  # its client has sent none, or one that may not stand in a log
             headers = [(k, v) for k, v in headers if k.lower() != HEADER.encode()]
             headers.append((HEADER.encode(), named.id.encode()))
