@@ -3,7 +3,7 @@
     python scripts/bench/fairness.py MODEL --only embeddings --json fairness.json
 
 A row a scenario: seconds to the first token of the chats (alone, then median and longest beside it), and tokens a
-second of everything until the greedy requests are answered. Every request has a connection of its own, so each is a user.
+second of everything until the greedy requests are answered. Every request has a connection of its own: each is a user.
 """
 
 from __future__ import annotations

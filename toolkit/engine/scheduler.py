@@ -241,11 +241,9 @@ class Scheduler:
         while queue:
             seq = queue.first
             most = max(1, int(seq.request.whose.share * self.options.max_batch_size))
-            if held.rows[seq.user] >= most or begun.enough(seq):
-                queue.leave_user()
-                continue
-            victim = None if self._free_rows else held.too_many(self.running, seq)
-            if not self._free_rows and victim is None:
+            full = held.rows[seq.user] >= most
+            victim = held.too_many(self.running, seq, own=full) if full or not self._free_rows else None
+            if begun.enough(seq) or (victim is None and (full or not self._free_rows)):
                 queue.leave_user()
                 continue
             if seq.looks_at and self.running:

@@ -107,18 +107,19 @@ class Held:
         self.of_group[group_of(seq)] += count
         self.cost[seq.user] += count * seq.cost
 
-    def too_many(self, running: list[Sequence], seq: Sequence) -> Sequence | None:
+    def too_many(self, running: list[Sequence], seq: Sequence, own: bool) -> Sequence | None:
         """Who is to give its place to ``seq``, if anybody: the last in turn of the user whose places cost most, where
         they cost more than twice what those of ``seq``'s user would; else of a request of the same user, alike.
+        ``own``: of these alone.
 
         Twice, so that places that were given back are not asked for again; never the last place of a user.
         """
-        most = max((user for user in self.rows if user != seq.user and self.rows[user] > 1),
-                   key=self.cost.__getitem__, default=None)  # fmt: skip
+        others = [user for user, count in self.rows.items() if user != seq.user and count > 1 and not own]
+        most = max(others, key=self.cost.__getitem__, default=None)
         if most is not None and self.cost[most] > 2 * self.cost[seq.user] + seq.cost:
             return max((s for s in running if s.user == most), key=lambda s: (self.of_group[group_of(s)] > 1, s.turn))
-        group = max((g for g in self.of_group if g[0] == seq.user and g[1] != seq.group),
-                    key=self.of_group.__getitem__, default=None)  # fmt: skip
+        groups = [group for group in self.of_group if group[0] == seq.user and group[1] != seq.group]
+        group = max(groups, key=self.of_group.__getitem__, default=None)
         if group is not None and self.of_group[group] > 2 * self.of_group[group_of(seq)] + 1:
             return max((s for s in running if group_of(s) == group), key=turn)
         return None

@@ -123,16 +123,16 @@ class Quotas:
         if not user.name or task is None:
             return
         used = self._used.setdefault(user.id, _Used(since=self._clock()))
-        requests = self._requests if user.rules.requests is None else user.rules.requests
-        if requests is not None and used.running >= requests:
-            text = f"{used.running} requests of this key are being answered (its {spelled('key_requests')}); try again"
-            raise self._refusal(user, "key_requests", text)
         tokens = self._limit(user)
         if tokens is not None and (beyond := self._refilled(used, tokens).tokens - tokens) >= 0:
             seconds = int(beyond * MINUTE / tokens) + 1
             limit = spelled("key_tokens_per_minute")
             text = f"this key has used its {tokens:,} tokens a minute ({limit}); try again in {seconds} s"
             raise self._refusal(user, "key_tokens_per_minute", text, seconds)
+        requests = self._requests if user.rules.requests is None else user.rules.requests
+        if requests is not None and used.running >= requests:
+            text = f"{used.running} requests of this key are being answered (its {spelled('key_requests')}); try again"
+            raise self._refusal(user, "key_requests", text)
         used.running += 1
         task.add_done_callback(lambda _: self._leave(user.id))
 
