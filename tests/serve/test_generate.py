@@ -250,7 +250,7 @@ def test_a_session_s_blocks_are_given_back_in_time_though_nobody_asks_again(star
 
 
 def test_priority_reaches_the_engine(start: Any) -> None:
-    server = start()
+    server = start(lowest_priority=-5)
     ask(server.url, "/v1/completions", {"model": "echo", "prompt": "a", "priority": 5})
     chat = {"model": "echo", "messages": "a", "priority": -5}
     ask(server.url, "/v1/chat/completions", chat)

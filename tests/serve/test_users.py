@@ -83,7 +83,9 @@ def test_what_is_no_address_is_refused() -> None:
         Proxies(["proxy.example"])
 
 
-@pytest.mark.parametrize(("lowest", "asked", "status"), [(0, -1, 400), (0, 0, 200), (0, 7, 200), (-10, -10, 200), (-10, -11, 400)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lowest", "asked", "status"), [(0, -1, 400), (0, 0, 200), (0, 7, 200), (-10, -10, 200), (-10, -11, 400)]
+)
 def test_clients_may_lower_themselves_alone_unless_the_operator_says_more(
     start: Any, lowest: int, asked: int, status: int
 ) -> None:
@@ -102,7 +104,8 @@ def test_clients_may_lower_themselves_alone_unless_the_operator_says_more(
 def test_a_key_s_line_says_what_it_may(start: Any, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(
-        "# ours\nplain\nvip name=vip weight=4 priority=-50 # paid\nsmall name=small requests=1 tokens-per-minute=10 share=0.2\n"
+        "# ours\nplain\nvip name=vip weight=4 priority=-50 # paid\n"
+        "small name=small requests=1 tokens-per-minute=10 share=0.2\n"
     )
     server = start(api_key_file=file)
     assert keyed(server.url, "plain").post({**BODY, "priority": -1})[0] == 400
