@@ -17,7 +17,7 @@ from operator import attrgetter
 from toolkit.engine.sequence import Sequence
 
 PATIENCE = 256  # places (or steps, of prompts) that others get before the one that waits comes first
-LEAST_TOKENS = 8  # of a prompt that a user gets in a step, if any: fewer cost no less
+LEAST_TOKENS = 64  # of a prompt that a user gets in a step, if any: a short question at once, then it is others' turn
 
 turn = attrgetter("turn")
 Group = tuple[str, str]  # user, request
