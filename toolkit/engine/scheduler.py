@@ -21,9 +21,10 @@ from toolkit.engine.options import EngineOptions
 from toolkit.engine.pace import Pace
 from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
-from toolkit.engine.turns import PATIENCE, Group, Held, Round, Waiting, group_of, split, turn
+from toolkit.engine.turns import LEAST_TOKENS, PATIENCE, Group, Held, Round, Waiting, group_of, split, turn
 
 SIDE_BY_SIDE = 8  # prompts of a user that are begun while those begun before them use up the budget
+NEW = (-1, 0)  # of a user whose prompts have had no turn
 SPARED = 8  # preemptions of a request after which it is others' turn
 
 
@@ -40,7 +41,8 @@ class Scheduler:
         self.waiting = Waiting()
         self.running: list[Sequence] = []  # by turn
         self._steps = 0
-        self._fed: dict[str, int] = {}  # of users with prompts: the step in which tokens of theirs were last computed
+        # Of users with prompts: the step in which their last turn ended, and tokens of the present one.
+        self._fed: dict[str, tuple[int, int]] = {}
         self._free_rows = list(range(options.max_batch_size - 1, -1, -1))
         self.preemptions = 0
         self.hit_tokens = 0
@@ -196,8 +198,7 @@ class Scheduler:
         users: dict[str, list[Sequence]] = {}
         for seq in prompts:
             users.setdefault(seq.user, []).append(seq)
-        fed = {user: self._fed.get(user, -1) for user in users}
-        order = sorted(users, key=fed.__getitem__)
+        order = sorted(users, key=lambda user: self._fed.get(user, NEW)[0])
         needs = [(sum(s.remaining for s in users[u]), min(s.cost for s in users[u])) for u in order]
         parts = zip(order, split(budget, needs), strict=True)
         return [share for user, part in parts if part for share in self._shares_of(users[user], part)]
@@ -219,12 +220,15 @@ class Scheduler:
     def _note_fed(self, plan: Plan, prompts: list[Sequence]) -> None:
         """Which prompts of ``prompts`` this step computes, and which have to wait."""
         self._steps += 1
-        fed = {seq for seq, _, _ in plan.prompts}
+        fed = {seq: count for seq, _, count in plan.prompts}
         for seq in prompts:
             seq.unfed = 0 if seq in fed else seq.unfed + 1
-        self._fed = {s.user: self._steps if s in fed else self._fed.get(s.user, -1) for s in prompts} | {
-            s.user: self._steps for s in fed
-        }
+        turns = {seq.user: self._fed.get(seq.user, NEW) for seq in prompts}
+        for seq, count in fed.items():
+            step, taken = turns.get(seq.user, NEW)
+            over = taken + count >= LEAST_TOKENS
+            turns[seq.user] = (self._steps, 0) if over else (step, taken + count)
+        self._fed = turns
 
     def _admit(self, plan: Plan, budget: int) -> None:
         """Start waiting requests while there is a row, budget and room for their whole prompts.

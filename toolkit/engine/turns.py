@@ -195,7 +195,7 @@ class Round:
 def split(budget: int, needs: list[tuple[int, float]]) -> list[int]:
     """Of ``budget`` tokens what each user gets whose (tokens that it could use, cost of a place) are ``needs``, longest
     unfed first: equal parts by weight, and what one does not need goes to the others. Where parts would be too small
-    the last get nothing."""
+    the last get only what is left."""
     shares = [0] * len(needs)
     fed = range(min(len(needs), max(1, budget // LEAST_TOKENS)))
     left, weights = budget, sum(1 / needs[i][1] for i in fed)
@@ -206,7 +206,7 @@ def split(budget: int, needs: list[tuple[int, float]]) -> list[int]:
         weights -= 1 / cost
         if weights <= 0:
             break
-    for i in fed:  # what rounding has left over
+    for i in range(len(needs)):  # what is left over
         more = min(needs[i][0] - shares[i], left)
         shares[i] += more
         left -= more
