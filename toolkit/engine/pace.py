@@ -16,7 +16,9 @@ STRETCH = 2.0  # and then: times what decoding alone would take that a step may 
 LONG = 8192  # unless so many tokens of a prompt are in the cache: each step reads all of them again
 FIRST_GUESS = 128  # prompt tokens of a step as long as nothing has been measured
 LEAST = 8  # prompt tokens that a step may always take: fewer cost no less, for kernels take several rows at once
-ALONE = 1.5  # times the target that a step may take while nobody decodes, for fewer and larger steps are faster
+ALONE = 8.0  # times the target that a step may take while nobody decodes, for fewer and larger steps are faster,
+SERVED = 1.5  # where other users may come meanwhile,
+SHARED = 1.0  # and where they are there
 ALONE_LEAST = 64  # likewise while nobody decodes
 LEAST_SHARE = 0.5  # of the target that is left to prompts where decoding takes up all of it
 LONG_STEP = 0.1  # seconds of a step, beside which the time between two does not count
@@ -42,9 +44,9 @@ class Pace:
         self._tried = FIRST_GUESS // 2  # most prompt tokens of a step so far
         self._ended = 0.0
 
-    def budget(self, decodes: int, before: int, most: int, alone: bool = True) -> int:
+    def budget(self, decodes: int, before: int, most: int, times: float = ALONE) -> int:
         """Prompt tokens for a step of ``decodes`` decoding requests whose first prompt has ``before`` tokens in the
-        cache: 1 to ``most``. ``alone``: all requests are one user's.
+        cache: 1 to ``most``. ``times``: how much longer it may be than the target where nobody decodes.
         """
         if not self.target:
             return most
@@ -52,7 +54,7 @@ class Pace:
         each, one, token, context = self._costs
         if not token:
             return most
-        seconds, least = self.target * (ALONE if alone else 1), ALONE_LEAST
+        seconds, least = self.target * times, ALONE_LEAST
         if decodes:
             least = LEAST
             decode = each + one * decodes

@@ -18,7 +18,7 @@ from toolkit.engine.cache.block_manager import BlockManager, blocks_for
 from toolkit.engine.cache.followers import Followers
 from toolkit.engine.cache.prefix import extend_keys
 from toolkit.engine.options import EngineOptions
-from toolkit.engine.pace import Pace
+from toolkit.engine.pace import ALONE, SERVED, SHARED, Pace
 from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
 from toolkit.engine.turns import LEAST_TOKENS, PATIENCE, Group, Held, Round, Waiting, group_of, split, turn
@@ -185,12 +185,13 @@ class Scheduler:
         passes = sum(count for _, _, count in plan.chunks)
         most = max(1, self.options.max_prefill_token_num - len(plan.decodes) - passes)
         before = max((s.computed for s in self._prompts(plan)), default=0)
-        return self.pace.budget(plan.decoding, before, most, alone=self._alone)
+        return self.pace.budget(plan.decoding, before, most, self._times)
 
     @property
-    def _alone(self) -> bool:
-        """Whether all requests are one user's."""
-        return len({s.user for s in self.running}.union(self.waiting.users)) < 2
+    def _times(self) -> float:
+        """By how much a step may be longer while nobody decodes: users of a server may come at any time."""
+        users = {s.user for s in self.running}.union(self.waiting.users)
+        return SHARED if len(users) > 1 else ALONE if users <= {""} else SERVED
 
     def _shares(self, prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
         """How many tokens each of ``prompts`` (by turn) may take of ``budget``, those first whose user has waited
