@@ -165,7 +165,7 @@ def floods(draw: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@RELAXED
+@settings(RELAXED, max_examples=25)
 @given(floods())
 def test_no_schedule_starves_anybody(fake: Any, impatient: None, f: dict[str, Any]) -> None:
     """One request of the least weight and the last priority comes among others that never cease: it is answered."""
