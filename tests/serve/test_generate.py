@@ -44,7 +44,7 @@ def test_generate(start: Any) -> None:
 
 
 def test_generate_streams_pieces(start: Any) -> None:
-    got = lines(start().url, "/generate", {"prompt": "hello", "stream": True, "priority": -3})
+    got = lines(start().url, "/generate", {"prompt": "hello", "stream": True, "priority": 3})
     assert got[-1] == "data: [DONE]"
     pieces = [json.loads(line.removeprefix("data: ")) for line in got[:-1]]
     assert "".join(p["text"] for p in pieces) == "hello"
