@@ -35,6 +35,8 @@ from attack_proxies import circles, hostile_node
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 CHAT = "/v1/chat/completions"
 LONG = 120.0  # seconds after which an answer is given up
+GREEDY_S = 3.0  # seconds that greedy requests run before somebody else's
+LATE_S = 5.0  # seconds for the first token of a chat, after which it is told; 25 and more where one waits for all
 
 
 @dataclass(frozen=True)
@@ -491,6 +493,29 @@ def held_answers(target: Target) -> Iterator[str]:
 
 
 # name -> (numbers in the list of what was seen, attack, whether the engine does not outlive it)
+def greedy_requests(target: Target) -> Iterator[str]:
+    """All within limits, each with work for minutes; the client leaves after a while. A chat has its first token."""
+    draw = random.Random(3)
+    texts = [" ".join(draw.choice(("the", "quick", "brown", "fox")) + str(i) for i in range(1_000)) for _ in range(100)]
+    for path, body in (
+        ("/v1/embeddings", {"input": texts[:40]}),
+        ("/v1/completions", {"prompt": texts, "max_tokens": 16}),
+        ("/v1/completions", {"prompt": "x", "n": 128, "max_tokens": 512, "ignore_eos": True}),
+    ):
+        data = json.dumps({"model": "target", **body}).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        with contextlib.ExitStack() as stack:
+            for connection in [stack.enter_context(target.connect()) for _ in range(8)]:
+                connection.sendall(head.encode() + data)
+            time.sleep(GREEDY_S)
+            began = time.monotonic()
+            told = target.post(
+                {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}, "/v1/chat/completions"
+            )
+            late = f" only after {time.monotonic() - began:.0f} s" if time.monotonic() - began > LATE_S else ""
+            yield told + late
+
+
 ATTACKS: dict[str, tuple[str, Callable[[Target], Iterator[str]], bool]] = {
     "tiny temperature": ("1", tiny_temperature, False),
     "nested pattern": ("2", nested_pattern, False),
@@ -519,6 +544,7 @@ ATTACKS: dict[str, tuple[str, Callable[[Target], Iterator[str]], bool]] = {
     "swapped": ("39.8", swapped, False),
     "held answers": ("39.10", held_answers, False),
     "forged roles": ("39.13", forged_roles, False),
+    "greedy requests": ("", greedy_requests, False),
     "engine stopped": ("6, 10", stopped_engine, True),
     "engine killed": ("", killed_engine, True),
     "file truncated": ("15", truncated_file, True),

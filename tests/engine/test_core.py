@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
+from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams, Whose
 
 VOCAB = 61
 WINDOWS = [(None,), (6,), (None, 6), (None, 5, 11), (1, None), ("state",), (None, "state"), ("state", 5)]
@@ -18,7 +18,7 @@ RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.function_sc
 
 
 def request(name: str, tokens: list[int], n: int = 8, **params: Any) -> EngineRequest:
-    fields = {k: params.pop(k) for k in ("session", "only", "priority") if k in params}
+    fields = {k: params.pop(k) for k in ("session", "only", "priority", "whose") if k in params}
     return EngineRequest(name, tokens, SamplingParams(max_new_tokens=n, **params), **fields)
 
 
@@ -141,6 +141,13 @@ def scenarios(draw: Any) -> dict[str, Any]:
                     )
                 ),
                 "stop": draw(st.lists(st.integers(0, VOCAB - 1), max_size=3)),
+                "priority": draw(st.sampled_from([0, 0, -50, 100])),
+                "whose": Whose(
+                    draw(st.sampled_from(["", "a", "b"])),
+                    draw(st.sampled_from(["", "g", "h"])),
+                    draw(st.sampled_from([1.0, 1.0, 0.1, 4.0])),
+                    draw(st.sampled_from([1.0, 1.0, 0.3])),
+                ),
             }
         )
     return {
@@ -173,7 +180,7 @@ def test_any_mix_gives_each_request_the_tokens_it_gives_alone(fake: Any, s: dict
             if r["arrives"] == step:
                 core.add(
                     request(str(i), r["prompt"], r["n"], session=r["session"], stop_token_ids=list(r["stop"]),
-                            **r["penalties"], **r["params"])
+                            priority=r["priority"], whose=r["whose"], **r["penalties"], **r["params"])
                 )  # fmt: skip
             if r["aborted"] is not None and r["arrives"] + r["aborted"] == step:
                 if str(i) not in ended:

@@ -93,6 +93,7 @@ class FakeEngine:
     most_running: int = 0
     adapters: list[str | None] = field(default_factory=list)  # of each request
     priorities: list[int] = field(default_factory=list)  # likewise
+    whose: list[Any] = field(default_factory=list)  # likewise
     sessions: list[str | None] = field(default_factory=list)  # likewise
     ended_sessions: list[str] = field(default_factory=list)
     asleep: bool = False
@@ -138,10 +139,12 @@ class FakeEngine:
         priority: int = 0,
         pictures: Sequence[Any] = (),
         progress: bool = False,
+        whose: Any = None,
     ) -> AsyncIterator[Response]:
         assert request_id is not None and request_id not in self.running
         self.adapters.append(adapter)
         self.priorities.append(priority)
+        self.whose.append(whose)
         self.sessions.append(session)
         self.seen.append((token_ids, gen_config))
         self.running[request_id] = False

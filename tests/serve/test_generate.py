@@ -44,7 +44,7 @@ def test_generate(start: Any) -> None:
 
 
 def test_generate_streams_pieces(start: Any) -> None:
-    got = lines(start().url, "/generate", {"prompt": "hello", "stream": True, "priority": -3})
+    got = lines(start().url, "/generate", {"prompt": "hello", "stream": True, "priority": 3})
     assert got[-1] == "data: [DONE]"
     pieces = [json.loads(line.removeprefix("data: ")) for line in got[:-1]]
     assert "".join(p["text"] for p in pieces) == "hello"
@@ -256,7 +256,7 @@ def test_a_session_s_blocks_are_given_back_in_time_though_nobody_asks_again(star
 
 
 def test_priority_reaches_the_engine(start: Any) -> None:
-    server = start()
+    server = start(lowest_priority=-5)
     ask(server.url, "/v1/completions", {"model": "echo", "prompt": "a", "priority": 5})
     chat = {"model": "echo", "messages": "a", "priority": -5}
     ask(server.url, "/v1/chat/completions", chat)

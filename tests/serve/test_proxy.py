@@ -430,9 +430,11 @@ def test_only_the_operator_changes_nodes() -> None:
             sent = node.asked[-1][1]
             assert reply.status_code == 200 and sent["authorization"] == "Bearer inner"
             assert sent["x-request-id"] == reply.headers["x-request-id"]
-            forged = {"x-api-key": "client", "x-session-owner": "somebody else"}
+            assert json.loads(sent["x-toolkit-user"])["name"].startswith("key-")
+            forged = {"x-api-key": "client", "x-session-owner": "somebody else", "x-toolkit-user": '{"id": "x"}'}
             assert (await w.client.post("/v1/completions", json={"model": "m"}, headers=forged)).status_code == 200
             other = node.asked[-1][1]
+            assert other["x-toolkit-user"] == sent["x-toolkit-user"]
             assert "x-api-key" not in other and other["x-session-owner"] not in (
                 "somebody else",
                 sent["x-session-owner"],

@@ -399,11 +399,12 @@ def make_core(
     blocks: int = 200,
     block_size: int = 4,
     asynchronous: bool = False,
+    cheap: bool = False,
     tokenizer: Any = None,
     **options: Any,
 ) -> EngineCore:
     """The engine's loop over a fake runner: ``blocks`` for each window, ``options`` of ``EngineOptions``."""
-    runner = FakeRunner(windows, vocab_size, block_size, asynchronous=asynchronous)
+    runner = FakeRunner(windows, vocab_size, block_size, asynchronous=asynchronous, cheap=cheap)
     defaults: dict[str, Any] = {"session_len": 200, "max_batch_size": 8, "max_prefill_token_num": 64, "check": True}
     chosen = EngineOptions(**(defaults | {"num_blocks": (blocks,) * len(windows)} | options))
     runner.allocate_cache(chosen.num_blocks)

@@ -273,7 +273,8 @@ class EngineCore:
         """Run one step; returns the outputs that are ready, in no particular order.
 
         With lookahead the step is submitted before the results of the one before are read, unless a running request's
-        next input depends on them by more than a token id.
+        next input depends on them by more than a token id. Behind a long step there is none: it is waited for, so that
+        requests which come meanwhile are in the next one.
         """
         started = time.perf_counter()
         if self._give_back is not None and not self._nap.gone and time.monotonic() >= self._next_sweep:
@@ -282,6 +283,10 @@ class EngineCore:
             self._admit_held()
         outputs, self._outputs = self._outputs, []
         ahead = self._lookahead and not any(s.needs_host for s in self.scheduler.running)
+        if ahead and self._flying and self.scheduler.pace.is_long(self._flying[-1][0].plan):
+            self._collect(outputs)
+            self._step_seconds += time.perf_counter() - started
+            return outputs
         while self._flying and not ahead:
             self._collect(outputs)
         plan = self.scheduler.schedule()

@@ -16,9 +16,12 @@ STRETCH = 2.0  # and then: times what decoding alone would take that a step may 
 LONG = 8192  # unless so many tokens of a prompt are in the cache: each step reads all of them again
 FIRST_GUESS = 128  # prompt tokens of a step as long as nothing has been measured
 LEAST = 8  # prompt tokens that a step may always take: fewer cost no less, for kernels take several rows at once
-ALONE = 8  # times the target that a step may take while nobody decodes, for fewer and larger steps are faster
+ALONE = 8.0  # times the target that a step may take while nobody decodes, for fewer and larger steps are faster,
+SERVED = 1.5  # where other users may come meanwhile,
+SHARED = 1.0  # and where they are there
 ALONE_LEAST = 64  # likewise while nobody decodes
 LEAST_SHARE = 0.5  # of the target that is left to prompts where decoding takes up all of it
+LONG_STEP = 0.1  # seconds of a step, beside which the time between two does not count
 NOISE = 0.2  # of a measured time that may be chance, as a share of it
 DRIFT = 0.1  # by which a prompt's cost may change from one step to the next, as a share; more where one was a surprise
 DECODE_DRIFT = 0.05  # by which the cost of decoding may
@@ -41,9 +44,9 @@ class Pace:
         self._tried = FIRST_GUESS // 2  # most prompt tokens of a step so far
         self._ended = 0.0
 
-    def budget(self, decodes: int, before: int, most: int) -> int:
+    def budget(self, decodes: int, before: int, most: int, times: float = ALONE) -> int:
         """Prompt tokens for a step of ``decodes`` decoding requests whose first prompt has ``before`` tokens in the
-        cache: 1 to ``most``.
+        cache: 1 to ``most``. ``times``: how much longer it may be than the target where nobody decodes.
         """
         if not self.target:
             return most
@@ -51,7 +54,7 @@ class Pace:
         each, one, token, context = self._costs
         if not token:
             return most
-        seconds, least = self.target * ALONE, ALONE_LEAST
+        seconds, least = self.target * times, ALONE_LEAST
         if decodes:
             least = LEAST
             decode = each + one * decodes
@@ -62,16 +65,26 @@ class Pace:
         count = 2 * seconds / (token + np.sqrt(token * token + 2 * context * seconds))
         return max(1, min(most, max(least, int(count))))
 
+    def rows(self, decodes: int) -> int:
+        """Of ``decodes`` requests how many may decode in a step that somebody's first token waits for: 1 or more."""
+        each, one = self._costs[DECODE]
+        if not (self.target and one):
+            return decodes
+        return max(1, min(decodes, int((self.target * LEAST_SHARE - each) / one)))
+
+    def is_long(self, plan: Plan) -> bool:
+        """Whether a step will take so long that requests which come meanwhile should be in the next one."""
+        return float(_work(plan) @ self._costs) > LONG_STEP
+
     def ended(self, plan: Plan, now: float) -> None:
         """A step is over; it had the runner since itself was submitted and the step before it had ended."""
         if not plan:
             return
         seconds = now - max(plan.submitted, self._ended)
         self._ended = now
-        tokens = sum(count for _, _, count in plan.prompts)
-        self._tried = max(self._tried, tokens)
-        context = sum(count * (start + count / 2) for _, start, count in plan.prompts)
-        self._learn(np.array([plan.decoding > 0, plan.decoding, tokens, context], float), seconds)
+        work = _work(plan)
+        self._tried = max(self._tried, int(work[2]))
+        self._learn(work, seconds)
 
     def _learn(self, work: np.ndarray, seconds: float) -> None:
         """One step of a Kalman filter, in shares of the time that was measured."""
@@ -98,3 +111,10 @@ class Pace:
             shape = np.array([8, 1] if part is DECODE else [1, 1 / 4000])
             self._costs[part] = shape * rest / float(work[part] @ shape)
             self._doubt[part, part] = np.diag(self._costs[part] ** 2)
+
+
+def _work(plan: Plan) -> np.ndarray:
+    """What a step has of each thing that costs."""
+    tokens = sum(count for _, _, count in plan.prompts)
+    context = sum(count * (start + count / 2) for _, start, count in plan.prompts)
+    return np.array([plan.decoding > 0, plan.decoding, tokens, context], float)

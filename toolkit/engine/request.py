@@ -35,13 +35,25 @@ class SamplingParams(Draw):
     routes: bool = False  # which experts each token went to
 
 
+@dataclass(frozen=True)
+class Whose:
+    """``user``: any name; ``group``: of which request of theirs this one is a part, "" = of its own. ``weight``: the
+    user's part beside others'. ``share``: of all places in the batch that the user may have at most."""
+
+    user: str = ""
+    group: str = ""
+    weight: float = 1.0
+    share: float = 1.0
+
+
 @dataclass
 class EngineRequest:
     """``session``: whose blocks stay pinned in the cache after the request ends (None = none). ``adapter``: which LoRA
     adapter of the engine's, counted from 0, -1 = none. ``only``: draw no token; "score" gives the prompt's
     log-probabilities, "last" and "mean" one row ``hidden``, the last token's hidden state or the mean of all.
     ``priority``: the lower, the sooner it starts and the later it gives up its blocks for others. ``pictures``: in the
-    order in which their places stand in the prompt. ``progress``: tell how far the prompt has come after each step."""
+    order in which their places stand in the prompt. ``progress``: tell how far the prompt has come after each step.
+    ``whose``: among whom the engine is shared out."""
 
     id: str
     token_ids: list[int]
@@ -52,6 +64,7 @@ class EngineRequest:
     adapter: int = -1
     pictures: list[Picture] = field(default_factory=list)
     progress: bool = False
+    whose: Whose = field(default_factory=Whose)
 
 
 @dataclass

@@ -2,29 +2,30 @@
 
 There are no prefill and decode phases: a request has ``length`` tokens of which ``computed`` are in the cache, and a
 step computes some more of them under a token budget. First every request that decodes: one token, or where blocks of
-tokens are guessed together a pass over such a block. Then prompts in chunks: half of the budget for the one whose turn
-is first, so that each has its turn, the other half for those with the fewest tokens left, so that a short one need not
-wait for a long one. Waiting requests start in their turn: by priority, then by arrival. When blocks run out the last in
-turn is preempted: it gives up its blocks and is computed again later.
+tokens are guessed together a pass over such a block. Then prompts in chunks: the budget is split among users, and of a
+user's part half is for the one whose turn is first, so that each has its turn, the other half for those with the fewest
+tokens left, so that a short one need not wait for a long one. Waiting requests start as ``turns.py`` says: round by
+user, then by request, each user's by priority, then by arrival. Where no place is free for a user who has few, one who
+has many gives one back. When blocks run out somebody is preempted, of the user who has most the last in turn: it gives
+up its blocks and is computed again later.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from operator import attrgetter
 
 from toolkit.engine.cache.block_manager import BlockManager, blocks_for
 from toolkit.engine.cache.followers import Followers
 from toolkit.engine.cache.prefix import extend_keys
 from toolkit.engine.options import EngineOptions
-from toolkit.engine.pace import Pace
+from toolkit.engine.pace import ALONE, SERVED, SHARED, Pace
 from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
+from toolkit.engine.turns import LEAST_TOKENS, PATIENCE, Group, Held, Round, Waiting, group_of, split, turn
 
-SIDE_BY_SIDE = 8  # prompts that are begun while those begun before them use up the budget
-
-
-_turn = attrgetter("turn")
+SIDE_BY_SIDE = 8  # prompts of a user that are begun while those begun before them use up the budget
+NEW = (-1, 0)  # of a user whose prompts have had no turn
+SPARED = 8  # preemptions of a request after which it is others' turn
 
 
 class Scheduler:
@@ -37,25 +38,28 @@ class Scheduler:
         self.pace = Pace(options.target_step_ms)
         self.max_rows_per_step = max_rows_per_step  # logits rows for chunks that want one for every token
         self._rows_left = max_rows_per_step
-        self.waiting: list[Sequence] = []  # both by turn
-        self.running: list[Sequence] = []
+        self.waiting = Waiting()
+        self.running: list[Sequence] = []  # by turn
+        self._steps = 0
+        # Of users with prompts: the step in which their last turn ended, and tokens of the present one.
+        self._fed: dict[str, tuple[int, int]] = {}
         self._free_rows = list(range(options.max_batch_size - 1, -1, -1))
         self.preemptions = 0
         self.hit_tokens = 0
         self.looked_up_tokens = 0
 
     def add(self, seq: Sequence) -> None:
-        insort(self.waiting, seq, key=_turn)
+        self.waiting.add(seq)
 
     def schedule(self) -> Plan:
         """The next step; empty if nothing can run (nothing is there, or all wait for a step in flight)."""
         plan = Plan()
         before = self.preemptions
         self._rows_left = self.max_rows_per_step
-        for seq in list(self.running):
-            ready = seq.row >= 0 and seq.decodes and not (seq.ending or seq.at_picture)
-            if not (ready and self._make_room(seq, seq.remaining)):
+        for seq in self._decoding():
+            if not (seq.row >= 0 and self._make_room(seq, seq.remaining)):
                 continue
+            seq.decoded = self._steps
             if seq.canvas is None:
                 plan.decodes.append(seq)
             else:
@@ -64,9 +68,11 @@ class Scheduler:
         budget = self._budget(plan)
         if self.preemptions == before and self.waiting:
             self._admit(plan, budget)
-        for seq, share in self._shares(plan, budget):
+        prompts = self._prompts(plan)
+        for seq, share in self._shares(prompts, budget):
             if seq.row >= 0:
                 self._add_chunk(plan, seq, share)
+        self._note_fed(plan, prompts)
         if self.preemptions != before:
             plan.decodes = [s for s in plan.decodes if s.row >= 0]
             plan.passes = sum(c[0].row >= 0 for c in plan.chunks[: plan.passes])
@@ -99,10 +105,14 @@ class Scheduler:
 
     def preempt(self, seq: Sequence) -> None:
         """Give up a running request's blocks and queue it again in its turn."""
+        self._give_up(seq)
+        self.waiting.add(seq)
+
+    def _give_up(self, seq: Sequence) -> None:
         self._leave(seq)
         seq.computed = seq.stored = 0
+        seq.preempted += 1
         self.preemptions += 1
-        insort(self.waiting, seq, key=_turn)
 
     def _leave(self, seq: Sequence) -> None:
         self.followers.keep_tail(seq)
@@ -112,13 +122,21 @@ class Scheduler:
         seq.row = -1
 
     def _make_room(self, seq: Sequence, count: int) -> bool:
-        """Blocks for the next ``count`` tokens, at the cost of those behind it; False if it was preempted itself."""
+        """Blocks for the next ``count`` tokens, at the cost of others; False if it was preempted itself."""
         while not self.blocks.grow(seq.row, seq.computed, seq.computed + count):
-            victim = self.running[-1]
+            victim = self._victim()
             self.preempt(victim)
             if victim is seq:
                 return False
         return True
+
+    def _victim(self) -> Sequence:
+        """Who is to give up its blocks: the last in turn of the user whose places cost most. One that has done so often
+        is spared where another is there."""
+        held = Held(self.running)
+        left = [s for s in self.running if s.preempted < SPARED] or self.running
+        most = max(held.cost[s.user] for s in left)
+        return next(s for s in reversed(left) if held.cost[s.user] == most)
 
     def _chunk_len(self, seq: Sequence, budget: int) -> int:
         count = min(seq.remaining, budget)
@@ -142,57 +160,123 @@ class Scheduler:
         """Running requests with a prompt to compute, by turn."""
         return [s for s in self.running if not s.decodes or s.at_picture or s in plan.started]
 
+    def _decoding(self) -> list[Sequence]:
+        """Those that get on with their answers in this step, by turn: all, but where a user who has little waits for a
+        first token. Then those with most take turns, so that the step is no longer than with prompts it should be."""
+        ready = [s for s in self.running if s.decodes and not (s.ending or s.at_picture)]
+        held = Held(self.running)
+        waiting = {s.user: s for s in [*self.running, *self._heads()] if not s.decodes}
+        modest = min(waiting.values(), key=lambda s: held.cost[s.user], default=None)
+        if modest is None:
+            return ready
+        most = 2 * held.cost[modest.user] + modest.cost
+        greedy = [s for s in ready if held.cost[s.user] > most]
+        few = len(ready) - len(greedy)
+        turns = sorted(greedy, key=lambda s: s.decoded)[: max(1, self.pace.rows(len(ready)) - few)]
+        chosen = set(turns)
+        return [s for s in ready if held.cost[s.user] <= most or s in chosen]
+
+    def _heads(self) -> list[Sequence]:
+        """One that waits of each user."""
+        return [next(iter(groups.values()))[0] for groups in map(self.waiting.of, self.waiting.users)]
+
     def _budget(self, plan: Plan) -> int:
         """Prompt tokens that this step may take."""
         passes = sum(count for _, _, count in plan.chunks)
         most = max(1, self.options.max_prefill_token_num - len(plan.decodes) - passes)
         before = max((s.computed for s in self._prompts(plan)), default=0)
-        return self.pace.budget(plan.decoding, before, most)
+        return self.pace.budget(plan.decoding, before, most, self._times)
 
-    def _shares(self, plan: Plan, budget: int) -> list[tuple[Sequence, int]]:
-        """The prompts of this step by turn, and how many tokens each may take of ``budget``."""
-        prompts = self._prompts(plan)
-        if not prompts:
-            return []
-        first = prompts[0]
+    @property
+    def _times(self) -> float:
+        """By how much a step may be longer while nobody decodes: users of a server may come at any time."""
+        users = {s.user for s in self.running}.union(self.waiting.users)
+        return SHARED if len(users) > 1 else ALONE if users <= {""} else SERVED
+
+    def _shares(self, prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
+        """How many tokens each of ``prompts`` (by turn) may take of ``budget``, those first whose user has waited
+        longest for some."""
+        users: dict[str, list[Sequence]] = {}
+        for seq in prompts:
+            users.setdefault(seq.user, []).append(seq)
+        order = sorted(users, key=lambda user: self._fed.get(user, NEW)[0])
+        needs = [(sum(s.remaining for s in users[u]), min(s.cost for s in users[u])) for u in order]
+        parts = zip(order, split(budget, needs), strict=True)
+        return [share for user, part in parts if part for share in self._shares_of(users[user], part)]
+
+    def _shares_of(self, prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
+        """The same of one user's prompts."""
+        first = max(prompts, key=lambda s: s.unfed)
+        if first.unfed < PATIENCE:
+            first = prompts[0]
         shares = {first.order: min(first.remaining, budget - budget // 2)}
         left = budget - shares[first.order]
-        for seq in sorted(prompts[1:], key=lambda s: s.remaining):
+        rest = [s for s in prompts if s is not first]
+        for seq in sorted(rest, key=lambda s: s.remaining):
             shares[seq.order] = min(seq.remaining, left)
             left -= shares[seq.order]
         shares[first.order] += left
-        return [(s, shares[s.order]) for s in prompts if shares[s.order]]
+        return [(s, shares[s.order]) for s in (first, *rest) if shares[s.order]]
+
+    def _note_fed(self, plan: Plan, prompts: list[Sequence]) -> None:
+        """Which prompts of ``prompts`` this step computes, and which have to wait."""
+        self._steps += 1
+        fed = {seq: count for seq, _, count in plan.prompts}
+        for seq in prompts:
+            seq.unfed = 0 if seq in fed else seq.unfed + 1
+        turns = {seq.user: self._fed.get(seq.user, NEW) for seq in prompts}
+        for seq, count in fed.items():
+            step, taken = turns.get(seq.user, NEW)
+            over = taken + count >= LEAST_TOKENS
+            turns[seq.user] = (self._steps, 0) if over else (step, taken + count)
+        self._fed = turns
 
     def _admit(self, plan: Plan, budget: int) -> None:
         """Start waiting requests while there is a row, budget and room for their whole prompts.
 
         One whose next block is being computed by a running prompt waits for it instead of computing it too.
         """
+        held = Held(self.running)
+        queue = Round(self.waiting, held)
+        begun = Begun(self._prompts(plan), budget)
+        given_back: list[Sequence] = []
         size = self.blocks.block_size
         promised = sum(blocks_for(s.length, size) - blocks_for(s.computed, size) for s in self.running)
         coming = {k for s in self.running for k in s.keys[self.blocks.labelled(s.row) :]}
-        begun = [s.remaining for s in self._prompts(plan)]
-        for seq in list(self.waiting):
-            if not self._free_rows or (len(begun) >= SIDE_BY_SIDE and sum(begun) >= budget):
-                return
+        while queue:
+            seq = queue.first
+            most = max(1, int(seq.request.whose.share * self.options.max_batch_size))
+            full = held.rows[seq.user] >= most
+            victim = held.too_many(self.running, seq, own=full) if full or not self._free_rows else None
+            if begun.enough(seq) or (victim is None and (full or not self._free_rows)):
+                queue.leave_user()
+                continue
             if seq.looks_at and self.running:
-                held = seq.looks_at.union(*(s.looks_at for s in self.running))
-                if len(held) > self.options.pictures_kept:
-                    return
+                seen = seq.looks_at.union(*(s.looks_at for s in self.running))
+                if len(seen) > self.options.pictures_kept:
+                    break
             hit = self._match(seq)
             if hit < len(seq.keys) and seq.keys[hit] in coming and not seq.wants_all:
+                queue.leave(seq)
                 continue
+            if victim is not None:
+                held.add(victim, -1)
+                self._give_up(victim)
+                given_back.append(victim)
             row = self._free_rows.pop()
             self.blocks.open(row, seq.keys, hit)
             if self.running and not self.blocks.can_start(row, seq.length + 1, promised):
                 self.blocks.release(row)
                 self._free_rows.append(row)
-                return
+                break
+            queue.take(seq)
             self._start(seq, row, hit, promised)
             plan.started.append(seq)
-            begun.append(seq.remaining)
+            begun.add(seq)
             promised += blocks_for(seq.length, size) - blocks_for(seq.computed, size)
             coming.update(seq.keys[hit:])
+        for seq in given_back:
+            self.waiting.add(seq)
 
     def _match(self, seq: Sequence) -> int:
         """Cached blocks that ``seq`` may start on, at least one token short of everything."""
@@ -204,8 +288,7 @@ class Scheduler:
         return self.blocks.match(seq.keys, _most(seq))
 
     def _start(self, seq: Sequence, row: int, hit: int, promised: int) -> None:
-        self.waiting.remove(seq)
-        insort(self.running, seq, key=_turn)
+        insort(self.running, seq, key=turn)
         seq.row = row
         seq.computed = hit * self.blocks.block_size
         key, more = self.followers.longest(seq, hit, _most(seq))
@@ -221,3 +304,26 @@ class Scheduler:
 def _most(seq: Sequence) -> int:
     """Tokens that may come from the cache: not the last one, nor those of which more is wanted than keys and values."""
     return min(seq.length - 1, seq.collected) if seq.wants_all else seq.length - 1
+
+
+class Begun:
+    """Prompts that running requests have yet to compute, by user."""
+
+    def __init__(self, prompts: list[Sequence], budget: int) -> None:
+        self._budget = budget
+        self._left: dict[str, list[int]] = {}
+        self._groups: dict[str, set[Group]] = {}
+        for seq in prompts:
+            self.add(seq)
+
+    def add(self, seq: Sequence) -> None:
+        self._left.setdefault(seq.user, []).append(seq.remaining)
+        self._groups.setdefault(seq.user, set()).add(group_of(seq))
+
+    def enough(self, seq: Sequence) -> bool:
+        """Whether the user of ``seq`` has prompts under way that use up the budget; the first of a request may be
+        begun beside those of a few others."""
+        left, groups = self._left.get(seq.user, []), self._groups.get(seq.user, set())
+        if len(left) < SIDE_BY_SIDE or sum(left) < self._budget:
+            return False
+        return group_of(seq) in groups or len(groups) >= SIDE_BY_SIDE

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from toolkit.engine.constraints.grammar import GrammarState
 
 LogitsProcessor = Callable[[Any, Any], Any]
+DOUBLED_BY = 25  # of a priority: so much lower, and others' requests count half as much
+MOST_URGENT, LEAST_URGENT = 100, 200  # what is beyond counts no more
 
 
 @dataclass(eq=False)
@@ -72,6 +74,13 @@ class Sequence:
         self.admitted = False
         self.told = -1  # prompt tokens that its client knows to be computed, where it asked
         self.finished = False
+        self.user = self.request.whose.user
+        self.group = self.request.whose.group or self.request.id
+        urgency = max(-MOST_URGENT, min(self.request.priority, LEAST_URGENT)) / DOUBLED_BY
+        self.cost = 2.0**urgency / self.request.whose.weight  # of its place in the batch, to its user
+        self.preempted = 0
+        self.decoded = -1  # the step in which it was last to decode
+        self.unfed = 0  # steps in which others of its user had tokens of their prompts computed and it had none
         self.collected = 0
         self.stop_ids = frozenset(self.params.stop_token_ids)
         self.prompt_logprobs: list[dict[int, float] | None] = [None]

@@ -23,6 +23,7 @@ from toolkit.serve.http.docs_page import add_docs
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.layers import add_layers
+from toolkit.serve.http.proxies import Proxies
 from toolkit.serve.http.replies import json_response
 from toolkit.serve.http.schema import ERRORS, add_schemas, answered
 from toolkit.serve.llama_cpp import routes as llama_routes
@@ -121,7 +122,8 @@ def create_app(
         app.include_router(routes.router)
     add_schemas(app, [body for routes in ROUTES for body in routes.BODIES])
     keys = ApiKeys(settings.api_keys, settings.api_key_file) if keys is None else keys
-    add_layers(app, settings.limits, lanes, keys, list(settings.allow_origins))
+    trusted = Proxies(settings.trusted_proxy)
+    add_layers(app, settings.limits, lanes, keys, list(settings.allow_origins), trusted=trusted)
     return app
 
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from toolkit.configs.option import option, same_option, spelled
 from toolkit.errors import UsageError
 from toolkit.serve.http.limits import Limits
+from toolkit.serve.http.proxies import Proxies
 
 KEYS = "TOOLKIT_API_KEYS"
 NODE_KEYS = "TOOLKIT_NODE_KEYS"
 MAX_GRACE_S = 3600
 CLIENT_GRACE_S = 2.0  # after the requests were ended: time to write the last bytes
 _SEVERAL = {"rich_help_panel": "Several models"}
+_SHARES = {"rich_help_panel": "Fair shares"}
 _IMAGES = {"rich_help_panel": "Images"}
 _CONTROL = {"rich_help_panel": "What clients may do to the server"}
 _FOR_ONE = (
@@ -40,6 +42,23 @@ class ServerSettings:
         (), "Key that requests must carry; repeat it, or separate keys by commas.", envvar=KEYS
     )
     api_key_file: Path | None = option(None, "File of keys, one a line; read again as it changes.")
+    key_share: float = option(
+        1.0, "Share of the places in the batch that one key may take at most.", min=0.01, **_SHARES
+    )
+    key_requests: int | None = option(
+        None, "Requests of one key that are answered at once; more get a 429. Default: no limit.", min=1, **_SHARES
+    )
+    key_tokens_per_minute: int | None = option(
+        None, "Tokens of prompts and answers that one key may use in a minute. Default: no limit.", min=1, **_SHARES
+    )
+    lowest_priority: int = option(
+        0,
+        "The lowest (most urgent) priority that requests may ask for. Default: clients only lower their own.",
+        **_SHARES,
+    )
+    trusted_proxy: Sequence[str] = option(
+        (), "Address (or network) of a tool serve proxy, which says whose its requests are; repeatable.", **_SHARES
+    )
     allow_origins: Sequence[str] = option((), "Web origin that may call (CORS), * for any; repeatable. Default: none.")
     max_concurrent_requests: int | None = option(
         None, "HTTP requests worked on at once; more wait. Default: no limit.", min=1
@@ -128,6 +147,11 @@ class ServerSettings:
         self._check_media()
         if self.weight_updates_path is not None and not self.enable_weight_updates:
             raise UsageError("--weight-updates-path: only with --enable-weight-updates; name it too")
+        Proxies(self.trusted_proxy)
+        if not 0.01 <= self.key_share <= 1:
+            raise UsageError(f"{spelled('key_share')}: expected 0.01 to 1, found {self.key_share:g}")
+        if not -100 <= self.lowest_priority <= 100:
+            raise UsageError(f"{spelled('lowest_priority')}: expected -100 to 100, found {self.lowest_priority}")
         if self.node_url is not None and self.proxy_url is None:
             raise UsageError("--node-url: only with --proxy-url, the proxy that is to know this address; name it too")
 

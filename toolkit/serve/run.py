@@ -166,6 +166,7 @@ def run_app(
         ssl_certfile=address.ssl_certfile,
         http=connection_class(_as_files_allow(app.state.server.settings.limits)),
         ws="none",
+        proxy_headers=False,  # whose word is taken for whom a request is from, users.py says
     )
     host, port = sock.getsockname()[:2]
     scheme = "https" if address.ssl_certfile else "http"

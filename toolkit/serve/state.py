@@ -19,6 +19,7 @@ from toolkit.serve.generation.turn import behind
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.owners import owner
+from toolkit.serve.http.users import Quotas, current_user
 from toolkit.serve.lmdeploy.talks import Talks
 from toolkit.serve.options import ServerSettings
 from toolkit.serve.watch.metrics import ServerMetrics
@@ -96,6 +97,8 @@ class ServerState:
         self.prompts = Prompts()
         self.talks = Talks(self.settings.limits, self.engine.end_session)
         self.sleeping = self.engine.asleep
+        settings = self.settings
+        self.quotas = Quotas(settings.key_requests, settings.key_tokens_per_minute, self.metrics.refused)
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
@@ -127,6 +130,8 @@ class ServerState:
             limit = spelled("max_queue")
             text = f"{waiting} requests wait already (the server's {limit}); try again later"
             raise ApiError(429, text, code="too_many_requests")
+        if not behind.get():
+            self.quotas.enter(current_user())
         if (task := asyncio.current_task()) is not None:  # that of the HTTP request, up to the end of its answer
             for tasks in (self.admitted, *([self.of_batches] if behind.get() else ())):
                 tasks.add(task)
@@ -135,6 +140,18 @@ class ServerState:
     def owner(self, scope: Scope) -> str:
         """Whose a request is, and what is kept for it."""
         return owner(scope, self.digest)
+
+    def priority(self, asked: int | None) -> int:
+        """That of a request which asks for ``asked``. Raises ApiError where its client may not."""
+        rules, own = current_user().rules, self.settings.lowest_priority
+        lowest = own if rules.priority is None else rules.priority
+        if asked is not None and asked < lowest:
+            option = spelled("lowest_priority")
+            text = (
+                f"priority: found {asked}, expected at least {lowest} (the server's {option}, or what it says of a key)"
+            )
+            raise ApiError(400, text, param="priority", code="limit_exceeded")
+        return max(asked or 0, lowest)
 
     @property
     def model_name(self) -> str:
@@ -170,7 +187,7 @@ class ServerState:
         found = [
             engine_id
             for engine_id, session in self.active.items()
-            if (request_id is not None and _request_of(engine_id) == request_id)
+            if (request_id is not None and request_of(engine_id) == request_id)
             or (label is not None and session == label)
         ]
         for engine_id in found:
@@ -179,7 +196,7 @@ class ServerState:
 
     def runs(self, request_id: str) -> bool:
         """Whether a request is being answered."""
-        return any(_request_of(engine_id) == request_id for engine_id in self.active)
+        return any(request_of(engine_id) == request_id for engine_id in self.active)
 
     def abort_all(self) -> None:
         """End every request in flight; each client is told."""
@@ -192,6 +209,6 @@ class ServerState:
         return text if limit is None or len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
 
 
-def _request_of(engine_id: str) -> str:
+def request_of(engine_id: str) -> str:
     """The request of which an engine's request is a choice."""
     return engine_id.removesuffix(AGAIN).rpartition("-")[0]

@@ -31,7 +31,7 @@ from toolkit.engine.process.loop import Loop, ThreadLoop
 from toolkit.engine.process.outage import PATIENCE, Outage
 from toolkit.engine.process.process_loop import Child, ProcessLoop
 from toolkit.engine.process.wakeup import Bell
-from toolkit.engine.request import EngineOutput, EngineRequest, Only
+from toolkit.engine.request import EngineOutput, EngineRequest, Only, Whose
 from toolkit.engine.sampling_params import resolve
 from toolkit.engine.text.stream import Asked, RequestStream, Timings
 from toolkit.errors import ToolkitError, UsageError
@@ -42,6 +42,7 @@ from toolkit.runners.base import Backend
 log = logging.getLogger(__name__)
 MODES = ("wait", "abort", "keep")  # what becomes of running requests when weights are replaced; as vLLM calls it
 DRAIN_LOOK_S = 0.02  # how often it is looked whether the last request has ended
+NOBODYS = Whose()
 SCORED = GenerationConfig(max_new_tokens=1, prompt_logprobs=0)  # what a request asks for whose prompt alone is scored
 
 
@@ -194,6 +195,7 @@ class AsyncEngine:
         priority: int = 0,
         pictures: Sequence[Picture] = (),
         progress: bool = False,
+        whose: Whose = NOBODYS,
     ) -> AsyncGenerator[Response, None]:
         """Deltas of one generation; the last one has a finish_reason, "error" with a message where it failed.
 
@@ -202,7 +204,7 @@ class AsyncEngine:
         the plain model. ``gen_config.n`` is the caller's business. ``only``: no token is drawn; "score" gives the
         prompt's log-probabilities (``prompt_logprobs``), "last" and "mean" its ``last_hidden_state`` as one row.
         ``priority``: the lower, the sooner it starts. ``pictures``: in the order of their places in the prompt.
-        ``progress``: deltas say how far the prompt has come (``prompt_progress``).
+        ``progress``: deltas say how far the prompt has come (``prompt_progress``). ``whose``: whose request it is.
         """
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
@@ -212,7 +214,9 @@ class AsyncEngine:
         def wake() -> None:
             bell.ring(event)
 
-        asked = Asked(token_ids, gen_config, request_id, session, timings, adapter, only, priority, pictures, progress)
+        asked = Asked(
+            token_ids, gen_config, request_id, session, timings, adapter, only, priority, pictures, progress, whose
+        )
         stream, refused = self._begin(asked, wake)
         if stream is None:
             assert refused is not None
@@ -373,7 +377,16 @@ class AsyncEngine:
             number = self._adapter_number(asked.adapter)
             pictures = list(asked.pictures)
             request = EngineRequest(
-                name, token_ids, params, asked.session, asked.only, asked.priority, number, pictures, asked.progress
+                name,
+                token_ids,
+                params,
+                asked.session,
+                asked.only,
+                asked.priority,
+                number,
+                pictures,
+                asked.progress,
+                asked.whose,
             )
             stream = RequestStream(name, token_ids, config, self.tokenizer, wake, asked.timings)
             self._send(stream, request, config.logits_processors or [])

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
+from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams, Whose
 from toolkit.models.pictures import Picture
 from toolkit.models.videos import Frame
 
@@ -74,7 +74,8 @@ def read_request(message: dict[str, Any], data: memoryview, held: dict[bytes, Pi
     params = dict(fields.pop("params"))
     params["grammar"] = json.loads(params["grammar"])
     params["logit_bias"] = {int(k): v for k, v in params["logit_bias"].items()}
-    return EngineRequest(params=SamplingParams(**params), pictures=pictures, **fields)
+    whose = Whose(**fields.pop("whose"))
+    return EngineRequest(params=SamplingParams(**params), pictures=pictures, whose=whose, **fields)
 
 
 def pack_outputs(outputs: Iterable[EngineOutput], stats: dict[str, Any]) -> bytes:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.engine.request import EngineOutput, Only
+from toolkit.engine.request import EngineOutput, Only, Whose
 from toolkit.engine.sampling_params import special_stops
 from toolkit.engine.text.detokenizer import Detokenizer
 from toolkit.engine.text.stop_words import StopWords
@@ -48,6 +48,7 @@ class Asked:
     priority: int = 0
     pictures: Sequence[Picture] = ()
     progress: bool = False
+    whose: Whose = field(default_factory=Whose)
 
 
 class RequestStream:

@@ -30,6 +30,10 @@ OF_EACH = (
     "log_level",
     "log_format",
     "limits",
+    "key_share",
+    "key_requests",
+    "key_tokens_per_minute",
+    "lowest_priority",
 )
 
 
@@ -109,6 +113,7 @@ class Launcher:
             model_name=listed.name,
             alias=listed.aliases,
             api_keys=[self.key],
+            trusted_proxy=["127.0.0.1"],  # this process: nobody else has the key
             enable_sleep_mode=True,
             disable_fastapi_docs=True,
         )

@@ -65,7 +65,7 @@ class Chat:
 
         config, budget, seen = await run_sized(state, finish, self.size)
         adapter = state.adapter_of(request.model)
-        common: Any = {"priority": request.priority or 0, "label": request.session_id, "pictures": pictures}
+        common: Any = {"priority": state.priority(request.priority), "label": request.session_id, "pictures": pictures}
         self.choices = [
             Choice(i, 0, token_ids, choice_config(config, i), adapter, **common, budget=budget and budget.of_choice(i))
             for i in range(request.drawn)

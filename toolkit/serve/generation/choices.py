@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+from toolkit.engine.request import Whose
 from toolkit.errors import UsageError
 from toolkit.messages import Response
 from toolkit.serve.generation.budget import within
@@ -15,7 +16,8 @@ from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.turn import behind
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.held import TOKEN_BYTES, account, entries_bytes
-from toolkit.serve.state import ServerState
+from toolkit.serve.http.users import current_user
+from toolkit.serve.state import ServerState, request_of
 from toolkit.serve.watch.metrics import RequestClock
 
 logger = logging.getLogger("toolkit.serve")
@@ -87,6 +89,8 @@ async def run_choices(
     """
     if (held := account.get()) is not None and len(choices) > 1:
         held.expect(sum(_most_bytes(choice, state.engine.session_len) for choice in choices))
+    user = current_user()
+    state.quotas.spend(user, sum({choice.prompt: len(choice.token_ids) for choice in choices}.values()))
     if len(choices) == 1:
         stream = _run(state, f"{request_id}-0", choices[0])
         async with contextlib.aclosing(stream):
@@ -130,7 +134,9 @@ def _run(state: ServerState, engine_id: str, choice: Choice) -> AsyncGenerator[R
 
 
 async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncGenerator[Response, None]:
-    clock = RequestClock(state.metrics, len(choice.token_ids))
+    user = current_user()
+    clock = RequestClock(state.metrics, len(choice.token_ids), user.name)
+    share = state.settings.key_share if user.rules.share is None else user.rules.share
     reason, cached = "abort", 0
     state.active[engine_id] = choice.label
     stream = state.engine.generate(
@@ -143,6 +149,7 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
         priority=choice.priority + behind.get(),
         pictures=choice.pictures,
         progress=choice.progress,
+        whose=Whose(user.id, request_of(engine_id), user.rules.weight, share if user.name else 1.0),
     )
     try:
         async for response in stream:
@@ -150,6 +157,7 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
             clock.tokens_arrived(len(response.token_ids), cached)
             if (held := account.get()) is not None:
                 held.add(_bytes(response))
+            state.quotas.spend(user, len(response.token_ids))
             if response.finish_reason is not None:
                 reason = response.finish_reason
                 _raise_if_failed(response, state.closing)

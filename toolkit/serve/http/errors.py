@@ -50,22 +50,31 @@ ANTHROPIC_TYPES = {
 
 
 class ApiError(Exception):
-    """A request that is answered with ``status`` and the envelope of its API."""
+    """A request that is answered with ``status`` and the envelope of its API. ``retry_after``: seconds after which a
+    client whose request came too early may ask again."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, type: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        type: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.retry_after = retry_after or RETRY_S
         self.type = type or TYPE_OF_STATUS.get(status, "server_error")
 
     @property
     def headers(self) -> dict[str, str] | None:
         """Clients of both APIs ask again after so many seconds."""
-        return {"retry-after": str(RETRY_S)} if self.status in (429, 503) else None
+        return {"retry-after": str(self.retry_after)} if self.status in (429, 503) else None
 
     def envelope(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}

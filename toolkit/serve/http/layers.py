@@ -18,8 +18,10 @@ from toolkit.serve.http.intake import Intake
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.limits import Limits
+from toolkit.serve.http.proxies import Proxies
 from toolkit.serve.http.replies import json_response
 from toolkit.serve.http.request_ids import RequestIds
+from toolkit.serve.http.users import Users
 
 logger = logging.getLogger("toolkit.serve")
 
@@ -44,13 +46,16 @@ def add_layers(
     origins: list[str],
     *,
     under: Mapping[str, ApiKeys] | None = None,
+    trusted: Proxies | None = None,
     cors: type[CORSMiddleware] = CORSMiddleware,
 ) -> None:
-    """``keys``, ``under``: as ApiKeyMiddleware has them; ``origins``: pages that may read the answers."""
+    """``keys``, ``under``: as ApiKeyMiddleware has them; ``origins``: pages that may read the answers;
+    ``trusted``: proxies whose word is taken for whose a request is."""
     app.add_exception_handler(Exception, _error_reply)
     for kind in (ApiError, ToolkitError):  # the one above logs a traceback, which is for mistakes of ours
         app.add_exception_handler(kind, _error_reply)
     app.add_exception_handler(HTTPException, _http_error_reply)  # type: ignore[arg-type]
+    app.add_middleware(Users, keys=keys, trusted=trusted or Proxies(()))
     if keys or under:
         app.add_middleware(ApiKeyMiddleware, keys=keys, under=under)
     app.add_middleware(Intake, limits=limits, lanes=lanes)

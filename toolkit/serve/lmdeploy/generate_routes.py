@@ -120,7 +120,7 @@ class RawAnswer:
                 config,
                 state.adapter_of(model),
                 only="score" if request.max_tokens == 0 else None,
-                priority=request.priority or 0,
+                priority=state.priority(request.priority),
                 label=request.session_id,
             )
             async with aclosing(run_choices(state, self.id, [choice])) as stream:

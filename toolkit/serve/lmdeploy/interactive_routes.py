@@ -187,7 +187,7 @@ class Turn:
                 ids,
                 template.with_stops(config),
                 self.adapter,
-                priority=request.priority or 0,
+                priority=state.priority(request.priority),
                 label=request.session_id if request.session_id >= 0 else None,
                 session=talk.name if kept else None,
             )

@@ -81,7 +81,7 @@ class CompletionAnswer:
             # Who adds up log-probabilities (lm-eval) counts on an entry for each token generated, an end token's too.
             config = replace(config, include_stop_str_in_output=True)
         choices, adapter = [], state.adapter_of(request.model)
-        common: Any = {"priority": request.priority or 0, "label": request.session_id}
+        common: Any = {"priority": self.state.priority(request.priority), "label": request.session_id}
         for p, prompt in enumerate(request.prompt):
             param = "prompt" if len(request.prompt) == 1 else f"prompt.{p}"
             if request.suffix:

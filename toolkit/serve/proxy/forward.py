@@ -15,6 +15,8 @@ from toolkit.serve.http.errors import OLLAMA, ApiError
 from toolkit.serve.http.owners import HEADER as OWNER
 from toolkit.serve.http.replies import Reply, event, send_error
 from toolkit.serve.http.request_ids import HEADER, current
+from toolkit.serve.http.users import HEADER as USER
+from toolkit.serve.http.users import current_user, header_of
 from toolkit.serve.ollama.fields import served_as
 from toolkit.serve.proxy.ask import OddAnswer, check, plain
 from toolkit.serve.proxy.nodes import ELSEWHERE, NO_FAULT, Node
@@ -152,8 +154,10 @@ class Forward(Reply):
         return self._state.strategy(nodes, self._request.data, self._state.clock())
 
     def _asked(self, node: Node) -> _Exchange:
-        headers = [(k, v) for k, v in self._request.headers if k.lower() not in OWN_HEADERS and k.lower() != VIA]
+        headers = [(k, v) for k, v in self._request.headers if k.lower() not in (*OWN_HEADERS, VIA, USER.encode())]
         headers.append((VIA, b", ".join([*self._request.via, self._hop])))
+        if node.trusted:
+            headers.append(header_of(current_user()))
         if (named := current()) is not None:  # its client has sent none, or one that may not stand in a log
             headers = [(k, v) for k, v in headers if k.lower() != HEADER.encode()]
             headers.append((HEADER.encode(), named.id.encode()))

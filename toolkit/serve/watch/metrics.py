@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PREFIX = "toolkit:"
 _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_WAITS = (0.1, 0.3, 1, 3, 10, 30, 100)
 _TPOT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _E2E = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -145,8 +146,25 @@ class ServerMetrics:
         self.answer_size = Histogram(
             PREFIX + "request_generation_tokens", "Tokens of an answer", buckets=_TOKENS, **make
         )
+        self.waits = Histogram(
+            PREFIX + "user_wait_seconds",
+            "Arrival to first token by user: the key's name; empty for requests without a key",
+            ["user"],
+            buckets=_WAITS,
+            **make,
+        )
+        self.refusals = Counter(
+            PREFIX + "user_refused",
+            "Requests refused by a limit of their key, by user and limit",
+            ["user", "limit"],
+            **make,
+        )
         tasks = Gauge(PREFIX + "asyncio_tasks", "Tasks of the server's event loop", **make)
         tasks.set_function(_tasks)
+
+    def refused(self, user: str, limit: str) -> None:
+        """A request of ``user`` was refused by ``limit``."""
+        self.refusals.labels(user, limit).inc()
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -154,10 +172,12 @@ class ServerMetrics:
 
 
 class RequestClock:
-    """Times one choice from its creation to ``finish`` and books it: its tokens as they come, the rest at its end."""
+    """Times one choice of ``user`` from its creation to ``finish`` and books it: its tokens as they come, the rest at
+    its end."""
 
-    def __init__(self, metrics: ServerMetrics, prompt_tokens: int) -> None:
+    def __init__(self, metrics: ServerMetrics, prompt_tokens: int, user: str = "") -> None:
         self.metrics = metrics
+        self.user = user
         self.prompt_tokens = prompt_tokens
         self.start = time.perf_counter()
         self.request = current()
@@ -173,6 +193,7 @@ class RequestClock:
         if self.first is None:
             self.first = now
             self.metrics.ttft.observe(now - self.start)
+            self.metrics.waits.labels(self.user).observe(now - self.start)
             self._book_prompt(cached_tokens)
         else:
             self.metrics.itl.observe(now - self.last)
