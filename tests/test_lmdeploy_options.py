@@ -12,7 +12,8 @@ import typer
 
 import toolkit
 from toolkit import ChatTemplateConfig, GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
-from toolkit.commands.main import ALIASES, _explain, _load, normalise
+from toolkit.commands.aliases import ALIASES
+from toolkit.commands.main import _explain, _load, normalise
 from toolkit.configs.engine import CommonEngineConfig
 from toolkit.configs.lmdeploy import OPTIONS, PLACES, of, stepped_over
 from toolkit.configs.option import spelled

@@ -109,7 +109,7 @@ def random_cache(
 @op(
     _write_cases,
     mutates=("k_cache", "v_cache", "k_params", "v_params"),
-    gate=("bits0-64", "bits0-80-e4m3fn", "bits0-64-e5m2", "bits8-80", "bits4-64"),
+    gate=("bits0-64", "bits0-80-e4m3fn", "bits0-64-e5m2", "bits8-80", "bits4-64", "bits44-64"),
 )
 def kv_write(
     k: Tensor,
@@ -217,6 +217,7 @@ def _attention_cases() -> Iterator[Case]:
     _attention_cases,
     gate=(
         *("decode", "prompt", "sinks", "int8-decode", "int8-prompt", "int4", "int4-80", "int4-prompt"),
+        "int4-keys",
         *("e4m3-256", "e4m3-prompt", "e5m2", "e5m2-prompt"),
         *("latent", "latent-mixed", "latent-int8", "latent-e4m3", "latent-e5m2"),
         *("chunked", "alibi", "alibi-rounded", "blocks"),

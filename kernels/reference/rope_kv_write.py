@@ -55,7 +55,7 @@ def _cases() -> Iterator[Case]:
 @op(
     _cases,
     mutates=("k_cache", "v_cache", "k_params", "v_params"),
-    gate=("plain", "norms", "int8", "int8-norms", "int4", "int4-80", "e4m3", "e5m2"),
+    gate=("plain", "norms", "int8", "int8-norms", "int4", "int4-80", "int4-keys", "e4m3", "e5m2"),
 )
 def rope_kv_write(
     q: Tensor,

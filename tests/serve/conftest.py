@@ -100,7 +100,9 @@ class FakeEngine:
     empty: bool = False
     updates: list[tuple[set[str], str]] = field(default_factory=list)  # names of tensors, and mode
     blind: bool = False
-    plan: Any = field(default_factory=lambda: SimpleNamespace(total=1 << 20, longer=lambda *names: "raise it"))
+    plan: Any = field(
+        default_factory=lambda: SimpleNamespace(total=1 << 20, longer=lambda *names: " ".join(("raise it", *names)))
+    )
 
     def stats(self) -> dict[str, float]:
         return {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions": 2}

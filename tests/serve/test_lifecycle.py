@@ -252,6 +252,7 @@ def test_enable_metrics_of_the_engine_decides(kind: Any, wanted: bool, tmp_path:
         adapters=(),
         session_len=9,
         blind=False,
+        asleep=False,
         stats=dict,
         end_session=lambda name: None,
         close=lambda: None,
@@ -259,7 +260,9 @@ def test_enable_metrics_of_the_engine_decides(kind: Any, wanted: bool, tmp_path:
     apps: list[Any] = []
     monkeypatch.setattr(run.AsyncEngine, "open", lambda *args, **options: engine)
     monkeypatch.setattr(
-        run.ChatTemplate, "open", lambda *args: SimpleNamespace(tool_format=None, reasoning_format=None)
+        run.ChatTemplate,
+        "open",
+        lambda *args: SimpleNamespace(tool_format=None, reasoning_format=None, parse_special=False),
     )
     monkeypatch.setattr(run, "run_app", lambda app, *rest: apps.append(app))
     config = kind(enable_metrics=wanted)

@@ -411,7 +411,7 @@ def test_a_signal_while_the_model_loads(packed: Path) -> None:
 
 def engine_of(server: int) -> psutil.Process:
     """The engine's process; beside it a server has those that render untrusted templates."""
-    (found,) = (p for p in psutil.Process(server).children() if "engine.worker" in " ".join(p.cmdline()))
+    (found,) = (p for p in psutil.Process(server).children() if "engine.process.worker" in " ".join(p.cmdline()))
     return found
 
 

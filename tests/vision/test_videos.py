@@ -179,7 +179,7 @@ def test_what_is_wrong_with_a_file_is_one_line(files: dict[str, Path], tmp_path:
 def test_without_pyav_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, files: dict[str, Path]) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(UsageError, match=r"videos: av is not installed.*toolkit\[vision\]"):
+    with pytest.raises(UsageError, match=r"videos: av is not installed.*pip install .*\[vision\]"):
         load_video(str(files["mp4"]))
 
 

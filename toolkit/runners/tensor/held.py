@@ -25,6 +25,7 @@ def weight_bytes(spec: DecoderSpec, weights: Weights, place: Placement, adapters
     matrices = {linear.name for _, mixer in spec.mixers() for linear in mixer.matrices()}
     total = adapter_bytes(adapters, size)
     total += sum(4 * norm.size for norm in spec.norms() if not norm.weight)  # of ones
+    total += sum(4 * len(a.alibi.slopes) for _, a in spec.attention_layers() if a.alibi is not None)
     for name in weights:
         found = info_of(weights, name)
         if name.startswith(PREFIX):
