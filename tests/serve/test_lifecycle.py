@@ -262,7 +262,7 @@ def test_enable_metrics_of_the_engine_decides(kind: Any, wanted: bool, tmp_path:
     monkeypatch.setattr(
         run.ChatTemplate,
         "open",
-        lambda *args: SimpleNamespace(tool_format=None, reasoning_format=None, parse_special=False),
+        lambda *args: SimpleNamespace(tool_format=None, reasoning_format=None, parse_special=False, forgery=None),
     )
     monkeypatch.setattr(run, "run_app", lambda app, *rest: apps.append(app))
     config = kind(enable_metrics=wanted)
