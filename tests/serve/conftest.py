@@ -101,7 +101,7 @@ class FakeEngine:
     updates: list[tuple[set[str], str]] = field(default_factory=list)  # names of tensors, and mode
     blind: bool = False
     plan: Any = field(
-        default_factory=lambda: SimpleNamespace(total=1 << 20, longer=lambda *names: " ".join(("raise it", *names)))
+        default_factory=lambda: SimpleNamespace(total=1 << 20, longer=lambda *names: " ".join((*names, "raise it")))
     )
 
     def stats(self) -> dict[str, float]:

@@ -276,7 +276,9 @@ def test_only_tools_return_objects(server: Any) -> None:
 def test_context_too_long_says_so(server: Any) -> None:
     error = refused(server, "/v1/chat/completions", {**CHAT, "messages": "x" * 600})
     assert error["code"] == "context_length_exceeded" and error["param"] == "messages" and "511" in error["message"]
-    assert error["message"].endswith("shorten it, or for the server: raise it")  # the stand-in's advice
+    assert error["message"].endswith(
+        "shorten it, or for the server: --session-len --rope-scaling-factor raise it"
+    )  # the stand-in's advice
 
 
 def test_unknown_route(server: Any) -> None:

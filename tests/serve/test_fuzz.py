@@ -96,4 +96,8 @@ def test_any_json(app: Any, post: Any, path: str, body: Any) -> None:
 @given(body=st.binary(max_size=40))
 def test_any_bytes(app: Any, post: Any, path: str, body: bytes) -> None:
     status, _ = post(app, path, body)
-    assert status == 400
+    try:
+        valid = isinstance(json.loads(body), dict)  # as {"prompt":""} may be
+    except ValueError:
+        valid = False
+    assert status == 400 or (valid and status in (200, 404))

@@ -176,9 +176,18 @@ def _framed(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Siz
     colour = tuple(int(m * 255) for m in recipe.mean)
     height, width = _canvas(recipe.canvases, image) if alone else recipe.size
     whole, large = (
-        ImageOps.pad(image, size, Resampling(recipe.resample), colour) for size in (recipe.size[::-1], (width, height))
+        ImageOps.pad(_a_line_at_least(image, size), size, Resampling(recipe.resample), colour)
+        for size in (recipe.size[::-1], (width, height))
     )
     return [whole, *cut(large, recipe.size)], (height // recipe.size[0], width // recipe.size[1])
+
+
+def _a_line_at_least(image: Image, size: tuple[int, int]) -> Image:
+    """What would be thinner than a pixel in ``size`` is a line: before 13 Pillow's ``pad`` refuses it."""
+    width, height = size
+    if round(image.height / image.width * width) == 0:
+        return image.resize((width, 1))
+    return image.resize((1, height)) if round(image.width / image.height * height) == 0 else image
 
 
 def _canvas(canvases: tuple[Size, ...], image: Image) -> Size:

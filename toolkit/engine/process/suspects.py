@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from toolkit.engine.process.outage import RESTART_WINDOW
 from toolkit.engine.process.records import pack_add
-from toolkit.engine.request import EngineRequest
+from toolkit.engine.request import EngineRequest, Whose
 from toolkit.errors import UsageError
 
 MOST = 4096  # contents that are remembered
@@ -100,7 +100,7 @@ class Suspects:
 
 
 def _content(request: EngineRequest) -> bytes:
-    """The same for requests that ask for the same; seeds are mostly drawn by us and play no part."""
+    """The same for requests that ask for the same, whoever does; seeds are mostly drawn by us and play no part."""
     told = {picture.digest for picture in request.pictures}  # as good as their pixels
-    data = pack_add(replace(request, id="", session=None, params=replace(request.params, seed=0)), told)
+    data = pack_add(replace(request, id="", session=None, whose=Whose(), params=replace(request.params, seed=0)), told)
     return hashlib.blake2b(data, digest_size=16).digest()
