@@ -170,24 +170,26 @@ def _anyres(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Siz
 
 
 def _framed(recipe: Recipe, image: Image, alone: bool) -> tuple[list[Image], Size]:
-    from PIL import ImageOps
-    from PIL.Image import Resampling
-
     colour = tuple(int(m * 255) for m in recipe.mean)
     height, width = _canvas(recipe.canvases, image) if alone else recipe.size
-    whole, large = (
-        ImageOps.pad(_a_line_at_least(image, size), size, Resampling(recipe.resample), colour)
-        for size in (recipe.size[::-1], (width, height))
-    )
+    whole, large = (_in_the_middle(recipe, image, size, colour) for size in (recipe.size, (height, width)))
     return [whole, *cut(large, recipe.size)], (height // recipe.size[0], width // recipe.size[1])
 
 
-def _a_line_at_least(image: Image, size: tuple[int, int]) -> Image:
-    """What would be thinner than a pixel in ``size`` is a line: before 13 Pillow's ``pad`` refuses it."""
-    width, height = size
-    if round(image.height / image.width * width) == 0:
-        return image.resize((width, 1))
-    return image.resize((1, height)) if round(image.width / image.height * height) == 0 else image
+def _in_the_middle(recipe: Recipe, image: Image, size: Size, colour: tuple[int, ...]) -> Image:
+    """``image`` in the middle of ``size``, as large as fits: Pillow's ``pad``, which before 13 refuses what is so long
+    that its short side would round to nothing."""
+    from PIL import Image as pillow
+
+    height, width = size
+    if image.width * height > image.height * width:
+        height = max(1, round(image.height / image.width * width))
+    else:
+        width = max(1, round(image.width / image.height * height))
+    canvas = pillow.new("RGB", size[::-1], colour)
+    middle = (round((size[1] - width) * 0.5), round((size[0] - height) * 0.5))
+    canvas.paste(resized(image, (height, width), recipe.resample), middle)
+    return canvas
 
 
 def _canvas(canvases: tuple[Size, ...], image: Image) -> Size:
