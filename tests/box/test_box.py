@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from toolkit.box import frames
 from toolkit.box.box import Box, Cancelled, Crowded, LimitError, Limits, Ticket
 
 LIMITS = Limits(memory=256 << 20, cpu_seconds=0.5, seconds=30, reply=1 << 20)
@@ -262,3 +263,8 @@ def test_starting_ahead_waits_for_nothing() -> None:
     elapsed = time.monotonic() - started
     first = one.run("os.getpid()")[0]
     assert elapsed < time.monotonic() - started and one.run("os.getpid()")[0] == first
+
+
+def test_nothing_is_sent_after_the_last_byte() -> None:
+    """A job may have been answered, and its process be gone, before an empty piece would go there."""
+    assert [len(frames.pack(1, data)) for data in (b"", [], [b"", b"a", bytearray()])] == [1, 1, 2]

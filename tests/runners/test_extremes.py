@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ def test_the_sampler_for_gpus_with_triton_s_kernels(graphs: Any, case: tuple[np.
 def _check(device: Any, ops: Any, case: tuple[np.ndarray, SamplingBatch], saturates: bool) -> None:
     logits, s = case
     found = sample_rows(torch.from_numpy(logits.copy()), s, ops, device)
-    pending = Pending(device.fetch(found.tensors()), len(logits), s.senseless(), logits.shape[1], 4, RuntimeError)
+    spec = SimpleNamespace(vocab_size=logits.shape[1], hidden_size=4)
+    pending = Pending(device.fetch(found.tensors()), len(logits), s.senseless(), spec, RuntimeError)  # type: ignore[arg-type]
     out = pending.result()
     extremes.check(logits, s, out.tokens[:, 0], set(out.bad_rows.tolist()), saturates=saturates)

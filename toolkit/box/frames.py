@@ -23,7 +23,8 @@ def pack(value: Any, data: Data = b"") -> list[Buffer]:
         text = json.dumps(value).encode()  # ASCII: lone surrogates survive
     except (ValueError, RecursionError) as e:
         raise TypeError(str(e)) from e
-    pieces = data if isinstance(data, list) else [data]
+    # an empty piece would be sent to who may have answered, and left, already
+    pieces = [piece for piece in (data if isinstance(data, list) else [data]) if memoryview(piece).nbytes]
     return [_HEADER.pack(len(text), sum(memoryview(piece).nbytes for piece in pieces)) + text, *pieces]
 
 
