@@ -48,6 +48,15 @@ MAY_IMPORT = {
 APIS = ("openai", "lmdeploy", "anthropic", "llama_cpp", "ollama")
 # Rooms inside a room: what a room may import of its neighbours, "" being the files beside the rooms.
 INSIDE = {
+    "artifacts": {
+        "weight_files": {""},
+        "text": {""},
+        "formats": {""},
+        "gguf": {"", "formats", "text", "weight_files"},
+        "engine": {"", "weight_files"},
+        "output": {"", "gguf", "weight_files"},
+        "": {"engine", "formats", "gguf", "output", "weight_files"},
+    },
     "engine": {
         "pictures": {""},
         "cache": {"", "pictures"},

@@ -35,7 +35,7 @@ from toolkit.kernels.op import Target
 from toolkit.kernels.registry import load
 from toolkit.kernels.tolerances import compare
 from toolkit.kernels.triton import launch as launching
-from toolkit.kernels.triton.build import specialise
+from toolkit.kernels.triton.ahead_of_time.build import specialise
 from toolkit.kernels.triton.launch import Launch
 
 CAPABILITY = 80
