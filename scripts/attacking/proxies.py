@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import smuggled
+from attacking import smuggled
 
 if TYPE_CHECKING:
-    from attack_cases import Target
+    from attacking.target import Target
 
 TOOL = [sys.executable, "-P", "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
 PATIENCE = 60.0

@@ -1,6 +1,6 @@
 """Make a folder of wheels a package index (PEP 503): FOLDER/simple/NAME/index.html links each with its SHA-256.
 
-python scripts/package_index.py dist
+python scripts/wheel/package_index.py dist
 
 Any web server serves FOLDER as it is, and pip takes it from a disk too:
 pip install --extra-index-url file://$PWD/dist/simple toolkit==VERSION
@@ -8,6 +8,7 @@ pip install --extra-index-url file://$PWD/dist/simple toolkit==VERSION
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import re
 import sys
@@ -47,6 +48,9 @@ def _page(folder: Path, title: str, links: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
-        sys.exit("expected one folder of wheels: python scripts/package_index.py dist")
-    print(f"{len(write_index(Path(sys.argv[1])))} wheels in {sys.argv[1]}/simple")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    if not folder.is_dir():
+        sys.exit("expected one folder of wheels: python scripts/wheel/package_index.py dist")
+    print(f"{len(write_index(folder))} wheels in {folder}/simple")

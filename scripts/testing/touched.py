@@ -6,12 +6,13 @@ where it changed itself, then where it imports a changed module, then where it l
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _git(*arguments: str) -> list[str]:
@@ -40,6 +41,7 @@ def touched(names: list[str], tests: dict[str, str]) -> list[str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     tests = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
     sys.stdout.write("".join(f"{path}\n" for path in touched(changed(), tests)))

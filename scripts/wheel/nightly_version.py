@@ -1,12 +1,12 @@
 """Give a source tree the version of a nightly build: the next minor version's development release of today (UTC).
 
-python scripts/nightly_version.py toolkit/__init__.py
+python scripts/wheel/nightly_version.py toolkit/__init__.py
 """
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
 from datetime import UTC, date, datetime
 from pathlib import Path
 
@@ -23,7 +23,9 @@ def nightly(text: str, day: date) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    path = parser.parse_args().file
     text, version = nightly(path.read_text(encoding="utf-8"), datetime.now(UTC).date())
     path.write_text(text, encoding="utf-8")
     print(version)

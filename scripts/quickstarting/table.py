@@ -1,9 +1,9 @@
-"""What the quickstart has measured, as a table and a sentence: ``quickstart_table.py`` of the folder ``work``."""
+"""What the quickstart has measured, as a table and a sentence: ``table.py`` of the folder ``work``."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,4 +42,6 @@ def main(work: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    main(parser.parse_args().folder)
