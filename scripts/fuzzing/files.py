@@ -36,13 +36,15 @@ JINJA = (
 # Instructions of pickles: calls of what would run, and what no file of tensors needs or could fill the memory with.
 _SHELL = b"(S'touch \"$FUZZ_RAN\"'\ntR"
 PICKLED = (
-    b"cposix\nsystem\n" + _SHELL, b"cos\nsystem\n" + _SHELL, b"cbuiltins\neval\n(S'open(__import__(\"os\").environ["
-    b"\"FUZZ_RAN\"],\"w\")'\ntR", b"csubprocess\nPopen\n" + _SHELL, b"ctorch\nload\n(S'x'\ntR", b"(S'x'\nios\nsystem\n",
+    b"cposix\nsystem\n" + _SHELL, b"cos\nsystem\n" + _SHELL,
+    b"cbuiltins\neval\n(S'open(__import__(\"os\").environ[" b"\"FUZZ_RAN\"],\"w\")'\ntR",
+    b"csubprocess\nPopen\n" + _SHELL, b"ctorch\nload\n(S'x'\ntR", b"(S'x'\nios\nsystem\n",
     b"\x8c\x05posix\x8c\x06system\x93", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch\nFloatStorage\n", b"}", b"(",
-    b"]", b")", b"t", b"R", b"b", b"\x81", b"\x82\x01", b"Q", b"P1\n", b"0", b"2", b"1", b"e", b"u", b"s", b"d", b"l", b"N",
-    b"h\x00", b"j\xff\xff\xff\xff", b"r\xff\xff\xff\x7f", b"q\x00", b"\x94", b"\x8a\xff" + b"\xff" * 255, b"J\xff\xff\xff\xff",
-    b"M\xff\xff", b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f", b"X\xff\xff\xff\x7f", b"\x95\xff\xff\xff\xff\xff\xff\xff\xff", b".",
-    b"\x80\x02", b"\x80\x05", b"I" + b"9" * 5000 + b"\n", b"L-1L\n", b"F1e999\n", b"\x96\xff\xff\xff\xff\xff\x00\x00\x00",
+    b"]", b")", b"t", b"R", b"b", b"\x81", b"\x82\x01", b"Q", b"P1\n", b"0", b"2", b"1", b"e", b"u", b"s", b"d", b"l",
+    b"N", b"h\x00", b"j\xff\xff\xff\xff", b"r\xff\xff\xff\x7f", b"q\x00", b"\x94", b"\x8a\xff" + b"\xff" * 255,
+    b"J\xff\xff\xff\xff", b"M\xff\xff", b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f", b"X\xff\xff\xff\x7f",
+    b"\x95\xff\xff\xff\xff\xff\xff\xff\xff", b".", b"\x80\x02", b"\x80\x05", b"I" + b"9" * 5000 + b"\n", b"L-1L\n",
+    b"F1e999\n", b"\x96\xff\xff\xff\xff\xff\x00\x00\x00",
 )  # fmt: skip
 
 

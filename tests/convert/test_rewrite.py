@@ -590,7 +590,7 @@ def test_scales_of_a_float8_cache_are_kept_or_missed_aloud(quantized: Any, tmp_p
         ("llama", "fp8", {}),
         ("mixtral", "mxfp4", {}),
         ("phi3", "w8a8", {}),
-        ("gemma2", "gguf", {"gguf_type": "q8_0"}),
+        ("qwen3", "gguf", {"gguf_type": "q8_0"}),
         ("gguf", "hf", {}),
         ("gptq_v2", "awq", {}),
         ("gptq_v2", "hf", {"dtype": "float16"}),
@@ -606,7 +606,7 @@ def test_a_disk_without_room_is_told_first_and_one_with_room_is_never_refused(
     if source == "gptq_v2":
         model = quantized()
     elif source in FORMATS:
-        model = tmp_path / "source"
+        model = tmp_path / ("source.gguf" if source == "gguf" else "source")
         rewrite(str(tiny_models("llama", **PLAIN)), model, to=source, quiet=True)
     else:
         model = tiny_models(source)

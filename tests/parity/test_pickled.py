@@ -109,7 +109,7 @@ def test_meta_s_layout(tiny_models: Any, support: Any, tmp_path: Path) -> None:
     for wrong, found in ((source, "hf"), (path, "meta_llama")):
         asked = "awq" if wrong == path else "meta_llama"
         with pytest.raises(ToolkitError, match=f"model_format: .* holds {found} weights, not {asked}; leave it out"):
-            open_runner(wrong, model_format=asked, options=RunnerOptions(device="cpu"))
+            open_runner(wrong, backend="pytorch", model_format=asked, options=RunnerOptions(device="cpu"))
     convert(str(path), str(tmp_path / "engine"), Packing(model_format="meta_llama"))
     (path / "consolidated.01.pth").write_bytes(b"")
     with pytest.raises(ToolkitError, match="parts of a split model"):
