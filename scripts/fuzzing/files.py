@@ -1,4 +1,4 @@
-"""Targets that are files: artifacts, GGUF, safetensors, tokenizers, templates, adapters, calibration."""
+"""Targets that are files: artifacts, GGUF, safetensors, torch.save's, tokenizers, templates, adapters, calibration."""
 
 from __future__ import annotations
 
