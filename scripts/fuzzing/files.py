@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -264,6 +265,7 @@ def _pickled(models: Models) -> Target:
 def _spoil_zip(rng: Random, raw: bytes) -> bytes | None:
     """The archive with its pickle, its names or how they are stored changed; None for what is no archive."""
     out = io.BytesIO()
+    warnings.filterwarnings("ignore", "Duplicate name", UserWarning)
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as old, zipfile.ZipFile(out, "w") as new:
             entries = [(info.filename, old.read(info)) for info in old.infolist()]

@@ -149,10 +149,10 @@ def test_search_mixes_types_within_the_budget(
 def test_search_to_a_file_size(tiny_models: Any, tmp_path: Path, common: Common) -> None:
     model = str(tiny_models("llama"))
     small, large = (
-        search(model, tmp_path / str(size), Search(size=size), common=common).quality for size in (112_000, 126_000)
+        search(model, tmp_path / str(size), Search(size=size), common=common).quality for size in (112_000, 150_000)
     )
-    for quality, size in ((small, 112_000), (large, 126_000)):
-        assert 0.9 * size < quality["size_bytes"] <= size
+    for quality, size in ((small, 112_000), (large, 150_000)):
+        assert 0.85 * size < quality["size_bytes"] <= size
     assert small["bits_per_weight"] < large["bits_per_weight"]
     assert types_of(tmp_path / "112000" / "model.gguf")["token_embd.weight"] == "Q8_0"
 

@@ -78,7 +78,7 @@ def _from_hub(model: str, revision: str | None, download_dir: str | None, progre
                 ignore_patterns=_UNWANTED,
             )
             with suppress(DryRunError):  # out of reach: what is there already may do
-                files = fetch(dry_run=True, tqdm_class=_plain_tqdm(False))
+                files: Any = fetch(dry_run=True, tqdm_class=_plain_tqdm(False))
                 check_room(_folder(model, download_dir), sum(x.file_size for x in files if x.will_download))
             found = fetch(**shown)
             if any(Path(found).glob("*.safetensors")):

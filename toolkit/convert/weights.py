@@ -85,8 +85,8 @@ def least_bytes(work: Work) -> int:
         size, count = held[item.name], math.prod(item.shape)
         if not size or (item.kind == "head" and work.spec.tied):
             continue
-        info = work.checkpoint.infos.get(item.weight_name)
-        packed = info is None or info.dtype not in _FLOATS
+        own = work.checkpoint.infos.get(item.weight_name)
+        packed = own is None or own.dtype not in _FLOATS
         if work.to == "hf" and (packed or work.dtype != "auto"):
             size = count * (4 if work.dtype == "float32" else 2)
         elif work.to in ROUNDED and item.kind == "linear" and not work.quantized:
