@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import insort
 
 from toolkit.engine.cache.block_manager import BlockManager, blocks_for
+from toolkit.engine.cache.coming import Coming
 from toolkit.engine.cache.followers import Followers
 from toolkit.engine.cache.prefix import extend_keys
 from toolkit.engine.options import EngineOptions
@@ -234,7 +235,7 @@ class Scheduler:
     def _admit(self, plan: Plan, budget: int) -> None:
         """Start waiting requests while there is a row, budget and room for their whole prompts.
 
-        One whose next block is being computed by a running prompt waits for it instead of computing it too.
+        One whose next tokens are being computed by a running prompt waits for them instead of computing them too.
         """
         held = Held(self.running)
         queue = Round(self.waiting, held)
@@ -242,7 +243,7 @@ class Scheduler:
         given_back: list[Sequence] = []
         size = self.blocks.block_size
         promised = sum(blocks_for(s.length, size) - blocks_for(s.computed, size) for s in self.running)
-        coming = {k for s in self.running for k in s.keys[self.blocks.labelled(s.row) :]}
+        coming = Coming(self.blocks, self.followers, self.running)
         while queue:
             seq = queue.first
             most = max(1, int(seq.request.whose.share * self.options.max_batch_size))
@@ -256,7 +257,7 @@ class Scheduler:
                 if len(seen) > self.options.pictures_kept:
                     break
             hit = self._match(seq)
-            if hit < len(seq.keys) and seq.keys[hit] in coming and not seq.wants_all:
+            if not seq.wants_all and coming.holds(seq, hit, _most(seq)):
                 queue.leave(seq)
                 continue
             if victim is not None:
@@ -274,7 +275,7 @@ class Scheduler:
             plan.started.append(seq)
             begun.add(seq)
             promised += blocks_for(seq.length, size) - blocks_for(seq.computed, size)
-            coming.update(seq.keys[hit:])
+            coming.add(seq, hit)
         for seq in given_back:
             self.waiting.add(seq)
 
