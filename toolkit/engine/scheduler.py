@@ -13,13 +13,14 @@ up its blocks and is computed again later.
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 
 from toolkit.engine.cache.block_manager import BlockManager, blocks_for
 from toolkit.engine.cache.coming import Coming
 from toolkit.engine.cache.followers import Followers
 from toolkit.engine.cache.prefix import extend_keys
 from toolkit.engine.options import EngineOptions
-from toolkit.engine.pace import ALONE, SERVED, SHARED, Pace
+from toolkit.engine.pace import ALONE, HASTY, SERVED, SHARED, Pace
 from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
 from toolkit.engine.turns import LEAST_TOKENS, PATIENCE, Group, Held, Round, Waiting, group_of, split, turn
@@ -190,9 +191,15 @@ class Scheduler:
 
     @property
     def _times(self) -> float:
-        """By how much a step may be longer while nobody decodes: users of a server may come at any time."""
-        users = {s.user for s in self.running}.union(self.waiting.users)
-        return SHARED if len(users) > 1 else ALONE if users <= {""} else SERVED
+        """By how much a step may be longer while nobody decodes: users of a server may come at any time, and one whose
+        short prompt is all that it has waits for no others' long ones in the same step."""
+        has = Counter(s.user for s in self.running)
+        for user in self.waiting.users:
+            has[user] += sum(map(len, self.waiting.of(user).values()))
+        if len(has) < 2:
+            return ALONE if has.keys() <= {""} else SERVED
+        starts = (s for s in [*self.running, *self._heads()] if not s.decodes and has[s.user] == 1)
+        return HASTY if any(s.remaining <= LEAST_TOKENS for s in starts) else SHARED
 
     def _shares(self, prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
         """How many tokens each of ``prompts`` (by turn) may take of ``budget``, those first whose user has waited
