@@ -105,10 +105,11 @@ class _Own:
 
     def longer(self, name: str, mine: list[Any] | None, more: list[Any]) -> list[Any]:
         """``mine`` and ``more``."""
-        if mine is None or mine is not self._made.get(name):
-            mine = self._made[name] = list(mine or ())
-        mine += more
-        return mine
+        made = self._made.get(name)
+        if made is None or mine is not made:
+            made = self._made[name] = list(mine or ())
+        made += more
+        return made
 
     def more_rows(self, name: str, mine: Any, more: Any) -> Any:
         """The rows of both arrays, with room for as many again behind them."""
