@@ -27,6 +27,7 @@ from toolkit.engine.turns import LEAST_TOKENS, PATIENCE, Group, Held, Round, Wai
 
 SIDE_BY_SIDE = 8  # prompts of a user that are begun while those begun before them use up the budget
 NEW = (-1, 0)  # of a user whose prompts have had no turn
+HELD = 16  # steps that a request waits for what another user's prompt computes: that one may have no turn for long
 SPARED = 8  # preemptions of a request after which it is others' turn
 
 
@@ -264,7 +265,9 @@ class Scheduler:
                 if len(seen) > self.options.pictures_kept:
                     break
             hit = self._match(seq)
-            if not seq.wants_all and coming.holds(seq, hit, _most(seq)):
+            other = None if seq.wants_all else coming.of(seq, hit, _most(seq))
+            if other == seq.user or (other is not None and seq.held < HELD):
+                seq.held += other != seq.user
                 queue.leave(seq)
                 continue
             if victim is not None:
