@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from toolkit.engine.constraints.grammar_cost import COUNTED, LENGTHS, given_seconds, long_texts
 from toolkit.engine.constraints.grammar_pace import Pace
-from toolkit.engine.constraints.schema_place import told, words
+from toolkit.engine.constraints.grammar_place import told, words
 from toolkit.engine.constraints.xgrammar_core import CORE, vocabulary
 
 _WALKS, _TOKENS = 2, 48  # texts that are tried, tokens of each
