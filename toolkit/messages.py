@@ -105,10 +105,10 @@ class _Own:
 
     def longer(self, name: str, mine: list[Any] | None, more: list[Any]) -> list[Any]:
         """``mine`` and ``more``."""
-        made = self._made.get(name)
+        made: list[Any] | None = self._made.get(name)
         if made is None or mine is not made:
             made = self._made[name] = list(mine or ())
-        made += more
+        made.extend(more)
         return made
 
     def more_rows(self, name: str, mine: Any, more: Any) -> Any:
