@@ -93,6 +93,15 @@ def test_sleep_waits_for_requests_and_refuses_new_ones(start: Any) -> None:
     assert ask(server.url, "/v1/completions", {"model": "echo", "prompt": "a"})[0] == 200
 
 
+def test_an_engine_that_died_asleep_comes_back_awake(start: Any) -> None:
+    """What sleeps is the engine's to say: a new one has its weights."""
+    server = start(**ALL)
+    assert ask(server.url, "/sleep", method="POST") == (200, {"is_sleeping": True})
+    server.engine.asleep = False  # as AsyncEngine has it once the process is gone
+    assert ask(server.url, "/is_sleeping") == (200, {"is_sleeping": False})
+    assert ask(server.url, "/v1/completions", {"model": "echo", "prompt": "a"})[0] == 200
+
+
 def test_waking_waits_for_a_sleep_that_waits(start: Any) -> None:
     server = start(engine={"delay": 0.02}, **ALL)
     results: list[Any] = []

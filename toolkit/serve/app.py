@@ -97,7 +97,6 @@ def create_app(
         formats=read_by(template),
         of_adapters={name: (own, read_by(own)) for name, own in (of_adapters or {}).items()},
         kept=Store(settings.limits),
-        digest=files.owner,
         slots=asyncio.Semaphore(limit) if limit else None,
     )
     app = FastAPI(
@@ -123,7 +122,7 @@ def create_app(
     add_schemas(app, [body for routes in ROUTES for body in routes.BODIES])
     keys = ApiKeys(settings.api_keys, settings.api_key_file) if keys is None else keys
     trusted = Proxies(settings.trusted_proxy)
-    add_layers(app, settings.limits, lanes, keys, list(settings.allow_origins), trusted=trusted)
+    add_layers(app, settings.limits, lanes, keys, list(settings.allow_origins), trusted=trusted, digest=files.owner)
     return app
 
 

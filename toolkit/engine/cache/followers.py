@@ -46,7 +46,7 @@ class Followers:
         full, filled = divmod(seq.stored, size)
         if seq.keys_root is None or filled < max(1, size // LEAST):
             return
-        key = block_key(_parent(seq, full), seq.tokens[full * size : seq.stored])
+        key = block_key(parent_key(seq, full), seq.tokens[full * size : seq.stored])
         if not self._add(seq, full, key, seq.stored):
             return
         self.blocks.label_tail(seq.row, full, key)
@@ -58,20 +58,16 @@ class Followers:
     def longest(self, seq: Sequence, hit: int, end: int) -> tuple[bytes, int]:
         """(key of a cached block, tokens that it and the request begin with behind ``hit`` blocks, up to ``end``)."""
         start = hit * self.blocks.block_size
-        places = (int(span.places[0]) for span in seq.spans if span.places[-1] >= start)
-        tokens = seq.tokens[start : max(start, min((*places, end)))]
+        tokens = before_pictures(seq, start, end)
         best, count = b"", 0
         if seq.keys_root is None or self.blocks.has_states or not len(tokens):
             return best, count
-        behind = self._behind.get((_parent(seq, hit), int(tokens[0])), OrderedDict())
+        behind = self._behind.get((parent_key(seq, hit), int(tokens[0])), OrderedDict())
         for key, known in behind.items():
             if not self.blocks.cached(key):
                 continue
-            both = min(len(known), len(tokens))
-            differ = np.flatnonzero(known[:both] != tokens[:both])
-            alike = int(differ[0]) if len(differ) else both
-            if alike > count:
-                best, count = key, alike
+            if (both := alike(known, tokens)) > count:
+                best, count = key, both
         if count:
             behind.move_to_end(best)
             if best in self._tails:
@@ -85,7 +81,7 @@ class Followers:
         if self.blocks.has_states or shows(seq.spans, start, stop):
             return False
         tokens = seq.tokens[start:stop]
-        behind = self._behind.setdefault((_parent(seq, block), int(tokens[0])), OrderedDict())
+        behind = self._behind.setdefault((parent_key(seq, block), int(tokens[0])), OrderedDict())
         if behind.pop(key, None) is None:
             self._count += 1
         behind[key] = tokens.copy()
@@ -106,6 +102,20 @@ class Followers:
         self._room = max(ROOM, 2 * self._count)
 
 
-def _parent(seq: Sequence, block: int) -> bytes:
+def parent_key(seq: Sequence, block: int) -> bytes:
+    """Of what stands before a block of a request that shares its blocks."""
     assert seq.keys_root is not None
     return seq.keys[block - 1] if block else seq.keys_root
+
+
+def before_pictures(seq: Sequence, start: int, end: int) -> NDArray[np.int32]:
+    """The tokens of a request from ``start`` to ``end``, or to the first picture there: its tokens tell nothing."""
+    places = (int(span.places[0]) for span in seq.spans if span.places[-1] >= start)
+    return seq.tokens[start : max(start, min((*places, end)))]
+
+
+def alike(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """Tokens that both begin with."""
+    both = min(len(one), len(other))
+    differ = np.flatnonzero(one[:both] != other[:both])
+    return int(differ[0]) if len(differ) else both

@@ -12,7 +12,7 @@ from typing import Any
 
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.limits import Limits
-from toolkit.serve.http.owners import Shares
+from toolkit.serve.http.shares import Shares
 
 LOOK_S = 1.0  # between looks while the oldest conversation is being answered
 NOTES = 16  # so many times max_sessions it is remembered of a conversation that it was forgotten

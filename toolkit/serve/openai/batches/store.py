@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from toolkit.base.record import plain, read
+from toolkit.configs.option import spelled
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.limits import Limits
@@ -129,14 +130,21 @@ class FileStore:
         found = self._files.get(id)
         return found if found is not None and found.owner == owner else None
 
-    def check_room(self, size: int) -> None:
-        """Raise ApiError where another file of ``size`` bytes is too many."""
+    def check_room(self, owner: str, size: int) -> None:
+        """Raise ApiError where another file of ``size`` bytes is too many; of a key also where it would have more than
+        it leaves to others, so that there is always room for one who has less."""
         self._expire()
-        limits = self.limits
-        if len(self._files) >= limits.max_files:
-            raise limits.refusal("max_files", None, len(self._files) + 1, "files (delete some)")
-        if (found := self._used() + size) > limits.max_files_bytes:
-            raise limits.refusal("max_files_bytes", None, found, "bytes of files together (delete some)")
+        limits, own = self.limits, self.files(owner) if owner else []
+        for name, used, more, mine, what in (
+            ("max_files", len(self._files), 1, len(own), "files"),
+            ("max_files_bytes", self._used(), size, sum(file.bytes for file in own), "bytes of files"),
+        ):
+            if used + more > (most := getattr(limits, name)):
+                raise limits.refusal(name, None, used + more, f"{what} together (delete some)")
+            if mine and mine + more > (left := most - used):
+                option = f"{spelled(name)} ({most:,})"
+                told = f"found {mine + more:,} {what} of this key, expected at most the {left:,} that are free"
+                raise ApiError(400, f"{told} of the server's {option}; delete some", code="limit_exceeded")
 
     def add(self, source: IO[bytes], owner: str, filename: str, purpose: str, seconds: float) -> Stored:
         """Keep a copy of ``source`` for so many seconds. Raises ApiError."""
@@ -146,7 +154,7 @@ class FileStore:
         try:
             with part.open("wb") as target:
                 shutil.copyfileobj(source, target, 1 << 20)
-            self.check_room(part.stat().st_size)
+            self.check_room(owner, part.stat().st_size)
             part.replace(path)
             return self.register(id, owner, filename, purpose, seconds)
         except BaseException as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.serve.http.limits import Limits
-from toolkit.serve.http.owners import Shares
+from toolkit.serve.http.shares import Shares
 
 
 @dataclass(frozen=True)
