@@ -46,7 +46,7 @@ class Followers:
         full, filled = divmod(seq.stored, size)
         if seq.keys_root is None or filled < max(1, size // LEAST):
             return
-        key = block_key(_parent(seq, full), seq.tokens[full * size : seq.stored])
+        key = block_key(seq.parent(full), seq.tokens[full * size : seq.stored])
         if not self._add(seq, full, key, seq.stored):
             return
         self.blocks.label_tail(seq.row, full, key)
@@ -63,7 +63,7 @@ class Followers:
         best, count = b"", 0
         if seq.keys_root is None or self.blocks.has_states or not len(tokens):
             return best, count
-        behind = self._behind.get((_parent(seq, hit), int(tokens[0])), OrderedDict())
+        behind = self._behind.get((seq.parent(hit), int(tokens[0])), OrderedDict())
         for key, known in behind.items():
             if not self.blocks.cached(key):
                 continue
@@ -85,7 +85,7 @@ class Followers:
         if self.blocks.has_states or shows(seq.spans, start, stop):
             return False
         tokens = seq.tokens[start:stop]
-        behind = self._behind.setdefault((_parent(seq, block), int(tokens[0])), OrderedDict())
+        behind = self._behind.setdefault((seq.parent(block), int(tokens[0])), OrderedDict())
         if behind.pop(key, None) is None:
             self._count += 1
         behind[key] = tokens.copy()
@@ -104,8 +104,3 @@ class Followers:
         self._behind = {at: behind for at, behind in self._behind.items() if behind}
         self._count = sum(map(len, self._behind.values()))
         self._room = max(ROOM, 2 * self._count)
-
-
-def _parent(seq: Sequence, block: int) -> bytes:
-    assert seq.keys_root is not None
-    return seq.keys[block - 1] if block else seq.keys_root
