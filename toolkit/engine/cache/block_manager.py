@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 from toolkit.engine.cache.block_pool import BlockPool
 from toolkit.models.spec import CacheGroup
 
-
 Elsewhere = Callable[[int, bytes], bool]
 """Whether the block of a group with this key can be had from another place than the cache."""
 
 
-def NOWHERE(group: int, key: bytes) -> bool:  # noqa: N802  a constant that is called
+def NOWHERE(group: int, key: bytes) -> bool:
     return False
 
 
@@ -70,7 +69,9 @@ class BlockManager:
         best = self.known(keys[: max_tokens // self.block_size], also)
         bounded = [(g, w) for g, w in enumerate(self.windows) if w]
         runs = [self._runs(g, keys[:best], also) for g, _ in bounded]
-        while best and any(r[best] < best - self._visible_from(w, best) for r, (_, w) in zip(runs, bounded, strict=True)):
+        while best and any(
+            r[best] < best - self._visible_from(w, best) for r, (_, w) in zip(runs, bounded, strict=True)
+        ):
             best -= 1
         return best
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,8 +66,9 @@ def _no_name(setup: Setup) -> str:
 def _model(setup: Setup, runner: Runner, seal: Seal) -> bytes:
     """A digest of all that the numbers of a block depend on, beside the tokens up to its end and the adapter."""
     options, config = runner.options, setup.config
+    spec = json.dumps(runner.spec.to_json(), sort_keys=True)
     parts = (
-        __version__, _weights(setup.path), runner.spec, runner.name, runner.dtype, runner.layout, options.quant_policy,
+        __version__, _weights(setup.path), spec, runner.name, runner.dtype, runner.layout, options.quant_policy,
         options.block_size, config.load_format, config.model_format, config.dynamic_rope, config.tp, seal.name,
     )  # fmt: skip
     return hashlib.sha256("\n".join(map(repr, parts)).encode()).digest()
@@ -83,7 +85,10 @@ def _weights(path: Path) -> str:
         if not manifest.pending:
             return repr([(entry.name, entry.sha256) for entry in manifest.files])
     try:
-        stats = [(file.name, (s := file.stat()).st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for file in content_files(path)]
+        stats = [
+            (file.name, (s := file.stat()).st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)
+            for file in content_files(path)
+        ]
     except OSError as error:
         raise ToolkitError(f"{path}: cannot be read: {error.strerror}") from error
     return repr((str(path.resolve()), stats))

@@ -117,7 +117,7 @@ class Cipher:
         from cryptography.exceptions import InvalidTag
 
         at = len(self.MAGIC)
-        if sealed[:at] != self.MAGIC:
+        if len(sealed) < self.extra + len(head) or sealed[:at] != self.MAGIC:
             return None
         try:
             plain = self._aes.decrypt(sealed[at : at + _NONCE], sealed[at + _NONCE :], self.MAGIC)

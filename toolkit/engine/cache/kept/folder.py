@@ -152,12 +152,11 @@ class Folder:
         """Files by name, of parts one behind the other: written beside, brought to disk together, then renamed."""
         opened = self._open()
         folder = opened.fd
-        self._tell(folder)
         made: list[tuple[str, str]] = []
         try:
             written: list[int] = []
             try:
-                for name, parts in files:
+                for name, parts in [*self._told(folder), *files]:
                     part = f".{name}.{os.getpid()}-{next(self._parts)}.part"
                     written.append(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=folder))
                     made.append((part, name))
@@ -177,18 +176,13 @@ class Folder:
                 with suppress(OSError):
                     os.unlink(part, dir_fd=folder)
 
-    def _tell(self, folder: int) -> None:
-        """Write ``model.json`` where there is none."""
+    def _told(self, folder: int) -> list[tuple[str, Sequence[Buffer]]]:
+        """``model.json`` where there is none."""
         try:
             os.stat(ABOUT, dir_fd=folder, follow_symlinks=False)
         except FileNotFoundError:
-            part = f".{ABOUT}.{os.getpid()}-{next(self._parts)}.part"
-            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600, dir_fd=folder)
-            try:
-                _write(fd, [json.dumps(self._about, indent=2).encode() + b"\n"])
-            finally:
-                os.close(fd)
-            os.rename(part, ABOUT, src_dir_fd=folder, dst_dir_fd=folder)
+            return [(ABOUT, [json.dumps(self._about, indent=2).encode() + b"\n"])]
+        return []
 
 
 def _write(fd: int, parts: Sequence[Buffer]) -> None:
@@ -222,7 +216,8 @@ def _files(folder: int) -> list[tuple[str, os.stat_result]]:
 
 
 def entries(flag: str, path: Path) -> list[Entry]:
-    """What is kept in a folder, the model used last first; [] where there is none. Raises UsageError as ``open_root``."""
+    """What is kept in a folder, the model used last first; [] where there is no folder. Raises UsageError as
+    ``open_root``."""
     if not path.is_dir():
         return []
     root, found = open_root(flag, path), []
