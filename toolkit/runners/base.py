@@ -70,8 +70,12 @@ class Runner(Protocol):
     dtype: str
     options: RunnerOptions
     asynchronous: bool  # ``submit`` returns while the step runs, so that the caller can prepare the next one
-    layout: str  # what, beside model and options, bytes of its blocks depend on: who computes, and how they lie
     notes: list[str]  # what a user should hear of how the model runs, one line each; whole once weights are loaded
+
+    @property
+    def layout(self) -> str:
+        """What, beside model and options, the bytes of its blocks depend on: who computes, and how they lie."""
+        ...
 
     def memory(self) -> MemoryNeed: ...
 

@@ -136,7 +136,7 @@ class Folder:
             mine = stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o077
             if not mine or info.st_size != size:
                 raise RefusedError(f"{name}: expected a file of {size} bytes that is this user's alone")
-            found, at = memoryview(np.empty(size, np.uint8)), 0
+            found, at = np.empty(size, np.uint8).data, 0
             while at < size:
                 count = os.preadv(fd, [found[at:]], at)
                 if not count:
