@@ -25,8 +25,7 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="What is kept between runs: models packed for this processor, because they were never converted, and KV caches "
-    "of --kv-cache-dir.",
+    help="What is kept between runs: models packed for this processor that were never converted, and KV caches.",
 )
 
 
