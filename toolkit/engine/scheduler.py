@@ -18,6 +18,7 @@ from collections import Counter
 from toolkit.engine.cache.block_manager import BlockManager, blocks_for
 from toolkit.engine.cache.coming import Coming
 from toolkit.engine.cache.followers import Followers
+from toolkit.engine.cache.kept.keeper import Keeper
 from toolkit.engine.cache.prefix import extend_keys
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.pace import ALONE, HASTY, SERVED, SHARED, Pace
@@ -32,10 +33,13 @@ SPARED = 8  # preemptions of a request after which it is others' turn
 
 
 class Scheduler:
-    """Waiting and running requests, and the blocks of the running ones."""
+    """Waiting and running requests, and the blocks of the running ones. ``keeper``: has more of them elsewhere."""
 
-    def __init__(self, blocks: BlockManager, options: EngineOptions, max_rows_per_step: int) -> None:
+    def __init__(
+        self, blocks: BlockManager, options: EngineOptions, max_rows_per_step: int, keeper: Keeper | None = None
+    ) -> None:
         self.blocks = blocks
+        self.keeper = keeper
         self.options = options
         self.followers = Followers(blocks, options.max_batch_size)
         self.pace = Pace(options.target_step_ms)
@@ -105,6 +109,8 @@ class Scheduler:
         before = self.blocks.labelled(seq.row)
         self.blocks.label(seq.row, seq.keys, seq.stored)
         self.followers.note(seq, before, self.blocks.labelled(seq.row))
+        if self.keeper is not None:
+            self.keeper.note(seq, before, self.blocks.labelled(seq.row))
 
     def preempt(self, seq: Sequence) -> None:
         """Give up a running request's blocks and queue it again in its turn."""
@@ -115,6 +121,7 @@ class Scheduler:
         self._leave(seq)
         seq.computed = seq.stored = 0
         seq.preempted += 1
+        seq.fetches = 0
         self.preemptions += 1
 
     def _leave(self, seq: Sequence) -> None:
@@ -265,6 +272,9 @@ class Scheduler:
                 if len(seen) > self.options.pictures_kept:
                     break
             hit = self._match(seq)
+            if self.keeper is not None and self.keeper.awaited(seq, hit, _most(seq)):
+                queue.leave(seq)
+                continue
             other = None if seq.wants_all else coming.of(seq, hit, _most(seq))
             if other == seq.user or (other is not None and seq.held < HELD):
                 seq.held += other != seq.user

@@ -70,6 +70,7 @@ class Sequence:
         self.row = -1
         self.keys: list[bytes] = []
         self.branch = 0
+        self.fetches = 0  # tries to bring blocks back that are kept outside the cache
         self.cached_tokens = 0
         self.admitted = False
         self.told = -1  # prompt tokens that its client knows to be computed, where it asked
@@ -98,6 +99,11 @@ class Sequence:
         self.needs_host = bool(self.processors or self.grammar or self.bad_words or self.history or self.canvas)
         if self.canvas is not None:
             self.canvas.begin(self.tokens[: self.length])
+
+    def parent(self, block: int) -> bytes:
+        """The key of what stands before ``block``."""
+        assert self.keys_root is not None
+        return self.keys[block - 1] if block else self.keys_root
 
     @property
     def params(self) -> SamplingParams:

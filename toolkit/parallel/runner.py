@@ -73,6 +73,10 @@ class RankedRunner:
         """Of the processes of ranks 1, 2 …"""
         return self._ranks.pids
 
+    @property
+    def layout(self) -> str:
+        return f"{len(self._block_bytes)} x {self._local.layout}"
+
     # -- calls that all ranks do
 
     def memory(self) -> MemoryNeed:
@@ -106,11 +110,11 @@ class RankedRunner:
         mine, others = self._all("export_block", group, block)
         return b"".join([mine, *others])
 
-    def import_block(self, group: int, block: int, data: bytes) -> None:
+    def import_block(self, group: int, block: int, data: bytes | memoryview) -> None:
         ends = list(itertools.accumulate((sizes[group] for sizes in self._block_bytes), initial=0))
         if len(data) != ends[-1]:
             raise RunnerError(f"block of group {group}: expected {ends[-1]} bytes, found {len(data)}")
-        self._all("import_block", group, block, own=[data[a:b] for a, b in itertools.pairwise(ends)])
+        self._all("import_block", group, block, own=[bytes(data[a:b]) for a, b in itertools.pairwise(ends)])
 
     def encode(self, pictures: Sequence[Picture]) -> list[NDArray[np.float32]]:
         raise RunnerError("models that see are not split yet")

@@ -96,9 +96,10 @@ def create_app(
         eyes=None if engine.blind else Eyes.open(engine.tokenizer.path, image_rules(settings), engine.session_len),
         formats=read_by(template),
         of_adapters={name: (own, read_by(own)) for name, own in (of_adapters or {}).items()},
-        kept=Store(settings.limits),
+        kept=Store(settings.limits, files),
         slots=asyncio.Semaphore(limit) if limit else None,
     )
+    state.talks.restore(files)
     app = FastAPI(
         title="toolkit",
         version=__version__,

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from toolkit.engine.cache.block_manager import BlockManager
-from toolkit.engine.cache.followers import Followers, alike, before_pictures, parent_key
+from toolkit.engine.cache.followers import Followers, alike, pictures_in
 from toolkit.engine.sequence import Sequence
 
 LEAST = 2  # as a share of a block: for a shorter beginning of one nobody waits
@@ -20,7 +20,7 @@ class Coming:
         self._blocks = blocks
         self._followers = followers
         self._whole: dict[bytes, str] = {}
-        self._behind: defaultdict[tuple[bytes, int], list[tuple[Sequence, int]]] = defaultdict(list)
+        self._behind: defaultdict[tuple[bytes, int], list[Sequence]] = defaultdict(list)
         for seq in running:
             self.add(seq, blocks.labelled(seq.row))
 
@@ -31,7 +31,7 @@ class Coming:
             self._whole.setdefault(key, seq.user)
         if not self._blocks.has_states:
             for block in range(first, len(seq.keys)):
-                self._behind[parent_key(seq, block), int(seq.tokens[block * size])].append((seq, block))
+                self._behind[seq.parent(block), int(seq.tokens[block * size])].append(seq)
 
     def of(self, seq: Sequence, hit: int, end: int) -> str | None:
         """Whose prompt is about to compute more of what a request begins with, of which ``hit`` blocks are cached: the
@@ -42,9 +42,11 @@ class Coming:
         start = hit * size
         if seq.keys_root is None or end <= start:
             return None
-        others = self._behind.get((parent_key(seq, hit), int(seq.tokens[start])))
+        others = self._behind.get((seq.parent(hit), int(seq.tokens[start])))
         if not others:
             return None
-        own = before_pictures(seq, start, end)
-        most, user = max((alike(own, before_pictures(s, j * size, (j + 1) * size)), s.user) for s, j in others)
+        own, seen, stop = seq.tokens[start:end], pictures_in(seq.spans, start, end), start + size
+        most, user = max(
+            (alike(start, own, seen, s.tokens[start:stop], pictures_in(s.spans, start, stop)), s.user) for s in others
+        )
         return user if most - self._followers.longest(seq, hit, end)[1] >= size // LEAST else None

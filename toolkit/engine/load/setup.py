@@ -14,6 +14,7 @@ from toolkit.base import extras
 from toolkit.base.record import read
 from toolkit.configs.engine import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.engine.core import EngineCore
+from toolkit.engine.load.kept import open_shelf
 from toolkit.engine.load.memory_plan import MemoryPlan, Wishes, plan
 from toolkit.engine.load.verify import verify_tensors
 from toolkit.engine.options import EngineOptions
@@ -183,6 +184,11 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
     except BaseException:
         runner.close()
         raise
+    try:
+        shelf, adapters = open_shelf(setup, runner, progress)
+    except BaseException:
+        runner.close()
+        raise
     core = EngineCore(
         runner,
         EngineOptions(
@@ -200,6 +206,8 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
         open_tokenizer,
         read_weights=read,
         empty=empty,
+        shelf=shelf,
+        adapters=adapters,
     )
     if not empty and setup.updated is None:
         verify_tensors(setup.path, core.tell_damage)

@@ -170,7 +170,7 @@ def load(path: Path) -> ctypes.CDLL:
     lib.tk_cache_release.argtypes, lib.tk_cache_release.restype = [c_void_p], None
     lib.tk_cache_discard.argtypes = [c_void_p, c_int64, c_void_p, c_int64]
     lib.tk_block_export.argtypes = [c_void_p, c_int64, c_int64, c_void_p]
-    lib.tk_block_import.argtypes = [c_void_p, c_int64, c_int64, c_char_p, c_int64]
+    lib.tk_block_import.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int64]
     lib.tk_step.argtypes = [c_void_p, POINTER(StepArrays), POINTER(StepResults)]
     lib.tk_pack.argtypes = [POINTER(TensorRecord), c_void_p, POINTER(PackSource), c_int64]
     lib.tk_pack_file.argtypes = [POINTER(TensorRecord), c_int, c_int64, POINTER(PackSource), c_int64]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from toolkit.artifacts.manifest import file_digest
 from toolkit.artifacts.weight_files.safetensors_file import forget_pages
 from toolkit.base.threads import usable_cores
 from toolkit.errors import UsageError
@@ -302,18 +303,24 @@ class NativeRunner:
 
     # -- blocks
 
-    def export_block(self, group: int, block: int) -> bytes:
-        """The block's bytes in stored form: layer after layer, head after head."""
-        self._stepper.finish()
-        size = self._library.tk_block_bytes(self._loaded(), group)
-        data = ctypes.create_string_buffer(max(size, 1))
-        self._check(self._library.tk_block_export(self._model, group, block, data))
-        return data.raw[:size]
+    @property
+    def layout(self) -> str:
+        """The library's own bytes: another build may round otherwise; and the instructions that it takes here."""
+        isa = self._library.tk_isa(library.wanted_isa().encode()) or b""
+        return f"{file_digest(library.library_path())} {isa.decode()}"
 
-    def import_block(self, group: int, block: int, data: bytes) -> None:
-        """Inverse of ``export_block``. Raises RunnerError where the size is another."""
+    def export_block(self, group: int, block: int) -> memoryview:
+        """The block's bytes in stored form: layer after layer, head after head."""
+        size = self._library.tk_block_bytes(self._loaded(), group)
+        data = np.empty(max(size, 0), np.uint8)
+        self._check(self._library.tk_block_export(self._model, group, block, data.ctypes.data))
+        return data.data
+
+    def import_block(self, group: int, block: int, data: bytes | memoryview) -> None:
+        """Inverse of ``export_block``, when no step runs. Raises RunnerError where the size is another."""
         self._stepper.finish()
-        self._check(self._library.tk_block_import(self._loaded(), group, block, data, len(data)))
+        given = np.frombuffer(data, np.uint8)
+        self._check(self._library.tk_block_import(self._loaded(), group, block, given.ctypes.data, given.size))
 
     def print_profile(self) -> None:
         """With TOOLKIT_NATIVE_PROFILE=1: where the time of the steps so far went, to stderr."""

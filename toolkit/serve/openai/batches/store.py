@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 import secrets
@@ -11,7 +12,9 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -22,8 +25,10 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.limits import Limits
 
+log = logging.getLogger(__name__)
 R = TypeVar("R")
-_ID = re.compile(r"(file|batch)-[0-9a-f]{24}|batch_[0-9a-f]{24}")
+_ID = re.compile(r"(file|batch)-[0-9a-f]{24}|batch_[0-9a-f]{24}|(resp|talk)_[0-9a-f]{32}")
+_FOLDERS = ("files", "batches", "responses", "sessions")
 _SALT, _LOCK = "salt", "lock"
 
 
@@ -64,13 +69,15 @@ class FileStore:
         self._salt = secrets.token_bytes(32)
         self._files: dict[str, Stored] = {}  # the oldest first
         self._growing: dict[str, int] = {}  # bytes of each
+        self.lasting = directory is not None
+        self._writer = ThreadPoolExecutor(1, "toolkit-records")  # of what nobody waits for, in its order
         self.in_use: Callable[[str], bool] = lambda id: False  # whether a file has to stay although its time is over
         if directory is not None:
             self._open(directory.expanduser())
 
     def _open(self, root: Path) -> None:
         try:
-            for folder in (root, root / "files", root / "batches"):
+            for folder in (root, *(root / name for name in _FOLDERS)):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = (root / _LOCK).open("ab")
             salt = root / _SALT
@@ -102,7 +109,8 @@ class FileStore:
         return self._root
 
     def close(self) -> None:
-        """Let go of the directory; a temporary one is removed."""
+        """Let go of the directory, once all is written; a temporary one is removed."""
+        self._writer.shutdown()
         if self._lock is not None:
             self._lock.close()
         if self._temporary is not None:
@@ -209,6 +217,23 @@ class FileStore:
     def save(self, folder: str, record: Any) -> None:
         """Keep a record under its id."""
         _write(self.root / folder / f"{record.id}.json", json.dumps(plain(record)).encode())
+
+    def save_later(self, folder: str, record: Any) -> None:
+        """Likewise, soon. What cannot be written is said in the log."""
+        self._later(partial(self.save, folder, record))
+
+    def forget_later(self, folder: str, id: str) -> None:
+        self._later(partial(self.forget, folder, id))
+
+    def _later(self, work: Callable[[], None]) -> None:
+        def done() -> None:
+            try:
+                work()
+            except (OSError, TypeError, ValueError) as error:
+                log.warning("--batch-dir %s: %s", self._root, error)
+
+        if self.lasting:
+            self._writer.submit(done)
 
     def forget(self, folder: str, id: str) -> None:
         assert _ID.fullmatch(id)
