@@ -27,6 +27,7 @@ from toolkit.models.spec import (
     ShortConvSpec,
 )
 from toolkit.runners.native.packing.packed import LANES, PackedTensor, PackedWeights, floats, vector
+from toolkit.runners.native.share import Parts
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swigluoai": 4, "relu2": 5}
 _QUERY_SCALES = {"floor": 1, "log": 2}
@@ -42,9 +43,17 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 class Tensors:
     """The tensors of a program, ``found``, which records name by their index. KeyError where one is missing.
 
-    ``routed``: what linears are for tokens of pictures."""
+    ``routed``: what linears are for tokens of pictures. ``parts``: what of them a rank computes, None = all.
+    """
 
-    def __init__(self, weights: PackedWeights, ropes: Sequence[RopeSpec] = (), routed: Sequence[Routed] = ()) -> None:
+    def __init__(
+        self,
+        weights: PackedWeights,
+        ropes: Sequence[RopeSpec] = (),
+        routed: Sequence[Routed] = (),
+        parts: Parts | None = None,
+    ) -> None:
+        self.parts = parts
         self._routed = {x.linear: x for x in routed}
         self.found: list[PackedTensor] = []
         self.weights = weights
@@ -85,7 +94,28 @@ class Tensors:
         if linear is None:
             return None
         made = self.matrix(linear.name, f"{linear.name}.bias" if linear.bias else None)
-        return made | {"seen": self._seen(self._routed.get(linear.name))}
+        own = None if self.parts is None else self.parts.tiles.get(linear.name)
+        return made | {
+            "seen": self._seen(self._routed.get(linear.name)),
+            "own": None if own is None else own._asdict(),
+        }
+
+    def codes(self, linear: LinearSpec) -> bool | None:
+        """Whether ranks hand on what it reads in integers; None = there are no others."""
+        return None if self.parts is None else self.parts.codes.get(linear.name)
+
+    def own_heads(self, a: Any, last: LinearSpec) -> Record | None:
+        """Those of a rank; ``last`` reads what they give."""
+        if self.parts is None:
+            return None
+        found = self.parts.share.heads(a.heads, a.kv_heads)
+        return {
+            "first_head": found.first,
+            "heads": found.count,
+            "first_kv_head": found.first_kv,
+            "kv_heads": found.kv_count,
+            "codes": self.codes(last),
+        }
 
     def _seen(self, routed: Routed | None) -> Record | None:
         """What it is for tokens of pictures."""
@@ -145,6 +175,7 @@ def attention(a: AttentionSpec, t: Tensors) -> Record:
         "q_norm": t.norm(a.q_norm),
         "k_norm": t.norm(a.k_norm),
         "sinks": None if a.sinks is None else t.named(a.sinks),
+        "own": t.own_heads(a, a.o),
     }
 
 
@@ -294,6 +325,7 @@ def mlp(m: MlpSpec, t: Tensors) -> Record:
         "activation": ACTIVATIONS[m.activation],
         "gate_scale": m.gate_scale,
         "width": m.up.out_features,
+        "codes": t.codes(m.down),
         "gate": t.linear(m.gate),
         "up": t.linear(m.up),
         "down": t.linear(m.down),

@@ -34,6 +34,7 @@ from toolkit.runners.native.mixers import state_numbers
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.native.program import Program, build_program
 from toolkit.runners.native.program import unsupported as no_program
+from toolkit.runners.native.share import Parts, Share
 from toolkit.runners.native.stepper import Stepper
 from toolkit.runners.native.towers.encoders import open_encoder
 from toolkit.runners.native.towers.tower import NativeEncoder, uncovered
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.canonical import Weight
     from toolkit.runners.native.towers.torch_tower import TorchEncoder
 
+ALONE = Share()
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -90,12 +92,13 @@ class NativeRunner:
         weights: Callable[[], Mapping[str, Weight | Tensor] | Mapping[str, PackedTensor]],
         options: RunnerOptions,
         dtype: str | None = None,
+        share: Share = ALONE,
     ) -> None:
         if options.quant_policy not in QUANT_POLICIES:
             raise UsageError(f"quant_policy: expected {QUANT_POLICIES_TOLD}, found {options.quant_policy!r}")
         if reason := unsupported(spec, options):
             raise UsageError(f"the native runner does not run here: {reason}")
-        self.spec, self.options = spec, options
+        self.spec, self.options, self.share = spec, options, share
         self._weights = weights
         self.notes: list[str] = []
         self.dtype = dtype or options.dtype
@@ -126,13 +129,17 @@ class NativeRunner:
         return MemoryNeed(weights, self._activation_bytes(), blocks, free_host_bytes(), loaded, patch, looked_at)
 
     def _estimate_weights(self) -> int:
-        found: Mapping[str, Any] = self._weights()
-        spec = self.spec
-        if isinstance(found[spec.embed], PackedTensor):
-            return sum(found[name].meta.nbytes for name in found)
-        from toolkit.runners.native.packing.pack_model import packed_bytes
+        packed = self._outlines(self._weights())
+        parts = Parts(self.spec, packed, self.share)
+        return sum(parts.bytes_of(name, packed[name]) for name in packed)
 
-        return packed_bytes(spec, found)
+    def _outlines(self, found: Mapping[str, Any]) -> Mapping[str, PackedTensor]:
+        """What the weights are or will be packed to, without their bytes."""
+        if isinstance(info_of(found, self.spec.embed), PackedTensor):
+            return found
+        from toolkit.runners.native.packing.pack_model import outlines
+
+        return outlines(self.spec, found)
 
     def _activation_bytes(self) -> int:
         """Of each token of a step, at its widest: float32 rows and int8 copies. Buffers hold 512 tokens at most."""
@@ -148,7 +155,7 @@ class NativeRunner:
             token = width * bits // 8 + (4 if policy else 0)
             if kept.kind == "paged":
                 token += token + (width // 4 if policy == 4 else 0)  # keys have 6 bits
-            total[group] += kept.heads * token * self.options.block_size
+            total[group] += self.share.kept(kept.heads) * token * self.options.block_size
         for _, mixer in self.spec.mixers():
             total[mixer.group] += 4 * state_numbers(mixer)
         return tuple(total)
@@ -161,8 +168,14 @@ class NativeRunner:
             return
         packed = self._packed()
         options = self.options
+        parts = None if self.share.ranks == 1 else Parts(self.spec, packed, self.share)
         program = build_program(
-            self.spec, packed, dtype=self.dtype, quant_policy=options.quant_policy, block_size=options.block_size
+            self.spec,
+            packed,
+            dtype=self.dtype,
+            quant_policy=options.quant_policy,
+            block_size=options.block_size,
+            parts=parts,
         )
         values = np.asarray(program.values, np.float64)
         model = self._library.tk_model_create(
@@ -179,7 +192,11 @@ class NativeRunner:
         if self.spec.vision is not None and (reason := uncovered(self.spec.vision)):
             self.notes = [*self.notes, f"pictures are read in torch: {reason}"]
         self._model, self._program = model, program
-        self._weight_bytes = sum(t.data.nbytes for t in program.tensors)
+        if parts is None:
+            self._weight_bytes = sum(t.data.nbytes for t in program.tensors)
+        else:
+            self._weight_bytes = sum(parts.bytes_of(name, packed[name]) for name in packed)
+            self._check(self._library.tk_model_join(model, self.share.file))
 
     def _packed(self) -> Mapping[str, PackedTensor]:
         found: Mapping[str, Any] = self._weights()
@@ -190,8 +207,10 @@ class NativeRunner:
         notes: list[str] = []
         own = [name for name in found if not name.startswith(PREFIX) or name.startswith(ROUTED)]
         language = ((name, found[name]) for name in own)
+        parts = Parts(self.spec, {} if self.share.ranks == 1 else self._outlines(found), self.share)
         with reading_ahead(found, set(own)):
-            packed = {name: tensor.in_memory() for name, tensor in pack_model(self.spec, language, None, notes)}
+            made = pack_model(self.spec, language, None, notes)
+            packed = {name: parts.kept(name, tensor.in_memory()) for name, tensor in made}
         self.notes = gathered(notes)
         return packed
 

@@ -17,6 +17,10 @@ struct Error : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+struct Range {
+    int64_t first, last;
+};
+
 struct Vector {
     const float* data = nullptr;  // padded to a multiple of 16
     int64_t size = 0;
@@ -40,6 +44,7 @@ struct Linear {
     QuantKey key;
     int slot = 0;  // which of its input's quantizations it reads
     bool turned = false;  // holds W H, H = the block Hadamard matrix (head and embedding alone)
+    Range own{0, 0};      // tiles that this rank computes: all, unless the program says which
     std::shared_ptr<Routed> seen;  // what tokens of pictures have; null = the same
     bool present() const { return w.data != nullptr; }
 };
@@ -72,7 +77,9 @@ struct Attention {
     static constexpr int64_t PHASES = 10;  // of a run that one takes, at most (see Pool)
     Linear q, k, v, gate, o;  // gate: what multiplies results, by its sigmoid; may be absent
     Input in, out;
-    int64_t heads, kv_heads, head_dim, dpad, per_kv;
+    int64_t heads, kv_heads, head_dim, dpad, per_kv;  // of this rank, all of which read the same number of queries a key
+    int64_t first_head = 0, first_kv = 0;             // the model's heads that come before them
+    bool codes = false;                               // ranks hand on results as `o` reads them, in integers
     int64_t value_dim, vpad;  // numbers of a head's result
     bool rows = false;        // the cache holds rows that are key and value at once
     int64_t rope;    // index into Program::ropes or -1
@@ -136,6 +143,7 @@ struct Mlp {
     Input in, mid;
     int32_t activation = SILU;
     float gate_scale = 1;
+    bool codes = false;  // ranks hand on `mid` as `down` reads it, in integers
     bool routed() const { return up.seen || down.seen; }
 };
 
@@ -243,6 +251,7 @@ struct Group {
 };
 
 struct Program {
+    int64_t rank = 0, ranks = 1;        // which of those that run the model together it is
     int64_t vocab, hidden, block_size;  // the head may have fewer rows than the vocabulary
     int32_t kv_type;
     int64_t kept = 0;  // bytes of each 16 rows of a picture that are looked at

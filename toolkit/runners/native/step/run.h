@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <initializer_list>
 #include <utility>
 #include <vector>
@@ -27,6 +28,7 @@ public:
 
     void layers();
     void heads();
+    uint32_t met() const { return meetings; }
     void remember(const Kept& kept, int64_t from);
 
 private:
@@ -53,6 +55,62 @@ private:
         model.pool.chunks(phase++, uint32_t(s.parts), [&](uint32_t i) { body(Range{s.at[i] * unit, std::min(n, s.at[i + 1] * unit)}); });
         if (thread == 0 && model.profile) model.profile->tick(name);
     }
+    // The same for the tiles of one linear, or of several that are cut alike, that are this rank's.
+    template <class Body>
+    void share_own(Phase name, Range tiles, int64_t unit, int64_t tile_bytes, Body&& body) {
+        const int64_t n = tiles.last - tiles.first;
+        share_tiles(name, n, unit, n * tile_bytes, [&](Range r) { body(Range{tiles.first + r.first, tiles.first + r.last}); });
+    }
+
+    // Of each row of an array this rank has made bytes `own` of `width`.
+    struct Columns {
+        void* data;
+        int64_t ld, width;  // bytes
+        Range own;
+    };
+    // Columns of tiles of an array of floats that is `width` wide.
+    static Columns floats(float* data, int64_t ld, int64_t width, Range tiles) {
+        return {data, ld * 4, width * 4, {tiles.first * LANES * 4, std::min(tiles.last * LANES, width) * 4}};
+    }
+    // Rows [0, rows) of each: what the other ranks have made. `before`: what is first done to a row.
+    template <class Before>
+    void gather(int64_t rows, const std::vector<Columns>& parts, Before&& before) {
+        if (p.ranks == 1) return;
+        meetings++;
+        uint8_t* place = model.link->place(model.meetings + meetings);
+        auto each = [&](int64_t t, auto&& copy) {
+            int64_t at = 0;
+            for (const Columns& c : parts) {
+                copy(c, static_cast<uint8_t*>(c.data) + t * c.ld, place + at + t * c.width);
+                at += rows * c.width;
+            }
+        };
+        const int64_t n = std::min<int64_t>(rows, threads);
+        model.pool.chunks(
+            phase++, uint32_t(n),
+            [&](uint32_t i) {
+                for (int64_t t = rows * i / n; t < rows * (i + 1) / n; t++) {
+                    before(t);
+                    each(t, [](const Columns& c, uint8_t* mine, uint8_t* all) {
+                        std::memcpy(all + c.own.first, mine + c.own.first, size_t(c.own.last - c.own.first));
+                    });
+                }
+            },
+            [&] { model.link->arrive(); });
+        model.link->wait(model.meetings + meetings);
+        share(P_GATHER, rows, 1, [&](Range r) {
+            for (int64_t t = r.first; t < r.last; t++)
+                each(t, [](const Columns& c, uint8_t* mine, const uint8_t* all) {
+                    std::memcpy(mine, all, size_t(c.own.first));
+                    std::memcpy(mine + c.own.last, all + c.own.last, size_t(c.width - c.own.last));
+                });
+        });
+    }
+    void gather(int64_t rows, const std::vector<Columns>& parts) {
+        gather(rows, parts, [](int64_t) {});
+    }
+    void gather_codes(int64_t rows, InputBuffer& of, int64_t width, int64_t group, Range own, const float* x);
+    void gather_hidden(const Sublayer& s, Range tiles);
     int64_t pair_unit() const { return count > SMALL ? 2 : 1; }
 
     // Inputs of linears. For many rows they are a phase of their own and lie in the shared buffer; for few, each thread that
@@ -100,7 +158,8 @@ private:
     void attend_tile(const Attention& a, const Piece& piece, const Piece* next, const AttnState& to);
     void attend_blocks(const Attention& a, Range which, Range heads);
     void attend_split(const Attention& a);
-    void merge_split(const Attention& a);
+    void merge_split(const Attention& a, InputBuffer& to, Range heads);
+    void gather_heads(const Attention& a);
     void finish_rows(const Attention& a, int64_t head, int64_t t, const AttnState& s, int64_t row, float* to);
     const uint8_t* query(const Attention& a, int64_t head, int64_t t) const;
     void put_query(const Attention& a, const float* row, uint8_t* to) const;
@@ -178,6 +237,7 @@ private:
     const int thread, threads;
     ThreadScratch& own;
     int64_t phase = 0;
+    uint32_t meetings = 0;  // with other ranks
 };
 
 }  // namespace tk

@@ -41,6 +41,26 @@ void read_heads(const Record& r, Attention& a) {
     a.dpad = a.vpad = pad16(a.head_dim);
 }
 
+// Of all heads those that are this rank's.
+void read_own(const Record& r, Attention& a) {
+    if (!r.has("own")) return;
+    const Record own = r.record("own");
+    const int64_t heads = a.heads, kv_heads = a.kv_heads, per_kv = a.per_kv;
+    a.first_head = own.integer("first_head", 0, heads - 1);
+    a.heads = own.integer("heads", 1, heads - a.first_head);
+    a.first_kv = own.integer("first_kv_head", 0, kv_heads - 1);
+    a.kv_heads = own.integer("kv_heads", 1, kv_heads - a.first_kv);
+    a.codes = own.flag("codes");
+    a.per_kv = a.heads / a.kv_heads;
+    // whole heads of keys with all that read them, or a part of those that read one
+    const bool whole = a.per_kv == per_kv && a.first_head == a.first_kv * per_kv, part = a.kv_heads == 1 && a.first_head / per_kv == a.first_kv;
+    if (a.heads % a.kv_heads || !(whole || (part && (a.first_head + a.heads - 1) / per_kv == a.first_kv))) own.fail("heads", "not those that read its keys");
+    if (!a.codes) return;
+    const int64_t first = a.first_head * a.head_dim, last = first + a.heads * a.head_dim;
+    if (a.out.keys.size() != 1 || a.out.keys[0].perm || first % a.out.keys[0].group || last % a.out.keys[0].group)
+        own.fail("codes", "o does not quantize heads by themselves");
+}
+
 }  // namespace
 
 Mixer read_attention(const Record& r, Program& prog) {
@@ -77,6 +97,7 @@ Mixer read_attention(const Record& r, Program& prog) {
     join(a.in, a.gate);
     a.out.width = a.heads * a.head_dim;
     join(a.out, a.o);
+    read_own(r, a);
     keep(a, r, prog);
     return a;
 }

@@ -33,6 +33,11 @@ Mlp read_one_mlp(const Record& r, int64_t hidden, Input& in, bool may_route) {
     check_routed(r, m);
     m.mid.width = width;
     join(m.mid, m.down);
+    if (m.gate.present() && (m.gate.own.first != m.up.own.first || m.gate.own.last != m.up.own.last)) r.fail("gate", "of other tiles than up");
+    m.codes = r.has("codes") && r.flag("codes");
+    if (m.codes && (m.mid.keys.size() != 1 || m.mid.keys[0].perm || m.up.own.first * LANES % m.mid.keys[0].group ||
+                    (m.up.own.last != m.up.w.tiles() && m.up.own.last * LANES % m.mid.keys[0].group)))
+        r.fail("codes", "down does not quantize its tiles by themselves");
     return m;
 }
 

@@ -1,0 +1,151 @@
+"""What of a model one of several ranks computes: rows of every linear, in tiles, and whole heads, decided from the spec
+and from how the weights are packed. No sum is cut, so ranks together give the bits that one process gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from toolkit.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, portion
+from toolkit.runners.native.packing.packed import INT, LANES, PackedTensor
+
+STRIPE = 256  # of workspace.h: the longest group in which a gated product is quantized where it is made
+
+
+class Tiles(NamedTuple):
+    """Of a matrix, [first, last)."""
+
+    first: int
+    last: int
+
+
+class Heads(NamedTuple):
+    """Of queries and of the keys that they read, counted."""
+
+    first: int
+    count: int
+    first_kv: int
+    kv_count: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """Rank ``rank`` of ``ranks``; ``file``: descriptor of the memory in which they meet."""
+
+    rank: int = 0
+    ranks: int = 1
+    file: int = -1
+
+    def portion(self, size: int, unit: int = 1) -> tuple[int, int]:
+        """(start, stop) of this rank's part of ``size``."""
+        return portion(size, self.rank, self.ranks, unit)
+
+    def tiles(self, rows: int, unit: int = 1) -> Tiles:
+        """Of a matrix with so many rows, in units of so many tiles."""
+        return Tiles(*self.portion(-(-rows // LANES), unit))
+
+    def heads(self, heads: int, kv_heads: int) -> Heads:
+        """Whole heads of keys with all that read them. Where there are fewer than ranks several ranks have the same one,
+        and each a part of those that read it."""
+        per = heads // kv_heads
+        assert heads >= self.ranks
+        if kv_heads >= self.ranks:
+            start, stop = self.portion(kv_heads)
+            return Heads(start * per, (stop - start) * per, start, stop - start)
+        of = [rank * kv_heads // self.ranks for rank in range(self.ranks)]
+        mine = of[self.rank]
+        start, stop = portion(per, self.rank - of.index(mine), of.count(mine))
+        return Heads(mine * per + start, stop - start, mine, 1)
+
+    def kept(self, heads: int) -> int:
+        """How many heads this rank keeps in its cache."""
+        start, stop = self.portion(heads)
+        return max(1, stop - start)
+
+
+def unsupported(spec: DecoderSpec, ranks: int) -> str | None:
+    """Why the native runner cannot split the model over so many ranks, or None."""
+    for layer, mixer in spec.mixers():
+        if mixer.kind == "attention" and mixer.heads < ranks:
+            return f"layer {layer}: {mixer.heads} heads are fewer than {ranks} ranks; up to {mixer.heads} would do"
+        if mixer.kind not in ("attention", "mlp"):
+            return f"layer {layer}: layers of kind {mixer.kind} are not split yet"
+    return None
+
+
+def rows(first: int, count: int) -> Tiles:
+    """The tiles that hold them."""
+    return Tiles(first // LANES, -(-(first + count) // LANES))
+
+
+class Parts:
+    """``tiles``: what a rank computes of linears by name, of those that are not there all. ``codes``: of ``o`` and
+    ``down`` by name whether what they read travels in integers. ``weights``: packed, or what tells how they will be."""
+
+    def __init__(self, spec: DecoderSpec, weights: Mapping[str, PackedTensor], share: Share) -> None:
+        self.share, self._weights = share, weights
+        self.tiles: dict[str, Tiles] = {}
+        self.codes: dict[str, bool] = {}
+        if share.ranks == 1:
+            return
+        for _, mixer in spec.mixers():
+            getattr(self, f"_{mixer.kind}")(mixer)
+        if not spec.tied:
+            self.tiles[spec.head] = share.tiles(spec.head_size)
+        self.head = share.tiles(spec.head_size)
+
+    def _attention(self, a: AttentionSpec) -> None:
+        found = self.share.heads(a.heads, a.kv_heads)
+        own, keys = (rows(first * a.head_dim, count * a.head_dim) for first, count in (found[:2], found[2:]))
+        if not _wide(a.q_norm, a):
+            self.tiles[a.q.name] = own
+        if not _wide(a.k_norm, a):
+            self.tiles[a.k.name] = keys
+        self.tiles[a.v.name] = keys
+        if a.gate is not None:
+            self.tiles[a.gate.name] = own
+        self._ends(a.o)
+        group = self._group(a.o)
+        every = [Share(r, self.share.ranks).heads(a.heads, a.kv_heads) for r in range(self.share.ranks)]
+        self.codes[a.o.name] = group is not None and all(h.first * a.head_dim % group == 0 for h in every)
+
+    def _mlp(self, m: MlpSpec) -> None:
+        group, width = self._group(m.down), m.up.out_features
+        units = 0 if group is None or group > STRIPE else width // group
+        codes = units % self.share.ranks == 0 if units < 8 * self.share.ranks else True
+        self.codes[m.down.name] = bool(units) and codes
+        unit = group // LANES if group and self.codes[m.down.name] else 1
+        for linear in m.readers():
+            self.tiles[linear.name] = self.share.tiles(width, unit)
+        self._ends(m.down)
+
+    def _ends(self, linear: LinearSpec) -> None:
+        self.tiles[linear.name] = self.share.tiles(linear.out_features)
+
+    def _group(self, linear: LinearSpec) -> int | None:
+        """By which it quantizes its inputs in their order, or None."""
+        packed = self._weights[linear.name]
+        return packed.meta.group if packed.meta.kind == INT and packed.perm is None else None
+
+    def kept(self, name: str, tensor: PackedTensor) -> PackedTensor:
+        """The tensor with memory for this rank's tiles alone: others are never read."""
+        found = self.tiles.get(name)
+        if found is None:
+            return tensor
+        own = slice(found.first * tensor.meta.tile_bytes, found.last * tensor.meta.tile_bytes)
+        data = np.empty(tensor.meta.nbytes, np.uint8)  # pages come when they are written
+        data[own] = tensor.data[own]
+        return PackedTensor(data, tensor.meta, tensor.perm)
+
+    def bytes_of(self, name: str, tensor: PackedTensor) -> int:
+        """How much of it this rank reads."""
+        found = self.tiles.get(name)
+        return tensor.meta.nbytes if found is None else (found.last - found.first) * tensor.meta.tile_bytes
+
+
+def _wide(norm: Any, a: AttentionSpec) -> bool:
+    """Whether it spans all heads, which the rank then needs."""
+    return norm is not None and norm.size > a.head_dim
