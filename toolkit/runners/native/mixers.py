@@ -104,18 +104,28 @@ class Tensors:
         """Whether ranks hand on what it reads in integers; None = there are no others."""
         return None if self.parts is None else self.parts.codes.get(linear.name)
 
-    def own_heads(self, a: Any, last: LinearSpec) -> Record | None:
-        """Those of a rank; ``last`` reads what they give."""
+    def own_heads(self, a: Any) -> Record | None:
+        """Those of a rank."""
         if self.parts is None:
             return None
+        if a.kind == "latent":
+            start, stop = self.parts.share.portion(a.heads)
+            return {"first_head": start, "heads": stop - start, "codes": self.codes(a.o)}
         found = self.parts.share.heads(a.heads, a.kv_heads)
         return {
             "first_head": found.first,
             "heads": found.count,
             "first_kv_head": found.first_kv,
             "kv_heads": found.kv_count,
-            "codes": self.codes(last),
+            "codes": self.codes(a.o),
         }
+
+    def own_states(self, m: Any) -> Record | None:
+        """Heads of a state that are a rank's."""
+        if self.parts is None:
+            return None
+        start, stop = self.parts.state_heads(m)
+        return {"first": start, "last": stop}
 
     def _seen(self, routed: Routed | None) -> Record | None:
         """What it is for tokens of pictures."""
@@ -175,7 +185,7 @@ def attention(a: AttentionSpec, t: Tensors) -> Record:
         "q_norm": t.norm(a.q_norm),
         "k_norm": t.norm(a.k_norm),
         "sinks": None if a.sinks is None else t.named(a.sinks),
-        "own": t.own_heads(a, a.o),
+        "own": t.own_heads(a),
     }
 
 
@@ -207,6 +217,7 @@ def latent(a: LatentSpec, t: Tensors) -> Record:
         "kv_a_norm": t.norm(a.kv_a_norm),
         "kv_b": t.linear(a.kv_b),
         "o": t.linear(a.o),
+        "own": t.own_heads(a),
     }
 
 
@@ -222,6 +233,7 @@ def cross(c: CrossSpec, t: Tensors) -> Record:
         "o": t.linear(c.o),
         "q_norm": t.norm(c.q_norm),
         "k_norm": t.norm(c.k_norm),
+        "own": t.own_heads(c),
     }
 
 
@@ -267,6 +279,7 @@ def delta(m: DeltaSpec, t: Tensors) -> Record:
         "dt_bias": t.named(m.dt_bias),
         "norm": t.norm(m.norm),
         "out": t.linear(m.out),
+        "own": t.own_states(m),
     }
 
 
@@ -297,7 +310,9 @@ def mamba(m: MambaSpec, t: Tensors) -> Record:
         "least": m.least,
         "norm": None if norm is None else norm | {"size": m.width_out // m.groups, "sets": m.groups},
         "norm_first": m.norm_first,
+        "norm_apart": None if t.parts is None or m.norm is None else t.parts.norms_apart(m),
         "out": t.linear(m.out),
+        "own": t.own_states(m),
     }
 
 
@@ -344,6 +359,7 @@ def moe(m: MoeSpec, t: Tensors) -> Record:
         "weigh_input": m.weigh_input,
         "scale": m.scale,
         "jitter": m.jitter,
+        "codes": t.codes(m.router),
         "router": t.linear(m.router),
         "experts": [mlp(expert, t) for expert in m.experts],
         "shared": None if m.shared is None else mlp(m.shared, t),

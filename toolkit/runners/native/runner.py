@@ -24,7 +24,6 @@ from toolkit.runners.base import (
     MemoryNeed,
     RunnerError,
     RunnerOptions,
-    StepHandle,
 )
 from toolkit.runners.host_memory import free_host_bytes
 from toolkit.runners.native import library
@@ -35,7 +34,7 @@ from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.native.program import Program, build_program
 from toolkit.runners.native.program import unsupported as no_program
 from toolkit.runners.native.share import Parts, Share
-from toolkit.runners.native.stepper import Stepper
+from toolkit.runners.native.stepper import Running, Stepper
 from toolkit.runners.native.towers.encoders import open_encoder
 from toolkit.runners.native.towers.tower import NativeEncoder, uncovered
 from toolkit.runners.routes import by_layer
@@ -125,7 +124,7 @@ class NativeRunner:
         patch = 0 if vision is None else (patch_numbers(vision) + 2 * vision.tower.hidden) * 4
         looks = [mixer for _, mixer in self.spec.mixers() if mixer.kind == "cross"]
         looked_at = sum(2 * m.kv_heads * (-(-m.head_dim // 16) * 16) for m in looks) * 4  # bfloat16: half of it
-        blocks = self._block_bytes()
+        blocks = self.block_bytes(self.share)
         return MemoryNeed(weights, self._activation_bytes(), blocks, free_host_bytes(), loaded, patch, looked_at)
 
     def _estimate_weights(self) -> int:
@@ -146,7 +145,8 @@ class NativeRunner:
         hidden = self.spec.hidden_size
         return (4 * hidden + max(4 * hidden, *(mixer.width(hidden) for _, mixer in self.spec.mixers()))) * 4
 
-    def _block_bytes(self) -> tuple[int, ...]:
+    def block_bytes(self, share: Share) -> tuple[int, ...]:
+        """Of a block of each cache group, as a rank has it."""
         total = [0] * len(self.spec.cache_groups)
         policy = self.options.quant_policy
         bits = 4 if policy == 44 else policy or (32 if self.dtype == "float32" else 16)
@@ -155,7 +155,7 @@ class NativeRunner:
             token = width * bits // 8 + (4 if policy else 0)
             if kept.kind == "paged":
                 token += token + (width // 4 if policy == 4 else 0)  # keys have 6 bits
-            total[group] += self.share.kept(kept.heads) * token * self.options.block_size
+            total[group] += share.kept(kept.heads) * token * self.options.block_size
         for _, mixer in self.spec.mixers():
             total[mixer.group] += 4 * state_numbers(mixer)
         return tuple(total)
@@ -297,7 +297,7 @@ class NativeRunner:
             found = {name: tensor.in_memory() for name, tensor in tower}
         return open_encoder(vision, found, bf16=not exact, threads=self.options.threads or usable_cores())
 
-    def submit(self, batch: StepBatch) -> StepHandle:
+    def submit(self, batch: StepBatch) -> Running:
         """Start a step and return; steps run one after the other. ``result`` raises RunnerError where it failed.
 
         The arrays are made ready here, while the step before it runs, so that its thread goes from step to step.
@@ -318,6 +318,17 @@ class NativeRunner:
         if len(output.routes):
             output.routes = by_layer(output.routes, self.spec)
         return output
+
+    # -- one of several ranks
+
+    def meetings(self) -> int:
+        """How often it has taken what the others have made, since weights were loaded."""
+        return 0 if self._model is None else int(self._library.tk_model_meetings(self._model))
+
+    def lose(self) -> None:
+        """No rank waits for others any more; steps that would fail. From any thread."""
+        if self._model is not None:
+            self._library.tk_model_lose(self._model)
 
     # -- blocks
 

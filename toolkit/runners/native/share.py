@@ -3,13 +3,25 @@ and from how the weights are packed. No sum is cut, so ranks together give the b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from toolkit.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, portion
+from toolkit.models.spec import (
+    AttentionSpec,
+    CrossSpec,
+    DecoderSpec,
+    DeltaSpec,
+    LatentSpec,
+    LinearSpec,
+    MambaSpec,
+    MlpSpec,
+    MoeSpec,
+    ShortConvSpec,
+    portion,
+)
 from toolkit.runners.native.packing.packed import INT, LANES, PackedTensor
 
 STRIPE = 256  # of workspace.h: the longest group in which a gated product is quantized where it is made
@@ -69,11 +81,19 @@ class Share:
 def unsupported(spec: DecoderSpec, ranks: int) -> str | None:
     """Why the native runner cannot split the model over so many ranks, or None."""
     for layer, mixer in spec.mixers():
-        if mixer.kind == "attention" and mixer.heads < ranks:
-            return f"layer {layer}: {mixer.heads} heads are fewer than {ranks} ranks; up to {mixer.heads} would do"
-        if mixer.kind not in ("attention", "mlp"):
-            return f"layer {layer}: layers of kind {mixer.kind} are not split yet"
+        count, what = _least(mixer)
+        if count < ranks:
+            return f"layer {layer}: {count} {what} are fewer than {ranks} ranks; up to {count} would do"
     return None
+
+
+def _least(mixer: Any) -> tuple[int, str]:
+    """Of what is shared out whole the fewest, and what that is."""
+    if mixer.kind in ("attention", "latent", "cross", "mamba"):
+        return mixer.heads, "heads"
+    if mixer.kind == "delta":
+        return mixer.k_heads, "heads of keys"
+    return 1 << 30, "tiles"
 
 
 def rows(first: int, count: int) -> Tiles:
@@ -107,20 +127,76 @@ class Parts:
         self.tiles[a.v.name] = keys
         if a.gate is not None:
             self.tiles[a.gate.name] = own
-        self._ends(a.o)
-        group = self._group(a.o)
-        every = [Share(r, self.share.ranks).heads(a.heads, a.kv_heads) for r in range(self.share.ranks)]
-        self.codes[a.o.name] = group is not None and all(h.first * a.head_dim % group == 0 for h in every)
+        self._heads_end(a.o, [other.heads(a.heads, a.kv_heads).first * a.head_dim for other in self._all()])
+
+    def _cross(self, c: CrossSpec) -> None:
+        found = self.share.heads(c.heads, c.kv_heads)
+        self.tiles[c.q.name] = rows(found.first * c.head_dim, found.count * c.head_dim)
+        for linear in (c.k, c.v):
+            self.tiles[linear.name] = rows(found.first_kv * c.head_dim, found.kv_count * c.head_dim)
+        self._heads_end(c.o, [other.heads(c.heads, c.kv_heads).first * c.head_dim for other in self._all()])
+
+    def _latent(self, a: LatentSpec) -> None:
+        """What all heads read is computed by all ranks; of kv_b, which lies by heads too, each reads its own."""
+        start, stop = self.share.portion(a.heads)
+        self.tiles[a.q.name] = rows(start * (a.nope_dim + a.rope_dim), (stop - start) * (a.nope_dim + a.rope_dim))
+        self.tiles[a.kv_b.name] = rows(start * (a.nope_dim + a.v_dim), (stop - start) * (a.nope_dim + a.v_dim))
+        self._heads_end(a.o, [other.portion(a.heads)[0] * a.v_dim for other in self._all()])
+
+    def _short_conv(self, m: ShortConvSpec) -> None:
+        for linear in (m.b, m.c, m.value):
+            self.tiles[linear.name] = self.share.tiles(m.conv.channels)
+        self._ends(m.out)
+
+    def _delta(self, m: DeltaSpec) -> None:
+        start, stop = self.state_heads(m)
+        self.tiles[m.z.name] = rows(start * m.v_dim, (stop - start) * m.v_dim)
+        self._ends(m.out)
+
+    def _mamba(self, m: MambaSpec) -> None:
+        start, stop = self.state_heads(m)
+        if not (m.norm_first and self.norms_apart(m)):
+            self.tiles[m.z.name] = rows(start * m.head_dim, (stop - start) * m.head_dim)
+        self._ends(m.out)
+
+    def state_heads(self, m: Any) -> tuple[int, int]:
+        """Heads of a state, (start, stop): whole groups, where they are enough."""
+        groups = m.k_heads if m.kind == "delta" else m.heads if self.norms_apart(m) else m.groups
+        start, stop = self.share.portion(groups)
+        return start * m.heads // groups, stop * m.heads // groups
+
+    def norms_apart(self, m: MambaSpec) -> bool:
+        """Whether what is normed together is of several ranks."""
+        return m.groups < self.share.ranks
 
     def _mlp(self, m: MlpSpec) -> None:
-        group, width = self._group(m.down), m.up.out_features
+        self._experts([m])
+
+    def _moe(self, m: MoeSpec) -> None:
+        each = [self._experts(m.experts), *([] if m.shared is None else [self._experts([m.shared])])]
+        self.codes[m.router.name] = all(each)
+
+    def _experts(self, mlps: Sequence[MlpSpec]) -> bool:
+        """MLPs that are cut alike; whether what `down` reads travels in integers."""
+        groups, width = {self._group(m.down) for m in mlps}, mlps[0].up.out_features
+        group = groups.pop() if len(groups) == 1 else None
         units = 0 if group is None or group > STRIPE else width // group
-        codes = units % self.share.ranks == 0 if units < 8 * self.share.ranks else True
-        self.codes[m.down.name] = bool(units) and codes
-        unit = group // LANES if group and self.codes[m.down.name] else 1
-        for linear in m.readers():
-            self.tiles[linear.name] = self.share.tiles(width, unit)
-        self._ends(m.down)
+        codes = units > 0 and (units >= 8 * self.share.ranks or units % self.share.ranks == 0)
+        own = self.share.tiles(width, group // LANES if group and codes else 1)
+        for m in mlps:
+            self.codes[m.down.name] = codes
+            self.tiles |= dict.fromkeys((linear.name for linear in m.readers()), own)
+            self._ends(m.down)
+        return codes
+
+    def _all(self) -> list[Share]:
+        return [Share(rank, self.share.ranks) for rank in range(self.share.ranks)]
+
+    def _heads_end(self, linear: LinearSpec, borders: list[int]) -> None:
+        """``borders``: where the inputs begin that ranks make."""
+        group = self._group(linear)
+        self.codes[linear.name] = group is not None and all(at % group == 0 for at in borders)
+        self._ends(linear)
 
     def _ends(self, linear: LinearSpec) -> None:
         self.tiles[linear.name] = self.share.tiles(linear.out_features)

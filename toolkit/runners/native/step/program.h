@@ -116,6 +116,8 @@ struct Latent {
     Norm q_a_norm, kv_a_norm;
     Input in, mid, out;  // mid: of q, where it reads q_a's result
     int64_t nope_dim, rope_dim, v_dim;
+    int64_t first_head = 0;  // the model's heads before those of `core`, which are this rank's
+    bool codes = false;      // as of Attention
     int64_t expanded;    // numbers of a key and of a value that are made of rows, padded to the longer
     int64_t break_even;  // new tokens of a sequence up to which they are not made
     Attention core;  // of queries that kv_b's key part multiplied, to the rows: one key head
@@ -158,6 +160,7 @@ struct Moe {
     int scoring = 0;  // 0 softmax, 1 sigmoid, 2 sparsemixer
     bool norm_topk = true, weigh_input = false;
     float scale = 1, jitter = 0;
+    bool codes = false;  // of all experts, as of an Mlp
     Vector correction;  // added to scores where experts are chosen
     int64_t groups = 1, top_groups = 1, group_best = 1;  // a group is as good as so many of its best
     Input in;
@@ -169,6 +172,7 @@ struct Conv {
     int64_t channels, kernel;
     int64_t group, at;  // its tail [kernel - 1][ld] in a slot, in numbers
     bool silu;
+    Range own;  // this rank's, of a convolution whose channels are all alike
     int64_t ld() const { return pad16(channels); }
 };
 
@@ -177,6 +181,7 @@ struct States {
     int64_t heads, rows, cols;
     int64_t group, at;  // of the first head in a slot, in numbers
     bool delta;
+    Range own;  // heads that are this rank's
     int64_t tiles() const { return (cols + STATE_COLS - 1) / STATE_COLS; }
 };
 
@@ -206,6 +211,7 @@ struct Mamba {
     Input in, mid;
     Norm norm;  // of each group's numbers
     bool norm_first;
+    bool norm_apart = false;  // ranks have parts of groups: they norm when they have all
     Vector decay, dt_bias, skip;
     float least, z_scale, dt_scale;
     int64_t groups;

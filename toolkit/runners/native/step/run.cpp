@@ -82,20 +82,23 @@ void Run::down(const Sublayer& s, const Linear& l, const Input& mid, bool quanti
 
 // What linears that end a sublayer have made of its result, by ranks.
 void Run::gather_hidden(const Sublayer& s, Range tiles) {
-    gather(count, {floats(s.apart() ? w.tmp : w.x, w.hidden_ld, p.hidden, tiles)});
+    gather({floats(s.apart() ? w.tmp : w.x, count, w.hidden_ld, p.hidden, in_tiles(tiles, p.hidden))});
 }
 
-// Rows of `of` as a linear reads them that quantizes by `group`: this rank has columns `own` of them, and where there is `x` (rows
-// as those of `of`) quantizes these first.
-void Run::gather_codes(int64_t rows, InputBuffer& of, int64_t width, int64_t group, Range own, const float* x) {
-    const int64_t groups = width / group, first_group = own.first / group, last_group = own.last / group;
-    const Range numbers{first_group * 4, last_group * 4};
-    auto quantize = [&](int64_t t) {
-        if (x)
-            ops.quantize(x + t * of.ldx + own.first, nullptr, group, 0, last_group - first_group, of.q[0] + t * of.ldq + own.first,
-                         of.scale[0] + t * of.lds + first_group, of.sum[0] + t * of.lds + first_group);
-    };
-    gather(rows, {{of.q[0], of.ldq, width, own}, {of.scale[0], of.lds * 4, groups * 4, numbers}, {of.sum[0], of.lds * 4, groups * 4, numbers}}, quantize);
+// Numbers `own` of row t to integers, by groups.
+void Run::quantize_own(InputBuffer& of, int64_t t, int64_t group, Range own) const {
+    const int64_t first_group = own.first / group;
+    ops.quantize(of.x + t * of.ldx + own.first, nullptr, group, 0, own.last / group - first_group, of.q[0] + t * of.ldq + own.first,
+                 of.scale[0] + t * of.lds + first_group, of.sum[0] + t * of.lds + first_group);
+}
+
+// Middle rows of which this rank has numbers `own`, for `l`: as it reads them, or as floats.
+void Run::gather_mid(const Linear& l, const Input& mid, bool as_codes, Range own) {
+    if (!codes(l, as_codes)) return gather({floats(w.mid.x, count, w.mid.ldx, mid.width, own)});
+    const int64_t group = mid.keys[0].group;
+    std::vector<Columns> parts;
+    add_codes(parts, w.mid, count, mid.width, group, own);
+    gather(parts, [&](int64_t t) { quantize_own(w.mid, t, group, own); });
 }
 
 void Run::embed_rows(Range r) {
@@ -190,7 +193,7 @@ void Run::heads() {
         share_own(P_HEAD, p.head.own, 2, p.head.w.tile_bytes(), [&](Range tiles) {
             linear(p.head, ready(x, p.head_in, Norm(), from, w.hidden_ld, n), 0, n, tiles, to);
         });
-        gather(n, {floats(w.logits, w.vocab_ld, p.head.w.rows, p.head.own)});
+        gather({floats(w.logits, n, w.vocab_ld, p.head.w.rows, in_tiles(p.head.own, p.head.w.rows))});
         share(P_SAMPLE, n, 1, [&](Range r) {
             for (int64_t i = r.first; i < r.last; i++) finish_row(base + i, w.logits + i * w.vocab_ld);
         });

@@ -62,27 +62,39 @@ private:
         share_tiles(name, n, unit, n * tile_bytes, [&](Range r) { body(Range{tiles.first + r.first, tiles.first + r.last}); });
     }
 
-    // Of each row of an array this rank has made bytes `own` of `width`.
+    // Of each of the first `rows` rows of an array this rank has made bytes `own` of `width`.
     struct Columns {
         void* data;
-        int64_t ld, width;  // bytes
+        int64_t rows, ld, width;  // the last two in bytes
         Range own;
     };
-    // Columns of tiles of an array of floats that is `width` wide.
-    static Columns floats(float* data, int64_t ld, int64_t width, Range tiles) {
-        return {data, ld * 4, width * 4, {tiles.first * LANES * 4, std::min(tiles.last * LANES, width) * 4}};
+    // Numbers that are a matrix's rows in `tiles`.
+    static Range in_tiles(Range tiles, int64_t width) { return {tiles.first * LANES, std::min(tiles.last * LANES, width)}; }
+    // Rows of floats.
+    static Columns floats(float* data, int64_t rows, int64_t ld, int64_t width, Range own) {
+        return {data, rows, ld * 4, width * 4, {own.first * 4, own.last * 4}};
     }
-    // Rows [0, rows) of each: what the other ranks have made. `before`: what is first done to a row.
+    // Rows as a linear reads them that quantizes by `group`.
+    static void add_codes(std::vector<Columns>& to, const InputBuffer& of, int64_t rows, int64_t width, int64_t group, Range own) {
+        const Range numbers{own.first / group * 4, own.last / group * 4};
+        to.push_back({of.q[0], rows, of.ldq, width, own});
+        to.push_back({of.scale[0], rows, of.lds * 4, width / group * 4, numbers});
+        to.push_back({of.sum[0], rows, of.lds * 4, width / group * 4, numbers});
+    }
+    void quantize_own(InputBuffer& of, int64_t t, int64_t group, Range own) const;
+    // Of each array what the other ranks have made. `before`: what is first done to row t of all.
     template <class Before>
-    void gather(int64_t rows, const std::vector<Columns>& parts, Before&& before) {
+    void gather(const std::vector<Columns>& parts, Before&& before) {
         if (p.ranks == 1) return;
+        int64_t rows = 0;
+        for (const Columns& c : parts) rows = std::max(rows, c.rows);
         meetings++;
         uint8_t* place = model.link->place(model.meetings + meetings);
         auto each = [&](int64_t t, auto&& copy) {
             int64_t at = 0;
             for (const Columns& c : parts) {
-                copy(c, static_cast<uint8_t*>(c.data) + t * c.ld, place + at + t * c.width);
-                at += rows * c.width;
+                if (t < c.rows) copy(c, static_cast<uint8_t*>(c.data) + t * c.ld, place + at + t * c.width);
+                at += c.rows * c.width;
             }
         };
         const int64_t n = std::min<int64_t>(rows, threads);
@@ -106,10 +118,11 @@ private:
                 });
         });
     }
-    void gather(int64_t rows, const std::vector<Columns>& parts) {
-        gather(rows, parts, [](int64_t) {});
+    void gather(const std::vector<Columns>& parts) {
+        gather(parts, [](int64_t) {});
     }
-    void gather_codes(int64_t rows, InputBuffer& of, int64_t width, int64_t group, Range own, const float* x);
+    bool codes(const Linear& l, bool wanted) const { return p.ranks > 1 && wanted && !splits(l); }
+    void gather_mid(const Linear& l, const Input& mid, bool codes, Range own);
     void gather_hidden(const Sublayer& s, Range tiles);
     int64_t pair_unit() const { return count > SMALL ? 2 : 1; }
 
@@ -138,7 +151,17 @@ private:
 
     // attention_step.cpp
     void mix(const Sublayer& s, const Attention& a);
-    void project(const Input& in, const Norm& norm, const float* from, int64_t ld, float* out, std::initializer_list<const Linear*> parts);
+    // Tiles of a linear that are computed, and the column of a row of projections where its first would lie.
+    struct Projection {
+        const Linear* l;
+        Range tiles;
+        int64_t place;
+    };
+    static std::vector<Projection> side_by_side(std::initializer_list<const Linear*> linears);
+    void project(const Input& in, const Norm& norm, const float* from, int64_t ld, float* out, const std::vector<Projection>& parts);
+    void project(const Input& in, const Norm& norm, const float* from, int64_t ld, float* out, std::initializer_list<const Linear*> linears) {
+        project(in, norm, from, ld, out, side_by_side(linears));
+    }
     void settle_row(const Attention& a, int64_t t) const;
     void turn_row(const Attention& a, int64_t t, float* q, float* k) const;
     void turn_and_store(const Attention& a, int64_t t, int64_t head);
@@ -159,7 +182,6 @@ private:
     void attend_blocks(const Attention& a, Range which, Range heads);
     void attend_split(const Attention& a);
     void merge_split(const Attention& a, InputBuffer& to, Range heads);
-    void gather_heads(const Attention& a);
     void finish_rows(const Attention& a, int64_t head, int64_t t, const AttnState& s, int64_t row, float* to);
     const uint8_t* query(const Attention& a, int64_t head, int64_t t) const;
     void put_query(const Attention& a, const float* row, uint8_t* to) const;
@@ -213,7 +235,9 @@ private:
     template <class Body>
     void each_expert(const Moe& m, bool down, Body&& body);
     void experts(const Moe& m);
+    void gather_pairs_mid(const Moe& m);
     void combine(const Sublayer& s, const Moe& m);
+    void combine_own(const Sublayer& s, const Moe& m);
 
     // sampling.cpp
     void finish_row(int64_t row, float* logits);

@@ -1,7 +1,6 @@
 #include "system/link.h"
 
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -20,7 +19,7 @@ namespace tk {
 namespace {
 
 constexpr int64_t HEAD = 4096;        // bytes before the parts
-constexpr long LOOK = 100 * 1000000;  // ns after which a sleeper looks whether the first rank is still there
+constexpr long LOOK = 100 * 1000000;  // ns after which a sleeper looks again whether somebody is lost: `lose` may come before it sleeps
 
 // Of several processes: not private.
 void sleep_on(std::atomic<uint32_t>* word, uint32_t value) {
@@ -32,7 +31,7 @@ void wake_all(std::atomic<uint32_t>* word) { syscall(SYS_futex, reinterpret_cast
 
 }  // namespace
 
-Link::Link(int fd, int64_t bytes, int64_t ranks) : bytes_((bytes + 4095) / 4096 * 4096), ranks_(uint32_t(ranks)), parent_(getppid()) {
+Link::Link(int fd, int64_t bytes, int64_t ranks) : bytes_((bytes + 4095) / 4096 * 4096), ranks_(uint32_t(ranks)) {
     static_assert(sizeof(Head) <= HEAD && std::atomic<uint32_t>::is_always_lock_free);
     size_ = HEAD + 2 * bytes_;
     auto failed = [](const char* what) { return Error(std::string("memory of several ranks: ") + what + ": " + std::strerror(errno)); };
@@ -61,10 +60,6 @@ void Link::wait(uint32_t meeting) {
     for (uint32_t seen;;) {
         seen = head_->arrived.load();
         if (over()) break;
-        if (getppid() != parent_) {
-            lose();
-            break;
-        }
         sleep_on(&head_->arrived, seen);
     }
     head_->sleepers.fetch_sub(1);

@@ -41,7 +41,6 @@ private:
     uint8_t* data_;
     int64_t bytes_, size_;
     uint32_t ranks_, before_;  // before_: of models that were joined here before
-    int32_t parent_;           // who started this process; where another is its parent now, the first rank is gone
 };
 
 }  // namespace tk

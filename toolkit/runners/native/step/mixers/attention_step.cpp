@@ -7,26 +7,37 @@
 
 namespace tk {
 
-// Linears that read one input, side by side into rows of w.qkv from `out` on.
-void Run::project(const Input& in, const Norm& norm, const float* from, int64_t ld, float* out, std::initializer_list<const Linear*> parts) {
+// Those that are there, one behind the other.
+std::vector<Run::Projection> Run::side_by_side(std::initializer_list<const Linear*> linears) {
+    std::vector<Projection> found;
+    int64_t place = 0;
+    for (const Linear* l : linears) {
+        if (!l->present()) continue;
+        found.push_back({l, l->own, place});
+        place += l->w.tiles() * LANES;
+    }
+    return found;
+}
+
+// Linears that read one input, into rows of w.qkv from `out` on.
+void Run::project(const Input& in, const Norm& norm, const float* from, int64_t ld, float* out, const std::vector<Projection>& parts) {
     Prepared x = prepare(in, norm, from, ld, count);
     int64_t total = 0, bytes = 0;
-    for (const Linear* l : parts) {  // none, of one that is absent
-        const int64_t n = l->own.last - l->own.first;
-        total += n, bytes += n ? n * l->w.tile_bytes() : 0;
+    for (const Projection& part : parts) {
+        const int64_t n = part.tiles.last - part.tiles.first;
+        total += n, bytes += n * part.l->w.tile_bytes();
     }
     share_tiles(P_QKV, total, pair_unit(), bytes, [&](Range r) {
         const InputBuffer& rows = ready(x, in, norm, from, ld, count);
-        int64_t start = 0, place = 0;
-        for (const Linear* l : parts) {
-            const int64_t n = l->own.last - l->own.first;
+        int64_t start = 0;
+        for (const auto& [l, own, place] : parts) {
+            const int64_t n = own.last - own.first;
             Store to;
             to.ld = w.qkv_ld;
             to.out = out + place;
             const Range tiles{std::clamp<int64_t>(r.first - start, 0, n), std::clamp<int64_t>(r.last - start, 0, n)};
-            linear(*l, rows, 0, count, {l->own.first + tiles.first, l->own.first + tiles.last}, to);
+            linear(*l, rows, 0, count, {own.first + tiles.first, own.first + tiles.last}, to);
             start += n;
-            place += l->w.tiles() * LANES;
         }
     });
 }
@@ -291,14 +302,6 @@ void Run::merge_split(const Attention& a, InputBuffer& to, Range heads) {
     }
 }
 
-// What ranks have made of their heads, as `o` reads it, or as floats.
-void Run::gather_heads(const Attention& a) {
-    const int64_t head = a.value_dim;
-    const Range own{a.first_head * head, (a.first_head + a.heads) * head};
-    if (a.codes && !splits(a.o)) gather_codes(count, w.mid, a.out.width, a.out.keys[0].group, own, w.mid.x);
-    else gather(count, {{w.mid.x, w.mid.ldx * 4, a.out.width * 4, {own.first * 4, own.last * 4}}});
-}
-
 void Run::mix(const Sublayer& s, const Attention& a) {
     save(s);
     project(a.in, s.pre, source(s), w.hidden_ld, w.qkv, {&a.q, &a.k, &a.v, &a.gate});
@@ -328,8 +331,8 @@ void Run::mix(const Sublayer& s, const Attention& a) {
     } else {
         attend_all(a);
     }
-    gather_heads(a);
-    down(s, a.o, a.out, p.ranks > 1 && a.codes && !splits(a.o), P_O);
+    gather_mid(a.o, a.out, a.codes, {a.first_head * a.value_dim, (a.first_head + a.heads) * a.value_dim});
+    down(s, a.o, a.out, codes(a.o, a.codes), P_O);
 }
 
 // More than a few tokens: their query blocks, whose results each thread finishes itself. `skipped`: sequences left out, if any.

@@ -43,9 +43,11 @@ void Run::mix(const Sublayer& s, const Mlp& m) {
     share_own(P_GATED, m.up.own, unit, both, [&](Range tiles) {
         gated_rows(m, ready(x, m.in, s.pre, from, w.hidden_ld, count), {0, count}, tiles, fused);
     });
-    const Range own{m.up.own.first * LANES, std::min(m.up.own.last * LANES, m.mid.width)};
-    if (fused) gather_codes(count, w.mid, m.mid.width, m.mid.keys[0].group, own, nullptr);
-    else gather(count, {floats(w.mid.x, w.mid.ldx, m.mid.width, m.up.own)});
+    const Range mine = in_tiles(m.up.own, m.mid.width);
+    std::vector<Columns> parts;
+    if (fused) add_codes(parts, w.mid, count, m.mid.width, m.mid.keys[0].group, mine);
+    else parts.push_back(floats(w.mid.x, count, w.mid.ldx, m.mid.width, mine));
+    gather(parts);
     down(s, m.down, m.mid, fused, P_DOWN);
 }
 
