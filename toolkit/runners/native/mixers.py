@@ -114,9 +114,9 @@ class Tensors:
         found = self.parts.share.heads(a.heads, a.kv_heads)
         return {
             "first_head": found.first,
-            "heads": found.count,
+            "heads": found.number,
             "first_kv_head": found.first_kv,
-            "kv_heads": found.kv_count,
+            "kv_heads": found.kv_number,
             "codes": self.codes(a.o),
         }
 

@@ -89,8 +89,8 @@ def build_program(
     block_size: int,
     parts: Parts | None = None,
 ) -> Program:
-    """``dtype`` names the type of keys and values where ``quant_policy`` is 0; ``parts``: of a rank of several. KeyError
-    where a weight is missing."""
+    """``dtype`` names the type of keys and values where ``quant_policy`` is 0; ``parts``: of one of several ranks.
+    KeyError where a weight is missing."""
     tensors = Tensors(weights, spec.ropes(), () if spec.vision is None else spec.vision.routed, parts)
     record = {
         "rank": 0 if parts is None else parts.share.rank,

@@ -38,9 +38,9 @@ class Heads(NamedTuple):
     """Of queries and of the keys that they read, counted."""
 
     first: int
-    count: int
+    number: int
     first_kv: int
-    kv_count: int
+    kv_number: int
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Share:
         return Tiles(*self.portion(-(-rows // LANES), unit))
 
     def heads(self, heads: int, kv_heads: int) -> Heads:
-        """Whole heads of keys with all that read them. Where there are fewer than ranks several ranks have the same one,
-        and each a part of those that read it."""
+        """Whole heads of keys with all that read them. Where there are fewer than ranks, several ranks have the same
+        one, and each a part of those that read it."""
         per = heads // kv_heads
         assert heads >= self.ranks
         if kv_heads >= self.ranks:
@@ -131,9 +131,9 @@ class Parts:
 
     def _cross(self, c: CrossSpec) -> None:
         found = self.share.heads(c.heads, c.kv_heads)
-        self.tiles[c.q.name] = rows(found.first * c.head_dim, found.count * c.head_dim)
+        self.tiles[c.q.name] = rows(found.first * c.head_dim, found.number * c.head_dim)
         for linear in (c.k, c.v):
-            self.tiles[linear.name] = rows(found.first_kv * c.head_dim, found.kv_count * c.head_dim)
+            self.tiles[linear.name] = rows(found.first_kv * c.head_dim, found.kv_number * c.head_dim)
         self._heads_end(c.o, [other.heads(c.heads, c.kv_heads).first * c.head_dim for other in self._all()])
 
     def _latent(self, a: LatentSpec) -> None:
