@@ -34,7 +34,8 @@ class Ranks:
     """Processes of ranks 1 … world - 1 on this machine. They end when this one does."""
 
     def __init__(self, world: int, threads: int, worker: str = "toolkit.parallel.worker") -> None:
-        """``threads``: of each; ``worker``: the module whose ``main`` they run. Raises ToolkitError where the system has no file, process or memory for them."""
+        """``threads``: of each; ``worker``: the module whose ``main`` they run. Raises ToolkitError where the system
+        has no file, process or memory for them."""
         self.folder = Path(tempfile.mkdtemp(prefix="toolkit-ranks-"))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
@@ -57,7 +58,8 @@ class Ranks:
         return [process.pid for process in self._processes]
 
     def open(self, model: dict[str, Any], dense: bool, **more: Any) -> None:
-        """Tell all what they are, and ``more``. Each answers twice: when it has opened the model, and when it has met the others."""
+        """Tell all what they are, and ``more``. Each answers twice: when it has opened the model, and when it has met
+        the others; where they do not meet by messages, once."""
         level, world = logging.getLogger("toolkit").getEffectiveLevel(), len(self._pipes) + 1
         for rank, pipe in enumerate(self._pipes, 1):
             told = {"rank": rank, "world": world, "model": model, "dense": dense, "log_level": level}
