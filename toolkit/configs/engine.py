@@ -12,7 +12,7 @@ from toolkit.configs.option import option, same_option
 from toolkit.errors import UsageError
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
-MODEL_FORMATS = ("hf", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8", "gguf", "engine")
+MODEL_FORMATS = ("hf", "meta_llama", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8", "gguf", "engine")
 LOAD_FORMATS = ("auto", "int8", "int4", "dummy")
 UNMASKING = ("low_confidence_dynamic", "low_confidence_static", "sequential")
 
@@ -105,7 +105,7 @@ class CommonEngineConfig:
         0, "KV cache: 0 (as --dtype), 8 bits, 4 (keys 6), 44 (4, keys too), 16 or 17 (float8 e4m3, e5m2)."
     )
     model_format: str | None = option(
-        None, "hf, awq, gptq, w8a8, gguf, engine. Default: read from the model.", allowed=MODEL_FORMATS
+        None, "hf, meta_llama, awq, gptq, w8a8, gguf, engine. Default: read from the model.", allowed=MODEL_FORMATS
     )
     load_format: str = option(
         "auto",
