@@ -133,8 +133,8 @@ DAMAGES: list[Callable[[bytes, random.Random], bytes]] = [
 ]
 
 
-def damage(file: Path, others: list[Path], rng: random.Random) -> None:
-    """Make anything else of one of our files; whatever it is, nothing is changed back."""
+def damage(file: Path, whole: dict[Path, bytes], rng: random.Random) -> None:
+    """Make anything else of one of our files, of which ``whole`` has the content."""
     way = rng.randrange(len(DAMAGES) + 5)
     data = file.read_bytes()
     if way < len(DAMAGES):
@@ -143,9 +143,8 @@ def damage(file: Path, others: list[Path], rng: random.Random) -> None:
             file.write_bytes(changed)
             return
         way = len(DAMAGES)
-    other = rng.choice([o for o in others if o != file])
     if way == len(DAMAGES):  # renamed
-        file.write_bytes(other.read_bytes())
+        file.write_bytes(whole[rng.choice([o for o in sorted(whole) if o != file])])
     elif way == len(DAMAGES) + 1:
         moved = file.with_suffix(".moved")
         file.rename(moved)
@@ -198,7 +197,7 @@ def mutate(
     whole = {file: file.read_bytes() for file in model.iterdir() if file.suffix == ".kv"}
     for i in range(rounds):
         for file in (chosen := rng.sample(sorted(whole), rng.randint(1, min(each, len(whole))))):
-            damage(file, sorted(set(whole) - set(chosen)) or sorted(whole), rng)
+            damage(file, whole, rng)
             count += 1
         files = open_files(root, windows, seal=seal)
         assert [files.read(blocks[file.name]) for file in chosen] == [None] * len(chosen)
