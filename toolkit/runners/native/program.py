@@ -77,6 +77,7 @@ class Program:
     names: tuple[str, ...]
     values: tuple[float, ...]
     tensors: tuple[PackedTensor, ...]
+    sites: dict[str, int]  # of linears, embedding and head: by which adapters name them
 
 
 def build_program(
@@ -96,14 +97,15 @@ def build_program(
         "embed_scale": spec.embed_scale,
         "head_scale": spec.head_scale,
         "softcap": spec.logit_softcap or 0.0,
-        "embed": tensors.matrix(spec.embed, None),
+        "embed": tensors.matrix(spec.embed, None) | {"site": tensors.site(spec.embed)},
         "sublayers": _sublayers(spec, tensors),
         "final_norm": tensors.norm(spec.final_norm),
         "head_rows": spec.head_size,
-        "head": tensors.matrix(spec.embed if spec.tied else spec.head, f"{spec.head}.bias" if spec.head_bias else None),
+        "head": tensors.matrix(spec.embed if spec.tied else spec.head, f"{spec.head}.bias" if spec.head_bias else None)
+        | {"site": tensors.site(spec.head)},
     }
     names, values = zip(*flat(record), strict=True)
-    return Program(names, values, tuple(tensors.found))
+    return Program(names, values, tuple(tensors.found), tensors.sites)
 
 
 def _rope(rope: RopeSpec, tensors: Tensors) -> dict[str, Any]:

@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "step/adapters.h"
 #include "system/pool.h"
 #include "system/profile.h"
 #include "step/program.h"
@@ -35,6 +36,7 @@ public:
     Pool pool;
     std::vector<int32_t> previous;  // tokens sampled by the last step
     std::vector<Pages> cache;
+    AdapterTable adapters;
     std::map<int32_t, Kept> pictures;  // by number
     std::unique_ptr<Workspace> work;
     std::unique_ptr<Profile> profile;

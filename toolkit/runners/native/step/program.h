@@ -39,6 +39,7 @@ struct Linear {
     Vector bias;
     QuantKey key;
     int slot = 0;  // which of its input's quantizations it reads
+    int site = -1;  // by which adapters name it; -1 = they do not
     bool turned = false;  // holds W H, H = the block Hadamard matrix (head and embedding alone)
     std::shared_ptr<Routed> seen;  // what tokens of pictures have; null = the same
     bool present() const { return w.data != nullptr; }
@@ -253,6 +254,8 @@ struct Program {
     Norm final_norm;
     float embed_scale, head_scale, softcap;
     Input head_in;
+    std::vector<Linear> sites;     // linears by their sites
+    std::vector<bool> of_experts;  // of each site whether it is one of an expert
     std::vector<Rope> ropes;
     std::vector<Sublayer> sublayers;
     std::vector<Group> groups;
