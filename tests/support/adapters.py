@@ -43,7 +43,7 @@ def write_adapter(path: Path, model: Path, targets: str, rank: int = 4, seed: in
 
 
 def merge(model: Path, adapter: Path, path: Path) -> Path:
-    """A copy of ``model`` whose weights are W + scale · B · A, its rows as long as DoRA has them, or those saved whole."""
+    """A copy of ``model`` whose weights are W + scale · B · A, as long as DoRA has its rows, or those saved whole."""
     shutil.copytree(model, path)
     file = next(path.glob("*.safetensors"))
     weights, pairs = load_file(file), load_file(adapter / "adapter_model.safetensors")

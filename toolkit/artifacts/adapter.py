@@ -140,7 +140,9 @@ def _read(
         if "whole" in sides:
             found |= _split_whole(target, _numbers(file, module, sides["whole"]))
         else:
-            found |= _split(target, _load(file, module, sides, _scale(path / CONFIG, scaling, module, sides["A"].shape[0])))
+            found |= _split(
+                target, _load(file, module, sides, _scale(path / CONFIG, scaling, module, sides["A"].shape[0]))
+            )
     return found
 
 
@@ -197,7 +199,7 @@ def _pairs(file: Path, infos: Mapping[str, TensorInfo]) -> dict[str, dict[str, T
 
 
 def _modules(spec: DecoderSpec, stored: Sequence[StoredTensor], wide: bool = False) -> dict[str, StoredTensor]:
-    """Modules that an adapter may change, by their names on disk. ``wide``: embedding, head, routers and experts too."""
+    """Modules that an adapter may change, by their names on disk. ``wide``: also embedding, head, routers, experts."""
     from toolkit.models.spec import Part, StoredTensor
 
     mixers = [s.mixer for layer in spec.layers for s in layer.sublayers]
@@ -212,19 +214,18 @@ def _modules(spec: DecoderSpec, stored: Sequence[StoredTensor], wide: bool = Fal
     found = {s.name: s for s in stored if len(s.shape) == 2 and all(p.name in shapes for p in s.parts)}
     for name, shape in shapes.items():
         if not any(p.name == name for s in found.values() for p in s.parts if s.name != name):
-            found.setdefault(name, StoredTensor(name, "linear", shape, (Part(name),)))
+            kind = "embed" if name == spec.embed else "linear"
+            found.setdefault(name, StoredTensor(name, kind, shape, (Part(name),)))
     return found
 
 
-def _check_shapes(
-    file: Path, module: str, sides: Mapping[str, TensorInfo], target: StoredTensor, most: int
-) -> None:
-    shape = target.matrix
+def _check_shapes(file: Path, module: str, sides: Mapping[str, TensorInfo], target: StoredTensor, most: int) -> None:
+    shape = target.matrix[::-1] if target.kind == "embed" else target.matrix
     if "whole" in sides:
         if sides["whole"].shape != target.shape:
             raise ToolkitError(
-                f"{file}: {module}.weight: expected {list(target.shape)}, found {list(sides['whole'].shape)}; the adapter "
-                "is of another model"
+                f"{file}: {module}.weight: expected {list(target.shape)}, found {list(sides['whole'].shape)}; the "
+                "adapter is of another model"
             )
         return
     a, b = sides["A"].shape, sides["B"].shape
@@ -237,8 +238,8 @@ def _check_shapes(
         raise ToolkitError(f"{file}: {module}: rank: expected 1 to {most}, found {a[0]}; merge the adapter instead")
     if "magnitude" in sides and math.prod(sides["magnitude"].shape) != shape[0]:
         raise ToolkitError(
-            f"{file}: {module}.lora_magnitude_vector: expected [{shape[0]}], found {list(sides['magnitude'].shape)}; the "
-            "adapter is of another model"
+            f"{file}: {module}.lora_magnitude_vector: expected [{shape[0]}], found {list(sides['magnitude'].shape)}; "
+            "the adapter is of another model"
         )
     if "magnitude" in sides and target.kind == "embed":
         raise ToolkitError(f"{file}: {module}: DoRA of an embedding does not run; merge the adapter instead")

@@ -13,6 +13,7 @@ from toolkit.artifacts.recipe import open_recipe
 from toolkit.base import extras
 from toolkit.base.record import read
 from toolkit.configs.engine import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.configs.option import read_size
 from toolkit.engine.core import EngineCore
 from toolkit.engine.load.memory_plan import MemoryPlan, Wishes, plan
 from toolkit.engine.load.verify import verify_tensors
@@ -219,6 +220,7 @@ def _open(setup: Setup) -> tuple[Runner, str]:
         block_size=config.block_size,
         threads=config.threads or 0,
         adapters=tuple((config.adapters or {}).items()),
+        adapter_memory=0 if config.adapter_memory is None else read_size("adapter_memory", config.adapter_memory),
         eager=config.eager_mode,
     )
     how: dict[str, Any] = {

@@ -24,7 +24,7 @@ Slots = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(frozen=True)
 class PackedAdapter:
-    """``sites``: int32, of the linears that it changes; ``tensors``: four of each, as ``AdapterTable::put`` has them."""
+    """``sites``: int32, of the linears that it changes; ``tensors``: four of each, see ``AdapterTable::put``."""
 
     sites: Slots
     tensors: tuple[PackedTensor, ...]
@@ -65,8 +65,8 @@ class Shelf:
     """The adapters of a model by their numbers, of which as many are in memory as ``limit`` bytes hold (0 = any): those
     used last. ``read``: packs one. ``put``, ``drop``: into and out of the library, between steps.
 
-    An adapter that a step needs is read where it is not there, and what was used longest ago makes room for it; those of
-    the step itself stay, whatever the limit.
+    An adapter that a step needs is read where it is not there, and what was used longest ago makes room for it; those
+    of the step itself stay, whatever the limit.
     """
 
     def __init__(

@@ -21,7 +21,8 @@ NO_VIEWS = Views(rows=np.zeros((0, 0), np.float32), new=_NONE, gone=_NONE, token
 
 class Arrays:
     """``structure`` points into arrays that this object keeps. The lengths checked here, the library checks the values.
-    ``slots``: [S] of sequences' adapters, -1 = none; None = none has one. ``before``: of the step before; an array that comes again in its place is not looked at again.
+    ``before``: of the step before; an array that comes again in its place is not looked at again. ``slots``: [S] of
+    sequences' adapters, -1 = none; None = none has one.
 
     Raises RunnerError naming the array whose type or size is wrong.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -81,8 +81,8 @@ class NativeRunner:
     """Executes a spec on the CPU; implements ``toolkit.runners.base.Runner``.
 
     ``weights``: called at every load; either packed (``Mapping[str, PackedTensor]``, used where it lies) or canonical
-    (then packed in memory, which imports torch). ``changes``: reads the adapter in a directory. Raises UsageError for an
-    option that cannot be.
+    (then packed in memory, which imports torch). ``changes``: reads the adapter in a directory. Raises UsageError for
+    an option that cannot be.
     """
 
     name = "native"
@@ -195,9 +195,14 @@ class NativeRunner:
 
     # -- adapters
 
+    @property
+    def adapter_numbers(self) -> Collection[int]:
+        """Of the adapters that it has."""
+        return self._adapter_paths.keys()
+
     def add_adapter(self, number: int, path: Path) -> None:
-        """The adapter in a directory, which ``StepBatch.adapter`` names ``number`` from now on. Raises ToolkitError where
-        it cannot be read or is of another model."""
+        """The adapter in a directory, which ``StepBatch.adapter`` names ``number`` from now on. Raises ToolkitError
+        where it cannot be read or is of another model."""
         self._adapter_paths[number] = path
         try:
             if self._model is not None:

@@ -236,9 +236,11 @@ void Run::experts(const Moe& m) {
 
 // Adapters of the rows that the expert reads: pairs have their tokens'.
 void Run::use_pairs(const Moe& m, const Mlp& e) {
-    if (adapters.empty() || !model.adapters.changes_experts) return;
+    static const Adapters none;
+    if (adapters.empty()) return;
     if (&e == &m.shared) use_adapters(adapters);
-    else use_adapters(w.experts.adapters, 0, CHUNK);
+    else if (model.adapters.changes_experts) use_adapters(w.experts.adapters, 0, CHUNK);
+    else use_adapters(none);
 }
 
 void Run::combine(const Sublayer& s, const Moe& m) {
