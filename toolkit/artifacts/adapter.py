@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.weight_files.find import read_headers
@@ -57,12 +57,14 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class _Scaling:
-    """What of PEFT's LoraConfig says how the matrices are scaled; absent fields are as PEFT has them. The patterns give
-    single modules another rank or alpha."""
+    """What of PEFT's LoraConfig says how the matrices are scaled, and what there is beside them; absent fields are as
+    PEFT has them. The patterns give single modules another rank or alpha."""
 
     r: int | None = None
     lora_alpha: float = 8.0
     use_rslora: bool | None = None
+    use_dora: bool | None = None
+    modules_to_save: list[str] | None = None
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
 
@@ -113,6 +115,11 @@ def read_changes(path: Path, spec: DecoderSpec, stored: Sequence[StoredTensor] =
     return _read(path, spec, stored, _modules(spec, stored, wide=True), MAX_RANK)
 
 
+def changes_of_modules(path: Path, spec: DecoderSpec, stored: Sequence[StoredTensor]) -> dict[StoredTensor, Change]:
+    """As ``read_changes``, by the modules of the checkpoint, each whole and with its rows as they are there."""
+    return dict(_by_module(path, spec, stored, _modules(spec, stored, wide=True), MAX_RANK))
+
+
 def _read(
     path: Path,
     spec: DecoderSpec,
@@ -120,12 +127,25 @@ def _read(
     modules: Mapping[str, StoredTensor],
     most: int,
 ) -> dict[str, Change]:
+    found: dict[str, Change] = {}
+    for target, change in _by_module(path, spec, stored, modules, most):
+        found |= _split_whole(target, change.weight) if isinstance(change, Whole) else _split(target, change)
+    return found
+
+
+def _by_module(
+    path: Path,
+    spec: DecoderSpec,
+    stored: Sequence[StoredTensor],
+    modules: Mapping[str, StoredTensor],
+    most: int,
+) -> Iterator[tuple[StoredTensor, Change]]:
     scaling = _read_config(path)
     file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
     if file is None:
         raise ToolkitError(f"{path}: expected {' or '.join(WEIGHTS)} there; fetch or save the adapter again")
     pairs = _pairs(file, next(read_headers([file]))[1])
-    found: dict[str, Change] = {}
+    _check_promised(path / CONFIG, file, scaling, pairs)
     for module, sides in pairs.items():
         target = modules.get(module)
         if target is None:
@@ -138,12 +158,21 @@ def _read(
             )
         _check_shapes(file, module, sides, target, most)
         if "whole" in sides:
-            found |= _split_whole(target, _numbers(file, module, sides["whole"]))
+            weight = _numbers(file, module, sides["whole"])
+            yield target, Whole(weight.T if target.transposed else weight)
         else:
-            found |= _split(
-                target, _load(file, module, sides, _scale(path / CONFIG, scaling, module, sides["A"].shape[0]))
-            )
-    return found
+            scale = _scale(path / CONFIG, scaling, module, sides["A"].shape[0])
+            yield target, _load(file, module, sides, scale)
+
+
+def _check_promised(config: Path, file: Path, told: _Scaling, pairs: Mapping[str, Mapping[str, TensorInfo]]) -> None:
+    """What the config says there is beside low-rank matrices must be there."""
+    whole = [module for module, sides in pairs.items() if "whole" in sides]
+    for name in told.modules_to_save or ():
+        if not any(module == name or module.endswith(f".{name}") for module in whole):
+            raise ToolkitError(f"{config}: modules_to_save: expected the weight of {name} in {file.name}, found none")
+    if told.use_dora and not any("magnitude" in sides for sides in pairs.values()):
+        raise ToolkitError(f"{config}: use_dora: expected lora_magnitude_vector tensors in {file.name}, found none")
 
 
 def _exists(module: str, stored: Sequence[StoredTensor]) -> bool:
@@ -214,7 +243,7 @@ def _modules(spec: DecoderSpec, stored: Sequence[StoredTensor], wide: bool = Fal
     found = {s.name: s for s in stored if len(s.shape) == 2 and all(p.name in shapes for p in s.parts)}
     for name, shape in shapes.items():
         if not any(p.name == name for s in found.values() for p in s.parts if s.name != name):
-            kind = "embed" if name == spec.embed else "linear"
+            kind: Literal["embed", "linear"] = "embed" if name == spec.embed else "linear"
             found.setdefault(name, StoredTensor(name, kind, shape, (Part(name),)))
     return found
 
@@ -290,7 +319,7 @@ def _split_whole(target: StoredTensor, weight: Tensor) -> dict[str, Change]:
     if target.unit_rows:
         weight = weight / weight.norm(dim=1, keepdim=True)
     found: dict[str, Change] = {}
-    for name, rows in split_parts(target, weight.T if target.transposed else weight):
+    for name, rows in split_parts(target, weight):
         assert isinstance(rows, Tensor)
         found[name] = Whole(rows)
     return found
