@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,6 +17,7 @@ from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.native import library
 from toolkit.serve.adapter_routes import Watch
+from toolkit.serve.state import ServerState
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library does not run here")
 STREAMS = 32
@@ -37,6 +38,22 @@ def engine(tiny_models: Any) -> Iterator[AsyncEngine]:
     )
     with AsyncEngine.open(tiny_models("llama"), backend_config=config) as made:
         yield made
+
+
+class State:
+    """What the watch asks of a server's state."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
+        self.settings = SimpleNamespace(adapters=())
+        self.loaded: dict[str, Path] = {}
+        self.unloaded: set[str] = set()
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(self.loaded)
+
+    model_names = adapters
 
 
 def answer(engine: AsyncEngine, i: int, name: str | None) -> list[int]:
@@ -77,11 +94,8 @@ def test_a_bad_one_changes_nothing(engine: AsyncEngine, adapters: dict[str, Path
 
 
 def test_a_watched_folder(engine: AsyncEngine, adapters: dict[str, Path], tmp_path: Path) -> None:
-    settings = SimpleNamespace(adapters=())
-    state: Any = SimpleNamespace(engine=engine, settings=settings, loaded={}, unloaded=set())
-    Names = property(lambda self: tuple(self.loaded))
-    state.__class__ = type("State", (SimpleNamespace,), {"adapters": Names, "model_names": Names})
-    watch = Watch(state, tmp_path)
+    state = State(engine)
+    watch = Watch(cast(ServerState, state), tmp_path)
     watch.look()
     assert engine.adapters == ()
     shutil.copytree(adapters["a"], tmp_path / "tales")

@@ -24,8 +24,8 @@ def merge(model: str, adapter: str, target: Path, overwrite: bool = False) -> in
     """Write MODEL to ``target`` with what the adapter adds in its weights, computed in float32 and rounded to the type
     that they are stored in; returns how many modules have changed.
 
-    Raises UsageError for a target that is not empty, ToolkitError, one line, for a quantized checkpoint, an adapter that
-    does not fit it, and one that changes an embedding that head and embedding share.
+    Raises UsageError for a target that is not empty, ToolkitError, one line, for a quantized checkpoint, an adapter
+    that does not fit it, and one that changes a matrix that head and embedding share.
     """
     path, from_ = resolve_model(model), resolve_model(adapter)
     checkpoint = open_checkpoint(path)
