@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -159,6 +159,24 @@ def kv(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir")) -> 
     with progress_bar() as progress:
         result = find_scales(model, work_dir, common=common, progress=progress)
     report(result, flags)
+
+
+@app.command("merge")
+def merge(
+    model: Model,
+    adapter: Annotated[str, typer.Argument(help="LoRA adapter: a directory or a hub id.")],
+    work_dir: WorkDir = Path("work_dir"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+) -> None:
+    """A checkpoint with a LoRA adapter in its weights, to be quantized, converted or run as any other.
+
+    Example: tool lite merge MODEL ADAPTER --work-dir merged
+    """
+    from toolkit.quant.merge import merge as run
+
+    count = run(model, adapter, work_dir, overwrite)
+    stderr().print(f"{work_dir}: {count} modules changed", markup=False, soft_wrap=True)
+    say_next(f"tool convert {work_dir} --dst-path {work_dir}-engine")
 
 
 @app.command("calibrate")

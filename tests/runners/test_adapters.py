@@ -137,7 +137,7 @@ def test_memory_counts_adapters_and_an_unknown_one_fails_the_step(tiny_models, a
     "change, message",
     [
         ({"peft_type": "IA3"}, "peft_type: expected LORA, found 'IA3'"),
-        ({"use_dora": True}, "use_dora: expected False, found True"),
+        ({"use_dora": True}, "use_dora: expected lora_magnitude_vector"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save: expected"),
         ({"bias": "all"}, "bias: expected 'none', found 'all'"),
         ({"init_lora_weights": "pissa"}, "changes the base weights too"),

@@ -150,7 +150,7 @@ def native(monkeypatch):
     def answer(reason):
         monkeypatch.setattr(choose, "native_unsupported", lambda opened, options: reason)
         monkeypatch.setattr(
-            native_runner, "NativeRunner", lambda spec, weights, options: SimpleNamespace(name="native")
+            native_runner, "NativeRunner", lambda spec, weights, options, **more: SimpleNamespace(name="native")
         )
 
     return answer

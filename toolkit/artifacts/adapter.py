@@ -1,17 +1,20 @@
 """LoRA adapters as PEFT writes them: ``adapter_config.json`` beside ``adapter_model.safetensors`` or .bin.
 
 Source: https://huggingface.co/docs/peft (LoraConfig). Tensors are named ``base_model.model.MODULE.lora_A.weight``
-[r, in] and ``….lora_B.weight`` [out, r], MODULE as in the base checkpoint; they add scale · B · A to its weight.
+[r, in] and ``….lora_B.weight`` [out, r], MODULE as in the base checkpoint; they add scale · B · A to its weight. Of an
+embedding they are ``lora_embedding_A`` [r, vocabulary] and ``lora_embedding_B`` [hidden, r]. DoRA's
+``lora_magnitude_vector`` [out] holds how long the rows of the sum are to be. ``MODULE.weight`` takes the place of the
+base's (``modules_to_save``).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.weight_files.find import file_headers
@@ -25,16 +28,25 @@ if TYPE_CHECKING:
     from toolkit.models.spec import DecoderSpec, StoredTensor
 
 CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
-MAX_RANK = 128
+MAX_RANK = 4096
+STACKED_RANK = 128  # of adapters that the tensor runner stacks
 N = TypeVar("N", int, float)
-_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+_SIDES = {
+    "lora_A": "A",
+    "lora_B": "B",
+    "lora_embedding_A": "A",
+    "lora_embedding_B": "B",
+    "lora_magnitude_vector": "magnitude",
+    "modules_to_save": "whole",
+}
+_NAME = re.compile(
+    rf"(?:base_model\.model\.)?(?P<module>.+?)(?:\.(?P<side>{'|'.join(_SIDES)}))?(?:\.default)?(?:\.weight)?"
+)
+_BASE = ".base_layer.weight"  # how the base's own weights are named that PEFT may save beside an adapter
 # Fields that change what an adapter means, and the value at which they do not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
-    "use_dora": (None, False),
     "lora_bias": (None, False),
     "bias": (None, "none"),
-    "fan_in_fan_out": (None, False),
-    "modules_to_save": (None, []),
     "layer_replication": (None, []),
     "trainable_token_indices": (None, []),
     "target_parameters": (None, []),
@@ -45,48 +57,126 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class _Scaling:
-    """What of PEFT's LoraConfig says how the matrices are scaled; absent fields are as PEFT has them. The patterns give
-    single modules another rank or alpha."""
+    """What of PEFT's LoraConfig says how the matrices are scaled, and what there is beside them; absent fields are as
+    PEFT has them. The patterns give single modules another rank or alpha."""
 
     r: int | None = None
     lora_alpha: float = 8.0
     use_rslora: bool | None = None
+    use_dora: bool | None = None
+    modules_to_save: list[str] | None = None
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to a linear: ``b @ a``. ``a``: float32 [rank, in]; ``b``: float32 [out, rank], scaled."""
+    """What an adapter adds to a linear: ``b @ a``. ``a``: float32 [rank, in]; ``b``: float32 [out, rank], scaled.
+    ``magnitude``: float32 [out], how long the rows of the sum are made (DoRA); None = as they are."""
 
     a: Tensor
     b: Tensor
+    magnitude: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A matrix that takes the place of the base's: float32 [out, in]."""
+
+    weight: Tensor
+
+
+Change = LowRank | Whole
 
 
 def read_adapter(path: Path, spec: DecoderSpec, stored: Sequence[StoredTensor] = ()) -> dict[str, LowRank]:
-    """The adapter in directory ``path`` by the canonical names of the linears that it changes.
+    """The adapter in directory ``path`` by the canonical names of the linears that it changes, for a runner that adds
+    low ranks to linears of layers and does nothing else; for others see ``read_changes``.
 
     ``stored``: the base checkpoint's tensors, for modules that hold several linears; without it modules must have
     canonical names. Raises ToolkitError, one line that names file and field or tensor, for an adapter of another kind,
     one that changes what is no linear of a layer, and shapes that do not fit the model.
     """
+    plain: dict[str, LowRank] = {}
+    for name, change in _read(path, spec, stored, _modules(spec, stored), STACKED_RANK).items():
+        if isinstance(change, Whole) or change.magnitude is not None:
+            what = "modules_to_save: expected none" if isinstance(change, Whole) else "use_dora: expected False"
+            raise ToolkitError(
+                f"{path / CONFIG}: {what}, found it of {name}; this backend cannot run it, merge the adapter into the "
+                "checkpoint instead"
+            )
+        plain[name] = change
+    return plain
+
+
+def read_changes(path: Path, spec: DecoderSpec, stored: Sequence[StoredTensor] = ()) -> dict[str, Change]:
+    """As ``read_adapter``, with all that PEFT's LoRA can be: DoRA, modules saved whole, embedding, head, experts and
+    routers."""
+    return _read(path, spec, stored, _modules(spec, stored, wide=True), MAX_RANK)
+
+
+def changes_of_modules(path: Path, spec: DecoderSpec, stored: Sequence[StoredTensor]) -> dict[StoredTensor, Change]:
+    """As ``read_changes``, by the modules of the checkpoint, each whole and with its rows as they are there."""
+    return dict(_by_module(path, spec, stored, _modules(spec, stored, wide=True), MAX_RANK))
+
+
+def _read(
+    path: Path,
+    spec: DecoderSpec,
+    stored: Sequence[StoredTensor],
+    modules: Mapping[str, StoredTensor],
+    most: int,
+) -> dict[str, Change]:
+    found: dict[str, Change] = {}
+    for target, change in _by_module(path, spec, stored, modules, most):
+        found |= _split_whole(target, change.weight) if isinstance(change, Whole) else _split(target, change)
+    return found
+
+
+def _by_module(
+    path: Path,
+    spec: DecoderSpec,
+    stored: Sequence[StoredTensor],
+    modules: Mapping[str, StoredTensor],
+    most: int,
+) -> Iterator[tuple[StoredTensor, Change]]:
     scaling = _read_config(path)
     file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
     if file is None:
         raise ToolkitError(f"{path}: expected {' or '.join(WEIGHTS)} there; fetch or save the adapter again")
     pairs = _pairs(file, next(file_headers([file]))[1])
-    modules = _modules(spec, stored)
-    found: dict[str, LowRank] = {}
+    _check_promised(path / CONFIG, file, scaling, pairs)
     for module, sides in pairs.items():
         target = modules.get(module)
         if target is None:
+            known = _modules(spec, stored, wide=True)
             raise ToolkitError(
                 f"{file}: it changes {module}, expected linears of attention or feed-forward layers alone "
                 "(no embedding, head, router, expert or kv_b_proj); merge the adapter into the checkpoint instead"
+                if module in known or _exists(module, stored)
+                else f"{file}: it changes {module}, which the model has not; the adapter is of another model"
             )
-        _check_shapes(file, module, sides, target.shape)
-        found |= _split(target, _load(file, sides, _scale(path / CONFIG, scaling, module, sides["A"].shape[0])))
-    return found
+        _check_shapes(file, module, sides, target, most)
+        if "whole" in sides:
+            weight = _numbers(file, module, sides["whole"])
+            yield target, Whole(weight.T if target.transposed else weight)
+        else:
+            scale = _scale(path / CONFIG, scaling, module, sides["A"].shape[0])
+            yield target, _load(file, module, sides, scale)
+
+
+def _check_promised(config: Path, file: Path, told: _Scaling, pairs: Mapping[str, Mapping[str, TensorInfo]]) -> None:
+    """What the config says there is beside low-rank matrices must be there."""
+    whole = [module for module, sides in pairs.items() if "whole" in sides]
+    for name in told.modules_to_save or ():
+        if not any(module == name or module.endswith(f".{name}") for module in whole):
+            raise ToolkitError(f"{config}: modules_to_save: expected the weight of {name} in {file.name}, found none")
+    if told.use_dora and not any("magnitude" in sides for sides in pairs.values()):
+        raise ToolkitError(f"{config}: use_dora: expected lora_magnitude_vector tensors in {file.name}, found none")
+
+
+def _exists(module: str, stored: Sequence[StoredTensor]) -> bool:
+    return not stored or any(s.name == module for s in stored)
 
 
 def _read_config(path: Path) -> _Scaling:
@@ -117,41 +207,71 @@ def _pairs(file: Path, infos: Mapping[str, TensorInfo]) -> dict[str, dict[str, T
     """Module -> its tensors "A" and "B"."""
     pairs: dict[str, dict[str, TensorInfo]] = {}
     for name, info in infos.items():
+        if name.endswith(_BASE):
+            continue
         match = _NAME.fullmatch(name)
-        if match is None:
+        if match is None or ".lora_" in match["module"] or (match["side"] is None and not name.endswith(".weight")):
             raise ToolkitError(f"{file}: tensor {name}: expected names like MODULE.lora_A.weight alone")
-        if info.dtype not in ("F32", "F16", "BF16") or len(info.shape) != 2:
+        side = _SIDES.get(match["side"] or "", "whole")
+        if info.dtype not in ("F32", "F16", "BF16") or (len(info.shape) != 2 and side != "magnitude"):
             raise ToolkitError(f"{file}: tensor {name}: expected a matrix of F32, F16 or BF16, found {info}")
-        pairs.setdefault(match["module"], {})[match["side"]] = info
+        pairs.setdefault(match["module"], {})[side] = info
     for module, sides in pairs.items():
-        if len(sides) == 1:
-            missing = "B" if "A" in sides else "A"
-            raise ToolkitError(f"{file}: tensor {module}.lora_{missing}.weight is missing beside its partner")
+        if "whole" in sides and len(sides) > 1:
+            raise ToolkitError(f"{file}: {module}: expected low-rank matrices or one in its place, found both")
+        for side in "AB":
+            if "whole" not in sides and side not in sides:
+                raise ToolkitError(f"{file}: tensor {module}.lora_{side}.weight is missing beside its partner")
     if not pairs:
         raise ToolkitError(f"{file}: expected low-rank matrices, found no tensors")
     return pairs
 
 
-def _modules(spec: DecoderSpec, stored: Sequence[StoredTensor]) -> dict[str, StoredTensor]:
-    """Modules that an adapter may change, by their names on disk."""
+def _modules(spec: DecoderSpec, stored: Sequence[StoredTensor], wide: bool = False) -> dict[str, StoredTensor]:
+    """Modules that an adapter may change, by their names on disk. ``wide``: also embedding, head, routers, experts."""
     from toolkit.models.spec import Part, StoredTensor
 
-    linears = {x.name: x for layer in spec.layers for s in layer.sublayers for x in s.mixer.adaptable()}
-    found = {s.name: s for s in stored if s.kind == "linear" and all(p.name in linears for p in s.parts)}
-    for name, x in linears.items():
-        found.setdefault(name, StoredTensor(name, "linear", (x.out_features, x.in_features), (Part(name),)))
+    mixers = [s.mixer for layer in spec.layers for s in layer.sublayers]
+    shapes: dict[str, tuple[int, int]] = {}
+    for mixer in mixers:
+        held = {x.name for x in mixer.matrices()}  # multiplied otherwise than a linear is
+        for x in (x for x in mixer.linears() if x.name not in held) if wide else mixer.adaptable():
+            shapes[x.name] = x.out_features, x.in_features
+    if wide:
+        shapes[spec.embed] = spec.vocab_size, spec.hidden_size
+        shapes[spec.head] = spec.head_size, spec.hidden_size
+    found = {s.name: s for s in stored if len(s.shape) == 2 and all(p.name in shapes for p in s.parts)}
+    for name, shape in shapes.items():
+        if not any(p.name == name for s in found.values() for p in s.parts if s.name != name):
+            kind: Literal["embed", "linear"] = "embed" if name == spec.embed else "linear"
+            found.setdefault(name, StoredTensor(name, kind, shape, (Part(name),)))
     return found
 
 
-def _check_shapes(file: Path, module: str, sides: Mapping[str, TensorInfo], shape: tuple[int, ...]) -> None:
+def _check_shapes(file: Path, module: str, sides: Mapping[str, TensorInfo], target: StoredTensor, most: int) -> None:
+    shape = target.matrix[::-1] if target.kind == "embed" else target.matrix
+    if "whole" in sides:
+        if sides["whole"].shape != target.shape:
+            raise ToolkitError(
+                f"{file}: {module}.weight: expected {list(target.shape)}, found {list(sides['whole'].shape)}; the "
+                "adapter is of another model"
+            )
+        return
     a, b = sides["A"].shape, sides["B"].shape
     if a[1] != shape[1] or b[0] != shape[0] or a[0] != b[1]:
         raise ToolkitError(
             f"{file}: {module}: expected lora_A [r, {shape[1]}] and lora_B [{shape[0]}, r], found {list(a)} and "
             f"{list(b)}; the adapter is of another model"
         )
-    if not 1 <= a[0] <= MAX_RANK:
-        raise ToolkitError(f"{file}: {module}: rank: expected 1 to {MAX_RANK}, found {a[0]}; merge the adapter instead")
+    if not 1 <= a[0] <= most:
+        raise ToolkitError(f"{file}: {module}: rank: expected 1 to {most}, found {a[0]}; merge the adapter instead")
+    if "magnitude" in sides and math.prod(sides["magnitude"].shape) != shape[0]:
+        raise ToolkitError(
+            f"{file}: {module}.lora_magnitude_vector: expected [{shape[0]}], found {list(sides['magnitude'].shape)}; "
+            "the adapter is of another model"
+        )
+    if "magnitude" in sides and target.kind == "embed":
+        raise ToolkitError(f"{file}: {module}: DoRA of an embedding does not run; merge the adapter instead")
 
 
 def _scale(file: Path, scaling: _Scaling, module: str, rank: int) -> float:
@@ -176,11 +296,33 @@ def _by_pattern(file: Path, field: str, patterns: dict[str, N] | None, module: s
     return default
 
 
-def _load(file: Path, sides: Mapping[str, TensorInfo], scale: float) -> LowRank:
+def _load(file: Path, module: str, sides: Mapping[str, TensorInfo], scale: float) -> LowRank:
+    made = {side: _numbers(file, f"{module}.lora_{side}", info) for side, info in sides.items()}
+    magnitude = made["magnitude"].reshape(-1) if "magnitude" in made else None
+    return LowRank(made["A"], made["B"] * scale, magnitude)
+
+
+def _numbers(file: Path, name: str, info: TensorInfo) -> Tensor:
     from toolkit.artifacts.weight_files.mapped import map_file, view_tensor
 
-    mapped = map_file(file)
-    return LowRank(view_tensor(mapped, sides["A"]).float(), view_tensor(mapped, sides["B"]).float() * scale)
+    found = view_tensor(map_file(file), info).float()
+    if not found.isfinite().all():
+        raise ToolkitError(f"{file}: {name}: expected finite numbers, found NaN or infinity; train or save it again")
+    return found
+
+
+def _split_whole(target: StoredTensor, weight: Tensor) -> dict[str, Change]:
+    from torch import Tensor
+
+    from toolkit.artifacts.weights import split_parts
+
+    if target.unit_rows:
+        weight = weight / weight.norm(dim=1, keepdim=True)
+    found: dict[str, Change] = {}
+    for name, rows in split_parts(target, weight):
+        assert isinstance(rows, Tensor)
+        found[name] = Whole(rows)
+    return found
 
 
 def _split(target: StoredTensor, pair: LowRank) -> dict[str, LowRank]:
@@ -190,7 +332,9 @@ def _split(target: StoredTensor, pair: LowRank) -> dict[str, LowRank]:
     from toolkit.artifacts.weights import split_parts
 
     found = {}
+    lengths = {} if pair.magnitude is None else dict(split_parts(target, pair.magnitude))
     for name, rows in split_parts(target, pair.b):
-        assert isinstance(rows, Tensor)
-        found[name] = LowRank(pair.a, rows)
+        magnitude = lengths.get(name)
+        assert isinstance(rows, Tensor) and not (magnitude is not None and not isinstance(magnitude, Tensor))
+        found[name] = LowRank(pair.a, rows, magnitude)
     return found

@@ -49,6 +49,8 @@ def _check_engine(config: EngineConfig, block: str) -> None:
     switches(config, "eager_mode", "empty_init")
     _check_adapters(config.adapters)
     _check_kept(config)
+    if config.adapter_memory is not None:
+        read_size("adapter_memory", config.adapter_memory)
     _check_dllm(config)
     check_fields(config)
 
@@ -96,7 +98,7 @@ class CommonEngineConfig:
 
     ``cache_max_entry_count``: an integer is a number of blocks, whatever its size. ``load_format`` "dummy" reads
     config.json alone. ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's
-    format each; on a CPU the tensor runner runs them. ``language_model_only``: LMDeploy's newer name of
+    format each. ``language_model_only``: LMDeploy's newer name of
     ``disable_vision_encoder``. ``eager_mode``: for debugging; a CPU captures no graphs anyway. ``empty_init``: the
     model needs a config.json and a tokenizer alone, and answers nothing before ``update_weights``.
     ``enable_metrics``: whether a server of this engine offers /metrics.
@@ -152,6 +154,9 @@ class CommonEngineConfig:
     )
     adapters: dict[str, str] | None = option(
         None, "NAME=PATH of LoRA adapters (directory or hub id); several may follow."
+    )
+    adapter_memory: str | None = option(
+        None, "Memory for adapters (2GB): others are read again when they are used. Default: all stay (on a CPU)."
     )
     revision: str | None = option(None, "Branch, tag or commit on the hub.")
     download_dir: str | None = option(None, "Where downloads go.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,8 @@ def check_request(request: EngineRequest, runner: Runner, max_len: int, session_
     """Raise UsageError, naming the field, where the request cannot run. ``max_len``: see ``longest_request``."""
     p, vocab = request.params, runner.spec.vocab_size
     n = len(request.token_ids)
-    if not -1 <= request.adapter < (count := len(runner.options.adapters)):
-        raise UsageError(f"adapter: expected -1 to {count - 1}, found {request.adapter}")
+    if request.adapter != -1 and request.adapter not in (numbers := adapters_of(runner)):
+        raise UsageError(f"adapter: expected -1 or one of {sorted(numbers)}, found {request.adapter}")
     if n == 0:
         raise UsageError("the prompt is empty: expected at least one token")
     for name, ids in (
@@ -45,6 +46,12 @@ def check_request(request: EngineRequest, runner: Runner, max_len: int, session_
         says = f"the prompt has {n} tokens, but the session length is {max_len}{why}"
         raise UsageError(f"{says}; shorten the prompt, or {helps}")
     p.stop_token_ids = [i for i in p.stop_token_ids if 0 <= i < vocab]  # a tokenizer may know more ids
+
+
+def adapters_of(runner: Runner) -> Collection[int]:
+    """Numbers of the adapters that requests may have: those it was opened with, or what it has taken in since."""
+    found: Collection[int] | None = getattr(runner, "adapter_numbers", None)
+    return range(len(runner.options.adapters)) if found is None else found
 
 
 def in_blocks(request: EngineRequest, mask_token: int, processed: bool) -> EngineRequest:

@@ -36,7 +36,7 @@ from toolkit.engine.scheduler import Scheduler
 from toolkit.engine.sequence import LogitsProcessor, Sequence
 from toolkit.engine.step_builder import Growth, Step, StepBuilder
 from toolkit.errors import BusyError, ToolkitError, UsageError
-from toolkit.runners.base import RunnerLost
+from toolkit.runners.base import RunnerError, RunnerLost
 
 if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
@@ -102,6 +102,7 @@ class EngineCore:
         self._outputs: list[EngineOutput] = []  # made between steps
         self._flying: deque[tuple[Step, StepHandle]] = deque()  # submitted, oldest first
         self._lookahead = runner.asynchronous if options.lookahead is None else options.lookahead
+        self._leaving: set[int] = set()  # adapters that go once no request uses them
         self._arrivals = 0
         self._damage = ""
         self._generation_tokens = 0
@@ -203,6 +204,29 @@ class EngineCore:
         self._renewed, self._damage = True, ""
         return self._nap.gone
 
+    def load_adapter(self, number: int, path: str) -> None:
+        """Have requests use the adapter in the directory ``path`` as ``number``. Raises ToolkitError where it cannot be
+        read or fits another model, UsageError where the runner takes none in."""
+        add = getattr(self.runner, "add_adapter", None)
+        if add is None:
+            raise UsageError("adapters: this backend takes them at the start alone (--adapters); restart the server")
+        try:
+            add(number, Path(path))
+        except RunnerError as e:
+            raise ToolkitError(f"{path}: {e}") from e
+
+    def unload_adapter(self, number: int) -> None:
+        """Forget the adapter once the requests that use it have ended."""
+        self._leaving.add(number)
+        self._drop_adapters()
+
+    def _drop_adapters(self) -> None:
+        held = (request for _, request, _ in self._held.values())
+        used = {r.adapter for r in (*(s.request for s in self._sequences.values()), *held)}
+        for number in self._leaving - used:
+            self.runner.remove_adapter(number)  # type: ignore[attr-defined]  # it has taken it in
+            self._leaving.discard(number)
+
     def _forget_kept(self) -> None:
         """Other weights come: what is kept is not theirs, and of them nothing is kept."""
         if self.keeper is not None:
@@ -300,6 +324,8 @@ class EngineCore:
         if not seq.finished:
             self.scheduler.finish(seq, keep=keep)
             self._sequences.pop(seq.id, None)
+            if self._leaving:
+                self._drop_adapters()
 
     # -- steps ----------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ class RunnerOptions:
     block_size: int = 64
     threads: int = 0  # 0 = all the machine allows
     adapters: tuple[tuple[str, str], ...] = ()  # (name, directory) of LoRA adapters; StepBatch.adapter counts them
+    adapter_memory: int = 0  # bytes of adapters that are held at a time where the runner pages them, 0 = all
     eager: bool = False  # on a GPU capture no graphs
 
 

@@ -24,7 +24,7 @@ from toolkit.runners.native.library import explain_mapped_faults
 from toolkit.runners.weights.new import check_updatable
 
 if TYPE_CHECKING:
-    from toolkit.artifacts.adapter import LowRank
+    from toolkit.artifacts.adapter import Change, LowRank
     from toolkit.models.family import Family
 
 log = logging.getLogger(__name__)
@@ -351,7 +351,7 @@ def _fast_runner(opened: Opened, options: RunnerOptions) -> tuple[Runner | None,
             return None, f"turbomind does not run on this GPU: {reason}; pytorch stands in"
         why = f"the GPU is not used: {reason}; the CPU runs the model"
     asked = os.environ.get("TOOLKIT_KERNELS", "").strip()
-    reason = "it runs no LoRA adapters" if options.adapters else native_unsupported(opened, options)
+    reason = native_unsupported(opened, options)
     if asked and reason is None:
         reason = f"TOOLKIT_KERNELS={asked} chooses kernels that it has not"
     if reason is None:
@@ -359,7 +359,7 @@ def _fast_runner(opened: Opened, options: RunnerOptions) -> tuple[Runner | None,
 
         if opened.target is not None and opened.target.startswith("cuda-"):
             why = why or f"weights packed for {opened.target} are packed anew for this CPU"
-        return NativeRunner(opened.spec, opened.weights, options), why
+        return NativeRunner(opened.spec, opened.weights, options, changes=partial(_changes_of, opened)), why
     lacking = f"turbomind's native runner does not run here: {reason}; pytorch stands in"
     return None, f"{why}; {lacking}" if why else lacking
 
@@ -384,8 +384,18 @@ def _read_adapters(opened: Opened, options: RunnerOptions) -> list[dict[str, Low
         return []
     from toolkit.artifacts.adapter import read_adapter
 
-    stored = opened.stored if opened.config is None else _stored_as(opened.config, opened.spec)
-    return [read_adapter(Path(path), opened.spec, stored) for _, path in options.adapters]
+    return [read_adapter(Path(path), opened.spec, _names_of(opened)) for _, path in options.adapters]
+
+
+def _changes_of(opened: Opened, path: Path) -> dict[str, Change]:
+    """What the adapter in a directory makes of the model, by canonical names."""
+    from toolkit.artifacts.adapter import read_changes
+
+    return read_changes(path, opened.spec, _names_of(opened))
+
+
+def _names_of(opened: Opened) -> Sequence[StoredTensor]:
+    return opened.stored if opened.config is None else _stored_as(opened.config, opened.spec)
 
 
 def _stored_as(config: Path, spec: DecoderSpec) -> list[StoredTensor]:

@@ -14,7 +14,7 @@ from starlette.responses import Response as HttpResponse
 from toolkit import __version__
 from toolkit.artifacts.side_files import pooling_config
 from toolkit.engine import pooling
-from toolkit.serve import control_routes, weight_routes
+from toolkit.serve import adapter_routes, control_routes, weight_routes
 from toolkit.serve.anthropic import routes as anthropic_routes
 from toolkit.serve.generation.parsing import Formats
 from toolkit.serve.generation.sampling import choose_defaults
@@ -62,6 +62,7 @@ ROUTES = (
     interactive_routes,
     control_routes,
     weight_routes,
+    adapter_routes,
 )
 
 
@@ -134,20 +135,19 @@ def _traces(endpoint: str | None, model_name: str) -> Traces | None:
 def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
     started = int(time.time())
     base = {"parent": state.model_name}
-    cards = {
-        name: card(name, started, max_model_len=state.engine.session_len, **(base if state.adapter_of(name) else {}))
-        for name in state.model_names
-    }
+
+    def card_of(name: str) -> dict[str, Any]:
+        return card(name, started, max_model_len=state.engine.session_len, **(base if state.adapter_of(name) else {}))
 
     @app.get("/v1/models", **answered("Names that requests may use", ModelList))
     async def models() -> dict[str, Any]:
-        return listed(list(cards.values()))
+        return listed([card_of(name) for name in state.model_names])
 
     @app.get("/v1/models/{name:path}", **answered("One model", ModelCard))
     async def model(name: str) -> dict[str, Any]:
-        if name not in cards:
+        if name not in state.model_names:
             raise state.not_served(name)
-        return cards[name]
+        return card_of(name)
 
     healthy = answered("200 when the engine can take requests, 503 when not; needs no key", Health)
     healthy["responses"][503] = {"model": Health, "description": "It cannot"}

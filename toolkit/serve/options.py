@@ -132,6 +132,9 @@ class ServerSettings:
     weight_updates_path: Path | None = option(
         None, "Folder below which /update_weights may name files. Default: none.", **_CONTROL
     )
+    adapter_dir: Path | None = option(
+        None, "LoRA adapters that come and go while it runs; /v1/load_lora_adapter may name those in it.", **_CONTROL
+    )
     log_level: str = option("warning", "critical, error, warning, info (requests too) or debug.")
     log_format: str = option("text", "text, or json: one object a line.")
     otlp_traces_endpoint: str | None = option(None, "OpenTelemetry collector that gets traces (OTLP over HTTP).")

@@ -27,6 +27,7 @@ from toolkit.engine.pooling import choose as choose_pooling
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig
+from toolkit.serve.adapter_routes import Watch
 from toolkit.serve.app import create_app
 from toolkit.serve.generation.parsing import Formats
 from toolkit.serve.generation.sampling import choose_defaults
@@ -250,6 +251,8 @@ def serve(
 async def _beside(app: FastAPI, announcement: Announcement | None, url: str) -> None:
     """What a server does beside answering: it goes on with its batches, and tells the proxy of itself."""
     app.state.batches.begin()
+    if (folder := app.state.server.settings.adapter_dir) is not None:
+        app.state.adapter_watch = asyncio.create_task(Watch(app.state.server, folder).keep())
     if announcement is not None:
         await announcement.repeat(app.state.server.model_names, url)
 

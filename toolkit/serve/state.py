@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.configs.checks import shown
@@ -66,7 +67,8 @@ class ServerState:
     prompts are not tokens yet too; ``of_batches``: those of them that are lines of batches. ``nap``: held while the
     model goes to sleep, wakes or gets other weights. ``to_sleep``: it will sleep once they have ended.
     ``draining``: once they have, it gets other weights; ``new_weights``: the parts of them that have come. ``closing``:
-    the server is on its way down."""
+    the server is on its way down. ``loaded``: adapters that came since the start, ``unloaded``: those of the settings
+    that went."""
 
     engine: AsyncEngine
     template: ChatTemplate
@@ -89,6 +91,8 @@ class ServerState:
     draining: bool = False
     new_weights: WeightFiles | None = None
     closing: bool = False
+    loaded: dict[str, Path] = field(default_factory=dict)
+    unloaded: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.prompts = Prompts()
@@ -159,7 +163,12 @@ class ServerState:
     def model_names(self) -> tuple[str, ...]:
         """What a request's ``model`` may be: the model by any of its names, and each of its adapters."""
         aliases = (entry.partition("=")[0] for entry in self.settings.alias)
-        return self.model_name, *aliases, *self.settings.adapters
+        return self.model_name, *aliases, *self.adapters
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters there are now."""
+        return *(name for name in self.settings.adapters if name not in self.unloaded), *self.loaded
 
     def not_served(self, model: str) -> ApiError:
         """The answer to a request for another model."""
@@ -177,7 +186,7 @@ class ServerState:
 
     def adapter_of(self, model: str) -> str | None:
         """The adapter that a request's ``model`` names, None for the model itself."""
-        return model if model in self.settings.adapters else None
+        return model if model in self.adapters else None
 
     def abort(self, request_id: str | None = None, label: int | str | None = None) -> int:
         """End the choices of a request, or of a client's session; how many there were. Each client is told."""

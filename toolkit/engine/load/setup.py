@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from toolkit.artifacts.recipe import open_recipe
 from toolkit.base import extras
 from toolkit.base.record import read
 from toolkit.configs.engine import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.configs.option import read_size
 from toolkit.engine.core import EngineCore
 from toolkit.engine.load.kept import open_shelf
 from toolkit.engine.load.memory_plan import MemoryPlan, Wishes, plan
@@ -44,7 +45,8 @@ class Setup:
 
     ``lock``: open as long as ``path`` is to stay; not told to another process. ``pictures_together``: as of
     ``EngineOptions``. ``source``: the model that ``path`` is a packed copy of, else ``path`` too. ``updated``: where
-    the weights are that have taken the place of the model's.
+    the weights are that have taken the place of the model's. ``loaded``: adapters that have come since by their
+    numbers, ``unloaded``: those that have gone.
     """
 
     path: Path
@@ -55,6 +57,8 @@ class Setup:
     pictures_together: int = 1
     source: Path | None = None
     updated: Path | None = None
+    loaded: dict[int, str] = field(default_factory=dict)
+    unloaded: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for another process."""
@@ -68,6 +72,8 @@ class Setup:
             "pictures_together": self.pictures_together,
             "source": None if self.source is None else str(self.source),
             "updated": None if self.updated is None else str(self.updated),
+            "loaded": list(self.loaded.items()),
+            "unloaded": list(self.unloaded),
         }
 
     @staticmethod
@@ -75,7 +81,31 @@ class Setup:
         config = read(CONFIGS[data["kind"]], data["config"])
         paths = Path(data["path"]), Path(data["tokenizer_dir"])
         source, updated = (None if data[name] is None else Path(data[name]) for name in ("source", "updated"))
-        return Setup(*paths, config, data["backend"], None, data["pictures_together"], source, updated)
+        adapters = {int(number): str(where) for number, where in data["loaded"]}, tuple(data["unloaded"])
+        return Setup(*paths, config, data["backend"], None, data["pictures_together"], source, updated, *adapters)
+
+
+def set_up_after(name: str, arguments: list[Any], setup: Setup) -> Setup:
+    """What an engine is to be opened with again once its core's method ``name`` has been called."""
+    if name == "update_weights":
+        return replace(setup, updated=Path(arguments[0]))
+    if name == "load_adapter":
+        return replace(setup, loaded=setup.loaded | {arguments[0]: arguments[1]})
+    if name == "unload_adapter":
+        return replace(setup, unloaded=(*setup.unloaded, arguments[0]))
+    return setup
+
+
+def _load_adapters(setup: Setup, core: EngineCore) -> None:
+    """Those that had come when an engine before this one ended."""
+    for number in setup.unloaded:
+        core.unload_adapter(number)
+    for number, path in setup.loaded.items():
+        if number not in setup.unloaded:
+            try:
+                core.load_adapter(number, path)
+            except ToolkitError as e:
+                log.error("adapter %s is gone: %s", path, e)
 
 
 @dataclass(frozen=True)
@@ -206,6 +236,7 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
         shelf=shelf,
         adapters=adapters,
     )
+    _load_adapters(setup, core)
     if not empty and setup.updated is None:
         verify_tensors(setup.path, core.tell_damage)
     named = runner.name, runner.backend, runner.device, runner.dtype
@@ -224,6 +255,7 @@ def _open(setup: Setup) -> tuple[Runner, str]:
         block_size=config.block_size,
         threads=config.threads or 0,
         adapters=tuple((config.adapters or {}).items()),
+        adapter_memory=0 if config.adapter_memory is None else read_size("adapter_memory", config.adapter_memory),
         eager=config.eager_mode,
     )
     how: dict[str, Any] = {

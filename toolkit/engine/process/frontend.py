@@ -58,7 +58,9 @@ class AsyncEngine:
     def __init__(self, tokenizer: Tokenizer, model_name: str, adapters: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
         self.model_name = model_name
-        self.adapters = adapters
+        self._adapters = {name: number for number, name in enumerate(adapters)}
+        self._adapter_numbers = itertools.count(len(adapters))  # none is used twice: caches are told apart by them
+        self._adapter_lock = threading.Lock()
         self._streams: dict[str, RequestStream] = {}
         self._lock = threading.Lock()
         self._names = itertools.count()
@@ -130,6 +132,31 @@ class AsyncEngine:
     @property
     def plan(self) -> MemoryPlan:
         return self._facts.plan
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that requests may use now."""
+        return tuple(self._adapters)
+
+    def load_adapter(self, name: str, path: Path) -> None:
+        """Have requests use the adapter in a directory by ``name`` from now on, while others run. Raises UsageError for
+        a name that is taken, ToolkitError where the adapter cannot be read or is of another model."""
+        with self._adapter_lock:
+            if name in (*self._adapters, self.model_name):
+                raise UsageError(f"lora_name: {name!r:.80} is taken; unload that one first, or choose another name")
+            number = next(self._adapter_numbers)
+            self._loop.call("load_adapter", [number, str(path)]).result()
+            self._adapters[name] = number
+
+    def unload_adapter(self, name: str) -> None:
+        """Take no more requests for the adapter; those that run end as they would have. Raises UsageError where there
+        is none of the name."""
+        with self._adapter_lock:
+            if name not in self._adapters:
+                raise UsageError(
+                    f"lora_name: there is no adapter {name!r:.80}; there is {', '.join(self._adapters) or 'none'}"
+                )
+            self._loop.call("unload_adapter", [self._adapters.pop(name)]).result()
 
     @property
     def session_len(self) -> int:
@@ -411,7 +438,7 @@ class AsyncEngine:
         if name not in self.adapters:
             known = f"one of {', '.join(self.adapters)}" if self.adapters else "none, the engine has no adapters"
             raise UsageError(f"adapter_name: expected {known}, found {name!r:.80}")
-        return self.adapters.index(name)
+        return self._adapters[name]
 
     def _name(self, request_id: str | None) -> str:
         return f"request-{next(self._names)}" if request_id is None else request_id

@@ -14,13 +14,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from toolkit.base import child_process, json_lines
-from toolkit.engine.load.setup import Facts, Progress, Setup
+from toolkit.engine.load.setup import Facts, Progress, Setup, set_up_after
 from toolkit.engine.process import records
 from toolkit.engine.process.loop import OnDown, OnOutputs
 from toolkit.engine.process.outage import Budget, Outage, exit_text
@@ -93,8 +92,8 @@ class ProcessLoop:
         self._budget = Budget()
         self._suspects = Suspects()
         self._open: dict[str, EngineRequest] = {}  # sent and not ended
-        # sent and not answered, and the weights that a child to come is to have if they succeed; answers come in order
-        self._calls: deque[tuple[Future[Any], Path | None]] = deque()
+        # sent and not answered, and how a child to come is set up if they succeed; answers come in order
+        self._calls: deque[tuple[Future[Any], Callable[[Setup], Setup]]] = deque()
         self._lock = threading.RLock()  # over those above and below
         self._closing = threading.Event()
         self._outage: Outage | None = None
@@ -149,7 +148,7 @@ class ProcessLoop:
             if self._outage is not None:
                 raise ToolkitError(str(self._outage))
             future: Future[Any] = Future()
-            self._calls.append((future, Path(arguments[0]) if name == "update_weights" else None))
+            self._calls.append((future, partial(set_up_after, name, list(arguments))))
             self._outbox.put(records.pack({"op": "call", "name": name, "arguments": list(arguments)}))
             return future
 
@@ -190,9 +189,9 @@ class ProcessLoop:
             self._stall.sign()
             if message["op"] == "answer":
                 with self._lock:
-                    future, files = self._calls.popleft()
-                    if files is not None and message["error"] is None:
-                        self._setup = replace(self._setup, updated=files)
+                    future, change = self._calls.popleft()
+                    if message["error"] is None:
+                        self._setup = change(self._setup)
                     _answer(future, message)
             if message["op"] == "lost":
                 self._hung = message["why"]

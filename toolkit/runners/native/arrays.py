@@ -21,20 +21,25 @@ NO_VIEWS = Views(rows=np.zeros((0, 0), np.float32), new=_NONE, gone=_NONE, token
 
 class Arrays:
     """``structure`` points into arrays that this object keeps. The lengths checked here, the library checks the values.
-    ``before``: of the step before; an array that comes again in its place is not looked at again.
+    ``before``: of the step before; an array that comes again in its place is not looked at again. ``slots``: [S] of
+    sequences' adapters, -1 = none; None = none has one.
 
     Raises RunnerError naming the array whose type or size is wrong.
     """
 
-    def __init__(self, batch: StepBatch, spec: DecoderSpec, before: Arrays | None = None) -> None:
+    def __init__(
+        self,
+        batch: StepBatch,
+        spec: DecoderSpec,
+        before: Arrays | None = None,
+        slots: np.ndarray[Any, np.dtype[np.int32]] | None = None,
+    ) -> None:
         self._held: list[Any] = []
         self._known: dict[str, tuple[np.ndarray[Any, Any], int]] = {} if before is None else dict(before._known)
         s = StepArrays() if before is None else StepArrays.from_buffer_copy(before.structure)
         self.structure: StepArrays = s
         tokens, seqs = len(batch.token_ids), len(batch.seq_lens)
         rows, groups = len(batch.sample_index), len(batch.block_tables)
-        if max(batch.adapter.tolist(), default=-1) >= 0:
-            raise RunnerError("adapter: this runner has no adapters")
         axes = len(batch.positions)
         if batch.positions.shape not in ((1, tokens), (3, tokens)):
             raise RunnerError(f"positions: expected shape (1 or 3, {tokens}), found {batch.positions.shape}")
@@ -48,6 +53,7 @@ class Arrays:
         put("seq_lens", batch.seq_lens, I32, seqs)
         put("rope_set", batch.rope_set, I8, seqs)
         put("rope_length", batch.rope_length, I32, tokens)
+        put("adapter", slots, I32, seqs)
         put("sample_index", batch.sample_index, I32, rows)
         s.logits_size, s.hidden_size = len(batch.logits_index), len(batch.hidden_index)
         s.target_size = len(batch.target_index)

@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 21  # tk_version of api.cpp, which says when both are raised
+VERSION = 22  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -66,9 +66,9 @@ class PackSource(Structure):
 
 _STEP_FIELDS = (
     "tokens! seqs! rows! groups! axes! token_ids from_previous positions reach cu_seqlens seq_lens block_tables "
-    "table_width slot_mapping rope_set rope_length sample_index logits_size! logits_index hidden_size! hidden_index "
-    "target_size! target_index target_ids routes_size! routes_index embeds_size! embeds embed_index routed_size! "
-    "routed rows_size! picture_rows "
+    "table_width slot_mapping rope_set rope_length adapter sample_index logits_size! logits_index hidden_size! "
+    "hidden_index target_size! target_index target_ids routes_size! routes_index embeds_size! embeds embed_index "
+    "routed_size! routed rows_size! picture_rows "
     "new_size! new_pictures gone_size! gone views_size! views view_ptr seen_size! seen copies_size copies "
     f"{' '.join(COLUMNS)} position history_size! history_ptr history_ids history_count bias_size! bias_ptr bias_ids "
     "bias_values logprobs grammar"
@@ -174,6 +174,9 @@ def load(path: Path) -> ctypes.CDLL:
     lib.tk_cache_discard.argtypes = [c_void_p, c_int64, c_void_p, c_int64]
     lib.tk_block_export.argtypes = [c_void_p, c_int64, c_int64, c_void_p]
     lib.tk_block_import.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int64]
+    lib.tk_adapter_put.argtypes = [c_void_p, c_int64, c_void_p, POINTER(TensorRecord), c_int64]
+    lib.tk_adapter_put.restype = c_int
+    lib.tk_adapter_drop.argtypes, lib.tk_adapter_drop.restype = [c_void_p, c_int64], None
     lib.tk_step.argtypes = [c_void_p, POINTER(StepArrays), POINTER(StepResults)]
     lib.tk_pack.argtypes = [POINTER(TensorRecord), c_void_p, POINTER(PackSource), c_int64]
     lib.tk_pack_file.argtypes = [POINTER(TensorRecord), c_int, c_int64, POINTER(PackSource), c_int64]

@@ -41,7 +41,9 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Tensors:
-    """The tensors of a program, ``found``, which records name by their index. KeyError where one is missing.
+    """The tensors of a program, ``found``, which records name by their index. KeyError where one is missing. ``sites``:
+    linears that adapters may change, by the numbers that they are named by; those that read one input side by side are
+    less than 8 apart (``Lowered``).
 
     ``routed``: what linears are for tokens of pictures. ``parts``: what of them a rank computes, None = all.
     """
@@ -55,6 +57,7 @@ class Tensors:
     ) -> None:
         self.parts = parts
         self._routed = {x.linear: x for x in routed}
+        self.sites: dict[str, int] = {}
         self.found: list[PackedTensor] = []
         self.weights = weights
         self._ropes = ropes
@@ -96,6 +99,7 @@ class Tensors:
         made = self.matrix(linear.name, f"{linear.name}.bias" if linear.bias else None)
         own = None if self.parts is None else self.parts.tiles.get(linear.name)
         return made | {
+            "site": self.site(linear.name),
             "seen": self._seen(self._routed.get(linear.name)),
             "own": None if own is None else own._asdict(),
         }
@@ -126,6 +130,10 @@ class Tensors:
             return None
         start, stop = self.parts.state_heads(m)
         return {"first": start, "last": stop}
+
+    def site(self, name: str) -> int:
+        """That of a linear, or of embedding or head."""
+        return self.sites.setdefault(name, len(self.sites))
 
     def _seen(self, routed: Routed | None) -> Record | None:
         """What it is for tokens of pictures."""
@@ -348,6 +356,8 @@ def mlp(m: MlpSpec, t: Tensors) -> Record:
 
 
 def moe(m: MoeSpec, t: Tensors) -> Record:
+    for linear in (*m.routers(), *(() if m.shared is None else m.shared.linears())):
+        t.site(linear.name)  # before those of experts, whose rows are others
     return {
         "top_k": m.top_k,
         "scoring": _SCORINGS[m.scoring],

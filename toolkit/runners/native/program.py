@@ -78,6 +78,7 @@ class Program:
     names: tuple[str, ...]
     values: tuple[float, ...]
     tensors: tuple[PackedTensor, ...]
+    sites: dict[str, int]  # of linears, embedding and head: by which adapters name them
 
 
 def build_program(
@@ -106,18 +107,19 @@ def build_program(
         "embed_scale": spec.embed_scale,
         "head_scale": spec.head_scale,
         "softcap": spec.logit_softcap or 0.0,
-        "embed": tensors.matrix(spec.embed, None),
+        "embed": tensors.matrix(spec.embed, None) | {"site": tensors.site(spec.embed)},
         "sublayers": _sublayers(spec, tensors),
         "final_norm": tensors.norm(spec.final_norm),
         "head_rows": spec.head_size,
         "head": _head(spec, tensors),
     }
     names, values = zip(*flat(record), strict=True)
-    return Program(names, values, tuple(tensors.found))
+    return Program(names, values, tuple(tensors.found), tensors.sites)
 
 
 def _head(spec: DecoderSpec, tensors: Tensors) -> dict[str, Any]:
     made = tensors.matrix(spec.embed if spec.tied else spec.head, f"{spec.head}.bias" if spec.head_bias else None)
+    made |= {"site": tensors.site(spec.head)}
     return made if tensors.parts is None else made | {"own": tensors.parts.head._asdict()}
 
 

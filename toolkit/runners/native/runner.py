@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from toolkit.runners.base import (
 )
 from toolkit.runners.host_memory import free_host_bytes
 from toolkit.runners.native import library
+from toolkit.runners.native.adapters import PackedAdapter, Shelf, pack_adapter, put_adapter
 from toolkit.runners.native.arrays import Arrays, outputs_for
 from toolkit.runners.native.library import StepResults
 from toolkit.runners.native.mixers import state_numbers
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from toolkit.artifacts.adapter import Change
     from toolkit.artifacts.canonical import Weight
     from toolkit.runners.native.towers.torch_tower import TorchEncoder
 
@@ -67,6 +70,8 @@ def unsupported(spec: DecoderSpec, options: RunnerOptions) -> str | None:
     for _, _, kept in spec.keepers():
         if kept.kind == "latent" and (reason := kept.refuses(options.quant_policy)):
             return f"quant_policy: {reason}"
+    if options.adapters and spec.vision is not None and spec.vision.routed:
+        return "it runs no LoRA adapters of a model whose pictures have linears of their own"
     if options.quant_policy in (16, 17):
         return f"its KV cache knows no float8 (quant_policy {options.quant_policy}), only 0, 8, 4 and 44"
     if options.block_size % 16:
@@ -78,7 +83,8 @@ class NativeRunner:
     """Executes a spec on the CPU; implements ``toolkit.runners.base.Runner``.
 
     ``weights``: called at every load; either packed (``Mapping[str, PackedTensor]``, used where it lies) or canonical
-    (then packed in memory, which imports torch). Raises UsageError for an option that cannot be.
+    (then packed in memory, which imports torch). ``changes``: reads the adapter in a directory. Raises UsageError for
+    an option that cannot be.
     """
 
     name = "native"
@@ -93,6 +99,7 @@ class NativeRunner:
         options: RunnerOptions,
         dtype: str | None = None,
         share: Share = ALONE,
+        changes: Callable[[Path], Mapping[str, Change]] | None = None,
     ) -> None:
         if options.quant_policy not in QUANT_POLICIES:
             raise UsageError(f"quant_policy: expected {QUANT_POLICIES_TOLD}, found {options.quant_policy!r}")
@@ -114,6 +121,9 @@ class NativeRunner:
         self._program: Program | None = None  # holds the tensors that the model points into
         self._weight_bytes = 0
         self._encoder: NativeEncoder | TorchEncoder | None = None
+        self._changes = changes
+        self._adapter_paths = {i: Path(path) for i, (_, path) in enumerate(options.adapters)}
+        self._shelf = Shelf(self._read_adapter, self._put_adapter, self._drop_adapter, options.adapter_memory)
 
     # -- memory
 
@@ -198,6 +208,47 @@ class NativeRunner:
         else:
             self._weight_bytes = sum(parts.bytes_of(name, packed[name]) for name in packed)
             self._check(self._library.tk_model_join(model, self.share.file))
+        for number in self._adapter_paths:  # each is read once: what is wrong with it is said now
+            self._shelf.need([number])
+
+    # -- adapters
+
+    @property
+    def adapter_numbers(self) -> Collection[int]:
+        """Of the adapters that it has."""
+        return self._adapter_paths.keys()
+
+    def add_adapter(self, number: int, path: Path) -> None:
+        """The adapter in a directory, which ``StepBatch.adapter`` names ``number`` from now on. Raises ToolkitError
+        where it cannot be read or is of another model."""
+        self._adapter_paths[number] = path
+        try:
+            if self._model is not None:
+                self._shelf.need([number])
+        except Exception:
+            del self._adapter_paths[number]
+            raise
+
+    def remove_adapter(self, number: int) -> None:
+        """Forget it; no step uses it any more."""
+        self._adapter_paths.pop(number, None)
+        self._shelf.forget(number)
+
+    def _read_adapter(self, number: int) -> PackedAdapter:
+        path, program = self._adapter_paths.get(number), self._program
+        if path is None or program is None or self._changes is None:
+            raise RunnerError(f"adapter: there is none of number {number}")
+        head = program.tensors[int(program.values[program.names.index("head.matrix")])]
+        return pack_adapter(self._changes(path), self.spec, program.sites, self.dtype, head.meta.turned)
+
+    def _put_adapter(self, number: int, adapter: PackedAdapter) -> None:
+        self._stepper.finish()
+        put_adapter(self._library, self._loaded(), number, adapter)
+
+    def _drop_adapter(self, number: int) -> None:
+        self._stepper.finish()
+        if self._model is not None:
+            self._library.tk_adapter_drop(self._model, number)
 
     def _packed(self) -> Mapping[str, PackedTensor]:
         found: Mapping[str, Any] = self._weights()
@@ -223,6 +274,8 @@ class NativeRunner:
     def release_weights(self) -> None:
         """Forget the model and its cache; ``load_weights`` brings the model back. Of a mapped file the pages go."""
         self._stepper.finish()
+        for number in self._shelf.held:
+            self._shelf.forget(number)
         if self._model is not None:
             self._library.tk_model_free(self._model)
         if self._program is not None:
@@ -304,7 +357,10 @@ class NativeRunner:
         The arrays are made ready here, while the step before it runs, so that its thread goes from step to step.
         """
         try:
-            arrays = self._arrays = Arrays(batch, self.spec, self._arrays)
+            slots = batch.adapter if batch.adapter.size and batch.adapter.max() >= 0 else None
+            if slots is not None:
+                self._shelf.need(sorted({int(n) for n in slots if n >= 0}))
+            arrays = self._arrays = Arrays(batch, self.spec, self._arrays, slots)
             output, results, bad = outputs_for(batch, self.spec)
         except Exception as error:
             return self._stepper.start(partial(_fail, error))

@@ -344,6 +344,13 @@ class Updated(BaseModel):
     tensors: int
 
 
+class AdapterChanged(BaseModel):
+    """``loaded``: the adapter that has come, null where one has gone; ``adapters``: those there are now."""
+
+    loaded: str | None
+    adapters: list[str]
+
+
 class OllamaErrorAnswer(BaseModel):
     """Ollama's envelope of an error."""
 

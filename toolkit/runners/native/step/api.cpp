@@ -69,7 +69,7 @@ tk::Group& group_of(tk::Model* m, int64_t group, int64_t block) {
 
 // Of all that passes here: functions, structures, the program's record, how tensors are packed. VERSION in library.py says
 // the same; raise both when any of it changes, so that neither side reads the other's as its own.
-TK_EXPORT int tk_version() { return 21; }
+TK_EXPORT int tk_version() { return 22; }
 
 TK_EXPORT const char* tk_error() { return message.c_str(); }
 
@@ -146,6 +146,13 @@ TK_EXPORT int tk_block_import(tk::Model* model, int64_t group, int64_t block, co
         std::memcpy(g.data + block * g.block_bytes, from, size_t(size));
     });
 }
+
+// The adapter in `slot`, which tensors (four a site, see AdapterTable::put) must outlive; between steps.
+TK_EXPORT int tk_adapter_put(tk::Model* model, int64_t slot, const int32_t* sites, const tk::TensorRecord* tensors, int64_t count) {
+    return guarded([&] { model->adapters.put(model->program, *model->ops, model->pool.size(), slot, sites, tensors, count); });
+}
+
+TK_EXPORT void tk_adapter_drop(tk::Model* model, int64_t slot) { model->adapters.drop(slot); }
 
 TK_EXPORT int tk_step(tk::Model* model, const tk::StepArrays* in, const tk::StepResults* out) {
     return guarded([&] { model->step(*in, *out); });

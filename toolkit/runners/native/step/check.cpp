@@ -3,6 +3,7 @@
 #include <set>
 #include <string>
 
+#include "step/adapters.h"
 #include "step/plan.h"
 
 namespace tk {
@@ -131,6 +132,7 @@ void check_step(const Program& p, const StepArrays& in, const StepResults& out, 
     within("cu_seqlens", in.cu_seqlens, in.seqs + 1, 0, in.tokens + 1);
     within("seq_lens", in.seq_lens, in.seqs, 1, MOST);
     within("rope_set", in.rope_set, in.seqs, 0, 2);
+    if (in.adapter) within("adapter", in.adapter, in.seqs, -1, AdapterTable::SLOTS);
     if (in.rope_length) within("rope_length", in.rope_length, in.tokens, 0, MOST);
     if (in.cu_seqlens[0] != 0 || in.cu_seqlens[in.seqs] != in.tokens) throw Error("cu_seqlens: does not span the tokens");
     for (int64_t s = 0; s < in.seqs; s++) {

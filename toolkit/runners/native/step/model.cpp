@@ -94,10 +94,16 @@ void Model::step(const StepArrays& in, const StepResults& out) {
     for (int64_t t = 0, end; t < in.tokens; t = end) {
         end = chunk_end(in, t);
         job.cut = cut_chunk(program, in, t, end - t, pool.size());
+        job.cut.adapters = adapters.of_rows(in, t, end - t);
+        adapters.lowered.begin();
         work->partials(partial_floats(program, in, job.cut));
         run_all(*this, job, 0);
     }
     job.heads = true;
+    job.cut.adapters.clear();
+    adapters.lowered.begin(uint64_t(plan.logit_rows / work->logit_rows + 1));
+    if (const Adapters all = adapters.of_rows(in, 0, in.tokens); !all.empty())
+        for (const int64_t t : plan.rows) job.cut.adapters.push_back(all[size_t(t)]);
     if (!plan.rows.empty()) run_all(*this, job, plan.logit_rows / work->logit_rows + 1);
     previous.assign(out.tokens, out.tokens + in.rows);
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "system/link.h"
+#include "step/adapters.h"
 #include "system/pool.h"
 #include "system/profile.h"
 #include "step/program.h"
@@ -38,6 +39,7 @@ public:
     Pool pool;
     std::vector<int32_t> previous;  // tokens sampled by the last step
     std::vector<Pages> cache;
+    AdapterTable adapters;
     std::map<int32_t, Kept> pictures;  // by number
     std::unique_ptr<Workspace> work;
     std::unique_ptr<Link> link;  // to the other ranks, where the program is one of several

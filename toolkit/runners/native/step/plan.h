@@ -51,6 +51,8 @@ struct QueryBlock {
     int64_t seq, first, last;
 };
 
+struct Adapter;
+
 // How a chunk of tokens, flat ones from `first` on, is cut for the threads.
 struct Cut {
     int64_t first = 0, count = 0;
@@ -58,6 +60,7 @@ struct Cut {
     std::vector<QueryBlock> spans;    // of each sequence all tokens in the chunk
     std::vector<QueryBlock> blocks;
     std::vector<uint8_t> seen;        // of the chunk's tokens, whether they have linears of pictures; empty where none does
+    std::vector<const Adapter*> adapters;  // of the chunk's tokens, or of the rows that leave the layers; empty where none has one
     std::vector<int32_t> view_of;     // of the chunk's tokens, -1: looks at no picture
     std::vector<QueryBlock> looks;    // as blocks, of tokens of one view: `seq` is its number
     std::vector<RowPart> parts;       // empty where every phase is shared out for itself

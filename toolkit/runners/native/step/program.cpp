@@ -148,6 +148,13 @@ Program parse_program(const char* names, const double* values, int64_t count, co
     prog.head_in.turned = prog.head.turned;
     join(prog.head_in, prog.head);
     all.finish();
+    prog.sites = all.sites();
+    prog.of_experts.resize(prog.sites.size());
+    for (const Sublayer& s : prog.sublayers)
+        if (const Moe* m = std::get_if<Moe>(&s.mixer))
+            for (const Mlp& e : m->experts)
+                for (const Linear* l : {&e.gate, &e.up, &e.down})
+                    if (l->site >= 0) prog.of_experts[size_t(l->site)] = true;
     return prog;
 }
 

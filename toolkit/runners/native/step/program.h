@@ -43,6 +43,7 @@ struct Linear {
     Vector bias;
     QuantKey key;
     int slot = 0;  // which of its input's quantizations it reads
+    int site = -1;  // by which adapters name it; -1 = they do not
     bool turned = false;  // holds W H, H = the block Hadamard matrix (head and embedding alone)
     Range own{0, 0};      // tiles that this rank computes: all, unless the program says which
     std::shared_ptr<Routed> seen;  // what tokens of pictures have; null = the same
@@ -268,6 +269,8 @@ struct Program {
     Norm final_norm;
     float embed_scale, head_scale, softcap;
     Input head_in;
+    std::vector<Linear> sites;     // linears by their sites
+    std::vector<bool> of_experts;  // of each site whether it is one of an expert
     std::vector<Rope> ropes;
     std::vector<Sublayer> sublayers;
     std::vector<Group> groups;

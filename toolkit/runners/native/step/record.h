@@ -38,6 +38,9 @@ public:
         if (odd) throw Error("program: " + *odd + ": unknown");
     }
 
+    // Linears that have been read, by their sites.
+    const std::vector<Linear>& sites() const { return sites_; }
+
 private:
     friend class Record;
     struct Value {
@@ -47,6 +50,7 @@ private:
     std::unordered_map<std::string, Value> found_;
     const TensorRecord* tensors_;
     int64_t tensors_size_;
+    std::vector<Linear> sites_;
 };
 
 // Those whose names begin alike.
@@ -107,6 +111,11 @@ public:
         if (l.turned && (!may_turn || l.w.format != INT)) fail(key, "turned by a Hadamard matrix");
         l.bias = r.vector("bias", l.w.rows);
         l.own = r.own(l.w.tiles());
+        if (r.has("site")) {
+            l.site = int(r.integer("site", 0, (1 << 24) - 1));
+            if (all_.sites_.size() <= size_t(l.site)) all_.sites_.resize(size_t(l.site) + 1);
+            all_.sites_[size_t(l.site)] = l;
+        }
         return l;
     }
 
@@ -165,14 +174,6 @@ public:
 
     [[noreturn]] void fail(const std::string& key, const std::string& what) const { throw Error("program: " + prefix_ + key + ": " + what); }
 
-private:
-    double value(const std::string& key) const {
-        const auto at = all_.found_.find(prefix_ + key);
-        if (at == all_.found_.end()) fail(key, "missing");
-        at->second.read = true;
-        return at->second.number;
-    }
-
     Matrix matrix(const TensorRecord& t) const {
         Matrix m;
         m.format = t.kind;
@@ -199,6 +200,14 @@ private:
                 if (t.perm[i] < 0 || t.perm[i] >= m.cols) wrong("permutation out of range");
         }
         return m;
+    }
+
+private:
+    double value(const std::string& key) const {
+        const auto at = all_.found_.find(prefix_ + key);
+        if (at == all_.found_.end()) fail(key, "missing");
+        at->second.read = true;
+        return at->second.number;
     }
 
     Values& all_;

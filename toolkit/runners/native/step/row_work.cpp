@@ -47,6 +47,7 @@ void RowWork::one(const Linear& l, const InputBuffer& in, int64_t first_row, int
 
 void RowWork::linear(const Linear& l, const InputBuffer& in, int64_t first_row, int64_t count, Range tiles, Store to) const {
     if (tiles.first >= tiles.last || count <= 0) return;
+    if (adapted(l, first_row, count)) return changed(l, in, first_row, count, tiles, to);
     if (!splits(l)) return one(l, in, first_row, count, tiles, to);
     each_run(first_row, count, [&](int64_t row, int64_t n, bool seen) {
         Store part = to;
@@ -126,6 +127,7 @@ void RowWork::pair_with_low(const Mlp& m, const InputBuffer& in, int64_t first_r
 void RowWork::gated(const Mlp& m, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, float* out,
                     int64_t ld) const {
     if (tiles.first >= tiles.last || rows <= 0) return;
+    if (adapted(m.up, first_row, rows) || adapted(m.gate, first_row, rows)) return gated_changed(m, in, first_row, rows, tiles, out, ld);
     if (!splits(m.up)) return pair(m.gate, m.up, m, in, first_row, rows, tiles, out, ld);
     each_run(first_row, rows, [&](int64_t row, int64_t n, bool seen) {
         float* to = out + (row - first_row) * ld;

@@ -1,6 +1,7 @@
 // What one thread does to rows of activations: norms, quantization, linears.
 #pragma once
 
+#include "step/adapters.h"
 #include "step/plan.h"
 #include "step/workspace.h"
 
@@ -13,13 +14,18 @@ Matrix part_of(Matrix m, Range tiles);
 struct Kinds {
     const uint8_t* seen = nullptr;  // of each row whether it is one; null = none is
     LowScratch* low = nullptr;
+    const Adapter* const* adapters = nullptr;  // of each row; null = none has one
+    AdapterTable* table = nullptr;
+    int thread = 0, threads = 1;
 };
 
 class RowWork {
 protected:
     // `round`, `loose`: see Rows; `linear_scratch`: of the widest linear.
     RowWork(const Ops& o, bool round, bool loose, uint8_t* linear_scratch, const Kinds& kinds = {})
-        : ops(o), round_(round), loose_(loose), scratch_(linear_scratch), kinds_(kinds) {}
+        : ops(o), round_(round), loose_(loose), scratch_(linear_scratch), kinds_(kinds), adapters_(kinds.adapters),
+          table_(kinds.table), own_(kinds.table && !kinds.table->threads.empty() ? &kinds.table->threads[size_t(kinds.thread)] : nullptr),
+          thread_(kinds.thread), threads_(kinds.threads), serial_(table_ ? table_->lowered.serial() : 0) {}
 
     // `head`: whose weights, where heads have their own.
     void norm_row(const Norm& n, const float* from, float* out, int64_t head = 0) const;
@@ -34,6 +40,20 @@ protected:
     // Whether some rows have other linears than `l`, or than those of `m`.
     bool splits(const Linear& l) const { return kinds_.seen && l.seen; }
     bool splits(const Mlp& m) const { return kinds_.seen && m.routed(); }
+    // Whether adapters change the linear for any of the rows.
+    bool adapted(const Linear& l, int64_t first_row, int64_t rows) const;
+    const Change* change(const Linear& l, int64_t row) const {
+        return adapters_ && adapters_[row] ? adapters_[row]->at(l.site) : nullptr;
+    }
+    // What a changed embedding adds for a token.
+    void embed_low(const Change& c, int64_t id, float scale, float* x) const;
+    // From now on rows have these adapters; what is made of them lies from row `shift` on. `before`: so many times more such rows
+    // come in this run.
+    void use_adapters(const Adapters& of, int64_t from = 0, int64_t shift = 0, uint64_t before = 0) {
+        adapters_ = of.empty() ? nullptr : of.data() + from;
+        shift_ = shift;
+        serial_ = table_->lowered.serial() - before;
+    }
 
     // Whether the rows are read as they are.
     bool plain(const Input& in) const { return in.keys.empty() && (!kinds_.seen || in.more.empty()); }
@@ -57,9 +77,26 @@ private:
     void with_low(const Linear& l, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, Store to, int which = 0) const;
     void pair_with_low(const Mlp& m, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, float* out, int64_t ld) const;
 
+    // adapted_rows.cpp
+    template <class Body>
+    void each_change(const Linear& l, int64_t first_row, int64_t rows, Body&& body) const;
+    void lower(const Linear& l, const Change& c, const InputBuffer& in, int64_t row, int64_t end) const;
+    void add_low(const Linear& l, const Change& c, int64_t row, int64_t end, Range tiles, Store to) const;
+    void changed(const Linear& l, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, Store to) const;
+    void one_whole(const Linear& l, const Change& c, const InputBuffer& in, int64_t row, int64_t rows, Range tiles, Store to) const;
+    void scaled(const Linear& l, const Change& c, const InputBuffer& in, int64_t row, int64_t end, Range tiles, Store to) const;
+    void gated_changed(const Mlp& m, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, float* out, int64_t ld) const;
+    void join_halves(const Mlp& m, float* gate, float* y, int64_t width) const;
+
     const bool round_, loose_;
     uint8_t* const scratch_;
     const Kinds kinds_;
+    const Adapter* const* adapters_;
+    AdapterTable* const table_;
+    AdapterTable::Scratch* const own_;
+    const int thread_, threads_;
+    int64_t shift_ = 0;
+    uint64_t serial_ = 0;
 };
 
 }  // namespace tk

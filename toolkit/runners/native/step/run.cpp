@@ -106,8 +106,11 @@ void Run::embed_rows(Range r) {
         const int64_t at = first + t;
         const int32_t prev = in.from_previous[at];
         const int64_t id = prev >= 0 ? model.previous[size_t(prev)] : in.token_ids[at];
-        ops.matrix_row(p.embed.w, id, p.embed_scale, w.x + t * w.hidden_ld);
-        if (p.embed.turned) ops.hadamard(w.x + t * w.hidden_ld, p.hidden);
+        float* x = w.x + t * w.hidden_ld;
+        const Change* changed = change(p.embed, t);
+        ops.matrix_row(changed && changed->whole.present() ? changed->whole.w : p.embed.w, id, p.embed_scale, x);
+        if (p.embed.turned && !(changed && changed->whole.present())) ops.hadamard(x, p.hidden);
+        if (changed && changed->low()) embed_low(*changed, id, p.embed_scale, x);
     }
     for (int64_t i = 0; i < in.embeds_size; i++) {
         const int64_t t = in.embed_index[i] - first;
@@ -186,6 +189,7 @@ void Run::heads() {
     for (int64_t base = 0; base < plan.logit_rows; base += w.logit_rows) {
         const int64_t n = std::min(w.logit_rows, plan.logit_rows - base);
         const float* from = plan.hidden + base * w.hidden_ld;
+        use_adapters(adapters, base, 0, uint64_t((plan.logit_rows - 1 - base) / w.logit_rows));
         Prepared x = prepare(p.head_in, Norm(), from, w.hidden_ld, n);
         Store to;
         to.out = w.logits;

@@ -19,9 +19,10 @@ class Run : RowWork {
 public:
     Run(Model& m, const StepArrays& i, const StepResults& o, Plan& pl, const Cut& cut, int index)
         : RowWork(*m.ops, m.program.bf16, false, m.work->threads[size_t(index)].linear,
-                  {cut.seen.empty() ? nullptr : cut.seen.data(), &m.work->threads[size_t(index)].low}),
+                  {cut.seen.empty() ? nullptr : cut.seen.data(), &m.work->threads[size_t(index)].low,
+                   cut.adapters.empty() ? nullptr : cut.adapters.data(), &m.adapters, index, m.pool.size()}),
           model(m), p(m.program), w(*m.work), in(i), out(o), plan(pl), seq_of(cut.seq_of), view_of(cut.view_of), spans(cut.spans),
-          blocks(cut.blocks), looks(cut.looks), parts(cut.parts), runs(cut.runs), first(cut.first), count(cut.count),
+          blocks(cut.blocks), looks(cut.looks), parts(cut.parts), runs(cut.runs), adapters(cut.adapters), first(cut.first), count(cut.count),
           thread(index), threads(m.pool.size()), own(m.work->threads[size_t(index)]) {
         for (LowScratch::Rows& made : own.low.made) made.of = nullptr;
     }
@@ -236,6 +237,7 @@ private:
     void each_expert(const Moe& m, bool down, Body&& body);
     void experts(const Moe& m);
     void gather_pairs_mid(const Moe& m);
+    void use_pairs(const Moe& m, const Mlp& e);
     void combine(const Sublayer& s, const Moe& m);
     void combine_own(const Sublayer& s, const Moe& m);
 
@@ -256,6 +258,7 @@ private:
     const std::vector<QueryBlock>& looks;
     const std::vector<RowPart>& parts;
     const std::vector<int64_t>& runs;
+    const Adapters& adapters;
     const int64_t first, count;  // the chunk's flat tokens
     Range hand{0, count};        // those that this thread has in hand: a part of their own, or all
     const int thread, threads;

@@ -19,6 +19,7 @@ struct StepArrays {
     const int64_t* const* slot_mapping;
     const int8_t* rope_set;
     const int32_t* rope_length;  // [T] by which ropes turn that have `ntk`, 0 = as trained; null = by rope_set
+    const int32_t* adapter;      // [S] slot of each sequence's adapter, -1 = none; null = none has one
     const int32_t* sample_index;
     int64_t logits_size;
     const int32_t* logits_index;

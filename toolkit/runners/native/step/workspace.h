@@ -104,6 +104,7 @@ struct ExpertRows {
     std::vector<int32_t> pair;      // pair index (token * top_k + k) by expert
     std::vector<int32_t> place;     // inverse of pair
     std::vector<int32_t> active;    // experts with rows
+    std::vector<const Adapter*> adapters;  // of pairs by expert; empty where no token has one
 };
 
 // Memory taken piece by piece, zero and touched lazily, that goes back together.

@@ -131,6 +131,9 @@ void Run::route(const Sublayer& s, const Moe& m) {
         if (count <= SMALL) pick_all({0, count});
         if (in.routes_size) tell_routes(m);
         group_pairs(r, count * m.top_k, m.router.w.rows);
+        r.adapters.clear();
+        if (!adapters.empty())
+            for (const int32_t pair : r.pair) r.adapters.push_back(adapters[size_t(pair / m.top_k)]);
     });
 }
 
@@ -212,11 +215,12 @@ void Run::each_expert(const Moe& m, bool down, Body&& body) {
 
 // Leaves what experts make of their rows in w.pairs_out, and what the shared one makes of all in w.tmp.
 void Run::experts(const Moe& m) {
-    const bool one = count == 1 && !m.weigh_input;  // then all rows are the same
+    const bool one = count == 1 && !m.weigh_input && adapters.empty();  // then all rows are the same
     if (!one) gather_pairs(m);
     each_expert(m, false, [&](const Mlp& e, Range rows, Range tiles) {
         const InputBuffer &from = one || &e == &m.shared ? w.in : w.pairs_in, &to = &e == &m.shared ? w.mid : w.pairs_mid;
         float* out = to.x + rows.first * to.ldx + tiles.first * LANES;
+        use_pairs(m, e);
         gated(e, from, one ? 0 : rows.first, rows.last - rows.first, tiles, out, to.ldx);
     });
     const ExpertRows& r = w.experts;
@@ -231,6 +235,7 @@ void Run::experts(const Moe& m) {
         Store to;
         to.out = (&e == &m.shared ? w.tmp : w.pairs_out) + rows.first * w.hidden_ld;
         to.ld = w.hidden_ld;
+        use_pairs(m, e);
         linear(e.down, &e == &m.shared ? w.mid : w.pairs_mid, rows.first, rows.last - rows.first, tiles, to);
     });
 }
@@ -286,6 +291,15 @@ void Run::combine_own(const Sublayer& s, const Moe& m) {
     });
 }
 
+// Adapters of the rows that the expert reads: pairs have their tokens'.
+void Run::use_pairs(const Moe& m, const Mlp& e) {
+    static const Adapters none;
+    if (adapters.empty()) return;
+    if (&e == &m.shared) use_adapters(adapters);
+    else if (model.adapters.changes_experts) use_adapters(w.experts.adapters, 0, CHUNK);
+    else use_adapters(none);
+}
+
 void Run::combine(const Sublayer& s, const Moe& m) {
     if (p.ranks > 1) return combine_own(s, m);
     const float* gates = w.router + m.router.w.tiles() * LANES;
@@ -309,8 +323,10 @@ void Run::combine(const Sublayer& s, const Moe& m) {
 }
 
 void Run::mix(const Sublayer& s, const Moe& m) {
+    use_adapters(adapters);
     route(s, m);
     experts(m);
+    use_adapters(adapters);
     combine(s, m);
 }
 

@@ -1,0 +1,109 @@
+"""Adapters that come and go while requests run: none of those fails, and each is answered as if it ran alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from toolkit.configs.engine import TurbomindEngineConfig
+from toolkit.configs.generation import GenerationConfig
+from toolkit.engine.process.frontend import AsyncEngine
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.runners.native import library
+from toolkit.serve.adapter_routes import Watch
+from toolkit.serve.state import ServerState
+
+pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library does not run here")
+STREAMS = 32
+SHORT = GenerationConfig(max_new_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny_models: Any, support: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root, write = tmp_path_factory.mktemp("adapters"), support("adapters").write_adapter
+    model = tiny_models("llama")
+    return {name: write(root / name, model, "[qv]_proj|down_proj", rank=r, seed=r) for name, r in (("a", 4), ("b", 9))}
+
+
+@pytest.fixture
+def engine(tiny_models: Any) -> Iterator[AsyncEngine]:
+    config = TurbomindEngineConfig(
+        session_len=128, max_batch_size=8, dtype="float32", adapter_memory="30kB", cache_max_entry_count=64
+    )
+    with AsyncEngine.open(tiny_models("llama"), backend_config=config) as made:
+        yield made
+
+
+class State:
+    """What the watch asks of a server's state."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
+        self.settings = SimpleNamespace(adapters=())
+        self.loaded: dict[str, Path] = {}
+        self.unloaded: set[str] = set()
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(self.loaded)
+
+    model_names = adapters
+
+
+def answer(engine: AsyncEngine, i: int, name: str | None) -> list[int]:
+    deltas = list(engine.generate_sync([5 + i % 4, 6, 7], SHORT, adapter=name))
+    assert deltas[-1].finish_reason == "length", deltas[-1].error_message
+    return [t for d in deltas for t in d.token_ids]
+
+
+def test_loading_and_unloading_under_many_streams(engine: AsyncEngine, adapters: dict[str, Path]) -> None:
+    engine.load_adapter("a", adapters["a"])
+    names = [None, "a"]
+    expected = {(i, name): answer(engine, i, name) for i in range(4) for name in names}
+    assert expected[0, None] != expected[0, "a"]
+    with ThreadPoolExecutor(STREAMS) as pool:
+        running = [pool.submit(answer, engine, i, names[i % 2]) for i in range(2 * STREAMS)]
+        for _ in range(4):
+            engine.load_adapter("b", adapters["b"])
+            engine.unload_adapter("b")
+        engine.load_adapter("b", adapters["b"])
+        assert [f.result() for f in running] == [expected[i % 4, names[i % 2]] for i in range(2 * STREAMS)]
+        last = [pool.submit(answer, engine, i, "b") for i in range(4)]
+        assert all(f.result() for f in last)
+    with pytest.raises(UsageError, match="'a' is taken"):
+        engine.load_adapter("a", adapters["b"])
+    engine.unload_adapter("a")
+    assert engine.adapters == ("b",)
+    refused = list(engine.generate_sync([5], SHORT, adapter="a"))[-1]
+    assert refused.finish_reason == "error" and "expected one of b, found 'a'" in str(refused.error_message)
+    with pytest.raises(UsageError, match="there is no adapter 'a'; there is b"):
+        engine.unload_adapter("a")
+
+
+def test_a_bad_one_changes_nothing(engine: AsyncEngine, adapters: dict[str, Path], tmp_path: Path) -> None:
+    before = answer(engine, 0, None)
+    with pytest.raises(ToolkitError, match=r"found no adapter_config\.json"):
+        engine.load_adapter("bad", tmp_path)
+    assert engine.adapters == () and answer(engine, 0, None) == before
+
+
+def test_a_watched_folder(engine: AsyncEngine, adapters: dict[str, Path], tmp_path: Path) -> None:
+    state = State(engine)
+    watch = Watch(cast(ServerState, state), tmp_path)
+    watch.look()
+    assert engine.adapters == ()
+    shutil.copytree(adapters["a"], tmp_path / "tales")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "adapter_config.json").write_text("{}")
+    watch.look()
+    watch.look()
+    assert engine.adapters == ("tales",) and answer(engine, 0, "tales")
+    shutil.rmtree(tmp_path / "tales")
+    watch.look()
+    assert engine.adapters == ()

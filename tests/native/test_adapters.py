@@ -1,0 +1,204 @@
+"""LoRA adapters on the native runner, in float32: the oracles are models with the adapter merged into their weights by
+torch, and the same requests alone."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from toolkit.errors import ToolkitError
+from toolkit.runners.base import RunnerError, RunnerOptions
+from toolkit.runners.choose import open_runner
+from toolkit.runners.native import library
+
+pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library does not run here")
+ATTENTION = "q_proj|v_proj"
+ALL = r"(?:[qkvo]|gate|up|down|qkv|gate_up|wqkv|wo)_?(?:proj)?|w[123]"
+EXPERTS = r"experts\.\d+\.w[123]|gate|[qkvo]_proj"
+
+
+def runner_for(model: Path, *adapters: Path, **options: Any) -> Any:
+    fields = {"device": "cpu", "dtype": "float32", "block_size": 16, "threads": 2} | options
+    named = tuple((a.name, str(a)) for a in adapters)
+    load_format = fields.pop("load_format", "auto")
+    made = RunnerOptions(adapters=named, **fields)
+    runner, why = open_runner(model, backend="turbomind", options=made, load_format=load_format)
+    assert runner.name == "native", why
+    return runner
+
+
+def ids(count: int, seed: int) -> list[int]:
+    return [int(x) for x in np.random.default_rng(seed).integers(3, 300, count)]
+
+
+def alone(support: Any, runner: Any, prompt: list[int], adapter: int = -1) -> np.ndarray:
+    """[len(prompt), V]: all but the last tokens as a prompt, then one alone."""
+    driver = support("steps").Driver(runner)
+    number, use = driver.add(), {"adapter": np.array([adapter], np.int32)}
+    first = driver.step({number: prompt[:-1]}, "all", **use).logits
+    return np.concatenate([first, driver.step({number: prompt[-1:]}, "all", **use).logits])
+
+
+def check_merged(support: Any, model: Path, made: Path, merged: Path, **options: Any) -> None:
+    """An adapter gives what merged weights give, and rows without it the base's bits."""
+    expected = alone(support, runner_for(merged, **options), ids(43, 0))
+    runner = runner_for(model, made, **options)
+    found = alone(support, runner, ids(43, 0), adapter=0)
+    np.testing.assert_allclose(found, expected, rtol=3e-4, atol=3e-4)
+    base = alone(support, runner_for(model, **options), ids(43, 0))
+    np.testing.assert_array_equal(alone(support, runner, ids(43, 0)), base)
+    assert np.abs(found - base).max() > 0.05
+
+
+@pytest.mark.parametrize(
+    "family, targets, config",
+    [
+        ("llama", ATTENTION, {}),
+        ("llama", ALL, {"rank": 24, "use_rslora": True}),
+        ("llama", ALL, {"rank_pattern": {"o_proj": 2}, "alpha_pattern": {"down_proj": 3}}),
+        ("llama", f"{ALL}|lm_head", {"rank": 40}),
+        ("llama", "embed_tokens", {}),
+        ("llama", ALL, {"use_dora": True}),
+        ("llama", "q_proj|down_proj", {"modules_to_save": ["lm_head", "embed_tokens"]}),
+        ("phi3", ALL, {"use_dora": True}),
+        ("internlm2", ALL, {}),
+        ("gemma2", ALL, {}),
+        ("deepseek_v3", "q_[ab]_proj|kv_a_proj_with_mqa|o_proj", {}),
+        ("mixtral", EXPERTS, {}),
+    ],
+)
+def test_an_adapter_gives_what_merged_weights_give(
+    family: str, targets: str, config: Any, tiny_models: Any, support: Any, tmp_path: Path
+) -> None:
+    model, adapters = tiny_models(family), support("adapters")
+    made = adapters.write_adapter(tmp_path / "one", model, targets, **config)
+    check_merged(support, model, made, adapters.merge(model, made, tmp_path / "merged"))
+
+
+def write_three(model: Path, support: Any, root: Path) -> list[Path]:
+    write = support("adapters").write_adapter
+    return [
+        write(root / "a", model, ATTENTION, rank=3, seed=2),
+        write(root / "b", model, f"{ALL}|lm_head", rank=20, seed=3, use_rslora=True),
+        write(root / "c", model, ALL, rank=8, seed=4, use_dora=True, modules_to_save=["embed_tokens"]),
+    ]
+
+
+@pytest.mark.parametrize("load_format, dtype", [("auto", "bfloat16"), ("int4", "float32"), ("int8", "bfloat16")])
+def test_a_rows_bits_depend_on_nothing_but_itself(
+    load_format: str, dtype: str, tiny_models: Any, support: Any, tmp_path: Path
+) -> None:
+    """Rows with and without adapters in one step, prompts and single tokens, on one thread and on two."""
+    model = tiny_models("llama")
+    made = write_three(model, support, tmp_path)
+    how = {"dtype": dtype, "load_format": load_format}
+    use, lengths = np.array([1, -1, 2, 0, 1, -1], np.int32), [5, 19, 1, 300, 30, 8]
+    prompts = [ids(n, i) for i, n in enumerate(lengths)]
+    single = runner_for(model, *made, threads=1, **how)
+    expected = [alone(support, single, [*prompt, 7], int(a)) for prompt, a in zip(prompts, use, strict=True)]
+    plain = runner_for(model, threads=1, **how)
+    for prompt, a, rows in zip(prompts, use, expected, strict=True):
+        base = alone(support, plain, [*prompt, 7])
+        assert (a < 0) == bool((base == rows).all())
+    driver = support("steps").Driver(runner_for(model, *made, threads=2, **how))
+    numbers = [driver.add() for _ in use]
+    first = driver.step(dict(zip(numbers, prompts, strict=True)), "all", adapter=use).logits
+    more = driver.step({n: [7] for n in numbers}, "all", adapter=use).logits
+    for n, rows in enumerate(np.split(first, np.cumsum(lengths)[:-1])):
+        np.testing.assert_array_equal(np.concatenate([rows, more[n : n + 1]]), expected[n])
+
+
+def test_more_adapters_than_memory_are_read_again(tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    model = tiny_models("llama")
+    made = write_three(model, support, tmp_path)
+    whole = runner_for(model, *made)
+    expected = [alone(support, whole, ids(9, 0), i) for i in range(3)]
+    size = max(whole._shelf._held[i].nbytes for i in range(3))
+    small = runner_for(model, *made, adapter_memory=size)
+    for i in (0, 1, 2, 2, 0):
+        np.testing.assert_array_equal(alone(support, small, ids(9, 0), i), expected[i])
+        assert small._shelf.nbytes <= size and i in small._shelf.held
+    assert small._shelf.reads > 3
+
+
+def test_adapters_come_and_go(tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    model = tiny_models("llama")
+    made = write_three(model, support, tmp_path)
+    expected = alone(support, runner_for(model, made[0]), ids(9, 0), 0)
+    runner = runner_for(model)
+    base = alone(support, runner, ids(9, 0))
+    runner.add_adapter(5, made[0])
+    np.testing.assert_array_equal(alone(support, runner, ids(9, 0), 5), expected)
+    runner.remove_adapter(5)
+    with pytest.raises(RunnerError, match="adapter: there is none of number 5"):
+        alone(support, runner, ids(9, 0), 5)
+    np.testing.assert_array_equal(alone(support, runner, ids(9, 0)), base)
+
+
+def spoil(path: Path, change: Any) -> Path:
+    """The adapter with its tensors changed."""
+    file = path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    return path
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda t: t.update({k: v * float("nan") for k, v in list(t.items())[:1]}), "expected finite numbers"),
+        (
+            lambda t: t.update(
+                {k: v[:0] for k, v in t.items() if "lora_A" in k} | {k: v[:, :0] for k, v in t.items() if "lora_B" in k}
+            ),
+            "rank: expected 1 to",
+        ),
+        (lambda t: t.pop(next(k for k in t if "lora_B" in k)), "is missing beside its partner"),
+        (
+            lambda t: t.update(
+                {f"{NOWHERE}.lora_A.weight": torch.ones(4, 8), f"{NOWHERE}.lora_B.weight": torch.ones(8, 4)}
+            ),
+            "which the model has not",
+        ),
+    ],
+)
+def test_bad_tensors_are_said_in_one_line(
+    change: Any, message: str, tiny_models: Any, support: Any, tmp_path: Path
+) -> None:
+    model = tiny_models("llama")
+    made = spoil(support("adapters").write_adapter(tmp_path / "a", model, ATTENTION), change)
+    with pytest.raises(ToolkitError) as error:
+        runner_for(model, made).load_weights()
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_another_models_adapter_and_a_hostile_pickle(tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    model, write = tiny_models("llama"), support("adapters").write_adapter
+    with pytest.raises(ToolkitError, match=r"q_proj: expected lora_A \[r, 96\].*found \[4, 64\]"):
+        runner_for(tiny_models("llama", hidden_size=96), write(tmp_path / "a", model, "q_proj")).load_weights()
+    made = write(tmp_path / "b", model, "q_proj")
+    (made / "adapter_model.safetensors").unlink()
+    with pytest.raises(ToolkitError, match=r"expected adapter_model.safetensors or adapter_model.bin"):
+        runner_for(model, made).load_weights()
+    (made / "adapter_model.bin").write_bytes(pickle.dumps(Hostile(tmp_path / "ran")))
+    with pytest.raises(ToolkitError, match=r"adapter_model\.bin"):
+        runner_for(model, made).load_weights()
+    assert not (tmp_path / "ran").exists()
+
+
+NOWHERE = "base_model.model.model.layers.0.self_attn.w_proj"
+
+
+class Hostile:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)

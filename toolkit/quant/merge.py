@@ -1,0 +1,78 @@
+"""``tool lite merge``: a checkpoint with a LoRA adapter in its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.artifacts.adapter import CONFIG, WEIGHTS, Change, Whole, changes_of_modules
+from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
+from toolkit.artifacts.manifest import describe_parent, file_digest
+from toolkit.artifacts.output.checkpoint_writer import write_checkpoint
+from toolkit.artifacts.output.stage import open_stage
+from toolkit.artifacts.source import resolve_model
+from toolkit.errors import ToolkitError
+from toolkit.models.registry import load_spec
+from toolkit.models.spec import DecoderSpec, StoredTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def merge(model: str, adapter: str, target: Path, overwrite: bool = False) -> int:
+    """Write MODEL to ``target`` with what the adapter adds in its weights, computed in float32 and rounded to the type
+    that they are stored in; returns how many modules have changed.
+
+    Raises UsageError for a target that is not empty, ToolkitError, one line, for a quantized checkpoint, an adapter
+    that does not fit it, and one that changes a matrix that head and embedding share.
+    """
+    path, from_ = resolve_model(model), resolve_model(adapter)
+    checkpoint = open_checkpoint(path)
+    spec, stored = load_spec(checkpoint, checkpoint.config)
+    changes = {item.name: (item, change) for item, change in changes_of_modules(from_, spec, stored).items()}
+    _check(path, checkpoint, spec, changes)
+    files = [from_ / name for name in (CONFIG, *WEIGHTS) if (from_ / name).is_file()]
+    options = {"adapter": adapter, "files": {file.name: file_digest(file) for file in files}}
+    parent = describe_parent(path)
+    with open_stage(
+        target, kind="checkpoint", stage="merge", parent=parent, options=options, overwrite=overwrite
+    ) as stage:
+        if not stage.already_there:
+            write_checkpoint(stage.dir, checkpoint, _merged(checkpoint, changes), lambda config: config)
+            stage.finish({"merged_modules": len(changes)})
+    return len(changes)
+
+
+Changes = Mapping[str, tuple[StoredTensor, Change]]
+
+
+def _check(path: Path, checkpoint: Checkpoint, spec: DecoderSpec, changes: Changes) -> None:
+    if checkpoint.quantization is not None:
+        raise ToolkitError(f"{path}: it is quantized already; merge the adapter into the float model and quantize that")
+    names = set(checkpoint.names())
+    for name, (item, _) in changes.items():
+        if spec.tied and item.kind in ("embed", "head"):
+            raise ToolkitError(f"{path}: {name}: head and embedding are one matrix here; serve the adapter unmerged")
+        if f"{name}.weight" not in names:
+            raise ToolkitError(f"{path}: expected a tensor {name}.weight, which the adapter changes; found none")
+
+
+def _merged(checkpoint: Checkpoint, changes: Changes) -> Iterator[tuple[str, Tensor]]:
+    for name in checkpoint.names():
+        found, module = checkpoint.tensor(name), name.removesuffix(".weight")
+        if module in changes and name != module:
+            item, change = changes[module]
+            found = _changed(item, change, found).to(found.dtype).contiguous()
+        yield name, found
+
+
+def _changed(item: StoredTensor, change: Change, stored: Tensor) -> Tensor:
+    if isinstance(change, Whole):
+        return change.weight.T if item.transposed else change.weight
+    weight = stored.T.float() if item.transposed else stored.float()
+    added = change.b @ change.a
+    weight = weight + (added.T if item.kind == "embed" else added)
+    if change.magnitude is not None:
+        weight = weight * (change.magnitude / weight.norm(dim=1))[:, None]
+    return weight.T if item.transposed else weight

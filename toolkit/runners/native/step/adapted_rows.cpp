@@ -1,0 +1,168 @@
+// Linears for rows that have adapters.
+#include <algorithm>
+#include <cstring>
+
+#include "step/row_work.h"
+
+namespace tk {
+
+bool RowWork::adapted(const Linear& l, int64_t first_row, int64_t rows) const {
+    if (!adapters_ || l.site < 0) return false;
+    for (int64_t t = first_row; t < first_row + rows; t++)
+        if (change(l, t)) return true;
+    return false;
+}
+
+// Runs [row, end) of rows that have the same change, at most RUN long and cut at the same places by all threads: body(row, end, change).
+template <class Body>
+void RowWork::each_change(const Linear& l, int64_t first_row, int64_t rows, Body&& body) const {
+    constexpr int64_t RUN = 32;
+    for (int64_t row = first_row, end, last = first_row + rows; row < last; row = end) {
+        const Change* c = change(l, row);
+        for (end = row + 1; end < last && end < row + RUN && change(l, end) == c;) end++;
+        if (c) body(row, end, *c);
+    }
+}
+
+// a(x) of rows [row, end) where nobody has made it yet.
+void RowWork::lower(const Linear& l, const Change& c, const InputBuffer& in, int64_t row, int64_t end) const {
+    Lowered& low = table_->lowered;
+    if (!low.claim(serial_, l.site, row + shift_)) return;
+    Store to;
+    to.out = low.row(l.site, row + shift_);
+    to.ld = low.ld();
+    ops.linear(c.a.w, rows_of(in, c.a, row), end - row, 0, c.a.w.tiles(), to, own_->linear.data());
+    low.made(serial_, l.site, row + shift_);
+}
+
+void RowWork::add_low(const Linear& l, const Change& c, int64_t row, int64_t end, Range tiles, Store to) const {
+    Lowered& low = table_->lowered;
+    low.wait(serial_, l.site, row + shift_);
+    InputBuffer x;
+    x.x = low.row(l.site, row + shift_);
+    x.ldx = low.ld();
+    if (!to.add) to.alpha = 1.0f;
+    to.add = 1;
+    to.bias = nullptr;
+    ops.linear(c.b.w, rows_of(x, c.b, 0), end - row, tiles.first, tiles.last, to, own_->linear.data());
+}
+
+// As `linear`, for rows of which some have a change.
+void RowWork::changed(const Linear& l, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, Store to) const {
+    const int64_t last = first_row + rows;
+    auto at = [&](int64_t row) {
+        Store part = to;
+        part.out += (row - first_row) * to.ld;
+        return part;
+    };
+    // rows that the linear is computed for as it is, all together
+    for (int64_t row = first_row, end; row < last; row = end) {
+        auto plain = [&](int64_t t) { return !change(l, t) || change(l, t)->adds(); };
+        end = row + 1;
+        if (!plain(row)) continue;
+        while (end < last && plain(end)) end++;
+        one(l, in, row, end - row, tiles, at(row));
+    }
+    // who comes with this thread begins elsewhere
+    std::vector<std::pair<int64_t, int64_t>>& runs = own_->runs;
+    runs.clear();
+    each_change(l, first_row, rows, [&](int64_t row, int64_t end, const Change& c) {
+        if (c.low()) runs.emplace_back(row, end);
+        else one_whole(l, c, in, row, end - row, tiles, at(row));
+    });
+    const size_t n = runs.size(), from = threads_ > 0 ? n * size_t(thread_) / size_t(threads_) : 0;
+    for (size_t i = 0; i < n; i++) {
+        const auto [row, end] = runs[(from + i) % n];
+        lower(l, *change(l, row), in, row, end);
+    }
+    for (const auto& [row, end] : runs) {
+        const Change& c = *change(l, row);
+        if (c.adds()) add_low(l, c, row, end, tiles, at(row));
+        else scaled(l, c, in, row, end, tiles, at(row));
+    }
+}
+
+void RowWork::one_whole(const Linear& l, const Change& c, const InputBuffer& in, int64_t row, int64_t rows, Range tiles, Store to) const {
+    to.bias = l.bias.data;
+    ops.linear(c.whole.w, rows_of(in, c.whole, row), rows, tiles.first, tiles.last, to, own_->linear.data());
+}
+
+// Rows whose linear is multiplied by factors of its outputs, before its bias.
+void RowWork::scaled(const Linear& l, const Change& c, const InputBuffer& in, int64_t row, int64_t end, Range tiles, Store to) const {
+    constexpr int64_t STEP = STRIPE / LANES;
+    float* y = own_->half.at<float>(0) + CHUNK * STRIPE;
+    Linear bare = l;
+    bare.bias = {};
+    for (int64_t t0 = tiles.first; t0 < tiles.last; t0 += STEP) {
+        const Range part{t0, std::min(t0 + STEP, tiles.last)};
+        const int64_t at = t0 * LANES, width = std::min(l.w.rows, part.last * LANES) - at;
+        Store made;
+        made.out = y - at;
+        made.ld = STRIPE;
+        one(bare, in, row, end - row, part, made);
+        add_low(l, c, row, end, part, made);
+        for (int64_t i = 0; i < end - row; i++) {
+            float *from = y + i * STRIPE, *out = to.out + i * to.ld + at;
+            ops.multiply(from, c.magnitudes.data + at, width, -1);
+            if (l.bias) ops.add_scaled(from, l.bias.data + at, 1.0f, width);
+            if (to.add) ops.add_scaled(out, from, to.alpha, width);
+            else std::memcpy(out, from, size_t(width) * 4);
+        }
+    }
+}
+
+void RowWork::embed_low(const Change& c, int64_t id, float scale, float* x) const {
+    std::vector<float> row(size_t(pad16(c.b.w.cols)) + LANES);
+    ops.matrix_row(c.a.w, id, 1.0f, row.data());
+    InputBuffer low;
+    low.x = row.data();
+    low.ldx = int64_t(row.size());
+    Store to;
+    to.out = x;
+    to.add = 1;
+    to.alpha = scale;
+    ops.linear(c.b.w, rows_of(low, c.b, 0), 1, 0, c.b.w.tiles(), to, own_->linear.data());
+}
+
+// As `gated`, for rows of which some have a change of either half: of those each half is made by itself, some tiles at a time.
+void RowWork::gated_changed(const Mlp& m, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, float* out, int64_t ld) const {
+    constexpr int64_t STEP = STRIPE / LANES;
+    const int64_t last = first_row + rows;
+    auto apart = [&](int64_t t) { return change(m.up, t) || (m.gate.present() && change(m.gate, t)); };
+    float* half = own_->half.at<float>(0);
+    for (int64_t row = first_row, end; row < last; row = end) {
+        const bool halves = apart(row);
+        for (end = row + 1; end < last && bool(apart(end)) == halves;) end++;
+        float* to = out + (row - first_row) * ld;
+        if (!halves) {
+            pair(m.gate, m.up, m, in, row, end - row, tiles, to, ld);
+            continue;
+        }
+        for (int64_t t0 = tiles.first; t0 < tiles.last; t0 += STEP) {
+            const Range part{t0, std::min(t0 + STEP, tiles.last)};
+            const int64_t back = t0 * LANES, width = std::min(m.up.w.rows, part.last * LANES) - back;
+            Store gate, up;
+            gate.out = half - back;
+            gate.ld = STRIPE;
+            up.out = to - tiles.first * LANES;
+            up.ld = ld;
+            if (m.gate.present()) linear(m.gate, in, row, end - row, part, gate);
+            linear(m.up, in, row, end - row, part, up);
+            for (int64_t i = 0; i < end - row; i++) join_halves(m, half + i * STRIPE, up.out + i * ld + back, width);
+        }
+    }
+}
+
+// y = activation(gate) * y, or without a gate activation(y).
+void RowWork::join_halves(const Mlp& m, float* gate, float* y, int64_t width) const {
+    if (!m.gate.present()) return ops.activate(y, width, m.activation);
+    if (m.gate_scale != 1.0f) std::for_each(gate, gate + width, [&](float& x) { x *= m.gate_scale; });
+    if (m.activation != SWIGLUOAI) return ops.multiply(y, gate, width, m.activation);
+    for (int64_t i = 0; i < width; i++) {  // NaN stays NaN
+        gate[i] = gate[i] > 7.0f ? 7.0f : gate[i];
+        y[i] = (y[i] > 7.0f ? 7.0f : y[i] < -7.0f ? -7.0f : y[i]) + 1.0f;
+    }
+    ops.multiply(y, gate, width, QUICK_GELU);
+}
+
+}  // namespace tk

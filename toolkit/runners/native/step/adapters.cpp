@@ -1,0 +1,156 @@
+#include "step/adapters.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "step/record.h"
+#include "step/step.h"
+
+namespace tk {
+namespace {
+
+constexpr int64_t MOST_RANK = 1 << 14;
+
+Linear dense(const Record& r, const TensorRecord& t, const char* what) {
+    Linear l;
+    if (!t.data) return l;
+    l.w = r.matrix(t);
+    if (l.w.format != DENSE || t.perm) r.fail(what, "not of floats");
+    return l;
+}
+
+void expect(const Record& r, const char* what, const Linear& l, int64_t rows, int64_t cols) {
+    if (l.w.rows != rows || l.w.cols != cols)
+        r.fail(what, "expected " + std::to_string(rows) + " x " + std::to_string(cols) + ", found " + std::to_string(l.w.rows) + " x " +
+                         std::to_string(l.w.cols));
+}
+
+// magnitude / |row of W + b a|, by rows of W.
+void find_factors(const Ops& ops, const Linear& base, const Change& c, const float* magnitude, float* out) {
+    const int64_t cols = base.w.cols, rank = c.low() ? c.b.w.cols : 0, ld = pad16(cols);
+    std::vector<float> w(size_t(ld) + LANES), added(size_t(ld) + LANES), b(size_t(pad16(rank)) + LANES);
+    for (int64_t row = 0; row < base.w.rows; row++) {
+        ops.matrix_row(base.w, row, 1.0f, w.data());
+        if (c.low()) {
+            ops.matrix_row(c.b.w, row, 1.0f, b.data());
+            Rows x;
+            x.x = b.data();
+            x.ldx = int64_t(b.size());
+            ops.linear_back(c.a.w, x, 1, 0, c.a.w.tiles(), added.data(), ld);
+        }
+        double sum = 0;
+        for (int64_t k = 0; k < cols; k++) {
+            const double v = double(w[size_t(k)]) + double(added[size_t(base.key.perm ? base.key.perm[k] : k)]);
+            sum += v * v;
+        }
+        out[row] = magnitude[row] / float(std::sqrt(sum));
+    }
+}
+
+}  // namespace
+
+void Lowered::grow(int64_t rows, int64_t rank) {
+    if (rows <= rows_ && rank <= ld_) return;
+    rows_ = std::max(rows, rows_);
+    ld_ = std::max(pad16(rank), ld_);
+    numbers_ = Pages(PLACES * rows_ * ld_ * 4 + 128);
+    states_ = std::make_unique<std::atomic<uint64_t>[]>(size_t(PLACES * rows_));
+}
+
+bool Lowered::claim(uint64_t serial, int site, int64_t row) {
+    std::atomic<uint64_t>& s = state(site, row);
+    uint64_t found = s.load(std::memory_order_relaxed);
+    return found >> 1 != mark(serial, site) >> 1 && s.compare_exchange_strong(found, mark(serial, site), std::memory_order_relaxed);
+}
+
+void Lowered::made(uint64_t serial, int site, int64_t row) { state(site, row).store(mark(serial, site) | 1, std::memory_order_release); }
+
+void Lowered::wait(uint64_t serial, int site, int64_t row) const {
+    constexpr int PATIENCE = 2000;  // looks before the core is left to others: whoever makes it may want this one
+    for (int i = 0; state(site, row).load(std::memory_order_acquire) != (mark(serial, site) | 1); i++)
+        if (i > PATIENCE) sched_yield();
+}
+
+void AdapterTable::put(const Program& p, const Ops& ops, int64_t count_threads, int64_t slot, const int32_t* sites,
+                       const TensorRecord* tensors, int64_t count) {
+    if (slot < 0 || slot >= SLOTS) throw Error("adapter: slot " + std::to_string(slot) + " does not exist");
+    Values none("", nullptr, 0, tensors, 4 * count);
+    auto made = std::make_unique<Adapter>();
+    made->changes.resize(p.sites.size());
+    int64_t room = 0, widest = rank, held = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (tensors[4 * i + 2].data) held += pad16(tensors[4 * i + 2].rows);
+    made->held.resize(size_t(held));
+    float* factors = made->held.data();
+    bool experts = changes_experts;
+    for (int64_t i = 0; i < count; i++) {
+        const int32_t site = sites[i];
+        const Record r(none, "adapter.sites." + std::to_string(site) + ".");
+        if (site < 0 || size_t(site) >= p.sites.size() || !p.sites[size_t(site)].present()) r.fail("site", "does not exist");
+        const Linear& base = p.sites[size_t(site)];
+        const bool embeds = site == p.embed.site;
+        const TensorRecord* t = tensors + 4 * i;
+        auto c = std::make_unique<Change>();
+        c->a = dense(r, t[0], "a");
+        c->b = dense(r, t[1], "b");
+        c->whole = dense(r, t[3], "whole");
+        if (c->a.present() != c->b.present() || c->a.present() == c->whole.present()) r.fail("a", "expected two matrices, or one in its place");
+        if (c->low()) {
+            const int64_t rank_here = c->b.w.cols;
+            if (rank_here > MOST_RANK) r.fail("b", "of a rank above " + std::to_string(MOST_RANK));
+            if (embeds) expect(r, "a", c->a, base.w.rows, rank_here), expect(r, "b", c->b, base.w.cols, rank_here);
+            else expect(r, "a", c->a, rank_here, base.w.cols), expect(r, "b", c->b, base.w.rows, rank_here);
+            widest = std::max(widest, rank_here);
+        } else {
+            expect(r, "whole", c->whole, base.w.rows, base.w.cols);
+        }
+        for (const Linear* l : {&c->a, &c->b, &c->whole})
+            if (l->present()) room = std::max(room, ops.linear_scratch(l->w));
+        if (t[2].data) {
+            if (t[2].kind != 0 || t[2].rows != base.w.rows || t[2].bytes < pad16(base.w.rows) * 4 || embeds || !c->low() || base.turned)
+                r.fail("magnitudes", "do not fit");
+            find_factors(ops, base, *c, static_cast<const float*>(t[2].data), factors);
+            c->magnitudes = {factors, base.w.rows};
+            factors += pad16(base.w.rows);
+        }
+        experts |= size_t(site) < p.of_experts.size() && p.of_experts[size_t(site)];
+        made->changes[size_t(site)] = std::move(c);
+    }
+    int64_t most = 0;
+    for (const Sublayer& s : p.sublayers)
+        if (const Moe* m = std::get_if<Moe>(&s.mixer)) most = std::max(most, m->top_k);
+    lowered.grow(CHUNK * (1 + (experts ? most : 0)), widest);
+    rank = widest;
+    changes_experts = experts;
+    threads.resize(size_t(count_threads));
+    for (Scratch& s : threads) {
+        if (int64_t(s.linear.size()) < room + 128) s.linear.resize(size_t(room + 128));
+        if (!s.half.data()) s.half = Pages(2 * CHUNK * STRIPE * 4 + 128);
+    }
+    if (int64_t(slots.size()) <= slot) slots.resize(size_t(slot) + 1);
+    slots[size_t(slot)] = std::move(made);
+}
+
+void AdapterTable::drop(int64_t slot) {
+    if (slot >= 0 && slot < int64_t(slots.size())) slots[size_t(slot)].reset();
+}
+
+Adapters AdapterTable::of_rows(const StepArrays& in, int64_t first, int64_t count) const {
+    Adapters found;
+    if (!in.adapter) return found;
+    for (int64_t s = 0; s < in.seqs; s++) {
+        const int32_t slot = in.adapter[s];
+        if (slot < 0) continue;
+        if (slot >= int64_t(slots.size()) || !slots[size_t(slot)]) throw Error("adapter: slot " + std::to_string(slot) + " is empty");
+        found.resize(size_t(count), nullptr);
+        for (int64_t t = std::max<int64_t>(in.cu_seqlens[s], first); t < std::min<int64_t>(in.cu_seqlens[s + 1], first + count); t++)
+            found[size_t(t - first)] = slots[size_t(slot)].get();
+    }
+    if (std::all_of(found.begin(), found.end(), [](const Adapter* a) { return !a; })) found.clear();
+    return found;
+}
+
+}  // namespace tk

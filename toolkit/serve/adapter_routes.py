@@ -1,0 +1,141 @@
+"""How clients and a watched folder load and unload LoRA adapters while the server runs; named as in vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+from starlette.responses import Response as HttpResponse
+
+from toolkit.configs.option import spelled
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.serve.control_routes import allowed
+from toolkit.serve.fields.strict import Strict
+from toolkit.serve.generation.read import parse
+from toolkit.serve.http.answers import AdapterChanged
+from toolkit.serve.http.errors import ApiError, bad_field
+from toolkit.serve.http.replies import json_response
+from toolkit.serve.http.schema import FORBIDDEN, describe
+from toolkit.serve.state import ServerState
+
+log = logging.getLogger(__name__)
+router = APIRouter()
+MARK = "adapter_config.json"
+LOOK_S = 2.0  # between two looks into the folder
+
+
+class LoadAdapterRequest(Strict):
+    """An adapter below the server's ``--adapter-dir``, and the name that requests are to use."""
+
+    lora_name: str = Field(min_length=1, max_length=200, description="What requests name as model.")
+    lora_path: str = Field(description="Its folder, also as a path below --adapter-dir.")
+
+
+class UnloadAdapterRequest(Strict):
+    """An adapter that is to go once the requests that use it have ended."""
+
+    lora_name: str = Field(min_length=1, max_length=200)
+    lora_int_id: int | None = Field(None, description="As vLLM has it; names alone count here.")
+
+
+BODIES: list[type[BaseModel]] = [LoadAdapterRequest, UnloadAdapterRequest]
+
+
+@router.post(
+    "/v1/load_lora_adapter",
+    **describe(LoadAdapterRequest, "Load a LoRA adapter; needs --adapter-dir", AdapterChanged, also=FORBIDDEN),
+)
+async def load_lora_adapter(raw: Request) -> HttpResponse:
+    state = allowed(raw, "adapter_dir")
+    request, _ = await parse(raw, state, LoadAdapterRequest)
+    folder = state.settings.adapter_dir
+    assert folder is not None
+    found = (folder / request.lora_path).resolve()
+    if not found.is_relative_to(folder.resolve()):
+        raise bad_field("lora_path", f"expected one below {folder} (the server's {spelled('adapter_dir')})")
+    try:
+        await asyncio.to_thread(load, state, request.lora_name, found)
+    except ToolkitError as e:
+        raise _answer(state, e) from e
+    return json_response({"loaded": request.lora_name, "adapters": list(state.adapters)})
+
+
+@router.post(
+    "/v1/unload_lora_adapter",
+    **describe(UnloadAdapterRequest, "Unload a LoRA adapter; needs --adapter-dir", AdapterChanged, also=FORBIDDEN),
+)
+async def unload_lora_adapter(raw: Request) -> HttpResponse:
+    state = allowed(raw, "adapter_dir")
+    request, _ = await parse(raw, state, UnloadAdapterRequest)
+    try:
+        await asyncio.to_thread(unload, state, request.lora_name)
+    except ToolkitError as e:
+        raise _answer(state, e) from e
+    return json_response({"loaded": None, "adapters": list(state.adapters)})
+
+
+def _answer(state: ServerState, error: ToolkitError) -> ApiError:
+    if (outage := state.engine.outage) is not None:
+        return ApiError(503, str(outage), code="engine_unavailable")
+    return ApiError(400, str(error), code="bad_adapter")
+
+
+def load(state: ServerState, name: str, path: Path) -> None:
+    """Have requests use the adapter in a folder by ``name``. Raises UsageError, ToolkitError."""
+    if name in state.model_names:
+        raise UsageError(f"lora_name: {name!r} is taken; unload that one first, or choose another name")
+    if not path.is_dir():
+        raise UsageError(f"lora_path: {path}: no such directory")
+    state.engine.load_adapter(name, path)
+    if name in state.settings.adapters:
+        state.unloaded.discard(name)
+    else:
+        state.loaded[name] = path
+
+
+def unload(state: ServerState, name: str) -> None:
+    """Take no more requests for it. Raises UsageError, ToolkitError."""
+    state.engine.unload_adapter(name)
+    if state.loaded.pop(name, None) is None:
+        state.unloaded.add(name)
+
+
+class Watch:
+    """Keeps the adapters of a folder loaded under the names of their folders: those that come, until they go. One that
+    cannot be is told of once, and tried again when it changes."""
+
+    def __init__(self, state: ServerState, folder: Path) -> None:
+        self._state, self._folder = state, folder
+        self._bad: dict[str, float] = {}
+        self._known: set[str] = set()
+
+    def look(self) -> None:
+        """Load what is new, unload what is gone. A name that a client has unloaded stays so while its folder stays."""
+        found = {path.parent.name: path.parent for path in sorted(self._folder.glob(f"[!.]*/{MARK}"))}
+        for name in self._known - found.keys():
+            self._known.discard(name)
+            if name in self._state.adapters:
+                try:
+                    unload(self._state, name)
+                except ToolkitError as e:
+                    log.warning("adapter %s: %s", name, e)
+        for name, path in found.items():
+            if name in self._known or name in self._state.model_names:
+                continue
+            try:
+                changed = max((f.stat().st_mtime for f in path.iterdir()), default=0.0)
+                if self._bad.get(name) != changed:
+                    self._bad[name] = changed
+                    load(self._state, name, path)
+                    self._known.add(name)
+            except (ToolkitError, OSError) as e:
+                log.warning("adapter %s: %s", name, e)
+
+    async def keep(self) -> None:
+        """Look again and again."""
+        while True:
+            await asyncio.to_thread(self.look)
+            await asyncio.sleep(LOOK_S)
