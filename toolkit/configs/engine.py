@@ -105,7 +105,7 @@ class CommonEngineConfig:
     dtype: str = option(
         "auto", "Activations: auto, float16, bfloat16, float32 (least swayed by the batch).", allowed=DTYPES
     )
-    tp: int = option(1, "Ranks to split a model over, on this CPU (pytorch only).", allowed=Bounds(1, 1024, "int32"))
+    tp: int = option(1, "Ranks to split a model over, on this CPU.", allowed=Bounds(1, 1024, "int32"))
     session_len: int | None = option(
         None, "Longest context, in tokens. Default: the model's, if it fits.", allowed=Bounds(1, 1 << 30, "int32")
     )

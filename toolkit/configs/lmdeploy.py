@@ -95,7 +95,7 @@ OPTIONS: dict[str, Theirs] = {
     # engine configs
     "dtype": _works("float32 too"),
     "model_format": _works("w8a8, gguf, meta_llama and engine too; checked against what the model holds"),
-    "tp": _works("ranks on the CPU of one machine, backend pytorch (docs/distributed.md); `convert` takes 1 alone"),
+    "tp": _works("ranks on the CPU of one machine (docs/distributed.md); `convert` takes 1 alone"),
     "session_len": _works(),
     "max_batch_size": _works(),
     "cache_max_entry_count": _works("1, an integer, is one block"),

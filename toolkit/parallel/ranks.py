@@ -33,8 +33,9 @@ class RankLost(Exception):
 class Ranks:
     """Processes of ranks 1 … world - 1 on this machine. They end when this one does."""
 
-    def __init__(self, world: int, threads: int) -> None:
-        """``threads``: of each. Raises ToolkitError where the system has no file, process or memory for them."""
+    def __init__(self, world: int, threads: int, worker: str = "toolkit.parallel.worker") -> None:
+        """``threads``: of each; ``worker``: the module whose ``main`` they run. Raises ToolkitError where the system
+        has no file, process or memory for them."""
         self.folder = Path(tempfile.mkdtemp(prefix="toolkit-ranks-"))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
@@ -45,7 +46,7 @@ class Ranks:
                 for way in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # one that stands still is no reason to wait
                     mine.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", int(STEP_SECONDS), 0))
                 with mine, theirs:
-                    started = child_process.start("toolkit.parallel.worker", theirs, stdout=2, env=env)
+                    started = child_process.start(worker, theirs, stdout=2, env=env)
                     self._processes.append(started)
                     self._pipes.append(Connection(mine.detach()))
         except OSError as e:
@@ -56,12 +57,13 @@ class Ranks:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def open(self, model: dict[str, Any], dense: bool) -> None:
-        """Tell all what they are. Each answers twice: when it has opened the model, and when it has met the others."""
+    def open(self, model: dict[str, Any], dense: bool, **more: Any) -> None:
+        """Tell all what they are, and ``more``. Each answers twice: when it has opened the model, and when it has met
+        the others; where they do not meet by messages, once."""
         level, world = logging.getLogger("toolkit").getEffectiveLevel(), len(self._pipes) + 1
         for rank, pipe in enumerate(self._pipes, 1):
             told = {"rank": rank, "world": world, "model": model, "dense": dense, "log_level": level}
-            told |= {"folder": str(self.folder), "seconds": STEP_SECONDS}
+            told |= {"folder": str(self.folder), "seconds": STEP_SECONDS, **more}
             self._put(rank, pipe, wire.pack(told))
 
     def have_met(self) -> None:
@@ -79,6 +81,10 @@ class Ranks:
         """Of all ranks, in their order. Raises RankLost, which names the rank that is gone or takes longer."""
         until = time.monotonic() + seconds
         return [self._answer(rank, pipe, until, seconds) for rank, pipe in enumerate(self._pipes, 1)]
+
+    def gone(self) -> bool:
+        """Whether a process has ended."""
+        return any(process.poll() is not None for process in self._processes)
 
     def why_lost(self) -> str:
         """After a message between ranks has failed: which one it was, as far as that can be told."""

@@ -151,9 +151,6 @@ def tokenizer_dir(path: Path) -> Path:
 def _check_tp(config: EngineConfig) -> None:
     if config.tp == 1:
         return
-    if isinstance(config, TurbomindEngineConfig):
-        instead = "leave tp out, or use PytorchEngineConfig (--backend pytorch)"
-        raise UsageError(f"tp={config.tp}: turbomind runs a model on one device so far; {instead}")
     if config.adapters:
         raise UsageError(f"tp={config.tp}: adapters are not split over ranks yet; leave them or tp out")
     if config.device not in ("auto", "cpu") or (config.device == "auto" and gpu_is_likely()):
@@ -238,13 +235,12 @@ def _open(setup: Setup) -> tuple[Runner, str]:
     }
     families = how.pop("families")
     if config.tp > 1:
+        from toolkit.parallel.choose import open_ranks
         from toolkit.parallel.model import Model
-        from toolkit.parallel.runner import RankedRunner
 
-        return RankedRunner(
-            Model(str(setup.path), replace(options, device="cpu"), how, tuple(getattr(config, "family_files", ()))),
-            config.tp,
-        ), ""
+        own_files = tuple(getattr(config, "family_files", ()))
+        model = Model(str(setup.path), replace(options, device="cpu"), how, own_files)
+        return open_ranks(model, config.tp, setup.backend)
     try:
         return open_runner(
             setup.path, backend=setup.backend, options=options, **how, empty=config.empty_init, families=families
