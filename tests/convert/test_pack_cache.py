@@ -304,7 +304,7 @@ def test_the_command_lists_and_clears(model: Path, capsys: pytest.CaptureFixture
     (row,) = json.loads(tool(capsys, "cache", "list", "--json", "-")[1])
     assert row["packed_from"] == str(model) and abs(row["last_used"] - time.time()) < 600
     code, _, err = tool(capsys, "cache", "clear", "nothing")
-    assert code == 2 and "nothing: no packed model of that name" in err
+    assert code == 2 and "nothing: nothing of that name is kept" in err
     notes = model / "notes.txt"
     notes.write_text("my thesis")
     code, _, err = tool(capsys, "cache", "list", "--json", str(notes))
@@ -365,3 +365,24 @@ def test_what_a_server_runs_stays_and_is_there_when_its_engine_starts_again(mode
             time.sleep(0.05)
         assert loop.pid != first and engine.healthy and not pack_cache.remove(entry.path)
     assert pack_cache.remove(entry.path)
+
+
+def test_the_command_knows_kept_kv_caches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept, model = tmp_path / "kv", "a" * 32
+    (kept / model).mkdir(parents=True)
+    kept.chmod(0o700)
+    file = kept / model / f"{'0' * 64}.0.kv"
+    file.write_bytes(bytes(2_000_000))
+    (kept / "notes.txt").write_text("my thesis")
+    (row,) = [
+        r
+        for r in json.loads(tool(capsys, "cache", "list", "--kv-cache-dir", str(kept), "--json", "-")[1])
+        if "blocks" in r
+    ]
+    assert row["name"] == model and row["blocks"] == 1 and row["kv_cache_dir"] == str(kept)
+    assert model in tool(capsys, "cache", "list", "--kv-cache-dir", str(kept))[1]
+    assert "2 MB of KV cache" in tool(capsys, "cache", "clear", "--kv-cache-dir", str(kept))[1]
+    assert [f.name for f in kept.iterdir()] == ["notes.txt"]
+    kept.chmod(0o777)
+    code, _, err = tool(capsys, "cache", "clear", "--kv-cache-dir", str(kept))
+    assert code == 2 and "others may write to it" in err
