@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from toolkit.errors import ToolkitError
 from toolkit.models.pictures import Picture
 from toolkit.parallel import ranks as timing
-from toolkit.parallel.model import Model, open_whole, runner_of
+from toolkit.parallel.model import Model, RankRunner, open_whole
 from toolkit.parallel.part import part_of
 from toolkit.parallel.ranks import RankLost, Ranks
 from toolkit.parallel.worker import digest
@@ -22,6 +22,7 @@ from toolkit.runners.base import Backend, MemoryNeed, RunnerError, RunnerLost, S
 from toolkit.runners.step import StepBatch, StepOutput
 from toolkit.runners.tensor.cache import block_bytes
 from toolkit.runners.tensor.step.pending import Failed
+from toolkit.runners.weights.new import NewWeights
 
 
 class RankedRunner:
@@ -37,8 +38,8 @@ class RankedRunner:
         whole = open_whole(model, world)
         threads = max(1, (model.options.threads or torch.get_num_threads()) // world)
         options = replace(model.options, threads=threads)
-        self._local, self._group = runner_of(whole, 0, world, options, None)
-        local = self._local
+        self._local = local = RankRunner(whole, 0, world, options, None)
+        self._group = local.group
         self.spec, self.options = whole.spec, local.options
         self.device, self.dtype = local.device, local.dtype
         each = f"{world} ranks, threads of each: {threads}; numbers of memory are of one rank"
@@ -46,6 +47,7 @@ class RankedRunner:
         specs = (part_of(whole.spec, rank, world, whole.unit).spec for rank in range(world))
         size, policy, dtype = options.block_size, options.quant_policy, getattr(torch, local.dtype)
         self._block_bytes = [block_bytes(spec, size, policy, dtype) for spec in specs]  # of each rank
+        self._weights: Callable[[], Mapping[str, Any]] = whole.weights
         self._lost = ""
         self._ranks = Ranks(world, threads)
         told = replace(model, options=replace(options, dtype=local.dtype))
@@ -84,7 +86,11 @@ class RankedRunner:
         self._all("load_weights")
 
     def use_weights(self, weights: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
-        raise RunnerError("a model that is split by tp takes no new weights yet")
+        """Each rank opens the files by itself: ``weights`` are ``NewWeights``, or what this has returned."""
+        told = (str(weights.model), str(weights.files)) if isinstance(weights, NewWeights) else (None, None)
+        before, self._weights = self._weights, weights
+        self._all("renew", *told)
+        return before
 
     def release_weights(self) -> None:
         self._all("release_weights")
@@ -113,7 +119,18 @@ class RankedRunner:
         self._all("import_block", group, block, own=[data[a:b] for a, b in itertools.pairwise(ends)])
 
     def encode(self, pictures: Sequence[Picture]) -> list[NDArray[np.float32]]:
-        raise RunnerError("models that see are not split yet")
+        """A part of the pictures on each rank, by how many numbers they have; one alone on the first."""
+        shares = shared_out([sum(part.size for part in picture.parts) for picture in pictures], len(self._block_bytes))
+        if not any(shares[1:]):
+            return self._local.encode(pictures)
+        parts = [[pictures[i] for i in share] for share in shares]
+        mine, others = self._all("encode", own=parts)
+        rows = {
+            i: found
+            for share, part in zip(shares, (mine, *others), strict=True)
+            for i, found in zip(share, part, strict=True)
+        }
+        return [rows[i] for i in range(len(pictures))]
 
     def _all(self, name: str, *arguments: Any, own: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
         """What the runner's method gives here, and on the other ranks. ``own``: of each rank, a last argument."""
@@ -192,6 +209,17 @@ class RankedRunner:
         self._group.leave()
         self._ranks.end()
         self._local.close()
+
+
+def shared_out(sizes: Sequence[int], world: int) -> list[list[int]]:
+    """Which of things of these sizes each rank has: the largest first, each where there is least yet."""
+    found: list[list[int]] = [[] for _ in range(world)]
+    load = [0] * world
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        rank = load.index(min(load))
+        found[rank].append(i)
+        load[rank] += sizes[i]
+    return found
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from typing import Any
 from toolkit.base import child_process
 from toolkit.errors import ToolkitError
 from toolkit.parallel import wire
-from toolkit.parallel.group import Group
-from toolkit.parallel.model import Model, open_whole, runner_of
+from toolkit.parallel.model import Model, RankRunner, open_whole
 from toolkit.runners.base import RunnerError
 from toolkit.runners.step import StepBatch, StepOutput
 
@@ -36,26 +35,27 @@ def main(fd: int) -> None:
         try:
             model = Model.from_json(told["model"])
             whole = open_whole(model, told["world"])
-            runner, group = runner_of(whole, told["rank"], told["world"], model.options, told["dense"])
+            runner = RankRunner(whole, told["rank"], told["world"], model.options, told["dense"])
             pipe.send_bytes(wire.pack({"error": None}))
-            group.join(Path(told["folder"]), told["seconds"])
+            runner.group.join(Path(told["folder"]), told["seconds"])
             pipe.send_bytes(wire.pack({"error": None}))
         except (ToolkitError, RuntimeError, OSError) as e:
             pipe.send_bytes(wire.pack({"error": str(e)}))
         else:
-            _serve(pipe, runner, group)
+            _serve(pipe, runner)
     os._exit(0)  # what is left of a broken group would end this with an abort
 
 
-def _serve(pipe: Connection, runner: Any, group: Group) -> None:
+def _serve(pipe: Connection, runner: RankRunner) -> None:
+    group = runner.group
     while True:
         name, arguments = wire.unpack(pipe.recv_bytes())
         before = group.messages
         answer: dict[str, Any] = {"error": None, "value": None}
         try:
             found = step(runner, *arguments) if name == "submit" else getattr(runner, name)(*arguments)
-            answer["value"] = found if isinstance(found, (int, bytes)) else None
-        except RunnerError as e:
+            answer["value"] = found if isinstance(found, (int, bytes, list)) else None
+        except (RunnerError, ToolkitError) as e:
             answer["error"] = str(e)
         except Exception as e:
             log.exception("%s failed", name)

@@ -153,8 +153,6 @@ def _check_tp(config: EngineConfig) -> None:
     if isinstance(config, TurbomindEngineConfig):
         instead = "leave tp out, or use PytorchEngineConfig (--backend pytorch)"
         raise UsageError(f"tp={config.tp}: turbomind runs a model on one device so far; {instead}")
-    if config.adapters:
-        raise UsageError(f"tp={config.tp}: adapters are not split over ranks yet; leave them or tp out")
     if config.device not in ("auto", "cpu") or (config.device == "auto" and gpu_is_likely()):
         raise UsageError(f"tp={config.tp}: ranks run on CPUs alone so far; use device cpu, or leave tp out")
 
@@ -234,7 +232,12 @@ def _open(setup: Setup) -> tuple[Runner, str]:
         from toolkit.parallel.runner import RankedRunner
 
         return RankedRunner(
-            Model(str(setup.path), replace(options, device="cpu"), how, tuple(getattr(config, "family_files", ()))),
+            Model(
+                str(setup.path),
+                replace(options, device="cpu"),
+                how | {"empty": config.empty_init},
+                tuple(getattr(config, "family_files", ())),
+            ),
             config.tp,
         ), ""
     try:

@@ -21,7 +21,7 @@ from toolkit.models.spec.mamba import MambaSpec
 from toolkit.models.spec.mixer import Rotary
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.moe import MoeSpec
-from toolkit.models.spec.parts import Activation, AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec
+from toolkit.models.spec.parts import Activation, AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec, Spread
 from toolkit.models.spec.share import Cut, Unit, Units, portion
 from toolkit.models.spec.short_conv import ConvSpec, ShortConvSpec
 from toolkit.models.spec.stored import Part, Rows, StoredTensor
@@ -53,6 +53,7 @@ __all__ = [
     "Rotary",
     "Rows",
     "ShortConvSpec",
+    "Spread",
     "State",
     "StoredTensor",
     "Sublayer",

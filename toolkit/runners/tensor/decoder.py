@@ -14,7 +14,7 @@ from toolkit.runners.tensor.layers.cross import Cross, seeing
 from toolkit.runners.tensor.layers.experts import Experts
 from toolkit.runners.tensor.layers.linear import Activations, Linear, Rounded, codes_of
 from toolkit.runners.tensor.layers.mutual import see_both_ways
-from toolkit.runners.tensor.layers.norms import LayerNorm, Norm, norm_later
+from toolkit.runners.tensor.layers.norms import LayerNorm, Norm, SpreadNorm, norm_later, spread_norms
 from toolkit.runners.tensor.ops import Ops
 from toolkit.runners.tensor.split import Split, Summed, own_rows
 from toolkit.runners.tensor.step.context import StepContext
@@ -54,8 +54,8 @@ class Attention:
     layer: int
     qkv: Linear
     o: Linear
-    q_norm: Norm | LayerNorm | None
-    k_norm: Norm | LayerNorm | None
+    q_norm: Norm | LayerNorm | SpreadNorm | None
+    k_norm: Norm | LayerNorm | SpreadNorm | None
     sinks: Tensor | None
     more: Mapping[str, Any]
     scales: tuple[float, float]
@@ -71,9 +71,16 @@ class Attention:
         cos, sin = (None, None) if spec.rope is None else step.rope[spec.rope]
         if spec.norm_last and cos is not None:
             q, k, cos, sin = self.ops.rope(q, cos, sin), self.ops.rope(k, cos, sin), None, None
-        eps = next((n.eps for n in (self.q_norm, self.k_norm) if isinstance(n, Norm)), 0.0)
-        q, q_weight = norm_later(self.q_norm, q, eps)
-        k, k_weight = norm_later(self.k_norm, k, eps)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if isinstance(q_norm, SpreadNorm):
+            k_spread = isinstance(k_norm, SpreadNorm)  # else it is over one head of keys, which every rank has
+            pairs = [(q_norm, q.flatten(1)), *([(k_norm, k.flatten(1))] if isinstance(k_norm, SpreadNorm) else [])]
+            q, *others = (y.unflatten(1, (-1, spec.head_dim)) for y in spread_norms(pairs))
+            q_norm, k, k_norm = None, others[0] if k_spread else k, None if k_spread else k_norm
+        assert not isinstance(k_norm, SpreadNorm), "keys are normed over all heads where queries are"
+        eps = next((n.eps for n in (q_norm, k_norm) if isinstance(n, Norm)), 0.0)
+        q, q_weight = norm_later(q_norm, q, eps)
+        k, k_weight = norm_later(k_norm, k, eps)
         scales = self.scales if cache.is_float8 else (1.0, 1.0)
         q = self.ops.rope_kv_write(
             q,
