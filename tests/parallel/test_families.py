@@ -19,6 +19,7 @@ from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.errors import UsageError
 from toolkit.models.registry import get, names
+from toolkit.parallel.layout import Layout
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.vision.eyes import Eyes
@@ -37,11 +38,11 @@ def options(**fields: Any) -> RunnerOptions:
     return RunnerOptions(**{"dtype": "float32", "block_size": 16, "device": "cpu", "threads": 1} | fields)
 
 
-def same(path: Path, world: int, support: Any, adapter: int = -1, **fields: Any) -> None:
+def same(path: Path, layout: Layout, support: Any, adapter: int = -1, **fields: Any) -> None:
     """Logits of a prompt in chunks and greedy tokens are alike."""
     steps = support("steps")
     runner = open_runner(path, backend="pytorch", options=options(**fields))[0]
-    ranks = support("together").Together(path, world, options(**fields))
+    ranks = support("together").Together(path, layout, options(**fields))
     try:
         one, several = steps.Driver(runner), steps.Driver(ranks)
         a, b, block = one.add(), several.add(), one.runner.spec.block
@@ -60,17 +61,24 @@ def same(path: Path, world: int, support: Any, adapter: int = -1, **fields: Any)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_give_what_one_process_gives(family: str, tiny_models: Any, support: Any) -> None:
-    same(tiny_models(family), 2, support)
+    same(tiny_models(family), Layout(tp=2), support)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "llama4", "deepseek_v3"])
+def test_whole_experts_on_each_rank(family: str, tiny_models: Any, support: Any) -> None:
+    """Beside a shared one; with inputs that are weighed; of models whose other layers have none."""
+    same(tiny_models(family), Layout(tp=2, ep=2), support)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("layout", [Layout(2), Layout(3), Layout(4), Layout(pp=2), Layout(2, 2)], ids=str)
 @pytest.mark.parametrize(("family", "shape"), SHAPES, ids=[f"{name}-{shape}" for name, shape in SHAPES])
-def test_every_family(family: str, shape: int, world: int, tiny_models: Any, support: Any) -> None:
+def test_every_family(family: str, shape: int, layout: Layout, tiny_models: Any, support: Any) -> None:
     try:
-        same(tiny_models(family, shape=shape), world, support)
+        same(tiny_models(family, shape=shape), layout, support)
     except UsageError as e:
-        assert world > 2 and (f"{world} ranks" in str(e)), e  # so many do not fit the tiny model
+        few = f"{layout.tp} ranks" in str(e) and layout.tp > 2
+        assert few or f"fewer than {layout.pp} stages" in str(e), e  # so many do not fit the tiny model
         pytest.skip(str(e))
 
 
@@ -82,7 +90,7 @@ def test_adapters_are_cut_as_their_linears_are(
 ) -> None:
     path = tiny_models(family)
     made = support("adapters").write_adapter(tmp_path / "one", path, targets)
-    same(path, 2, support, adapter=0, adapters=(("one", str(made)),))
+    same(path, Layout(tp=2), support, adapter=0, adapters=(("one", str(made)),))
 
 
 def _png(width: int, height: int) -> bytes:
@@ -94,8 +102,9 @@ def _png(width: int, height: int) -> bytes:
 
 
 # rows in the prompt; layers that look at pictures; linears of their own for tokens of pictures
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=str)
 @pytest.mark.parametrize("family", ["qwen2_vl", "mllama", "cogvlm"])
-def test_models_that_see(family: str, tiny_models: Any, support: Any) -> None:
+def test_models_that_see(family: str, layout: Layout, tiny_models: Any, support: Any) -> None:
     path = tiny_models(family)
     eyes = Eyes.open(path)
     assert eyes is not None
@@ -103,7 +112,7 @@ def test_models_that_see(family: str, tiny_models: Any, support: Any) -> None:
     pictures = eyes.look([{"role": "user", "content": [{"type": "image", "image": file} for file in files]}])
     said = eyes.spell("b".join([eyes.recipe.mark] * len(files)) + "what is it", pictures)
     ids = Tokenizer.open(path).encode(said, add_special_tokens=False)
-    ranks = support("together").Together(path, 2, options())
+    ranks = support("together").Together(path, layout, options())
     runner = open_runner(path, backend="pytorch", options=options())[0]
     answers = []
     for opened in (runner, ranks):

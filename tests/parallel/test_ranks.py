@@ -20,6 +20,7 @@ from toolkit.messages import GenerationConfig, Response
 from toolkit.models.pictures import Picture
 from toolkit.parallel import ranks as timing
 from toolkit.parallel import wire
+from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
 from toolkit.parallel.runner import RankedRunner, shared_out
 from toolkit.runners.base import RunnerError, RunnerLost, RunnerOptions
@@ -41,12 +42,13 @@ def options(**fields: Any) -> RunnerOptions:
 
 @pytest.fixture
 def pair(steps: Any) -> Iterator[Callable[..., Any]]:
-    """``pair(path, world, options…)``: drivers of one process and of ``world`` ranks over the same model."""
+    """``pair(path, world, options…)``: drivers of one process, and of ranks, so many or laid out so."""
     opened = []
 
-    def make(path: Path, world: int, load_format: str = "auto", **fields: Any) -> tuple[Any, Any]:
+    def make(path: Path, world: int | Layout, load_format: str = "auto", **fields: Any) -> tuple[Any, Any]:
         one, _ = open_runner(path, backend="pytorch", options=options(**fields), load_format=load_format)
-        several = RankedRunner(Model(str(path), options(**fields), {"load_format": load_format}), world)
+        layout = Layout(tp=world) if isinstance(world, int) else world
+        several = RankedRunner(Model(str(path), options(**fields), {"load_format": load_format}), layout)
         opened.extend((one, several))
         return steps.Driver(one), steps.Driver(several)
 
@@ -175,6 +177,58 @@ def test_a_step_is_the_same_behind_the_wire(tiny_models: Any, pair: Any) -> None
     np.testing.assert_array_equal(found.block_tables[0], batch.block_tables[0])
 
 
+def test_stages_and_parts_together(tiny_models: Any, pair: Any) -> None:
+    one, several = pair(tiny_models("qwen2_moe"), Layout(tp=2, pp=2))
+    same(one, several)
+    several.step({several.add(): PROMPT}, routes_index=np.arange(3, dtype=np.int32))
+    routes = several.step({several.add(): PROMPT}, routes_index=np.arange(3, dtype=np.int32)).routes
+    expected = one.step({one.add(): PROMPT}, routes_index=np.arange(3, dtype=np.int32)).routes
+    np.testing.assert_array_equal(routes, expected)
+
+
+@pytest.mark.parametrize(("family", "layout"), [
+    ("llama", Layout(dp=2)), ("qwen2_moe", Layout(dp=2, ep=2)), ("mamba2", Layout(dp=2)),
+], ids=str)  # fmt: skip
+def test_copies_give_what_one_process_gives(family: str, layout: Layout, tiny_models: Any, pair: Any) -> None:
+    """Sequences of one step on both copies, or on one while the other has none."""
+    one, several = pair(tiny_models(family), layout)
+    rng = np.random.default_rng(2)
+    prompts = {i: rng.integers(3, 300, n).tolist() for i, n in enumerate((20, 33, 5, 18))}
+    for driver in (one, several):
+        assert [driver.add() for _ in prompts] == list(prompts)
+    for new in (prompts, {0: [9], 2: [8, 7], 3: [4]}, {1: [3]}, {i: [6 + i] for i in prompts}):
+        expected, found = one.step(new, "all"), several.step(new, "all")
+        np.testing.assert_allclose(found.logits, expected.logits, **CLOSE)
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+    homes = several.runner._homes
+    assert {homes.home(0, several.sequences[i].blocks[0][0]) for i in prompts} == {0, 1}
+    block = several.sequences[1].blocks[0][0]
+    assert len(several.runner.export_block(0, block)) == one.runner.memory().block_bytes[0]
+
+
+def test_an_engine_of_copies_answers_as_one_of_one(tiny_models: Any) -> None:
+    """Prompts that share what others have begun with, which is brought to where they are."""
+    path, answers = tiny_models("qwen2_moe"), []
+    for more in ({"tp": 1}, {"tp": 1, "dp": 2, "ep": 2}):
+        with AsyncEngine.open(path, backend_config=config(**more, max_prefill_token_num=64)) as engine:
+            answers.append(asyncio.run(_asked_at_once(engine)))
+            assert engine.stats()["prefix_hit_tokens"] > 0
+    assert answers[0] == answers[1]
+
+
+async def _asked_at_once(engine: AsyncEngine) -> list[list[int]]:
+    asked = [[*PROMPT, 0], [*PROMPT, 1], [*PROMPT, 2], [*PROMPT[:33], 3], [*PROMPT[:33], 4], [7, 8, 5], [7, 8, 6]]
+
+    async def one(ids: list[int]) -> list[int]:
+        found: list[int] = []
+        async for delta in engine.generate(ids, GenerationConfig(ignore_eos=True, max_new_tokens=12)):
+            found += delta.token_ids
+        return found
+
+    first = await one(asked[0])
+    return [first, *await asyncio.gather(*map(one, asked)), *await asyncio.gather(*map(one, asked))]
+
+
 # -- what cannot be
 
 
@@ -189,11 +243,15 @@ def test_what_does_not_divide_is_said_before_weights_are_read(
 ) -> None:
     path = tiny_models(family, **overrides)
     with pytest.raises(UsageError, match=rf"tp={world}: .*{message}"):
-        RankedRunner(Model(str(path), options(), {}), world)
+        RankedRunner(Model(str(path), options(), {}), Layout(tp=world))
 
 
 @pytest.mark.parametrize(("config", "message"), [
     (TurbomindEngineConfig(tp=2), r"tp=2: turbomind .*PytorchEngineConfig"),
+    (PytorchEngineConfig(tp=2, ep=3), "ep=3: .*expected 2, tp × dp, or 1"),
+    (PytorchEngineConfig(tp=2, attn_tp_size=1), "attn_tp_size: found 1, expected 2"),
+    (PytorchEngineConfig(dp=2, ep=2), "ep=2: .*no experts to share out"),
+    (PytorchEngineConfig(pp=99, device_type="cpu"), "pp=99: .*layers are fewer than 99 stages"),
     (PytorchEngineConfig(tp=2, device_type="cuda"), "tp=2: ranks run on CPUs alone"),
 ])  # fmt: skip
 def test_configs_that_cannot_be(config: Any, message: str, tiny_models: Any) -> None:

@@ -7,19 +7,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from toolkit.parallel.layout import Layout
+from toolkit.parallel.micro import layers_of_all
 from toolkit.parallel.model import Model, RankRunner, open_whole
 from toolkit.parallel.worker import digest
 from toolkit.runners.base import RunnerOptions
 
 
 class Together:
-    """A runner of ``world`` ranks for ``support.steps.Driver``; what they draw is compared after every step."""
+    """A runner of ranks for ``support.steps.Driver``; what they draw is compared after every step."""
 
-    name, asynchronous = "tensor", False
+    name, asynchronous, device = "tensor", False, "several"
 
-    def __init__(self, path: Path, world: int, options: RunnerOptions, **how: Any) -> None:
-        whole = open_whole(Model(str(path), options, how), world)
-        self.ranks = [RankRunner(whole, rank, world, options, None) for rank in range(world)]
+    def __init__(self, path: Path, layout: Layout, options: RunnerOptions, **how: Any) -> None:
+        whole = open_whole(Model(str(path), options, how), layout)
+        self.layout, world = layout, layout.world
+        self.ranks = [RankRunner(whole, rank, layout, options, None) for rank in range(world)]
         self.spec, self.options = whole.spec, options
         self._threads = ThreadPoolExecutor(world)
         with tempfile.TemporaryDirectory() as folder:
@@ -43,9 +46,11 @@ class Together:
         return self.ranks[0].encode(pictures)
 
     def submit(self, batch: Any) -> Any:
-        outputs = self._all(lambda rank: rank.submit(batch).result())
-        assert len({digest(output) for output in outputs}) == 1
-        return Ready(outputs[0])
+        outputs = self._all(lambda rank: rank.run(batch, 1))
+        tp = self.layout.tp
+        stages = [outputs[i : i + tp] for i in range(0, len(outputs), tp)]
+        assert all(len({digest(output) for output in stage}) == 1 for stage in stages)
+        return Ready(layers_of_all([stage[0] for stage in stages]))
 
     def close(self) -> None:
         for rank in self.ranks:

@@ -91,6 +91,9 @@ class CommonEngineConfig:
         "auto", "Activations: auto, float16, bfloat16, float32 (least swayed by the batch).", allowed=DTYPES
     )
     tp: int = option(1, "Ranks to split a model over, on this CPU (pytorch only).", allowed=Bounds(1, 1024, "int32"))
+    pp: int = option(
+        1, "Ranks to lay its layers out over, one behind the other (pytorch only).", allowed=Bounds(1, 1024, "int32")
+    )
     session_len: int | None = option(
         None, "Longest context, in tokens. Default: the model's, if it fits.", allowed=Bounds(1, 1 << 30, "int32")
     )
@@ -142,8 +145,14 @@ class CommonEngineConfig:
     language_model_only: bool = option(False, "The same.", hidden=True)
     eager_mode: bool = option(False, "On a GPU capture no graphs.", "--eager-mode", hidden=True)
     enable_metrics: bool = True
-    dp: int = 1
-    ep: int = 1
+    dp: int = option(
+        1,
+        "Copies that requests are shared out over, each of --tp ranks (pytorch only).",
+        allowed=Bounds(1, 1024, "int32"),
+    )
+    ep: int = option(
+        1, "Ranks (tp x dp) that whole experts are shared out over (pytorch only).", allowed=Bounds(1, 1024, "int32")
+    )
     empty_init: bool = option(False, "Read no weights: they come by /update_weights (Pipeline.update_weights).")
     attn_tp_size: int | None = None
     mlp_tp_size: int | None = None

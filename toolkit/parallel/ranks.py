@@ -56,11 +56,11 @@ class Ranks:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def open(self, model: dict[str, Any], dense: bool) -> None:
+    def open(self, model: dict[str, Any], dense: bool, **more: Any) -> None:
         """Tell all what they are. Each answers twice: when it has opened the model, and when it has met the others."""
         level, world = logging.getLogger("toolkit").getEffectiveLevel(), len(self._pipes) + 1
         for rank, pipe in enumerate(self._pipes, 1):
-            told = {"rank": rank, "world": world, "model": model, "dense": dense, "log_level": level}
+            told = {"rank": rank, "world": world, "model": model, "dense": dense, "log_level": level} | more
             told |= {"folder": str(self.folder), "seconds": STEP_SECONDS}
             self._put(rank, pipe, wire.pack(told))
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from toolkit.models.pictures import Picture
 from toolkit.models.videos import Frame
-from toolkit.runners.step import SamplingBatch, StepBatch, Views
+from toolkit.runners.step import SamplingBatch, StepBatch, StepOutput, Views
 
-RECORDS: dict[str, Any] = {cls.__name__: cls for cls in (StepBatch, SamplingBatch, Views, Picture, Frame)}
+RECORDS: dict[str, Any] = {cls.__name__: cls for cls in (StepBatch, SamplingBatch, Views, StepOutput, Picture, Frame)}
 _HEAD = struct.Struct("<I")
 
 

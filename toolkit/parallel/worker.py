@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.base import child_process
+from toolkit.base.record import read
 from toolkit.errors import ToolkitError
 from toolkit.parallel import wire
+from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model, RankRunner, open_whole
 from toolkit.runners.base import RunnerError
-from toolkit.runners.step import StepBatch, StepOutput
+from toolkit.runners.step import StepOutput
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +36,9 @@ def main(fd: int) -> None:
         logging.basicConfig(level=told["log_level"], format=line)
         try:
             model = Model.from_json(told["model"])
-            whole = open_whole(model, told["world"])
-            runner = RankRunner(whole, told["rank"], told["world"], model.options, told["dense"])
+            layout = read(Layout, told["layout"])
+            whole = open_whole(model, layout)
+            runner = RankRunner(whole, told["rank"], layout, model.options, told["dense"])
             pipe.send_bytes(wire.pack({"error": None}))
             runner.group.join(Path(told["folder"]), told["seconds"])
             pipe.send_bytes(wire.pack({"error": None}))
@@ -54,7 +57,7 @@ def _serve(pipe: Connection, runner: RankRunner) -> None:
         answer: dict[str, Any] = {"error": None, "value": None}
         try:
             found = step(runner, *arguments) if name == "submit" else getattr(runner, name)(*arguments)
-            answer["value"] = found if isinstance(found, (int, bytes, list)) else None
+            answer["value"] = found if isinstance(found, (int, bytes, list, StepOutput)) else None
         except (RunnerError, ToolkitError) as e:
             answer["error"] = str(e)
         except Exception as e:
@@ -66,9 +69,10 @@ def _serve(pipe: Connection, runner: RankRunner) -> None:
             return  # in the midst of a step that others go on with: they shall not wait
 
 
-def step(runner: Any, batch: StepBatch) -> int:
-    """Run it; the digest of what was drawn."""
-    return digest(runner.submit(batch).result())
+def step(runner: RankRunner, told: list[Any]) -> int | StepOutput | None:
+    """Run it: the digest of what was drawn, or where this is the first of the ranks that draw the same, all of it."""
+    output = runner.run(*told)
+    return output if output is None or runner.group.part == 0 else digest(output)
 
 
 def digest(output: StepOutput) -> int:

@@ -21,6 +21,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.pictures import most_patches
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import VisionSpec
+from toolkit.parallel.layout import Layout
 from toolkit.runners.base import Backend, Runner, RunnerError, RunnerOptions
 from toolkit.runners.choose import gpu_is_likely
 
@@ -147,14 +148,32 @@ def tokenizer_dir(path: Path) -> Path:
     return open_checkpoint(path).tokenizer_dir
 
 
+def layout_of(config: EngineConfig) -> Layout:
+    """How the model is split over ranks."""
+    layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp, ep=config.ep)
+    layout.check()
+    _check_sizes(config, layout)
+    return layout
+
+
+def _check_sizes(config: EngineConfig, layout: Layout) -> None:
+    """Raise UsageError where LMDeploy's sizes of single parts of a layer say something else."""
+    experts = 1 if layout.ep > 1 else layout.tp
+    for name, size in (("attn_tp_size", layout.tp), ("mlp_tp_size", layout.tp), ("moe_tp_size", experts)):
+        found = getattr(config, name, None)
+        if found not in (None, size):
+            raise UsageError(f"{name}: found {found}, expected {size}, as {layout} has it, or none")
+
+
 def _check_tp(config: EngineConfig) -> None:
-    if config.tp == 1:
+    layout = layout_of(config)
+    if layout.world == 1:
         return
     if isinstance(config, TurbomindEngineConfig):
-        instead = "leave tp out, or use PytorchEngineConfig (--backend pytorch)"
-        raise UsageError(f"tp={config.tp}: turbomind runs a model on one device so far; {instead}")
+        instead = f"leave {layout} out, or use PytorchEngineConfig (--backend pytorch)"
+        raise UsageError(f"{layout}: turbomind runs a model on one device so far; {instead}")
     if config.device not in ("auto", "cpu") or (config.device == "auto" and gpu_is_likely()):
-        raise UsageError(f"tp={config.tp}: ranks run on CPUs alone so far; use device cpu, or leave tp out")
+        raise UsageError(f"{layout}: ranks run on CPUs alone so far; use device cpu, or leave it out")
 
 
 @extras.named()
@@ -227,7 +246,8 @@ def _open(setup: Setup) -> tuple[Runner, str]:
         **_reading(config),
     }
     families = how.pop("families")
-    if config.tp > 1:
+    layout = layout_of(config)
+    if layout.world > 1:
         from toolkit.parallel.model import Model
         from toolkit.parallel.runner import RankedRunner
 
@@ -238,7 +258,7 @@ def _open(setup: Setup) -> tuple[Runner, str]:
                 how | {"empty": config.empty_init},
                 tuple(getattr(config, "family_files", ())),
             ),
-            config.tp,
+            layout,
         ), ""
     try:
         return open_runner(

@@ -29,6 +29,7 @@ from toolkit.models.spec import (
     MoeSpec,
     NormSpec,
     ShortConvSpec,
+    portion,
 )
 from toolkit.runners.tensor.decoder import Attention, Decoder, Mixer, Mlp, Moe, RoundingNorm, Step
 from toolkit.runners.tensor.layers.cross import Cross
@@ -37,6 +38,7 @@ from toolkit.runners.tensor.layers.latent import LatentAttention
 from toolkit.runners.tensor.layers.linear import Bound, Linear, Placement, codes_of, make_linear
 from toolkit.runners.tensor.layers.lora import Adapters, AdapterStep, adapt
 from toolkit.runners.tensor.layers.norms import LayerNorm, Norm, SpreadNorm
+from toolkit.runners.tensor.layers.placed import Placed
 from toolkit.runners.tensor.layers.recurrent import Delta, Mamba
 from toolkit.runners.tensor.layers.routed import by_kind
 from toolkit.runners.tensor.layers.short_conv import Conv, ShortConv
@@ -256,7 +258,16 @@ class _Builder:
             shared_gate=None if spec.shared_gate is None else self.linear(spec.shared_gate),
             ops=self.ops,
             split=self.split,
+            placed=self.placed(spec),
         )
+
+    def placed(self, spec: MoeSpec) -> Placed | None:
+        """Where experts are that are not split but shared out."""
+        if self.split is None or self.split.seats == 1:
+            return None
+        count, seats = spec.router.out_features, self.split.seats
+        held = [range(*portion(count, seat, seats)) for seat in range(seats)]
+        return Placed.by(held, count, self.split, self.place.device)
 
     def routing(self, spec: MoeSpec) -> dict[str, Any]:
         if not routes_specially(spec):
@@ -343,8 +354,10 @@ def build_decoder(
     routed = () if spec.vision is None else spec.vision.routed
     by_name = {x.linear: x for x in routed}
     builder = _Builder(weights, place, ops, adapters, adapter_step or AdapterStep(0), by_name, split)
-    table = builder.matrix(spec.embed).dequantize(place.dtype).to(place.device)
+    begins, ends = split is None or split.begins, split is None or split.ends
+    table = torch.empty(0, spec.hidden_size, dtype=place.dtype, device=place.device)
+    if begins or (ends and spec.tied):
+        table = builder.matrix(spec.embed).dequantize(place.dtype).to(place.device)
     steps = tuple(step for i, layer in enumerate(spec.layers) for step in builder.steps(layer, i))
-    final_norm = builder.norm(spec.final_norm)
-    assert final_norm is not None
-    return Decoder(spec, table, steps, final_norm, builder.head(spec, table), ops, split)
+    last = (builder.norm(spec.final_norm), builder.head(spec, table)) if ends else (None, None)
+    return Decoder(spec, table, steps, *last, ops, split)
