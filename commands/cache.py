@@ -29,7 +29,7 @@ def show(
 
     Example: tool cache list
     """
-    from toolkit.artifacts.result_file import check_json
+    from toolkit.artifacts.output.result_file import check_json
     from toolkit.convert import pack_cache
 
     check_json("--json", json, ("name", "packed_from"))

@@ -22,7 +22,7 @@ def run(
 
     Takes about ten seconds. Paste the output with --verbose into a bug report. Exit code 1 when a self-test fails.
     """
-    from toolkit.artifacts.result_file import check_json
+    from toolkit.artifacts.output.result_file import check_json
     from toolkit.check_env.advice import advice
     from toolkit.check_env.report import report
 

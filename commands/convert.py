@@ -67,7 +67,7 @@ def run(
     Examples: tool convert demo-awq --dst-path demo-engine;
     tool convert demo --to gguf --gguf-type q4_k_m --dst-path demo.gguf
     """
-    from toolkit.artifacts.result_file import check_json
+    from toolkit.artifacts.output.result_file import check_json
 
     check_json("--json", flags.json, ("size_bytes",))
     (_pack if flags.to is None else _rewrite)(model, dst_path, flags)
@@ -116,7 +116,7 @@ def _rewrite(model: str, dst_path: str, flags: ConvertFlags) -> None:
     with Progress() as progress:
         importance = None
         if flags.calibration is not None:
-            from toolkit.artifacts.replace import check_directory_target
+            from toolkit.artifacts.output.replace import check_directory_target
             from toolkit.quant.gguf import importance_of
 
             statistics = Path(flags.calibration).expanduser()

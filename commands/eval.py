@@ -60,7 +60,7 @@ def ppl(
 
     Example: tool eval ppl demo --data book.txt
     """
-    from toolkit.artifacts.result_file import check_json
+    from toolkit.artifacts.output.result_file import check_json
     from toolkit.measure.perplexity import perplexity
 
     check_json("--json", json, ("perplexity", "tokens", "stride"))
@@ -110,7 +110,7 @@ def compare(
 
     Example: tool eval compare demo demo-awq --data book.txt
     """
-    from toolkit.artifacts.result_file import check_json
+    from toolkit.artifacts.output.result_file import check_json
     from toolkit.measure.compare import compare as measure
     from toolkit.runners.base import RunnerOptions
 
@@ -146,7 +146,7 @@ def tasks(
 
     Example: tool eval tasks demo --limit 20
     """
-    from toolkit.artifacts.result_file import check_json
+    from toolkit.artifacts.output.result_file import check_json
     from toolkit.eval.tasks import TASKS, run_task
     from toolkit.pipeline.pipeline import pipeline
 

@@ -27,7 +27,7 @@ def run(
     Example: tool inspect demo-awq
     """
     from toolkit.artifacts.inspect import inspect
-    from toolkit.artifacts.result_file import check_json
+    from toolkit.artifacts.output.result_file import check_json
     from toolkit.artifacts.source import resolve_model
 
     check_json("--json", json, ("kind", "stage", "parent", "quality"))

@@ -86,7 +86,7 @@ class Watch:
 
 def _where_the_work_lies() -> str:
     """What a stage was made to be killed for: that nothing it had saved is lost."""
-    stage = sys.modules.get("toolkit.artifacts.stage")  # not there: no stage was under way
+    stage = sys.modules.get("toolkit.artifacts.output.stage")  # not there: no stage was under way
     partial = stage.left_behind() if stage is not None else None
     return "" if partial is None else f"; what is done lies in {partial}, the same command goes on from there"
 

@@ -27,7 +27,7 @@ def templates(context: typer.Context, json: JSON = None) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    from toolkit.artifacts.result_file import check_json
+    from toolkit.artifacts.output.result_file import check_json
     from toolkit.chat import builtin
 
     check_json("--json", json, ("name", "for_models_like"))
@@ -48,7 +48,7 @@ def models(json: JSON = None) -> None:
     """
     from importlib.util import find_spec
 
-    from toolkit.artifacts.result_file import check_json
+    from toolkit.artifacts.output.result_file import check_json
     from toolkit.models.registry import families
     from toolkit.runners.coverage import STAGES, all_formats, coverage
 

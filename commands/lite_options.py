@@ -42,7 +42,7 @@ class LiteFlags(Common):
 
         Raises UsageError for files that cannot be written, and for a flag of ``without`` that was given.
         """
-        from toolkit.artifacts.result_file import check_json, check_plot
+        from toolkit.artifacts.output.result_file import check_json, check_plot
 
         for name in without:
             if getattr(self, name) != getattr(LiteFlags, name):

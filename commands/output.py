@@ -68,7 +68,7 @@ def write_json(target: str | None, data: Any) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
-    from toolkit.artifacts.result_file import write_text
+    from toolkit.artifacts.output.result_file import write_text
 
     write_text("--json", Path(target), text)
 

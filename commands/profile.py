@@ -101,7 +101,7 @@ def throughput(
             f"write: tool profile throughput {old_model} --dataset {model}"
         )
     config = _config(engine)
-    from toolkit.artifacts import result_file
+    from toolkit.artifacts.output import result_file
     from toolkit.profile import throughput as runner
     from toolkit.profile.metrics import throughput_summary
 
@@ -174,7 +174,7 @@ def generation(
     Example: tool profile generation demo --concurrency 1,8 --prompt-tokens 128 --json -
     """
     config = _config(engine)
-    from toolkit.artifacts import result_file
+    from toolkit.artifacts.output import result_file
 
     result_file.check_json("--json", json_file, ("concurrency", "prefill_throughput", "decode_throughput"))
     result_file.check_plot("--plot", plot)

@@ -79,7 +79,7 @@ def api_server(
 
     Example: tool profile api_server demo --num-prompts 16 --concurrency 1,8 --goodput ttft:500
     """
-    from toolkit.artifacts import result_file
+    from toolkit.artifacts.output import result_file
     from toolkit.profile.http_client import Client
     from toolkit.profile.serving import check_endpoint
     from toolkit.profile.serving import columns as row_names

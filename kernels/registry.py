@@ -37,10 +37,11 @@ _IMPLEMENTATIONS = (
 )
 _CUDA = ("linear",)
 _TRITON = (  # imported where triton is installed: on Linux
-    *("norm", "activation", "rope", "embedding", "kv_write", "rope_kv_write", "attention", "latent_write"),
-    *("causal_conv", "state_scan", "delta_rule"),
-    *("linear_group", "linear_row", "linear_block", "linear_fp4", "lora"),
-    *("moe", "moe_quant", "moe_block", "moe_fp4", "logits", "sampling"),
+    *("elementwise.norm", "elementwise.activation", "elementwise.rope", "elementwise.embedding"),
+    *("cache.kv_write", "cache.rope_kv_write", "attention.paged", "attention.latent_write"),
+    *("states.causal_conv", "states.scan", "states.delta_rule"),
+    *("linear.group", "linear.row", "linear.block", "linear.fp4", "linear.lora"),
+    *("moe.dense", "moe.quant", "moe.block", "moe.fp4", "sampling.logits", "sampling.draw"),
 )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from toolkit.kernels.cuda.build import nvcc
 from toolkit.kernels.cuda.check import check
-from toolkit.kernels.triton.build import ARCHITECTURES, Built, as_json, build
+from toolkit.kernels.triton.ahead_of_time.build import ARCHITECTURES, Built, as_json, build
 
 
 def main() -> int:

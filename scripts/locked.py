@@ -8,8 +8,8 @@ What the torch of this environment pins itself (a CUDA build: its Triton) is lef
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
 import tomllib
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires
@@ -98,7 +98,11 @@ def changes(old: str, new: str) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--changes"]:
-        print(changes(*(Path(name).read_text(encoding="utf-8") for name in sys.argv[2:4])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("extra", nargs="*")
+    parser.add_argument("--changes", nargs=2, type=Path, metavar=("OLD", "NEW"))
+    args = parser.parse_args()
+    if args.changes:
+        print(changes(*(path.read_text(encoding="utf-8") for path in args.changes)))
     else:
-        print(part(LOCK.read_text(encoding="utf-8"), sys.argv[1:], pinned_by_torch()), end="")
+        print(part(LOCK.read_text(encoding="utf-8"), args.extra, pinned_by_torch()), end="")

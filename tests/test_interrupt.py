@@ -85,7 +85,7 @@ def test_an_interrupt_that_python_swallows() -> None:
 SAVED = """
 import signal, sys, toolkit.commands.main as main
 from pathlib import Path
-from toolkit.artifacts.stage import open_stage
+from toolkit.artifacts.output.stage import open_stage
 import torch
 def work(**options):
     with open_stage(sys.argv[1], kind="quantized", stage="test", parent={}, options={}) as stage:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 
 from ..machine_code import Built, Usage, faults, listings, occupancy, shown
+from ..triton.ahead_of_time.manifest import CLAIMS
 from ..triton.launch import shared_limit
-from ..triton.manifest import CLAIMS
 from . import build
 from .plan import DTYPES, MANY, THREADS, WARPS, Machine, plan, shared_bytes
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import servers
+from traffic import servers
 
 WORDS = "the a river lamp seven keeper old wrote of and bright storm house under glass winter letter quiet".split()
 GOAL = (3.0, 0.3)  # times what it takes alone, and seconds more

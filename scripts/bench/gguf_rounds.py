@@ -60,9 +60,9 @@ def measure(engine: Peer, n: int, prompt: int, new: int, rng: random.Random) -> 
     return row(n, prompt, new, first - start, end - first, n * new)
 
 
-def main(engine: Callable[[Path, int, int, int], Peer]) -> None:
+def main(about: str | None, engine: Callable[[Path, int, int, int], Peer]) -> None:
     """Print one JSON list of rows. ``engine`` opens a file for so many sequences of so many tokens and threads."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--prompt-tokens", type=int, default=512)

@@ -5,6 +5,7 @@ python scripts/bench/hog.py memory        until it is stopped
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import subprocess
@@ -35,11 +36,11 @@ def beside(kind: str | None) -> Iterator[None]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=KINDS)
+    kind = parser.parse_args().kind
     import numpy as np
 
-    kind = sys.argv[1]
-    if kind not in KINDS:
-        raise SystemExit(f"hog.py: expected one of {', '.join(KINDS)}, found {kind!r}")
     numbers = np.ones(READ // 4 if kind == "memory" else 128 * 128, np.float32)
     square = numbers[: 128 * 128].reshape(128, 128)
     print("busy", flush=True)

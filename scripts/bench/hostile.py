@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from servers import Server
+from traffic.servers import Server
 
 STREAMS, QUIET_S = 4, 4.0
 draw = random.Random(0)

@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from toolkit.artifacts.result_file import check_json
+from toolkit.artifacts.output.result_file import check_json
 from toolkit.commands.output import stderr, stdout, table, write_json
 
 TEXT = ("--calib-dataset", "{text}", "--calib-samples", "64", "--calib-seqlen", "64")

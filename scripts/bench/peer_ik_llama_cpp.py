@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 from gguf_rounds import Peer, main
-from ik_llama_cpp import _ctypes_api as lib
 
 
 class Engine(Peer):
-    lib = lib
-
     def __init__(self, path: Path, sequences: int, length: int, threads: int) -> None:
+        from ik_llama_cpp import _ctypes_api as lib
+
+        self.lib = lib
         model = lib.llama_model_default_params()
         model.repack_tensors = True
         self.model = lib.llama_model_load_from_file(str(path).encode(), model)
@@ -34,12 +34,12 @@ class Engine(Peer):
         self.batch = lib.llama_batch_init(max(512, sequences), 0, 1)
 
     def forget(self) -> None:
-        lib.llama_kv_cache_clear(self.ctx)
+        self.lib.llama_kv_cache_clear(self.ctx)
 
     def best(self, row: int) -> int:
-        logits = lib.llama_get_logits_ith(self.ctx, row)
+        logits = self.lib.llama_get_logits_ith(self.ctx, row)
         return int(np.ctypeslib.as_array(logits, (self.vocab,)).argmax())
 
 
 if __name__ == "__main__":
-    main(Engine)
+    main(__doc__, Engine)

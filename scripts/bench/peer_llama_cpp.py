@@ -9,15 +9,15 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-import llama_cpp as lib
 from gguf_rounds import Peer, main
 
 
 class Engine(Peer):
-    lib = lib
-
     def __init__(self, path: Path, sequences: int, length: int, threads: int) -> None:
-        lib.llama_log_set(_SILENT, ctypes.c_void_p(0))
+        import llama_cpp as lib
+
+        self.lib, self.silent = lib, lib.llama_log_callback(lambda level, text, data: None)
+        lib.llama_log_set(self.silent, ctypes.c_void_p(0))
         self.model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
         params = lib.llama_context_default_params()
         params.n_ctx = sequences * length
@@ -32,16 +32,11 @@ class Engine(Peer):
         self.batch = lib.llama_batch_init(max(512, sequences), 0, 1)
 
     def forget(self) -> None:
-        lib.llama_memory_clear(lib.llama_get_memory(self.ctx), True)
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.ctx), True)
 
     def best(self, row: int) -> int:
-        return lib.llama_sampler_sample(self.sampler, self.ctx, row)
-
-
-@lib.llama_log_callback
-def _SILENT(level: int, text: bytes, data: object) -> None:
-    return None
+        return self.lib.llama_sampler_sample(self.sampler, self.ctx, row)
 
 
 if __name__ == "__main__":
-    main(Engine)
+    main(__doc__, Engine)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import time
 
-import xllamacpp
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -18,6 +16,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens of a request")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
+    import xllamacpp
+
     params = xllamacpp.CommonParams()
     params.model.path = args.model
     params.n_parallel = args.slots

@@ -11,19 +11,17 @@ import random
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from datasets import Dataset
-from llmcompressor import oneshot
-from llmcompressor.modifiers.awq import AWQModifier
-from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 if not torch.cuda.is_available():  # its AWQ pins memory, which needs a GPU
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
 def recipe(method: str, group_size: int, include: str) -> list[Any]:
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from llmcompressor.modifiers.awq import AWQModifier
+    from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+    from llmcompressor.modifiers.smoothquant import SmoothQuantModifier
+
     weights = QuantizationArgs(num_bits=4, type="int", symmetric=False, strategy="group", group_size=group_size)
     groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
     common: dict[str, Any] = {"ignore": ["lm_head", f"re:^(?!.*(?:{include}))"]}
@@ -57,6 +55,10 @@ def main() -> None:
     parser.add_argument("--include", default="", help="only linears that this pattern fits")
     parser.add_argument("--rough", action="store_true", help="products of float32 in bfloat16 where that is faster")
     args = parser.parse_args()
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     if args.rough:
         torch.set_float32_matmul_precision("medium")
     tokenizer = AutoTokenizer.from_pretrained(args.model)

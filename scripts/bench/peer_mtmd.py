@@ -9,26 +9,32 @@ after tile where it has several.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import sys
 import time
 
-import llama_cpp
-import llama_cpp.mtmd_cpp as mtmd
 import numpy as np
 
 IMAGE = 1  # kind of a chunk
 
 
 def main() -> None:
-    model_file, mmproj, picture, target, threads = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("model", "mmproj", "picture", "rows"):
+        parser.add_argument(name)
+    parser.add_argument("threads", type=int)
+    args = parser.parse_args()
+    import llama_cpp
+    import llama_cpp.mtmd_cpp as mtmd
+
     llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(model_file.encode(), llama_cpp.llama_model_default_params())
+    model = llama_cpp.llama_model_load_from_file(args.model.encode(), llama_cpp.llama_model_default_params())
     options = mtmd.mtmd_context_params_default()
-    options.use_gpu, options.n_threads, options.print_timings = False, int(threads), False
-    context = mtmd.mtmd_init_from_file(mmproj.encode(), model, options)
-    assert context, f"{mmproj}: mtmd cannot read it"
-    pixels = np.ascontiguousarray(np.load(picture))
+    options.use_gpu, options.n_threads, options.print_timings = False, args.threads, False
+    context = mtmd.mtmd_init_from_file(args.mmproj.encode(), model, options)
+    assert context, f"{args.mmproj}: mtmd cannot read it"
+    pixels = np.ascontiguousarray(np.load(args.picture))
     buffer = (ctypes.c_uint8 * pixels.size).from_buffer_copy(pixels.tobytes())
     bitmap = mtmd.mtmd_bitmap_init(pixels.shape[1], pixels.shape[0], buffer)
     mark = mtmd.mtmd_default_marker()
@@ -47,7 +53,7 @@ def main() -> None:
             seconds += time.perf_counter() - begin
             tokens = mtmd.mtmd_input_chunk_get_n_tokens(chunk)
             rows.append(np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(context), (tokens, width)).copy())
-        np.save(target, np.concatenate(rows))
+        np.save(args.rows, np.concatenate(rows))
         print(seconds, flush=True)
 
 

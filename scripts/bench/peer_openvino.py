@@ -11,16 +11,21 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
-import openvino
-import openvino_genai as genai
 from peer_row import row
+
+if TYPE_CHECKING:
+    import openvino_genai as genai
 
 
 def measure(
     pipe: genai.LLMPipeline, n: int, prompt: int, new: int, vocab: int, rng: np.random.Generator
 ) -> dict[str, float]:
+    import openvino
+    import openvino_genai as genai
+
     ids = rng.integers(5, vocab - 5, (n, prompt), dtype=np.int64)
     config = genai.GenerationConfig()
     config.max_new_tokens = new
@@ -36,7 +41,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--prompt-tokens", type=int, default=512)
@@ -44,6 +49,8 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
+    import openvino_genai as genai
+
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = 4
     scheduler.enable_prefix_caching = False

@@ -44,7 +44,7 @@ def measure(model: torch.nn.Module, n: int, prompt: int, new: int, rng: torch.Ge
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--concurrency", default="1,8")
     parser.add_argument("--prompt-tokens", type=int, default=64)

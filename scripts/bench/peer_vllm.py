@@ -14,16 +14,21 @@ import json
 import os
 import random
 import time
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 from peer_row import row
-from vllm import LLM, SamplingParams
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 
 def measure(llm: LLM, n: int, prompt: int, new: int, vocab: int, rng: random.Random) -> dict[str, float]:
+    from vllm import SamplingParams
+
     params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
     engine = llm.llm_engine
     for i in range(n):
@@ -45,7 +50,7 @@ def measure(llm: LLM, n: int, prompt: int, new: int, vocab: int, rng: random.Ran
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--prompt-tokens", type=int, default=512)
@@ -53,6 +58,8 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
+    from vllm import LLM
+
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     length = max(1024, args.prompt_tokens + args.completion_tokens)
     llm = LLM(args.model, max_model_len=length, enable_prefix_caching=False, max_num_seqs=64)

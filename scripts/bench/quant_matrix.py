@@ -31,7 +31,7 @@ from native import need_native
 from quant import OURS, PEERS, add, command_of, environment, timed
 
 from toolkit.artifacts.checkpoint import open_checkpoint
-from toolkit.artifacts.result_file import check_plot, save_plot
+from toolkit.artifacts.output.result_file import check_plot, save_plot
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weights import canonical_weights
 from toolkit.measure.predictions import Before

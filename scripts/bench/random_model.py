@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.checkpoint_writer import write_model
+from toolkit.artifacts.output.checkpoint_writer import write_model
 from toolkit.artifacts.source import resolve_model
 from toolkit.models.registry import build
 

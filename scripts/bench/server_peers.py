@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from servers import TOOL, Server
+from traffic.servers import TOOL, Server
 
 PEER = Path(__file__).resolve().parent / "peer_llama_server.py"
 COLUMNS = ("output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms", "failed", "memory_mib")

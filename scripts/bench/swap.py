@@ -16,7 +16,7 @@ import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from servers import Server
+from traffic.servers import Server
 
 
 def main() -> int:

@@ -145,8 +145,8 @@ def _with_digests(manifest: bytes, case: Case) -> bytes:
 
 
 def _read_tensors(folder: Path) -> str:
-    from toolkit.artifacts.safetensors_file import map_arrays, read_metadata
-    from toolkit.artifacts.tensor_file import TensorFile
+    from toolkit.artifacts.weight_files.safetensors_file import map_arrays, read_metadata
+    from toolkit.artifacts.weight_files.tensor_file import TensorFile
 
     file = folder / "model.safetensors"
     read_metadata(file)

@@ -11,8 +11,8 @@ from gpu.manifest_check import filled
 
 from toolkit.kernels.op import Case, Implementation
 from toolkit.kernels.registry import load
-from toolkit.kernels.triton.manifest import calls
-from toolkit.kernels.triton.manifest_call import Call
+from toolkit.kernels.triton.ahead_of_time.call import Call
+from toolkit.kernels.triton.ahead_of_time.manifest import calls
 
 # Row: op, label of the manifest's call, label of the op's own case, which a dry run takes.
 MEASURED = {

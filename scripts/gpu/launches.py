@@ -47,7 +47,7 @@ def of_ops(names: list[str] | None, capability: int, cases: str = "all") -> list
 
 def of_manifest(capability: int, ops: Collection[str] | None = None) -> list[Launch]:
     """Of every call of the manifest, or of those of ``ops``."""
-    from toolkit.kernels.triton.manifest import calls
+    from toolkit.kernels.triton.ahead_of_time.manifest import calls
 
     with recording(capability) as found:
         for call in (call for call in calls() if ops is None or call.op in ops):

@@ -19,7 +19,7 @@ from torch import Tensor
 from toolkit.kernels.op import Case, Target
 from toolkit.kernels.registry import load
 from toolkit.kernels.tolerances import compare
-from toolkit.kernels.triton.manifest import calls
+from toolkit.kernels.triton.ahead_of_time.manifest import calls
 
 Row = dict[str, Any]
 WRITTEN_BLOCKS = 32  # of caches that are written to

@@ -3,7 +3,7 @@
 The tests' host build runs the same source with other functions in the place of the hardware's. This runs what the GPU
 gets: inline assembly, its operands' order, addresses, predicates. It needs nvcc, and measures nothing.
 
-    PYTHONPATH=scripts .venv/bin/python scripts/gpu/ptx_machine.py --arch 90
+    .venv/bin/python scripts/gpu/ptx_machine.py --arch 90
 
 checks small products of every form so, by the kernels for one generation of GPUs.
 """
@@ -17,8 +17,11 @@ import random
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpu.ptx_read import read
 from gpu.ptx_warp import Kernel, Space, run_block, world
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from toolkit.artifacts.checkpoint import INDEX, open_checkpoint
-from toolkit.artifacts.checkpoint_writer import write_model
+from toolkit.artifacts.output.checkpoint_writer import write_model
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec

@@ -11,7 +11,7 @@ import pytest
 
 from toolkit.artifacts.inspect import inspect
 from toolkit.artifacts.manifest import describe_parent
-from toolkit.artifacts.stage import open_stage
+from toolkit.artifacts.output.stage import open_stage
 from toolkit.commands.main import main
 from toolkit.convert.convert import convert
 from toolkit.errors import ToolkitError

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from toolkit.artifacts import read_ahead
-from toolkit.artifacts.read_ahead import ReadAhead
-from toolkit.artifacts.reused_memory import ReusedMemory
-from toolkit.artifacts.safetensors_file import read_header
+from toolkit.artifacts.weight_files import read_ahead
+from toolkit.artifacts.weight_files.read_ahead import ReadAhead
+from toolkit.artifacts.weight_files.reused_memory import ReusedMemory
+from toolkit.artifacts.weight_files.safetensors_file import read_header
 from toolkit.errors import ToolkitError
 
 COUNT = 12

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.artifacts.result_file import append_csv, check_csv, check_json, check_plot, save_plot, write_text
-from toolkit.artifacts.stage import open_stage
+from toolkit.artifacts.output.result_file import append_csv, check_csv, check_json, check_plot, save_plot, write_text
+from toolkit.artifacts.output.stage import open_stage
 from toolkit.errors import ToolkitError, UsageError
 
 KEYS = ("perplexity", "tokens")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from toolkit.artifacts.safetensors_file import (
+from toolkit.artifacts.weight_files.safetensors_file import (
     PAGE,
     forget_pages,
     map_arrays,

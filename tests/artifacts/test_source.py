@@ -15,7 +15,7 @@ from toolkit.artifacts import demo, source
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.manifest import read_manifest
-from toolkit.artifacts.replace import check_directory_target
+from toolkit.artifacts.output.replace import check_directory_target
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.weights import validate_checkpoint
 from toolkit.errors import ToolkitError, UsageError

@@ -13,7 +13,7 @@ import pytest
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.inspect import inspect
 from toolkit.artifacts.manifest import MANIFEST
-from toolkit.artifacts.safetensors_file import map_arrays, write_arrays
+from toolkit.artifacts.weight_files.safetensors_file import map_arrays, write_arrays
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 from toolkit.errors import ToolkitError

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.artifacts import stage as stage_module
 from toolkit.artifacts.manifest import (
     MANIFEST,
     SCHEMA_VERSION,
@@ -25,7 +24,8 @@ from toolkit.artifacts.manifest import (
     read_manifest,
     require_kind,
 )
-from toolkit.artifacts.stage import Stage, open_stage, partial_dir, write_file
+from toolkit.artifacts.output import stage as stage_module
+from toolkit.artifacts.output.stage import Stage, open_stage, partial_dir, write_file
 from toolkit.errors import ToolkitError, UsageError
 
 
@@ -294,8 +294,8 @@ WORKER = """
 import sys, time, torch
 from pathlib import Path
 from toolkit.artifacts.manifest import describe_parent
-from toolkit.artifacts.safetensors_file import write_tensors
-from toolkit.artifacts.stage import open_stage
+from toolkit.artifacts.weight_files.safetensors_file import write_tensors
+from toolkit.artifacts.output.stage import open_stage
 
 target, source, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 with open_stage(target, kind="quantized", stage="work", parent=describe_parent(source), options={}) as stage:
@@ -316,7 +316,7 @@ CROWD = """
 import sys
 from contextlib import suppress
 from pathlib import Path
-from toolkit.artifacts.stage import open_stage, write_file
+from toolkit.artifacts.output.stage import open_stage, write_file
 from toolkit.errors import ToolkitError
 
 target = Path(sys.argv[1])

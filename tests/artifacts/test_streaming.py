@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from toolkit.artifacts import safetensors_file
 from toolkit.artifacts.checkpoint import INDEX
-from toolkit.artifacts.checkpoint_writer import write_model
-from toolkit.artifacts.safetensors_file import read_header, read_metadata, write_tensors
-from toolkit.artifacts.stage import open_stage
-from toolkit.artifacts.tensor_file import TensorFile
+from toolkit.artifacts.output.checkpoint_writer import write_model
+from toolkit.artifacts.output.stage import open_stage
+from toolkit.artifacts.weight_files import safetensors_file
+from toolkit.artifacts.weight_files.safetensors_file import read_header, read_metadata, write_tensors
+from toolkit.artifacts.weight_files.tensor_file import TensorFile
 from toolkit.errors import ToolkitError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.float8_e4m3fn, torch.bool)

@@ -19,9 +19,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.artifacts.mapped import map_file, view_tensor
-from toolkit.artifacts.torch_file import place_tensor, read_torch_headers
-from toolkit.artifacts.torch_file_job import reading
+from toolkit.artifacts.weight_files.mapped import map_file, view_tensor
+from toolkit.artifacts.weight_files.torch_file import place_tensor, read_torch_headers
+from toolkit.artifacts.weight_files.torch_file_job import reading
 from toolkit.box.box import Limits
 from toolkit.errors import ToolkitError
 

@@ -22,7 +22,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.artifacts import safetensors_file
 from toolkit.artifacts.canonical import ChannelInt8, Codebook, Dense, Fp4, Fp8, GroupInt, SuperScales
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.engine.artifact import ENGINE_ARRAYS, ENGINE_JSON, EngineArtifact
@@ -30,7 +29,8 @@ from toolkit.artifacts.engine.files import open_engine, write_engine
 from toolkit.artifacts.engine.torch_target import pack_codes, pack_torch, torch_weights, unpack_codes
 from toolkit.artifacts.formats import awq, w8a8
 from toolkit.artifacts.json_file import write_json_object
-from toolkit.artifacts.safetensors_file import PAGE, read_header, write_tensors
+from toolkit.artifacts.weight_files import safetensors_file
+from toolkit.artifacts.weight_files.safetensors_file import PAGE, read_header, write_tensors
 from toolkit.artifacts.weights import canonical_weights
 from toolkit.convert.convert import convert as convert_for
 from toolkit.convert.formats import rewrite
@@ -442,7 +442,7 @@ def test_a_disk_without_room_is_told_first_and_one_with_room_is_never_refused(
     from types import SimpleNamespace
 
     model, out = str(tiny_models(family)), tmp_path / "out"
-    monkeypatch.setattr("toolkit.artifacts.room.shutil.disk_usage", lambda folder: SimpleNamespace(free=1000))
+    monkeypatch.setattr("toolkit.artifacts.output.room.shutil.disk_usage", lambda folder: SimpleNamespace(free=1000))
     with pytest.raises(ToolkitError, match=r"out: about .* are needed there for the result .*, 0\.0 MB are free"):
         convert_for(model, out, packing, quiet=True)
     assert not list(tmp_path.iterdir())

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from toolkit import GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig, pipeline
-from toolkit.artifacts.new_weight_files import WeightFiles
+from toolkit.artifacts.weight_files.new_weight_files import WeightFiles
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import Response

@@ -89,7 +89,7 @@ def test_a_file_that_is_replaced_later_is_another_file(engine: Path, monkeypatch
 SHRINKS = """
 import os, sys
 from toolkit.runners.native.library import explain_mapped_faults
-from toolkit.artifacts.safetensors_file import map_arrays
+from toolkit.artifacts.weight_files.safetensors_file import map_arrays
 from pathlib import Path
 explain_mapped_faults()
 arrays = map_arrays(Path(sys.argv[1]))

@@ -42,7 +42,8 @@ def test_the_kernel_that_is_shown_fits_its_op(blocks: Any) -> None:
     """Its file, its names, its signature and how it is registered."""
     code, _ = blocks(DOCS / "add-a-kernel.md", "python")
     from toolkit.kernels.reference.norm import rms_norm as op
-    from toolkit.kernels.triton import launch, norm
+    from toolkit.kernels.triton import launch
+    from toolkit.kernels.triton.elementwise import norm
 
     assert (DOCS.parent / code.splitlines()[0].removeprefix("# ")).samefile(norm.__file__)
     (function,) = (node for node in ast.parse(code).body if isinstance(node, ast.FunctionDef))

@@ -8,7 +8,10 @@ import torch
 from toolkit.kernels import registry
 from toolkit.kernels.op import Target
 from toolkit.kernels.reference.linear import pack_codes
-from toolkit.kernels.triton import linear_block, linear_fp4, linear_row, moe_block
+from toolkit.kernels.triton.linear import block as linear_block
+from toolkit.kernels.triton.linear import fp4 as linear_fp4
+from toolkit.kernels.triton.linear import row as linear_row
+from toolkit.kernels.triton.moe import block as moe_block
 
 OPS = registry.load()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.kernels import registry
-from toolkit.kernels.triton import manifest
+from toolkit.kernels.triton.ahead_of_time import manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,7 +42,7 @@ HARD = [
 @pytest.mark.parametrize("architecture, count", [(80, 1), (90, len(HARD)), (120, 1)])
 def test_one_variant_of_each_hard_kernel_compiles_without_a_gpu(architecture, count):
     out = compiled(f"""
-from toolkit.kernels.triton.build import Variant, build_one
+from toolkit.kernels.triton.ahead_of_time.build import Variant, build_one
 for op, label, dtype, index, _ in {HARD[:count]}:
     built = build_one(Variant(op, label, dtype, index, {architecture}))
     print(built.kernel, built.shared, *built.faults)
@@ -55,7 +55,7 @@ for op, label, dtype, index, _ in {HARD[:count]}:
 
 def test_what_does_not_hold_is_reported():
     out = compiled("""
-from toolkit.kernels.triton import build
+from toolkit.kernels.triton.ahead_of_time import build
 build.claims = lambda *_: frozenset({"mma"})
 build.shared_limit = lambda capability: 8
 print(build.build_one(build.Variant("rms_norm", "hidden4096", "bfloat16", 0, 90)).faults)
@@ -105,7 +105,7 @@ def test_wide_tiles_claim_wgmma_on_hopper_alone():
 
 def test_variants_differ_by_architecture_and_float8_needs_hardware():
     out = compiled("""
-from toolkit.kernels.triton.build import variants
+from toolkit.kernels.triton.ahead_of_time.build import variants
 for a in (80, 90):
     found = list(variants(a, "moe_experts_fp8")), list(variants(a, "rope"))
     print(*(len(f) for f in found))

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from toolkit.kernels.reference.linear_blocks import FP4_VALUES
-from toolkit.kernels.triton import cache_codes, codes, float_codes
+from toolkit.kernels.triton import codes, float_codes
+from toolkit.kernels.triton.cache import cache_codes
 
 WORDS = np.arange(1 << 16, dtype=np.uint32)
 

@@ -10,7 +10,8 @@ import torch
 
 from toolkit.kernels import registry
 from toolkit.kernels.reference import linear as reference
-from toolkit.kernels.triton import activation, linear_row
+from toolkit.kernels.triton.elementwise import activation
+from toolkit.kernels.triton.linear import row as linear_row
 
 OPS = registry.load()
 CODES = [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]

@@ -12,7 +12,12 @@ from toolkit.kernels import registry
 from toolkit.kernels.reference.attention import random_cache
 from toolkit.kernels.reference.cache import slots_of
 from toolkit.kernels.reference.linear import pack_codes
-from toolkit.kernels.triton import attention, attention_plan, latent, linear_group, sampling, sampling_flat
+from toolkit.kernels.triton.attention import latent
+from toolkit.kernels.triton.attention import paged as attention
+from toolkit.kernels.triton.attention import plan as attention_plan
+from toolkit.kernels.triton.linear import group as linear_group
+from toolkit.kernels.triton.sampling import draw as sampling
+from toolkit.kernels.triton.sampling import flat as sampling_flat
 
 OPS = registry.load()
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -15,9 +15,9 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from toolkit.kernels import registry
 from toolkit.kernels.tolerances import TOLERANCES
-from toolkit.kernels.triton import state_slots
 from toolkit.kernels.triton.launch import recording
-from toolkit.kernels.triton.state_slots import CHUNK, SHORT, chunk_at
+from toolkit.kernels.triton.states import slots as state_slots
+from toolkit.kernels.triton.states.slots import CHUNK, SHORT, chunk_at
 
 OPS = registry.load()
 HALVES = {"bfloat16", "float16"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.artifacts.stage import open_stage
+from toolkit.artifacts.output.stage import open_stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError

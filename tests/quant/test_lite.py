@@ -152,7 +152,7 @@ def test_smooth_quant_writes_int8_rows(tiny_models: Any, tmp_path: Path, quick: 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from toolkit.artifacts.stage import Stage
+from toolkit.artifacts.output.stage import Stage
 from toolkit.quant.lite import Common, auto_awq
 save = Stage.save
 def save_then_die(self, key, tensors, meta=None):

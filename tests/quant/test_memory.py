@@ -85,7 +85,7 @@ def test_a_disk_without_room_is_told_before_anything_is_computed(
         asked.append(Path(folder))
         return SimpleNamespace(free=1000)
 
-    monkeypatch.setattr("toolkit.artifacts.room.shutil.disk_usage", full)
+    monkeypatch.setattr("toolkit.artifacts.output.room.shutil.disk_usage", full)
     work = []
     common = quick(text)
     told = r"are needed there for the result and the work on it, 0\.0 MB are free"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from toolkit.artifacts import read_ahead
 from toolkit.artifacts.canonical import Dense
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
+from toolkit.artifacts.weight_files import read_ahead
 from toolkit.models.registry import load_spec
 from toolkit.runners.weights import checkpoint as checkpoint_weights
 from toolkit.runners.weights.checkpoint import CheckpointWeights

@@ -11,7 +11,7 @@ import torch
 
 from toolkit.artifacts.canonical import Dense, GroupInt
 from toolkit.artifacts.engine.files import open_engine
-from toolkit.artifacts.safetensors_file import read_header
+from toolkit.artifacts.weight_files.safetensors_file import read_header
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 from toolkit.errors import ToolkitError
@@ -53,7 +53,7 @@ def _weight(bits=4, group=32, order=False, symmetric=False, minima=False, dtype=
 def test_every_weight_comes_back_bit_by_bit(change, packed, tmp_path, tiny_models):
     """Through the packer, a file, and the reader; what no CUDA kernel takes goes as for target torch."""
     from toolkit.artifacts.engine.artifact import ENGINE_ARRAYS, EngineArtifact
-    from toolkit.artifacts.safetensors_file import write_arrays
+    from toolkit.artifacts.weight_files.safetensors_file import write_arrays
 
     weight = _weight(**change)
     spec = open_model(tiny_models("llama")).spec

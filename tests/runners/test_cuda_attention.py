@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from toolkit.kernels.triton.attention_plan import DECODE_KEYS, Sight
+from toolkit.kernels.triton.attention.plan import DECODE_KEYS, Sight
 from toolkit.runners.tensor.step.tiles import DecodeCut, cut_decode
 
 

@@ -263,7 +263,7 @@ def test_calls_of_the_manifest_are_filled_with_what_ops_may_be_given(gpu_check):
     from toolkit.kernels.op import Case, Target
     from toolkit.kernels.registry import load
     from toolkit.kernels.tolerances import compare
-    from toolkit.kernels.triton.manifest import calls
+    from toolkit.kernels.triton.ahead_of_time.manifest import calls
 
     tried = 0
     for name in {call.op for call in calls()}:

@@ -55,7 +55,7 @@ def test_a_stale_library_is_not_measured(
 
 def test_no_server_is_started_with_a_stale_library(native: ModuleType, stale: None, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=REFUSED):
-        importlib.import_module("servers").Server("demo", [], tmp_path / "log")
+        importlib.import_module("traffic.servers").Server("demo", [], tmp_path / "log")
     assert not (tmp_path / "log").exists()
 
 

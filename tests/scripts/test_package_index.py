@@ -14,7 +14,7 @@ import pytest
 
 import toolkit
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "wheel"
 
 
 def script(name: str) -> ModuleType:

@@ -21,9 +21,10 @@ esac
 
 def ran(tmp_path: Path, *arguments: str, beside: int = 0, alone: int = 0) -> tuple[int, str, list[list[str]]]:
     """Exit code, what is said at the end, and the calls: name, threads, arguments."""
-    for folder in ("scripts", ".venv/bin", "tests/a"):
+    for folder in ("scripts/shell", ".venv/bin", "tests/a"):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "test", tmp_path / "scripts" / "test")
+    shutil.copy(ROOT / "scripts" / "shell" / "help.sh", tmp_path / "scripts" / "shell")
     (tmp_path / "scripts" / "setup").write_text("")
     for name in ("ruff", "mypy", "pytest"):
         (tmp_path / ".venv" / "bin" / name).write_text(TOOL)

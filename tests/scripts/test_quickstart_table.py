@@ -19,7 +19,7 @@ def test_the_sentence_is_what_the_table_has(after: float, told: str, tmp_path: P
     (tmp_path / "demo-awq").mkdir()
     (tmp_path / "demo-awq" / "manifest.json").write_text(json.dumps({"quality": quality}))
     (tmp_path / "throughput.json").write_text(json.dumps({"output_throughput": 123.4}))
-    script = ROOT / "scripts" / "quickstart_table.py"
+    script = ROOT / "scripts" / "quickstarting" / "table.py"
     done = subprocess.run([sys.executable, "-P", script, tmp_path], capture_output=True, text=True, check=True)
     assert f"Perplexity: {told}" in done.stdout
     assert all(figure in done.stdout for figure in ("67.31", f"{after:.4g}", "123.4"))

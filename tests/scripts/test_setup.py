@@ -27,7 +27,7 @@ esac
 def installed(tmp_path: Path, unreachable: int, *extras: str) -> list[str]:
     """What Python was called with."""
     root = tmp_path / "project"
-    for name in ("scripts/setup", "scripts/locked.py", "pyproject.toml", "setup.py"):
+    for name in ("scripts/setup", "scripts/shell/help.sh", "scripts/locked.py", "pyproject.toml", "setup.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     shutil.copytree(ROOT / "requirements", root / "requirements", dirs_exist_ok=True)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _module() -> Any:
-    spec = importlib.util.spec_from_file_location("touched", ROOT / "scripts" / "touched.py")
+    spec = importlib.util.spec_from_file_location("touched", ROOT / "scripts" / "testing" / "touched.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 import json
 import os
@@ -33,14 +33,8 @@ PATIENCE = 20.0  # of the server with its engine: more than a loaded machine kee
 
 
 def cases() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "scripts/attack_cases.py"
-    sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location("attack_cases", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["attack_cases"] = module
-    spec.loader.exec_module(module)
-    return module
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+    return importlib.import_module("attacking.cases")
 
 
 CASES = cases()

@@ -16,7 +16,7 @@ from toolkit.serve.http.framing import HttpState
 
 
 def _cases() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "scripts/smuggled.py"
+    path = Path(__file__).resolve().parents[2] / "scripts/attacking/smuggled.py"
     spec = importlib.util.spec_from_file_location("smuggled", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -29,7 +29,7 @@ def as_meta(source: Path, target: Path) -> Path:
     """A Llama in Meta's layout: its names, neighbouring numbers of a head turned together."""
     import torch
 
-    from toolkit.artifacts.meta_llama import _INSIDE, _WHOLE
+    from toolkit.artifacts.weight_files.meta_llama import _INSIDE, _WHOLE
 
     theirs = {ours: name for name, ours in (_INSIDE | _WHOLE).items()}
     config = json.loads((source / "config.json").read_text())

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.artifacts.json_file import read_json_object
-from toolkit.artifacts.safetensors_file import TensorInfo
-from toolkit.artifacts.weight_files import read_headers
+from toolkit.artifacts.weight_files.find import read_headers
+from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.base.record import read
 from toolkit.errors import ToolkitError
 
@@ -177,7 +177,7 @@ def _by_pattern(file: Path, field: str, patterns: dict[str, N] | None, module: s
 
 
 def _load(file: Path, sides: Mapping[str, TensorInfo], scale: float) -> LowRank:
-    from toolkit.artifacts.mapped import map_file, view_tensor
+    from toolkit.artifacts.weight_files.mapped import map_file, view_tensor
 
     mapped = map_file(file)
     return LowRank(view_tensor(mapped, sides["A"]).float(), view_tensor(mapped, sides["B"]).float() * scale)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.manifest import check_tensors, read_manifest
-from toolkit.artifacts.meta_llama import is_meta_llama, open_meta_llama
-from toolkit.artifacts.safetensors_file import TensorInfo
-from toolkit.artifacts.weight_files import INDEX, find_weights
-from toolkit.artifacts.weight_files import read_headers as file_headers
+from toolkit.artifacts.weight_files.find import INDEX, find_weights
+from toolkit.artifacts.weight_files.find import read_headers as file_headers
+from toolkit.artifacts.weight_files.meta_llama import is_meta_llama, open_meta_llama
+from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import find_family
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from toolkit.artifacts.gguf.checkpoint import GgufFile
-    from toolkit.artifacts.read_ahead import ReadAhead
+    from toolkit.artifacts.weight_files.read_ahead import ReadAhead
 
 HEADLESS_MARK = "embed_tokens.weight"
 
@@ -82,7 +82,7 @@ class Checkpoint:
             return self.gguf.tensor(name)
         if self._ahead is not None and (found := self._ahead.take(name)) is not None:
             return found
-        from toolkit.artifacts.mapped import map_file, view_tensor
+        from toolkit.artifacts.weight_files.mapped import map_file, view_tensor
 
         path = self.files[name]
         if path not in self._maps:
@@ -96,7 +96,7 @@ class Checkpoint:
         if self.gguf is not None:
             yield
             return
-        from toolkit.artifacts.read_ahead import ReadAhead
+        from toolkit.artifacts.weight_files.read_ahead import ReadAhead
 
         self._ahead = ReadAhead((name, self.files[name], self.info(name)) for name in names if name in self)
         try:
@@ -107,7 +107,7 @@ class Checkpoint:
 
     def is_cached(self) -> bool:
         """Whether its files seem to be in the system's memory."""
-        from toolkit.artifacts.read_ahead import is_cached
+        from toolkit.artifacts.weight_files.read_ahead import is_cached
 
         return is_cached(dict.fromkeys(self.files.values()))
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.manifest import file_digest
-from toolkit.artifacts.stage import open_stage
+from toolkit.artifacts.output.stage import open_stage
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def ensure_demo(progress: bool = True) -> Path:
 
 def write_dense(checkpoint: Checkpoint, target: Path) -> None:
     """Write a GGUF checkpoint as a dense bfloat16 Hugging Face checkpoint."""
-    from toolkit.artifacts.checkpoint_writer import write_model
+    from toolkit.artifacts.output.checkpoint_writer import write_model
 
     assert checkpoint.gguf is not None
     checkpoint.gguf.write_configs(target)

@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.manifest import Manifest, check_files, hub_origin, read_manifest
-from toolkit.artifacts.weight_files import PICKLED
+from toolkit.artifacts.weight_files.find import PICKLED
 from toolkit.base.figures import written
 from toolkit.models.registry import LANGUAGE_PARTS
 from toolkit.models.vision import VisionSpec

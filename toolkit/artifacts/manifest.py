@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.json_file import read_json_object
-from toolkit.artifacts.safetensors_file import MAX_HEADER
-from toolkit.artifacts.weight_files import pickled_weights
+from toolkit.artifacts.weight_files.find import pickled_weights
+from toolkit.artifacts.weight_files.safetensors_file import MAX_HEADER
 from toolkit.base.record import later, plain, read
 from toolkit.errors import ToolkitError
 

@@ -17,7 +17,7 @@ from toolkit.artifacts.checkpoint import Checkpoint
 from toolkit.artifacts.gguf.blocks import from_blocks
 from toolkit.artifacts.gguf.checkpoint import GgufFile
 from toolkit.artifacts.gguf.columns import take_columns
-from toolkit.artifacts.safetensors_file import TORCH_DTYPES, TensorInfo
+from toolkit.artifacts.weight_files.safetensors_file import TORCH_DTYPES, TensorInfo
 from toolkit.artifacts.weights import load_stored, split_parts
 
 if TYPE_CHECKING:

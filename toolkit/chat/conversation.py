@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.json_file import read_json_object
-from toolkit.artifacts.result_file import check_json, write_text
+from toolkit.artifacts.output.result_file import check_json, write_text
 from toolkit.chat import settings
 from toolkit.chat.messages import Message, normalise
 from toolkit.configs.generation import TYPED, GenerationConfig

@@ -15,12 +15,12 @@ from toolkit.artifacts.engine.files import write_engine
 from toolkit.artifacts.formats import format_of
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind
-from toolkit.artifacts.replace import check_directory_target
-from toolkit.artifacts.room import check_room
-from toolkit.artifacts.safetensors_file import read_header
+from toolkit.artifacts.output.replace import check_directory_target
+from toolkit.artifacts.output.room import check_room
+from toolkit.artifacts.output.stage import open_stage
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_model
-from toolkit.artifacts.stage import open_stage
+from toolkit.artifacts.weight_files.safetensors_file import read_header
 from toolkit.artifacts.weights import cache_scales, iter_canonical, left_out, tensor_names, validate_checkpoint
 from toolkit.configs.engine import DTYPES
 from toolkit.convert.options import Packing

@@ -19,9 +19,9 @@ from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.formats.writers import WRITERS
 from toolkit.artifacts.gguf.eyes import FILE
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind
-from toolkit.artifacts.replace import check_directory_target, check_file_target
+from toolkit.artifacts.output.replace import check_directory_target, check_file_target
+from toolkit.artifacts.output.stage import open_stage, write_file
 from toolkit.artifacts.source import resolve_model
-from toolkit.artifacts.stage import open_stage, write_file
 from toolkit.artifacts.weights import (
     any_quantized,
     check_whole,

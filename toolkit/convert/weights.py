@@ -8,11 +8,11 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.checkpoint import Checkpoint
-from toolkit.artifacts.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
 from toolkit.artifacts.formats.describe import Layout, form_name, layout_of
 from toolkit.artifacts.formats.writers import WRITERS, Writer, adapt
-from toolkit.artifacts.stage import Stage
+from toolkit.artifacts.output.checkpoint_writer import write_checkpoint
+from toolkit.artifacts.output.stage import Stage
 from toolkit.artifacts.weights import as_stored, cache_scales, is_present, load_stored, split_parts
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import DecoderSpec, StoredTensor

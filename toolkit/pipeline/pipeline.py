@@ -21,8 +21,8 @@ from uuid import uuid4
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.artifacts.new_weight_files import WeightFiles
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.artifacts.weight_files.new_weight_files import WeightFiles
 from toolkit.base.progress import Progress
 from toolkit.chat import settings
 from toolkit.chat.messages import Message

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.artifacts.result_file import save_plot
+from toolkit.artifacts.output.result_file import save_plot
 from toolkit.profile.metrics import RequestRecord, completed
 
 LINES = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd")

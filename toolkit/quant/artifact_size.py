@@ -10,7 +10,7 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.outline import Outlines
-from toolkit.artifacts.safetensors_file import HEADER_ROOM, PAGE
+from toolkit.artifacts.weight_files.safetensors_file import HEADER_ROOM, PAGE
 from toolkit.artifacts.weights import is_present
 from toolkit.models.spec import LinearSpec
 from toolkit.quant.layers.source import LayerSource

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from toolkit.artifacts.manifest import describe_parent
-from toolkit.artifacts.replace import check_directory_target
-from toolkit.artifacts.room import check_room
-from toolkit.artifacts.stage import Stage, open_stage
+from toolkit.artifacts.output.replace import check_directory_target
+from toolkit.artifacts.output.room import check_room
+from toolkit.artifacts.output.stage import Stage, open_stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.models.sites import layer_sites
 from toolkit.quant.layers.layerwise import Flow

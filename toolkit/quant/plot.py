@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.artifacts.result_file import save_plot
+from toolkit.artifacts.output.result_file import save_plot
 
 
 def plot_layers(layers: Sequence[Mapping[str, Any]], path: Path) -> None:

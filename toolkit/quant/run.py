@@ -14,10 +14,10 @@ import torch
 from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.formats.writers import WRITERS
 from toolkit.artifacts.manifest import describe_parent, read_manifest, require_kind
-from toolkit.artifacts.replace import check_directory_target
-from toolkit.artifacts.room import check_room
+from toolkit.artifacts.output.replace import check_directory_target
+from toolkit.artifacts.output.room import check_room
+from toolkit.artifacts.output.stage import Stage, open_stage
 from toolkit.artifacts.source import resolve_model
-from toolkit.artifacts.stage import Stage, open_stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.configs.option import show_size
 from toolkit.errors import UsageError

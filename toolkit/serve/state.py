@@ -28,7 +28,7 @@ from toolkit.vision.fetch import Fetching
 from toolkit.vision.images import Rules
 
 if TYPE_CHECKING:
-    from toolkit.artifacts.new_weight_files import WeightFiles
+    from toolkit.artifacts.weight_files.new_weight_files import WeightFiles
     from toolkit.chat.template import ChatTemplate
     from toolkit.engine.process.frontend import AsyncEngine
     from toolkit.messages import GenerationConfig

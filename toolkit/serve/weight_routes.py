@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response as HttpResponse
 
-from toolkit.artifacts.new_weight_files import WeightFiles
+from toolkit.artifacts.weight_files.new_weight_files import WeightFiles
 from toolkit.configs.option import spelled
 from toolkit.errors import ToolkitError
 from toolkit.serve.control_routes import DRAIN_LOOK_S, allowed

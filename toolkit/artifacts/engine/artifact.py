@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.artifacts.safetensors_file import TensorInfo, map_arrays
+from toolkit.artifacts.weight_files.safetensors_file import TensorInfo, map_arrays
 from toolkit.models.spec import DecoderSpec
 
 ENGINE_JSON = "engine.json"

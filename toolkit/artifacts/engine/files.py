@@ -17,7 +17,7 @@ from toolkit.artifacts.engine.artifact import ENGINE_ARRAYS, ENGINE_JSON, ENGINE
 from toolkit.artifacts.engine.torch_check import check_torch
 from toolkit.artifacts.json_file import read_json_object, write_json_object
 from toolkit.artifacts.manifest import Manifest, check_tensors, file_digest, require_kind
-from toolkit.artifacts.safetensors_file import read_header, write_arrays
+from toolkit.artifacts.weight_files.safetensors_file import read_header, write_arrays
 from toolkit.errors import ToolkitError
 from toolkit.models.spec import DecoderSpec
 

@@ -143,12 +143,12 @@ class TorchWeights(Mapping[str, "Weight | Tensor"]):
 
     @cached_property
     def _mapped(self) -> Tensor:
-        from toolkit.artifacts.mapped import map_file
+        from toolkit.artifacts.weight_files.mapped import map_file
 
         return map_file(self._artifact.array_file)
 
     def _array(self, name: str) -> Tensor:
-        from toolkit.artifacts.mapped import view_tensor
+        from toolkit.artifacts.weight_files.mapped import view_tensor
 
         return view_tensor(self._mapped, self._artifact.infos[name])
 

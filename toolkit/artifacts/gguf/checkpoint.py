@@ -18,7 +18,7 @@ from toolkit.artifacts.gguf.keys import check_kinds
 from toolkit.artifacts.gguf.tokenizer import write_tokenizer
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.json_file import write_json_object
-from toolkit.artifacts.safetensors_file import TensorInfo
+from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.models.registry import build
 from toolkit.models.spec import StoredTensor
 from toolkit.models.vision import VisionSpec

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.artifacts.safetensors_file import TensorInfo
+from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 
 # GGML type id → (name, elements a block, bytes a block) of the types that can be read.

@@ -14,7 +14,7 @@ from toolkit.artifacts.gguf.architectures import row_order
 from toolkit.artifacts.gguf.container import GgufContainer, read_container
 from toolkit.artifacts.gguf.keys import check_kinds
 from toolkit.artifacts.manifest import EYES
-from toolkit.artifacts.safetensors_file import TensorInfo
+from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 from toolkit.models.family import Family
 from toolkit.models.gguf import MOST_LAYERS

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.artifacts.safetensors_file import TensorInfo
+from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 from toolkit.models.family import Family
 from toolkit.models.gguf import MOST_LAYERS, Gguf

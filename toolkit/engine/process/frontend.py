@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.artifacts.new_weight_files import WeightFiles
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.artifacts.weight_files.new_weight_files import WeightFiles
 from toolkit.configs.engine import EngineConfig
 from toolkit.configs.lmdeploy import notices
 from toolkit.engine.constraints.grammar_cost import HopelessError, Hostility

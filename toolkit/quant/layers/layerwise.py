@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.stage import Stage
+from toolkit.artifacts.output.stage import Stage
 from toolkit.errors import ToolkitError
 from toolkit.kernels.torch.product import prefers_int8
 from toolkit.models.sites import Site

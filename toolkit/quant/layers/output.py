@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import BlockFp8, Dense, Weight, join_rows
-from toolkit.artifacts.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.formats.describe import Layout, layout_of
 from toolkit.artifacts.formats.writers import Writer
 from toolkit.artifacts.gguf.export import plan_export
 from toolkit.artifacts.gguf.eyes import FILE as EYES
 from toolkit.artifacts.gguf.eyes_export import write_eyes
-from toolkit.artifacts.stage import Stage
+from toolkit.artifacts.output.checkpoint_writer import write_checkpoint
+from toolkit.artifacts.output.stage import Stage
 from toolkit.artifacts.weights import as_stored, load_stored
 from toolkit.errors import ToolkitError
 from toolkit.models.mmproj import Mmproj

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.artifacts.manifest import content_digest, read_manifest
-from toolkit.artifacts.safetensors_file import write_tensors
+from toolkit.artifacts.weight_files.safetensors_file import write_tensors
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.sites import layer_sites
 from toolkit.quant.layers.lazy import Lazy
@@ -59,7 +59,7 @@ class SavedStatistics:
 
     def grams(self, index: int) -> Mapping[str, Gram]:
         """Statistics of layer ``index`` by site, read when asked for; the layer after the last is the head."""
-        from toolkit.artifacts.tensor_file import TensorFile
+        from toolkit.artifacts.weight_files.tensor_file import TensorFile
 
         tensors = TensorFile(self.path / file_name(index))
 

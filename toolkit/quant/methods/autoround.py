@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.artifacts.canonical import GroupInt
-from toolkit.artifacts.safetensors_file import map_arrays, write_tensors
+from toolkit.artifacts.weight_files.safetensors_file import map_arrays, write_tensors
 from toolkit.errors import ToolkitError
 from toolkit.measure.errors import relative_error
 from toolkit.models.sites import Site

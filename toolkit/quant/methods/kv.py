@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
 from toolkit.artifacts.manifest import describe_parent, read_manifest
-from toolkit.artifacts.replace import check_directory_target
-from toolkit.artifacts.room import check_room
-from toolkit.artifacts.stage import Stage, open_stage
+from toolkit.artifacts.output.checkpoint_writer import write_checkpoint
+from toolkit.artifacts.output.replace import check_directory_target
+from toolkit.artifacts.output.room import check_room
+from toolkit.artifacts.output.stage import Stage, open_stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weights import as_stored, cache_scale_names, load_stored
 from toolkit.errors import ToolkitError

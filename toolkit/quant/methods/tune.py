@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.artifacts.canonical import ChannelInt8, Fp8, GroupInt
-from toolkit.artifacts.stage import Stage
+from toolkit.artifacts.output.stage import Stage
 from toolkit.errors import UsageError
 from toolkit.measure.predictions import kl_divergence
 from toolkit.models.spec import NormSpec

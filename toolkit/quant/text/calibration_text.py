@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from toolkit.artifacts.manifest import file_digest
-from toolkit.artifacts.stage import Stage
+from toolkit.artifacts.output.stage import Stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.errors import ToolkitError
 from toolkit.quant.layers.source import LayerSource

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.artifacts.safetensors_file import forget_pages
+from toolkit.artifacts.weight_files.safetensors_file import forget_pages
 from toolkit.base.threads import usable_cores
 from toolkit.errors import UsageError
 from toolkit.models.pictures import Picture

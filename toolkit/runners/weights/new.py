@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.checkpoint import Checkpoint, has_weights, read_config, read_headers
-from toolkit.artifacts.safetensors_file import TORCH_DTYPES, TensorInfo
+from toolkit.artifacts.weight_files.safetensors_file import TORCH_DTYPES, TensorInfo
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import DecoderSpec, StoredTensor
 

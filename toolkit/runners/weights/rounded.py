@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.artifacts.reused_memory import ReusedMemory
+from toolkit.artifacts.weight_files.reused_memory import ReusedMemory
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.weights.info import info_of, reading_ahead
 

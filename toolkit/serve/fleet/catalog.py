@@ -8,7 +8,7 @@ from pathlib import Path
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.source import resolve_model
-from toolkit.artifacts.weight_files import pickled_weights
+from toolkit.artifacts.weight_files.find import pickled_weights
 from toolkit.errors import ToolkitError, UsageError
 
 WEIGHTS = (".safetensors", ".gguf")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, FastAPI
 
 from toolkit.artifacts.checkpoint import read_config
-from toolkit.artifacts.weight_files import pickled_weights
+from toolkit.artifacts.weight_files.find import pickled_weights
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import build
 from toolkit.serve.http.answers import OllamaModels, OllamaVersion

@@ -14,7 +14,7 @@ import httpx2 as httpx
 import orjson
 
 from toolkit.artifacts.json_file import read_json_object
-from toolkit.artifacts.stage import write_file
+from toolkit.artifacts.output.stage import write_file
 from toolkit.base.record import read
 from toolkit.configs.checks import shown
 from toolkit.errors import ToolkitError, UsageError

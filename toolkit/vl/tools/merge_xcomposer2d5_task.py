@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
-from toolkit.artifacts.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.manifest import describe_parent
+from toolkit.artifacts.output.checkpoint_writer import write_checkpoint
+from toolkit.artifacts.output.stage import open_stage
 from toolkit.artifacts.source import resolve_model
-from toolkit.artifacts.stage import open_stage
 from toolkit.base import extras
 from toolkit.errors import ToolkitError, UsageError
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from toolkit.artifacts import rounding
 from toolkit.artifacts.canonical import GroupInt
-from toolkit.artifacts.reused_memory import ReusedMemory
+from toolkit.artifacts.weight_files.reused_memory import ReusedMemory
 from toolkit.base.threads import usable_cores
 from toolkit.runners.native import library
 from toolkit.runners.native.packing.packed import BF16, F16, F32

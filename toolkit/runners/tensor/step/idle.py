@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from toolkit.kernels.triton.attention_plan import DECODE_KEYS, PROMPT_KEYS
+from toolkit.kernels.triton.attention.plan import DECODE_KEYS, PROMPT_KEYS
 from toolkit.runners.step import SamplingBatch, StepBatch
 
 Added = tuple[int, int]  # tokens that a sequence gets, and how many it has then

@@ -1,6 +1,6 @@
 """The plan of a step's attention in memory of ours: made without waiting, and padded where a graph will read it.
 
-``kernels.triton.attention_plan`` cuts a step into tiles of work. Their number decides a launch's grid, which a graph
+``kernels.triton.attention.plan`` cuts a step into tiles of work. Their number decides a launch's grid, which a graph
 fixes; so a graph gets room for more tiles than the step has, and those left over say that there is nothing to do.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from toolkit.kernels.triton.attention_plan import Sight, Tiles, cut, kind_of, range_of
+from toolkit.kernels.triton.attention.plan import Sight, Tiles, cut, kind_of, range_of
 from toolkit.models.spec import DecoderSpec
 
 Kind = tuple[int, int | None]  # cache group, window
@@ -129,7 +129,7 @@ class AttentionPlan:
         self.ready[heads] = Tiles(items, merges, parts, self.rows[heads], "decode")
 
     def tiles(self, group: int, first: int, block_rows: Callable[[str], int]) -> Tiles:
-        """See ``kernels.triton.attention_plan.Plan``."""
+        """See ``kernels.triton.attention.plan.Plan``."""
         found = self.ready.get((group, first))
         if found is None:
             kind = kind_of(np.diff(self.cu_seqlens), group)

@@ -1,0 +1,206 @@
+"""The kernel of latent attention: some query heads of a tile of tokens walk over a range of rows, each key and value.
+
+A row has the latent, then the key that turns with the position. Its latent is loaded once and goes into both products
+(DeepSeek-V2, 2024, in the absorbed form). Heads beyond what the registers hold are other programs' (``GROUP`` each),
+which find the rows in the second-level cache.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..cache.cache_codes import float8
+from ..codes import cast, widen
+from .kernel import write_part, write_result
+from .tile import LOG2E, key_columns, key_scale_and_zero, key_slots
+
+
+@triton.jit
+def _queries(
+    q,
+    source,
+    valid,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    R_COLS: tl.constexpr,
+    T_COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DOT: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """(the absorbed part [ROWS, R_COLS], what turns [ROWS, T_COLS], sum [ROWS], scale [ROWS]) of the queries.
+
+    SCALED: the largest of a row becomes 1, since DOT has less range than the queries, and ``scale`` gives it back.
+    """
+    i, j = tl.arange(0, R_COLS), tl.arange(0, T_COLS)
+    at = q + source[:, None]
+    inner = tl.load(at + i[None, :], mask=valid[:, None] & (i < RANK)[None, :], other=0.0)
+    turned = tl.load(at + RANK + j[None, :], mask=valid[:, None] & (j < ROPE)[None, :], other=0.0)
+    scale = tl.zeros([ROWS], tl.float32)
+    if SCALED:
+        wide, narrow = inner.to(tl.float32), turned.to(tl.float32)
+        scale = tl.maximum(tl.maximum(tl.max(tl.abs(wide), 1), tl.max(tl.abs(narrow), 1)), 1e-30)
+        inner, turned = wide / scale[:, None], narrow / scale[:, None]
+    inner, turned = inner.to(DOT), turned.to(DOT)
+    total = tl.sum(inner.to(tl.float32), 1) + tl.sum(turned.to(tl.float32), 1)
+    return inner, turned, total, scale
+
+
+@triton.jit
+def _rows(
+    at,
+    inside,
+    WIDTH: tl.constexpr,
+    COLS: tl.constexpr,
+    FORM: tl.constexpr,
+    MASK: tl.constexpr,
+    DOT: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """[KEYS, COLS] of the rows' WIDTH numbers from ``at``, or their codes, as DOT."""
+    x = key_columns(at, inside, WIDTH, COLS, MASK)
+    if FORM == "int8":
+        x = widen(x, DOT, ASM)
+    elif FORM != "float":
+        x = float8(x, FORM, DOT, ASM)
+    return x.to(DOT)
+
+
+@triton.jit
+def _fold(
+    acc,
+    m,
+    denominator,
+    zeros,
+    q,
+    q_turned,
+    q_sum,
+    q_scale,
+    position,
+    start,
+    first_key,
+    end_key,
+    cache,
+    params,
+    pages,
+    scale,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    R_COLS: tl.constexpr,
+    T_COLS: tl.constexpr,
+    FORM: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAGE: tl.constexpr,
+    MASK: tl.constexpr,
+    DOT: tl.constexpr,
+    SCALED: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """(acc, m, denominator, zeros) after the KEYS rows from ``start``; see ``tile.fold``."""
+    key = start + tl.arange(0, KEYS)
+    inside = (key >= first_key) & (key < end_key)
+    row = key_slots(pages, start, key, inside, KEYS, PAGE, MASK)
+    latent = _rows(cache + row * (RANK + ROPE), inside, RANK, R_COLS, FORM, MASK, DOT, ASM)
+    turned = _rows(cache + row * (RANK + ROPE) + RANK, inside, ROPE, T_COLS, FORM, MASK, DOT, ASM)
+    s = tl.dot(q, tl.trans(latent), input_precision="ieee")
+    s = tl.dot(q_turned, tl.trans(turned), s, input_precision="ieee")
+    if FORM == "int8":
+        unit, zero = key_scale_and_zero(params, row, inside, MASK)
+        s = unit[None, :] * (s - zero[None, :] * q_sum[:, None])
+    if SCALED:
+        s = s * q_scale[:, None]
+    s = s * (scale * LOG2E)
+    if MASK:
+        s = tl.where(inside[None, :] & (key[None, :] <= position[:, None]), s, float("-inf"))
+    top = tl.maximum(m, tl.max(s, 1))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    shrink = tl.exp2(m - base)
+    p = tl.exp2(s - base[:, None])
+    denominator = denominator * shrink + tl.sum(p, 1)
+    if FORM == "int8":
+        weighted = cast(p * unit[None, :], DOT)
+        zeros = zeros * shrink + tl.sum(weighted.to(tl.float32) * zero[None, :], 1)
+    else:
+        weighted = cast(p, DOT)
+    acc = tl.dot(weighted, latent, acc * shrink[:, None], input_precision="ieee")
+    return acc, top, denominator, zeros
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def latent_kernel(
+    q,
+    cache,
+    row_params,  # Triton has a name of its own for params
+    table,
+    items,
+    out,
+    part_sums,
+    part_norms,
+    stride_token,
+    stride_head,
+    table_stride,
+    scale,
+    unit,
+    blocks: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    GROUP: tl.constexpr,
+    R_COLS: tl.constexpr,
+    T_COLS: tl.constexpr,
+    FORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAGE: tl.constexpr,
+    DOT: tl.constexpr,
+    SCALED: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Program (item, one of ``blocks`` blocks of GROUP query heads). R_COLS, T_COLS: powers of two that hold RANK and
+    ROPE. ``unit``: what the numbers of a float8 cache are multiplied by in the result (in ``scale`` too).
+
+    ``row_params``, ``part_sums`` [parts, blocks, ROWS, RANK], ``part_norms``: see ``attend_kernel``.
+    """
+    item = items + tl.program_id(0) * 8
+    block = tl.program_id(1)
+    sequence = tl.load(item)
+    if sequence < 0:
+        return
+    first_row, tokens, first_position = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    first_key, end_key, part = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6).to(tl.int64)
+    m_index = tl.arange(0, ROWS)
+    token, head = m_index // GROUP, block * GROUP + m_index % GROUP
+    valid = token < tokens
+    position = first_position + token
+    source = (first_row + token).to(tl.int64) * stride_token + head * stride_head
+    inner, turned, q_sum, q_scale = _queries(q, source, valid, RANK, ROPE, R_COLS, T_COLS, ROWS, DOT, SCALED)
+    pages = table + sequence.to(tl.int64) * table_stride
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    denominator = tl.zeros([ROWS], tl.float32)
+    zeros = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, R_COLS], tl.float32)
+    begin = first_key // KEYS * KEYS
+    plain_end = tl.minimum(first_position + 1, end_key) // KEYS * KEYS
+    for start in range(begin, plain_end, KEYS):
+        acc, m, denominator, zeros = _fold(
+            acc, m, denominator, zeros, inner, turned, q_sum, q_scale, position, start, first_key, end_key,
+            cache, row_params, pages, scale, RANK, ROPE, R_COLS, T_COLS, FORM, KEYS, PAGE, False, DOT, SCALED, ASM,
+        )  # fmt: skip
+    for start in range(plain_end, end_key, KEYS):
+        acc, m, denominator, zeros = _fold(
+            acc, m, denominator, zeros, inner, turned, q_sum, q_scale, position, start, first_key, end_key,
+            cache, row_params, pages, scale, RANK, ROPE, R_COLS, T_COLS, FORM, KEYS, PAGE, True, DOT, SCALED, ASM,
+        )  # fmt: skip
+    if FORM == "int8":
+        acc -= zeros[:, None]
+    elif FORM != "float":
+        acc *= unit
+    if part < 0:
+        out += first_row.to(tl.int64) * (blocks * GROUP * RANK)
+        row = token * (blocks * GROUP) + head
+        write_result(out, None, acc, denominator, m, denominator, row, head, valid, RANK, R_COLS, FORM, False)
+    else:
+        first = (part * blocks + block) * ROWS
+        part_sums += first * RANK
+        part_norms += first * 2
+        write_part(part_sums, part_norms, acc, denominator, m, denominator, m_index, valid, RANK, R_COLS, FORM)

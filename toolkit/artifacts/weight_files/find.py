@@ -1,0 +1,67 @@
+"""Which files of a model's directory are its weights, and their headers, whatever wrote them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.artifacts.weight_files.safetensors_file import TensorInfo, read_header
+
+log = logging.getLogger("toolkit.artifacts")
+
+INDEX = "model.safetensors.index.json"
+PICKLED = (".bin", ".pth", ".pt")  # how names of files of torch.save end
+_PICKLED_INDEX = "pytorch_model.bin.index.json"
+# Of torch.save, the first of these that is there: as transformers names them, as Meta does, whatever there is.
+_PICKLED_NAMES = ("pytorch_model.bin", "pytorch_model-*.bin", "consolidated.*.pth", "*.bin", "*.pth", "*.pt")
+# What a training leaves beside the weights.
+_OTHERS = ("training_args", "optimizer", "scheduler", "rng_state", "random_states", "adapter_model", "trainer_state")
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """``files``: those without an index, by name; ``index``: the file that lists them."""
+
+    files: list[Path]
+    index: Path | None = None
+
+
+def find_weights(directory: Path) -> WeightFiles:
+    """The weights of a directory: safetensors where there are any, else what torch.save wrote; no files where there
+    are none."""
+    if (directory / INDEX).is_file():
+        return WeightFiles([], directory / INDEX)
+    if (directory / "model.safetensors").is_file():
+        return WeightFiles([directory / "model.safetensors"])
+    if files := sorted(directory.glob("*.safetensors")):
+        return WeightFiles(files)
+    index = directory / _PICKLED_INDEX
+    return WeightFiles(pickled_weights(directory), index if index.is_file() else None)
+
+
+def pickled_weights(directory: Path) -> list[Path]:
+    """What torch.save wrote of the model in a directory, by name; none where safetensors are there."""
+    if any(directory.glob("*.safetensors")):
+        return []
+    for pattern in _PICKLED_NAMES:
+        files = [f for f in sorted(directory.glob(pattern)) if f.is_file() and not f.name.startswith(_OTHERS)]
+        if files:
+            return files
+    return []
+
+
+def read_headers(files: Sequence[Path]) -> Iterator[tuple[Path, dict[str, TensorInfo]]]:
+    """Each file with its tensors by name. Raises ToolkitError as ``read_header`` and ``read_torch_headers`` do; a line
+    in the log says so where files are pickles."""
+    old = [file for file in files if file.suffix in PICKLED]
+    headers: dict[Path, dict[str, TensorInfo]] = {}
+    if old:
+        from toolkit.artifacts.weight_files.torch_file import read_torch_headers
+
+        headers = read_torch_headers(old)
+        names = old[0].name if len(old) == 1 else f"{old[0].name} and {len(old) - 1} more"
+        log.warning("%s: %s of torch.save: read as data, no code in them runs", old[0].parent, names)
+    for file in files:
+        yield file, headers[file] if file in headers else read_header(file)
