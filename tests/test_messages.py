@@ -148,7 +148,7 @@ def test_a_backend_config_of_another_kind(config: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "field", "default", "other"),
     [
-        (TurbomindEngineConfig, "dp", 1, 2),
+        (TurbomindEngineConfig, "cp", 1, 2),
         (TurbomindEngineConfig, "nnodes", 1, 2),
         (PytorchEngineConfig, "role", "Hybrid", "Prefill"),
         (PytorchEngineConfig, "kv_transfer_config", None, {"kv_role": "producer"}),

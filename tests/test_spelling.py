@@ -122,7 +122,7 @@ def test_options_without_effect_are_taken_with_one_notice_each(capsys: pytest.Ca
     assert "never run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--dp", "2"), ("--ep", "4"), ("--nnodes", "2"), ("--role", "Prefill")])
+@pytest.mark.parametrize(("flag", "value"), [("--cp", "2"), ("--nnodes", "2"), ("--role", "Prefill")])
 def test_options_that_ask_for_more_than_there_is_are_refused(flag: str, value: str) -> None:
     with pytest.raises(UsageError, match=f"^{flag}: found '?{value}'?, expected "):
         engine_flags(flag, value)
@@ -131,7 +131,8 @@ def test_options_that_ask_for_more_than_there_is_are_refused(flag: str, value: s
 def test_ranks_are_of_the_pytorch_backend(tool: Any) -> None:
     code, _, err = tool("chat", "demo", "-p", "x", "--tp", "2", "--backend", "turbomind")
     assert code == 2 and "turbomind runs a model on one device so far" in err and "--backend pytorch" in err
-    assert isinstance(engine_flags("--tp", "2").config(), PytorchEngineConfig)
+    for flag in ("--tp", "--pp", "--dp"):
+        assert isinstance(engine_flags(flag, "2").config(), PytorchEngineConfig)
 
 
 def _options(path: tuple[str, ...]) -> set[str]:
