@@ -50,6 +50,12 @@ class Group:
         store.set_timeout(timedelta(seconds=JOIN_SECONDS))
         self.meet(store, HOST, seconds)
 
+    def join_at(self, host: str, port: int, own: str, seconds: float) -> None:
+        """As ``join``, of ranks on several machines: they meet at the store that the first one has there, and have
+        addresses of their ``own``."""
+        limit = timedelta(seconds=JOIN_SECONDS)
+        self.meet(dist.TCPStore(host, port, is_master=False, timeout=limit), own, seconds)
+
     def meet(self, store: Any, host: str, seconds: float) -> None:
         """As ``join``, over a store of torch's; ``host``: this rank's address, which the others reach it by."""
         layout, part, copy = self.layout, self.part, self.layout.copy(self.rank)

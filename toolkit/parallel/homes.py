@@ -31,15 +31,15 @@ class Homes:
         """(the sequences of each copy, the blocks that one of them needs and has not)."""
         new = np.diff(batch.cu_seqlens)
         shares: list[Share] = [[] for _ in range(self.copies)]
-        load = np.zeros(self.copies)
+        load = [0] * self.copies
         reads = [self._read(batch, s, int(new[s])) for s in range(len(new))]
         moves: dict[Move, None] = {}
         for s in sorted(range(len(new)), key=lambda s: (not reads[s], -new[s])):  # those that are bound come first
             held = [self.holds[group][block] for group, block in reads[s]]
             found = [sum(1 for bits in held if bits >> copy & 1) for copy in range(self.copies)]
-            copy = int(np.lexsort((load, [-n for n in found]))[0])
+            copy = min(range(self.copies), key=lambda copy: (-found[copy], load[copy]))
             shares[copy].append(s)
-            load[copy] += 4 + new[s]
+            load[copy] += 4 + int(new[s])
             lacking = [pair for pair, bits in zip(reads[s], held, strict=True) if bits and not bits >> copy & 1]
             moves |= dict.fromkeys(lacking)
         return [sorted(share) for share in shares], list(moves)

@@ -51,12 +51,11 @@ def unsupported(spec: DecoderSpec, layout: Layout, unit: Unit) -> str | None:
     if len(spec.layers) < layout.pp:
         return f"{len(spec.layers)} layers are fewer than {layout.pp} stages"
     for layer, mixer in spec.mixers():
+        mixers: tuple[Any, ...] = (mixer,)
         if mixer.kind == "moe" and layout.ep > 1:
             if len(mixer.experts) < layout.ep:
                 return f"layer {layer}: {len(mixer.experts)} experts are fewer than ep={layout.ep}"
             mixers = () if mixer.shared is None else (mixer.shared,)
-        else:
-            mixers = (mixer,)
         if layout.tp > 1 and (reason := next((why for m in mixers if (why := m.unshared(layout.tp, unit))), None)):
             return f"layer {layer}: {reason}"
     if layout.ep > 1 and not spec.mixtures():
@@ -86,7 +85,7 @@ def part_of(spec: DecoderSpec, rank: int, layout: Layout, unit: Unit) -> Part:
 
     def share(mixer: Any) -> Share:
         if mixer.kind == "moe" and layout.ep > 1:
-            return mixer.share_seats(seat, layout.ep, rank, world, unit)  # type: ignore[no-any-return]
+            return mixer.share_seats(seat, layout.ep, rank, world, unit)
         return mixer.share(rank, world, unit) if world > 1 else Share(mixer)
 
     cuts: dict[str, Cut] = {}

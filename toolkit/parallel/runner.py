@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from toolkit.base.record import plain
@@ -19,6 +21,7 @@ from toolkit.parallel.homes import Homes
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.micro import Share, in_a_row, joined, layers_of_all, select
 from toolkit.parallel.model import Model, RankRunner, open_whole
+from toolkit.parallel.nodes import Nodes, about
 from toolkit.parallel.part import part_of
 from toolkit.parallel.ranks import RankLost, Ranks
 from toolkit.parallel.worker import digest
@@ -37,10 +40,12 @@ class RankedRunner:
     backend: Backend = "pytorch"
     asynchronous = False
 
-    def __init__(self, model: Model, layout: Layout) -> None:
-        """Open the model and start the ranks; no weights are loaded. Raises ToolkitError or UsageError, one line."""
+    def __init__(self, model: Model, layout: Layout, nodes: Nodes | None = None) -> None:
+        """Open the model and start the ranks, or wait for those of other ``nodes``; no weights are loaded. Raises
+        ToolkitError or UsageError, one line."""
         whole, world = open_whole(model, layout), layout.world
-        threads = max(1, (model.options.threads or torch.get_num_threads()) // world)
+        here = world if nodes is None else len(nodes.ranks(world))
+        threads = max(1, (model.options.threads or torch.get_num_threads()) // here)
         options = replace(model.options, threads=threads)
         self._local = local = RankRunner(whole, 0, layout, options, None)
         self._group = local.group
@@ -54,12 +59,18 @@ class RankedRunner:
         self._weights: Callable[[], Mapping[str, Any]] = whole.weights
         self._homes: Homes | None = None  # of several copies, where there is a cache
         self._lost = ""
-        self._ranks = Ranks(world, threads)
         told = replace(model, options=replace(options, dtype=local.dtype))
+        own = None if nodes is None else about(Path(model.path), model, layout)
+        self._ranks = Ranks(world, threads, nodes, own)
+        self._store = None if nodes is None else dist.TCPStore(nodes.host, 0, is_master=True, wait_for_workers=False)
+        store = None if nodes is None or self._store is None else [nodes.host, self._store.port]
         try:
-            self._ranks.open(told.to_json(), local.dense, layout=plain(layout))
+            self._ranks.open(told.to_json(), local.dense, layout=plain(layout), store=store)
             self._met(self._ranks.answers(timing.OPEN_SECONDS))
-            self._group.join(self._ranks.folder, timing.STEP_SECONDS)
+            if nodes is None or store is None:
+                self._group.join(self._ranks.folder, timing.STEP_SECONDS)
+            else:
+                self._group.join_at(nodes.host, store[1], nodes.host, timing.STEP_SECONDS)
             self._met(self._ranks.answers(timing.OPEN_SECONDS))
             self._ranks.have_met()
         except (RankLost, RuntimeError) as e:

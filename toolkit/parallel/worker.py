@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import zlib
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -40,13 +41,22 @@ def main(fd: int) -> None:
             whole = open_whole(model, layout)
             runner = RankRunner(whole, told["rank"], layout, model.options, told["dense"])
             pipe.send_bytes(wire.pack({"error": None}))
-            runner.group.join(Path(told["folder"]), told["seconds"])
+            if told.get("store") is None:
+                runner.group.join(Path(told["folder"]), told["seconds"])
+            else:
+                runner.group.join_at(*told["store"], _address(fd) or told["store"][0], told["seconds"])
             pipe.send_bytes(wire.pack({"error": None}))
         except (ToolkitError, RuntimeError, OSError) as e:
             pipe.send_bytes(wire.pack({"error": str(e)}))
         else:
             _serve(pipe, runner)
     os._exit(0)  # what is left of a broken group would end this with an abort
+
+
+def _address(fd: int) -> str:
+    """Of this machine, as its connection to the first one has it; "" where it is the first."""
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        return "" if sock.family == socket.AF_UNIX else str(sock.getsockname()[0])
 
 
 def _serve(pipe: Connection, runner: RankRunner) -> None:

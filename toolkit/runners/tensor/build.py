@@ -359,5 +359,5 @@ def build_decoder(
     if begins or (ends and spec.tied):
         table = builder.matrix(spec.embed).dequantize(place.dtype).to(place.device)
     steps = tuple(step for i, layer in enumerate(spec.layers) for step in builder.steps(layer, i))
-    last = (builder.norm(spec.final_norm), builder.head(spec, table)) if ends else (None, None)
-    return Decoder(spec, table, steps, *last, ops, split)
+    final_norm, head = (builder.norm(spec.final_norm), builder.head(spec, table)) if ends else (None, None)
+    return Decoder(spec, table, steps, final_norm, head, ops, split)
