@@ -94,6 +94,9 @@ class CommonEngineConfig:
     pp: int = option(
         1, "Ranks to lay its layers out over, one behind the other (pytorch only).", allowed=Bounds(1, 1024, "int32")
     )
+    nnodes: int = option(1, "Machines that the ranks are on (pytorch only).", allowed=Bounds(1, 1024, "int32"))
+    node_rank: int = option(0, "Which of them this is; the first one serves.", allowed=Bounds(0, 1023, "int32"))
+    dist_init_addr: str | None = option(None, "HOST:PORT at which the first one waits for the others.")
     session_len: int | None = option(
         None, "Longest context, in tokens. Default: the model's, if it fits.", allowed=Bounds(1, 1 << 30, "int32")
     )
@@ -189,8 +192,6 @@ class TurbomindEngineConfig(CommonEngineConfig):
     )
     use_logn_attn: bool = option(False, "Queries grow by log n beyond the model's length (turbomind only).")
     cp: int = 1
-    nnodes: int = 1
-    node_rank: int = 0
     cache_chunk_size: int = -1
     num_tokens_per_iter: int = 0
     max_prefill_iters: int = 1
@@ -207,7 +208,6 @@ class TurbomindEngineConfig(CommonEngineConfig):
     attn_cp_size: int | None = None
     mlp_dp_size: int | None = None
     outer_dp_size: int | None = None
-    dist_init_addr: str | None = None
 
     def __post_init__(self) -> None:
         _check_engine(self, "cache_block_seq_len")

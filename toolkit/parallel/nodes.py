@@ -154,10 +154,14 @@ class Door:
 
 def _unlike(own: dict[str, Any], hello: dict[str, Any]) -> str:
     """How a rank differs from the first machine, "" where it does not."""
-    for name, what in (("version", "version of the toolkit"), ("model", "model"), ("options", "options")):
+    for name, what in (
+        ("version", "another version of the toolkit"),
+        ("model", "another model"),
+        ("options", "other options"),
+    ):
         if own[name] != hello[name]:
             told = f": {hello[name]}, here {own[name]}" if name == "version" else ""
-            return f"it has another {what}{told}; all machines need the same"
+            return f"it has {what}{told}; all machines need the same"
     return ""
 
 

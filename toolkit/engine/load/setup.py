@@ -168,6 +168,8 @@ def _check_sizes(config: EngineConfig, layout: Layout) -> None:
 def _check_tp(config: EngineConfig) -> None:
     layout = layout_of(config)
     if layout.world == 1:
+        if config.nnodes > 1:
+            raise UsageError(f"nnodes={config.nnodes}: expected tp, pp or dp above 1 to lay out over so many machines")
         return
     if isinstance(config, TurbomindEngineConfig):
         instead = f"leave {layout} out, or use PytorchEngineConfig (--backend pytorch)"
@@ -180,7 +182,7 @@ def _check_tp(config: EngineConfig) -> None:
 def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress: Progress) -> tuple[EngineCore, Facts]:
     """Open the runner, plan memory, load weights, allocate the cache. Raises ToolkitError or UsageError, one line."""
     config, empty = setup.config, setup.config.empty_init and setup.updated is None
-    runner, why = _open(setup)
+    runner, why = _open(setup, progress)
     read = partial(_new_weights, setup, runner.spec)
     try:
         memory = _plan(setup, runner)
@@ -224,8 +226,9 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
     return core, Facts(memory, why, "; ".join(runner.notes), *named, runner.spec.vocab_size, config.blind)
 
 
-def _open(setup: Setup) -> tuple[Runner, str]:
-    """The runner, without weights, and why it is another than was asked for or is fastest."""
+def _open(setup: Setup, progress: Progress) -> tuple[Runner, str]:
+    """The runner, without weights, and why it is another than was asked for or is fastest. On a machine that is not the
+    first of several it stays here for as long as that one wants its ranks."""
     from toolkit.runners.choose import open_runner
 
     config = setup.config
@@ -249,17 +252,16 @@ def _open(setup: Setup) -> tuple[Runner, str]:
     layout = layout_of(config)
     if layout.world > 1:
         from toolkit.parallel.model import Model
+        from toolkit.parallel.nodes import Nodes, serve
         from toolkit.parallel.runner import RankedRunner
 
-        return RankedRunner(
-            Model(
-                str(setup.path),
-                replace(options, device="cpu"),
-                how | {"empty": config.empty_init},
-                tuple(getattr(config, "family_files", ())),
-            ),
-            layout,
-        ), ""
+        how |= {"empty": config.empty_init}
+        own = tuple(getattr(config, "family_files", ()))
+        model = Model(str(setup.path), replace(options, device="cpu"), how, own)
+        nodes = Nodes.of(config.nnodes, config.node_rank, config.dist_init_addr)
+        if nodes is not None and nodes.rank:
+            serve(model, layout, nodes, progress)
+        return RankedRunner(model, layout, nodes), ""
     try:
         return open_runner(
             setup.path, backend=setup.backend, options=options, **how, empty=config.empty_init, families=families
