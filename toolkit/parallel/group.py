@@ -25,8 +25,9 @@ class Group:
     them, after which none goes through.
     """
 
-    def __init__(self, rank: int, layout: Layout, part: Part) -> None:
-        self.layout, self.rank, self.world, self.embedding = layout, rank, layout.world, part.embedding
+    def __init__(self, rank: int, layout: Layout, part: Part, here: int) -> None:
+        """``here``: how many ranks share this machine's memory."""
+        self.layout, self.rank, self.world, self.embedding = layout, rank, here, part.embedding
         self.stage = layout.stage(rank)
         self.begins, self.ends = self.stage == 0, self.stage == layout.pp - 1
         self.part, self.parts = layout.part(rank), layout.tp
@@ -46,7 +47,7 @@ class Group:
     def join(self, folder: Path, seconds: float) -> None:
         """Meet the others, who come to the same ``folder``. ``seconds``: that one message may take. Raises RuntimeError
         where not all of them come."""
-        store = dist.FileStore(str(folder / "ranks"), self.world)
+        store = dist.FileStore(str(folder / "ranks"), self.layout.world)
         store.set_timeout(timedelta(seconds=JOIN_SECONDS))
         self.meet(store, HOST, seconds)
 

@@ -78,12 +78,21 @@ def open_whole(model: Model, layout: Layout) -> Whole:
 
 
 class RankRunner(TensorRunner):
-    """One rank's part of a model. ``group``: what it adds up in, which is still to be joined."""
+    """One rank's part of a model. ``group``: what it adds up in, which is still to be joined. ``here``: how many ranks
+    this machine has, None: all."""
 
-    def __init__(self, whole: Whole, rank: int, layout: Layout, options: RunnerOptions, dense: bool | None) -> None:
+    def __init__(
+        self,
+        whole: Whole,
+        rank: int,
+        layout: Layout,
+        options: RunnerOptions,
+        dense: bool | None,
+        here: int | None = None,
+    ) -> None:
         self._whole, self._rank = whole, layout.part(rank)
         self._part = part = part_of(whole.spec, rank, layout, whole.unit)
-        self.group = Group(rank, layout, part)
+        self.group = Group(rank, layout, part, here or layout.world)
         adapters = [cut_adapter(adapter, part.cuts) for adapter in whole.adapters]
         options = replace(options, eager=True)
         super().__init__(part.spec, self._cut(whole.weights), options, adapters, split=self.group, dense=dense)

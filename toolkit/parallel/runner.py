@@ -47,7 +47,7 @@ class RankedRunner:
         here = world if nodes is None else len(nodes.ranks(world))
         threads = max(1, (model.options.threads or torch.get_num_threads()) // here)
         options = replace(model.options, threads=threads)
-        self._local = local = RankRunner(whole, 0, layout, options, None)
+        self._local = local = RankRunner(whole, 0, layout, options, None, here)
         self._group = local.group
         self.spec, self.options = whole.spec, local.options
         self.device, self.dtype = local.device, local.dtype
@@ -62,15 +62,17 @@ class RankedRunner:
         told = replace(model, options=replace(options, dtype=local.dtype))
         own = None if nodes is None else about(Path(model.path), model, layout)
         self._ranks = Ranks(world, threads, nodes, own)
-        self._store = None if nodes is None else dist.TCPStore(nodes.host, 0, is_master=True, wait_for_workers=False)
-        store = None if nodes is None or self._store is None else [nodes.host, self._store.port]
+        store: list[Any] | None = None  # where ranks of several machines meet
         try:
-            self._ranks.open(told.to_json(), local.dense, layout=plain(layout), store=store)
+            if nodes is not None:
+                self._store = dist.TCPStore(nodes.host, 0, is_master=True, wait_for_workers=False)
+                store = [nodes.host, self._store.port]
+            self._ranks.open(told.to_json(), local.dense, layout=plain(layout), here=here, store=store)
             self._met(self._ranks.answers(timing.OPEN_SECONDS))
-            if nodes is None or store is None:
+            if store is None:
                 self._group.join(self._ranks.folder, timing.STEP_SECONDS)
             else:
-                self._group.join_at(nodes.host, store[1], nodes.host, timing.STEP_SECONDS)
+                self._group.join_at(*store, own=store[0], seconds=timing.STEP_SECONDS)
             self._met(self._ranks.answers(timing.OPEN_SECONDS))
             self._ranks.have_met()
         except (RankLost, RuntimeError) as e:

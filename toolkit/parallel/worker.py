@@ -39,12 +39,13 @@ def main(fd: int) -> None:
             model = Model.from_json(told["model"])
             layout = read(Layout, told["layout"])
             whole = open_whole(model, layout)
-            runner = RankRunner(whole, told["rank"], layout, model.options, told["dense"])
+            runner = RankRunner(whole, told["rank"], layout, model.options, told["dense"], told["here"])
             pipe.send_bytes(wire.pack({"error": None}))
             if told.get("store") is None:
                 runner.group.join(Path(told["folder"]), told["seconds"])
             else:
-                runner.group.join_at(*told["store"], _address(fd) or told["store"][0], told["seconds"])
+                host, port = told["store"]
+                runner.group.join_at(host, port, _address(fd) or host, told["seconds"])
             pipe.send_bytes(wire.pack({"error": None}))
         except (ToolkitError, RuntimeError, OSError) as e:
             pipe.send_bytes(wire.pack({"error": str(e)}))
