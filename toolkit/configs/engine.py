@@ -157,8 +157,8 @@ class CommonEngineConfig:
         1, "Ranks (tp x dp) that whole experts are shared out over (pytorch only).", allowed=Bounds(1, 1024, "int32")
     )
     empty_init: bool = option(False, "Read no weights: they come by /update_weights (Pipeline.update_weights).")
-    attn_tp_size: int | None = None
-    mlp_tp_size: int | None = None
+    attn_tp_size: int | None = option(None, "LMDeploy's: what --tp says.", hidden=True)
+    mlp_tp_size: int | None = option(None, "LMDeploy's: what --tp says.", hidden=True)
 
     @property
     def blind(self) -> bool:
