@@ -72,7 +72,7 @@ class RankedRunner:
             if store is None:
                 self._group.join(self._ranks.folder, timing.STEP_SECONDS)
             else:
-                self._group.join_at(*store, own=store[0], seconds=timing.STEP_SECONDS)
+                self._group.join_at(store[0], store[1], store[0], timing.STEP_SECONDS)
             self._met(self._ranks.answers(timing.OPEN_SECONDS))
             self._ranks.have_met()
         except (RankLost, RuntimeError) as e:
