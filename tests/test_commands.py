@@ -29,7 +29,8 @@ COMMANDS = [
     ["profile", "generation"],
     ["eval", "ppl"],
 ]
-ENGINE_FLAGS = """--backend --device --dtype --tp --session-len --max-batch-size --cache-max-entry-count
+ENGINE_FLAGS = """--backend --device --dtype --tp --pp --dp --ep
+--nnodes --node-rank --dist-init-addr --session-len --max-batch-size --cache-max-entry-count
 --cache-block-seq-len --enable-prefix-caching --no-enable-prefix-caching --quant-policy --model-format --chat-template
 --max-prefill-token-num --target-step-ms --adapters --revision --download-dir""".split()
 

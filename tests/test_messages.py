@@ -148,8 +148,8 @@ def test_a_backend_config_of_another_kind(config: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "field", "default", "other"),
     [
-        (TurbomindEngineConfig, "dp", 1, 2),
-        (TurbomindEngineConfig, "nnodes", 1, 2),
+        (TurbomindEngineConfig, "cp", 1, 2),
+        (TurbomindEngineConfig, "outer_dp_size", None, 2),
         (PytorchEngineConfig, "role", "Hybrid", "Prefill"),
         (PytorchEngineConfig, "kv_transfer_config", None, {"kv_role": "producer"}),
     ],

@@ -122,7 +122,7 @@ def test_options_without_effect_are_taken_with_one_notice_each(capsys: pytest.Ca
     assert "never run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--dp", "2"), ("--ep", "4"), ("--nnodes", "2"), ("--role", "Prefill")])
+@pytest.mark.parametrize(("flag", "value"), [("--cp", "2"), ("--role", "Prefill")])
 def test_options_that_ask_for_more_than_there_is_are_refused(flag: str, value: str) -> None:
     with pytest.raises(UsageError, match=f"^{flag}: found '?{value}'?, expected "):
         engine_flags(flag, value)
@@ -131,6 +131,13 @@ def test_options_that_ask_for_more_than_there_is_are_refused(flag: str, value: s
 def test_ranks_are_of_either_backend() -> None:
     assert isinstance(engine_flags("--tp", "2").config(), TurbomindEngineConfig)
     assert isinstance(engine_flags("--tp", "2", "--backend", "pytorch").config(), PytorchEngineConfig)
+    for flag in ("--pp", "--dp"):
+        assert isinstance(engine_flags(flag, "2").config(), PytorchEngineConfig)
+
+
+def test_ranks_of_turbomind_are_of_tp_alone(tool: Any) -> None:
+    code, _, err = tool("chat", "demo", "-p", "x", "--pp", "2", "--backend", "turbomind")
+    assert code == 2 and "turbomind splits a model by tp alone" in err and "--backend pytorch" in err
 
 
 def _options(path: tuple[str, ...]) -> set[str]:

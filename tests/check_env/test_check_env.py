@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from toolkit.check_env import machine, self_test
 from toolkit.check_env.advice import advice
 from toolkit.check_env.gpu import gpu_support
+from toolkit.check_env.links import links
 from toolkit.check_env.native import native_variants
 from toolkit.check_env.reference_llama import CONFIG, greedy, logits, random_weights
 from toolkit.commands.main import main
@@ -90,6 +91,23 @@ def test_free_memory_is_psutils_where_the_kernel_does_not_tell(monkeypatch: pyte
     assert told == pytest.approx(host_memory.free_host_bytes(), rel=0.2)
 
 
+def test_links_are_what_the_system_says(tmp_path: Path) -> None:
+    for name, facts in {
+        "eth0": {"type": "1", "operstate": "up", "speed": "1000"},
+        "lo": {"type": "772", "operstate": "unknown"},
+        "eth1": {"type": "1", "operstate": "down", "speed": "-1"},
+    }.items():
+        (tmp_path / name).mkdir()
+        for file, text in facts.items():
+            (tmp_path / name / file).write_text(text + "\n")
+    assert [(row["name"], row["up"], row["mbit_per_s"]) for row in links(tmp_path)] == [
+        ("lo", True, None),
+        ("eth0", True, 1000),
+        ("eth1", False, None),
+    ]
+    assert links(tmp_path / "none") == []
+
+
 def test_the_command(support: Any) -> None:
     done = support("command").tool("check_env", "--json", "-")
     assert done.returncode == 0, done.stderr
@@ -104,6 +122,8 @@ def test_the_command(support: Any) -> None:
         "gpu_topology",
         "gpu_support",
         "environment",
+        "links",
+        "ranks",
         "native",
         "native_refuses",
         "kernels",
@@ -125,6 +145,8 @@ FOUND: dict[str, Any] = {
     "gpu_topology": None,
     "gpu_support": [{"gpu": None, "what": "GPU", "here": "none"}],
     "environment": {},
+    "links": [{"name": "eth0", "up": True, "mbit_per_s": 1000, "loopback": False}],
+    "ranks": [{"name": "gloo", "runs": True, "why_not": None}],
     "native_refuses": {"mllama": "it runs no cross layers"},
     "native": [{"isa": "avx2", "runs": True, "chosen": True, "why_not": None}],
     "kernels": [{"op": "rope", "implementation": "torch", "runs": True, "chosen": True, "why_not": None}] * 80,

@@ -30,6 +30,7 @@ GREEDY = GenerationConfig(max_new_tokens=12, ignore_eos=True, logprobs=0)
 LONG = GenerationConfig(max_new_tokens=200, ignore_eos=True)
 CONFIGS = {
     "torch": PytorchEngineConfig(device_type="cpu", session_len=400),
+    "ranks": PytorchEngineConfig(device_type="cpu", session_len=400, tp=2),
     "native": TurbomindEngineConfig(device="cpu", session_len=400),
     "int8": TurbomindEngineConfig(device="cpu", session_len=400, load_format="int8"),
 }
@@ -86,6 +87,7 @@ def files_of(what: Path | dict[str, Any]) -> WeightFiles:
     ("family", "runner", "process"),
     [
         ("llama", "torch", False),
+        ("llama", "ranks", False),
         ("llama", "native", False),
         ("llama", "native", True),
         ("qwen3_moe", "native", False),

@@ -17,19 +17,18 @@ from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig, Response
+from toolkit.models.pictures import Picture
 from toolkit.parallel import ranks as timing
 from toolkit.parallel import wire
+from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
-from toolkit.parallel.runner import RankedRunner
+from toolkit.parallel.runner import RankedRunner, shared_out
 from toolkit.runners.base import RunnerError, RunnerLost, RunnerOptions
 from toolkit.runners.choose import open_runner
 
 # fp32 logits of some units: sums of two or four parts instead of one, in every layer
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 PROMPT = np.random.default_rng(3).integers(3, 300, 45).tolist()
-# plain; biases of sums; windows, norms after, softcaps; parallel blocks; ALiBi; one head of keys; experts with a shared
-# one; experts with biases, sinks; gated attention
-FAMILIES = ("llama", "qwen2", "gemma2", "cohere", "phi", "mpt", "falcon", "qwen2_moe", "gpt_oss", "mixtral")
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +42,13 @@ def options(**fields: Any) -> RunnerOptions:
 
 @pytest.fixture
 def pair(steps: Any) -> Iterator[Callable[..., Any]]:
-    """``pair(path, world, options…)``: drivers of one process and of ``world`` ranks over the same model."""
+    """``pair(path, world, options…)``: drivers of one process, and of ranks, so many or laid out so."""
     opened = []
 
-    def make(path: Path, world: int, load_format: str = "auto", **fields: Any) -> tuple[Any, Any]:
+    def make(path: Path, world: int | Layout, load_format: str = "auto", **fields: Any) -> tuple[Any, Any]:
         one, _ = open_runner(path, backend="pytorch", options=options(**fields), load_format=load_format)
-        several = RankedRunner(Model(str(path), options(**fields), {"load_format": load_format}), world)
+        layout = Layout(tp=world) if isinstance(world, int) else world
+        several = RankedRunner(Model(str(path), options(**fields), {"load_format": load_format}), layout)
         opened.extend((one, several))
         return steps.Driver(one), steps.Driver(several)
 
@@ -68,10 +68,26 @@ def same(one: Any, several: Any, close: dict[str, float] = CLOSE) -> None:
     assert several.generate(PROMPT, 5, chunk=7) == one.generate(PROMPT, 5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
 def test_two_ranks_give_what_one_process_gives(family: str, tiny_models: Any, pair: Any) -> None:
+    """Of all families: test_families.py."""
     one, several = pair(tiny_models(family), 2)
     same(one, several)
+
+
+def test_pictures_are_shared_out(tiny_models: Any, pair: Any) -> None:
+    one, several = pair(tiny_models("qwen2_vl"), 2)
+    rng = np.random.default_rng(5)
+    pictures = [
+        Picture(
+            rng.standard_normal((1, 6, 56, width), np.float32), (2, width // 28), (56, width), 2 * (width // 28), b""
+        )
+        for width in (56, 84, 28)
+    ]
+    expected, found = one.runner.encode(pictures), several.runner.encode(pictures)
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5)
+    assert shared_out([4, 6, 2], 2) == [[1], [0, 2]]
 
 
 def test_messages_of_a_layer_are_two_sums(tiny_models: Any, pair: Any) -> None:
@@ -161,25 +177,82 @@ def test_a_step_is_the_same_behind_the_wire(tiny_models: Any, pair: Any) -> None
     np.testing.assert_array_equal(found.block_tables[0], batch.block_tables[0])
 
 
+def test_stages_and_parts_together(tiny_models: Any, pair: Any) -> None:
+    one, several = pair(tiny_models("qwen2_moe"), Layout(tp=2, pp=2))
+    same(one, several)
+    several.step({several.add(): PROMPT}, routes_index=np.arange(3, dtype=np.int32))
+    routes = several.step({several.add(): PROMPT}, routes_index=np.arange(3, dtype=np.int32)).routes
+    expected = one.step({one.add(): PROMPT}, routes_index=np.arange(3, dtype=np.int32)).routes
+    np.testing.assert_array_equal(routes, expected)
+
+
+@pytest.mark.parametrize(("family", "layout"), [
+    ("llama", Layout(dp=2)), ("qwen2_moe", Layout(dp=2, ep=2)), ("mamba2", Layout(dp=2)),
+], ids=str)  # fmt: skip
+def test_copies_give_what_one_process_gives(family: str, layout: Layout, tiny_models: Any, pair: Any) -> None:
+    """Sequences of one step on both copies, or on one while the other has none."""
+    one, several = pair(tiny_models(family), layout)
+    rng = np.random.default_rng(2)
+    prompts = {i: rng.integers(3, 300, n).tolist() for i, n in enumerate((20, 33, 5, 18))}
+    for driver in (one, several):
+        assert [driver.add() for _ in prompts] == list(prompts)
+    for new in (prompts, {0: [9], 2: [8, 7], 3: [4]}, {1: [3]}, {i: [6 + i] for i in prompts}):
+        expected, found = one.step(new, "all"), several.step(new, "all")
+        np.testing.assert_allclose(found.logits, expected.logits, **CLOSE)
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+    homes = several.runner._homes
+    assert {homes.home(0, several.sequences[i].blocks[0][0]) for i in prompts} == {0, 1}
+    block = several.sequences[1].blocks[0][0]
+    assert len(several.runner.export_block(0, block)) == one.runner.memory().block_bytes[0]
+
+
+def test_an_engine_of_copies_answers_as_one_of_one(tiny_models: Any) -> None:
+    """Prompts that share what others have begun with, which is brought to where they are."""
+    path, answers = tiny_models("qwen2_moe"), []
+    for more in ({"tp": 1}, {"tp": 1, "dp": 2, "ep": 2}):
+        with AsyncEngine.open(path, backend_config=config(**more, max_prefill_token_num=64)) as engine:
+            answers.append(asyncio.run(_asked_at_once(engine)))
+            assert engine.stats()["prefix_hit_tokens"] > 0
+    assert answers[0] == answers[1]
+
+
+async def _asked_at_once(engine: AsyncEngine) -> list[list[int]]:
+    asked = [[*PROMPT, 0], [*PROMPT, 1], [*PROMPT, 2], [*PROMPT[:33], 3], [*PROMPT[:33], 4], [7, 8, 5], [7, 8, 6]]
+
+    async def one(ids: list[int]) -> list[int]:
+        found: list[int] = []
+        async for delta in engine.generate(ids, GenerationConfig(ignore_eos=True, max_new_tokens=12)):
+            found += delta.token_ids
+        return found
+
+    first = await one(asked[0])
+    return [first, *await asyncio.gather(*map(one, asked)), *await asyncio.gather(*map(one, asked))]
+
+
 # -- what cannot be
 
 
 @pytest.mark.parametrize(("family", "overrides", "world", "message"), [
     ("llama", {"num_attention_heads": 4, "num_key_value_heads": 2}, 3, "4 heads and 2 .* 3 ranks; 2, 4 would do"),
-    ("olmo2", {}, 2, "norm of queries or keys is over all heads"),
-    ("deepseek_v2", {}, 2, "layers of kind latent are not split yet"),
-    ("mamba2", {}, 2, "layers of kind mamba are not split yet"),
+    ("deepseek_v2", {}, 9, "[0-9] heads do not divide among 9 ranks"),
+    ("mamba2", {}, 99, "heads .*do not divide among 99 ranks"),
+    ("lfm2", {}, 100, "64 channels are fewer than 100 ranks"),
 ])  # fmt: skip
 def test_what_does_not_divide_is_said_before_weights_are_read(
     family: str, overrides: dict[str, Any], world: int, message: str, tiny_models: Any
 ) -> None:
     path = tiny_models(family, **overrides)
     with pytest.raises(UsageError, match=rf"tp={world}: .*{message}"):
-        RankedRunner(Model(str(path), options(), {}), world)
+        RankedRunner(Model(str(path), options(), {}), Layout(tp=world))
 
 
 @pytest.mark.parametrize(("config", "message"), [
     (TurbomindEngineConfig(tp=9), r"tp=9: .*heads .*turbomind's native runner does not split it: .* would do"),
+    (TurbomindEngineConfig(tp=2, pp=2), r"tp=2.*pp=2: turbomind .*PytorchEngineConfig"),
+    (PytorchEngineConfig(tp=2, ep=3), "ep=3: .*expected 2, tp × dp, or 1"),
+    (PytorchEngineConfig(tp=2, attn_tp_size=1), "attn_tp_size: found 1, expected 2"),
+    (PytorchEngineConfig(dp=2, ep=2), "ep=2: .*no experts to share out"),
+    (PytorchEngineConfig(pp=99, device_type="cpu"), "pp=99: .*layers are fewer than 99 stages"),
     (PytorchEngineConfig(tp=2, device_type="cuda"), "tp=2: ranks run on CPUs alone"),
 ])  # fmt: skip
 def test_configs_that_cannot_be(config: Any, message: str, tiny_models: Any) -> None:

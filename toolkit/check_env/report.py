@@ -8,6 +8,7 @@ from typing import Any
 from toolkit.base.extras import explain
 from toolkit.check_env import machine
 from toolkit.check_env.gpu import gpu_support
+from toolkit.check_env.links import backends, links
 from toolkit.check_env.native import native_variants
 from toolkit.check_env.self_test import engine_self_test
 from toolkit.runners.coverage import native_refuses
@@ -19,7 +20,8 @@ def report(on_step: Callable[[str], None] = lambda step: None) -> dict[str, Any]
     """Facts, kernels and self-tests; ``on_step`` is told what is being looked at.
 
     Keys: versions, cpu, memory (GiB), memory_bandwidth (GB/s), gpus, gpu_topology, gpu_support (rows of gpu, what,
-    here), devices (rows of device, what, why_not, total_gib, free_gib), environment, native (rows of isa, runs,
+    here), links (rows of name, up, mbit_per_s, loopback), ranks (rows of name, runs, why_not: what ranks of a model
+    speak by), devices (rows of device, what, why_not, total_gib, free_gib), environment, native (rows of isa, runs,
     chosen, why_not), native_refuses (family → why pytorch runs it), kernels (rows of op, implementation, runs, chosen,
     why_not), self_test (rows of name, passed, detail, seconds), no_torch (why what needs torch was left out, None where
     it was not: GPUs, devices, kernels, self_test).
@@ -38,6 +40,8 @@ def report(on_step: Callable[[str], None] = lambda step: None) -> dict[str, Any]
     found["gpu_topology"] = machine.gpu_topology()
     found["gpu_support"] = gpu_support(found["gpus"], no_torch or _why_no_gpu())
     found["environment"] = machine.environment()
+    found["links"] = links()
+    found["ranks"] = [] if no_torch else backends()
     found["native"] = native_variants()
     found["native_refuses"] = native_refuses()
     found["kernels"], found["self_test"] = [], []

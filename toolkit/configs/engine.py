@@ -108,6 +108,12 @@ class CommonEngineConfig:
         "auto", "Activations: auto, float16, bfloat16, float32 (least swayed by the batch).", allowed=DTYPES
     )
     tp: int = option(1, "Ranks to split a model over, on this CPU.", allowed=Bounds(1, 1024, "int32"))
+    pp: int = option(
+        1, "Ranks to lay its layers out over, one behind the other (pytorch only).", allowed=Bounds(1, 1024, "int32")
+    )
+    nnodes: int = option(1, "Machines that the ranks are on (pytorch only).", allowed=Bounds(1, 1024, "int32"))
+    node_rank: int = option(0, "Which of them this is; the first one serves.", allowed=Bounds(0, 1023, "int32"))
+    dist_init_addr: str | None = option(None, "HOST:PORT at which the first one waits for the others.")
     session_len: int | None = option(
         None, "Longest context, in tokens. Default: the model's, if it fits.", allowed=Bounds(1, 1 << 30, "int32")
     )
@@ -170,11 +176,17 @@ class CommonEngineConfig:
     language_model_only: bool = option(False, "The same.", hidden=True)
     eager_mode: bool = option(False, "On a GPU capture no graphs.", "--eager-mode", hidden=True)
     enable_metrics: bool = True
-    dp: int = 1
-    ep: int = 1
+    dp: int = option(
+        1,
+        "Copies that requests are shared out over, each of --tp ranks (pytorch only).",
+        allowed=Bounds(1, 1024, "int32"),
+    )
+    ep: int = option(
+        1, "Ranks (tp x dp) that whole experts are shared out over (pytorch only).", allowed=Bounds(1, 1024, "int32")
+    )
     empty_init: bool = option(False, "Read no weights: they come by /update_weights (Pipeline.update_weights).")
-    attn_tp_size: int | None = None
-    mlp_tp_size: int | None = None
+    attn_tp_size: int | None = option(None, "LMDeploy's: what --tp says.", hidden=True)
+    mlp_tp_size: int | None = option(None, "LMDeploy's: what --tp says.", hidden=True)
 
     @property
     def blind(self) -> bool:
@@ -208,8 +220,6 @@ class TurbomindEngineConfig(CommonEngineConfig):
     )
     use_logn_attn: bool = option(False, "Queries grow by log n beyond the model's length (turbomind only).")
     cp: int = 1
-    nnodes: int = 1
-    node_rank: int = 0
     cache_chunk_size: int = -1
     num_tokens_per_iter: int = 0
     max_prefill_iters: int = 1
@@ -226,7 +236,6 @@ class TurbomindEngineConfig(CommonEngineConfig):
     attn_cp_size: int | None = None
     mlp_dp_size: int | None = None
     outer_dp_size: int | None = None
-    dist_init_addr: str | None = None
 
     def __post_init__(self) -> None:
         _check_engine(self, "cache_block_seq_len")

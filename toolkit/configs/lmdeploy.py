@@ -73,10 +73,9 @@ def _refused(why: str, default: Any = None) -> Theirs:
     return Theirs("refused", why, default)
 
 
-_ONE = "a model is split by tp alone so far"
+_ONE = "a model is split by tp, pp, dp and ep alone"
 _SPLIT = "attention, MLPs and experts are all split by tp"
-_EXPERTS = "every rank has a part of all experts"
-_HOSTS = "a model runs on one machine so far"
+_EXPERTS = "experts are shared out evenly, and rows go to them by all-to-all over gloo"
 _CACHE = "engines share blocks of the cache by kv_cache_dir"
 _CHECKPOINTS = "states are kept at block borders by themselves, and evicted like blocks"
 _WHOLE = "whole blocks of every prompt are cached"
@@ -96,6 +95,12 @@ OPTIONS: dict[str, Theirs] = {
     "dtype": _works("float32 too"),
     "model_format": _works("w8a8, gguf, meta_llama and engine too; checked against what the model holds"),
     "tp": _works("ranks on the CPU of one machine (docs/distributed.md); `convert` takes 1 alone"),
+    "dp": _works("copies of `tp` ranks each, under one scheduler (docs/distributed.md)"),
+    "ep": _works("tp x dp, or 1"),
+    **{name: _works("as tp and ep have it") for name in ("attn_tp_size", "mlp_tp_size", "moe_tp_size")},
+    "nnodes": _works("machines of ranks, which start the same command (docs/distributed.md)"),
+    "node_rank": _works(),
+    "dist_init_addr": _works("of the first machine, or MASTER_ADDR and MASTER_PORT"),
     "session_len": _works(),
     "max_batch_size": _works(),
     "cache_max_entry_count": _works("1, an integer, is one block"),
@@ -131,7 +136,9 @@ OPTIONS: dict[str, Theirs] = {
     "cache_prompt_boundary_skip": _notice(_WHOLE, 1),
     "communicator": _notice("ranks speak by gloo", "nccl", "nccl", "native", "cuda-ipc"),
     "cudagraph_capture_batch_sizes": _notice(_GRAPHS, None, list),
-    "distributed_executor_backend": _notice("ranks are processes of this machine (mp)", None, "uni", "mp", "ray"),
+    "distributed_executor_backend": _notice(
+        "ranks are processes of this machine (mp), or of several by nnodes", None, "uni", "mp", "ray"
+    ),
     "enable_eplb": _notice(_EXPERTS, False),
     "enable_return_routed_experts": _notice("each request that says return_routed_experts is told", False),
     "enable_microbatch": _notice(_ONE, False),
@@ -155,17 +162,11 @@ OPTIONS: dict[str, Theirs] = {
     "cp": _refused(_ONE, 1),
     "devices": _refused("choose one by device='cuda:N'"),
     "device_num": _refused(_ONE),
-    "dist_init_addr": _refused(_HOSTS),
-    "dp": _refused(_ONE, 1),
     "dp_rank": _refused(_ONE, 0),
-    "ep": _refused(_ONE, 1),
     "gemm_input_dtype": _refused("activations have the dtype that the weights call for"),
     "kv_transfer_config": _refused(_CACHE),
-    "nnodes": _refused(_HOSTS, 1),
-    "node_rank": _refused(_HOSTS, 0),
     "role": _refused(_APART, "Hybrid"),
-    **{name: _refused(_SPLIT) for name in ("attn_tp_size", "attn_cp_size", "attn_dp_size", "mlp_tp_size")},
-    **{name: _refused(_SPLIT) for name in ("mlp_dp_size", "moe_tp_size", "outer_dp_size")},
+    **{name: _refused(_SPLIT) for name in ("attn_cp_size", "attn_dp_size", "mlp_dp_size", "outer_dp_size")},
     # flags of commands alone
     "allow_credentials": _notice(_CORS, False),
     "allow_methods": _notice(_CORS, "*", str),

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from toolkit.errors import UsageError
+from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
 from toolkit.parallel.native_model import open_native
 from toolkit.parallel.native_runner import NativeRanks
+from toolkit.parallel.nodes import Nodes
 from toolkit.parallel.runner import RankedRunner
 from toolkit.runners.base import Backend, Runner
 from toolkit.runners.native.library import explain_mapped_faults
 
 
-def open_ranks(model: Model, world: int, backend: Backend | None) -> tuple[Runner, str]:
-    """A runner of ``world`` ranks, and one line where pytorch stands in, on why (else empty), as of ``open_runner``.
-    Raises ToolkitError or UsageError, one line."""
+def open_ranks(model: Model, layout: Layout, nodes: Nodes | None, backend: Backend | None) -> tuple[Runner, str]:
+    """A runner of the ranks of ``layout``, on ``nodes`` if several, and one line where pytorch stands in, on
+    why (else empty), as of ``open_runner``. Raises ToolkitError or UsageError, one line."""
     why = ""
     explain_mapped_faults()
-    if backend != "pytorch":
-        opened, reason = open_native(model, world)
+    if backend != "pytorch" and layout.tp == layout.world and nodes is None:
+        opened, reason = open_native(model, layout.world)
         if reason is None and (backend == "turbomind" or opened.target != "torch"):
-            return NativeRanks(model, world, opened), ""
+            return NativeRanks(model, layout.world, opened), ""
         why = f"turbomind's native runner does not split it: {reason}; pytorch stands in" if reason else ""
     try:
-        return RankedRunner(model, world), why
+        return RankedRunner(model, layout, nodes), why
     except UsageError as e:
         raise UsageError(f"{e} ({why.removesuffix('; pytorch stands in')})" if why else str(e)) from None

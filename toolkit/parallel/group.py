@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.parallel.layout import Layout
 from toolkit.parallel.part import Part
 
 JOIN_SECONDS = 120.0  # in which all ranks must have come
@@ -17,61 +19,127 @@ HOST = "127.0.0.1"
 
 
 class Group:
-    """Rank ``rank`` of ``world``; implements ``toolkit.runners.tensor.split.Split``. There may be several in a process.
+    """Rank ``rank`` of ``layout``; implements ``toolkit.runners.tensor.split.Split``. A process may have several.
 
-    ``sums``, ``gathers``: messages so far. ``broken``: what went wrong in one of them, after which none goes through.
+    ``sums``, ``gathers``, ``handed``, ``exchanges``: messages so far. ``broken``: what went wrong in one of
+    them, after which none goes through.
     """
 
-    def __init__(self, rank: int, world: int, part: Part) -> None:
-        self.rank, self.world, self.embedding = rank, world, part.embedding
-        self.sums = self.gathers = 0
+    def __init__(self, rank: int, layout: Layout, part: Part, here: int) -> None:
+        """``here``: how many ranks share this machine's memory."""
+        self.layout, self.rank, self.world, self.embedding = layout, rank, here, part.embedding
+        self.stage = layout.stage(rank)
+        self.begins, self.ends = self.stage == 0, self.stage == layout.pp - 1
+        self.part, self.parts = layout.part(rank), layout.tp
+        self.seat, self.seats = layout.seat(rank), layout.ep
+        self.sums = self.gathers = self.handed = self.exchanges = 0
         self.broken = ""
         self._sizes = part.head
-        self._ranks: Any = None  # a ProcessGroupGloo, of which torch's stubs know no methods
+        self._peers: Any = None  # those of the same layers; a ProcessGroupGloo, of which torch's stubs know no methods
+        self._stages: Any = None  # those of the same part, stage by stage
+        self._seats: Any = None  # those that experts are shared out over
+        self._sent: list[tuple[Any, Tensor]] = []  # under way
 
     @property
     def messages(self) -> int:
-        return self.sums + self.gathers
+        return self.sums + self.gathers + self.handed + self.exchanges
 
     def join(self, folder: Path, seconds: float) -> None:
         """Meet the others, who come to the same ``folder``. ``seconds``: that one message may take. Raises RuntimeError
         where not all of them come."""
-        store = dist.FileStore(str(folder / "ranks"), self.world)
+        store = dist.FileStore(str(folder / "ranks"), self.layout.world)
         store.set_timeout(timedelta(seconds=JOIN_SECONDS))
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=HOST)]
-        options._timeout = timedelta(seconds=seconds)
-        self._ranks = gloo(store, self.rank, self.world, options)
+        self.meet(store, HOST, seconds)
+
+    def join_at(self, host: str, port: int, own: str, seconds: float) -> None:
+        """As ``join``, of ranks on several machines: they meet at the store that the first one has there, and have
+        addresses of their ``own``."""
+        limit = timedelta(seconds=JOIN_SECONDS)
+        self.meet(dist.TCPStore(host, port, is_master=False, timeout=limit), own, seconds)
+
+    def meet(self, store: Any, host: str, seconds: float) -> None:
+        """As ``join``, over a store of torch's; ``host``: this rank's address, which the others reach it by."""
+        layout, part, copy = self.layout, self.part, self.layout.copy(self.rank)
+
+        def group(name: str, rank: int, world: int) -> Any:
+            return None if world == 1 else _gloo(dist.PrefixStore(name, store), host, rank, world, seconds)
+
+        self._peers = group(f"peers {self.stage} {copy}", part, layout.tp)
+        self._stages = group(f"stages {copy} {part}", self.stage, layout.pp)
+        self._seats = group(f"seats {self.stage}", self.seat, layout.ep)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in place where ``x`` is contiguous."""
-        assert self._ranks is not None, "join comes first"
+        """The sum over the ranks of this stage, in place where ``x`` is contiguous."""
+        if self.layout.tp == 1:
+            return x
+        assert self._peers is not None, "join comes first"
         self.sums += 1
         whole = x.contiguous()
-        try:
-            self._ranks.allreduce([whole]).wait()
-        except RuntimeError as error:
-            self.broken = str(error)
-            raise
+        self._wait(lambda: self._peers.allreduce([whole]))
         return whole
 
     def head(self, x: Tensor) -> Tensor:
-        """[rows, tokens of this rank] -> [rows, tokens of all ranks in their order]."""
-        assert self._ranks is not None, "join comes first"
+        """[rows, tokens of this rank] -> [rows, tokens of all ranks of its stage in their order]."""
+        if self.layout.tp == 1:
+            return x
+        assert self._peers is not None, "join comes first"
         self.gathers += 1
         most = max(self._sizes)
         mine = torch.nn.functional.pad(x, (0, most - x.shape[1])).contiguous()
-        found = [torch.empty_like(mine) for _ in range(self.world)]
+        found = [torch.empty_like(mine) for _ in self._sizes]
+        self._wait(lambda: self._peers.allgather([found], [mine]))
+        return torch.cat([part[:, :size] for part, size in zip(found, self._sizes, strict=True)], 1)
+
+    def exchange(self, x: Tensor, give: Tensor, take: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Rows of ``x``, ``give[i]`` of them to each seat in turn -> (what all seats give this one, how many each)."""
+        if take is None:
+            take = torch.empty_like(give)
+            self._all_to_all(take, give, [], [])
+        counts, mine = take.tolist(), x.contiguous()
+        found = mine.new_empty(sum(counts), x.shape[1])
+        self._all_to_all(found, mine, counts, give.tolist())
+        return found, take
+
+    def _all_to_all(self, found: Tensor, mine: Tensor, take: list[int], give: list[int]) -> None:
+        self.exchanges += 1
+        self._wait(lambda: self._seats.alltoall_base(found, mine, take, give))
+
+    def receive(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """What the stage before has come to, float32."""
+        self.handed += 1
+        found = torch.empty(shape, dtype=torch.float32, device=device)
+        self._wait(lambda: self._stages.recv([found], self.stage - 1, 0))
+        return found
+
+    def send(self, x: Tensor) -> None:
+        """Hand ``x`` to the next stage; it goes on by itself."""
+        self.handed += 1
+        self._sent = [(work, held) for work, held in self._sent if not work.is_completed()]
+        mine = x.contiguous()
         try:
-            self._ranks.allgather([found], [mine]).wait()
+            self._sent.append((self._stages.send([mine], self.stage + 1, 0), mine))
         except RuntimeError as error:
             self.broken = str(error)
             raise
-        return torch.cat([part[:, :size] for part, size in zip(found, self._sizes, strict=True)], 1)
+
+    def _wait(self, begin: Callable[[], Any]) -> None:
+        try:
+            begin().wait()
+        except RuntimeError as error:
+            self.broken = str(error)
+            raise
 
     def leave(self) -> None:
         """No message goes through any more."""
-        if self._ranks is not None:
-            self._ranks.abort()
-            self._ranks = None
+        for group in (self._peers, self._stages, self._seats):
+            if group is not None:
+                group.abort()
+        self._peers = self._stages = self._seats = None
+
+
+def _gloo(store: Any, host: str, rank: int, world: int, seconds: float) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=seconds)
+    return gloo(store, rank, world, options)

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from toolkit.artifacts.adapter import LowRank
 from toolkit.base.record import read
 from toolkit.errors import UsageError
 from toolkit.models.registry import from_files
 from toolkit.models.spec import DecoderSpec, Unit
 from toolkit.parallel.group import Group
-from toolkit.parallel.part import PartWeights, Weights, part_of, units_of, unsupported
-from toolkit.runners.base import RunnerOptions
-from toolkit.runners.choose import canonical, open_model
+from toolkit.parallel.layout import Layout
+from toolkit.parallel.micro import in_a_row, joined, select
+from toolkit.parallel.part import PartWeights, Weights, cut_adapter, part_of, units_of, unsupported
+from toolkit.runners.base import RunnerError, RunnerOptions
+from toolkit.runners.choose import canonical, open_model, read_adapters
+from toolkit.runners.step import StepBatch, StepOutput
 from toolkit.runners.tensor.runner import TensorRunner
+from toolkit.runners.weights.new import open_new_weights
+
+NEW = ("hf_overrides", "rope_scaling_factor", "load_format", "blind")  # of ``Model.how``, what new weights are read by
 
 
 @dataclass(frozen=True)
@@ -38,34 +49,91 @@ class Model:
 
 @dataclass(frozen=True)
 class Whole:
-    """A model before it is cut: weights are made when they are asked for."""
+    """A model before it is cut: weights are made when they are asked for. ``renewed(model, files)``: what new weights
+    in place of them would be."""
 
     spec: DecoderSpec
     weights: Callable[[], Weights]
     unit: Unit
+    adapters: Sequence[Mapping[str, LowRank]]
+    renewed: Callable[[Path, Path], Callable[[], Weights]]
 
 
-def open_whole(model: Model, world: int) -> Whole:
-    """Open it, without reading weights. Raises UsageError where it cannot be split over ``world`` ranks."""
-    opened = open_model(Path(model.path), **model.how, device="cpu", families=from_files(model.family_files))
+def open_whole(model: Model, layout: Layout) -> Whole:
+    """Open it, without reading weights. Raises UsageError where it cannot be split so."""
+    families = from_files(model.family_files)
+    opened = open_model(Path(model.path), **model.how, device="cpu", families=families)
     if model.options.dtype == "float16" and not opened.spec.float16:
         raise UsageError("dtype: this model is not stable in float16, its authors say; use bfloat16, float32 or auto")
     weights = canonical(opened)
     unit = units_of(weights())
-    if (reason := unsupported(opened.spec, world, unit)) is not None:
-        raise UsageError(f"tp={world}: {model.path}: {reason}")
-    return Whole(opened.spec, weights, unit)
+    if (reason := unsupported(opened.spec, layout, unit)) is not None:
+        raise UsageError(f"{layout}: {model.path}: {reason}")
+    how = {name: model.how[name] for name in NEW if name in model.how}
+
+    def renewed(named_by: Path, files: Path) -> Callable[[], Weights]:
+        return open_new_weights(named_by, files, opened.spec, **how, families=families)
+
+    return Whole(opened.spec, weights, unit, read_adapters(opened, model.options), renewed)
 
 
-def runner_of(whole: Whole, rank: int, world: int, options: RunnerOptions, dense: bool | None) -> tuple[Any, Group]:
-    """(the runner of one rank's part, the group that it adds up in, which is still to be joined)."""
-    part = part_of(whole.spec, rank, world, whole.unit)
-    group = Group(rank, world, part)
-    runner = TensorRunner(
-        part.spec,
-        lambda: PartWeights(whole.weights(), part.cuts, rank),
-        replace(options, eager=True),
-        split=group,
-        dense=dense,
-    )
-    return runner, group
+class RankRunner(TensorRunner):
+    """One rank's part of a model. ``group``: what it adds up in, which is still to be joined. ``here``: how many ranks
+    this machine has, None: all."""
+
+    def __init__(
+        self,
+        whole: Whole,
+        rank: int,
+        layout: Layout,
+        options: RunnerOptions,
+        dense: bool | None,
+        here: int | None = None,
+    ) -> None:
+        self._whole, self._rank = whole, layout.part(rank)
+        self._part = part = part_of(whole.spec, rank, layout, whole.unit)
+        self.group = Group(rank, layout, part, here or layout.world)
+        adapters = [cut_adapter(adapter, part.cuts) for adapter in whole.adapters]
+        options = replace(options, eager=True)
+        super().__init__(part.spec, self._cut(whole.weights), options, adapters, split=self.group, dense=dense)
+
+    def renew(self, named_by: str | None, files: str | None) -> None:
+        """Load the weights in ``files`` from now on, by the names of the checkpoint ``named_by``; None: its own."""
+        whole, own = self._whole, named_by is None or files is None
+        self.use_weights(self._cut(whole.weights if own else whole.renewed(Path(str(named_by)), Path(str(files)))))
+
+    def need(self) -> list[int]:
+        """``memory()`` of this rank as numbers: weights, activations of a token, free, and blocks of each group."""
+        need = self.memory()
+        return [need.weights, need.activations_per_token, need.free, *need.block_bytes]
+
+    def check(self, batch: StepBatch) -> None:
+        """Raise RunnerError for a step that cannot be; all ranks find the same."""
+        self._ready().check(batch)
+
+    def copy_blocks(self, group: int, pairs: NDArray[np.int32]) -> None:
+        """Blocks ``pairs`` [C, 2], from the first to the second."""
+        with torch.inference_mode():
+            self._ready().cache.copy(group, *(torch.from_numpy(side.astype(np.int64)) for side in pairs.T))
+
+    def run(self, batch: StepBatch | None, parts: int) -> StepOutput | None:
+        """A step, in as many parts as there are stages: while one is at work on a part, those before it are on the
+        next. ``parts``: those of the copy of the model that has most, which all take part in where they share experts;
+        None: no sequence of the step is of this copy."""
+        shares = [] if batch is None else in_a_row(batch, self.group.layout.pp)
+        found = [] if batch is None else [self.submit(select(batch, s, s[0] == 0)).result() for s in shares]
+        if self.group.seats > 1:
+            for _ in range(parts - len(shares)):
+                self._idle()
+        return None if batch is None else joined(batch, found, shares)
+
+    def _idle(self) -> None:
+        try:
+            with torch.inference_mode():
+                self._ready().idle()
+        except RuntimeError as e:
+            raise RunnerError(f"the step failed: {e}") from e
+
+    def _cut(self, weights: Callable[[], Weights]) -> Callable[[], Weights]:
+        part = self._part
+        return lambda: PartWeights(weights(), part, self._rank)

@@ -21,6 +21,7 @@ from toolkit.base.threads import usable_cores
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.pictures import Picture
 from toolkit.parallel import ranks as timing
+from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
 from toolkit.parallel.native_model import open_native, rank_of, signature
 from toolkit.parallel.places import cores_of, on_cores
@@ -41,9 +42,10 @@ Call = tuple[Any, list[Any]]
 class _Meeting:
     """What ``RankedRunner`` asks of a group."""
 
-    def __init__(self, runner: NativeRunner) -> None:
+    def __init__(self, runner: NativeRunner, world: int) -> None:
         self._runner = runner
         self.broken = ""
+        self.layout = Layout(tp=world)
 
     @property
     def messages(self) -> int:
@@ -76,8 +78,9 @@ class NativeRanks(RankedRunner):
         self._memory = os.memfd_create("toolkit-ranks")
         self._cores = None if cores is None else cores[0]
         local = rank_of(opened, model, Share(0, world, self._memory))
-        self._local: NativeRunner = local
-        self._group: Any = _Meeting(local)
+        self._local: NativeRunner = local  # type: ignore[assignment]
+        self._group: Any = _Meeting(local, world)
+        self._homes = None
         self.spec, self.options, self.dtype = opened.spec, local.options, local.dtype
         self.notes = [f"{world} ranks, threads of each: {threads}; numbers of memory are of one rank"]
         if world > usable_cores():
@@ -85,7 +88,7 @@ class NativeRanks(RankedRunner):
         self._block_bytes = [local.block_bytes(Share(rank, world)) for rank in range(world)]
         self._steps: deque[_Step] = deque()  # under way, in their order
         self._lost = ""
-        self._ranks = Ranks(world, threads, "toolkit.parallel.native_worker")
+        self._ranks = Ranks(world, threads, worker="toolkit.parallel.native_worker")
         told = replace(model, options=replace(model.options, dtype=local.dtype))
         try:
             memory = f"/proc/{os.getpid()}/fd/{self._memory}"

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.artifacts.adapter import LowRank
 from toolkit.artifacts.canonical import Weight
-from toolkit.models.spec import Cut, DecoderSpec, Unit, Units, portion
+from toolkit.models.routed import Routed, routed_tensors
+from toolkit.models.spec import Cut, DecoderSpec, LayerSpec, Share, Unit, Units, portion
+from toolkit.parallel.layout import Layout
 from toolkit.runners.weights.info import info_of
 
 Weights = Mapping[str, Weight | Tensor]
@@ -19,12 +22,15 @@ Weights = Mapping[str, Weight | Tensor]
 @dataclass(frozen=True)
 class Part:
     """Of rank ``rank``: the ``spec`` of what it computes, ``cuts`` of parameters by name, the rows of the embedding
-    that are its own, and of the head's how many each rank has."""
+    that are its own, and of the head's how many each rank has. ``shapes``: of matrices that are stored flat. ``gone``:
+    names of parameters that it has nothing of."""
 
     spec: DecoderSpec
     cuts: Mapping[str, Cut]
     embedding: tuple[int, int]
     head: tuple[int, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    gone: frozenset[str] = frozenset()
 
 
 def units_of(weights: Weights) -> Unit:
@@ -38,41 +44,119 @@ def units_of(weights: Weights) -> Unit:
     return units
 
 
-def unsupported(spec: DecoderSpec, world: int, unit: Unit) -> str | None:
-    """Why the model cannot be split over ``world`` ranks, or None; asked before a weight is read."""
-    if spec.vision is not None:
-        return "models that see are not split yet; language_model_only leaves out what it sees with"
+def unsupported(spec: DecoderSpec, layout: Layout, unit: Unit) -> str | None:
+    """Why the model cannot be split so, or None; asked before a weight is read."""
     if spec.tied and spec.head_rows:
         return "its head is a part of its embedding"
+    if len(spec.layers) < layout.pp:
+        return f"{len(spec.layers)} layers are fewer than {layout.pp} stages"
     for layer, mixer in spec.mixers():
-        if (reason := mixer.unshared(world, unit)) is not None:
+        mixers: tuple[Any, ...] = (mixer,)
+        if mixer.kind == "moe" and layout.ep > 1:
+            if len(mixer.experts) < layout.ep:
+                return f"layer {layer}: {len(mixer.experts)} experts are fewer than ep={layout.ep}"
+            mixers = () if mixer.shared is None else (mixer.shared,)
+        if layout.tp > 1 and (reason := next((why for m in mixers if (why := m.unshared(layout.tp, unit))), None)):
             return f"layer {layer}: {reason}"
-    return None if spec.head_size >= world else f"{spec.head_size} tokens are fewer than {world} ranks"
+    if layout.ep > 1 and not spec.mixtures():
+        return f"it has no experts to share out; leave ep={layout.ep} out"
+    return None if spec.head_size >= layout.tp else f"{spec.head_size} tokens are fewer than {layout.tp} ranks"
 
 
-def part_of(spec: DecoderSpec, rank: int, world: int, unit: Unit) -> Part:
+def stage_of(spec: DecoderSpec, stage: int, stages: int) -> tuple[DecoderSpec, frozenset[str]]:
+    """(the model with the layers of one stage, the others without sublayers; what it has nothing of by name)."""
+    first, stop = portion(len(spec.layers), stage, stages)
+    others = [layer for i, layer in enumerate(spec.layers) if not first <= i < stop]
+    gone = {name for layer in others for name in (*(x.name for x in layer.linears()), *layer.vectors())}
+    layers = tuple(layer if first <= i < stop else LayerSpec(()) for i, layer in enumerate(spec.layers))
+    if stage < stages - 1:
+        gone |= {*spec.final_norm.vectors(), f"{spec.head}.bias", *(() if spec.tied else (spec.head,))}
+    if stage and not (spec.tied and stage == stages - 1):
+        gone.add(spec.embed)
+    return replace(spec, layers=layers), frozenset(gone)
+
+
+def part_of(spec: DecoderSpec, rank: int, layout: Layout, unit: Unit) -> Part:
     """What rank ``rank`` computes and reads of a model that ``unsupported`` has no word against."""
+    spec, gone = stage_of(spec, layout.stage(rank), layout.pp)
+    if layout.tp == layout.ep == 1:
+        return Part(spec, {}, (0, spec.vocab_size), (spec.head_size,), {}, gone)
+    seat, rank, world = layout.seat(rank), layout.part(rank), layout.tp
+
+    def share(mixer: Any) -> Share:
+        if mixer.kind == "moe" and layout.ep > 1:
+            return mixer.share_seats(seat, layout.ep, rank, world, unit)
+        return mixer.share(rank, world, unit) if world > 1 else Share(mixer)
+
     cuts: dict[str, Cut] = {}
     layers = []
     for layer in spec.layers:
-        shares = [s.mixer.share(rank, world, unit) for s in layer.sublayers]
+        shares = [share(s.mixer) for s in layer.sublayers]
         for one in shares:
             cuts |= one.cuts
         own: Any = [replace(s, mixer=one.mixer) for s, one in zip(layer.sublayers, shares, strict=True)]
         layers.append(replace(layer, sublayers=tuple(own)))
+    kept = {x.name for layer in layers for x in layer.linears()}
+    others = [x for layer in spec.layers for x in layer.linears() if x.name not in kept]
+    gone |= {name for x in others for name in (x.name, f"{x.name}.bias")}
     embedding, head = portion(spec.vocab_size, rank, world), portion(spec.head_size, rank, world)
     cuts[spec.embed] = Cut("rows", *embedding)
     cuts |= dict.fromkeys((spec.head, f"{spec.head}.bias"), Cut("rows", *head))
     sizes = tuple(stop - start for start, stop in (portion(spec.head_size, r, world) for r in range(world)))
-    return Part(replace(spec, layers=tuple(layers)), cuts, embedding, sizes)
+    spec = replace(spec, layers=tuple(layers))
+    shapes: dict[str, tuple[int, ...]] = {}
+    if spec.vision is not None and spec.vision.routed:
+        shapes = routed_tensors(spec.vision.routed)
+        routed = tuple(_part_routed(one, cuts) for one in spec.vision.routed)
+        spec = replace(spec, vision=replace(spec.vision, routed=routed))
+    return Part(spec, cuts, embedding, sizes, shapes, gone)
+
+
+def _part_routed(one: Routed, cuts: dict[str, Cut]) -> Routed:
+    """What tokens of pictures have in place of a linear that is cut, cut alike; ``cuts`` get its tensors'."""
+    cut = cuts.get(one.linear)
+    if cut is None:
+        return one
+    size = sum(stop - start for start, stop in cut.spans)
+    if cut.axis == "rows":
+        cuts |= dict.fromkeys((f"{one.name}.weight", f"{one.name}.bias", f"{one.name}.b"), cut)
+        return replace(one, outputs=size)
+    cuts |= {f"{one.name}.weight": cut, f"{one.name}.a": cut, f"{one.name}.bias": Cut("first")}
+    return replace(one, inputs=size)
+
+
+def cut_adapter(adapter: Mapping[str, LowRank], cuts: Mapping[str, Cut]) -> dict[str, LowRank]:
+    """A rank's part of what an adapter adds to linears."""
+    found = {}
+    for name, pair in adapter.items():
+        cut = cuts.get(name)
+        if cut is None:
+            found[name] = pair
+        elif cut.axis == "rows":
+            found[name] = LowRank(pair.a, _rows(pair.b, cut))
+        else:
+            found[name] = LowRank(pair.a[:, cut.start : cut.stop].contiguous(), pair.b)
+    return found
+
+
+def _rows(found: Any, cut: Cut) -> Any:
+    """Rows of a tensor, or of a weight; one span is a view."""
+    whole = isinstance(found, Tensor)
+    if not cut.more:
+        span = slice(cut.start, cut.stop)
+        return found[span] if whole else found.take_rows(span)
+    index = torch.cat([torch.arange(start, stop) for start, stop in cut.spans])
+    return found[index] if whole else found.take_rows(index)
 
 
 class PartWeights(Mapping[str, Weight | Tensor]):
     """A rank's part of weights, cut when asked for. Of a matrix that lies in a mapped file as it is, no more than the
-    rank's rows are read from disk; others are read one by one and cut. ``rank`` 0 alone adds biases of sums."""
+    rank's rows are read from disk; others are read one by one and cut. ``rank`` 0 alone adds biases of
+    sums."""
 
-    def __init__(self, whole: Weights, cuts: Mapping[str, Cut], rank: int) -> None:
-        self._whole, self._cuts, self._rank = whole, cuts, rank
+    def __init__(self, whole: Weights, part: Part, rank: int) -> None:
+        self._whole, self._rank = whole, rank
+        self._cuts, self._shapes, self._gone = part.cuts, part.shapes, part.gone
 
     def __getitem__(self, name: str) -> Weight | Tensor:
         return self._cut(name, self._whole.__getitem__)
@@ -85,18 +169,21 @@ class PartWeights(Mapping[str, Weight | Tensor]):
         found, cut = read(name), self._cuts.get(name)
         if cut is None:
             return found
+        if name in self._shapes and isinstance(found, Tensor):
+            found = found.reshape(self._shapes[name])
         if cut.axis == "first":
             assert isinstance(found, Tensor)
             return found if self._rank == 0 else torch.zeros_like(found)
-        if isinstance(found, Tensor):
-            return found[cut.start : cut.stop]
         if cut.axis == "rows":
-            return found.take_rows(slice(cut.start, cut.stop))
+            rows: Weight | Tensor = _rows(found, cut)
+            return rows
+        if isinstance(found, Tensor):
+            return found[:, cut.start : cut.stop].contiguous()
         taken: Weight = found.take_columns(cut.start, cut.stop)
         return taken
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._whole)
+        return (name for name in self._whole if name not in self._gone)
 
     def __len__(self) -> int:
-        return len(self._whole)
+        return sum(1 for _ in self)

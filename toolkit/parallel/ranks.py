@@ -19,6 +19,7 @@ from typing import Any
 from toolkit.base import child_process
 from toolkit.errors import ToolkitError
 from toolkit.parallel import wire
+from toolkit.parallel.nodes import Door, Nodes, limit
 
 OPEN_SECONDS = 300.0  # that a rank may take to start and to open the model
 LOAD_SECONDS = 3600.0  # … and to load its part
@@ -31,17 +32,28 @@ class RankLost(Exception):
 
 
 class Ranks:
-    """Processes of ranks 1 … world - 1 on this machine. They end when this one does."""
+    """Processes of ranks 1 … world - 1: those of this machine, which end when this one does, and of ``nodes``, where
+    there are more, those who come from there."""
 
-    def __init__(self, world: int, threads: int, worker: str = "toolkit.parallel.worker") -> None:
-        """``threads``: of each; ``worker``: the module whose ``main`` they run. Raises ToolkitError where the system
-        has no file, process or memory for them."""
+    def __init__(
+        self,
+        world: int,
+        threads: int,
+        nodes: Nodes | None = None,
+        own: dict[str, Any] | None = None,
+        worker: str = "toolkit.parallel.worker",
+    ) -> None:
+        """``threads``: of each. ``own``: what ranks of other machines must have alike; ``worker``: the module whose
+        ``main`` they run. Raises ToolkitError where the system has no file, process or memory for them, or where some
+        do not come."""
+        self._hosts: dict[int, dict[str, Any]] = {}  # by rank: what those of other machines say
+        door = None if nodes is None else Door(nodes)
         self.folder = Path(tempfile.mkdtemp(prefix="toolkit-ranks-"))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         env = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
         try:
-            for _ in range(1, world):
+            for _ in range(1, world) if nodes is None else nodes.ranks(world)[1:]:
                 mine, theirs = socket.socketpair()
                 for way in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # one that stands still is no reason to wait
                     mine.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", int(STEP_SECONDS), 0))
@@ -49,9 +61,20 @@ class Ranks:
                     started = child_process.start(worker, theirs, stdout=2, env=env)
                     self._processes.append(started)
                     self._pipes.append(Connection(mine.detach()))
+            if door is not None:
+                for _, (pipe, hello) in sorted(door.collect(world, own or {}).items()):
+                    self._hosts[hello["rank"]] = hello
+                    self._pipes.append(pipe)
+                    limit(pipe, STEP_SECONDS)
         except OSError as e:
             self.end()
-            raise ToolkitError(f"tp={world}: a rank's process cannot be started: {e}") from e
+            raise ToolkitError(f"a rank's process cannot be started: {e}") from e
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            if door is not None:
+                door.close()
 
     @property
     def pids(self) -> list[int]:
@@ -64,6 +87,8 @@ class Ranks:
         for rank, pipe in enumerate(self._pipes, 1):
             told = {"rank": rank, "world": world, "model": model, "dense": dense, "log_level": level}
             told |= {"folder": str(self.folder), "seconds": STEP_SECONDS, **more}
+            if rank in self._hosts:
+                told["model"] = model | {"path": self._hosts[rank]["path"]}
             self._put(rank, pipe, wire.pack(told))
 
     def have_met(self) -> None:
@@ -118,14 +143,18 @@ class Ranks:
     def _answer(self, rank: int, pipe: Connection, until: float, seconds: float) -> dict[str, Any]:
         try:
             if not pipe.poll(max(0.0, until - time.monotonic())):
-                pid = self._processes[rank - 1].pid
-                raise RankLost(f"rank {rank} (process {pid}) has not answered for {seconds:g} s")
+                raise RankLost(f"rank {rank} ({self._where(rank)}) has not answered for {seconds:g} s")
             found: dict[str, Any] = wire.unpack(pipe.recv_bytes())
         except (EOFError, OSError):
             raise RankLost(self._ended(rank)) from None
         return found
 
+    def _where(self, rank: int) -> str:
+        return f"at {self._hosts[rank]['host']}" if rank in self._hosts else f"process {self._processes[rank - 1].pid}"
+
     def _ended(self, rank: int) -> str:
+        if rank in self._hosts:
+            return f"rank {rank} ({self._where(rank)}) is gone"
         process = self._processes[rank - 1]
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_SECONDS)

@@ -5,16 +5,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
+from toolkit.base.record import plain
 from toolkit.errors import ToolkitError
 from toolkit.models.pictures import Picture
 from toolkit.parallel import ranks as timing
-from toolkit.parallel.model import Model, open_whole, runner_of
+from toolkit.parallel.homes import Homes
+from toolkit.parallel.layout import Layout
+from toolkit.parallel.micro import Share, in_a_row, joined, layers_of_all, select
+from toolkit.parallel.model import Model, RankRunner, open_whole
+from toolkit.parallel.nodes import Nodes, about
 from toolkit.parallel.part import part_of
 from toolkit.parallel.ranks import RankLost, Ranks
 from toolkit.parallel.worker import digest
@@ -22,6 +29,7 @@ from toolkit.runners.base import Backend, MemoryNeed, RunnerError, RunnerLost, S
 from toolkit.runners.step import StepBatch, StepOutput
 from toolkit.runners.tensor.cache import block_bytes
 from toolkit.runners.tensor.step.pending import Failed
+from toolkit.runners.weights.new import NewWeights
 
 
 class RankedRunner:
@@ -32,32 +40,44 @@ class RankedRunner:
     backend: Backend = "pytorch"
     asynchronous = False
 
-    def __init__(self, model: Model, world: int) -> None:
-        """Open the model and start the ranks; no weights are loaded. Raises ToolkitError or UsageError, one line."""
-        whole = open_whole(model, world)
-        threads = max(1, (model.options.threads or torch.get_num_threads()) // world)
+    def __init__(self, model: Model, layout: Layout, nodes: Nodes | None = None) -> None:
+        """Open the model and start the ranks, or wait for those of other ``nodes``; no weights are loaded. Raises
+        ToolkitError or UsageError, one line."""
+        whole, world = open_whole(model, layout), layout.world
+        here = world if nodes is None else len(nodes.ranks(world))
+        threads = max(1, (model.options.threads or torch.get_num_threads()) // here)
         options = replace(model.options, threads=threads)
-        self._local, self._group = runner_of(whole, 0, world, options, None)
-        local = self._local
+        self._local = local = RankRunner(whole, 0, layout, options, None, here)
+        self._group = local.group
         self.spec, self.options = whole.spec, local.options
         self.device, self.dtype = local.device, local.dtype
         each = f"{world} ranks, threads of each: {threads}; numbers of memory are of one rank"
         self.notes = [each, *local.notes]
-        specs = (part_of(whole.spec, rank, world, whole.unit).spec for rank in range(world))
+        specs = (part_of(whole.spec, rank, layout, whole.unit).spec for rank in range(world))
         size, policy, dtype = options.block_size, options.quant_policy, getattr(torch, local.dtype)
         self._block_bytes = [block_bytes(spec, size, policy, dtype) for spec in specs]  # of each rank
+        self._weights: Callable[[], Mapping[str, Any]] = whole.weights
+        self._homes: Homes | None = None  # of several copies, where there is a cache
         self._lost = ""
-        self._ranks = Ranks(world, threads)
         told = replace(model, options=replace(options, dtype=local.dtype))
+        own = None if nodes is None else about(Path(model.path), model, layout)
+        self._ranks = Ranks(world, threads, nodes, own)
+        store: list[Any] | None = None  # where ranks of several machines meet
         try:
-            self._ranks.open(told.to_json(), local.dense)
+            if nodes is not None:
+                self._store = dist.TCPStore(nodes.host, 0, is_master=True, wait_for_workers=False)
+                store = [nodes.host, self._store.port]
+            self._ranks.open(told.to_json(), local.dense, layout=plain(layout), here=here, store=store)
             self._met(self._ranks.answers(timing.OPEN_SECONDS))
-            self._group.join(self._ranks.folder, timing.STEP_SECONDS)
+            if store is None:
+                self._group.join(self._ranks.folder, timing.STEP_SECONDS)
+            else:
+                self._group.join_at(store[0], store[1], store[0], timing.STEP_SECONDS)
             self._met(self._ranks.answers(timing.OPEN_SECONDS))
             self._ranks.have_met()
         except (RankLost, RuntimeError) as e:
             self.close()
-            raise ToolkitError(f"tp={world}: the ranks have not met: {e}") from None
+            raise ToolkitError(f"{layout}: the ranks have not met: {e}") from None
         except BaseException:
             self.close()
             raise
@@ -80,21 +100,32 @@ class RankedRunner:
     # -- calls that all ranks do
 
     def memory(self) -> MemoryNeed:
-        """Of one rank: the first, whose part is the largest. On a CPU free memory is shared out evenly."""
-        found: MemoryNeed = self._local.memory()
-        return found
+        """Of one rank, the largest of each number: stages are not alike. On a CPU free memory is shared out evenly."""
+        found = self._local.memory()
+        if self._group.layout.pp == self._group.layout.ep == 1:
+            return found  # the first has the largest part
+        mine, others = self._all("need")
+        weights, token, *blocks = map(max, zip(*([x[0], x[1], *x[3:]] for x in (mine, *others)), strict=True))
+        free = min(x[2] for x in (mine, *others))
+        return replace(found, weights=weights, activations_per_token=token, block_bytes=tuple(blocks), free=free)
 
     def load_weights(self) -> None:
         self._all("load_weights")
 
     def use_weights(self, weights: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
-        raise RunnerError("a model that is split by tp takes no new weights yet")
+        """Each rank opens the files by itself: ``weights`` are ``NewWeights``, or what this has returned."""
+        told = (str(weights.model), str(weights.files)) if isinstance(weights, NewWeights) else (None, None)
+        before, self._weights = self._weights, weights
+        self._all("renew", *told)
+        return before
 
     def release_weights(self) -> None:
         self._all("release_weights")
 
     def allocate_cache(self, num_blocks: tuple[int, ...]) -> None:
         self._all("allocate_cache", num_blocks)
+        copies = self._group.layout.dp
+        self._homes = Homes(copies, self.spec.cache_groups, num_blocks, self.options.block_size) if copies > 1 else None
 
     def release_cache(self) -> None:
         self._all("release_cache")
@@ -104,20 +135,41 @@ class RankedRunner:
 
     def discard_blocks(self, group: int, blocks: Sequence[int]) -> None:
         self._all("discard_blocks", group, [int(block) for block in blocks])
+        if self._homes is not None:
+            self._homes.nowhere(group, blocks)
 
     def export_block(self, group: int, block: int) -> bytes:
-        """The parts of all ranks, one behind the other."""
+        """The parts of all ranks of a copy that has it, one behind the other."""
         mine, others = self._all("export_block", group, block)
-        return b"".join([mine, *others])
+        home = 0 if self._homes is None else self._homes.home(group, block)
+        return b"".join(data for rank, data in enumerate((mine, *others)) if self._group.layout.copy(rank) == home)
 
     def import_block(self, group: int, block: int, data: bytes | memoryview) -> None:
-        ends = list(itertools.accumulate((sizes[group] for sizes in self._block_bytes), initial=0))
+        """To all copies."""
+        layout = self._group.layout
+        sizes = [sizes[group] for rank, sizes in enumerate(self._block_bytes) if layout.copy(rank) == 0]
+        ends = list(itertools.accumulate(sizes, initial=0))
         if len(data) != ends[-1]:
             raise RunnerError(f"block of group {group}: expected {ends[-1]} bytes, found {len(data)}")
-        self._all("import_block", group, block, own=[bytes(data[a:b]) for a, b in itertools.pairwise(ends)])
+        parts = [bytes(data[a:b]) for a, b in itertools.pairwise(ends)]
+        at = [layout.stage(rank) * layout.tp + layout.part(rank) for rank in range(layout.world)]
+        self._all("import_block", group, block, own=[parts[i] for i in at])
+        if self._homes is not None:
+            self._homes.everywhere(group, [block])
 
     def encode(self, pictures: Sequence[Picture]) -> list[NDArray[np.float32]]:
-        raise RunnerError("models that see are not split yet")
+        """A part of the pictures on each rank, by how many numbers they have; one alone on the first."""
+        shares = shared_out([sum(part.size for part in picture.parts) for picture in pictures], len(self._block_bytes))
+        if not any(shares[1:]):
+            return self._local.encode(pictures)
+        parts = [[pictures[i] for i in share] for share in shares]
+        mine, others = self._all("encode", own=parts)
+        rows = {
+            i: found
+            for share, part in zip(shares, (mine, *others), strict=True)
+            for i, found in zip(share, part, strict=True)
+        }
+        return [rows[i] for i in range(len(pictures))]
 
     def _all(self, name: str, *arguments: Any, own: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
         """What the runner's method gives here, and on the other ranks. ``own``: of each rank, a last argument."""
@@ -144,26 +196,49 @@ class RankedRunner:
     # -- steps
 
     def submit(self, batch: StepBatch) -> StepHandle:
-        """Run a step on all ranks."""
+        """Run a step on all ranks: each sequence on those of one copy of the model."""
         if self._lost:
             raise RunnerLost(self._lost)
-        before = self._group.messages
         try:
-            self._ranks.tell("submit", batch)
-        except RankLost as e:
-            raise self._lose(str(e)) from None
-        try:
-            return Done(self._outcome(self._local.submit(batch), before))
+            self._local.check(batch)
+            shares = self._placed(batch)
+            batches = [select(batch, share) if share else None for share in shares]
+            whose = [batches[self._group.layout.copy(rank)] for rank in range(len(self._block_bytes))]
+            parts = max(len(in_a_row(one, self._group.layout.pp)) for one in batches if one is not None)
+            before = self._group.messages
+            try:
+                self._ranks.tell("submit", own=[[one, parts] for one in whose[1:]])
+            except RankLost as e:
+                raise self._lose(str(e)) from None
+            outputs = self._outcome(batches[0], parts, before)
+            if self._homes is not None:
+                self._homes.written(batch, shares)
+            return Done(joined(batch, [x for x in outputs if x is not None], [share for share in shares if share]))
         except RunnerLost:
             raise
         except RunnerError as e:
             return Failed(e)
 
-    def _outcome(self, handle: StepHandle, before: int) -> StepOutput:
-        """What all ranks have come to. Raises RunnerLost where they have not come to the same."""
+    def _placed(self, batch: StepBatch) -> list[Share]:
+        """The sequences of each copy, which then has the blocks that they need."""
+        homes = self._homes
+        if homes is None:
+            return [list(range(len(batch.seq_lens)))]
+        for group, pairs in enumerate(batch.copy_blocks):
+            if len(pairs):
+                self._all("copy_blocks", group, pairs)
+                homes.copied(group, pairs)
+        batch.copy_blocks = ()
+        shares, moves = homes.place(batch)
+        for group, block in moves:
+            self.import_block(group, block, self.export_block(group, block))
+        return shares
+
+    def _outcome(self, batch: StepBatch | None, parts: int, before: int) -> list[StepOutput | None]:
+        """What each copy has come to. Raises RunnerLost where its ranks have not come to the same."""
         error, output = None, None
         try:
-            output = handle.result()
+            output = self._local.run(batch, parts)
         except RunnerError as e:
             error = e
         if self._group.broken:
@@ -174,15 +249,22 @@ class RankedRunner:
             answers = self._ranks.answers(timing.STEP_SECONDS)
         except RankLost as e:
             raise self._lose(str(e)) from None
+        layout = self._group.layout
+        found = {0: output}  # of the first of those that draw the same
         for rank, answer in enumerate(answers, 1):
             if (answer["error"] is None) != (error is None):
                 raise self._lose(f"rank {rank}: {answer['error'] or 'it ran a step that rank 0 did not'}")
-            if output is not None and answer["value"] != digest(output):
-                raise self._lose(f"rank {rank} drew other tokens than rank 0")
+            first, value = layout.first(rank), answer["value"]
+            if first == rank:
+                found[rank] = value
+            elif value is not None and value != digest(cast(StepOutput, found[first])):
+                raise self._lose(f"rank {rank} drew other tokens than rank {first}")
         if error is not None:
             raise error
-        assert output is not None
-        return output
+        copies: list[list[StepOutput | None]] = [[] for _ in range(layout.dp)]
+        for rank, one in sorted(found.items()):
+            copies[layout.copy(rank)].append(one)
+        return [None if stages[0] is None else layers_of_all(cast(list[StepOutput], stages)) for stages in copies]
 
     def _lose(self, why: str) -> RunnerLost:
         self._lost = f"a rank of the model is lost: {why}"
@@ -196,6 +278,17 @@ class RankedRunner:
         self._group.leave()
         self._ranks.end()
         self._local.close()
+
+
+def shared_out(sizes: Sequence[int], world: int) -> list[list[int]]:
+    """Which of things of these sizes each rank has: the largest first, each where there is least yet."""
+    found: list[list[int]] = [[] for _ in range(world)]
+    load = [0] * world
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        rank = load.index(min(load))
+        found[rank].append(i)
+        load[rank] += sizes[i]
+    return found
 
 
 @dataclass(frozen=True)

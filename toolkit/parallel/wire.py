@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.runners.step import SamplingBatch, StepBatch, Views
+from toolkit.models.pictures import Picture
+from toolkit.models.videos import Frame
+from toolkit.runners.step import SamplingBatch, StepBatch, StepOutput, Views
 
-RECORDS: dict[str, Any] = {cls.__name__: cls for cls in (StepBatch, SamplingBatch, Views)}
+RECORDS: dict[str, Any] = {cls.__name__: cls for cls in (StepBatch, SamplingBatch, Views, StepOutput, Picture, Frame)}
 _HEAD = struct.Struct("<I")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import zlib
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.base import child_process
+from toolkit.base.record import read
 from toolkit.errors import ToolkitError
 from toolkit.parallel import wire
-from toolkit.parallel.group import Group
-from toolkit.parallel.model import Model, open_whole, runner_of
+from toolkit.parallel.layout import Layout
+from toolkit.parallel.model import Model, RankRunner, open_whole
 from toolkit.runners.base import RunnerError
-from toolkit.runners.step import StepBatch, StepOutput
+from toolkit.runners.step import StepOutput
 
 log = logging.getLogger(__name__)
 
@@ -35,27 +37,39 @@ def main(fd: int) -> None:
         logging.basicConfig(level=told["log_level"], format=line)
         try:
             model = Model.from_json(told["model"])
-            whole = open_whole(model, told["world"])
-            runner, group = runner_of(whole, told["rank"], told["world"], model.options, told["dense"])
+            layout = read(Layout, told["layout"])
+            whole = open_whole(model, layout)
+            runner = RankRunner(whole, told["rank"], layout, model.options, told["dense"], told["here"])
             pipe.send_bytes(wire.pack({"error": None}))
-            group.join(Path(told["folder"]), told["seconds"])
+            if told.get("store") is None:
+                runner.group.join(Path(told["folder"]), told["seconds"])
+            else:
+                host, port = told["store"]
+                runner.group.join_at(host, port, _address(fd) or host, told["seconds"])
             pipe.send_bytes(wire.pack({"error": None}))
         except (ToolkitError, RuntimeError, OSError) as e:
             pipe.send_bytes(wire.pack({"error": str(e)}))
         else:
-            _serve(pipe, runner, group)
+            _serve(pipe, runner)
     os._exit(0)  # what is left of a broken group would end this with an abort
 
 
-def _serve(pipe: Connection, runner: Any, group: Group) -> None:
+def _address(fd: int) -> str:
+    """Of this machine, as its connection to the first one has it; "" where it is the first."""
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        return "" if sock.family == socket.AF_UNIX else str(sock.getsockname()[0])
+
+
+def _serve(pipe: Connection, runner: RankRunner) -> None:
+    group = runner.group
     while True:
         name, arguments = wire.unpack(pipe.recv_bytes())
         before = group.messages
         answer: dict[str, Any] = {"error": None, "value": None}
         try:
             found = step(runner, *arguments) if name == "submit" else getattr(runner, name)(*arguments)
-            answer["value"] = found if isinstance(found, (int, bytes)) else None
-        except RunnerError as e:
+            answer["value"] = found if isinstance(found, (int, bytes, list, StepOutput)) else None
+        except (RunnerError, ToolkitError) as e:
             answer["error"] = str(e)
         except Exception as e:
             log.exception("%s failed", name)
@@ -66,9 +80,10 @@ def _serve(pipe: Connection, runner: Any, group: Group) -> None:
             return  # in the midst of a step that others go on with: they shall not wait
 
 
-def step(runner: Any, batch: StepBatch) -> int:
-    """Run it; the digest of what was drawn."""
-    return digest(runner.submit(batch).result())
+def step(runner: RankRunner, told: list[Any]) -> int | StepOutput | None:
+    """Run it: the digest of what was drawn, or where this is the first of the ranks that draw the same, all of it."""
+    output = runner.run(*told)
+    return output if output is None or runner.group.part == 0 else digest(output)
 
 
 def digest(output: StepOutput) -> int:

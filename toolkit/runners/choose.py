@@ -323,7 +323,7 @@ def open_runner(
             return fast, why
     from toolkit.runners.tensor.runner import TensorRunner
 
-    runner = TensorRunner(opened.spec, canonical(opened), options, _read_adapters(opened, options))
+    runner = TensorRunner(opened.spec, canonical(opened), options, read_adapters(opened, options))
     return runner, why
 
 
@@ -342,7 +342,7 @@ def _fast_runner(opened: Opened, options: RunnerOptions) -> tuple[Runner | None,
             from toolkit.runners.tensor.devices.find import find_device
             from toolkit.runners.tensor.runner import TensorRunner
 
-            gpu, adapters = CudaDevice(find_device(options.device)), _read_adapters(opened, options)
+            gpu, adapters = CudaDevice(find_device(options.device)), read_adapters(opened, options)
             runner = TensorRunner(opened.spec, canonical(opened), options, adapters, graphs=gpu)
             return runner, _packed_elsewhere(opened.target, runner.device)
         import torch
@@ -378,7 +378,7 @@ def _packed_elsewhere(target: str | None, device: str) -> str:
     return f"weights packed for {target} run on this GPU of compute capability {major}.{minor}: both are packed alike"
 
 
-def _read_adapters(opened: Opened, options: RunnerOptions) -> list[dict[str, LowRank]]:
+def read_adapters(opened: Opened, options: RunnerOptions) -> list[dict[str, LowRank]]:
     """The adapters in the order of their names, by canonical names of linears."""
     if not options.adapters:
         return []

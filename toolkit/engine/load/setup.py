@@ -23,6 +23,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.pictures import most_patches
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import VisionSpec
+from toolkit.parallel.layout import Layout
 from toolkit.runners.base import Backend, Runner, RunnerError, RunnerOptions
 from toolkit.runners.choose import gpu_is_likely
 
@@ -178,20 +179,41 @@ def tokenizer_dir(path: Path) -> Path:
     return open_checkpoint(path).tokenizer_dir
 
 
+def layout_of(config: EngineConfig) -> Layout:
+    """How the model is split over ranks."""
+    layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp, ep=config.ep)
+    layout.check()
+    _check_sizes(config, layout)
+    return layout
+
+
+def _check_sizes(config: EngineConfig, layout: Layout) -> None:
+    """Raise UsageError where LMDeploy's sizes of single parts of a layer say something else."""
+    experts = 1 if layout.ep > 1 else layout.tp
+    for name, size in (("attn_tp_size", layout.tp), ("mlp_tp_size", layout.tp), ("moe_tp_size", experts)):
+        found = getattr(config, name, None)
+        if found not in (None, size):
+            raise UsageError(f"{name}: found {found}, expected {size}, as {layout} has it, or none")
+
+
 def _check_tp(config: EngineConfig) -> None:
-    if config.tp == 1:
+    layout = layout_of(config)
+    if layout.world == 1:
+        if config.nnodes > 1:
+            raise UsageError(f"nnodes={config.nnodes}: expected tp, pp or dp above 1 to lay out over so many machines")
         return
-    if config.adapters:
-        raise UsageError(f"tp={config.tp}: adapters are not split over ranks yet; leave them or tp out")
+    if isinstance(config, TurbomindEngineConfig) and (layout.tp < layout.world or config.nnodes > 1):
+        instead = f"leave {layout} out, or use PytorchEngineConfig (--backend pytorch)"
+        raise UsageError(f"{layout}: turbomind splits a model by tp alone, on one machine; {instead}")
     if config.device not in ("auto", "cpu") or (config.device == "auto" and gpu_is_likely()):
-        raise UsageError(f"tp={config.tp}: ranks run on CPUs alone so far; use device cpu, or leave tp out")
+        raise UsageError(f"{layout}: ranks run on CPUs alone so far; use device cpu, or leave it out")
 
 
 @extras.named()
 def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress: Progress) -> tuple[EngineCore, Facts]:
     """Open the runner, plan memory, load weights, allocate the cache. Raises ToolkitError or UsageError, one line."""
     config, empty = setup.config, setup.config.empty_init and setup.updated is None
-    runner, why = _open(setup)
+    runner, why = _open(setup, progress)
     read = partial(_new_weights, setup, runner.spec)
     try:
         memory = _plan(setup, runner)
@@ -243,8 +265,9 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
     return core, Facts(memory, why, "; ".join(runner.notes), *named, runner.spec.vocab_size, config.blind)
 
 
-def _open(setup: Setup) -> tuple[Runner, str]:
-    """The runner, without weights, and why it is another than was asked for or is fastest."""
+def _open(setup: Setup, progress: Progress) -> tuple[Runner, str]:
+    """The runner, without weights, and why it is another than was asked for or is fastest. On a machine that is not the
+    first of several it stays here for as long as that one wants its ranks."""
     from toolkit.runners.choose import open_runner
 
     config = setup.config
@@ -266,13 +289,19 @@ def _open(setup: Setup) -> tuple[Runner, str]:
         **_reading(config),
     }
     families = how.pop("families")
-    if config.tp > 1:
+    layout = layout_of(config)
+    if layout.world > 1:
         from toolkit.parallel.choose import open_ranks
         from toolkit.parallel.model import Model
+        from toolkit.parallel.nodes import Nodes, serve
 
-        own_files = tuple(getattr(config, "family_files", ()))
-        model = Model(str(setup.path), replace(options, device="cpu"), how, own_files)
-        return open_ranks(model, config.tp, setup.backend)
+        how |= {"empty": config.empty_init}
+        own = tuple(getattr(config, "family_files", ()))
+        model = Model(str(setup.path), replace(options, device="cpu"), how, own)
+        nodes = Nodes.of(config.nnodes, config.node_rank, config.dist_init_addr)
+        if nodes is not None and nodes.rank:
+            serve(model, layout, nodes, progress)
+        return open_ranks(model, layout, nodes, setup.backend)
     try:
         return open_runner(
             setup.path, backend=setup.backend, options=options, **how, empty=config.empty_init, families=families

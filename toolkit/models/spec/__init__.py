@@ -21,8 +21,8 @@ from toolkit.models.spec.mamba import MambaSpec
 from toolkit.models.spec.mixer import Rotary
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.moe import MoeSpec
-from toolkit.models.spec.parts import Activation, AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec
-from toolkit.models.spec.share import Cut, Unit, Units, portion
+from toolkit.models.spec.parts import Activation, AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec, Spread
+from toolkit.models.spec.share import Cut, Share, Unit, Units, portion
 from toolkit.models.spec.short_conv import ConvSpec, ShortConvSpec
 from toolkit.models.spec.stored import Part, Rows, StoredTensor
 
@@ -52,7 +52,9 @@ __all__ = [
     "RopeSpec",
     "Rotary",
     "Rows",
+    "Share",
     "ShortConvSpec",
+    "Spread",
     "State",
     "StoredTensor",
     "Sublayer",

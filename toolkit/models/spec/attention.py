@@ -9,8 +9,8 @@ from toolkit.base.record import later
 from toolkit.models.spec import sound
 from toolkit.models.spec.keeps import Paged
 from toolkit.models.spec.mixer import MixerSpec, Rotary
-from toolkit.models.spec.parts import AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec
-from toolkit.models.spec.share import Cut, Share, Unit, cut_linear, portion
+from toolkit.models.spec.parts import AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec, Spread
+from toolkit.models.spec.share import Cut, Share, Unit, by, cut_linear, own_heads, unfit_heads, unfit_inputs
 
 
 @dataclass(frozen=True)
@@ -78,37 +78,17 @@ class AttentionSpec(MixerSpec):
         return Paged(self.kv_heads, self.head_dim, self.window, self.chunked)
 
     def unshared(self, world: int, unit: Unit) -> str | None:
-        whole, few = self.heads, self.kv_heads
-        if few < world and (world % few or whole % world):
-            good = [*range(2, few + 1), *(n for n in range(few + 1, whole + 1) if whole % n == 0 and n % few == 0)]
-            fits = f"; {', '.join(map(str, good))} would do" if good else ""
-            return f"{whole} heads and {few} of keys and values do not divide among {world} ranks{fits}"
-        if any(norm.heads == 1 and norm.size != self.head_dim for norm in self.norms()):
-            return "its norm of queries or keys is over all heads"
-        least = unit(self.o.name).least
-        for rank in range(world):
-            (start, stop), _ = self._own(rank, world)
-            if start * self.head_dim % least or stop * self.head_dim % least:
-                inputs = f"inputs {start * self.head_dim} to {stop * self.head_dim - 1}"
-                return f"{self.o.name}: rank {rank}'s {inputs} cut a group of {least} weights"
-        return None
-
-    def _own(self, rank: int, world: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(first, stop) of a rank's heads, and of its heads of keys and values: where there are fewer of these than
-        ranks, several ranks have the same one; else each has some, as evenly as that goes, with all that read them."""
-        if self.kv_heads < world:
-            each, kept = self.heads // world, rank * self.kv_heads // world
-            return (rank * each, (rank + 1) * each), (kept, kept + 1)
-        first, stop = portion(self.kv_heads, rank, world)
-        each = self.heads // self.kv_heads
-        return (first * each, stop * each), (first, stop)
+        if (reason := unfit_heads(self.heads, self.kv_heads, world)) is not None:
+            return reason
+        own = [own_heads(self.heads, self.kv_heads, rank, world)[0] for rank in range(world)]
+        return unfit_inputs(self.o, by(self.head_dim, *own), unit)
 
     def share(self, rank: int, world: int, unit: Unit) -> Share:
         """Heads of its own."""
-        (first, stop), (first_kv, stop_kv) = self._own(rank, world)
+        whose, whose_kv = own_heads(self.heads, self.kv_heads, rank, world)
+        (first, stop), (first_kv, stop_kv) = whose, whose_kv
         heads, kv_heads = stop - first, stop_kv - first_kv
-        size = self.head_dim
-        own, kept = (first * size, stop * size), (first_kv * size, stop_kv * size)
+        own, kept = by(self.head_dim, whose, whose_kv)
         made: dict[str, Any] = {}
         cuts: dict[str, Cut] = {}
         for name, linear, part in (("q", self.q, own), ("k", self.k, kept), ("v", self.v, kept), ("o", self.o, own)):
@@ -119,8 +99,14 @@ class AttentionSpec(MixerSpec):
             cuts |= more
         norms: dict[str, Any] = {}
         for name, norm, part, count in (("q_norm", self.q_norm, own, heads), ("k_norm", self.k_norm, kept, kv_heads)):
-            if norm is not None and norm.heads > 1:
+            if norm is None:
+                continue
+            if norm.heads > 1:
                 norms[name] = replace(norm, heads=count)
+                cuts |= dict.fromkeys(norm.vectors(), Cut("rows", *part))
+            elif norm.size != self.head_dim:  # over all heads, of which several ranks may have the same
+                whole = norm.size * (world // self.kv_heads if name == "k_norm" and self.kv_heads < world else 1)
+                norms[name] = replace(norm, size=part[1] - part[0], spread=Spread(whole))
                 cuts |= dict.fromkeys(norm.vectors(), Cut("rows", *part))
         if self.sinks is not None:
             cuts[self.sinks] = Cut("rows", first, stop)

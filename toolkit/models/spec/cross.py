@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.parts import LinearSpec, NormSpec
+from toolkit.models.spec.share import Share, Unit, by, cut_linear, cut_rows, own_heads, unfit_heads, unfit_inputs
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,21 @@ class CrossSpec(MixerSpec):
     def row(self) -> int:
         """Numbers that are kept of each row of a picture."""
         return 2 * self.kv_heads * self.head_dim
+
+    def unshared(self, world: int, unit: Unit) -> str | None:
+        if (reason := unfit_heads(self.heads, self.kv_heads, world)) is not None:
+            return reason
+        own = [own_heads(self.heads, self.kv_heads, rank, world)[0] for rank in range(world)]
+        return unfit_inputs(self.o, by(self.head_dim, *own), unit)
+
+    def share(self, rank: int, world: int, unit: Unit) -> Share:
+        """Heads of its own, of what is kept of pictures too."""
+        heads, kv_heads = own_heads(self.heads, self.kv_heads, rank, world)
+        own, kept = by(self.head_dim, heads, kv_heads)
+        (q, cuts), (k, of_k), (v, of_v) = cut_rows(self.q, own), cut_rows(self.k, kept), cut_rows(self.v, kept)
+        o, last = cut_linear(self.o, *own)
+        counts: dict[str, Any] = {"heads": heads[1] - heads[0], "kv_heads": kv_heads[1] - kv_heads[0]}
+        return Share(replace(self, q=q, k=k, v=v, o=o, **counts), cuts | of_k | of_v | last)
 
     def check(self, hidden: int) -> None:
         q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim

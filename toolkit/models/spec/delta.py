@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from toolkit.models.spec import sound
 from toolkit.models.spec.keeps import State, StatePart
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.parts import LinearSpec, NormSpec
+from toolkit.models.spec.share import (
+    Share,
+    Unit,
+    beside,
+    by,
+    cut_linear,
+    cut_rows,
+    own_heads,
+    rows,
+    unfit_heads,
+    unfit_inputs,
+)
 from toolkit.models.spec.short_conv import ConvSpec
 
 
@@ -62,6 +74,33 @@ class DeltaSpec(MixerSpec):
 
     def keeps(self) -> State:
         return State((self.conv.tail, StatePart((self.heads, self.k_dim, self.v_dim), wide=True)))
+
+    def unshared(self, world: int, unit: Unit) -> str | None:
+        if (reason := unfit_heads(self.heads, self.k_heads, world, "q and k")) is not None:
+            return reason
+        own = [own_heads(self.heads, self.k_heads, rank, world)[0] for rank in range(world)]
+        return unfit_inputs(self.out, by(self.v_dim, *own), unit)
+
+    def share(self, rank: int, world: int, unit: Unit) -> Share:
+        """Heads of its own, with the q and k that they share."""
+        heads, k_heads = own_heads(self.heads, self.k_heads, rank, world)
+        (own,), (kept,) = by(self.v_dim, heads), by(self.k_dim, k_heads)
+        keys = self.k_heads * self.k_dim
+        channels = beside([(keys, kept), (keys, kept), (self.heads * self.v_dim, own)])
+        conv, cuts = self.conv.part(*channels)
+        made: dict[str, Any] = {}
+        for name, linear, spans in (
+            ("qkv", self.qkv, channels),
+            ("z", self.z, (own,)),
+            ("beta", self.beta, (heads,)),
+            ("fade", self.fade, (heads,)),
+        ):
+            made[name], more = cut_rows(linear, *spans)
+            cuts |= more
+        out, more = cut_linear(self.out, *own)
+        cuts |= more | dict.fromkeys((self.a_log, self.dt_bias), rows(heads))
+        counts: dict[str, Any] = {"heads": heads[1] - heads[0], "k_heads": k_heads[1] - k_heads[0]}
+        return Share(replace(self, conv=conv, out=out, **made, **counts), cuts)
 
     def check(self, hidden: int) -> None:
         keys, values = self.k_heads * self.k_dim, self.heads * self.v_dim

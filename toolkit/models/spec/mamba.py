@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from toolkit.models.spec import sound
 from toolkit.models.spec.keeps import State, StatePart
 from toolkit.models.spec.mixer import MixerSpec
-from toolkit.models.spec.parts import LinearSpec, NormSpec
+from toolkit.models.spec.parts import LinearSpec, NormSpec, Spread
+from toolkit.models.spec.share import (
+    Share,
+    Unit,
+    beside,
+    by,
+    cut_linear,
+    cut_rows,
+    own_heads,
+    rows,
+    unfit_heads,
+    unfit_inputs,
+)
 from toolkit.models.spec.short_conv import ConvSpec
 
 
@@ -67,6 +79,32 @@ class MambaSpec(MixerSpec):
 
     def keeps(self) -> State:
         return State((self.conv.tail, StatePart((self.heads, self.head_dim, self.state_size), wide=True)))
+
+    def unshared(self, world: int, unit: Unit) -> str | None:
+        if (reason := unfit_heads(self.heads, self.groups, world, "b and c")) is not None:
+            return reason
+        own = [own_heads(self.heads, self.groups, rank, world)[0] for rank in range(world)]
+        return unfit_inputs(self.out, by(self.head_dim, *own), unit)
+
+    def share(self, rank: int, world: int, unit: Unit) -> Share:
+        """Heads of its own, with the b and c that they share."""
+        heads, groups = own_heads(self.heads, self.groups, rank, world)
+        (own,), (kept,) = by(self.head_dim, heads), by(self.state_size, groups)
+        shared = self.groups * self.state_size
+        channels = beside([(self.width_out, own), (shared, kept), (shared, kept)])
+        z, cuts = cut_rows(self.z, own)
+        inner, more = cut_rows(self.inner, *channels)
+        dt, also = cut_rows(self.dt, heads)
+        conv, convolved = self.conv.part(*channels)
+        out, last = cut_linear(self.out, *own)
+        cuts |= more | also | convolved | last | dict.fromkeys((self.a_log, self.dt_bias, self.skip), rows(heads))
+        norm = self.norm
+        if norm is not None:
+            spread = Spread(self.width_out // self.groups, groups[0], self.groups) if self.groups < world else None
+            norm = replace(norm, size=own[1] - own[0], spread=spread)
+            cuts |= dict.fromkeys(norm.vectors(), rows(own))
+        counts: dict[str, Any] = {"heads": heads[1] - heads[0], "groups": groups[1] - groups[0]}
+        return Share(replace(self, z=z, inner=inner, dt=dt, conv=conv, out=out, norm=norm, **counts), cuts)
 
     def check(self, hidden: int) -> None:
         inner, shared = self.width_out, self.groups * self.state_size

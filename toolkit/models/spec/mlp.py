@@ -52,7 +52,7 @@ class MlpSpec(MixerSpec):
         if inner // size < world:
             what = f"{inner // size} groups of {size} inner features" if size > 1 else f"{inner} inner features"
             return f"{self.down.name}: {what} are fewer than {world} ranks"
-        return None if self.seen is None else "layers that look at pictures are not split yet"
+        return None
 
     def share(self, rank: int, world: int, unit: Unit) -> Share:
         start, stop = portion(self.up.out_features, rank, world, unit(self.down.name).best)

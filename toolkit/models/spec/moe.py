@@ -10,7 +10,7 @@ from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.parts import LinearSpec
-from toolkit.models.spec.share import Cut, Share, Unit
+from toolkit.models.spec.share import Cut, Share, Unit, portion
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,12 @@ class MoeSpec(MixerSpec):
         mlps = tuple(cast(MlpSpec, part.mixer) for part in shares)
         experts = mlps[: len(self.experts)]
         return Share(replace(self, experts=experts, shared=None if self.shared is None else mlps[-1]), cuts)
+
+    def share_seats(self, seat: int, seats: int, rank: int, world: int, unit: Unit) -> Share:
+        """Whole experts, those of ``seat``; of the shared one a part."""
+        first, stop = portion(len(self.experts), seat, seats)
+        shared = Share(None) if self.shared is None else self.shared.share(rank, world, unit)
+        return Share(replace(self, experts=self.experts[first:stop], shared=shared.mixer), shared.cuts)
 
     def check(self, hidden: int) -> None:
         sound.expect("experts", bool(self.experts), 0, "at least one")

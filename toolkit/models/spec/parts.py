@@ -13,6 +13,16 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
+class Spread:
+    """Of a rank's part of a norm that is over what several ranks have: ``size``, the numbers of all of them that are
+    normed at once, and which of how many such norms it is a part of."""
+
+    size: int
+    lane: int = 0
+    lanes: int = 1
+
+
+@dataclass(frozen=True)
 class NormSpec:
     """RMS norm ``x / rms(x) * (weight + weight_offset)``, or layer norm ``(x - mean(x)) / std(x)`` times the same plus
     ``bias``; both in float32, ``eps`` added to the mean square or the variance.
@@ -20,7 +30,7 @@ class NormSpec:
     ``name``: canonical name without ``.weight``. ``weight_offset`` is 1.0 for Gemma and Nemotron. ``size``: elements
     normed at once.
     ``heads``: how many heads are normed each by itself with weights of its own (Command-R+); the weight is
-    [heads · size]. ``weight`` False: none is stored, all are 1 (Llama 4's q and k, OLMo 1).
+    [heads · size]. ``weight`` False: none is stored, all are 1 (Llama 4's q and k, OLMo 1). ``spread``: see there.
     """
 
     name: str
@@ -31,6 +41,7 @@ class NormSpec:
     bias: bool = later(False)
     heads: int = later(1)
     weight: bool = later(True)
+    spread: Spread | None = later(None)  # noqa: RUF009 (a field, as the others are)
 
     def vectors(self) -> dict[str, int]:
         """Its parameters: name → numbers in it."""

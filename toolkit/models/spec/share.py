@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -24,11 +25,22 @@ Unit = Callable[[str], Units]
 """By a linear's name."""
 
 
+Span = tuple[int, int]
+"""(start, stop)"""
+
+
 @dataclass(frozen=True)
 class Cut:
+    """``more``: of rows, further spans behind the first one."""
+
     axis: Axis
     start: int = 0
     stop: int = 0
+    more: tuple[Span, ...] = ()
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return ((self.start, self.stop), *self.more)
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,7 @@ class Share:
     cuts: Mapping[str, Cut] = field(default_factory=dict)
 
 
-def portion(size: int, rank: int, world: int, unit: int = 1) -> tuple[int, int]:
+def portion(size: int, rank: int, world: int, unit: int = 1) -> Span:
     """(start, stop) of a rank's part of ``size``, in units as evenly as that goes; the first ranks have the larger."""
     most, more = divmod(-(-size // unit), world)
     start = rank * most + min(rank, more)
@@ -50,9 +62,67 @@ def portion(size: int, rank: int, world: int, unit: int = 1) -> tuple[int, int]:
 def cut_linear(linear: LinearSpec, start: int, stop: int) -> tuple[LinearSpec, dict[str, Cut]]:
     """A linear with a part of its outputs or its inputs, as it says that it shards, and how its parameters are cut."""
     if linear.shard == "column":
-        cuts = {linear.name: Cut("rows", start, stop)}
-        cuts |= {f"{linear.name}.bias": Cut("rows", start, stop)} if linear.bias else {}
-        return replace(linear, out_features=stop - start), cuts
+        return cut_rows(linear, (start, stop))
     assert linear.shard == "row", linear
     cuts = {linear.name: Cut("columns", start, stop)} | ({f"{linear.name}.bias": Cut("first")} if linear.bias else {})
     return replace(linear, in_features=stop - start), cuts
+
+
+def cut_rows(linear: LinearSpec, *spans: Span) -> tuple[LinearSpec, dict[str, Cut]]:
+    """A linear with some of its outputs, one span of them behind the other."""
+    cut = rows(*spans)
+    cuts = {linear.name: cut} | ({f"{linear.name}.bias": cut} if linear.bias else {})
+    return replace(linear, out_features=sum(stop - start for start, stop in spans)), cuts
+
+
+def rows(*spans: Span) -> Cut:
+    """Rows of these spans, of which there is one at least."""
+    (start, stop), *more = spans
+    return Cut("rows", start, stop, tuple(more))
+
+
+def by(size: int, *spans: Span) -> tuple[Span, ...]:
+    """Spans of things that have ``size`` numbers each, in numbers."""
+    return tuple((start * size, stop * size) for start, stop in spans)
+
+
+def beside(spans: Sequence[tuple[int, Span]]) -> tuple[Span, ...]:
+    """(size of a whole, the span of it) of each of several wholes that stand one behind the other."""
+    starts = itertools.accumulate((size for size, _ in spans), initial=0)
+    return tuple((at + start, at + stop) for at, (_, (start, stop)) in zip(starts, spans, strict=False))
+
+
+# -- heads of which several share what one of fewer has: keys and values, or b and c of a state
+
+
+def own_heads(heads: int, few: int, rank: int, world: int) -> tuple[Span, Span]:
+    """A rank's heads, and of the ``few`` those that they share: where there are fewer of these than ranks, several
+    ranks have the same one; else each has some, as evenly as that goes, with all that share them."""
+    if few == 1:
+        return portion(heads, rank, world), (0, 1)
+    if few < world:
+        each, kept = heads // world, rank * few // world
+        return (rank * each, (rank + 1) * each), (kept, kept + 1)
+    first, stop = portion(few, rank, world)
+    each = heads // few
+    return (first * each, stop * each), (first, stop)
+
+
+def unfit_heads(heads: int, few: int, world: int, what: str = "keys and values") -> str | None:
+    """Why ``own_heads`` gives no rank its own, with numbers of ranks that would do, or None."""
+    if few == 1:
+        return None if heads >= world else f"{heads} heads do not divide among {world} ranks; {heads} would do"
+    if few >= world or (world % few == 0 and heads % world == 0):
+        return None
+    good = [*range(2, few + 1), *(n for n in range(few + 1, heads + 1) if heads % n == 0 and n % few == 0)]
+    fits = f"; {', '.join(map(str, good))} would do" if good else ""
+    return f"{heads} heads and {few} of {what} do not divide among {world} ranks{fits}"
+
+
+def unfit_inputs(linear: LinearSpec, spans: Sequence[Span], unit: Unit) -> str | None:
+    """Why ranks cannot have these inputs of a linear, each rank a span, or None."""
+    least = unit(linear.name).least
+    for rank, (start, stop) in enumerate(spans):
+        if start % least or (stop % least and stop != linear.in_features):
+            return f"{linear.name}: rank {rank}'s inputs {start} to {stop - 1} cut a group of {least} weights"
+    return None

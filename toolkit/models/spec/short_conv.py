@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from toolkit.models.spec import sound
 from toolkit.models.spec.keeps import State, StatePart
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.parts import LinearSpec
+from toolkit.models.spec.share import Cut, Share, Span, Unit, by, cut_linear, cut_rows, portion, rows
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class ConvSpec:
     def tail(self) -> StatePart:
         """The inputs that the next token's output needs, oldest first."""
         return StatePart((self.kernel - 1, self.channels))
+
+    def part(self, *spans: Span) -> tuple[ConvSpec, dict[str, Cut]]:
+        """That of some of the channels."""
+        cuts = {self.weight: rows(*by(self.kernel, *spans))} | ({} if self.bias is None else {self.bias: rows(*spans)})
+        return replace(self, channels=sum(stop - start for start, stop in spans)), cuts
 
     def check(self, channels: int) -> None:
         """Raise ValueError for numbers that cannot be."""
@@ -71,6 +77,24 @@ class ShortConvSpec(MixerSpec):
 
     def keeps(self) -> State:
         return State((self.conv.tail,))
+
+    def unshared(self, world: int, unit: Unit) -> str | None:
+        count, size = self.conv.channels, unit(self.out.name).best
+        if count // size >= world:
+            return None
+        what = f"{count // size} groups of {size} channels" if size > 1 else f"{count} channels"
+        return f"{self.out.name}: {what} are fewer than {world} ranks"
+
+    def share(self, rank: int, world: int, unit: Unit) -> Share:
+        """Channels of its own."""
+        own = portion(self.conv.channels, rank, world, unit(self.out.name).best)
+        conv, cuts = self.conv.part(own)
+        made: dict[str, Any] = {}
+        for name, linear in (("b", self.b), ("c", self.c), ("value", self.value)):
+            made[name], more = cut_rows(linear, own)
+            cuts |= more
+        out, more = cut_linear(self.out, *own)
+        return Share(replace(self, conv=conv, out=out, **made), cuts | more)
 
     def check(self, hidden: int) -> None:
         inner = self.value.out_features

@@ -16,6 +16,7 @@ def norm(norm: NormSpec, *sizes: int, heads: int = 1) -> None:
     """One of ``sizes`` numbers at once; ``heads``: how many may have weights of their own."""
     expect(f"{norm.name}.size", norm.size in sizes, norm.size, " or ".join(map(str, sizes)))
     expect(f"{norm.name}.eps", 0 < norm.eps < 1, norm.eps, "a number between 0 and 1")
+    expect(f"{norm.name}.spread", norm.spread is None, norm.spread, "none: only a rank's part of a model has one")
     layer = norm.kind == "layer"
     expect(f"{norm.name}.bias", layer or not norm.bias, norm.bias, "false for an RMS norm")
     plain = not (norm.bias or norm.weight_offset)

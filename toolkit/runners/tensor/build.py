@@ -29,6 +29,7 @@ from toolkit.models.spec import (
     MoeSpec,
     NormSpec,
     ShortConvSpec,
+    portion,
 )
 from toolkit.runners.tensor.decoder import Attention, Decoder, Mixer, Mlp, Moe, RoundingNorm, Step
 from toolkit.runners.tensor.layers.cross import Cross
@@ -36,7 +37,8 @@ from toolkit.runners.tensor.layers.experts import stack_experts
 from toolkit.runners.tensor.layers.latent import LatentAttention
 from toolkit.runners.tensor.layers.linear import Bound, Linear, Placement, codes_of, make_linear
 from toolkit.runners.tensor.layers.lora import Adapters, AdapterStep, adapt
-from toolkit.runners.tensor.layers.norms import LayerNorm, Norm
+from toolkit.runners.tensor.layers.norms import LayerNorm, Norm, SpreadNorm
+from toolkit.runners.tensor.layers.placed import Placed
 from toolkit.runners.tensor.layers.recurrent import Delta, Mamba
 from toolkit.runners.tensor.layers.routed import by_kind
 from toolkit.runners.tensor.layers.short_conv import Conv, ShortConv
@@ -101,14 +103,23 @@ class _Builder:
         bias = self.tensor(f"{spec.name}.bias").float().view(shape) if spec.bias else None
         return LayerNorm((weight + spec.weight_offset).view(shape), bias, spec.eps, self.ops)
 
+    def head_norm(self, spec: NormSpec | None) -> Norm | LayerNorm | SpreadNorm | None:
+        """One that may be over what several ranks have."""
+        if spec is None or spec.spread is None:
+            return self.norm(spec)
+        assert self.split is not None, spec.name
+        weight = self.tensor(spec.name).float() if spec.weight else torch.ones(spec.size, device=self.place.device)
+        bias = self.tensor(f"{spec.name}.bias").float() if spec.bias else None
+        return SpreadNorm(spec, weight + spec.weight_offset, bias, self.split)
+
     def attention(self, spec: AttentionSpec, layer: int) -> Attention:
         return Attention(
             spec=spec,
             layer=layer,
             qkv=self.linear(*spec.readers()),
             o=self.outer(spec.o),
-            q_norm=self.norm(spec.q_norm),
-            k_norm=self.norm(spec.k_norm),
+            q_norm=self.head_norm(spec.q_norm),
+            k_norm=self.head_norm(spec.k_norm),
             sinks=None if spec.sinks is None else self.tensor(spec.sinks).float(),
             more=self.attention_options(spec),
             scales=(self.cache_scale(spec.k, "k_scale"), self.cache_scale(spec.v, "v_scale")),
@@ -129,14 +140,14 @@ class _Builder:
             kv_norm=kv_norm,
             keys=keys,
             values=values,
-            o=self.linear(spec.o),
+            o=self.outer(spec.o),
             ops=self.ops,
         )
 
     def cross(self, spec: CrossSpec, layer: int) -> Cross:
         q_norm, k_norm = self.norm(spec.q_norm), self.norm(spec.k_norm)
         assert q_norm is not None and k_norm is not None
-        ends = self.linear(spec.q), self.linear(spec.k, spec.v), self.linear(spec.o)
+        ends = self.linear(spec.q), self.linear(spec.k, spec.v), self.outer(spec.o)
         return Cross(spec, layer, *ends, q_norm, k_norm, self.gate(spec.gate))
 
     def gate(self, name: str) -> Tensor:
@@ -150,7 +161,7 @@ class _Builder:
 
     def short_conv(self, spec: ShortConvSpec, layer: int) -> ShortConv:
         conv = self.conv(spec.conv, silu=False)
-        return ShortConv(spec, layer, self.linear(*spec.readers()), conv, self.linear(spec.out))
+        return ShortConv(spec, layer, self.linear(*spec.readers()), conv, self.outer(spec.out))
 
     def mamba(self, m: MambaSpec, layer: int) -> Mamba:
         return Mamba(
@@ -161,10 +172,19 @@ class _Builder:
             fade=-self.tensor(m.a_log).float().exp(),
             dt_bias=self.tensor(m.dt_bias).float(),
             skip=self.tensor(m.skip).float(),
-            norm=None if m.norm is None else self.tensor(m.norm.name).float(),
-            out=self.linear(m.out),
+            norm=self.state_norm(m.norm),
+            out=self.outer(m.out),
             ops=self.ops,
         )
+
+    def state_norm(self, spec: NormSpec | None) -> Tensor | SpreadNorm | None:
+        if spec is None:
+            return None
+        weight = self.tensor(spec.name).float()
+        if spec.spread is None:
+            return weight
+        assert self.split is not None, spec.name
+        return SpreadNorm(spec, weight, None, self.split)
 
     def delta(self, m: DeltaSpec, layer: int) -> Delta:
         return Delta(
@@ -176,7 +196,7 @@ class _Builder:
             fade=-self.tensor(m.a_log).float().exp(),
             dt_bias=self.tensor(m.dt_bias).float(),
             norm=self.tensor(m.norm.name).float(),
-            out=self.linear(m.out),
+            out=self.outer(m.out),
             ops=self.ops,
         )
 
@@ -238,7 +258,16 @@ class _Builder:
             shared_gate=None if spec.shared_gate is None else self.linear(spec.shared_gate),
             ops=self.ops,
             split=self.split,
+            placed=self.placed(spec),
         )
+
+    def placed(self, spec: MoeSpec) -> Placed | None:
+        """Where experts are that are not split but shared out."""
+        if self.split is None or self.split.seats == 1:
+            return None
+        count, seats = spec.router.out_features, self.split.seats
+        held = [range(*portion(count, seat, seats)) for seat in range(seats)]
+        return Placed.by(held, count, self.split, self.place.device)
 
     def routing(self, spec: MoeSpec) -> dict[str, Any]:
         if not routes_specially(spec):
@@ -325,8 +354,10 @@ def build_decoder(
     routed = () if spec.vision is None else spec.vision.routed
     by_name = {x.linear: x for x in routed}
     builder = _Builder(weights, place, ops, adapters, adapter_step or AdapterStep(0), by_name, split)
-    table = builder.matrix(spec.embed).dequantize(place.dtype).to(place.device)
+    begins, ends = split is None or split.begins, split is None or split.ends
+    table = torch.empty(0, spec.hidden_size, dtype=place.dtype, device=place.device)
+    if begins or (ends and spec.tied):
+        table = builder.matrix(spec.embed).dequantize(place.dtype).to(place.device)
     steps = tuple(step for i, layer in enumerate(spec.layers) for step in builder.steps(layer, i))
-    final_norm = builder.norm(spec.final_norm)
-    assert final_norm is not None
-    return Decoder(spec, table, steps, final_norm, builder.head(spec, table), ops, split)
+    final_norm, head = (builder.norm(spec.final_norm), builder.head(spec, table)) if ends else (None, None)
+    return Decoder(spec, table, steps, final_norm, head, ops, split)

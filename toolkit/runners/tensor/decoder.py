@@ -14,7 +14,8 @@ from toolkit.runners.tensor.layers.cross import Cross, seeing
 from toolkit.runners.tensor.layers.experts import Experts
 from toolkit.runners.tensor.layers.linear import Activations, Linear, Rounded, codes_of
 from toolkit.runners.tensor.layers.mutual import see_both_ways
-from toolkit.runners.tensor.layers.norms import LayerNorm, Norm, norm_later
+from toolkit.runners.tensor.layers.norms import LayerNorm, Norm, SpreadNorm, norm_later, spread_norms
+from toolkit.runners.tensor.layers.placed import Placed
 from toolkit.runners.tensor.ops import Ops
 from toolkit.runners.tensor.split import Split, Summed, own_rows
 from toolkit.runners.tensor.step.context import StepContext
@@ -54,8 +55,8 @@ class Attention:
     layer: int
     qkv: Linear
     o: Linear
-    q_norm: Norm | LayerNorm | None
-    k_norm: Norm | LayerNorm | None
+    q_norm: Norm | LayerNorm | SpreadNorm | None
+    k_norm: Norm | LayerNorm | SpreadNorm | None
     sinks: Tensor | None
     more: Mapping[str, Any]
     scales: tuple[float, float]
@@ -71,9 +72,16 @@ class Attention:
         cos, sin = (None, None) if spec.rope is None else step.rope[spec.rope]
         if spec.norm_last and cos is not None:
             q, k, cos, sin = self.ops.rope(q, cos, sin), self.ops.rope(k, cos, sin), None, None
-        eps = next((n.eps for n in (self.q_norm, self.k_norm) if isinstance(n, Norm)), 0.0)
-        q, q_weight = norm_later(self.q_norm, q, eps)
-        k, k_weight = norm_later(self.k_norm, k, eps)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if isinstance(q_norm, SpreadNorm):
+            k_spread = isinstance(k_norm, SpreadNorm)  # else it is over one head of keys, which every rank has
+            pairs = [(q_norm, q.flatten(1)), *([(k_norm, k.flatten(1))] if isinstance(k_norm, SpreadNorm) else [])]
+            q, *others = (y.unflatten(1, (-1, spec.head_dim)) for y in spread_norms(pairs))
+            q_norm, k, k_norm = None, others[0] if k_spread else k, None if k_spread else k_norm
+        assert not isinstance(k_norm, SpreadNorm), "keys are normed over all heads where queries are"
+        eps = next((n.eps for n in (q_norm, k_norm) if isinstance(n, Norm)), 0.0)
+        q, q_weight = norm_later(q_norm, q, eps)
+        k, k_weight = norm_later(k_norm, k, eps)
         scales = self.scales if cache.is_float8 else (1.0, 1.0)
         q = self.ops.rope_kv_write(
             q,
@@ -169,6 +177,7 @@ class Moe:
     shared_gate: Linear | None
     ops: Ops
     split: Split | None = None  # where every rank has a part of all experts
+    placed: Placed | None = None  # where it has some of them whole, which ``stacked`` or ``experts`` are
 
     def __call__(self, x: Activations, step: StepContext) -> Tensor:
         assert isinstance(x, Tensor), "the router and the experts read the same input"
@@ -192,7 +201,15 @@ class Moe:
 
     def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         run = self._one_by_one if self.stacked is None else self.stacked
-        return run(x, chosen, weights)
+        return run(x, chosen, weights) if self.placed is None else self.placed(x, chosen, weights, run)
+
+    def idle(self, x: Tensor) -> None:
+        """Take part in a step that has no tokens here: other ranks' tokens may want experts of this one. ``x``: [0,
+        hidden]."""
+        if self.placed is not None:
+            self._routed(
+                x, torch.zeros(0, self.spec.top_k, dtype=torch.int64, device=x.device), x.new_zeros(0, self.spec.top_k)
+            )
 
     def _one_by_one(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -228,8 +245,8 @@ class Decoder:
     spec: DecoderSpec
     table: Tensor
     steps: tuple[Step, ...]
-    final_norm: Norm | LayerNorm
-    head: Linear
+    final_norm: Norm | LayerNorm | None  # None, as ``head``: other ranks have the last layers
+    head: Linear | None
     ops: Ops
     split: Split | None = None  # where ``table`` and ``head`` are one rank's part
 
@@ -245,9 +262,10 @@ class Decoder:
         """All layers. The result is the sum of both tensors, the last addition left to the final norm.
 
         The sum is kept in float32 from layer to layer: in bfloat16 its roundings are what costs most accuracy.
+        Where other ranks have the layers before, ``x`` is that sum.
         """
-        delta: Tensor | None = None
-        dtype = x.dtype
+        dtype = self.table.dtype
+        delta = None if self.split is None or self.split.begins else torch.zeros(x.shape, dtype=dtype, device=x.device)
         h: Activations = x
         for s in self.steps:
             beside = delta if s.beside else None  # of the sublayers that read what this one reads
@@ -273,6 +291,13 @@ class Decoder:
                 x = x.index_add(0, step.deep_index, step.deep[s.ends].float())
         return x, delta
 
+    def idle(self) -> None:
+        """Take part in a step that has no tokens here."""
+        x = self.table.new_zeros(0, self.spec.hidden_size)
+        for s in self.steps:
+            if isinstance(s.mixer, Moe):
+                s.mixer.idle(x)
+
     def remember(self, rows: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """What cross layers keep of a picture's ``rows`` [rows, hidden], by the number of the layer."""
         return {s.mixer.layer: s.mixer.remember(rows) for s in self.steps if isinstance(s.mixer, Cross)}
@@ -282,10 +307,12 @@ class Decoder:
         if rows is not None:
             x = x.index_select(0, rows)
             delta = None if delta is None else delta.index_select(0, rows)
+        assert self.final_norm is not None, "the last layers are not here"
         return self.final_norm(x) if delta is None else self.final_norm.after_add(delta, x)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [rows, V]; a tensor of its own."""
+        assert self.head is not None, "the last layers are not here"
         found = self.head(hidden)
         logits = (found if self.split is None else self.split.head(found)).float()
         if self.spec.head_scale != 1.0:

@@ -12,17 +12,36 @@ from toolkit.runners.tensor.layers.linear import Activations, Linear
 
 
 class Split(Protocol):
-    """The ranks, seen from one of them. ``embedding``: (first, stop) of the embedding's rows that are its own."""
+    """The ranks, seen from one of them: ``world`` of them on this host. ``embedding``: (first, stop) of the embedding's
+    rows that are its own. ``begins``, ``ends``: whether it has the first layers, and the last.
+    ``part`` of ``parts``: which of those it is that compute the same rows; ``seat`` of ``seats``: which of those that
+    whole experts are shared out over, 1: each expert is split."""
 
     rank: int
     world: int
     embedding: tuple[int, int]
+    begins: bool
+    ends: bool
+    part: int
+    parts: int
+    seat: int
+    seats: int
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of what all ranks give, of one shape and dtype; the same bytes on every rank."""
 
     def head(self, x: Tensor) -> Tensor:
         """[rows, tokens of this rank] -> [rows, tokens of all]."""
+
+    def exchange(self, x: Tensor, give: Tensor, take: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Rows of ``x``, ``give[i]`` of them to each seat in turn -> (what all seats give this one, how many each).
+        ``take``: these numbers, where they are known."""
+
+    def receive(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """float32: what the layers before this rank's have come to."""
+
+    def send(self, x: Tensor) -> None:
+        """Hand that on, float32, without waiting until it is taken."""
 
 
 @dataclass(frozen=True)

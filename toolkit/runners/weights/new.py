@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,18 @@ if TYPE_CHECKING:
 _FLOATS = ("F32", "BF16", "F16")
 
 
+@dataclass(frozen=True)
+class NewWeights:
+    """What a runner is to load, from ``files``, in place of the weights of ``model``: called, it reads."""
+
+    model: Path
+    files: Path
+    read: Callable[[], Mapping[str, Any]]
+
+    def __call__(self) -> Mapping[str, Any]:
+        return self.read()
+
+
 def open_new_weights(
     model: Path,
     files: Path,
@@ -28,7 +41,7 @@ def open_new_weights(
     load_format: str = "auto",
     blind: bool = False,
     families: Sequence[Family] = (),
-) -> Callable[[], Mapping[str, Any]]:
+) -> NewWeights:
     """What a runner of ``spec`` is to load: the tensors in the directory ``files``, by the names of the checkpoint
     ``model``, read as ``open_model`` would have with the other arguments.
 
@@ -55,7 +68,7 @@ def open_new_weights(
         raise ToolkitError("they make another model than the one that runs: it has other layers or biases")
     _check_dtypes(found, stored, model, config)
     by_layer = spec if load_format == "int4" else None
-    return lambda: rounded(CheckpointWeights(found, stored, by_layer), spec, load_format)
+    return NewWeights(model, files, lambda: rounded(CheckpointWeights(found, stored, by_layer), spec, load_format))
 
 
 def check_updatable(model: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from toolkit.kernels.torch.recurrent import gated_norm, unit
 from toolkit.models.spec import DeltaSpec, MambaSpec
 from toolkit.runners.tensor.layers.linear import Activations, Linear
+from toolkit.runners.tensor.layers.norms import SpreadNorm
 from toolkit.runners.tensor.layers.short_conv import Conv
 from toolkit.runners.tensor.ops import Ops
 from toolkit.runners.tensor.step.context import StepContext
@@ -27,7 +28,7 @@ class Mamba:
     fade: Tensor
     dt_bias: Tensor
     skip: Tensor
-    norm: Tensor | None
+    norm: Tensor | SpreadNorm | None
     out: Linear
     ops: Ops
 
@@ -55,6 +56,9 @@ class Mamba:
         ).flatten(1)
         if self.norm is None or m.norm is None:
             y = y * F.silu(z.float())
+        elif isinstance(self.norm, SpreadNorm):
+            gate = F.silu(z.float())
+            y = self.norm(y.float()) * gate if m.norm_first else self.norm(y.float() * gate)
         else:
             y = gated_norm(y, z, self.norm, m.norm.eps, m.width_out // m.groups, m.norm_first)
         return self.out(y.to(made.dtype))

@@ -80,23 +80,29 @@ class Steps:
         self._previous = torch.zeros(MOST_SAMPLED, dtype=torch.int64, device=device.torch)
         self._best = torch.zeros(MOST_SAMPLED, dtype=torch.float32, device=device.torch)
         self._sampled = 0  # rows of the step before
+        self._ends = decoder.split is None or decoder.split.ends  # else other ranks have the last layers
 
     def submit(self, batch: StepBatch, explain: Callable[[Exception, StepBatch], RunnerError]) -> Pending:
         """Queue a step. Raises RunnerError for a batch that cannot be."""
-        self._check(batch)
+        self.check(batch)
         self._copy_blocks(batch)
         self._reach(int(batch.positions.max()))
         if self.graphs is not None and is_decode(batch):
             tensors, capture = self._decode(batch, self.graphs)
         else:
             tensors, capture = self._mixed(batch), None
-        self._sampled = rows = len(batch.sample_index)
+        self._sampled = rows = len(batch.sample_index) if self._ends else 0
         found = self.device.fetch(tensors)
         if capture is not None:
             capture()
         spec = self.spec
-        bad = batch.sampling.senseless()
+        bad = batch.sampling.senseless()[:rows]
         return Pending(found, rows, bad, spec, lambda error: explain(error, batch))
+
+    def idle(self) -> None:
+        """Take part in a step of others, who may want experts that are here."""
+        self._sampled = 0
+        self.decoder.idle()
 
     def warm_up(self, most: int, length: int, tokens: int) -> None:
         """Compile the kernels of steps of up to ``tokens`` tokens of sequences up to ``length``, and capture decode
@@ -127,7 +133,8 @@ class Steps:
         if self._positions.reach(position) and self.graphs is not None:
             self.graphs.clear()
 
-    def _check(self, batch: StepBatch) -> None:
+    def check(self, batch: StepBatch) -> None:
+        """Raise RunnerError for a batch that cannot be."""
         blocks, size, adapters = self.cache.num_blocks, self.cache.block_size, self.adapters.count
         check_batch(batch, self.spec, blocks, size, self._sampled, adapters)
         check_sampling(batch, self.spec.vocab_size)
@@ -191,8 +198,12 @@ class Steps:
         if len(batch.routed):
             arrays["routed"] = batch.routed.astype(np.int64)
         t = self.device.put(arrays)
-        x = self._embed(t)
-        if "embeds" in t:
+        split = self.decoder.split
+        if split is None or split.begins:
+            x = self._embed(t)
+        else:
+            x = split.receive((len(batch.token_ids), self.spec.hidden_size), self.device.torch)
+        if "embeds" in t and (split is None or split.begins):
             x = x.index_copy(0, t["embed_index"], t["embeds"][:, : self.spec.hidden_size].to(x.dtype))
         plans = {
             kind: self._plan(*kind, batch.block_tables[kind[0]], batch.cu_seqlens, batch.seq_lens, t[f"table{kind[0]}"])
@@ -201,7 +212,12 @@ class Steps:
         self._remember(batch)
         routes: list[tuple[Tensor, Tensor]] | None = [] if len(batch.routes_index) else None
         x, delta = self._layers(x, t, plans, batch, routes)
-        found = produce(self.decoder, x, delta, batch, self.device)
+        if self._ends:
+            found = produce(self.decoder, x, delta, batch, self.device)
+        else:
+            assert split is not None
+            split.send(x.float() if delta is None else x + delta)
+            found = {}
         if routes:
             found["routes"] = chosen_experts(routes, batch.routes_index, self.device)
         if "tokens" in found:

@@ -1,0 +1,211 @@
+"""Ranks on several machines: who comes is asked for the key and for what must be alike, and who does not come is named.
+
+Machines are threads at the loopback address here, and in one slow test network namespaces.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.parallel import nodes as module
+from toolkit.parallel.layout import Layout
+from toolkit.parallel.model import Model
+from toolkit.parallel.nodes import KEY, Door, Nodes, about, serve
+from toolkit.parallel.runner import RankedRunner
+from toolkit.runners.base import RunnerOptions
+from toolkit.runners.choose import open_runner
+
+PROMPT = np.random.default_rng(3).integers(3, 300, 30).tolist()
+LAYOUT = Layout(tp=2)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, "between us")
+
+
+def model(path: Path, **fields: Any) -> Model:
+    given: dict[str, Any] = {"dtype": "float32", "block_size": 16, "device": "cpu", "threads": 2} | fields
+    return Model(str(path), RunnerOptions(**given), {})
+
+
+class Second:
+    """The second machine, in a thread. ``error``: what it ended with."""
+
+    def __init__(self, model: Model, port: int) -> None:
+        self.error, self.told = "", []
+        self._thread = threading.Thread(target=self._run, args=(model, Nodes(2, 1, "127.0.0.1", port)), daemon=True)
+        self._thread.start()
+
+    def _run(self, model: Model, nodes: Nodes) -> None:
+        try:
+            serve(model, LAYOUT, nodes, self.told.append)
+        except ToolkitError as e:
+            self.error = str(e)
+
+    def end(self) -> str:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        return self.error
+
+
+def test_two_machines_give_what_one_process_gives(
+    port: int, tiny_models: Any, support: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, steps = tiny_models("llama"), support("steps")
+    second = Second(model(path), port)
+    ranks = RankedRunner(model(path), LAYOUT, Nodes(2, 0, "127.0.0.1", port))
+    try:
+        one = open_runner(path, backend="pytorch", options=model(path).options)[0]
+        assert ranks.pids == []
+        assert steps.Driver(ranks).generate(PROMPT, 8) == steps.Driver(one).generate(PROMPT, 8)
+    finally:
+        monkeypatch.setattr(module, "COME_SECONDS", 0.5)  # in which it then looks for another start
+        ranks.close()
+    assert "nobody is at" in second.end()
+
+
+@pytest.fixture
+def door(port: int) -> Iterator[Door]:
+    with closing(Door(Nodes(2, 0, "127.0.0.1", port))) as made:
+        yield made
+
+
+def test_another_key_is_turned_away_and_who_is_missing_is_named(
+    door: Door, port: int, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = model(tiny_models("llama"))
+    monkeypatch.setattr(module, "COME_SECONDS", 3.0)
+    monkeypatch.setenv(KEY, "another")
+    second = Second(told, port)
+    with pytest.raises(ToolkitError, match=r"ranks 1 \(node_rank 1\) have not come to 127\.0\.0\.1:\d+ within 3 s"):
+        door.collect(2, about(Path(told.path), told, LAYOUT))
+    assert second.end().startswith(f"{KEY}: ")
+
+
+@pytest.mark.parametrize(("other", "what"), [
+    ({"family": "qwen2"}, "another model"), ({"quant_policy": 8}, "other options"), ({}, "another version"),
+])  # fmt: skip
+def test_machines_that_are_not_alike(
+    other: dict[str, Any], what: str, door: Door, port: int, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = model(tiny_models("llama"))
+    own = about(Path(mine.path), mine, LAYOUT)
+    if not other:
+        own["version"] = "0.0"
+    second = Second(model(tiny_models(other.pop("family", "llama")), **other), port)
+    with pytest.raises(ToolkitError, match=rf"rank 1 at 127\.0\.0\.1: it has {what}"):
+        door.collect(2, own)
+    assert what in second.end()
+
+
+def test_a_stranger_is_no_hindrance(door: Door, port: int, tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GREET_SECONDS", 1.0)
+    monkeypatch.setattr(module, "COME_SECONDS", 3.0)
+    told = model(tiny_models("llama"))
+    with socket.create_connection(("127.0.0.1", port)) as one, socket.create_connection(("127.0.0.1", port)) as two:
+        one.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        two.sendall(b"\x00\x00\x00\x05hello")
+        with pytest.raises(ToolkitError, match="have not come"):
+            door.collect(2, about(Path(told.path), told, LAYOUT))
+
+
+def test_a_port_that_is_taken(door: Door, port: int) -> None:
+    with pytest.raises(UsageError, match=rf"dist_init_addr: 127\.0\.0\.1:{port}: .*in use"):
+        Door(Nodes(2, 0, "127.0.0.1", port))
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ((2, 2, "a:1"), "node_rank: found 2, expected 0 to 1"),
+    ((2, 0, None), "dist_init_addr: found None, expected HOST:PORT"),
+    ((2, 0, "a:99999"), "expected HOST:PORT"),
+    ((2, 0, "a"), "expected HOST:PORT"),
+])  # fmt: skip
+def test_options_that_do_not_go_together(given: tuple[Any, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(UsageError, match=message):
+        Nodes.of(*given)
+    assert Nodes.of(1, 0, None) is None
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert Nodes.of(2, 1, None) == Nodes(2, 1, "10.0.0.1", 29500)
+    with pytest.raises(UsageError, match=r"3 ranks .* do not divide"):
+        Nodes(2, 0, "a", 1).ranks(3)
+    monkeypatch.setenv(KEY, "")
+    with pytest.raises(UsageError, match=KEY):
+        Door(Nodes(2, 0, "127.0.0.1", 1))
+
+
+@pytest.fixture
+def machines() -> Iterator[list[str]]:
+    """Two network namespaces, 10.97.5.1 and 10.97.5.2, joined by a cable."""
+    names = [f"ranks-{os.getpid()}-{i}" for i in (1, 2)]
+    ends = [f"rk{os.getpid() % 100000}{side}" for side in "ab"]
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need ip and root")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for i, (name, end) in enumerate(zip(names, ends, strict=True), 1):
+            ip("link", "set", end, "netns", name)
+            ip("-n", name, "addr", "add", f"10.97.5.{i}/24", "dev", end)
+            ip("-n", name, "link", "set", end, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+    except subprocess.CalledProcessError as e:
+        pytest.skip(f"no network namespaces here: {e.stderr.decode().strip()}")
+    yield names
+    for name in names:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.slow
+def test_two_network_namespaces(machines: list[str], tiny_models: Any, tmp_path: Path) -> None:
+    """The command as a user types it, on both; the model lies elsewhere on the second."""
+    path = tiny_models("llama")
+    copy = shutil.copytree(path, tmp_path / "elsewhere")
+    ask = ["--backend", "pytorch", "--dtype", "float32", "--device", "cpu", "--threads", "1", "--session-len", "64"]
+    ask += ["--prompt", "Name three colours.", "--max-new-tokens", "8", "--temperature", "0"]
+    tool = [sys.executable, "-m", "toolkit", "chat"]
+    alone = subprocess.run([*tool, str(path), *ask], capture_output=True, text=True, timeout=200)
+    assert alone.returncode == 0, alone.stderr
+    env = os.environ | {KEY: "between us"}
+    several = [*ask, "--tp", "2", "--nnodes", "2", "--dist-init-addr", "10.97.5.1:29511"]
+    first, second = (
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, *tool, str(where), *several, "--node-rank", str(i)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+        )
+        for i, (name, where) in enumerate(zip(machines, (path, copy), strict=True))
+    )  # fmt: skip
+    try:
+        out, err = first.communicate(timeout=200)
+        assert first.returncode == 0, err
+        assert out == alone.stdout
+    finally:
+        for process in (first, second):
+            process.terminate()
+            process.communicate(timeout=30)

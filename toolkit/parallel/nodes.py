@@ -1,0 +1,240 @@
+"""Ranks on several machines: the first machine waits at an address until the others' ranks have come to it.
+
+Whoever comes proves by a challenge that it knows the key; the key itself is never sent. What ranks say afterwards is
+neither signed nor hidden: the network between the machines is to be their own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
+from typing import Any
+
+from toolkit import __version__
+from toolkit.base import child_process
+from toolkit.base.record import plain
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.parallel import wire
+from toolkit.parallel.layout import Layout
+
+log = logging.getLogger(__name__)
+KEY = "TOOLKIT_RANKS_KEY"
+COME_SECONDS = 300.0  # in which all ranks must have come, and in which another machine looks for the first
+GREET_SECONDS = 10.0  # that one who has come may take to prove that it knows the key
+SMALL = 1 << 20  # bytes of files that are compared as a whole; of larger ones the sizes
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """``count`` machines, of which this is ``rank``; the first waits at ``host``:``port``."""
+
+    count: int
+    rank: int
+    host: str
+    port: int
+
+    @staticmethod
+    def of(count: int, rank: int, address: str | None) -> Nodes | None:
+        """What the options say, None for one machine. Raises UsageError where they do not go together."""
+        if count == 1:
+            return None
+        if not 0 <= rank < count:
+            raise UsageError(f"node_rank: found {rank}, expected 0 to {count - 1} with nnodes={count}")
+        if address is None and "MASTER_ADDR" in os.environ:
+            address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
+        host, _, port = (address or "").rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+            raise UsageError(
+                f"dist_init_addr: found {address!r}, expected HOST:PORT of the first machine, the same on all, "
+                f"with nnodes={count} (or MASTER_ADDR and MASTER_PORT)"
+            )
+        return Nodes(count, rank, host.strip("[]"), int(port))
+
+    def ranks(self, world: int) -> range:
+        """Those of this machine. Raises UsageError where they do not divide."""
+        if world % self.count:
+            raise UsageError(f"nnodes={self.count}: {world} ranks (tp × pp × dp) do not divide among so many machines")
+        each = world // self.count
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def owner(self, rank: int, world: int) -> int:
+        return rank // (world // self.count)
+
+
+def key() -> bytes:
+    """What all machines know. Raises UsageError where it is not set."""
+    found = os.environ.get(KEY, "")
+    if not found:
+        raise UsageError(f"{KEY}: not set; with nnodes above 1 it is to be the same secret on all machines")
+    return found.encode()
+
+
+def fingerprint(path: Path) -> str:
+    """Of a model, that machines with different ones notice: names of its files, sizes, and small ones' content."""
+    import hashlib
+
+    found = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(x for x in path.iterdir() if x.is_file()):
+        size = file.stat().st_size
+        found.update(f"{file.name if path.is_dir() else ''} {size}\n".encode())
+        if size <= SMALL:
+            found.update(file.read_bytes())
+    return found.hexdigest()
+
+
+class Door:
+    """Where the first machine waits."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        """Raises UsageError for an address that cannot be had."""
+        self._key, self._nodes = key(), nodes
+        try:
+            self._socket = socket.create_server((nodes.host, nodes.port), backlog=64, reuse_port=False)
+        except OSError as e:
+            raise UsageError(f"dist_init_addr: {nodes.host}:{nodes.port}: {e.strerror}; is it in use?") from e
+
+    def collect(self, world: int, own: dict[str, Any]) -> dict[int, tuple[Connection, dict[str, Any]]]:
+        """The connections of all ranks of other machines, and what they say of themselves, which is held against
+        ``own``. Raises ToolkitError that names those who have not come, or who are not alike."""
+        wanted = {rank for rank in range(world) if self._nodes.owner(rank, world) != 0}
+        found: dict[int, tuple[Connection, dict[str, Any]]] = {}
+        until = time.monotonic() + COME_SECONDS
+        while missing := sorted(wanted - set(found)):
+            self._socket.settimeout(max(0.01, until - time.monotonic()))
+            try:
+                sock, peer = self._socket.accept()
+            except TimeoutError:
+                who = ", ".join(f"{rank} (node_rank {self._nodes.owner(rank, world)})" for rank in missing)
+                raise ToolkitError(
+                    f"ranks {who} have not come to {self._nodes.host}:{self._nodes.port} within {COME_SECONDS:g} s; "
+                    "start the same command there, with its --node-rank"
+                ) from None
+            try:
+                pipe, hello = self._greet(sock)
+            except (AuthenticationError, OSError, EOFError, ValueError, KeyError) as e:
+                log.warning("ranks: somebody at %s was turned away: %s", peer[0], e or type(e).__name__)
+                continue
+            if (why := _unlike(own, hello)) or hello["rank"] not in missing:
+                why = why or f"rank {hello['rank']} is not missing"
+                pipe.send_bytes(wire.pack({"error": why}))
+                pipe.close()
+                raise ToolkitError(f"rank {hello['rank']} at {peer[0]}: {why}")
+            pipe.send_bytes(wire.pack({"error": None}))
+            found[hello["rank"]] = pipe, hello | {"host": peer[0]}
+        return found
+
+    def _greet(self, sock: socket.socket) -> tuple[Connection, dict[str, Any]]:
+        sock.settimeout(None)
+        limit(sock, GREET_SECONDS)
+        pipe = Connection(sock.detach())
+        try:
+            deliver_challenge(pipe, self._key)
+            answer_challenge(pipe, self._key)
+            hello: dict[str, Any] = wire.unpack(pipe.recv_bytes(1 << 20))
+        except BaseException:
+            pipe.close()
+            raise
+        return pipe, hello
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _unlike(own: dict[str, Any], hello: dict[str, Any]) -> str:
+    """How a rank differs from the first machine, "" where it does not."""
+    for name, what in (
+        ("version", "another version of the toolkit"),
+        ("model", "another model"),
+        ("options", "other options"),
+    ):
+        if own[name] != hello[name]:
+            told = f": {hello[name]}, here {own[name]}" if name == "version" else ""
+            return f"it has {what}{told}; all machines need the same"
+    return ""
+
+
+def limit(end: socket.socket | Connection, seconds: float) -> None:
+    """Have what is sent and read there take no longer than that, 0: as long as it takes."""
+    sock = socket.socket(fileno=os.dup(end.fileno()))
+    with sock:
+        for way in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", int(seconds), 0))
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def about(path: Path, model: Any, layout: Layout) -> dict[str, Any]:
+    """What machines must have alike; ``model``: what is opened, and how, as a ``toolkit.parallel.model.Model``."""
+    told = model.to_json() | {"path": "", "family_files": len(model.family_files)}
+    told["options"] |= {"threads": 0}
+    options = json.loads(json.dumps([told, plain(layout)]))
+    return {"version": __version__, "model": fingerprint(path), "options": options}
+
+
+# -- the other machines
+
+
+def serve(model: Any, layout: Layout, nodes: Nodes, told: Callable[[str], None]) -> None:
+    """Run the ranks of this machine for the first one, as often as it starts them, until it is gone. Raises
+    ToolkitError where it turns them away, or is not there."""
+    own = about(Path(model.path), model, layout) | {"path": model.path}
+    ranks = nodes.ranks(layout.world)
+    while True:
+        told(f"ranks {ranks.start} to {ranks.stop - 1}: looking for {nodes.host}:{nodes.port}")
+        started: list[subprocess.Popen[bytes]] = []
+        try:
+            started += [_start(nodes, own | {"rank": rank}) for rank in ranks]
+            told(f"ranks {ranks.start} to {ranks.stop - 1} are at work for {nodes.host}:{nodes.port}")
+            for process in started:
+                process.wait()
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+
+
+def _start(nodes: Nodes, hello: dict[str, Any]) -> subprocess.Popen[bytes]:
+    sock = _reach(nodes)
+    pipe = Connection(os.dup(sock.fileno()))
+    with sock, pipe:
+        try:
+            answer_challenge(pipe, key())
+            deliver_challenge(pipe, key())
+            pipe.send_bytes(wire.pack(hello))
+            answer: dict[str, Any] = wire.unpack(pipe.recv_bytes(1 << 20))
+        except AuthenticationError:
+            raise ToolkitError(f"{KEY}: {nodes.host}:{nodes.port} has another; it is to be the same on all") from None
+        except (OSError, EOFError) as e:
+            raise ToolkitError(f"{nodes.host}:{nodes.port} has hung up: {e or 'no reason given'}") from e
+        if answer["error"] is not None:
+            raise ToolkitError(f"{nodes.host}:{nodes.port} turned rank {hello['rank']} away: {answer['error']}")
+        limit(sock, 0)  # the first step may be long in coming
+        return child_process.start("toolkit.parallel.worker", sock, stdout=sys.stderr)
+
+
+def _reach(nodes: Nodes) -> socket.socket:
+    until, why = time.monotonic() + COME_SECONDS, ""
+    while time.monotonic() < until:
+        with suppress(TimeoutError):
+            try:
+                sock = socket.create_connection((nodes.host, nodes.port), timeout=5)
+                sock.settimeout(None)
+                limit(sock, COME_SECONDS)
+                return sock
+            except OSError as e:
+                why = str(e)
+        time.sleep(0.5)
+    raise ToolkitError(f"nobody is at {nodes.host}:{nodes.port} ({why}); start the command there with --node-rank 0")
