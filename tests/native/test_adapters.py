@@ -4,6 +4,7 @@ torch, and the same requests alone."""
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from toolkit.artifacts.adapter import _modules
 from toolkit.errors import ToolkitError
+from toolkit.models.registry import get, names
+from toolkit.quant.merge import merge
 from toolkit.runners.base import RunnerError, RunnerOptions
-from toolkit.runners.choose import open_runner
+from toolkit.runners.choose import open_model, open_runner
 from toolkit.runners.native import library
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library does not run here")
@@ -202,3 +206,25 @@ class Hostile:
 
     def __reduce__(self) -> Any:
         return Path.touch, (self.file,)
+
+
+FAMILIES = [name for name in names() if get(name).recipe is None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    """All linears that can be changed at once, by the names and shapes of the family's checkpoint."""
+    model = tiny_models(family)
+    opened = open_model(model)
+    known = _modules(opened.spec, opened.stored, wide=True)
+    modules = {s.name for s in known.values() if s.kind == "linear" and not s.transposed and not s.unit_rows}
+    stored = load_file(next(model.glob("*.safetensors")))
+    targets = "|".join(re.escape(name) for name in sorted(modules) if f"{name}.weight" in stored)
+    made = support("adapters").write_adapter(tmp_path / "one", model, f"^(?:{targets})", rank=5)
+    merge(str(model), str(made), tmp_path / "merged")
+    expected = alone(support, runner_for(tmp_path / "merged"), ids(23, 0))
+    found = alone(support, runner_for(model, made), ids(23, 0), adapter=0)
+    base = alone(support, runner_for(model), ids(23, 0))
+    error, change = np.abs(found - expected).max(), np.abs(base - expected).max()
+    assert error < 2e-3 * max(1.0, np.abs(expected).max()) and error < 0.05 * change

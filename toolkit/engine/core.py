@@ -216,7 +216,9 @@ class EngineCore:
             raise ToolkitError(f"{path}: {e}") from e
 
     def unload_adapter(self, number: int) -> None:
-        """Forget the adapter once the requests that use it have ended."""
+        """Forget the adapter once the requests that use it have ended. UsageError where the runner keeps them all."""
+        if not hasattr(self.runner, "remove_adapter"):
+            raise UsageError("adapters: this backend keeps those it was started with; restart the server without it")
         self._leaving.add(number)
         self._drop_adapters()
 

@@ -156,7 +156,12 @@ class AsyncEngine:
                 raise UsageError(
                     f"lora_name: there is no adapter {name!r:.80}; there is {', '.join(self._adapters) or 'none'}"
                 )
-            self._loop.call("unload_adapter", [self._adapters.pop(name)]).result()
+            number = self._adapters.pop(name)
+            try:
+                self._loop.call("unload_adapter", [number]).result()
+            except UsageError:
+                self._adapters[name] = number
+                raise
 
     @property
     def session_len(self) -> int:
