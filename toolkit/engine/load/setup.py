@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from toolkit.artifacts.cache_cost import read_cost
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.base import extras
 from toolkit.base.record import read
-from toolkit.configs.engine import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.configs.engine import AUTO, EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.engine.core import EngineCore
 from toolkit.engine.load.memory_plan import MemoryPlan, Wishes, plan
 from toolkit.engine.load.verify import verify_tensors
@@ -212,15 +213,19 @@ def _open(setup: Setup) -> tuple[Runner, str]:
     from toolkit.runners.choose import open_runner
 
     config = setup.config
+    policy, layers, told = cache_policy(setup.path, config)
     options = RunnerOptions(
         device=config.device,
         dtype=config.dtype,
-        quant_policy=config.quant_policy,
+        quant_policy=policy,
+        kv_layers=layers,
         block_size=config.block_size,
         threads=config.threads or 0,
         adapters=tuple((config.adapters or {}).items()),
         eager=config.eager_mode,
     )
+    if told:
+        log.info("%s", told)
     how: dict[str, Any] = {
         "use_logn_attn": getattr(config, "use_logn_attn", False),
         "session_len": config.session_len,
@@ -245,6 +250,24 @@ def _open(setup: Setup) -> tuple[Runner, str]:
         if isinstance(config, PytorchEngineConfig) and str(error).startswith("device:"):
             raise UsageError(f"device_type:{str(error).removeprefix('device:')}") from error
         raise
+
+
+def cache_policy(path: Path, config: EngineConfig) -> tuple[int, tuple[int, ...], str]:
+    """``RunnerOptions.quant_policy`` and ``kv_layers`` by what was measured of the model, and a line on what they cost,
+    "" where nothing is rounded. Raises UsageError for "auto" without a measure."""
+    asked, known = config.quant_policy, read_cost(path) if config.quant_policy in (AUTO, 4, 44) else None
+    if asked != AUTO:
+        cost = None if known is None else known.of(int(asked))
+        return int(asked), (), "" if cost is None else f"KV cache at quant_policy {asked}: {cost.told()}"
+    if known is None or not known.layers:
+        raise UsageError(
+            f"quant_policy auto: what {path} bears has not been measured; `tool convert MODEL --quant-policy auto "
+            "--dst-path DIR` does that, or give 0, 8 or 4"
+        )
+    found = known.least(config.kv_loss)
+    if found is None:
+        return 0, (), f"KV cache: no rounding of this model stays within {config.kv_loss:g} %: none"
+    return 0, found.policies, f"KV cache by layer: {found.told()}"
 
 
 def _reading(config: EngineConfig) -> dict[str, Any]:
