@@ -20,6 +20,7 @@ from toolkit.engine.load.verify import verify_tensors
 from toolkit.engine.options import EngineOptions
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.pictures import most_patches
+from toolkit.models.positions import stretched_from
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import VisionSpec
 from toolkit.runners.base import Backend, Runner, RunnerError, RunnerOptions
@@ -170,6 +171,9 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
         memory = _plan(setup, runner)
         for notice in memory.notices:
             progress(notice)
+        trained = stretched_from(runner.spec)
+        if trained is not None and memory.session_len > trained:
+            progress(f"requests of more than {trained} tokens are turned by dynamic NTK (docs/how-to/long-prompts.md)")
         if setup.updated is not None:
             runner.use_weights(read(setup.updated))
         if not empty:
