@@ -128,9 +128,8 @@ def test_notices_are_plain_lines(model: str, expected: str) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd="/")
     assert done.stdout.rstrip("\n") == expected.rstrip("\n")
-    notice, stretched, speed = done.stderr.splitlines()
+    notice, speed = done.stderr.splitlines()
     assert notice == "session_len 100000 is beyond the 512 positions that the model states"
-    assert stretched.startswith("requests of more than 512 tokens are turned by dynamic NTK")
     assert speed.startswith("8 tokens, ")
 
 
