@@ -68,7 +68,8 @@ class CacheCost:
 
     def rows(self) -> list[tuple[str, str]]:
         """To be shown: each precision of the whole model, and the mixes by layer."""
-        whole = [(f"quant_policy {c.policy}", c.told()) for c in self.choices if c.policy is not None]
+        names = {84: "keys 8 bits, values 4"}  # for a mix alone
+        whole = [(names.get(p, f"quant_policy {p}"), c.told()) for c in self.choices if (p := c.policy) is not None]
         return whole + [("layers mixed", c.told()) for c in self.choices if c.policy is None]
 
 
