@@ -34,8 +34,7 @@ def check_cache(path: Path, config: EngineConfig, tell: Callable[[str], None], *
     try:
         known = _known(path, tell, by_layer=policy == AUTO)
     except ToolkitError as error:
-        if policy != AUTO:
-            tell(f"--quant-policy {policy}: what it costs is not known: {error}")
+        tell(f"--quant-policy {policy}: what it costs is not known: {error}")
         return
     cost = None if policy == AUTO else known.of(int(policy))
     if cost is None:
