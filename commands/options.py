@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
+from typing import IO, TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -55,6 +55,7 @@ class EngineFlags(CommonEngineConfig):
     chat_template: str | None = option(None, "A built-in name (tool list), a .json or a .jinja file.")
     # A flag of its own: "--enable-…/--no-enable-…" would leave the help, at 80 columns, no room for flags' names.
     no_enable_prefix_caching: bool = option(False, "Compute every prompt afresh.")
+    force: bool = option(False, "Round the KV cache whatever that costs (--quant-policy 4, 44).")
     no_pack_cache: bool = option(False, "Keep no packed copy of an unconverted model, use none (tool cache).")
 
     def prefix_caching(self, default: bool) -> bool:
@@ -75,11 +76,20 @@ class EngineFlags(CommonEngineConfig):
 
     def packed(self, config: EngineConfig, tell: Callable[[str], None]) -> Packed | None:
         """Where an unconverted model lies packed, for ``AsyncEngine.open``; None where it is to be read as it is."""
-        if self.no_pack_cache:
-            return None
         from toolkit.convert import pack_cache
+        from toolkit.convert.cache_gate import check_cache
 
-        return functools.partial(pack_cache.packed, tell=tell) if pack_cache.is_for(config, self.backend) else None
+        cached = pack_cache.is_for(config, self.backend) and not self.no_pack_cache
+        packed = functools.partial(pack_cache.packed, tell=tell) if cached else None
+        if config.quant_policy in (0, 8, 16, 17):
+            return packed
+
+        def checked(path: Path) -> tuple[Path, IO[bytes] | None]:
+            found, lock = (path, None) if packed is None else packed(path)
+            check_cache(found, config, tell, force=self.force)
+            return found, lock
+
+        return checked
 
     def config(self) -> EngineConfig:
         """The engine config these flags mean. Raises UsageError for a value out of range."""

@@ -173,8 +173,9 @@ void kv_write(int32_t type, int64_t d, const float* k, const float* v, uint8_t* 
     } else if (type == KV_INT4) {
         if (k) write_ints<6>(d, k, kc + lane, kc + d * 8 + lane, 16, kp + 4 * lane);
         write_ints<4>(d, v, vc + lane * d / 2, nullptr, 1, vp + 4 * lane);
-    } else if (type == KV_INT4_KEYS) {
-        if (k) write_ints<4>(d, k, kc + lane, nullptr, 16, kp + 4 * lane);
+    } else if (type == KV_INT4_KEYS || type == KV_INT8_KEYS) {
+        if (k && type == KV_INT4_KEYS) write_ints<4>(d, k, kc + lane, nullptr, 16, kp + 4 * lane);
+        else if (k) write_ints<8>(d, k, kc + lane, nullptr, 16, kp + 4 * lane);
         write_ints<4>(d, v, vc + lane * d / 2, nullptr, 1, vp + 4 * lane);
     } else if (type == KV_F32) {
         for (int64_t i = 0; k && i < d; i++) ((float*)kc)[i * 16 + lane] = k[i];
@@ -212,7 +213,7 @@ void kv_cell(int64_t d, const float* k, const float* v, int64_t ld, uint8_t* kc,
 void kv_load(int32_t type, int64_t d, const uint8_t* kc, const uint8_t* vc, const uint8_t* kp, const uint8_t* vp,
              int32_t bf16, int64_t tokens, void* k_out, void* v_out) {
     if (type >= KV_INT8) {
-        if (k_out) load_int_keys(d, type == KV_INT8 ? 8 : type == KV_INT4 ? 6 : 4, kc, kp, bf16, k_out);
+        if (k_out) load_int_keys(d, type == KV_INT4 ? 6 : type == KV_INT4_KEYS ? 4 : 8, kc, kp, bf16, k_out);
         load_int_values(d, type != KV_INT8, vc, vp, bf16, tokens, v_out);
     } else {
         load_half(d, type == KV_BF16, kc, vc, bf16, tokens, k_out, v_out);

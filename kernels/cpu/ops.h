@@ -11,9 +11,10 @@ namespace tk {
 
 enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
 enum Format : int32_t { DENSE = 1, INT = 2 };
-enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2, KV_INT8 = 3, KV_INT4 = 4, KV_INT4_KEYS = 5 };
-// Whether keys, and queries with them, are turned by a Hadamard matrix: those of few bits (KV_INT4: 6, KV_INT4_KEYS: 4).
-inline bool turns_keys(int32_t type) { return type == KV_INT4 || type == KV_INT4_KEYS; }
+enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2, KV_INT8 = 3, KV_INT4 = 4, KV_INT4_KEYS = 5, KV_INT8_KEYS = 6 };
+// Whether keys, and queries with them, are turned by a Hadamard matrix: those beside values of 4 bits (KV_INT8_KEYS: 8,
+// KV_INT4: 6, KV_INT4_KEYS: 4).
+inline bool turns_keys(int32_t type) { return type >= KV_INT4; }
 enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, SWIGLUOAI = 4, RELU2 = 5, SIGMOID = 6, QUICK_GELU = 7 };
 
 constexpr int64_t LANES = 16;     // rows of a weight tile; tokens of a cache cell
@@ -101,6 +102,7 @@ inline CellLayout cell_layout(int32_t type, int64_t head_dim, bool rows = false)
     if (type == KV_INT8) return {d * 16, d * 16, 64, 64};
     if (type == KV_INT4) return {d * 12, d * 8, 64, 64};
     if (type == KV_INT4_KEYS) return {d * 8, d * 8, 64, 64};
+    if (type == KV_INT8_KEYS) return {d * 16, d * 8, 64, 64};
     return {d * 32, d * 32, 0, 0};
 }
 

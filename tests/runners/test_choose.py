@@ -266,6 +266,34 @@ def test_dynamic_rope_reaches_as_far_as_a_session(target, tiny_models, tmp_path,
 
 
 @pytest.mark.parametrize("target", NAMES)
+def test_a_session_beyond_the_trained_length_switches_dynamic_rope_on(target, tiny_models, steps):
+    """Requests within that length are turned as ever; what scales positions already stays."""
+    from transformers import AutoModelForCausalLM
+
+    from toolkit.models.positions import stretched_from
+
+    model, ids = tiny_models("qwen2", max_position_embeddings=24), list(range(3, 63))
+    theta = open_model(model).spec.ropes()[0].theta
+    rope = {"rope_type": "dynamic", "factor": 1.0, "rope_theta": theta}
+    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, rope_parameters=rope).eval()
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([ids])).logits[0].numpy()
+    asked = RunnerOptions(device="cpu", dtype="float32", block_size=16)
+    found = {}
+    for length in (60, 24):
+        driver = steps.Driver(open_runner(model, backend=NAMES[target], options=asked, session_len=length)[0])
+        assert stretched_from(driver.runner.spec) == (24 if length == 60 else None)
+        found[length] = driver.step({driver.add(): ids[:20]}, "all").logits
+        if length == 60:
+            long = driver.step({driver.add(long=True): ids}, "all").logits
+    np.testing.assert_allclose(long, expected, rtol=1e-3, atol=1e-4)
+    np.testing.assert_array_equal(found[60], found[24])
+    yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": theta, "original_max_position_embeddings": 24}
+    kept = open_model(model, hf_overrides={"rope_parameters": yarn}, session_len=60).spec
+    assert {r.kind for r in kept.ropes()} == {"yarn"}
+
+
+@pytest.mark.parametrize("target", NAMES)
 def test_queries_grow_beyond_the_length_of_the_config_where_asked(target, tiny_models, tmp_path, steps):
     """Of a converted model too, with and without scaled rope; up to that length nothing changes."""
     from toolkit.convert.convert import convert

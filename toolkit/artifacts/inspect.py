@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.artifacts.cache_cost import read_cost
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.manifest import Manifest, check_files, hub_origin, read_manifest
@@ -97,7 +98,7 @@ def _quantization(quantization: dict[str, Any] | None) -> str:
 
 
 def _engine_facts(path: Path) -> list[tuple[str, str]]:
-    artifact = open_engine(path)
+    artifact, known = open_engine(path), read_cost(path)
     spec = artifact.spec
     forms = Counter(_form(entry) for entry in artifact.params.values())
     return [
@@ -107,6 +108,7 @@ def _engine_facts(path: Path) -> list[tuple[str, str]]:
         *([] if spec.vision is None else [("vision", _vision(spec.vision))]),
         ("target", artifact.target),
         ("weights", ", ".join(f"{count} {form}" for form, count in forms.most_common())),
+        *([] if known is None else [(f"KV cache, {what}", told) for what, told in known.rows()]),
     ]
 
 

@@ -14,6 +14,8 @@ from toolkit.errors import UsageError
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 MODEL_FORMATS = ("hf", "meta_llama", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8", "gguf", "engine")
 LOAD_FORMATS = ("auto", "int8", "int4", "dummy")
+AUTO = "auto"
+POLICY_NAMES = {"none": 0, "int4": 4, "int8": 8, "fp8": 16, "fp8_e5m2": 17}  # LMDeploy's
 UNMASKING = ("low_confidence_dynamic", "low_confidence_static", "sequential")
 
 
@@ -33,11 +35,8 @@ class Unmasking:
 
 def _check_engine(config: EngineConfig, block: str) -> None:
     allowed(config)
-    if config.quant_policy not in (0, 4, 8, 16, 17, 44):
-        raise UsageError(
-            "quant_policy: expected 0, 4 or 8 (bits of the KV cache), 44 (4 bits, those of keys too), 16 or 17 "
-            f"(float8_e4m3fn, float8_e5m2), found {shown(config.quant_policy)}"
-        )
+    config.quant_policy = _policy(config.quant_policy)
+    number("kv_loss", config.kv_loss, 0, 1000)
     count = config.cache_max_entry_count
     if isinstance(count, int) and not isinstance(count, bool):
         number("cache_max_entry_count", count, 1, 1 << 40, whole=True)
@@ -69,6 +68,19 @@ def _check_kept(config: EngineConfig) -> None:
         raise UsageError("kv_cache_dir: keeps what the prefix cache has; enable_prefix_caching, or leave it out")
 
 
+def _policy(given: Any) -> int | str:
+    """A quant_policy in whatever way it is written. Raises UsageError."""
+    found = POLICY_NAMES.get(given, given) if isinstance(given, str) else given
+    if isinstance(found, str) and found.isdecimal():
+        found = int(found)
+    if found != AUTO and found not in (0, 4, 8, 16, 17, 44):
+        raise UsageError(
+            "quant_policy: expected 0, 4 or 8 (bits of the KV cache), 44 (4 bits, those of keys too), 16 or 17 "
+            f"(float8_e4m3fn, float8_e5m2), or auto, found {shown(given)}"
+        )
+    return found
+
+
 def _check_dllm(config: EngineConfig) -> None:
     if (length := config.dllm_block_length) is not None:
         number("dllm_block_length", length, 1, config.block_size, whole=True)
@@ -95,6 +107,8 @@ def _check_adapters(adapters: Any) -> None:
 @dataclass
 class CommonEngineConfig:
     """What both backends take.
+
+    ``quant_policy`` "auto": of each layer the fewest bits that the model bears, as it was measured (docs/few-bits.md).
 
     ``cache_max_entry_count``: an integer is a number of blocks, whatever its size. ``load_format`` "dummy" reads
     config.json alone. ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's
@@ -124,9 +138,10 @@ class CommonEngineConfig:
         0.8, "Share of free memory for the KV cache (up to 1), or its blocks (from 2)."
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV cache of equal prefixes. Default, but in profile.")
-    quant_policy: int = option(
-        0, "KV cache: 0 (as --dtype), 8 bits, 4 (keys 6), 44 (4, keys too), 16 or 17 (float8 e4m3, e5m2)."
+    quant_policy: int | str = option(
+        0, "KV cache: 0 (as --dtype), 8 bits, 4 (keys 6), 44 (4, keys too), 16 or 17 (float8 e4m3, e5m2), or auto."
     )
+    kv_loss: float = option(0.5, "With --quant-policy auto: rise of the perplexity that is allowed, in %.")
     model_format: str | None = option(
         None, "hf, meta_llama, awq, gptq, w8a8, gguf, engine. Default: read from the model.", allowed=MODEL_FORMATS
     )

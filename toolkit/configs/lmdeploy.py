@@ -107,7 +107,7 @@ OPTIONS: dict[str, Theirs] = {
     "cache_block_seq_len": _works(),
     "block_size": _works("on the command line --cache-block-seq-len"),
     "enable_prefix_caching": _works("on unless turned off"),
-    "quant_policy": _works("0, 4, 8, 16, 17 and 44; not 42"),
+    "quant_policy": _works("0, 4, 8, 16, 17, 44 and auto, or none, int4, int8, fp8, fp8_e5m2; not 42"),
     "rope_scaling_factor": _works("--dynamic-rope says by which length requests turn"),
     "use_logn_attn": _works(),
     "download_dir": _works(),

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.artifacts.cache_cost import QUALITY
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.engine.artifact import ENGINE_ARRAYS, EngineArtifact
 from toolkit.artifacts.engine.files import write_engine
@@ -22,6 +23,7 @@ from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.weight_files.safetensors_file import read_header
 from toolkit.artifacts.weights import cache_scales, iter_canonical, left_out, tensor_names, validate_checkpoint
 from toolkit.configs.engine import DTYPES
+from toolkit.convert.cache_gate import measure_cache
 from toolkit.convert.options import Packing
 from toolkit.convert.targets import Bits, Target, choose_target
 from toolkit.errors import ToolkitError, UsageError
@@ -97,7 +99,12 @@ def convert(
     bits = Bits(_head_bits(chosen, options.head_bits), _vision_bits(chosen, spec, options.vision))
     told = {"target": chosen.name, "dtype": options.dtype} | ({} if bits.head is None else {"head_bits": bits.head})
     told |= {} if bits.vision == 16 else {"vision": options.vision}
+    told |= {} if options.quant_policy is None else {"quant_policy": options.quant_policy}
     told |= {} if load_format == "auto" else {"load_format": load_format}
+    if options.quant_policy not in (None, "auto"):
+        raise UsageError(f"--quant-policy: expected auto, found {options.quant_policy!r}; others need no measure")
+    if options.quant_policy is not None and chosen.name != CPU_TARGET:
+        raise UsageError(f"--quant-policy: for target {CPU_TARGET}, this is {chosen.name}; leave the option out")
     with open_stage(
         dst_path, kind="engine", stage="convert", parent=describe_parent(path), options=told, overwrite=overwrite
     ) as stage:
@@ -118,6 +125,9 @@ def convert(
             artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
             figures = head_cost(artifact, checkpoint, stored)
             quality = {"head": figures} if figures else {}
+        if options.quant_policy is not None:
+            artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
+            quality[QUALITY] = measure_cache(artifact, checkpoint.tokenizer_dir)
         return Converted(Path(dst_path), chosen.name, stage.finish(quality), False, notes)
 
 

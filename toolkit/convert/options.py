@@ -27,4 +27,7 @@ class Packing:
         "What the model sees with: auto (as stored), int8 (its layers, and linears that tokens of pictures have; "
         "weights and activations; target cpu).",
     )
+    quant_policy: str | None = option(
+        None, "auto: measure what bits of the KV cache cost in each layer, for --quant-policy auto (target cpu)."
+    )
     tp: int = option(1, "1: an artifact holds the whole model, and is split when it is run.")

@@ -6,7 +6,7 @@ import struct
 from dataclasses import replace
 
 from toolkit.errors import UsageError
-from toolkit.models.spec import DecoderSpec, QueryScale
+from toolkit.models.spec import DecoderSpec, QueryScale, RopeSpec
 from toolkit.models.spec.decoder import Mixer
 
 
@@ -42,12 +42,32 @@ def grow_queries(spec: DecoderSpec) -> DecoderSpec:
 
 def reach(spec: DecoderSpec, length: int) -> DecoderSpec:
     """``spec`` whose dynamic rope turns a request longer than the model was trained for by the base of ``length``
-    tokens, the longest that a session may have, where its config.json takes that of the length that it states."""
+    tokens, the longest that a session may have, where its config.json takes that of the length that it states. Where
+    ``length`` is beyond it and nothing scales the positions, dynamic rope does, as with LMDeploy."""
+    stretched = length > spec.max_position and all(r.kind == "default" and not r.sections for r in spec.ropes())
+    far = [m for _, m in spec.mixers() if m.ropes() and not getattr(m, "window", None)]
+    ropes = {rope for mixer in far for rope in mixer.ropes()} or set(spec.ropes())  # not those of sliding layers alone
     layers = []
     for layer in spec.layers:
-        parts = [replace(s, mixer=_reaching(s.mixer, length)) for s in layer.sublayers]
+        parts = list(layer.sublayers)
+        if stretched:
+            parts = [replace(s, mixer=_dynamic(s.mixer, ropes, spec.max_position)) for s in parts]
+        parts = [replace(s, mixer=_reaching(s.mixer, length)) for s in parts]
         layers.append(replace(layer, sublayers=tuple(parts)))
     return replace(spec, layers=tuple(layers))
+
+
+def stretched_from(spec: DecoderSpec) -> int | None:
+    """The length beyond which requests are turned by dynamic NTK, None where none are."""
+    return next((rope.original_max_position for rope in spec.ropes() if rope.kind == "dynamic"), None)
+
+
+def _dynamic(mixer: Mixer, ropes: set[RopeSpec], trained: int) -> Mixer:
+    """With dynamic rope in place of one of ``ropes``."""
+    rope = getattr(mixer, "rope", None)
+    if rope not in ropes or rope.rotary_dim <= 2:
+        return mixer
+    return replace(mixer, rope=replace(rope, kind="dynamic", factor=1.0, original_max_position=trained))
 
 
 def by_request(spec: DecoderSpec) -> DecoderSpec:

@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from toolkit.artifacts.cache_cost import read_cost
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.base import extras
 from toolkit.base.record import read
-from toolkit.configs.engine import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.configs.engine import AUTO, EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.option import read_size
 from toolkit.engine.core import EngineCore
 from toolkit.engine.load.kept import open_shelf
@@ -21,6 +22,7 @@ from toolkit.engine.load.verify import verify_tensors
 from toolkit.engine.options import EngineOptions
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.pictures import most_patches
+from toolkit.models.positions import stretched_from
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import VisionSpec
 from toolkit.parallel.layout import Layout
@@ -219,6 +221,9 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
         memory = _plan(setup, runner)
         for notice in memory.notices:
             progress(notice)
+        trained = stretched_from(runner.spec)
+        if trained is not None and memory.session_len > trained:
+            progress(f"requests of more than {trained} tokens are turned by dynamic NTK (docs/how-to/long-prompts.md)")
         if setup.updated is not None:
             runner.use_weights(read(setup.updated))
         if not empty:
@@ -271,16 +276,20 @@ def _open(setup: Setup, progress: Progress) -> tuple[Runner, str]:
     from toolkit.runners.choose import open_runner
 
     config = setup.config
+    policy, layers, told = cache_policy(setup.path, config)
     options = RunnerOptions(
         device=config.device,
         dtype=config.dtype,
-        quant_policy=config.quant_policy,
+        quant_policy=policy,
+        kv_layers=layers,
         block_size=config.block_size,
         threads=config.threads or 0,
         adapters=tuple((config.adapters or {}).items()),
         adapter_memory=0 if config.adapter_memory is None else read_size("adapter_memory", config.adapter_memory),
         eager=config.eager_mode,
     )
+    if told:
+        log.info("%s", told)
     how: dict[str, Any] = {
         "use_logn_attn": getattr(config, "use_logn_attn", False),
         "session_len": config.session_len,
@@ -310,6 +319,24 @@ def _open(setup: Setup, progress: Progress) -> tuple[Runner, str]:
         if isinstance(config, PytorchEngineConfig) and str(error).startswith("device:"):
             raise UsageError(f"device_type:{str(error).removeprefix('device:')}") from error
         raise
+
+
+def cache_policy(path: Path, config: EngineConfig) -> tuple[int, tuple[int, ...], str]:
+    """``RunnerOptions.quant_policy`` and ``kv_layers`` by what was measured of the model, and a line on what they cost,
+    "" where nothing is rounded. Raises UsageError for "auto" without a measure."""
+    asked, known = config.quant_policy, read_cost(path) if config.quant_policy in (AUTO, 4, 44) else None
+    if asked != AUTO:
+        cost = None if known is None else known.of(int(asked))
+        return int(asked), (), "" if cost is None else f"KV cache at quant_policy {asked}: {cost.told()}"
+    if known is None or not known.layers:
+        raise UsageError(
+            f"quant_policy auto: what {path} bears has not been measured; `tool convert MODEL --quant-policy auto "
+            "--dst-path DIR` does that, or give 0, 8 or 4"
+        )
+    found = known.least(config.kv_loss)
+    if found is None:
+        return 0, (), f"KV cache: no rounding of this model stays within {config.kv_loss:g} %: none"
+    return 0, found.policies, f"KV cache by layer: {found.told()}"
 
 
 def _reading(config: EngineConfig) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from toolkit.runners.native.packing.packed import PackedTensor, PackedWeights
 from toolkit.runners.native.share import Parts
 
 CHUNK = 512  # of plan.h
-KV_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, 8: 3, 4: 4, 44: 5}
+KV_TYPES: dict[str | int, int] = {"float32": 0, "bfloat16": 1, "float16": 2, 8: 3, 4: 4, 44: 5, 84: 6}
 
 
 def kinds() -> set[str]:
@@ -89,9 +89,10 @@ def build_program(
     quant_policy: int,
     block_size: int,
     parts: Parts | None = None,
+    kv_layers: Sequence[int] = (),
 ) -> Program:
-    """``dtype`` names the type of keys and values where ``quant_policy`` is 0; ``parts``: of one of several ranks.
-    KeyError where a weight is missing."""
+    """``dtype`` names the type of keys and values where ``quant_policy`` is 0; ``parts``: of one of several ranks;
+    ``kv_layers``: see RunnerOptions. KeyError where a weight is missing."""
     tensors = Tensors(weights, spec.ropes(), () if spec.vision is None else spec.vision.routed, parts)
     record = {
         "rank": 0 if parts is None else parts.share.rank,
@@ -108,7 +109,7 @@ def build_program(
         "head_scale": spec.head_scale,
         "softcap": spec.logit_softcap or 0.0,
         "embed": tensors.matrix(spec.embed, None) | {"site": tensors.site(spec.embed)},
-        "sublayers": _sublayers(spec, tensors),
+        "sublayers": _sublayers(spec, tensors, [KV_TYPES[policy or dtype] for policy in kv_layers]),
         "final_norm": tensors.norm(spec.final_norm),
         "head_rows": spec.head_size,
         "head": _head(spec, tensors),
@@ -150,7 +151,14 @@ def _gate(mixer: Mixer) -> str | None:
     return mixer.seen if mixer.kind == "mlp" else None
 
 
-def _sublayers(spec: DecoderSpec, tensors: Tensors) -> list[dict[str, Any]]:
+def _sublayers(spec: DecoderSpec, tensors: Tensors, kv_types: Sequence[int]) -> list[dict[str, Any]]:
+    """``kv_types``: of the layers that keep rows of tokens, in their order; empty where all have the program's."""
+    types = iter(kv_types)
+
+    def own_type(mixer: Mixer) -> dict[str, int]:
+        kept = mixer.keeps() if kv_types else None
+        return {} if kept is None or kept.kind == "state" else {"cache_type": next(types)}
+
     deep = 0 if spec.vision is None else len(spec.vision.deep)
     return [
         {
@@ -160,7 +168,7 @@ def _sublayers(spec: DecoderSpec, tensors: Tensors) -> list[dict[str, Any]]:
             "beside": layer.beside(i),
             "gate": None if (gate := _gate(s.mixer)) is None else tensors.named(gate),
             "deep": number if number <= deep and i == len(layer.sublayers) - 1 else 0,
-            s.mixer.kind: MIXERS[s.mixer.kind](s.mixer, tensors),
+            s.mixer.kind: MIXERS[s.mixer.kind](s.mixer, tensors) | own_type(s.mixer),
         }
         for number, layer in enumerate(spec.layers, start=1)
         for i, s in enumerate(layer.sublayers)

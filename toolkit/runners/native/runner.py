@@ -17,7 +17,7 @@ from toolkit.base.threads import usable_cores
 from toolkit.errors import UsageError
 from toolkit.models.pictures import Picture
 from toolkit.models.routed import ROUTED
-from toolkit.models.spec import DecoderSpec
+from toolkit.models.spec import DecoderSpec, Latent, Paged
 from toolkit.models.vision import PREFIX, patch_numbers
 from toolkit.runners.base import (
     QUANT_POLICIES,
@@ -72,6 +72,8 @@ def unsupported(spec: DecoderSpec, options: RunnerOptions) -> str | None:
             return f"quant_policy: {reason}"
     if options.adapters and spec.vision is not None and spec.vision.routed:
         return "it runs no LoRA adapters of a model whose pictures have linears of their own"
+    if (count := len(options.kv_layers)) not in (0, len(spec.paged())):
+        return f"kv_layers: expected a policy for each of the {len(spec.paged())} layers, found {count}"
     if options.quant_policy in (16, 17):
         return f"its KV cache knows no float8 (quant_policy {options.quant_policy}), only 0, 8, 4 and 44"
     if options.block_size % 16:
@@ -159,14 +161,11 @@ class NativeRunner:
     def block_bytes(self, share: Share) -> tuple[int, ...]:
         """Of a block of each cache group, as a rank has it."""
         total = [0] * len(self.spec.cache_groups)
-        policy = self.options.quant_policy
-        bits = 4 if policy == 44 else policy or (32 if self.dtype == "float32" else 16)
-        for _, group, kept in self.spec.paged():
-            width = -(-kept.head_dim // 16) * 16
-            token = width * bits // 8 + (4 if policy else 0)
-            if kept.kind == "paged":
-                token += token + (width // 4 if policy == 4 else 0)  # keys have 6 bits
-            total[group] += share.kept(kept.heads) * token * self.options.block_size
+        rows = self.spec.paged()
+        policies = self.options.kv_layers or (self.options.quant_policy,) * len(rows)
+        for (_, group, kept), policy in zip(rows, policies, strict=True):
+            token = kept_bytes(kept, policy, self.dtype) // kept.heads * share.kept(kept.heads)
+            total[group] += token * self.options.block_size
         for _, mixer in self.spec.mixers():
             total[mixer.group] += 4 * state_numbers(mixer)
         return tuple(total)
@@ -187,6 +186,7 @@ class NativeRunner:
             quant_policy=options.quant_policy,
             block_size=options.block_size,
             parts=parts,
+            kv_layers=options.kv_layers,
         )
         values = np.asarray(program.values, np.float64)
         model = self._library.tk_model_create(
@@ -420,6 +420,15 @@ class NativeRunner:
     def __del__(self) -> None:
         if hasattr(self, "_stepper"):
             self.close()
+
+
+def kept_bytes(kept: Paged | Latent, policy: int, dtype: str) -> int:
+    """Of a token in the cache of one layer. ``policy``: one of ``RunnerOptions.kv_layers``."""
+    width = -(-kept.head_dim // 16) * 16
+    plain = 32 if dtype == "float32" else 16
+    keys, values = {0: (plain, plain), 84: (8, 4), 4: (6, 4), 44: (4, 4)}.get(policy, (policy, policy))
+    sides = (keys, values) if kept.kind == "paged" else (values,)
+    return kept.heads * sum(width * bits // 8 + (4 if policy else 0) for bits in sides)
 
 
 def _fail(error: Exception) -> StepOutput:

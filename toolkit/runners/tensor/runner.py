@@ -284,6 +284,8 @@ class TensorRunner:
 
 
 def _check(spec: DecoderSpec, options: RunnerOptions) -> None:
+    if options.kv_layers:
+        raise UsageError("quant_policy auto: the tensor runner has one precision for all layers; give 0, 8 or 4")
     if options.quant_policy not in QUANT_POLICIES:
         raise UsageError(f"quant_policy: expected {QUANT_POLICIES_TOLD}, found {options.quant_policy!r}")
     for _, _, kept in spec.keepers():

@@ -97,6 +97,7 @@ struct Attention {
     float q_factor = 0;
     Norm q_norm, k_norm;
     Vector sinks;
+    int32_t kv_type = KV_F32;  // how the cache holds this layer
     CellLayout cell;
     int64_t layer_offset;  // of this layer in a block
     int64_t head_bytes;    // of one head in a block

@@ -10,7 +10,9 @@ namespace {
 // Its place in the blocks of its cache group.
 void keep(Attention& a, const Record& r, Program& prog) {
     a.group = r.integer("group", 0, int64_t(prog.groups.size()) - 1);
-    a.cell = cell_layout(prog.kv_type, a.head_dim, a.rows);
+    a.kv_type = r.has("cache_type") ? int32_t(r.integer("cache_type", KV_F32, KV_INT8_KEYS)) : prog.kv_type;
+    if (a.rows && turns_keys(a.kv_type)) throw Error("program: rows that are key and value at once in 4 bits");
+    a.cell = cell_layout(a.kv_type, a.head_dim, a.rows);
     a.head_bytes = prog.block_size / LANES * a.cell.bytes();
     Group& g = prog.groups[size_t(a.group)];
     if (g.state) r.fail("group", "one of states, not of tokens");
@@ -151,7 +153,6 @@ Mixer read_latent(const Record& r, Program& prog) {
     // by the products of a query and a key in either form, and those that make a key and its value
     const int64_t made = a.nope_dim + a.v_dim, saved = 2 * a.kv_rank() - made;
     a.break_even = saved > 0 ? a.kv_rank() * made / saved : CHUNK;
-    if (turns_keys(prog.kv_type)) throw Error("program: rows that are key and value at once in 4 bits");
     const int64_t hidden = prog.hidden, heads = core.heads;
     a.q_a = r.maybe_linear("q_a", 0, hidden);
     a.mid.width = a.q_a.present() ? a.q_a.w.rows : hidden;

@@ -92,7 +92,7 @@ void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
         if (norm.present() && !a.wide(norm)) norm_row(norm, from, row, of_head);
         else std::memcpy(row, from, size_t(hd) * 4);
         if (half) ops.rope(row, w.cos[size_t(a.rope)] + t * half, w.sin[size_t(a.rope)] + t * half, 2 * half);
-        if (turns_keys(p.kv_type)) ops.hadamard(row, hd);
+        if (turns_keys(a.kv_type)) ops.hadamard(row, hd);
     };
     uint8_t* to = const_cast<uint8_t*>(query(a, head, t));
     for (int64_t i = 0; i < a.per_kv; i++, to += a.dpad * (p.bf16 ? 2 : 4)) {
@@ -117,7 +117,7 @@ void Run::store(const Attention& a, int64_t t, int64_t head, const float* key, c
     uint8_t* vc = base + cells * a.cell.k_cell;
     uint8_t* kp = vc + cells * a.cell.v_cell;
     uint8_t* vp = kp + cells * a.cell.k_params;
-    ops.kv_write(p.kv_type, a.dpad, key, value, base + cell * a.cell.k_cell, vc + cell * a.cell.v_cell,
+    ops.kv_write(a.kv_type, a.dpad, key, value, base + cell * a.cell.k_cell, vc + cell * a.cell.v_cell,
                  kp + cell * a.cell.k_params, vp + cell * a.cell.v_params, lane, last);
 }
 
@@ -149,7 +149,7 @@ void Run::find_cells(const Attention& a, int64_t seq, int64_t head, int64_t tile
 // null) are fetched.
 void Run::load_cells(const Attention& a, int64_t tile, Range tokens, const KvTile* ahead, KvTile* cells) {
     const int64_t element = p.bf16 ? 2 : 4;
-    const bool as_stored = p.kv_type == loaded_type(p.bf16);
+    const bool as_stored = a.kv_type == loaded_type(p.bf16);
     auto fetch = [](const void* from, int64_t bytes) {
         for (int64_t i = 0; i < bytes; i += 64) fetch_to_l2(static_cast<const uint8_t*>(from) + i);
     };
@@ -162,7 +162,7 @@ void Run::load_cells(const Attention& a, int64_t tile, Range tokens, const KvTil
         uint8_t* k = own.attention.keys + c * LANES * a.dpad * element;
         uint8_t* v = own.attention.values + c * LANES * a.dpad * element;
         if (!as_stored) {
-            ops.kv_load(p.kv_type, a.dpad, kc, vc, cells->kp[c], cells->vp[c], p.bf16, std::min(LANES, tokens.last - at),
+            ops.kv_load(a.kv_type, a.dpad, kc, vc, cells->kp[c], cells->vp[c], p.bf16, std::min(LANES, tokens.last - at),
                         a.rows ? nullptr : k, v);
             cells->v[c] = v;
         }
@@ -173,7 +173,7 @@ void Run::load_cells(const Attention& a, int64_t tile, Range tokens, const KvTil
 
 // Whether the attention kernel reads cells where they lie.
 bool Run::reads_stored(const Attention& a) const {
-    return !a.rows && reads_cells(p.kv_type, p.bf16, ops.bf16_dot);
+    return !a.rows && reads_cells(a.kv_type, p.bf16, ops.bf16_dot);
 }
 
 // Tokens that tokens [t0, t1) of a sequence see, as absolute positions.
@@ -204,7 +204,7 @@ void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next,
             s.from[r] = int32_t(a.alibi_rounded != 0.0f ? base : base - pos);
         }
     }
-    AttnParams params{a.dpad, a.vpad, a.scale, a.softcap, stored ? p.kv_type : loaded_type(p.bf16)};
+    AttnParams params{a.dpad, a.vpad, a.scale, a.softcap, stored ? a.kv_type : loaded_type(p.bf16)};
     if (a.alibi) params.slope = s.slope, params.from = s.from, params.rounded = a.alibi_rounded;
     ops.attn_tile(params, kv, query(a, head, t0 - first), (t1 - t0) * a.per_kv, s.lo, s.hi, to, s.scores);
 }

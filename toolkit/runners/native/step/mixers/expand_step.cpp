@@ -24,8 +24,8 @@ void Run::load_rows(const Attention& core, int64_t seq, int64_t tile, int64_t le
         const uint8_t* from = static_cast<const uint8_t*>(kv.v[c]);
         const uint8_t* params = from + (in_block - cell) * core.cell.v_cell + cell * core.cell.v_params;
         float* to = out + c * LANES * core.dpad;
-        if (p.kv_type == KV_F32) std::memcpy(to, from, size_t(LANES * core.dpad) * 4);
-        else ops.kv_load(p.kv_type, core.dpad, nullptr, from, nullptr, params, 0, std::min(LANES, length - at), nullptr, to);
+        if (core.kv_type == KV_F32) std::memcpy(to, from, size_t(LANES * core.dpad) * 4);
+        else ops.kv_load(core.kv_type, core.dpad, nullptr, from, nullptr, params, 0, std::min(LANES, length - at), nullptr, to);
     }
 }
 

@@ -1,0 +1,109 @@
+"""What bits of the KV cache cost is measured, kept, chosen by, and told before a model is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from toolkit.artifacts.cache_cost import CacheCost, Choice, keep_cost, read_cost
+from toolkit.artifacts.engine.files import open_engine
+from toolkit.configs.engine import TurbomindEngineConfig
+from toolkit.convert import cache_cost as measure
+from toolkit.convert.cache_gate import check_cache
+from toolkit.convert.convert import convert
+from toolkit.convert.options import Packing
+from toolkit.engine.load.setup import cache_policy
+from toolkit.errors import UsageError
+from toolkit.runners.native.packing.artifact import open_packed
+
+
+class Words:
+    """A tokenizer for tiny models."""
+
+    def encode(self, text: str) -> list[int]:
+        return [3 + len(word) for word in text.split()]
+
+
+@pytest.fixture
+def artifact(tiny_models, tmp_path, monkeypatch):
+    monkeypatch.setenv("TOOLKIT_HOME", str(tmp_path / "home"))
+    return convert(str(tiny_models("llama")), tmp_path / "engine", Packing(target="cpu")).path
+
+
+def made(policies: tuple[int, ...], size: int, loss: float) -> Choice:
+    return Choice(policies, 5.0, size, 1 + loss, 0.0)
+
+
+COST = CacheCost(
+    1016, (made((8, 8), 80, 0.001), made((4, 4), 40, 0.012), made((44, 44), 30, 0.3), made((8, 4), 60, 0.004)), ({}, {})
+)
+
+
+def test_the_least_bytes_within_the_loss_are_chosen() -> None:
+    assert [COST.least(x).policies for x in (0.11, 0.5, 1.25, 40)] == [(8, 8), (8, 4), (4, 4), (44, 44)]
+    assert COST.least(0.05) is None
+    assert COST.of(4).bytes == 40 and COST.of(0) is None
+    assert dataclasses.replace(COST.choices[0], kl=0.5).loss == pytest.approx(np.expm1(0.5))  # a lucky few tokens
+
+
+def test_layers_are_measured_as_they_run(artifact) -> None:
+    opened, seen = open_engine(artifact), list[tuple[int, int]]()
+    found = measure.cache_cost(
+        opened.spec, open_packed(opened), Words(), by_layer=True, progress=lambda *x: seen.append(x)
+    )
+    layers = len(opened.spec.paged())
+    assert len(found.layers) == layers and all(set(x) == {"8", "84", "4", "44"} for x in found.layers)
+    assert all(x["8"] < x["44"] for x in found.layers)
+    assert found.of(8).kl < found.of(4).kl < found.of(44).kl
+    assert [found.of(p).bits for p in (8, 84, 4, 44)] == [8, 6, 5, 4]
+    assert all(len(choice.policies) == layers for choice in found.choices)
+    assert seen[-1][0] >= 4 + 4 * layers
+    keep_cost(artifact, found)
+    assert read_cost(artifact) == found
+    again = measure.cache_cost(opened.spec, open_packed(opened), Words(), by_layer=False)
+    assert again.choices == found.choices[:4]
+
+
+def test_auto_runs_what_was_chosen_and_asks_for_a_measure(artifact) -> None:
+    config = TurbomindEngineConfig(quant_policy="auto")
+    with pytest.raises(UsageError, match="has not been measured; `tool convert MODEL --quant-policy auto"):
+        cache_policy(artifact, config)
+    keep_cost(artifact, COST)
+    assert cache_policy(artifact, config)[:2] == (0, (8, 4))
+    assert cache_policy(artifact, dataclasses.replace(config, kv_loss=0.01))[:2] == (0, ())
+    assert cache_policy(artifact, TurbomindEngineConfig(quant_policy=4))[:2] == (4, ())
+
+
+def test_what_breaks_a_model_is_refused_with_what_it_costs(artifact, tiny_models) -> None:
+    keep_cost(artifact, COST)
+    told: list[str] = []
+    check_cache(artifact, TurbomindEngineConfig(quant_policy=4), told.append, force=False)
+    assert "+1.20 % perplexity" in told.pop()
+    broken = TurbomindEngineConfig(quant_policy=44)
+    with pytest.raises(UsageError, match=r"44 costs this model \+30.00 % .* --quant-policy 4, or add --force"):
+        check_cache(artifact, broken, told.append, force=False)
+    check_cache(artifact, broken, told.append, force=True)
+    assert "+30.00 %" in told.pop()
+    check_cache(tiny_models("llama"), broken, told.append, force=False)  # not packed: nothing quick to measure by
+    assert "not known: the model is not packed" in told.pop()
+
+
+def test_a_broken_file_at_home_is_no_measure(artifact, tmp_path) -> None:
+    keep_cost(artifact, COST)
+    (file,) = (tmp_path / "home" / "kv-cost").iterdir()
+    for text in ("", "[]", json.dumps({"tokens": "x"})):
+        file.write_text(text)
+        assert read_cost(artifact) is None
+
+
+@pytest.mark.parametrize("name, policy", [("int8", 8), ("none", 0), ("4", 4), ("auto", "auto"), ("fp8", 16)])
+def test_policies_have_lmdeploy_s_names_too(name, policy) -> None:
+    assert TurbomindEngineConfig(quant_policy=name).quant_policy == policy
+
+
+def test_other_names_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"quant_policy: expected 0, 4 or 8 .* or auto, found 'turbo_quant'"):
+        TurbomindEngineConfig(quant_policy="turbo_quant")

@@ -1,0 +1,172 @@
+"""What rounding the KV cache costs: a packed model against itself with keys and values unrounded, on text of its own.
+
+Whole models are measured first (8 bits; keys 8 or 6 and values 4; 4 bits). By layer, each policy is then tried in one
+layer alone: what that moves the predictions says where bits are spent best. Layers give bits up in the order of bytes
+saved for KL added, and some points of that way are measured as they are, for what layers cost together is not the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.artifacts.cache_cost import CacheCost, Choice
+from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.convert.own_text import write_on
+from toolkit.errors import ToolkitError
+from toolkit.measure.divergence import log_softmax
+from toolkit.measure.next_logits import make_ready, next_logits
+from toolkit.measure.text import heldout_text
+from toolkit.models.spec import DecoderSpec
+from toolkit.runners.base import RunnerError, RunnerOptions
+from toolkit.runners.native.packing.packed import PackedTensor
+from toolkit.runners.native.runner import NativeRunner, kept_bytes
+
+PIECE, OPENING = 128, 16  # tokens of a text, and how many of them the model is given
+MOST_PIECES, LAYER_PIECES = 8, 2  # texts for whole models, and for each layer
+WORK = 2**38  # products of weights for all texts of one policy: a few seconds
+HELD = 2**26  # log-probabilities that may be held: a quarter of a GiB
+LADDER = {"paged": (0, 8, 84, 4, 44), "latent": (0, 8)}
+_BITS = {8: (8, 8), 84: (8, 4), 4: (6, 4), 44: (4, 4)}
+POINTS = (0.001, 0.002, 0.0035, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03)  # sums of KL at which mixes are measured
+
+Progress = Callable[[int, int], None]
+F32 = NDArray[np.float32]
+
+
+def cache_cost(
+    spec: DecoderSpec,
+    weights: Mapping[str, PackedTensor],
+    tokenizer: Tokenizer,
+    *,
+    by_layer: bool,
+    progress: Progress = lambda done, total: None,
+) -> CacheCost:
+    """``weights``: packed for the native runner. ``progress`` is called with (runs done, runs in all, about). Raises
+    ToolkitError for a model that has no cache of tokens, draws blocks at once, or cannot run."""
+    try:
+        return _Bench(spec, weights, tokenizer, progress).measure(by_layer)
+    except RunnerError as error:
+        raise ToolkitError(f"the precision of the KV cache cannot be measured: {error}") from error
+
+
+class _Bench:
+    def __init__(
+        self, spec: DecoderSpec, weights: Mapping[str, PackedTensor], tokenizer: Tokenizer, progress: Progress
+    ) -> None:
+        self.spec, self.weights, self.progress = spec, weights, progress
+        self.kept = [kept for _, _, kept in spec.paged()]
+        if not self.kept or spec.mask_token is not None:
+            raise ToolkitError("quant_policy auto: the model keeps no keys of single tokens; give 0 or 8")
+        self.done = self.total = 0
+        size = sum(x.in_features * x.out_features for x in spec.linears()) + 2 * spec.vocab_size * spec.hidden_size
+        length = min(PIECE, spec.max_position)
+        room = min(WORK // size, HELD // spec.vocab_size) // length
+        starts = _openings(tokenizer, min(max(room, 1), MOST_PIECES), min(OPENING, length - 1), spec.vocab_size)
+        with _Open(spec, weights) as runner:
+            self.dtype = runner.dtype
+            self.texts = write_on(runner, starts, length)
+            make_ready(runner, length)
+            self.exact = [log_softmax(next_logits(runner, ids, rows=length - 1), np.float32) for ids in self.texts]
+
+    def measure(self, by_layer: bool) -> CacheCost:
+        ladders = [LADDER[kept.kind] for kept in self.kept]
+        wholes = [tuple(policy if policy in ladder else 8 for ladder in ladders) for policy in (8, 84, 4, 44)]
+        wholes = list(dict.fromkeys(wholes))
+        self.total = len(wholes) + (sum(len(ladder) - 1 for ladder in ladders) + len(POINTS) if by_layer else 0)
+        choices = [self.choice(policies) for policies in wholes]
+        layers: list[dict[str, float]] = []
+        if by_layer:
+            for i, ladder in enumerate(ladders):
+                alone = lambda policy, i=i: tuple(policy if i == j else 0 for j in range(len(ladders)))  # noqa: E731
+                layers.append({str(policy): self.run(alone(policy), LAYER_PIECES)[1] for policy in ladder[1:]})
+            choices += [self.choice(mix) for mix in dict.fromkeys(self.mixes(layers)) if mix not in wholes]
+        return CacheCost(self.texts.size - len(self.texts), tuple(choices), tuple(layers))
+
+    def mixes(self, layers: list[dict[str, float]]) -> Iterator[tuple[int, ...]]:
+        """At each of POINTS how far layers can be rounded together by the sum of what they cost alone."""
+        sizes = [{p: kept_bytes(kept, p, self.dtype) for p in LADDER[kept.kind]} for kept in self.kept]
+        now = [0] * len(layers)
+        steps: list[tuple[float, tuple[int, ...]]] = []
+
+        def cost(i: int, policy: int) -> float:
+            return max(layers[i][str(policy)], 0.0) if policy else 0.0
+
+        while True:
+            moves = [
+                ((sizes[i][now[i]] - size) / max(cost(i, policy) - cost(i, now[i]), 1e-9), i, policy)
+                for i in range(len(layers))
+                for policy, size in sizes[i].items()
+                if size < sizes[i][now[i]]
+            ]
+            if not moves:
+                break
+            _, i, policy = max(moves)
+            added, now[i] = cost(i, policy) - cost(i, now[i]), policy
+            steps.append((added, tuple(now)))
+        sums = list(accumulate(added for added, _ in steps))
+        for point in POINTS:
+            if within := [mix for total, (_, mix) in zip(sums, steps, strict=True) if total <= point]:
+                yield within[-1]
+
+    def choice(self, policies: tuple[int, ...]) -> Choice:
+        ratio, kl = self.run(policies, len(self.texts))
+        plain = 32 if self.dtype == "float32" else 16
+        numbers = [kept.heads * kept.head_dim for kept in self.kept]
+        bits = [sum(_BITS.get(policy, (plain, plain))) / 2 for policy in policies]
+        return Choice(
+            policies,
+            float(np.average(bits, weights=numbers)),
+            sum(kept_bytes(kept, policy, self.dtype) for kept, policy in zip(self.kept, policies, strict=True)),
+            ratio,
+            kl,
+        )
+
+    def run(self, policies: tuple[int, ...], pieces: int) -> tuple[float, float]:
+        """Perplexity with these policies over that without, and KL, on the first ``pieces`` texts."""
+        lost, kl = 0.0, 0.0
+        texts = self.texts[:pieces]
+        with _Open(self.spec, self.weights, policies) as runner:
+            make_ready(runner, texts.shape[1])
+            for ids, exact in zip(texts, self.exact, strict=False):
+                rounded = log_softmax(next_logits(runner, ids, rows=len(ids) - 1), np.float32)
+                row = np.arange(len(ids) - 1)
+                lost += float((exact[row, ids[1:]] - rounded[row, ids[1:]]).sum(dtype=np.float64))
+                kl += float(np.einsum("tv,tv->", np.exp(exact), exact - rounded, dtype=np.float64))
+        count = texts.size - len(texts)
+        if not math.isfinite(lost) or not math.isfinite(kl):
+            lost = kl = math.inf
+        self.done += 1
+        self.progress(self.done, self.total)
+        return math.exp(min(lost / count, 700.0)), kl / count
+
+
+class _Open:
+    """A native runner of the packed weights while it is used."""
+
+    def __init__(self, spec: DecoderSpec, weights: Mapping[str, PackedTensor], policies: tuple[int, ...] = ()) -> None:
+        self.runner = NativeRunner(spec, lambda: weights, RunnerOptions(kv_layers=policies))
+
+    def __enter__(self) -> NativeRunner:
+        self.runner.load_weights()
+        return self.runner
+
+    def __exit__(self, *_: object) -> None:
+        self.runner.close()
+
+
+def _openings(tokenizer: Tokenizer, count: int, length: int, vocabulary: int) -> NDArray[np.int32]:
+    """Beginnings of texts [count, length], from all over the held-out text that the package ships."""
+    text = heldout_text()
+    found = []
+    for i in range(count):
+        at = text.find("\n\n", len(text) * i // count) + 2
+        ids = tokenizer.encode(text[at : at + 32 * length])[:length]
+        if len(ids) < length or max(ids) >= vocabulary:
+            raise ToolkitError("quant_policy auto: the model's tokenizer does not read the text it is measured on")
+        found.append(ids)
+    return np.asarray(found, np.int32)
