@@ -107,3 +107,25 @@ def test_a_watched_folder(engine: AsyncEngine, adapters: dict[str, Path], tmp_pa
     shutil.rmtree(tmp_path / "tales")
     watch.look()
     assert engine.adapters == ()
+
+
+def test_another_process_finds_no_blocks_of_another_adapter(
+    tiny_models: Any, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """Numbers of adapters begin anew in each process; what is kept on disk goes by what an adapter is."""
+    prompt = [5 + i % 50 for i in range(100)]
+
+    def answers(*names: str, **more: Any) -> tuple[list[int], int]:
+        """Tokens by the last of ``names``, and how many of the prompt's were cached."""
+        config = TurbomindEngineConfig(session_len=256, dtype="float32", cache_max_entry_count=64, **more)
+        with AsyncEngine.open(tiny_models("llama"), backend_config=config) as engine:
+            for name in names:
+                engine.load_adapter(name, adapters[name])
+            deltas = list(engine.generate_sync(prompt, SHORT, adapter=names[-1]))
+        return [t for d in deltas for t in d.token_ids], max(d.cached_tokens for d in deltas)
+
+    plain = {name: answers(name)[0] for name in ("a", "b")}
+    assert plain["a"] != plain["b"]
+    for name, cached in (("a", 0), ("b", 0), ("a", 64), ("b", 64)):
+        assert answers(name, kv_cache_dir=str(tmp_path / "kept")) == (plain[name], cached)
+    assert answers("a", "b", kv_cache_dir=str(tmp_path / "kept")) == (plain["b"], 64)

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.artifacts.manifest import content_digest
 from toolkit.engine.admission import (
     check_request,
     in_blocks,
@@ -88,7 +89,7 @@ class EngineCore:
         )
         rows = max(1, spec.together, options.max_logit_bytes // (4 * spec.vocab_size))
         self.keeper = None if shelf is None else Keeper(shelf, runner, self.blocks)
-        self._adapters = adapters
+        self._adapters = dict(enumerate(adapters))
         self.scheduler = Scheduler(self.blocks, options, rows, self.keeper)
         axes = 3 if spec.vision is not None and spec.vision.axes else 1
         own = own_rope(runner)
@@ -214,6 +215,8 @@ class EngineCore:
             add(number, Path(path))
         except RunnerError as e:
             raise ToolkitError(f"{path}: {e}") from e
+        if self.keeper is not None:  # where numbers of other processes stand for other adapters
+            self._adapters[number] = content_digest(Path(path))
 
     def unload_adapter(self, number: int) -> None:
         """Forget the adapter once the requests that use it have ended. UsageError where the runner keeps them all."""
@@ -315,7 +318,7 @@ class EngineCore:
         self.scheduler.add(seq)
 
     def _adapter(self, number: int) -> int | str:
-        return self._adapters[number] if 0 <= number < len(self._adapters) else number
+        return self._adapters.get(number, number)
 
     def _canvas(self) -> Canvas | None:
         """For a request's tokens, where the model guesses blocks of them."""
