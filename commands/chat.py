@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -16,6 +17,7 @@ from toolkit.errors import UsageError
 if TYPE_CHECKING:
     from toolkit.chat.conversation import Conversation
     from toolkit.chat.repl import Model
+    from toolkit.chat.sessions import Session
 
 PATIENCE = 1.0  # seconds for piped text to come before it is said that it is waited for
 MEDIA: Any = {"rich_help_panel": "Images and videos"}
@@ -49,6 +51,9 @@ def run(
     allow_private_media: Annotated[
         bool, typer.Option("--allow-private-media", help="Fetch them from private addresses too.", **MEDIA)
     ] = False,
+    session: Annotated[
+        str | None, typer.Option(metavar="<name>", help="Go on with what was said under this name, and keep it.")
+    ] = None,
     keep: Annotated[
         int, typer.Option(min=0, metavar="<int>", help="Messages from the start that stay when the context is full.")
     ] = 0,
@@ -65,6 +70,7 @@ def run(
     given = sampling.given()
     from toolkit.chat import settings
     from toolkit.chat.conversation import Conversation
+    from toolkit.chat.sessions import Session
     from toolkit.engine.load.memory_plan import show_bytes
     from toolkit.messages import GenerationConfig
     from toolkit.pipeline.pipeline import Pipeline
@@ -72,6 +78,7 @@ def run(
     from toolkit.vision.eyes import media_sampling
 
     media_sampling(media_io_kwargs, name="--media-io-kwargs")
+    kept = None if session is None else Session(session)
     settings.change(GenerationConfig(), **given)  # wrong values are told before the model is loaded
     console = stderr()
     with console.status(f"Loading {model}"):
@@ -90,6 +97,10 @@ def run(
         )
     with pipe:
         talk = Conversation(settings.change(pipe.gen_config, **given), system, keep=keep)
+        if kept is not None:
+            kept.go_on(talk, **given)
+            if talk.turns:
+                console.print(f"{session}: {len(talk.turns)} messages", style="dim", markup=False, soft_wrap=True)
         for source in image or ():
             talk.show(pipe.checked_image(source))
         for source in video or ():
@@ -99,11 +110,13 @@ def run(
             plan, template = pipe.engine.plan, pipe.chat_template
             facts = f"{model} on {pipe.engine.device}, at most {show_bytes(plan.total)}"
             facts += "" if template.name == "hf" else f", chat template: {template.note}"
-            converse(pipe, model, talk, facts, f" · context {plan.session_len}")
+            converse(pipe, model, talk, facts, f" · context {plan.session_len}", session=kept)
         else:
             note = pipe.engine.runner_note if engine.backend is not None else ""
             say_how_it_runs(console, pipe.engine, note)
             answer_once(pipe, talk, question)
+            if kept is not None:
+                kept.keep(talk, model)
 
 
 def read_question(prompt: str | None) -> str | None:
@@ -161,13 +174,20 @@ def answer_once(model: Model, talk: Conversation, question: str, sampling: str =
     screen.note(", ".join(filter(None, (speed, describe(talk.config, sampling), ending))))
     if whole.finish_reason == "abort":
         raise KeyboardInterrupt
+    talk.say("assistant", whole.text)
 
 
 def converse(
-    model: Model, name: str, talk: Conversation, note: str = "", context: str = "", sampling: str = "greedy"
+    model: Model,
+    name: str,
+    talk: Conversation,
+    note: str = "",
+    context: str = "",
+    sampling: str = "greedy",
+    session: Session | None = None,
 ) -> None:
     """Questions and answers until the user leaves. ``note``: begins the one line that is said first; ``context``: ends
-    the status line; ``sampling``: what holds where nothing was said of it."""
+    the status line; ``sampling``: what holds where nothing was said of it; ``session``: where all of it is kept."""
     from toolkit.artifacts.home import toolkit_home
     from toolkit.chat.repl import COMMANDS, Repl
     from toolkit.chat.settings import describe
@@ -180,4 +200,5 @@ def converse(
         return f"{name} · {describe(talk.config, sampling)} · {len(talk.turns)} messages{context}"
 
     with answered():  # Ctrl-C stops an answer
-        Repl(model, name, talk, screen).run(reader(toolkit_home() / "chat_history", COMMANDS, status))
+        after = (lambda: None) if session is None else partial(session.keep, talk, name)
+        Repl(model, name, talk, screen, after).run(reader(toolkit_home() / "chat_history", COMMANDS, status))

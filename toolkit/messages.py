@@ -70,11 +70,13 @@ class Response:
     routed_experts: Any = None
 
     def extend(self, other: Response) -> Response:
-        """Append a later delta of the same request and return self."""
-        import numpy as np
-
+        """Append a later delta of the same request and return self: in time that follows the delta's length, but for
+        the text, and without touching lists and arrays that others hold."""
+        own = self.__dict__.get("_own")
+        if own is None or own.of != id(self):
+            own = self.__dict__["_own"] = _Own(id(self))
         self.text += other.text
-        self.token_ids = self.token_ids + other.token_ids
+        self.token_ids = own.longer("token_ids", self.token_ids, other.token_ids)
         self.generate_token_len = other.generate_token_len
         self.input_token_len = other.input_token_len
         self.finish_reason = other.finish_reason
@@ -83,14 +85,42 @@ class Response:
         self.error_code, self.error_message = other.error_code, other.error_message
         self.stop_reason = other.stop_reason
         if other.logprobs:
-            self.logprobs = (self.logprobs or []) + other.logprobs
+            self.logprobs = own.longer("logprobs", self.logprobs, other.logprobs)
         if other.prompt_logprobs:
             self.prompt_logprobs = other.prompt_logprobs
         for name in ("logits", "last_hidden_state", "routed_experts"):
             mine, more = getattr(self, name), getattr(other, name)
             if more is not None:
-                setattr(self, name, more if mine is None else np.concatenate([mine, more]))
+                setattr(self, name, more if mine is None else own.more_rows(name, mine, more))
         return self
+
+
+class _Own:
+    """Lists and arrays that ``Response.extend`` has made, which it may fill further. ``of``: the id of whose they are:
+    a copy of a response shares them."""
+
+    def __init__(self, of: int) -> None:
+        self.of = of
+        self._made: dict[str, Any] = {}
+
+    def longer(self, name: str, mine: list[Any] | None, more: list[Any]) -> list[Any]:
+        """``mine`` and ``more``."""
+        made: list[Any] | None = self._made.get(name)
+        if made is None or mine is not made:
+            made = self._made[name] = list(mine or ())
+        made.extend(more)
+        return made
+
+    def more_rows(self, name: str, mine: Any, more: Any) -> Any:
+        """The rows of both arrays, with room for as many again behind them."""
+        import numpy as np
+
+        rows, made = len(mine) + len(more), self._made.get(name)
+        if made is None or mine.base is not made or rows > len(made):
+            made = self._made[name] = np.empty((2 * rows, *mine.shape[1:]), mine.dtype)
+            made[: len(mine)] = mine
+        made[len(mine) : rows] = more
+        return made[:rows]
 
 
 @named()

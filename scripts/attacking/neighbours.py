@@ -44,13 +44,18 @@ def another(target: Target, *flags: str, models: tuple[Path, ...] = ()) -> Itera
             yield ask
 
 
+def said(owner: str) -> dict[str, str]:
+    """A header as a proxy sends it that asks for ``owner``."""
+    return {"X_Toolkit_User": json.dumps({"id": owner, "owner": owner, "priority": -100})}
+
+
 def others_responses(target: Target) -> Iterator[str]:
     """Read, gone on from and deleted by another key, under any name."""
     with another(target) as ask:
         body = {"model": "target", "input": "My secret.", "max_output_tokens": 4}
         id = ask("victim", "POST", "/v1/responses", body)[1]["id"]
         digest = hashlib.sha256(b"victim").hexdigest()
-        for headers in ({}, {"X_Session_Owner": digest}, {"X_Session_Owner": digest[:32]}):
+        for headers in ({}, said(digest), said(digest[:32])):
             tries = [("GET", "", None), ("GET", "/input_items", None), ("POST", "/cancel", {}), ("DELETE", "", None)]
             found = [
                 ask("greedy", method, f"/v1/responses/{id}{path}", data, **headers) for method, path, data in tries
@@ -70,16 +75,14 @@ def pushed_out(target: Target) -> Iterator[str]:
         id = ask("victim", "POST", "/v1/responses", respond)[1]["id"]
         ask("victim", "POST", "/v1/chat/interactive", {**turn, "session_id": 7})
         for i in range(300):
-            ask("greedy", "POST", "/v1/chat/interactive", {**turn, "session_id": i}, X_Session_Owner=f"{i:08x}")
+            ask("greedy", "POST", "/v1/chat/interactive", {**turn, "session_id": i}, **said(f"{i:08x}"))
         for i in range(1060):
-            ask("greedy", "POST", "/v1/responses", respond, X_Session_Owner=f"{i:08x}")
+            ask("greedy", "POST", "/v1/responses", respond, **said(f"{i:08x}"))
         _, told = ask("victim", "POST", "/v1/chat/interactive", {**turn, "session_id": 7})
         yield ("" if told.get("history_tokens") else LOST) + f"the victim's conversation: {told}"
         status, _ = ask("victim", "GET", f"/v1/responses/{id}")
         yield ("" if status == 200 else LOST) + f"the victim's response: {status}"
-        status, told = ask(
-            "greedy", "POST", "/v1/chat/interactive", {**turn, "session_id": 0}, X_Session_Owner=f"{0:08x}"
-        )
+        status, told = ask("greedy", "POST", "/v1/chat/interactive", {**turn, "session_id": 0}, **said(f"{0:08x}"))
         yield ("" if status == 410 else LOST) + f"the greedy key's first conversation: {status}: {told}"
 
 

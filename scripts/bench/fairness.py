@@ -1,14 +1,17 @@
 """What a modest user waits for beside greedy ones: chats of 16 tokens, one after the other, while others' requests run.
 
     python scripts/bench/fairness.py MODEL --only embeddings --json fairness.json
+    python scripts/bench/fairness.py --url http://127.0.0.1:8000   # a server that runs already, its model called target
 
 A row a scenario: seconds to the first token of the chats (alone, then median and longest beside it), and tokens a
 second of everything until the greedy requests are answered. Every request has a connection of its own: each is a user.
+What a server does not do at all (vectors of a chat model, on others') is no row.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import random
@@ -65,6 +68,10 @@ SCENARIOS: dict[str, tuple[Callable[[int, float], Body], int]] = {
 }
 
 
+class Refused(Exception):
+    """A server answered with an error."""
+
+
 def ask(address: str, path: str, body: dict[str, Any]) -> Any:
     """The answer to one request over a connection of its own."""
     connection = http.client.HTTPConnection(address, timeout=PATIENCE)
@@ -75,7 +82,7 @@ def ask(address: str, path: str, body: dict[str, Any]) -> Any:
     finally:
         connection.close()
     if reply.status != 200:
-        raise SystemExit(f"{path}: {reply.status}: {said}")
+        raise Refused(f"{path}: {reply.status}: {said}")
     return said
 
 
@@ -112,11 +119,16 @@ def measure(address: str, name: str, args: argparse.Namespace, numbers: Any) -> 
     bodies = [make(user, scale) for user in range(users)]
     alone = sorted(chat(address, next(numbers))[0] for _ in range(args.chats))
     answers: list[Any] = []
+    refused: list[str] = []
+
+    def be_greedy(path: str, body: dict[str, Any]) -> None:
+        try:
+            answers.append(ask(address, path, {"model": "target", **body}))
+        except (OSError, http.client.HTTPException, Refused) as error:
+            refused.append(str(error)[:300])
+
     began = time.perf_counter()
-    greedy = [
-        threading.Thread(target=lambda p=path, b=body: answers.append(ask(address, p, {"model": "target", **b})))
-        for path, body in bodies
-    ]
+    greedy = [threading.Thread(target=be_greedy, args=body) for body in bodies]
     for thread in greedy:
         thread.start()
     time.sleep(args.first)
@@ -130,8 +142,8 @@ def measure(address: str, name: str, args: argparse.Namespace, numbers: Any) -> 
         thread.join()
     seconds = time.perf_counter() - began
     tokens += sum(said["usage"]["total_tokens"] for said in answers)
-    if len(answers) < users:
-        raise SystemExit(f"{name}: {users - len(answers)} of {users} greedy requests failed")
+    if refused:
+        raise Refused(f"{name}: {len(refused)} of {users} greedy requests failed: {refused[0]}")
     waits.sort()
     median = alone[len(alone) // 2]
     return {
@@ -148,7 +160,8 @@ def measure(address: str, name: str, args: argparse.Namespace, numbers: Any) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--url", help="of a server that runs already, instead of MODEL")
     parser.add_argument("--only", action="append", choices=list(SCENARIOS), help="repeat it for several")
     parser.add_argument("--chats", type=int, default=12, help="of each scenario, at most")
     parser.add_argument("--first", type=float, default=1.0, help="seconds from the greedy requests to the first chat")
@@ -159,16 +172,24 @@ def main() -> int:
     args = parser.parse_args()
     from toolkit.commands.output import stderr, stdout, table
 
+    if bool(args.model) == bool(args.url):
+        parser.error("expected MODEL or --url")
     rows = []
-    with tempfile.TemporaryDirectory(prefix="fairness-") as folder:
-        flags = ["--model-name", "target", "--session-len", "4096", *args.flag]
-        numbers = iter(range(10, 1 << 20))
-        with servers.Server(args.model, flags, Path(folder) / "log") as server:
-            address = server.url.removeprefix("http://")
-            ask(address, *embeddings(99, 0.1)[:1], {"model": "target", **embeddings(99, 0.1)[1]})  # learns its pace
-            for name in args.only or SCENARIOS:
+    with contextlib.ExitStack() as stack:
+        url = args.url
+        if not url:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fairness-")))
+            flags = ["--model-name", "target", "--session-len", "4096", *args.flag]
+            url = stack.enter_context(servers.Server(args.model, flags, folder / "log")).url
+        address, numbers = url.removeprefix("http://"), iter(range(10, 1 << 20))
+        path, body = completions(99, 0.04)
+        ask(address, path, {"model": "target", **body})  # it learns its pace
+        for name in args.only or SCENARIOS:
+            try:
                 rows.append(measure(address, name, args, numbers))
                 stderr().print(str(rows[-1]))
+            except Refused as error:
+                stderr().print(str(error))
     shown = [
         (r["scenario"], *(f"{r[k]:.2f}" for k in ("alone", "median", "longest", "goal")), f"{r['tokens/s']:.0f}")
         for r in rows

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Models:
-    """Directories of artifacts; ``gguf``: files."""
+    """Directories of artifacts; ``gguf``, ``pickled``: files, these of torch.save in both of its layouts."""
 
     checkpoint: Path
     quantized: Path
@@ -23,6 +23,7 @@ class Models:
     adapter: Path
     statistics: Path
     gguf: list[Path]
+    pickled: list[Path]
 
 
 def make_models(work: Path) -> Models:
@@ -39,12 +40,15 @@ def make_models(work: Path) -> Models:
             for name in ("checkpoint", "quantized", "native", "torch", "torch_quantized", "adapter", "stats")
         ),
         [work / f"{kind}.gguf" for kind in ("f32", "q4_0", "q4_k_m")],
+        [work / f"{kind}.bin" for kind in ("zip", "old")],
     )
     if (work / "whole").exists():
         return found
     shutil.rmtree(work, ignore_errors=True)
     small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
     _plain_weights(load_test_module("support", "tiny").tiny_checkpoint("llama", found.checkpoint, **small))
+    for file in found.pickled:
+        _pickle_weights(found.checkpoint, file, zipped=file.stem == "zip")
     rewrite(str(found.checkpoint), found.quantized, to="w8a8", quiet=True)
     convert(str(found.checkpoint), found.native, Packing(target="cpu"), quiet=True)
     convert(str(found.checkpoint), found.torch, Packing(target="torch"), quiet=True)
@@ -71,6 +75,17 @@ def _plain_weights(model: Path) -> None:
     file = model / "model.safetensors"
     waves = {name: (torch.arange(w.numel()) % 7 - 3).view(w.shape) * 0.02 for name, w in load_file(file).items()}
     save_file(waves, file, {"format": "pt"})
+
+
+def _pickle_weights(model: Path, target: Path, zipped: bool) -> None:
+    """The tensors as torch.save has them: some shared, one turned round, one a parameter."""
+    import torch
+    from safetensors.torch import load_file
+
+    found = load_file(model / "model.safetensors")
+    name = next(name for name, tensor in found.items() if tensor.dim() == 2)
+    found |= {"turned": found[name].t(), "shared": found[name][1:], "one": torch.nn.Parameter(torch.ones(3))}
+    torch.save(found, target, _use_new_zipfile_serialization=zipped)
 
 
 def load_test_module(folder: str, name: str) -> ModuleType:

@@ -24,11 +24,13 @@ class Client:
         self.address = url.removeprefix("http://")
         self.random = random.Random(seed)
         self.told: dict[str, int] = {}
+        self.first: list[float] = []  # seconds to the first token of its streams
         self.seed = seed
+        self.cases = CASES
 
     def visit(self) -> None:
         """One visit of any kind."""
-        case = self.random.choice(CASES)
+        case = self.random.choice(self.cases)
         try:
             outcome = case(self)
         except (OSError, http.client.HTTPException) as error:
@@ -59,12 +61,27 @@ class Client:
             return reply.status, reply.read()
 
 
+class Greedy(Client):
+    """One who asks for as much as fits into a request."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        super().__init__(url, seed)
+        self.cases = GREEDY
+
+
 def whole(client: Client) -> Any:
     return client.ask("/v1/chat/completions", client.chat(temperature=1, seed=client.random.randrange(9)))[0]
 
 
 def stream(client: Client) -> Any:
-    status, data = client.ask("/v1/chat/completions", client.chat(stream=True, stream_options={"include_usage": True}))
+    body, began, data = client.chat(stream=True, stream_options={"include_usage": True}), time.monotonic(), b""
+    with client.asked("/v1/chat/completions", body) as reply:
+        status = reply.status
+        for line in reply:
+            if not data and b'"content":"' in line.replace(b'"content":""', b""):
+                client.first.append(time.monotonic() - began)
+                data = line
+            data += line if b"[DONE]" in line else b""
     return status if b"[DONE]" in data else f"{status} without an end"
 
 
@@ -161,3 +178,20 @@ CASES: list[Callable[[Client], Any]] = [
     *(whole, stream, several, message, response, tool, guided, vectors, interactive),
     *(long_prompt, too_long, nonsense, leaves, slow, cancels, looks),
 ]
+
+
+def many_vectors(client: Client) -> Any:
+    return client.ask("/v1/embeddings", {"model": NAME, "input": [client.text(600) for _ in range(20)]})[0]
+
+
+def many_prompts(client: Client) -> Any:
+    body = {"model": NAME, "prompt": [client.text(300) for _ in range(20)], "max_tokens": 16, "ignore_eos": True}
+    return client.ask("/v1/completions", body)[0]
+
+
+def many_choices(client: Client) -> Any:
+    body = {"model": NAME, "prompt": client.text(50), "n": 128, "max_tokens": 32, "temperature": 1, "ignore_eos": True}
+    return client.ask("/v1/completions", body)[0]
+
+
+GREEDY: list[Callable[[Client], Any]] = [many_vectors, many_prompts, many_choices]

@@ -6,6 +6,7 @@ import hashlib
 import subprocess
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -79,9 +80,11 @@ class Hub:
     """Stands in for ``huggingface_hub.snapshot_download``."""
 
     def __init__(self, answer: Any) -> None:
-        self.answer, self.calls = answer, []
+        self.answer, self.calls, self.listed = answer, [], list[Any]()
 
-    def __call__(self, *args: Any, **options: Any) -> str:
+    def __call__(self, *args: Any, dry_run: bool = False, **options: Any) -> Any:
+        if dry_run:
+            return self.listed
         self.calls.append((args, options))
         if isinstance(self.answer, Exception):
             raise self.answer
@@ -123,6 +126,25 @@ def test_hub_ids_are_fetched_as_safetensors_where_there_are_any(
         asked, allow_patterns=options["allow_patterns"], ignore_patterns=options["ignore_patterns"]
     )
     assert list(kept) == [*files[3:8], "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"]
+
+
+def test_a_disk_without_room_is_told_before_anything_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: Path
+) -> None:
+    hub = hub_answers(monkeypatch, tmp_path)
+    hub.listed = [SimpleNamespace(file_size=3_000_000, will_download=True) for _ in range(2)]
+    hub.listed.append(SimpleNamespace(file_size=9_000_000, will_download=False))  # is there
+    free = SimpleNamespace(free=5_000_000)
+    monkeypatch.setattr("toolkit.artifacts.output.room.shutil.disk_usage", lambda folder: free)
+    told = r"downloads/models--owner--name: about 6\.0 MB are needed there for the result .*, 5\.0 MB are free"
+    with pytest.raises(ToolkitError, match=told):
+        resolve_model("owner/name", download_dir=str(tmp_path / "downloads"))
+    assert not hub.calls and not (tmp_path / "downloads").exists()
+    free.free = 6_000_000
+    assert resolve_model("owner/name") == tmp_path and hub.calls
+    with pytest.raises(ToolkitError, match=r"demo: about 470\.0 MB are needed there .*, 6\.0 MB are free"):
+        resolve_model("demo", progress=False)
+    assert not list((home / "models").iterdir())
 
 
 def test_hub_failures_are_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,8 +296,10 @@ def test_downloads_write_whole_lines_to_a_log(
     now = 1000.0
     monkeypatch.setattr("tqdm.std.time", lambda: now)
 
-    def download(*_: Any, tqdm_class: Any, **__: Any) -> str:
+    def download(*_: Any, tqdm_class: Any, dry_run: bool = False, **__: Any) -> Any:
         nonlocal now
+        if dry_run:
+            return []
         bar = tqdm_class(total=3000, desc="model.safetensors", unit="B", name="huggingface_hub.x")
         for _ in range(3):
             now += 11

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -579,6 +580,51 @@ def test_scales_of_a_float8_cache_are_kept_or_missed_aloud(quantized: Any, tmp_p
     assert {name: found.tensor(name).tolist() for name in scales} == {n: s.tolist() for n, s in scales.items()}
     assert not missed and (to == "fp8" or found.quantization["kv_cache_scheme"]["num_bits"] == 8)
     validate_checkpoint(found, load_spec(found)[1])
+
+
+@pytest.mark.parametrize(
+    ("source", "to", "options"),
+    [
+        ("llama", "hf", {}),
+        ("llama", "hf", {"dtype": "bfloat16"}),
+        ("llama", "fp8", {}),
+        ("mixtral", "mxfp4", {}),
+        ("phi3", "w8a8", {}),
+        ("qwen3", "gguf", {"gguf_type": "q8_0"}),
+        ("gguf", "hf", {}),
+        ("gptq_v2", "awq", {}),
+        ("gptq_v2", "hf", {"dtype": "float16"}),
+        ("gptq_v2", "gguf", {}),
+        ("fp8", "hf", {}),
+        ("w8a8", "hf", {"dtype": "float32"}),
+    ],
+)
+def test_a_disk_without_room_is_told_first_and_one_with_room_is_never_refused(
+    quantized: Any, tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, to: str,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    if source == "gptq_v2":
+        model = quantized()
+    elif source in FORMATS:
+        model = tmp_path / ("source.gguf" if source == "gguf" else "source")
+        rewrite(str(tiny_models("llama", **PLAIN)), model, to=source, quiet=True)
+    else:
+        model = tiny_models(source)
+    out, before = tmp_path / "out", set(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr("toolkit.artifacts.output.room.shutil.disk_usage", lambda folder: SimpleNamespace(free=1000))
+        for target in [out] + [tmp_path / "out.gguf"] * (to == "gguf"):
+            with pytest.raises(ToolkitError, match=rf"{target}: about .* are needed there for the result .* are free"):
+                rewrite(str(model), target, to=to, quiet=True, **options)
+    assert set(tmp_path.iterdir()) == before
+    counted: list[int] = []
+    for module in ("formats", "weights"):
+        monkeypatch.setattr(
+            f"toolkit.convert.{module}.check_room", lambda target, needed: counted.append(needed), raising=False
+        )
+    rewrite(str(model), out, to=to, quiet=True, **options)
+    taken = sum(file.stat().st_size for file in out.iterdir() if file.suffix in (".safetensors", ".gguf"))
+    assert taken / 3 < counted[0] <= taken
 
 
 def test_formats_are_those_of_the_help() -> None:

@@ -503,7 +503,10 @@ def test_a_request_that_leaves_frees_the_compiler(grammars: Grammars, monkeypatc
     threads = [threading.Thread(target=ask, args=(t,)) for t in (ticket, also)]
     for thread in threads:
         thread.start()
-    time.sleep(0.2)
+    end = time.monotonic() + 60
+    while ticket._child is None and also._child is None:  # the one compiles, and the other waits for it
+        assert time.monotonic() < end and not ends
+        time.sleep(0.001)
     ticket.cancel()
     also.cancel()
     for thread in threads:

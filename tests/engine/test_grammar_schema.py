@@ -144,3 +144,21 @@ def test_any_json_is_looked_at_without_harm(schema: Any) -> None:
     if not lost:
         again, lost = fitted(made)
         assert json.dumps(again) == json.dumps(made) and not lost
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"properties": {"a": {"minItems": 2}}}, "at #/properties/a: expected 'items' or 'prefixItems'"),
+        ({"properties": {"a/b~": {"minProperties": 1}}}, r"at #/properties/a~1b~0: expected 'properties' or"),
+        ({"anyOf": [{"type": "null"}, {"items": {"minItems": 1}}]}, r"at #/anyOf/1/items: .*; found \{\"minItems\": 1"),
+        (
+            {"$defs": {"d": {"required": ["x", "y"], "maxProperties": 1}}, "properties": {"a": {"$ref": "#/$defs/d"}}},
+            r"at #/\$defs/d: expected maxProperties to be no less .*; say it in other words",
+        ),
+        (False, r"at #: expected a schema that some value fits; false fits none; found false"),
+    ],
+)  # fmt: skip
+def test_a_schema_that_the_library_refuses_is_told_by_its_place(grammars: Grammars, schema: Any, told: str) -> None:
+    with pytest.raises(UsageError, match="is not valid " + told):
+        grammars.compiled(fitted_format(named(schema)))

@@ -76,6 +76,20 @@ def test_a_prompt_is_computed_beside_many_long_ones(fake: Any) -> None:
     assert next(i for i in range(9) if any(o.id == "chat" and o.token_ids for o in core.step())) <= 1
 
 
+def test_nobody_waits_long_for_a_prompt_that_begins_like_ones_own_and_has_no_turn(fake: Any) -> None:
+    """A greedy user begins a prompt as another will, and lets it stand behind its own others."""
+    core = fake.make_core(block_size=16, max_batch_size=8, blocks=400, session_len=400, max_prefill_token_num=16)
+    known = list(range(60)) * 4
+    core.add(EngineRequest("first", [1] * 380, SamplingParams(1), whose=Whose("greedy", "texts")))
+    core.add(EngineRequest("like", known, SamplingParams(1), whose=Whose("greedy", "texts")))
+    for i in range(6):
+        core.add(EngineRequest(f"text {i}", [i + 2] * 200, SamplingParams(1), whose=Whose("greedy", "texts")))
+    core.step()
+    core.add(EngineRequest("chat", known[:40], SamplingParams(1), whose=Whose("modest", "chat")))
+    first = next(i for i in range(400) if any(o.id == "chat" and o.token_ids for o in core.step()))
+    assert first <= scheduler.HELD + 6
+
+
 def test_places_are_shared_by_weight(fake: Any) -> None:
     core = fake.make_core(max_batch_size=12, blocks=400)
     for user, weight in (("two", 2.0), ("one", 1.0)):

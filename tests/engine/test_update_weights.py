@@ -3,8 +3,10 @@ weights that cannot be leave the old ones."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -118,10 +120,10 @@ def test_a_process_that_is_started_again_has_them(trained: Any) -> None:
         engine.update_weights(files_of(after))
         new = said(answer(engine))
         loop: Any = engine._loop
-        loop._process.kill()
-        while engine.healthy:
-            time.sleep(0.005)
-        while not engine.healthy:
+        os.kill(first := loop.pid, signal.SIGKILL)
+        end = time.monotonic() + 60
+        while loop.pid == first or not engine.healthy:
+            assert time.monotonic() < end, "the engine does not come back"
             time.sleep(0.02)
         assert said(answer(engine)) == new != old
 

@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,6 @@ class Shell:
         assert server.stderr is not None
         for line in server.stderr:
             if "The server is ready" in line:
-                time.sleep(0.5)
                 return line
         raise AssertionError(f"{words}: the server left with {server.wait()}")
 

@@ -105,7 +105,12 @@ def test_meta_s_layout(tiny_models: Any, support: Any, tmp_path: Path) -> None:
     expected = oracle(source)
     for backend in BACKENDS:
         assert greedy(path, backend) == expected
-    convert(str(path), str(tmp_path / "engine"), Packing())
+        open_runner(path, backend=backend, model_format="meta_llama", options=RunnerOptions(device="cpu"))
+    for wrong, found in ((source, "hf"), (path, "meta_llama")):
+        asked = "awq" if wrong == path else "meta_llama"
+        with pytest.raises(ToolkitError, match=f"model_format: .* holds {found} weights, not {asked}; leave it out"):
+            open_runner(wrong, backend="pytorch", model_format=asked, options=RunnerOptions(device="cpu"))
+    convert(str(path), str(tmp_path / "engine"), Packing(model_format="meta_llama"))
     (path / "consolidated.01.pth").write_bytes(b"")
     with pytest.raises(ToolkitError, match="parts of a split model"):
         open_checkpoint(path)
@@ -166,7 +171,13 @@ def test_what_counts_as_the_model(tiny_models: Any, support: Any, tmp_path: Path
     assert not any(file.suffix == ".bin" for file in content_files(whole))
 
 
-@pytest.mark.parametrize("command", [["inspect"], ["eval", "ppl", "--data", "TEXT", "--window", "64"]], ids=" ".join)
+# Where text is the model's own, an engine of its own reads the model once more.
+LITE = ["lite", "auto_gptq", "--tune-steps", "0", "--calib-samples", "2", "--calib-seqlen", "16", "--eval-tokens", "32"]
+
+
+@pytest.mark.parametrize(
+    "command", [["inspect"], ["eval", "ppl", "--data", "TEXT", "--window", "64"], LITE], ids=" ".join
+)
 def test_a_command_says_so_in_one_line(tiny_models: Any, support: Any, tmp_path: Path, command: list[str]) -> None:
     path = support("pickled").as_pickled(tiny_models("llama"), tmp_path / "m")
     (tmp_path / "text.txt").write_text("The quick brown fox. " * 50)

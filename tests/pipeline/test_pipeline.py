@@ -324,9 +324,9 @@ def test_lmdeploy_s_arguments_without_effect_are_taken_with_a_notice(
     assert said == ["trust_remote_code", "cache_chunk_size=8"]
 
 
-def test_two_devices_that_are_not_there(model: Path) -> None:
-    with pytest.raises(UsageError, match="tp=2") as error:
-        pipeline(str(model), backend_config=TurbomindEngineConfig(tp=2))
+def test_more_ranks_than_heads(model: Path) -> None:
+    with pytest.raises(UsageError, match="tp=9") as error:
+        pipeline(str(model), backend_config=TurbomindEngineConfig(tp=9))
     assert "\n" not in str(error.value)
 
 

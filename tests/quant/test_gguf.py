@@ -104,8 +104,10 @@ def test_the_head_too(method: str, tied: bool, kind: str, tiny_models: Any, tmp_
     else:
         result = METHODS[method][0](str(model), out, common)
     types = types_of(out / "model.gguf")
-    assert types["output.weight"] == kind and types["token_embd.weight"] == "F32"
-    assert perplexity(out / "model.gguf", model) == pytest.approx(result.quality["perplexity_after"], rel=2e-3)
+    embed = "Q8_0" if method == "search" else "F32"  # with a size the embedding counts, and is rounded too
+    assert types["output.weight"] == kind and types["token_embd.weight"] == embed
+    found, near = perplexity(out / "model.gguf", model), 5e-3 if method == "search" else 2e-3
+    assert found == pytest.approx(result.quality["perplexity_after"], rel=near)
 
 
 def test_experts_and_what_the_file_cannot_say(tiny_models: Any, tmp_path: Path, common: Common) -> None:
@@ -147,11 +149,12 @@ def test_search_mixes_types_within_the_budget(
 def test_search_to_a_file_size(tiny_models: Any, tmp_path: Path, common: Common) -> None:
     model = str(tiny_models("llama"))
     small, large = (
-        search(model, tmp_path / str(size), Search(size=size), common=common).quality for size in (230_000, 245_000)
+        search(model, tmp_path / str(size), Search(size=size), common=common).quality for size in (112_000, 150_000)
     )
-    for quality, size in ((small, 230_000), (large, 245_000)):
-        assert 0.9 * size < quality["size_bytes"] <= size
+    for quality, size in ((small, 112_000), (large, 150_000)):
+        assert 0.85 * size < quality["size_bytes"] <= size
     assert small["bits_per_weight"] < large["bits_per_weight"]
+    assert types_of(tmp_path / "112000" / "model.gguf")["token_embd.weight"] == "Q8_0"
 
 
 @pytest.mark.parametrize(

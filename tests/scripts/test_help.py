@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -79,7 +80,8 @@ def test_help(name: str, request: pytest.FixtureRequest) -> None:
         code, said = request.getfixturevalue("answers")[name]
         assert said.startswith("usage:"), code
     else:
-        done = subprocess.run(["bash", name, "--help"], cwd=ROOT, capture_output=True, text=True)
+        env = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"}  # scripts/test's
+        done = subprocess.run(["bash", name, "--help"], cwd=ROOT, capture_output=True, text=True, env=env)
         code, said = done.returncode, done.stdout
     assert code in (0, None), code
     assert said.strip()

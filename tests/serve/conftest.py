@@ -214,8 +214,9 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(app: Any, engine: FakeEngine, keep_alive: int = 60) -> Iterator[Running]:
-    """``keep_alive``: seconds that a connection may rest; long, for clients use one again after any pause."""
+def running(app: Any, engine: FakeEngine, keep_alive: int = 60, certificate: Path | None = None) -> Iterator[Running]:
+    """``keep_alive``: seconds that a connection may rest; long, for clients use one again after any pause.
+    ``certificate``: of a server over TLS."""
     sock = socket.create_server(("127.0.0.1", 0))
     http = connection_class(app.state.server.settings.limits)
     config = uvicorn.Config(
@@ -226,6 +227,7 @@ def running(app: Any, engine: FakeEngine, keep_alive: int = 60) -> Iterator[Runn
         timeout_graceful_shutdown=2,
         timeout_keep_alive=keep_alive,
         http=http,
+        ssl_certfile=certificate,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
@@ -259,11 +261,15 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
     with contextlib.ExitStack() as stack:
 
         def begin(
-            engine: dict[str, Any] | None = None, template: Any = None, keep_alive: int = 60, **settings: Any
+            engine: dict[str, Any] | None = None,
+            template: Any = None,
+            keep_alive: int = 60,
+            certificate: Path | None = None,
+            **settings: Any,
         ) -> Running:
             fake = FakeEngine(ByteTokenizer(tmp_path), **(engine or {}))
             app = create_app(fake, template or PlainTemplate(), ServerSettings(model_name="echo", **settings))  # type: ignore[arg-type]
-            return stack.enter_context(running(app, fake, keep_alive))
+            return stack.enter_context(running(app, fake, keep_alive, certificate))
 
         yield begin
 

@@ -440,3 +440,19 @@ def test_a_line_that_cannot_be_taken_now_is_asked_again(tmp_path: Path, monkeypa
         return
     tally = asyncio.run(run())
     assert (tally.completed, tally.failed, len(written), len(asked)) == (3, 0, 3, 9)
+
+
+def test_a_key_leaves_as_much_room_as_it_takes(start: Any) -> None:
+    """However much it brings: the next key's files are taken."""
+    server = start(api_keys=["a", "b", "c"], limits=Limits(max_files=8, max_files_bytes=9000))
+    greedy, others = client_of(server.v1, "a"), [client_of(server.v1, key) for key in ("b", "c")]
+    for text, most, option in (("x" * 90, 4, "--max-files "), ("x" * 1500, 3, "--max-files-bytes ")):
+        for _ in range(most):
+            upload(greedy, [text])
+        with pytest.raises(openai.BadRequestError, match=f"of this key, expected at most .*{option}.*delete some"):
+            upload(greedy, [text])
+        for other in others:
+            upload(other, [text])
+        for client in (greedy, *others):
+            for file in client.files.list():
+                client.files.delete(file.id)

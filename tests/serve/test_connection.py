@@ -8,10 +8,12 @@ import http.client
 import json
 import logging
 import socket
+import ssl
 import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import h11
@@ -280,6 +282,29 @@ def test_the_longest_half_head_makes_room(start: Any) -> None:
     for connection in held[7:]:
         connection.close()
     server.wait(lambda: open_connections(server) == 0)
+
+
+@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00\x01"])
+def test_half_tls_handshakes_are_connections(start: Any, said: bytes) -> None:
+    """The one that has taken longest makes room; who agrees on TLS is answered meanwhile."""
+    server = start(certificate=Path(__file__).parent / "localhost.pem", limits=Limits(max_connections=20))
+    held = []
+    for _ in range(60):
+        held.append(connect(server))
+        held[-1].sendall(said)
+    assert [everything(connection) for connection in held[:35]] == [b""] * 35  # 20 may be open, and some time passes
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    url = server.url.replace("http:", "https:") + "/health"
+    with urllib.request.urlopen(url, timeout=60, context=context) as reply:
+        assert reply.status == 200
+    for connection in held[35:]:
+        connection.close()
+
+
+def test_a_tls_handshake_has_an_end(start: Any) -> None:
+    server = start(certificate=Path(__file__).parent / "localhost.pem", limits=Limits(read_timeout=0.3))
+    assert everything(connect(server)) == b""
 
 
 def heads(server: Any) -> set[bytes]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import threading
-import time
 import urllib.error
 import urllib.request
 from types import SimpleNamespace
@@ -94,6 +93,15 @@ def test_sleep_waits_for_requests_and_refuses_new_ones(start: Any) -> None:
     assert ask(server.url, "/v1/completions", {"model": "echo", "prompt": "a"})[0] == 200
 
 
+def test_an_engine_that_died_asleep_comes_back_awake(start: Any) -> None:
+    """What sleeps is the engine's to say: a new one has its weights."""
+    server = start(**ALL)
+    assert ask(server.url, "/sleep", method="POST") == (200, {"is_sleeping": True})
+    server.engine.asleep = False  # as AsyncEngine has it once the process is gone
+    assert ask(server.url, "/is_sleeping") == (200, {"is_sleeping": False})
+    assert ask(server.url, "/v1/completions", {"model": "echo", "prompt": "a"})[0] == 200
+
+
 def test_waking_waits_for_a_sleep_that_waits(start: Any) -> None:
     server = start(engine={"delay": 0.02}, **ALL)
     results: list[Any] = []
@@ -112,19 +120,25 @@ def test_waking_waits_for_a_sleep_that_waits(start: Any) -> None:
 
 def test_sleep_waits_for_prompts_that_are_no_tokens_yet(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start(**ALL)
-    encode, order, results = server.engine.tokenizer.encode, [], []
+    encode, order, results, told = server.engine.tokenizer.encode, [], [], []
+    go_on = threading.Event()
 
     def slowly(*args: Any, **options: Any) -> Any:
         order.append("encode")
-        time.sleep(0.4)
+        assert go_on.wait(60)
         order.append("encoded")
         return encode(*args, **options)
 
     monkeypatch.setattr(server.engine.tokenizer, "encode", slowly)
     thread = long_request(server, results, max_tokens=5)
     server.wait(lambda: bool(order))
-    assert ask(server.url, "/sleep", method="POST") == (200, {"is_sleeping": True})
-    assert order == ["encode", "encoded"]
+    sleeper = threading.Thread(target=lambda: told.append(ask(server.url, "/sleep", method="POST")))
+    sleeper.start()
+    server.wait(lambda: ask(server.url, "/is_sleeping")[1]["is_sleeping"])
+    assert order == ["encode"] and not told and not server.engine.asleep
+    go_on.set()
+    sleeper.join(60)
+    assert told == [(200, {"is_sleeping": True})] and order == ["encode", "encoded"]
     thread.join(60)
     assert results[0][0] == 200
 

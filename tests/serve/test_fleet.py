@@ -25,7 +25,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.fleet.app import create_app
 from toolkit.serve.fleet.catalog import Listed, listed
 from toolkit.serve.fleet.child import Spare
-from toolkit.serve.fleet.fleet import Fleet
+from toolkit.serve.fleet.fleet import LOOK_S, Fleet
 from toolkit.serve.fleet.unloaded import shown
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.options import ProxySettings, ServerSettings
@@ -95,6 +95,12 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
+async def passes(seconds: float) -> None:
+    """Whoever looks every so often has looked, in the loop's own time."""
+    ends = asyncio.get_running_loop().time() + seconds
+    await until(lambda: asyncio.get_running_loop().time() > ends)
+
+
 def test_models_are_loaded_once_and_when_asked_for(tmp_path: Path) -> None:
     found, log = fleet(tmp_path, "a", "b")
 
@@ -142,9 +148,9 @@ def test_what_runs_ends_before_its_model_sleeps(tmp_path: Path) -> None:
         await use(found, "a")
         over = asyncio.Event()
         long = asyncio.create_task(use(found, "a", over))
-        await asyncio.sleep(0.05)
+        await until(lambda: found.models[0].users == 1)
         other = asyncio.create_task(use(found, "b"))
-        await asyncio.sleep(0.1)
+        await until(lambda: found.models[0].leaving)
         assert log == ["load a"] and not other.done()
         assert await use(found, "a") == "http://a:1"  # a cannot leave: who comes costs nobody any time
         second = asyncio.Event()
@@ -152,8 +158,8 @@ def test_what_runs_ends_before_its_model_sleeps(tmp_path: Path) -> None:
         await until(lambda: found.models[0].users == 2)
         over.set()
         await until(lambda: found.models[0].closed)
-        late = asyncio.create_task(use(found, "a"))  # waits for its turn
-        await asyncio.sleep(0.05)
+        late = asyncio.create_task(use(found, "a"))
+        await until(lambda: len(found._tasks) == 2)  # after the other, it waits for its turn
         assert log == ["load a"] and not (late.done() or guest.done())
         second.set()
         await asyncio.gather(long, guest, other, late)
@@ -165,7 +171,8 @@ def test_what_runs_ends_before_its_model_sleeps(tmp_path: Path) -> None:
 
 def test_who_came_meanwhile_has_a_while(tmp_path: Path) -> None:
     """Only they are ended, and only once the others are done; a client that leaves just then has left."""
-    found, log = fleet(tmp_path, "a", "b", budget=45, swap_patience=0.2)
+    clock = [0.0]
+    found, log = fleet(tmp_path, "a", "b", budget=45, swap_patience=10, clock=lambda: clock[0])
 
     async def go() -> None:
         await use(found, "a")
@@ -176,10 +183,12 @@ def test_who_came_meanwhile_has_a_while(tmp_path: Path) -> None:
         await until(lambda: found.models[0].leaving)
         guests = [asyncio.create_task(use(found, "a", never)) for _ in range(2)]
         await until(lambda: found.models[0].users == 3)
-        await asyncio.sleep(0.5)  # longer than the patience
+        clock[0] += 11
+        await passes(2 * LOOK_S)  # it looks again
         assert not any(task.done() for task in (long, other, *guests))
         over.set()
         await until(lambda: found.models[0].closed)
+        clock[0] += 11
         guests[1].cancel()
         with pytest.raises(asyncio.CancelledError):
             await guests[1]
@@ -210,8 +219,17 @@ def test_who_is_ended_before_its_first_byte_waits_for_the_next_turn(tmp_path: Pa
             return server
 
         found._launch = placed
-        app = create_app(found, ProxySettings(node_key="inner"), lambda model: {})
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
+        app, begun = create_app(found, ProxySettings(node_key="inner"), lambda model: {}), asyncio.Event()
+
+        async def watched(scope: Any, receive: Any, send: Any) -> None:
+            async def noting(message: Any) -> None:
+                await send(message)
+                if message.get("body"):
+                    begun.set()
+
+            await app(scope, receive, noting)
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(watched), base_url="http://front") as client:
 
             async def ask(name: str, **more: Any) -> httpx.Response:
                 return await client.post("/v1/completions", json={"model": name, **more}, timeout=60)
@@ -228,8 +246,7 @@ def test_who_is_ended_before_its_first_byte_waits_for_the_next_turn(tmp_path: Pa
             guest = asyncio.create_task(ask("a", stream=stream))
             if stream:
                 first.go_on.release()  # type: ignore[union-attr]
-                await until(lambda: first.streaming == 1)
-                await asyncio.sleep(0.1)
+                await begun.wait()
             await until(lambda: len(first.posts) == 1)
             over.set()
             assert (await other).status_code == 200
@@ -301,7 +318,7 @@ def test_more_requests_than_are_answered_at_once_wait(tmp_path: Path) -> None:
         two = [asyncio.create_task(use(found, name, over)) for name in ("a", "a")]
         await until(lambda: found.models[0].users == 2)
         third = asyncio.create_task(use(found, "b"))
-        await asyncio.sleep(0.05)
+        await until(lambda: bool(found._slots._waiters))  # type: ignore[union-attr]
         assert log == ["load a"] and not third.done()
         over.set()
         await asyncio.gather(*two, third)

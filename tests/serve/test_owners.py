@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,8 +18,12 @@ from tests.serve.test_proxy import world
 from toolkit.serve.fleet.app import create_app
 from toolkit.serve.fleet.catalog import Listed
 from toolkit.serve.fleet.fleet import Fleet
+from toolkit.serve.http.auth import KEY
+from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.limits import Limits
-from toolkit.serve.http.owners import Shares, passed_on
+from toolkit.serve.http.proxies import Proxies
+from toolkit.serve.http.shares import Shares
+from toolkit.serve.http.users import HEADER, User, Users, asks_for, current_user
 from toolkit.serve.openai.responses.kept import Store
 from toolkit.serve.options import ProxySettings
 
@@ -26,6 +32,11 @@ INNER = "inner"  # the key that a front sends to what is behind it
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
+
+
+def said(owner: str) -> dict[str, str]:
+    """The header of a proxy that asks for ``owner``."""
+    return {HEADER: json.dumps({"owner": owner})}
 
 
 @asynccontextmanager
@@ -71,8 +82,7 @@ def test_a_response_is_its_keys_alone(kind: str, start: Any, tmp_path: Path) -> 
             made = await ask("POST", "/v1/responses", {"model": "echo", "input": "My secret."}, bearer("a"))
             assert made.status_code == 200
             id = made.json()["id"]
-            scope = {"headers": [(b"authorization", b"Bearer a")]}
-            forged = [{"X-Session-Owner": told.decode()} for told in (passed_on(scope, INNER), passed_on(scope, "b"))]  # type: ignore[union-attr]
+            forged = [said(asks_for({KEY: b"a"}, User(""), node_key)) for node_key in (INNER, "b")]
             more = {"model": "echo", "input": "Say it again.", "previous_response_id": id}
             for others in (bearer("b"), *(bearer("b") | extra for extra in forged)):
                 refused = await ask("POST", "/v1/responses", more, others)
@@ -107,15 +117,15 @@ def test_a_greedy_key_loses_its_own(kind: str, start: Any, tmp_path: Path) -> No
             await turn(1, bearer("a"))
             kept = (await respond(bearer("a"))).json()["id"]
             for number in range(20):
-                many = bearer("b") | {"X-Session-Owner": f"{number:08x}"}
+                many = bearer("b") | said(f"{number:08x}")
                 assert (await turn(number, many)).status_code == 200
                 assert (await respond(many)).status_code == 200
             assert (await turn(1, bearer("a"))).json()["history_tokens"] > 0
             assert (await respond(bearer("a"), previous_response_id=kept)).status_code == 200
-            told = await turn(0, bearer("b") | {"X-Session-Owner": f"{0:08x}"})
+            told = await turn(0, bearer("b") | said(f"{0:08x}"))
             assert told.status_code == 410 and "--max-sessions" in told.json()["error"]["message"]
             assert told.json()["error"]["code"] == "session_forgotten"
-            assert (await turn(0, bearer("b") | {"X-Session-Owner": f"{0:08x}"})).json()["history_tokens"] == 0
+            assert (await turn(0, bearer("b") | said(f"{0:08x}"))).json()["history_tokens"] == 0
 
     asyncio.run(asyncio.wait_for(go(), 120))
 
@@ -184,14 +194,26 @@ def test_clients_of_a_proxy_are_one_beside_others_and_apart_among_themselves() -
 
 
 def test_what_a_front_says_needs_both_keys() -> None:
-    def told(key: str, node_key: str | None, **headers: str) -> bytes | None:
-        sent = {"authorization": f"Bearer {key}", **headers}
-        scope: Any = {"headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in sent.items()]}
-        return passed_on(scope, node_key)
+    def told(key: str, node_key: str | None, before: str = "") -> str:
+        scope: Any = {"headers": [(b"authorization", f"Bearer {key}".encode())]}
+        return asks_for(scope, User("", told=before), node_key)
 
     assert told("a", "n") == told("a", "n") != told("a", "m") and told("a", "n") != told("b", "n")
-    assert told("a", None) is None
-    behind = told("a", "n", x_session_owner="0123456789abcdef")
-    assert behind == told("a", "n") + b".0123456789abcdef"  # type: ignore[operator]
-    odd = told("a", "n", x_session_owner="../" * 99)
-    assert odd is not None and b"/" not in odd and len(odd) < 120
+    assert told("a", None) == "" and told("a", None, "0123456789abcdef") == "0123456789abcdef"
+    assert told("a", "n", "0123456789abcdef") == told("a", "n") + ".0123456789abcdef"
+
+
+@pytest.mark.parametrize("header", ["", "{", "[]", '{"owner": 3}', '{"owner": "../"}', '{"owner": ["a"]}', '"a"'])
+def test_an_odd_header_makes_no_owner_but_ones_own(header: str) -> None:
+    owners = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        owners.append(current_user().owner)
+
+    async def go() -> None:
+        scope = {"type": "http", KEY: b"a", "client": ("10.0.0.1", 1), "headers": [(HEADER.encode(), header.encode())]}
+        await Users(app, ApiKeys(["a"]), Proxies([]), lambda key: f"<{key.decode()}>")(scope, None, None)  # type: ignore[arg-type]
+
+    asyncio.run(go())
+    (owner,) = owners
+    assert owner == "<a>" or re.fullmatch("<a>/[0-9a-f]{64}", owner)

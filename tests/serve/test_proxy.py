@@ -418,6 +418,26 @@ def test_a_node_that_cannot_be_is_refused(body: dict[str, Any]) -> None:
     run(go)
 
 
+def test_headers_of_one_connection_go_no_further() -> None:
+    """Those that Connection names, of requests and answers; a body's type stays."""
+
+    async def go() -> None:
+        node = FakeNode()
+        said = b"Connection: close, X-Hop\r\nX-Hop: 1\r\nX-Kept: 1\r\nContent-Length: 2\r\n\r\n{}"
+        node.raw["/v1/completions"] = b"HTTP/1.1 200 OK\r\n" + said
+        async with world(node, api_keys=["client"], node_key="inner") as w:
+            named = "X-Private, x-toolkit-user,content-type , authorization"
+            headers = {"Connection": named, "X-Private": "1", "X-Plain": "1", "Authorization": "Bearer client"}
+            reply = await w.client.post("/v1/completions", json={"model": "m"}, headers=headers)
+            sent = node.asked[-1][1]
+            assert reply.status_code == 200 and "x-private" not in sent and sent["x-plain"] == "1"
+            assert sent["authorization"] == "Bearer inner" and sent["content-type"] == "application/json"
+            assert json.loads(sent["x-toolkit-user"])["name"].startswith("key-")
+            assert "x-hop" not in reply.headers and reply.headers["x-kept"] == "1"
+
+    run(go)
+
+
 def test_only_the_operator_changes_nodes() -> None:
     """Keys of clients do not open /nodes/* where it has its own; the node's key replaces the client's."""
 
@@ -431,14 +451,12 @@ def test_only_the_operator_changes_nodes() -> None:
             assert reply.status_code == 200 and sent["authorization"] == "Bearer inner"
             assert sent["x-request-id"] == reply.headers["x-request-id"]
             assert json.loads(sent["x-toolkit-user"])["name"].startswith("key-")
-            forged = {"x-api-key": "client", "x-session-owner": "somebody else", "x-toolkit-user": '{"id": "x"}'}
+            forged = {"x-api-key": "client", "x-toolkit-user": '{"id": "x", "owner": "somebody else"}'}
             assert (await w.client.post("/v1/completions", json={"model": "m"}, headers=forged)).status_code == 200
             other = node.asked[-1][1]
-            assert other["x-toolkit-user"] == sent["x-toolkit-user"]
-            assert "x-api-key" not in other and other["x-session-owner"] not in (
-                "somebody else",
-                sent["x-session-owner"],
-            )
+            first, second = (json.loads(s["x-toolkit-user"]) for s in (sent, other))
+            assert (second["id"], second["name"]) == (first["id"], first["name"]) and "x-api-key" not in other
+            assert second["owner"].startswith(first["owner"] + ".") and "somebody" not in second["owner"]
             for headers, status in ((client, 401), (operator, 200)):
                 assert (await w.client.get("/nodes/status", headers=headers)).status_code == status
             assert (await w.client.get("/v1/models", headers=operator)).status_code == 401
@@ -905,7 +923,7 @@ NESTED = b"[" * 200_000 + b"]" * 200_000
 def test_what_a_node_says_is_bounded(
     path: str, said: bytes, again: bytes, why: str | None, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(asking, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(asking, "PATIENCE_S", 1.0 if why == "no whole answer" else 60.0)
 
     async def go() -> None:
         node = await FakeNode(raw={path: said}, again=again, delay=0.001).start()
@@ -1005,15 +1023,14 @@ def test_a_node_that_goes_silent_has_failed() -> None:
 
 
 def test_what_a_node_says_to_its_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "PATIENCE_S", 1.0)
-
     async def go() -> None:
         head = f"HTTP/1.1 200 X\r\n{CHUNKS}\r\n".encode()
-        for said, again, told in (
-            (head, b"1000\r\n" + b"x" * 4096 + b"\r\n", "more than 1,048,576 bytes"),
-            (head, b"1\r\nx\r\n", "no whole answer within 1 s"),
-            (whole(b"a\0b\nc" * 1000, 403), b"", "HTTP 403: a b c"),
+        for patience, said, again, told in (
+            (60.0, head, b"1000\r\n" + b"x" * 4096 + b"\r\n", "more than 1,048,576 bytes"),
+            (1.0, head, b"1\r\nx\r\n", "no whole answer within 1 s"),
+            (60.0, whole(b"a\0b\nc" * 1000, 403), b"", "HTTP 403: a b c"),
         ):
+            monkeypatch.setattr(asking, "PATIENCE_S", patience)
             node = FakeNode(raw={"/terminate": said}, again=again)
             async with world(node, node_keys=["k"], headers={"Authorization": "Bearer k"}) as w:
                 found = (await w.client.post("/nodes/terminate_all")).json()[node.url]

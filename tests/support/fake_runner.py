@@ -118,6 +118,7 @@ class FakeRunner:
     backend = "turbomind"
     device = "cpu"
     dtype = "float32"
+    layout = "fake"
 
     def __init__(
         self,
@@ -401,6 +402,7 @@ def make_core(
     asynchronous: bool = False,
     cheap: bool = False,
     tokenizer: Any = None,
+    shelf: Any = None,
     **options: Any,
 ) -> EngineCore:
     """The engine's loop over a fake runner: ``blocks`` for each window, ``options`` of ``EngineOptions``."""
@@ -408,7 +410,7 @@ def make_core(
     defaults: dict[str, Any] = {"session_len": 200, "max_batch_size": 8, "max_prefill_token_num": 64, "check": True}
     chosen = EngineOptions(**(defaults | {"num_blocks": (blocks,) * len(windows)} | options))
     runner.allocate_cache(chosen.num_blocks)
-    return EngineCore(runner, chosen, None if tokenizer is None else lambda: tokenizer)
+    return EngineCore(runner, chosen, None if tokenizer is None else lambda: tokenizer, shelf=shelf)
 
 
 def run(core: EngineCore, limit: int = 5000) -> dict[str, list[EngineOutput]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.artifacts.json_file import read_json_object
-from toolkit.artifacts.weight_files.find import read_headers
+from toolkit.artifacts.weight_files.find import file_headers
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.base.record import read
 from toolkit.errors import ToolkitError
@@ -74,7 +74,7 @@ def read_adapter(path: Path, spec: DecoderSpec, stored: Sequence[StoredTensor] =
     file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
     if file is None:
         raise ToolkitError(f"{path}: expected {' or '.join(WEIGHTS)} there; fetch or save the adapter again")
-    pairs = _pairs(file, next(read_headers([file]))[1])
+    pairs = _pairs(file, next(file_headers([file]))[1])
     modules = _modules(spec, stored)
     found: dict[str, LowRank] = {}
     for module, sides in pairs.items():

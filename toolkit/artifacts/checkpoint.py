@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.manifest import check_tensors, read_manifest
-from toolkit.artifacts.weight_files.find import INDEX, find_weights
-from toolkit.artifacts.weight_files.find import read_headers as file_headers
+from toolkit.artifacts.weight_files.find import INDEX, file_headers, find_weights
 from toolkit.artifacts.weight_files.meta_llama import is_meta_llama, open_meta_llama
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError, UsageError
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.weight_files.read_ahead import ReadAhead
 
 HEADLESS_MARK = "embed_tokens.weight"
+_FORMAT_NAMES = {None: "hf", "smooth_quant": "w8a8"}  # quant_method → model_format, where they are spelled differently
 
 
 @dataclass
@@ -49,6 +49,11 @@ class Checkpoint:
     def quantization(self) -> dict[str, Any] | None:
         """``quantization_config`` of config.json, {"quant_method": "gguf"} for a GGUF file, None where dense."""
         return {"quant_method": "gguf"} if self.gguf is not None else self.config.get("quantization_config")
+
+    @property
+    def model_format(self) -> str:
+        """What ``--model-format`` calls it."""
+        return "meta_llama" if is_meta_llama(self.path) else format_name(self.quantization)
 
     @cached_property
     def tokenizer_dir(self) -> Path:
@@ -150,6 +155,12 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     return Checkpoint(path, config, read_json_object(side) if side.is_file() else {}, infos, files)
 
 
+def format_name(quantization: dict[str, Any] | None) -> str:
+    """What ``--model-format`` calls weights with this ``quantization_config``."""
+    method = (quantization or {}).get("quant_method")
+    return _FORMAT_NAMES.get(method, str(method))
+
+
 def check_directory(path: Path) -> None:
     """Raise ToolkitError unless ``path`` is a model directory at first sight: it has a config.json or engine.json, or
     Meta's files."""
@@ -209,11 +220,6 @@ def has_weights(path: Path) -> bool:
 
 def read_headers(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Path]]:
     """Headers of all the weight files of a directory: tensor name → info, tensor name → file. Raises ToolkitError."""
-    return _with_prefix(*_read_headers(path))
-
-
-def _read_headers(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Path]]:
-    """Headers of all the weight files: tensor name → info, tensor name → file."""
     found = find_weights(path)
     weight_map = _read_index(found.index) if found.index is not None else None
     shards = found.files if weight_map is None else [path / name for name in dict.fromkeys(weight_map.values())]
@@ -234,7 +240,7 @@ def _read_headers(path: Path) -> tuple[dict[str, TensorInfo], dict[str, Path]]:
     for name, file_name in (weight_map or {}).items():
         if name not in infos:
             raise ToolkitError(f"{path / file_name}: tensor {name} is missing, though {listed} lists it")
-    return infos, files
+    return _with_prefix(infos, files)
 
 
 def _with_prefix(infos: dict[str, TensorInfo], files: dict[str, Path]) -> tuple[dict[str, TensorInfo], dict[str, Path]]:

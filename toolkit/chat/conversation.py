@@ -64,17 +64,17 @@ class Conversation:
         if not self.turns:
             raise UsageError("/retry: nothing was asked yet")
 
-    def save(self, file: Path, model: str) -> None:
+    def save(self, file: Path, model: str, asked: str = "/save") -> None:
         """Write model, system text, messages and settings as JSON; a file that holds anything else than an earlier
-        conversation stays. Raises UsageError, ToolkitError where the disk is full."""
-        check_json("/save", file, ("model", "system", "messages", "settings"))
+        conversation stays. ``asked``: what asked for it. Raises UsageError, ToolkitError where the disk is full."""
+        check_json(asked, file, ("model", "system", "messages", "settings"))
         data = {
             "model": model,
             "system": self.system,
             "messages": self.turns,
             "settings": {name: value for name, value in settings.show(self.config).items() if value is not None},
         }
-        write_text("/save", file, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+        write_text(asked, file, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
     def load(self, file: Path) -> None:
         """Replace messages, system text and settings by those of a file. Raises ToolkitError; nothing changes then."""

@@ -155,7 +155,16 @@ def unquoted(text: str) -> str:
 class Repl:
     """The state of a chat and what each line of input does to it."""
 
-    def __init__(self, model: Model, name: str, conversation: Conversation, screen: Screen) -> None:
+    def __init__(
+        self,
+        model: Model,
+        name: str,
+        conversation: Conversation,
+        screen: Screen,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``after``: called behind each input that was handled."""
+        self.after = after
         self.model = model
         self.name = name
         self.conversation = conversation
@@ -185,6 +194,7 @@ class Repl:
             else:
                 self.conversation.say("user", unquoted(line))
                 self._answer()
+            self.after()
         except ToolkitError as e:
             self.screen.error(" ".join(str(e).split()))
 

@@ -8,11 +8,11 @@ from typing import Any
 from toolkit.configs.checks import allowed, named, number, shown, switches
 from toolkit.configs.limits import Bounds
 from toolkit.configs.lmdeploy import check_fields, known_as
-from toolkit.configs.option import option, same_option
+from toolkit.configs.option import option, read_size, same_option
 from toolkit.errors import UsageError
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
-MODEL_FORMATS = ("hf", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8", "gguf", "engine")
+MODEL_FORMATS = ("hf", "meta_llama", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8", "gguf", "engine")
 LOAD_FORMATS = ("auto", "int8", "int4", "dummy")
 UNMASKING = ("low_confidence_dynamic", "low_confidence_static", "sequential")
 
@@ -48,8 +48,23 @@ def _check_engine(config: EngineConfig, block: str) -> None:
     switches(config, "enable_prefix_caching", "enable_metrics", "disable_vision_encoder", "language_model_only")
     switches(config, "eager_mode", "empty_init")
     _check_adapters(config.adapters)
+    _check_kept(config)
     _check_dllm(config)
     check_fields(config)
+
+
+def _check_kept(config: EngineConfig) -> None:
+    for name in ("kv_cache_dir", "kv_cache_key"):
+        if (path := getattr(config, name)) is not None and not (isinstance(path, str) and path.strip()):
+            raise UsageError(f"{name}: expected a path, found {shown(path)}")
+    if not isinstance(config.kv_cache_disk, str):
+        raise UsageError(f"kv_cache_disk: expected a size such as '20GiB', found {shown(config.kv_cache_disk)}")
+    read_size("kv_cache_disk", config.kv_cache_disk)
+    if config.kv_cache_dir is None:
+        if config.kv_cache_key is not None:
+            raise UsageError("kv_cache_key: nothing is kept without kv_cache_dir; name a folder, or leave it out")
+    elif not config.enable_prefix_caching:
+        raise UsageError("kv_cache_dir: keeps what the prefix cache has; enable_prefix_caching, or leave it out")
 
 
 def _check_dllm(config: EngineConfig) -> None:
@@ -90,7 +105,7 @@ class CommonEngineConfig:
     dtype: str = option(
         "auto", "Activations: auto, float16, bfloat16, float32 (least swayed by the batch).", allowed=DTYPES
     )
-    tp: int = option(1, "Ranks to split a model over, on this CPU (pytorch only).", allowed=Bounds(1, 1024, "int32"))
+    tp: int = option(1, "Ranks to split a model over, on this CPU.", allowed=Bounds(1, 1024, "int32"))
     pp: int = option(
         1, "Ranks to lay its layers out over, one behind the other (pytorch only).", allowed=Bounds(1, 1024, "int32")
     )
@@ -111,7 +126,7 @@ class CommonEngineConfig:
         0, "KV cache: 0 (as --dtype), 8 bits, 4 (keys 6), 44 (4, keys too), 16 or 17 (float8 e4m3, e5m2)."
     )
     model_format: str | None = option(
-        None, "hf, awq, gptq, w8a8, gguf, engine. Default: read from the model.", allowed=MODEL_FORMATS
+        None, "hf, meta_llama, awq, gptq, w8a8, gguf, engine. Default: read from the model.", allowed=MODEL_FORMATS
     )
     load_format: str = option(
         "auto",
@@ -127,6 +142,14 @@ class CommonEngineConfig:
         "Default: on a CPU twice a step without prompts, at most 150; on a GPU 0.",
         allowed=Bounds(0, 1e6),
     )
+    kv_cache_dir: str | None = option(
+        None, "Keep the KV cache of prompts and answers in this folder too: it outlives a restart."
+    )
+    kv_cache_disk: str = option("20GiB", "What it may take there, all models together.")
+    kv_cache_seconds: float = option(
+        604800.0, "Seconds after which what nobody used is deleted there.", allowed=Bounds(1, 1e10)
+    )
+    kv_cache_key: str | None = option(None, "A file of 32 random bytes: what is kept is encrypted with it.")
     dynamic_rope: str = option(
         "session",
         "Dynamic NTK turns requests beyond the trained length by the session's (session) or their own (request: "

@@ -28,9 +28,9 @@ from toolkit.errors import UsageError
 NOT_GENERATED = {
     "logprob_start_len": "for log-probabilities of the prompt use prompt_logprobs",
     "return_ppl": "use Pipeline.get_ppl",
-    "with_cache": "caches do not leave the engine yet",
-    "preserve_cache": "caches do not leave the engine yet",
-    "migration_request": "prefill and decode are not served apart yet",
+    "with_cache": "kv_cache_dir keeps the cache, and engines that share it find it by the tokens",
+    "preserve_cache": "kv_cache_dir keeps the cache, and engines that share it find it by the tokens",
+    "migration_request": "prefill and decode are not served apart yet; kv_cache_dir shares what prompts have become",
 }
 
 

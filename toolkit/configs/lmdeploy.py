@@ -76,7 +76,7 @@ def _refused(why: str, default: Any = None) -> Theirs:
 _ONE = "a model is split by tp, pp, dp and ep alone"
 _SPLIT = "attention, MLPs and experts are all split by tp"
 _EXPERTS = "experts are shared out evenly, and rows go to them by all-to-all over gloo"
-_CACHE = "caches do not leave the engine yet"
+_CACHE = "engines share blocks of the cache by kv_cache_dir"
 _CHECKPOINTS = "states are kept at block borders by themselves, and evicted like blocks"
 _WHOLE = "whole blocks of every prompt are cached"
 _DRAFT = "speculative decoding is not built yet"
@@ -93,8 +93,8 @@ _SAME = (  # of commands, as there
 OPTIONS: dict[str, Theirs] = {
     # engine configs
     "dtype": _works("float32 too"),
-    "model_format": _works("w8a8, gguf and engine too; checked against what the model holds"),
-    "tp": _works("ranks on the CPU of one machine, backend pytorch (docs/distributed.md); `convert` takes 1 alone"),
+    "model_format": _works("w8a8, gguf, meta_llama and engine too; checked against what the model holds"),
+    "tp": _works("ranks on CPUs (docs/distributed.md); `convert` takes 1 alone"),
     "dp": _works("copies of `tp` ranks each, under one scheduler (docs/distributed.md)"),
     "ep": _works("tp x dp, or 1"),
     **{name: _works("as tp and ep have it") for name in ("attn_tp_size", "mlp_tp_size", "moe_tp_size")},

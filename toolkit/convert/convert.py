@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.engine.artifact import ENGINE_ARRAYS, EngineArtifact
 from toolkit.artifacts.engine.files import write_engine
-from toolkit.artifacts.formats import format_of
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind
 from toolkit.artifacts.output.replace import check_directory_target
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]  # (tensors done, of how many)
 
 _SHARE = {"auto": 1.0, "int8": 0.5, "int4": 0.25}  # of the checkpoint's bytes, at least
-_FORMAT_NAMES = {None: "hf", "smooth_quant": "w8a8"}  # quant_method → LMDeploy's --model-format, where they differ
 
 
 @dataclass(frozen=True)
@@ -180,9 +178,7 @@ def _vision_bits(target: Target, spec: DecoderSpec, asked: str) -> int:
 
 
 def _check_format(checkpoint: Checkpoint, model_format: str | None) -> None:
-    form = format_of(checkpoint)
-    method = None if form is None else form.METHOD
-    found = _FORMAT_NAMES.get(method, method)
+    found = checkpoint.model_format
     if model_format is not None and model_format != found:
         raise UsageError(f"model_format: {checkpoint.path} holds {found} weights, not {model_format}; leave it out")
 

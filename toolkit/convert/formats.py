@@ -20,6 +20,7 @@ from toolkit.artifacts.formats.writers import WRITERS
 from toolkit.artifacts.gguf.eyes import FILE
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind
 from toolkit.artifacts.output.replace import check_directory_target, check_file_target
+from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import open_stage, write_file
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.weights import (
@@ -29,7 +30,7 @@ from toolkit.artifacts.weights import (
     validate_checkpoint,
 )
 from toolkit.configs.engine import DTYPES
-from toolkit.convert.weights import ROUNDED, Progress, Work, without_scales, write_weights
+from toolkit.convert.weights import ROUNDED, Progress, Work, least_bytes, without_scales, write_weights
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.mmproj import Mmproj
 from toolkit.models.registry import build, get, load_spec
@@ -90,7 +91,7 @@ def rewrite(
     validate_checkpoint(checkpoint, stored)
     if to != "gguf":
         check_whole(checkpoint)
-    gguf = partial(_write_gguf, checkpoint, spec, stored, gguf_type, importance, progress)
+    gguf = partial(_write_gguf, checkpoint, spec, stored, gguf_type, importance, progress, target)
     sees = to == "gguf" and isinstance(get(spec.family).gguf, Mmproj)
     if one_file:
         beside = target.with_name(f"mmproj-{target.name}")
@@ -115,6 +116,7 @@ def rewrite(
             notes, quality = gguf(stage.dir / "model.gguf", stage.dir / FILE if sees else None)
         else:
             work = Work(checkpoint, spec, stored, build(checkpoint.config)[1], quantized, to, dtype, progress)
+            check_room(target, least_bytes(work))
             notes, quality = write_weights(work, stage)
         return Rewritten(target, to, notes, stage.finish(quality))
 
@@ -141,17 +143,20 @@ def _write_gguf(
     gguf_type: str,
     importance: Mapping[str, Tensor] | None,
     progress: Progress | None,
+    target: Path,
     file: Path,
     eyes: Path | None,
 ) -> tuple[list[str], dict[str, Any]]:
-    """As ``write_weights``, to ``file``. ``eyes``: where the tower goes of a model that sees."""
+    """As ``write_weights``, to ``file``, which becomes ``target`` or is in it. ``eyes``: where the tower
+    goes of a model that sees."""
     from toolkit.artifacts.gguf.export import plan_export
     from toolkit.artifacts.gguf.eyes_export import write_eyes
     from toolkit.runners.native.packing.gguf_scales import find_scales
 
+    export = plan_export(checkpoint, spec, stored, gguf_type, importance)
+    check_room(target, export.nbytes)
     if eyes is not None:
         write_eyes(checkpoint, spec, stored, eyes)
-    export = plan_export(checkpoint, spec, stored, gguf_type, importance)
     export.write(file, progress, find_scales)
     layers = [{"name": name, "rel_error": error} for name, error in export.errors.items()]
     blind = spec.vision is not None and eyes is None

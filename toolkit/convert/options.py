@@ -12,7 +12,7 @@ class Packing:
     target: str = option("auto", "What to pack for: auto (cpu, else torch), cpu, torch, cuda-sm80, cuda-sm90.")
     dtype: str = option("auto", "Of weights that are not quantized: auto (as stored), float16, bfloat16, float32.")
     model_format: str | None = option(
-        None, "hf, awq, gptq, w8a8 or gguf: refuse any other. Default: read from the model."
+        None, "hf, meta_llama, awq, gptq, w8a8 or gguf: refuse any other. Default: read from the model."
     )
     load_format: str = option(
         "auto", "auto; int8, int4: linears that are not quantized are rounded, without calibration."

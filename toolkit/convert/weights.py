@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 _CACHE_SCALED = ("compressed-tensors", "fp8", "hf")  # formats whose readers look for scales of a float8 KV cache
+_FLOATS = ("F64", "F32", "F16", "BF16")
 ROUNDED = ("w8a8", "fp8", "mxfp4")  # formats that a dense matrix can simply be rounded to
 
 
@@ -69,6 +72,27 @@ def write_weights(work: Work, stage: Stage) -> tuple[list[str], dict[str, Any]]:
 
     write_checkpoint(stage.dir, work.checkpoint, chain(tensors, scales.items()), config)
     return _notes(work), {"layers": [{"name": name, "rel_error": error} for name, error in work.errors.items()]}
+
+
+def least_bytes(work: Work) -> int:
+    """Bytes of the result, at least: what is quantized may be packed more tightly than it was."""
+    held: Counter[str] = Counter()  # module or tensor → bytes
+    for name, info in work.checkpoint.infos.items():
+        held[name] += info.end - info.start
+        held[name.rpartition(".")[0]] += info.end - info.start
+    total = 0
+    for item in work.stored:
+        size, count = held[item.name], math.prod(item.shape)
+        if not size or (item.kind == "head" and work.spec.tied):
+            continue
+        own = work.checkpoint.infos.get(item.weight_name)
+        packed = own is None or own.dtype not in _FLOATS
+        if work.to == "hf" and (packed or work.dtype != "auto"):
+            size = count * (4 if work.dtype == "float32" else 2)
+        elif work.to in ROUNDED and item.kind == "linear" and not work.quantized:
+            size = count // 2 if work.to == "mxfp4" else count
+        total += size // 2 if packed and work.to != "hf" else size
+    return total
 
 
 def _modules(work: Work) -> Iterator[tuple[StoredTensor, Weight | Tensor, Tensor | None]]:

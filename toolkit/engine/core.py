@@ -19,6 +19,8 @@ from toolkit.engine.admission import (
     turned_by,
 )
 from toolkit.engine.cache.block_manager import BlockManager
+from toolkit.engine.cache.kept.keeper import Keeper
+from toolkit.engine.cache.kept.shelf import Shelf
 from toolkit.engine.cache.prefix import root_key
 from toolkit.engine.canvas import Canvas
 from toolkit.engine.constraints.request import Building, Built, Constraints
@@ -47,6 +49,8 @@ INVALID_REQUEST = 400  # error codes of EngineOutput, as HTTP has them
 INTERNAL_ERROR = 500
 UNAVAILABLE = 503
 INTAKE_SECONDS = 0.01  # that a loop takes requests in for, before the next step of those that run
+READ_SECONDS = 0.005  # that a loop without anything else to do waits for blocks, before it takes requests in
+WRITE_SECONDS = 0.002  # without requests, between two looks at whether there is room to write more blocks
 SWEEP_SECONDS = 60.0  # between two looks at blocks that nobody uses
 BROKEN_AFTER = 8  # requests failed one after another, with no step in between that ran: the runner's cache is made anew
 
@@ -67,9 +71,13 @@ class EngineCore:
         open_tokenizer: Callable[[], Tokenizer] | None,
         read_weights: Callable[[Path], Callable[[], Mapping[str, Any]]] | None = None,
         empty: bool = False,
+        shelf: Shelf | None = None,
+        adapters: Seq[str] = (),
     ) -> None:
         """``open_tokenizer``: for bad words and grammars, which are all that it is for here. ``read_weights``: of a
-        directory of new weights what the runner is to load. ``empty``: the runner has no weights yet, and no cache."""
+        directory of new weights what the runner is to load. ``empty``: the runner has no weights yet, and no cache.
+        ``shelf``: where blocks are kept beside the cache; ``adapters``: what tells each one's blocks from others'
+        there."""
         spec = runner.spec
         size = runner.options.block_size
         self.runner = runner
@@ -79,7 +87,9 @@ class EngineCore:
             spec.cache_groups, options.num_blocks, size, options.max_batch_size, max(self.max_len, 1)
         )
         rows = max(1, spec.together, options.max_logit_bytes // (4 * spec.vocab_size))
-        self.scheduler = Scheduler(self.blocks, options, rows)
+        self.keeper = None if shelf is None else Keeper(shelf, runner, self.blocks)
+        self._adapters = adapters
+        self.scheduler = Scheduler(self.blocks, options, rows, self.keeper)
         axes = 3 if spec.vision is not None and spec.vision.axes else 1
         own = own_rope(runner)
         growth = None if own is None else Growth(own.original_max_position, not own.doubled)
@@ -161,6 +171,8 @@ class EngineCore:
             why = self._nap.why
             self._outputs[-1] = EngineOutput(request_id, finish_reason="error", error=why, error_code=UNAVAILABLE)
         self.sight.forget()
+        if self.keeper is not None:
+            self.keeper.flush()
         self._nap.begin()
         return self._nap.gone
 
@@ -186,9 +198,26 @@ class EngineCore:
         for seq in list(self.scheduler.running):
             self.scheduler.preempt(seq)
         self.sight.forget()
+        self._forget_kept()
         self._nap.renew(weights)
         self._renewed, self._damage = True, ""
         return self._nap.gone
+
+    def _forget_kept(self) -> None:
+        """Other weights come: what is kept is not theirs, and of them nothing is kept."""
+        if self.keeper is not None:
+            log.info("the KV cache of new weights is not kept on disk")
+            self.keeper.close()
+            self.keeper = self.scheduler.keeper = None
+
+    def close(self) -> None:
+        """No step comes any more: write what is to be kept, free the model."""
+        if self.keeper is not None:
+            if not self._nap.gone:
+                self.keeper.flush()
+            self.keeper.close()
+            self.keeper = self.scheduler.keeper = None
+        self.runner.close()
 
     @property
     def has_work(self) -> bool:
@@ -198,6 +227,8 @@ class EngineCore:
     @property
     def patience(self) -> float | None:
         """Seconds after which ``step`` should be called even without work, to give memory back; None = never."""
+        if self.keeper is not None and self.keeper.pending and not self._nap.gone:
+            return WRITE_SECONDS
         if self._give_back is None or self._nap.gone or not any(pool.touched for pool in self.blocks.pools):
             return None
         return max(0.0, self._next_sweep - time.monotonic())
@@ -241,7 +272,7 @@ class EngineCore:
             max_len=self.max_len,
             rope_set=rope_set,
             turned_by=turned,
-            keys_root=root_key(turned, request.adapter, owner) if shares else None,
+            keys_root=root_key(turned, self._adapter(request.adapter), owner) if shares else None,
             processors=processors,
             spans=spans,
             axes=axes,
@@ -256,6 +287,9 @@ class EngineCore:
         self._arrivals += 1
         self._sequences[request.id] = seq
         self.scheduler.add(seq)
+
+    def _adapter(self, number: int) -> int | str:
+        return self._adapters[number] if 0 <= number < len(self._adapters) else number
 
     def _canvas(self) -> Canvas | None:
         """For a request's tokens, where the model guesses blocks of them."""
@@ -281,6 +315,8 @@ class EngineCore:
             self._sweep(self._give_back)
         if self._held:
             self._admit_held()
+        if self.keeper is not None and not self._nap.gone:
+            self.keeper.turn(busy=bool(self.scheduler.running))
         outputs, self._outputs = self._outputs, []
         ahead = self._lookahead and not any(s.needs_host for s in self.scheduler.running)
         if ahead and self._flying and self.scheduler.pace.is_long(self._flying[-1][0].plan):
@@ -295,6 +331,8 @@ class EngineCore:
         if plan:
             self._submit(plan, outputs)
             self._steps += 1
+        elif self.keeper is not None and self.keeper.reading and not self._flying:
+            self.keeper.wait(READ_SECONDS)
         while len(self._flying) > (1 if ahead and plan else 0):
             self._collect(outputs)
         self._step_seconds += time.perf_counter() - started
@@ -462,6 +500,7 @@ class EngineCore:
             "steps": self._steps,
             "step_seconds": self._step_seconds,
             "pictures_encoded": self.sight.encoded,
+            **({} if self.keeper is None else self.keeper.stats()),
         }
 
     def check_integrity(self) -> None:

@@ -13,26 +13,33 @@ up its blocks and is computed again later.
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 
 from toolkit.engine.cache.block_manager import BlockManager, blocks_for
+from toolkit.engine.cache.coming import Coming
 from toolkit.engine.cache.followers import Followers
+from toolkit.engine.cache.kept.keeper import Keeper
 from toolkit.engine.cache.prefix import extend_keys
 from toolkit.engine.options import EngineOptions
-from toolkit.engine.pace import ALONE, SERVED, SHARED, Pace
+from toolkit.engine.pace import ALONE, HASTY, SERVED, SHARED, Pace
 from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
 from toolkit.engine.turns import LEAST_TOKENS, PATIENCE, Group, Held, Round, Waiting, group_of, split, turn
 
 SIDE_BY_SIDE = 8  # prompts of a user that are begun while those begun before them use up the budget
 NEW = (-1, 0)  # of a user whose prompts have had no turn
+HELD = 16  # steps that a request waits for what another user's prompt computes: that one may have no turn for long
 SPARED = 8  # preemptions of a request after which it is others' turn
 
 
 class Scheduler:
-    """Waiting and running requests, and the blocks of the running ones."""
+    """Waiting and running requests, and the blocks of the running ones. ``keeper``: has more of them elsewhere."""
 
-    def __init__(self, blocks: BlockManager, options: EngineOptions, max_rows_per_step: int) -> None:
+    def __init__(
+        self, blocks: BlockManager, options: EngineOptions, max_rows_per_step: int, keeper: Keeper | None = None
+    ) -> None:
         self.blocks = blocks
+        self.keeper = keeper
         self.options = options
         self.followers = Followers(blocks, options.max_batch_size)
         self.pace = Pace(options.target_step_ms)
@@ -102,6 +109,8 @@ class Scheduler:
         before = self.blocks.labelled(seq.row)
         self.blocks.label(seq.row, seq.keys, seq.stored)
         self.followers.note(seq, before, self.blocks.labelled(seq.row))
+        if self.keeper is not None:
+            self.keeper.note(seq, before, self.blocks.labelled(seq.row))
 
     def preempt(self, seq: Sequence) -> None:
         """Give up a running request's blocks and queue it again in its turn."""
@@ -112,6 +121,7 @@ class Scheduler:
         self._leave(seq)
         seq.computed = seq.stored = 0
         seq.preempted += 1
+        seq.fetches = 0
         self.preemptions += 1
 
     def _leave(self, seq: Sequence) -> None:
@@ -189,9 +199,15 @@ class Scheduler:
 
     @property
     def _times(self) -> float:
-        """By how much a step may be longer while nobody decodes: users of a server may come at any time."""
-        users = {s.user for s in self.running}.union(self.waiting.users)
-        return SHARED if len(users) > 1 else ALONE if users <= {""} else SERVED
+        """By how much a step may be longer while nobody decodes: users of a server may come at any time, and one whose
+        short prompt is all that it has waits for no others' long ones in the same step."""
+        has = Counter(s.user for s in self.running)
+        for user in self.waiting.users:
+            has[user] += sum(map(len, self.waiting.of(user).values()))
+        if len(has) < 2:
+            return ALONE if has.keys() <= {""} else SERVED
+        starts = (s for s in [*self.running, *self._heads()] if not s.decodes and has[s.user] == 1)
+        return HASTY if any(s.remaining <= LEAST_TOKENS for s in starts) else SHARED
 
     def _shares(self, prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
         """How many tokens each of ``prompts`` (by turn) may take of ``budget``, those first whose user has waited
@@ -234,7 +250,7 @@ class Scheduler:
     def _admit(self, plan: Plan, budget: int) -> None:
         """Start waiting requests while there is a row, budget and room for their whole prompts.
 
-        One whose next block is being computed by a running prompt waits for it instead of computing it too.
+        One whose next tokens are being computed by a running prompt waits for them instead of computing them too.
         """
         held = Held(self.running)
         queue = Round(self.waiting, held)
@@ -242,7 +258,7 @@ class Scheduler:
         given_back: list[Sequence] = []
         size = self.blocks.block_size
         promised = sum(blocks_for(s.length, size) - blocks_for(s.computed, size) for s in self.running)
-        coming = {k for s in self.running for k in s.keys[self.blocks.labelled(s.row) :]}
+        coming = Coming(self.blocks, self.followers, self.running)
         while queue:
             seq = queue.first
             most = max(1, int(seq.request.whose.share * self.options.max_batch_size))
@@ -256,7 +272,12 @@ class Scheduler:
                 if len(seen) > self.options.pictures_kept:
                     break
             hit = self._match(seq)
-            if hit < len(seq.keys) and seq.keys[hit] in coming and not seq.wants_all:
+            if self.keeper is not None and self.keeper.awaited(seq, hit, _most(seq)):
+                queue.leave(seq)
+                continue
+            other = None if seq.wants_all else coming.of(seq, hit, _most(seq))
+            if other == seq.user or (other is not None and seq.held < HELD):
+                seq.held += other != seq.user
                 queue.leave(seq)
                 continue
             if victim is not None:
@@ -274,7 +295,7 @@ class Scheduler:
             plan.started.append(seq)
             begun.add(seq)
             promised += blocks_for(seq.length, size) - blocks_for(seq.computed, size)
-            coming.update(seq.keys[hit:])
+            coming.add(seq, hit)
         for seq in given_back:
             self.waiting.add(seq)
 

@@ -70,6 +70,7 @@ class Sequence:
         self.row = -1
         self.keys: list[bytes] = []
         self.branch = 0
+        self.fetches = 0  # tries to bring blocks back that are kept outside the cache
         self.cached_tokens = 0
         self.admitted = False
         self.told = -1  # prompt tokens that its client knows to be computed, where it asked
@@ -81,6 +82,7 @@ class Sequence:
         self.preempted = 0
         self.decoded = -1  # the step in which it was last to decode
         self.unfed = 0  # steps in which others of its user had tokens of their prompts computed and it had none
+        self.held = 0  # steps in which it waited for what another user's prompt was to compute
         self.collected = 0
         self.stop_ids = frozenset(self.params.stop_token_ids)
         self.prompt_logprobs: list[dict[int, float] | None] = [None]
@@ -97,6 +99,11 @@ class Sequence:
         self.needs_host = bool(self.processors or self.grammar or self.bad_words or self.history or self.canvas)
         if self.canvas is not None:
             self.canvas.begin(self.tokens[: self.length])
+
+    def parent(self, block: int) -> bytes:
+        """The key of what stands before ``block``."""
+        assert self.keys_root is not None
+        return self.keys[block - 1] if block else self.keys_root
 
     @property
     def params(self) -> SamplingParams:

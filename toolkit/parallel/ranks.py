@@ -35,9 +35,17 @@ class Ranks:
     """Processes of ranks 1 … world - 1: those of this machine, which end when this one does, and of ``nodes``, where
     there are more, those who come from there."""
 
-    def __init__(self, world: int, threads: int, nodes: Nodes | None = None, own: dict[str, Any] | None = None) -> None:
-        """``threads``: of each. ``own``: what ranks of other machines must have alike. Raises ToolkitError where the
-        system has no file, process or memory for them, or where some do not come."""
+    def __init__(
+        self,
+        world: int,
+        threads: int,
+        worker: str = "toolkit.parallel.worker",
+        nodes: Nodes | None = None,
+        own: dict[str, Any] | None = None,
+    ) -> None:
+        """``threads``: of each; ``worker``: the module whose ``main`` they run. ``own``: what ranks of other machines
+        must have alike. Raises ToolkitError where the system has no file, process or memory for them, or where some do
+        not come."""
         self._hosts: dict[int, dict[str, Any]] = {}  # by rank: what those of other machines say
         door = None if nodes is None else Door(nodes)
         self.folder = Path(tempfile.mkdtemp(prefix="toolkit-ranks-"))
@@ -50,7 +58,7 @@ class Ranks:
                 for way in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # one that stands still is no reason to wait
                     mine.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", int(STEP_SECONDS), 0))
                 with mine, theirs:
-                    started = child_process.start("toolkit.parallel.worker", theirs, stdout=2, env=env)
+                    started = child_process.start(worker, theirs, stdout=2, env=env)
                     self._processes.append(started)
                     self._pipes.append(Connection(mine.detach()))
             if door is not None:
@@ -73,11 +81,12 @@ class Ranks:
         return [process.pid for process in self._processes]
 
     def open(self, model: dict[str, Any], dense: bool, **more: Any) -> None:
-        """Tell all what they are. Each answers twice: when it has opened the model, and when it has met the others."""
+        """Tell all what they are, and ``more``. Each answers twice: when it has opened the model, and when it has met
+        the others; where they do not meet by messages, once."""
         level, world = logging.getLogger("toolkit").getEffectiveLevel(), len(self._pipes) + 1
         for rank, pipe in enumerate(self._pipes, 1):
-            told = {"rank": rank, "world": world, "model": model, "dense": dense, "log_level": level} | more
-            told |= {"folder": str(self.folder), "seconds": STEP_SECONDS}
+            told = {"rank": rank, "world": world, "model": model, "dense": dense, "log_level": level}
+            told |= {"folder": str(self.folder), "seconds": STEP_SECONDS, **more}
             if rank in self._hosts:
                 told["model"] = model | {"path": self._hosts[rank]["path"]}
             self._put(rank, pipe, wire.pack(told))
@@ -97,6 +106,10 @@ class Ranks:
         """Of all ranks, in their order. Raises RankLost, which names the rank that is gone or takes longer."""
         until = time.monotonic() + seconds
         return [self._answer(rank, pipe, until, seconds) for rank, pipe in enumerate(self._pipes, 1)]
+
+    def gone(self) -> bool:
+        """Whether a process has ended."""
+        return any(process.poll() is not None for process in self._processes)
 
     def why_lost(self) -> str:
         """After a message between ranks has failed: which one it was, as far as that can be told."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,10 @@ class Element:
         seam = self._seam.search(text, head.end())
         end = seam.start() if seam else text.rfind(self._end, head.end())
         return None if end < 0 else (head, text[head.end() : end], end + len(self._end))
+
+    def begins(self, text: str) -> Iterator[re.Match[str]]:
+        """Begin tags in ``text`` that begin a line."""
+        return (found for found in self._begin.finditer(text) if text[found.start() - 1 : found.start()] == "\n")
 
     def split(self, text: str) -> list[tuple[re.Match[str], str]] | None:
         """(begin tag, body) of the elements that ``text`` consists of; None where there is anything else. An end tag
@@ -102,15 +106,17 @@ class Tags:
 
 def read_call(name: str, body: str, parameter: Element, functions: Functions) -> Call | None:
     """The call of ``name`` whose parameters are ``body``; None where it is none."""
-    values = _values(body, parameter) if known(name, functions) else None
+    schema = (functions or {}).get(name, {})
+    properties = schema.get("properties")
+    keys = properties if isinstance(properties, Mapping) else {}
+    values = _values(body, parameter, keys) if known(name, functions) else None
     if values is None:
         return None
-    schema = (functions or {}).get(name, {})
     arguments = as_arguments({key: _typed(value, told, schema, key) for key, (value, told) in values.items()})
     return None if arguments is None else Call(name, arguments)
 
 
-def _values(body: str, parameter: Element) -> dict[str, tuple[str, str | None]] | None:
+def _values(body: str, parameter: Element, keys: Collection[str]) -> dict[str, tuple[str, str | None]] | None:
     if (whole := body.strip()).startswith("{"):  # some models write JSON after all
         return None if arguments_of(whole) is None else {k: (v, None) for k, v in _texts(whole).items()}
     elements = parameter.split(body)
@@ -118,8 +124,22 @@ def _values(body: str, parameter: Element) -> dict[str, tuple[str, str | None]] 
         return None
     return {
         head["key"].strip(): (value.removeprefix("\n").removesuffix("\n"), head.groupdict().get("string"))
-        for head, value in elements
+        for head, value in _ended(elements, parameter, keys)
     }
+
+
+def _ended(
+    elements: list[tuple[re.Match[str], str]], parameter: Element, keys: Collection[str]
+) -> Iterator[tuple[re.Match[str], str]]:
+    """``elements``, those without an end tag ended where the next begins: one of ``keys``, at the start of a line, that
+    has no element of its own."""
+    left = set(keys) - {head["key"].strip() for head, _ in elements}
+    for head, value in elements:
+        while found := next((x for x in parameter.begins(value) if x["key"].strip() in left), None):
+            yield head, value[: found.start()]
+            left.discard(found["key"].strip())
+            head, value = found, value[found.end() :]
+        yield head, value
 
 
 def _texts(whole: str) -> dict[str, str]:
@@ -128,11 +148,9 @@ def _texts(whole: str) -> dict[str, str]:
 
 def _typed(text: str, told: str | None, schema: Mapping[str, Any], key: str) -> Any:
     """``text`` as the value that its parameter's type asks for; itself where it is no such value."""
-    if told == "true":
-        return text
     properties = schema.get("properties")
     wanted = _types(properties.get(key)) if isinstance(properties, Mapping) else set()
-    if wanted == {str}:
+    if wanted == {str} or (told == "true" and (not wanted or str in wanted)):
         return text
     word = text.strip()
     try:

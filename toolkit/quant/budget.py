@@ -39,9 +39,11 @@ def budget_of(
     else:
         assert size is not None
         if costs.gguf:
-            quantized = linears + ([] if source.spec.tied else heads)
+            outer = gguf.outer_matrices(source, bool(heads))
+            quantized = [*linears, *outer, *([] if source.spec.tied else heads)]
             beside = finder.fixed_bits(source, quantized, store_dtype(common.dtype, source))
             beside += gguf.overhead_bits(source)
+            beside += sum(costs.of(x, finder.GGUF_GRIDS[gguf.OUTER]) for x in outer)
         else:
             beside = bits_beside(source, [*linears, *heads])
         beside += sum(costs.all([head], finder.head_grid(head, costs.gguf)) for head in heads)

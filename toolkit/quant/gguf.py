@@ -20,12 +20,14 @@ from toolkit.artifacts.gguf.metadata import model_metadata
 from toolkit.artifacts.gguf.vocabulary import vocabulary
 from toolkit.artifacts.manifest import content_digest
 from toolkit.models.sites import Site, layer_sites
+from toolkit.models.spec import LinearSpec
 from toolkit.quant.layers.result import Made, Method
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.layers.statistics_file import open_statistics
 
 FORMAT = "gguf"
+OUTER = "Q8_0"  # the type of an embedding and head in a file whose size is given
 _BLOCK = 32  # columns that share a scale in the types without super-blocks
 _AFFINE_BITS = 5  # Q4_1 and Q5_1 have offsets; the 8-bit type has none
 
@@ -83,6 +85,16 @@ def overhead_bits(source: LayerSource) -> int:
     items = [x for items in (source.outer, *source.stored) for x in items]
     wide = sum(math.prod(x.shape) for x in items if len(x.matrix) == 1 or x.kind == "router")
     return 8 * size + 16 * (wide + sum(math.prod(x.bias_shape) for x in items if x.bias))
+
+
+def outer_matrices(source: LayerSource, head: bool = False) -> list[LinearSpec]:
+    """Embedding and head where they can be ``OUTER`` in the file. ``head``: the head is quantized by itself."""
+    spec = source.spec
+    names = {spec.embed} | (set() if spec.tied or head else {spec.head})
+    if names & set(model_metadata(spec).folded):  # the file has them multiplied, which is no rounding of theirs
+        return []
+    found = [LinearSpec(x.parts[0].name, x.matrix[1], x.matrix[0]) for x in source.outer if x.parts[0].name in names]
+    return [x for x in found if x.in_features % _BLOCK == 0]
 
 
 def stored_bits(value: Weight) -> int:

@@ -303,6 +303,7 @@ def search(
         prepare=prepare,
         tune_steps=options.tune_steps,
         beside=len(source.spec.layers) * SAMPLES,
+        round_outer=size is not None,
     )
     return run(source, Path(work_dir), recipe, common, progress)
 

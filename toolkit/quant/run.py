@@ -83,7 +83,8 @@ class Recipe:
     its layers, returning figures for ``quality``. ``tune_steps``: of the tuning afterwards, None for the default where
     it fits ``--cache-memory``. ``whole_layers``: whether ``prepare`` has a layer in memory as a whole; ``texts``: how
     often it has the text's activations; ``beside``: how many samples go through the layers beside the text. ``extra``:
-    fields added to the checkpoint's ``quantization_config``.
+    fields added to the checkpoint's ``quantization_config``. ``round_outer``: in a GGUF file the embedding and head are
+    rounded too (``gguf.OUTER``).
     """
 
     stage: str
@@ -101,6 +102,7 @@ class Recipe:
     texts: int = 1
     beside: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
+    round_outer: bool = False
 
 
 def scratch_of(stage: Stage) -> Path:
@@ -214,7 +216,8 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
         quality = _quantize(source, stage, setting, recipe, text, common, parent["digest"], tune_steps, progress)
         progress("writing", 0, 1)
         if form == gguf.FORMAT:
-            quality |= write_gguf(source, stage, dtype)
+            outer = gguf.outer_matrices(source, selection.head) if recipe.round_outer else []
+            quality |= write_gguf(source, stage, dtype, {x.name for x in outer})
         else:
             write_layers(source, stage, WRITERS[form], dtype, group_size=recipe.group_size, extra=recipe.extra)
         quality |= _size(source, stage, gguf.stored_bits if form == gguf.FORMAT else storable_bits)

@@ -72,6 +72,11 @@ class Runner(Protocol):
     asynchronous: bool  # ``submit`` returns while the step runs, so that the caller can prepare the next one
     notes: list[str]  # what a user should hear of how the model runs, one line each; whole once weights are loaded
 
+    @property
+    def layout(self) -> str:
+        """What, beside model and options, the bytes of its blocks depend on: who computes, and how they lie."""
+        ...
+
     def memory(self) -> MemoryNeed: ...
 
     def load_weights(self) -> None:
@@ -101,10 +106,11 @@ class Runner(Protocol):
 
     def submit(self, batch: StepBatch) -> StepHandle: ...
 
-    def export_block(self, group: int, block: int) -> bytes:
-        """The block's content in stored form, all layers of the group."""
+    def export_block(self, group: int, block: int) -> bytes | memoryview:
+        """The content of a block that no step in flight writes to, in stored form, all layers of the group."""
 
-    def import_block(self, group: int, block: int, data: bytes) -> None: ...
+    def import_block(self, group: int, block: int, data: bytes | memoryview) -> None:
+        """Inverse of ``export_block``, into a block that nobody has; waits for steps in flight."""
 
     def close(self) -> None: ...
 

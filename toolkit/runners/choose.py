@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from toolkit.models.family import Family
 
 log = logging.getLogger(__name__)
-_FORMATS = {None: "hf", "smooth_quant": "w8a8"}  # quant_method -> model_format, where they are spelled differently
 
 
 @dataclass(frozen=True)
@@ -139,9 +138,8 @@ def _open_checkpoint(
     from toolkit.runners.weights.rounded import check_load_format, rounded
 
     checkpoint = open_checkpoint(path)
-    method = (checkpoint.quantization or {}).get("quant_method")
-    check_load_format(load_format, path, method)
-    _check_format(path, model_format, "gguf" if path.suffix == ".gguf" else _FORMATS.get(method, str(method)))
+    check_load_format(load_format, path, (checkpoint.quantization or {}).get("quant_method"))
+    _check_format(path, model_format, checkpoint.model_format)
     config = apply_overrides(checkpoint.config, hf_overrides, rope_scaling_factor)
     spec, stored = load_spec(checkpoint, config, families)
     validate_checkpoint(checkpoint, stored)
@@ -157,13 +155,14 @@ def _open_checkpoint(
     return Opened(spec, weights, None, tuple(stored))
 
 
-def _check_format(path: Path, asked: str | None, *found: str) -> None:
-    if asked is not None and asked not in found:
-        raise UsageError(f"model_format: {path} holds {found[0]} weights, not {asked}; leave it out")
+def _check_format(path: Path, asked: str | None, found: str) -> None:
+    if asked not in (None, found):
+        raise UsageError(f"model_format: {path} holds {found} weights, not {asked}; leave it out")
 
 
 def _made_of(path: Path) -> str:
     """The format of the checkpoint that an engine artifact was made of."""
+    from toolkit.artifacts.checkpoint import format_name
     from toolkit.artifacts.json_file import read_json_object
     from toolkit.artifacts.manifest import read_manifest
 
@@ -171,8 +170,7 @@ def _made_of(path: Path) -> str:
     if manifest is not None and str(manifest.parent.get("path") or "").endswith(".gguf"):
         return "gguf"
     held = read_json_object(path / "config.json").get("quantization_config")
-    method = held.get("quant_method") if isinstance(held, dict) else None
-    return _FORMATS.get(method, str(method))
+    return format_name(held if isinstance(held, dict) else None)
 
 
 def _open_dummy(

@@ -96,10 +96,10 @@ def create_app(
         eyes=None if engine.blind else Eyes.open(engine.tokenizer.path, image_rules(settings), engine.session_len),
         formats=read_by(template),
         of_adapters={name: (own, read_by(own)) for name, own in (of_adapters or {}).items()},
-        kept=Store(settings.limits),
-        digest=files.owner,
+        kept=Store(settings.limits, files),
         slots=asyncio.Semaphore(limit) if limit else None,
     )
+    state.talks.restore(files)
     app = FastAPI(
         title="toolkit",
         version=__version__,
@@ -123,7 +123,7 @@ def create_app(
     add_schemas(app, [body for routes in ROUTES for body in routes.BODIES])
     keys = ApiKeys(settings.api_keys, settings.api_key_file) if keys is None else keys
     trusted = Proxies(settings.trusted_proxy)
-    add_layers(app, settings.limits, lanes, keys, list(settings.allow_origins), trusted=trusted)
+    add_layers(app, settings.limits, lanes, keys, list(settings.allow_origins), trusted=trusted, digest=files.owner)
     return app
 
 

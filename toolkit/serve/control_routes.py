@@ -78,14 +78,13 @@ async def sleep(raw: Request, level: str = "1") -> HttpResponse:
     if level not in ("1", "2"):
         raise bad_field("level", f"expected 1 or 2, found {level!r:.20}")
     async with state.nap:
-        state.sleeping = True
+        state.to_sleep = True
         try:
             while state.admitted:
                 await asyncio.sleep(DRAIN_LOOK_S)
             await asyncio.to_thread(state.engine.sleep)
-        except BaseException:
-            state.sleeping = state.engine.asleep
-            raise
+        finally:
+            state.to_sleep = False
     return _is_sleeping(state)
 
 
@@ -97,7 +96,6 @@ async def wakeup(raw: Request) -> HttpResponse:
     state = allowed(raw, "enable_sleep_mode")
     async with state.nap:
         await asyncio.to_thread(state.engine.wake, raw.query_params.getlist("tags") or PARTS)
-        state.sleeping = state.engine.asleep
     return _is_sleeping(state)
 
 

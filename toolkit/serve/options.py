@@ -75,7 +75,9 @@ class ServerSettings:
         **_SEVERAL,
     )
     batch_dir: Path | None = option(
-        None, "Directory in which files and batches outlive the server. Default: a temporary one."
+        None,
+        "Directory in which files, batches, stored responses and sessions outlive the server. Default: a "
+        "temporary one.",
     )
     alias: Sequence[str] = option((), "OTHER=NAME: another name of a model; repeatable.", **_SEVERAL)
     proxy_url: str | None = option(None, "Proxy (tool serve proxy) to join.")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-from starlette.types import Scope
 
 from toolkit.configs.checks import shown
 from toolkit.configs.option import spelled
@@ -18,8 +16,8 @@ from toolkit.serve.generation.cache_report import Prompts
 from toolkit.serve.generation.turn import behind
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.lanes import Lanes
-from toolkit.serve.http.owners import owner
-from toolkit.serve.http.users import Quotas, current_user
+from toolkit.serve.http.quotas import Quotas
+from toolkit.serve.http.users import current_user
 from toolkit.serve.lmdeploy.talks import Talks
 from toolkit.serve.options import ServerSettings
 from toolkit.serve.watch.metrics import ServerMetrics
@@ -66,7 +64,7 @@ class ServerState:
     ``embeds``: whether the model says so itself. ``eyes``: None where it reads text alone. ``active``: ids of the
     engine requests in flight, each with its client's session_id. ``admitted``: HTTP requests under way, those whose
     prompts are not tokens yet too; ``of_batches``: those of them that are lines of batches. ``nap``: held while the
-    model goes to sleep, wakes or gets other weights. ``sleeping``: the model sleeps, or will once they have ended.
+    model goes to sleep, wakes or gets other weights. ``to_sleep``: it will sleep once they have ended.
     ``draining``: once they have, it gets other weights; ``new_weights``: the parts of them that have come. ``closing``:
     the server is on its way down."""
 
@@ -78,7 +76,6 @@ class ServerState:
     lanes: Lanes
     formats: Formats
     kept: Store
-    digest: Callable[[bytes], str]  # what stands for an API key
     of_adapters: dict[str, tuple[ChatTemplate, Formats]] = field(default_factory=dict)
     pooling: Pooling = "last"
     embeds: bool = False
@@ -88,7 +85,7 @@ class ServerState:
     admitted: set[asyncio.Task[Any]] = field(default_factory=set)
     of_batches: set[asyncio.Task[Any]] = field(default_factory=set)
     nap: asyncio.Lock = field(default_factory=asyncio.Lock)
-    sleeping: bool = False
+    to_sleep: bool = False
     draining: bool = False
     new_weights: WeightFiles | None = None
     closing: bool = False
@@ -96,7 +93,6 @@ class ServerState:
     def __post_init__(self) -> None:
         self.prompts = Prompts()
         self.talks = Talks(self.settings.limits, self.engine.end_session)
-        self.sleeping = self.engine.asleep
         settings = self.settings
         self.quotas = Quotas(settings.key_requests, settings.key_tokens_per_minute, self.metrics.refused)
 
@@ -108,6 +104,11 @@ class ServerState:
             return
         async with self.slots:
             yield
+
+    @property
+    def sleeping(self) -> bool:
+        """The model sleeps, or will. The engine alone knows: one that dies asleep comes back awake."""
+        return self.to_sleep or self.engine.asleep
 
     def check_ready(self, model: str, waits: bool = True) -> None:
         """Raise ApiError unless ``model`` is served here and the engine can take requests; else let the request in.
@@ -136,10 +137,6 @@ class ServerState:
             for tasks in (self.admitted, *([self.of_batches] if behind.get() else ())):
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
-
-    def owner(self, scope: Scope) -> str:
-        """Whose a request is, and what is kept for it."""
-        return owner(scope, self.digest)
 
     def priority(self, asked: int | None) -> int:
         """That of a request which asks for ``asked``. Raises ApiError where its client may not."""

@@ -114,4 +114,4 @@ async def _replace(state: ServerState, files: WeightFiles, mode: str) -> None:
             await asyncio.sleep(DRAIN_LOOK_S)
         await asyncio.to_thread(state.engine.update_weights, files, mode)
     finally:
-        state.draining, state.sleeping = False, state.engine.asleep
+        state.draining = False

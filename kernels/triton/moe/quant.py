@@ -1,6 +1,6 @@
 """Mixtures of experts with quantized weights: integers of 4 or 8 bits in groups, and int8 or float8 for rounded inputs.
 
-Slots are gathered by expert as in ``moe``; the activation function is a launch of its own between the two products, and
+Slots are gathered by expert as in ``dense``; the activation function is a launch between the two products, and
 for W8A8 the one that rounds what the second product reads.
 """
 

@@ -3,7 +3,7 @@
 The first reads the logits over all multiprocessors. It leaves of each chunk its maximum and its mass, with which greedy
 rows and rows without a filter are as good as done, and a list of the candidates near its maximum. The second has one
 program a row and searches the cut of top-k, top-p and min-p among the listed alone. A cut that may lie below what was
-listed (many nearly equal logits) is searched in the whole row, by the same rules (``sampling_flat``).
+listed (many nearly equal logits) is searched in the whole row, by the same rules (``flat``).
 """
 
 from __future__ import annotations

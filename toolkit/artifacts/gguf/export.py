@@ -83,9 +83,16 @@ class Export:
 
         ``progress``: called with (tensors done, of how many). ``search``: of ``quantize``.
         """
-        entries = [Entry(name, factors.shape, "F32") for name, factors in self.factors.items()]
-        entries += [Entry(piece.name, _shape(piece), piece.kind) for piece in self.pieces]
-        write_gguf(path, self.metadata, entries, self._bytes(progress, search))
+        write_gguf(path, self.metadata, self._entries(), self._bytes(progress, search))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.size for entry in self._entries())
+
+    def _entries(self) -> list[Entry]:
+        factors = [Entry(name, factors.shape, "F32") for name, factors in self.factors.items()]
+        return factors + [Entry(piece.name, _shape(piece), piece.kind) for piece in self.pieces]
 
     def _bytes(self, progress: Callable[[int, int], None] | None, search: Search | None) -> Iterator[NDArray[np.uint8]]:
         for factors in self.factors.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo, read_header
@@ -52,16 +53,21 @@ def pickled_weights(directory: Path) -> list[Path]:
     return []
 
 
-def read_headers(files: Sequence[Path]) -> Iterator[tuple[Path, dict[str, TensorInfo]]]:
+def file_headers(files: Sequence[Path]) -> Iterator[tuple[Path, dict[str, TensorInfo]]]:
     """Each file with its tensors by name. Raises ToolkitError as ``read_header`` and ``read_torch_headers`` do; a line
-    in the log says so where files are pickles."""
+    in the log says so, once a directory, where files are pickles."""
     old = [file for file in files if file.suffix in PICKLED]
     headers: dict[Path, dict[str, TensorInfo]] = {}
     if old:
         from toolkit.artifacts.weight_files.torch_file import read_torch_headers
 
         headers = read_torch_headers(old)
-        names = old[0].name if len(old) == 1 else f"{old[0].name} and {len(old) - 1} more"
-        log.warning("%s: %s of torch.save: read as data, no code in them runs", old[0].parent, names)
+        _tell_pickles(tuple(old))
     for file in files:
         yield file, headers[file] if file in headers else read_header(file)
+
+
+@cache
+def _tell_pickles(files: tuple[Path, ...]) -> None:
+    names = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
+    log.warning("%s: %s of torch.save: read as data, no code in them runs", files[0].parent, names)

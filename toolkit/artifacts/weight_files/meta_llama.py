@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.json_file import read_json_object
-from toolkit.artifacts.weight_files.find import read_headers
+from toolkit.artifacts.weight_files.find import file_headers
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 
@@ -53,7 +53,7 @@ def open_meta_llama(directory: Path) -> tuple[dict[str, Any], dict[str, TensorIn
     params = read_json_object(directory / PARAMS)
     heads = _count(directory, params, "n_heads")
     kv_heads = _count(directory, params, "n_kv_heads") if params.get("n_kv_heads") is not None else heads
-    ((_, header),) = read_headers([file])
+    ((_, header),) = file_headers([file])
     infos: dict[str, TensorInfo] = {}
     for name, info in header.items():
         if name != "rope.freqs":

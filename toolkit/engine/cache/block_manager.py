@@ -9,13 +9,20 @@ computed position of block j: there are that of the block being filled and that 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.engine.cache.block_pool import BlockPool
 from toolkit.models.spec import CacheGroup
+
+Elsewhere = Callable[[int, bytes], bool]
+"""Whether the block of a group with this key can be had from another place than the cache."""
+
+
+def NOWHERE(group: int, key: bytes) -> bool:
+    return False
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
@@ -53,37 +60,66 @@ class BlockManager:
 
     # -- prefix cache ---------------------------------------------------------------------------
 
-    def match(self, keys: Sequence[bytes], max_tokens: int) -> int:
+    def match(self, keys: Sequence[bytes], max_tokens: int, also: Elsewhere = NOWHERE) -> int:
         """Blocks at the start of a request that are cached in every group, holding at most ``max_tokens`` tokens.
 
-        A window group needs only what the first token after the hit can see.
+        A window group needs only what the first token after the hit can see. ``also``: says of (group, key) whether
+        such a block could be had though it is not cached.
         """
-        best = self.known(keys[: max_tokens // self.block_size])
-        runs = [self._runs(pool, keys[:best]) for pool, w in zip(self.pools, self.windows, strict=True) if w]
-        windows = [w for w in self.windows if w]
-        while best and any(r[best] < best - self._visible_from(w, best) for r, w in zip(runs, windows, strict=True)):
+        best = self.known(keys[: max_tokens // self.block_size], also)
+        bounded = [(g, w) for g, w in enumerate(self.windows) if w]
+        runs = [self._runs(g, keys[:best], also) for g, _ in bounded]
+        while best and any(
+            r[best] < best - self._visible_from(w, best) for r, (_, w) in zip(runs, bounded, strict=True)
+        ):
             best -= 1
         return best
 
-    def known(self, keys: Sequence[bytes]) -> int:
+    def known(self, keys: Sequence[bytes], also: Elsewhere = NOWHERE) -> int:
         """Blocks at the start of a request that are cached in the groups which keep every token."""
         best = len(keys)
-        for pool, window in zip(self.pools, self.windows, strict=True):
+        for g, window in enumerate(self.windows):
             if window is None:
-                best = next((j for j in range(best) if pool.find(keys[j]) is None), best)
+                best = next((j for j in range(best) if not self._there(g, keys[j], also)), best)
         return best
+
+    def _there(self, group: int, key: bytes, also: Elsewhere) -> bool:
+        return self.pools[group].find(key) is not None or also(group, key)
 
     def _visible_from(self, window: int, blocks: int) -> int:
         """First block that a token right behind ``blocks`` blocks can see."""
         return max(0, blocks * self.block_size - window + 1) // self.block_size
 
-    @staticmethod
-    def _runs(pool: BlockPool, keys: Sequence[bytes]) -> list[int]:
+    def _runs(self, group: int, keys: Sequence[bytes], also: Elsewhere) -> list[int]:
         """runs[k]: how many of the blocks right before block k are cached without a gap."""
         runs = [0]
         for key in keys:
-            runs.append(0 if pool.find(key) is None else runs[-1] + 1)
+            runs.append(runs[-1] + 1 if self._there(group, key, also) else 0)
         return runs
+
+    def needed(self, hit: int) -> list[tuple[int, int]]:
+        """(group, entry) of the blocks that a request which starts on ``hit`` blocks has, by entry."""
+        firsts = [self._visible_from(window, hit) if window else 0 for window in self.windows]
+        return [(g, j) for j in range(hit) for g, first in enumerate(firsts) if j >= first]
+
+    def fits_more(self, blocks: int) -> bool:
+        """Whether so many blocks of every token could be brought."""
+        full = (pool for pool, window in zip(self.pools, self.windows, strict=True) if window is None)
+        return all(blocks <= pool.available for pool in full)
+
+    def bring(self, group: int, key: bytes, fill: Callable[[int], None]) -> bool:
+        """Cache the block ``key`` in a group: ``fill`` writes it. False where no block is left for it."""
+        pool = self.pools[group]
+        if pool.find(key) is None:
+            if not pool.available:
+                return False
+            block = pool.take()
+            try:
+                fill(block)
+                pool.label(block, key)
+            finally:
+                pool.drop(block)
+        return True
 
     def labelled(self, row: int) -> int:
         """Blocks at the start of a row that later requests can find."""
@@ -306,6 +342,14 @@ class BlockManager:
                 pool.hold(block)
         self._release_session(name)
         self._sessions[name] = held
+
+    def keep_cached(self, name: str, found: Sequence[tuple[int, bytes]]) -> None:
+        """Hold those of the blocks (group, key) that are cached on behalf of a session, beside what it holds."""
+        held = self._sessions.setdefault(name, [[] for _ in self.pools])
+        for g, key in found:
+            if (block := self.pools[g].find(key)) is not None:
+                self.pools[g].hold(block)
+                held[g].append(block)
 
     def end_session(self, name: str) -> None:
         """The session's blocks may be evicted like any other cached block."""

@@ -8,17 +8,32 @@ too, for as many ended requests as may run at once.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.engine.cache.block_manager import BlockManager
 from toolkit.engine.cache.prefix import block_key, shows
+from toolkit.engine.pictures.spans import Span
 from toolkit.engine.sequence import Sequence
 
 LIKE = 8  # blocks known behind one block that begin with the same token: of more the one used longest ago is forgotten
 LEAST = 8  # as a share of a block: a shorter end is not kept
 ROOM = 1024  # blocks known before it is looked for those that are no longer cached
+
+
+Shown = tuple[int, int, bytes]
+"""A picture: its first place in the prompt and its last, and its digest."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a cached block holds."""
+
+    tokens: NDArray[np.int32]
+    pictures: list[Shown]
 
 
 class Followers:
@@ -29,7 +44,7 @@ class Followers:
 
     def __init__(self, blocks: BlockManager, tails: int) -> None:
         self.blocks = blocks
-        self._behind: dict[tuple[bytes, int], OrderedDict[bytes, NDArray[np.int32]]] = {}
+        self._behind: dict[tuple[bytes, int], OrderedDict[bytes, Known]] = {}
         self._count, self._room = 0, ROOM
         self._tails: OrderedDict[bytes, None] = OrderedDict()
         self._most_tails = tails
@@ -46,7 +61,8 @@ class Followers:
         full, filled = divmod(seq.stored, size)
         if seq.keys_root is None or filled < max(1, size // LEAST):
             return
-        key = block_key(_parent(seq, full), seq.tokens[full * size : seq.stored])
+        shown = shows(seq.spans, full * size, seq.stored)
+        key = block_key(seq.parent(full), seq.tokens[full * size : seq.stored], shown)
         if not self._add(seq, full, key, seq.stored):
             return
         self.blocks.label_tail(seq.row, full, key)
@@ -58,20 +74,17 @@ class Followers:
     def longest(self, seq: Sequence, hit: int, end: int) -> tuple[bytes, int]:
         """(key of a cached block, tokens that it and the request begin with behind ``hit`` blocks, up to ``end``)."""
         start = hit * self.blocks.block_size
-        places = (int(span.places[0]) for span in seq.spans if span.places[-1] >= start)
-        tokens = seq.tokens[start : max(start, min((*places, end)))]
+        tokens = seq.tokens[start : max(start, end)]
         best, count = b"", 0
         if seq.keys_root is None or self.blocks.has_states or not len(tokens):
             return best, count
-        behind = self._behind.get((_parent(seq, hit), int(tokens[0])), OrderedDict())
+        behind = self._behind.get((seq.parent(hit), int(tokens[0])), OrderedDict())
+        pictures = pictures_in(seq.spans, start, start + len(tokens))
         for key, known in behind.items():
             if not self.blocks.cached(key):
                 continue
-            both = min(len(known), len(tokens))
-            differ = np.flatnonzero(known[:both] != tokens[:both])
-            alike = int(differ[0]) if len(differ) else both
-            if alike > count:
-                best, count = key, alike
+            if (both := alike(start, tokens, pictures, known.tokens, known.pictures)) > count:
+                best, count = key, both
         if count:
             behind.move_to_end(best)
             if best in self._tails:
@@ -82,13 +95,13 @@ class Followers:
 
     def _add(self, seq: Sequence, block: int, key: bytes, stop: int) -> bool:
         start = block * self.blocks.block_size
-        if self.blocks.has_states or shows(seq.spans, start, stop):
+        if self.blocks.has_states:
             return False
         tokens = seq.tokens[start:stop]
-        behind = self._behind.setdefault((_parent(seq, block), int(tokens[0])), OrderedDict())
+        behind = self._behind.setdefault((seq.parent(block), int(tokens[0])), OrderedDict())
         if behind.pop(key, None) is None:
             self._count += 1
-        behind[key] = tokens.copy()
+        behind[key] = Known(tokens.copy(), pictures_in(seq.spans, start, stop))
         if len(behind) > LIKE:
             behind.popitem(last=False)
             self._count -= 1
@@ -106,6 +119,26 @@ class Followers:
         self._room = max(ROOM, 2 * self._count)
 
 
-def _parent(seq: Sequence, block: int) -> bytes:
-    assert seq.keys_root is not None
-    return seq.keys[block - 1] if block else seq.keys_root
+def pictures_in(spans: Seq[Span], start: int, stop: int) -> list[Shown]:
+    """Those that have a place from ``start`` to ``stop`` - 1."""
+    ends = ((int(s.places[0]), int(s.places[-1]), s.picture.digest) for s in spans)
+    return [shown for shown in ends if shown[0] < stop and shown[1] >= start]
+
+
+def alike(start: int, one: NDArray[np.int32], seen: Seq[Shown], other: NDArray[np.int32], others: Seq[Shown]) -> int:
+    """Tokens that two prompts have in common from ``start`` on, where both have the same before it. ``seen`` and
+    ``others``: their pictures from there."""
+    both = min(len(one), len(other))
+    differ = np.flatnonzero(one[:both] != other[:both])
+    return before_pictures(start, start + (int(differ[0]) if len(differ) else both), seen, others) - start
+
+
+def before_pictures(start: int, stop: int, ours: Seq[Shown], theirs: Seq[Shown]) -> int:
+    """How far two prompts whose tokens are alike from ``start`` to ``stop`` show the same; not to the midst of a
+    picture, whose tokens may see each other both ways."""
+    for first, _, _ in set(ours) ^ set(theirs):
+        stop = min(stop, max(start, first))
+    for first, last, _ in ours:
+        if first < stop <= last:
+            stop = max(start, first)
+    return stop

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from toolkit.engine.pictures.spans import Span
 
 
-def root_key(turned_by: int, adapter: int, owner: str) -> bytes:
-    """``turned_by``: the rope set, or the length by which the request turns; ``owner``: "" where everybody shares, else
-    the session whose turns share with each other alone."""
+def root_key(turned_by: int, adapter: int | str, owner: str) -> bytes:
+    """``turned_by``: the rope set, or the length by which the request turns; ``adapter``: its number, or where keys
+    outlive the engine a digest; ``owner``: "" where everybody shares, else the session whose turns share with each
+    other alone."""
     return blake2b(f"{turned_by}/{adapter}/{owner}".encode(), digest_size=32).digest()
 
 

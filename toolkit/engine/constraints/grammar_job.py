@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from toolkit.engine.constraints.grammar_cost import COUNTED, LENGTHS, given_seconds, long_texts
 from toolkit.engine.constraints.grammar_pace import Pace
+from toolkit.engine.constraints.grammar_place import told, words
 from toolkit.engine.constraints.xgrammar_core import CORE, vocabulary
 
-_PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: ")  # "[12:34:56] /project/cpp/file.cc:83: " before xgrammar's own words
 _WALKS, _TOKENS = 2, 48  # texts that are tried, tokens of each
 _CACHE = 64 << 20  # bytes of parts that schemas have in common
 _AGAIN_BYTES = 64 << 20  # memory of what may be compiled once more
@@ -92,8 +92,9 @@ class Compiling:
         except RuntimeError as e:
             if "bad_alloc" in str(e):
                 raise MemoryError from None
-            reason = _PLACE.sub("", " ".join(str(e).split())) or "xgrammar cannot read it"
-            raise ValueError(f"is not valid: {reason:.300}") from e
+            if response_format["type"] == "json_schema":
+                raise ValueError(told(_schema_of(response_format), e)) from e
+            raise ValueError(f"is not valid: {words(e):.300}") from e
 
 
 def may_cache(response_format: dict[str, Any]) -> bool:
@@ -122,7 +123,7 @@ def compile_format(compiler: Any, response_format: dict[str, Any]) -> Any:
     if kind == "json_object":
         return _compile_schema(compiler, {"type": "object"})
     if kind == "json_schema":
-        return _compile_schema(compiler, value.get("schema", value))
+        return _compile_schema(compiler, _schema_of(response_format))
     if kind == "structural_tag":
         return compiler.compile_structural_tag(json.dumps(value))
     if kind == "regex_schema":
@@ -130,6 +131,11 @@ def compile_format(compiler: Any, response_format: dict[str, Any]) -> Any:
     if kind == "choice":
         value = "root ::= " + " | ".join(json.dumps(c, ensure_ascii=False) for c in value)
     return compiler.compile_grammar_from_strings(value, "root")
+
+
+def _schema_of(response_format: dict[str, Any]) -> Any:
+    named = response_format["json_schema"]
+    return named.get("schema", named)
 
 
 def _compile_schema(compiler: Any, schema: Any) -> Any:

@@ -14,6 +14,7 @@ from toolkit.base import extras
 from toolkit.base.record import read
 from toolkit.configs.engine import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.engine.core import EngineCore
+from toolkit.engine.load.kept import open_shelf
 from toolkit.engine.load.memory_plan import MemoryPlan, Wishes, plan
 from toolkit.engine.load.verify import verify_tensors
 from toolkit.engine.options import EngineOptions
@@ -171,9 +172,9 @@ def _check_tp(config: EngineConfig) -> None:
         if config.nnodes > 1:
             raise UsageError(f"nnodes={config.nnodes}: expected tp, pp or dp above 1 to lay out over so many machines")
         return
-    if isinstance(config, TurbomindEngineConfig):
-        instead = f"leave {layout} out, or use PytorchEngineConfig (--backend pytorch)"
-        raise UsageError(f"{layout}: turbomind runs a model on one device so far; {instead}")
+    if isinstance(config, TurbomindEngineConfig) and (layout.world > layout.tp or layout.ep > 1 or config.nnodes > 1):
+        instead = "leave the rest out, or use PytorchEngineConfig (--backend pytorch)"
+        raise UsageError(f"{layout}: turbomind splits by tp alone, on one machine; {instead}")
     if config.device not in ("auto", "cpu") or (config.device == "auto" and gpu_is_likely()):
         raise UsageError(f"{layout}: ranks run on CPUs alone so far; use device cpu, or leave it out")
 
@@ -202,6 +203,11 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
     except BaseException:
         runner.close()
         raise
+    try:
+        shelf, adapters = open_shelf(setup, runner, progress)
+    except BaseException:
+        runner.close()
+        raise
     core = EngineCore(
         runner,
         EngineOptions(
@@ -219,6 +225,8 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
         open_tokenizer,
         read_weights=read,
         empty=empty,
+        shelf=shelf,
+        adapters=adapters,
     )
     if not empty and setup.updated is None:
         verify_tensors(setup.path, core.tell_damage)
@@ -251,17 +259,17 @@ def _open(setup: Setup, progress: Progress) -> tuple[Runner, str]:
     families = how.pop("families")
     layout = layout_of(config)
     if layout.world > 1:
+        from toolkit.parallel.choose import open_ranks
         from toolkit.parallel.model import Model
         from toolkit.parallel.nodes import Nodes, serve
-        from toolkit.parallel.runner import RankedRunner
 
         how |= {"empty": config.empty_init}
-        own = tuple(getattr(config, "family_files", ()))
-        model = Model(str(setup.path), replace(options, device="cpu"), how, own)
+        own_files = tuple(getattr(config, "family_files", ()))
+        model = Model(str(setup.path), replace(options, device="cpu"), how, own_files)
         nodes = Nodes.of(config.nnodes, config.node_rank, config.dist_init_addr)
         if nodes is not None and nodes.rank:
             serve(model, layout, nodes, progress)
-        return RankedRunner(model, layout, nodes), ""
+        return open_ranks(model, layout, setup.backend, nodes)
     try:
         return open_runner(
             setup.path, backend=setup.backend, options=options, **how, empty=config.empty_init, families=families

@@ -111,7 +111,7 @@ class ThreadLoop:
         """Stop the thread and free the model."""
         self._at_exit()
         with suppress(Exception):
-            self._core.runner.close()
+            self._core.close()
 
     def _run(self) -> None:
         while True:

@@ -49,7 +49,7 @@ def main(fd: int) -> None:
             except RunnerLost as e:
                 pipe.send_bytes(records.pack({"op": "lost", "why": str(e)}))
             finally:
-                core.runner.close()
+                core.close()
 
 
 def _open(pipe: Connection, setup: dict[str, Any]) -> Any:

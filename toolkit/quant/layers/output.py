@@ -3,7 +3,7 @@ model has become, and the two writers that take it so."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from toolkit.artifacts.formats.writers import Writer
 from toolkit.artifacts.gguf.export import plan_export
 from toolkit.artifacts.gguf.eyes import FILE as EYES
 from toolkit.artifacts.gguf.eyes_export import write_eyes
+from toolkit.artifacts.gguf.quantize import quantize
 from toolkit.artifacts.output.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.output.stage import Stage
 from toolkit.artifacts.weights import as_stored, load_stored
@@ -74,8 +75,9 @@ def _head_name(source: LayerSource) -> str:
     return next((item.name for item in source.outer if item.kind == "head"), "lm_head")
 
 
-def write_gguf(source: LayerSource, stage: Stage, dtype: torch.dtype) -> dict[str, Any]:
-    """Write ``model.gguf`` to ``stage.dir``, every matrix in the smallest type that holds it exactly. Returns figures
+def write_gguf(source: LayerSource, stage: Stage, dtype: torch.dtype, rounded: Collection[str] = ()) -> dict[str, Any]:
+    """Write ``model.gguf`` to ``stage.dir``, every matrix in the smallest type that holds it exactly, those outside the
+    layers that ``rounded`` names as Q8_0. Returns figures
     for ``quality``: ``types``, how many matrices each has, and ``notes`` on what the file cannot say."""
     spec, outer, head = source.spec, source.outer, load_head(stage)
     if head is not None:  # a tensor of its own, also where it was the embedding's
@@ -90,6 +92,8 @@ def write_gguf(source: LayerSource, stage: Stage, dtype: torch.dtype) -> dict[st
             return _made(item, head)
         if (index := place.get(item.name)) is None:
             value, bias = load_stored(source.checkpoint, item)
+            if item.parts[0].name in rounded:
+                return quantize(plain(value), "Q8_0", None, item.name), bias
             return value if isinstance(value, Tensor) else Dense(cast_to(plain(value), dtype, item.name)), bias
         if index not in kept:
             kept.clear()

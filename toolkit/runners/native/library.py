@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 20  # tk_version of api.cpp, which says when both are raised
+VERSION = 21  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -164,13 +164,16 @@ def load(path: Path) -> ctypes.CDLL:
         c_int64,
     ]
     lib.tk_model_free.argtypes, lib.tk_model_free.restype = [c_void_p], None
+    lib.tk_model_join.argtypes, lib.tk_model_join.restype = [c_void_p, c_int], c_int
+    lib.tk_model_lose.argtypes, lib.tk_model_lose.restype = [c_void_p], None
+    lib.tk_model_meetings.argtypes, lib.tk_model_meetings.restype = [c_void_p], c_int64
     lib.tk_model_threads.argtypes, lib.tk_model_threads.restype = [c_void_p], c_int64
     lib.tk_block_bytes.argtypes, lib.tk_block_bytes.restype = [c_void_p, c_int64], c_int64
     lib.tk_cache_allocate.argtypes = [c_void_p, c_void_p, c_int64]
     lib.tk_cache_release.argtypes, lib.tk_cache_release.restype = [c_void_p], None
     lib.tk_cache_discard.argtypes = [c_void_p, c_int64, c_void_p, c_int64]
     lib.tk_block_export.argtypes = [c_void_p, c_int64, c_int64, c_void_p]
-    lib.tk_block_import.argtypes = [c_void_p, c_int64, c_int64, c_char_p, c_int64]
+    lib.tk_block_import.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int64]
     lib.tk_step.argtypes = [c_void_p, POINTER(StepArrays), POINTER(StepResults)]
     lib.tk_pack.argtypes = [POINTER(TensorRecord), c_void_p, POINTER(PackSource), c_int64]
     lib.tk_pack_file.argtypes = [POINTER(TensorRecord), c_int, c_int64, POINTER(PackSource), c_int64]

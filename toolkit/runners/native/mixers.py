@@ -27,6 +27,7 @@ from toolkit.models.spec import (
     ShortConvSpec,
 )
 from toolkit.runners.native.packing.packed import LANES, PackedTensor, PackedWeights, floats, vector
+from toolkit.runners.native.share import Parts
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swigluoai": 4, "relu2": 5}
 _QUERY_SCALES = {"floor": 1, "log": 2}
@@ -42,9 +43,17 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 class Tensors:
     """The tensors of a program, ``found``, which records name by their index. KeyError where one is missing.
 
-    ``routed``: what linears are for tokens of pictures."""
+    ``routed``: what linears are for tokens of pictures. ``parts``: what of them a rank computes, None = all.
+    """
 
-    def __init__(self, weights: PackedWeights, ropes: Sequence[RopeSpec] = (), routed: Sequence[Routed] = ()) -> None:
+    def __init__(
+        self,
+        weights: PackedWeights,
+        ropes: Sequence[RopeSpec] = (),
+        routed: Sequence[Routed] = (),
+        parts: Parts | None = None,
+    ) -> None:
+        self.parts = parts
         self._routed = {x.linear: x for x in routed}
         self.found: list[PackedTensor] = []
         self.weights = weights
@@ -85,7 +94,38 @@ class Tensors:
         if linear is None:
             return None
         made = self.matrix(linear.name, f"{linear.name}.bias" if linear.bias else None)
-        return made | {"seen": self._seen(self._routed.get(linear.name))}
+        own = None if self.parts is None else self.parts.tiles.get(linear.name)
+        return made | {
+            "seen": self._seen(self._routed.get(linear.name)),
+            "own": None if own is None else own._asdict(),
+        }
+
+    def codes(self, linear: LinearSpec) -> bool | None:
+        """Whether ranks hand on what it reads in integers; None = there are no others."""
+        return None if self.parts is None else self.parts.codes.get(linear.name)
+
+    def own_heads(self, a: Any) -> Record | None:
+        """Those of a rank."""
+        if self.parts is None:
+            return None
+        if a.kind == "latent":
+            start, stop = self.parts.share.portion(a.heads)
+            return {"first_head": start, "heads": stop - start, "codes": self.codes(a.o)}
+        found = self.parts.share.heads(a.heads, a.kv_heads)
+        return {
+            "first_head": found.first,
+            "heads": found.number,
+            "first_kv_head": found.first_kv,
+            "kv_heads": found.kv_number,
+            "codes": self.codes(a.o),
+        }
+
+    def own_states(self, m: Any) -> Record | None:
+        """Heads of a state that are a rank's."""
+        if self.parts is None:
+            return None
+        start, stop = self.parts.state_heads(m)
+        return {"first": start, "last": stop}
 
     def _seen(self, routed: Routed | None) -> Record | None:
         """What it is for tokens of pictures."""
@@ -145,6 +185,7 @@ def attention(a: AttentionSpec, t: Tensors) -> Record:
         "q_norm": t.norm(a.q_norm),
         "k_norm": t.norm(a.k_norm),
         "sinks": None if a.sinks is None else t.named(a.sinks),
+        "own": t.own_heads(a),
     }
 
 
@@ -176,6 +217,7 @@ def latent(a: LatentSpec, t: Tensors) -> Record:
         "kv_a_norm": t.norm(a.kv_a_norm),
         "kv_b": t.linear(a.kv_b),
         "o": t.linear(a.o),
+        "own": t.own_heads(a),
     }
 
 
@@ -191,6 +233,7 @@ def cross(c: CrossSpec, t: Tensors) -> Record:
         "o": t.linear(c.o),
         "q_norm": t.norm(c.q_norm),
         "k_norm": t.norm(c.k_norm),
+        "own": t.own_heads(c),
     }
 
 
@@ -236,6 +279,7 @@ def delta(m: DeltaSpec, t: Tensors) -> Record:
         "dt_bias": t.named(m.dt_bias),
         "norm": t.norm(m.norm),
         "out": t.linear(m.out),
+        "own": t.own_states(m),
     }
 
 
@@ -266,7 +310,9 @@ def mamba(m: MambaSpec, t: Tensors) -> Record:
         "least": m.least,
         "norm": None if norm is None else norm | {"size": m.width_out // m.groups, "sets": m.groups},
         "norm_first": m.norm_first,
+        "norm_apart": None if t.parts is None or m.norm is None else t.parts.norms_apart(m),
         "out": t.linear(m.out),
+        "own": t.own_states(m),
     }
 
 
@@ -294,6 +340,7 @@ def mlp(m: MlpSpec, t: Tensors) -> Record:
         "activation": ACTIVATIONS[m.activation],
         "gate_scale": m.gate_scale,
         "width": m.up.out_features,
+        "codes": t.codes(m.down),
         "gate": t.linear(m.gate),
         "up": t.linear(m.up),
         "down": t.linear(m.down),
@@ -312,6 +359,7 @@ def moe(m: MoeSpec, t: Tensors) -> Record:
         "weigh_input": m.weigh_input,
         "scale": m.scale,
         "jitter": m.jitter,
+        "codes": t.codes(m.router),
         "router": t.linear(m.router),
         "experts": [mlp(expert, t) for expert in m.experts],
         "shared": None if m.shared is None else mlp(m.shared, t),

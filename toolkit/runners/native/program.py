@@ -13,6 +13,7 @@ from toolkit.models.routed import Routed
 from toolkit.models.spec import DecoderSpec, Mixer, RopeSpec
 from toolkit.runners.native.mixers import ACTIVATIONS, MIXERS, Floats, Tensors, flat
 from toolkit.runners.native.packing.packed import PackedTensor, PackedWeights
+from toolkit.runners.native.share import Parts
 
 CHUNK = 512  # of plan.h
 KV_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2, 8: 3, 4: 4, 44: 5}
@@ -80,11 +81,20 @@ class Program:
 
 
 def build_program(
-    spec: DecoderSpec, weights: PackedWeights, *, dtype: str, quant_policy: int, block_size: int
+    spec: DecoderSpec,
+    weights: PackedWeights,
+    *,
+    dtype: str,
+    quant_policy: int,
+    block_size: int,
+    parts: Parts | None = None,
 ) -> Program:
-    """``dtype`` names the type of keys and values where ``quant_policy`` is 0. KeyError where a weight is missing."""
-    tensors = Tensors(weights, spec.ropes(), () if spec.vision is None else spec.vision.routed)
+    """``dtype`` names the type of keys and values where ``quant_policy`` is 0; ``parts``: of one of several ranks.
+    KeyError where a weight is missing."""
+    tensors = Tensors(weights, spec.ropes(), () if spec.vision is None else spec.vision.routed, parts)
     record = {
+        "rank": 0 if parts is None else parts.share.rank,
+        "ranks": 1 if parts is None else parts.share.ranks,
         "vocabulary": spec.vocab_size,
         "hidden": spec.hidden_size,
         "block_size": block_size,
@@ -100,10 +110,15 @@ def build_program(
         "sublayers": _sublayers(spec, tensors),
         "final_norm": tensors.norm(spec.final_norm),
         "head_rows": spec.head_size,
-        "head": tensors.matrix(spec.embed if spec.tied else spec.head, f"{spec.head}.bias" if spec.head_bias else None),
+        "head": _head(spec, tensors),
     }
     names, values = zip(*flat(record), strict=True)
     return Program(names, values, tuple(tensors.found))
+
+
+def _head(spec: DecoderSpec, tensors: Tensors) -> dict[str, Any]:
+    made = tensors.matrix(spec.embed if spec.tied else spec.head, f"{spec.head}.bias" if spec.head_bias else None)
+    return made if tensors.parts is None else made | {"own": tensors.parts.head._asdict()}
 
 
 def _rope(rope: RopeSpec, tensors: Tensors) -> dict[str, Any]:

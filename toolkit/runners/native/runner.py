@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from toolkit.artifacts.manifest import file_digest
 from toolkit.artifacts.weight_files.safetensors_file import forget_pages
 from toolkit.base.threads import usable_cores
 from toolkit.errors import UsageError
@@ -24,7 +25,6 @@ from toolkit.runners.base import (
     MemoryNeed,
     RunnerError,
     RunnerOptions,
-    StepHandle,
 )
 from toolkit.runners.host_memory import free_host_bytes
 from toolkit.runners.native import library
@@ -34,7 +34,8 @@ from toolkit.runners.native.mixers import state_numbers
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.native.program import Program, build_program
 from toolkit.runners.native.program import unsupported as no_program
-from toolkit.runners.native.stepper import Stepper
+from toolkit.runners.native.share import Parts, Share
+from toolkit.runners.native.stepper import Running, Stepper
 from toolkit.runners.native.towers.encoders import open_encoder
 from toolkit.runners.native.towers.tower import NativeEncoder, uncovered
 from toolkit.runners.routes import by_layer
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.canonical import Weight
     from toolkit.runners.native.towers.torch_tower import TorchEncoder
 
+ALONE = Share()
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -90,12 +92,13 @@ class NativeRunner:
         weights: Callable[[], Mapping[str, Weight | Tensor] | Mapping[str, PackedTensor]],
         options: RunnerOptions,
         dtype: str | None = None,
+        share: Share = ALONE,
     ) -> None:
         if options.quant_policy not in QUANT_POLICIES:
             raise UsageError(f"quant_policy: expected {QUANT_POLICIES_TOLD}, found {options.quant_policy!r}")
         if reason := unsupported(spec, options):
             raise UsageError(f"the native runner does not run here: {reason}")
-        self.spec, self.options = spec, options
+        self.spec, self.options, self.share = spec, options, share
         self._weights = weights
         self.notes: list[str] = []
         self.dtype = dtype or options.dtype
@@ -122,24 +125,29 @@ class NativeRunner:
         patch = 0 if vision is None else (patch_numbers(vision) + 2 * vision.tower.hidden) * 4
         looks = [mixer for _, mixer in self.spec.mixers() if mixer.kind == "cross"]
         looked_at = sum(2 * m.kv_heads * (-(-m.head_dim // 16) * 16) for m in looks) * 4  # bfloat16: half of it
-        blocks = self._block_bytes()
+        blocks = self.block_bytes(self.share)
         return MemoryNeed(weights, self._activation_bytes(), blocks, free_host_bytes(), loaded, patch, looked_at)
 
     def _estimate_weights(self) -> int:
-        found: Mapping[str, Any] = self._weights()
-        spec = self.spec
-        if isinstance(found[spec.embed], PackedTensor):
-            return sum(found[name].meta.nbytes for name in found)
-        from toolkit.runners.native.packing.pack_model import packed_bytes
+        packed = self._outlines(self._weights())
+        parts = Parts(self.spec, packed, self.share)
+        return sum(parts.bytes_of(name, packed[name]) for name in packed)
 
-        return packed_bytes(spec, found)
+    def _outlines(self, found: Mapping[str, Any]) -> Mapping[str, PackedTensor]:
+        """What the weights are or will be packed to, without their bytes."""
+        if isinstance(info_of(found, self.spec.embed), PackedTensor):
+            return found
+        from toolkit.runners.native.packing.pack_model import outlines
+
+        return outlines(self.spec, found)
 
     def _activation_bytes(self) -> int:
         """Of each token of a step, at its widest: float32 rows and int8 copies. Buffers hold 512 tokens at most."""
         hidden = self.spec.hidden_size
         return (4 * hidden + max(4 * hidden, *(mixer.width(hidden) for _, mixer in self.spec.mixers()))) * 4
 
-    def _block_bytes(self) -> tuple[int, ...]:
+    def block_bytes(self, share: Share) -> tuple[int, ...]:
+        """Of a block of each cache group, as a rank has it."""
         total = [0] * len(self.spec.cache_groups)
         policy = self.options.quant_policy
         bits = 4 if policy == 44 else policy or (32 if self.dtype == "float32" else 16)
@@ -148,7 +156,7 @@ class NativeRunner:
             token = width * bits // 8 + (4 if policy else 0)
             if kept.kind == "paged":
                 token += token + (width // 4 if policy == 4 else 0)  # keys have 6 bits
-            total[group] += kept.heads * token * self.options.block_size
+            total[group] += share.kept(kept.heads) * token * self.options.block_size
         for _, mixer in self.spec.mixers():
             total[mixer.group] += 4 * state_numbers(mixer)
         return tuple(total)
@@ -161,8 +169,14 @@ class NativeRunner:
             return
         packed = self._packed()
         options = self.options
+        parts = None if self.share.ranks == 1 else Parts(self.spec, packed, self.share)
         program = build_program(
-            self.spec, packed, dtype=self.dtype, quant_policy=options.quant_policy, block_size=options.block_size
+            self.spec,
+            packed,
+            dtype=self.dtype,
+            quant_policy=options.quant_policy,
+            block_size=options.block_size,
+            parts=parts,
         )
         values = np.asarray(program.values, np.float64)
         model = self._library.tk_model_create(
@@ -179,7 +193,11 @@ class NativeRunner:
         if self.spec.vision is not None and (reason := uncovered(self.spec.vision)):
             self.notes = [*self.notes, f"pictures are read in torch: {reason}"]
         self._model, self._program = model, program
-        self._weight_bytes = sum(t.data.nbytes for t in program.tensors)
+        if parts is None:
+            self._weight_bytes = sum(t.data.nbytes for t in program.tensors)
+        else:
+            self._weight_bytes = sum(parts.bytes_of(name, packed[name]) for name in packed)
+            self._check(self._library.tk_model_join(model, self.share.file))
 
     def _packed(self) -> Mapping[str, PackedTensor]:
         found: Mapping[str, Any] = self._weights()
@@ -190,8 +208,10 @@ class NativeRunner:
         notes: list[str] = []
         own = [name for name in found if not name.startswith(PREFIX) or name.startswith(ROUTED)]
         language = ((name, found[name]) for name in own)
+        parts = Parts(self.spec, {} if self.share.ranks == 1 else self._outlines(found), self.share)
         with reading_ahead(found, set(own)):
-            packed = {name: tensor.in_memory() for name, tensor in pack_model(self.spec, language, None, notes)}
+            made = pack_model(self.spec, language, None, notes)
+            packed = {name: parts.kept(name, tensor.in_memory()) for name, tensor in made}
         self.notes = gathered(notes)
         return packed
 
@@ -278,7 +298,7 @@ class NativeRunner:
             found = {name: tensor.in_memory() for name, tensor in tower}
         return open_encoder(vision, found, bf16=not exact, threads=self.options.threads or usable_cores())
 
-    def submit(self, batch: StepBatch) -> StepHandle:
+    def submit(self, batch: StepBatch) -> Running:
         """Start a step and return; steps run one after the other. ``result`` raises RunnerError where it failed.
 
         The arrays are made ready here, while the step before it runs, so that its thread goes from step to step.
@@ -300,20 +320,37 @@ class NativeRunner:
             output.routes = by_layer(output.routes, self.spec)
         return output
 
+    # -- one of several ranks
+
+    def meetings(self) -> int:
+        """How often it has taken what the others have made, since weights were loaded."""
+        return 0 if self._model is None else int(self._library.tk_model_meetings(self._model))
+
+    def lose(self) -> None:
+        """No rank waits for others any more; steps that would fail. From any thread."""
+        if self._model is not None:
+            self._library.tk_model_lose(self._model)
+
     # -- blocks
 
-    def export_block(self, group: int, block: int) -> bytes:
-        """The block's bytes in stored form: layer after layer, head after head."""
-        self._stepper.finish()
-        size = self._library.tk_block_bytes(self._loaded(), group)
-        data = ctypes.create_string_buffer(max(size, 1))
-        self._check(self._library.tk_block_export(self._model, group, block, data))
-        return data.raw[:size]
+    @property
+    def layout(self) -> str:
+        """The library's own bytes: another build may round otherwise; and the instructions that it takes here."""
+        isa = self._library.tk_isa(library.wanted_isa().encode()) or b""
+        return f"{file_digest(library.library_path())} {isa.decode()}"
 
-    def import_block(self, group: int, block: int, data: bytes) -> None:
-        """Inverse of ``export_block``. Raises RunnerError where the size is another."""
+    def export_block(self, group: int, block: int) -> memoryview:
+        """The block's bytes in stored form: layer after layer, head after head."""
+        size = self._library.tk_block_bytes(self._loaded(), group)
+        data = np.empty(max(size, 0), np.uint8)
+        self._check(self._library.tk_block_export(self._model, group, block, data.ctypes.data))
+        return data.data
+
+    def import_block(self, group: int, block: int, data: bytes | memoryview) -> None:
+        """Inverse of ``export_block``, when no step runs. Raises RunnerError where the size is another."""
         self._stepper.finish()
-        self._check(self._library.tk_block_import(self._loaded(), group, block, data, len(data)))
+        given = np.frombuffer(data, np.uint8)
+        self._check(self._library.tk_block_import(self._loaded(), group, block, given.ctypes.data, given.size))
 
     def print_profile(self) -> None:
         """With TOOLKIT_NATIVE_PROFILE=1: where the time of the steps so far went, to stderr."""

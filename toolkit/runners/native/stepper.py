@@ -29,6 +29,13 @@ class Running:
             self._error = error
         self._ended.release()
 
+    def ended(self, seconds: float) -> bool:
+        """Whether it has ended within this time."""
+        if not self._ended.acquire(timeout=seconds):
+            return False
+        self._ended.release()
+        return True
+
     def result(self) -> StepOutput:
         """Wait for the step. Raises RunnerError where it failed."""
         with self._ended:

@@ -167,7 +167,7 @@ class KVCache:
         parts = [t[block].contiguous().cpu().reshape(-1).view(torch.uint8).numpy() for t in self._groups[group]]
         return np.concatenate(parts).tobytes()
 
-    def import_block(self, group: int, block: int, data: bytes) -> None:
+    def import_block(self, group: int, block: int, data: bytes | memoryview) -> None:
         """Inverse of ``export_block``. Raises RunnerError where the size is another."""
         self._check(group, block)
         want = sum(t[block].numel() * t.element_size() for t in self._groups[group])

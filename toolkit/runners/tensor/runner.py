@@ -260,12 +260,19 @@ class TensorRunner:
 
     # -- blocks
 
+    @property
+    def layout(self) -> str:
+        """torch's version and the device: others round otherwise."""
+        kind = self._on.torch.type
+        named = getattr(getattr(torch, kind, None), "get_device_name", None)
+        return f"torch {torch.__version__} {kind} {named() if named else ''} dense {self.dense}"
+
     def export_block(self, group: int, block: int) -> bytes:
         """The block's content in stored form, all layers of the group."""
         with torch.inference_mode(), self._on.working():
             return self._ready().cache.export_block(group, block)
 
-    def import_block(self, group: int, block: int, data: bytes) -> None:
+    def import_block(self, group: int, block: int, data: bytes | memoryview) -> None:
         """Inverse of ``export_block``."""
         with torch.inference_mode(), self._on.working():
             self._ready().cache.import_block(group, block, data)

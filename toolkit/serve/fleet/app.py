@@ -20,8 +20,8 @@ from toolkit.serve.generation.read import parse_body, read_body
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.layers import add_layers
-from toolkit.serve.http.owners import passed_on
 from toolkit.serve.http.replies import json_response
+from toolkit.serve.http.users import asks_for, current_user
 from toolkit.serve.model_cards import card, listed
 from toolkit.serve.ollama.cards import Listed, add_lists
 from toolkit.serve.ollama.fields import ShowRequest, served_as
@@ -160,5 +160,5 @@ def _add_forwarding(app: FastAPI, state: ProxyState, fleet: Fleet, show: Show) -
             raise HTTPException(404)  # it names no model: kept responses are looked up at a server of one model
         body = await read_body(raw)
         data = await state.lanes.run(partial(json_or_none, body), len(body)) if body else None
-        owner = passed_on(raw.scope, state.settings.node_key)
+        owner = asks_for(raw.scope, current_user(), state.settings.node_key)
         return ToModel(state, fleet, Incoming(raw.method, target, raw.headers.raw, body, data, owner))

@@ -20,6 +20,7 @@ from toolkit.serve.generation.choice import Budget, Choice
 from toolkit.serve.generation.choices import Usage, run_choices
 from toolkit.serve.generation.read import encode_chat, run_sized, vocab_size
 from toolkit.serve.generation.sampling import choice_config, generation_config
+from toolkit.serve.http.users import current_user
 from toolkit.serve.state import ServerState
 
 
@@ -57,10 +58,10 @@ class Chat:
         )
         bare = replace(state.template_of(request.model).with_stops(config), shown_special_tokens=formats.shown)
         self._guided = formats.guide(request, begun) is not None
-        asks = bool(request.cache_report)
+        asks, owner = bool(request.cache_report), current_user().owner
 
         def finish() -> tuple[GenerationConfig, Budget | None, int]:
-            seen = state.prompts.seen(token_ids, compare=asks)
+            seen = state.prompts.seen(owner, token_ids, compare=asks)
             return self._ruled(bare, begun), self._budget(bare, begun), seen
 
         config, budget, seen = await run_sized(state, finish, self.size)

@@ -30,23 +30,44 @@ class Connection(H11Protocol):
     """Closes itself where the head of a request does not arrive within ``read_timeout``, the rest of one that was
     answered early within ``LINGER``, or where the client does not take its answer within ``write_timeout``; answers
     what is no HTTP with 400. One too many takes the place of the one that has waited longest for a head; where there
-    is none, it may ask for HEALTH alone, or is refused.
+    is none, it may ask for HEALTH alone, or is refused. Half-done TLS handshakes count as connections.
 
     A connection that rests between requests is uvicorn's to end; it costs a timer.
     """
 
     limits: Limits  # set in a subclass, one for each server
     heads: dict[Connection, None]  # likewise; those that wait for a request's head, the longest first
+    handshakes: dict[asyncio.Task[Any], asyncio.TimerHandle]  # likewise; TLS that is still agreed on, and their ends
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.conn = self._http = HttpState(self._refusal)
+        self._accepting = asyncio.current_task(self.loop) if self.config.is_ssl else None
+        if self._accepting is not None:
+            self._begin_handshake(self._accepting)
+
+    def _begin_handshake(self, task: asyncio.Task[Any]) -> None:
+        """Count a connection that is none before TLS is agreed on: to end it, end the ``task`` that accepts it. One too
+        many takes the place of the one that has taken longest."""
+        while len(self.handshakes) >= max(HEALTH_PLACES, self.limits.max_connections - len(self.connections)):
+            oldest = next(iter(self.handshakes))
+            self.handshakes.pop(oldest).cancel()
+            oldest.cancel()
+        seconds = min(self.limits.read_timeout, SHORT_HEAD_S) if self._crowded() else self.limits.read_timeout
+        self.handshakes[task] = self.loop.call_later(seconds, task.cancel)
+        task.add_done_callback(self._end_handshake)
+
+    def _end_handshake(self, task: asyncio.Task[Any]) -> None:
+        if (deadline := self.handshakes.pop(task, None)) is not None:
+            deadline.cancel()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._deadline: asyncio.TimerHandle | None = None
         self._waits_for = ""
         self._unread: asyncio.TimerHandle | None = None
         self._spare = False  # for HEALTH alone
+        if self._accepting is not None:
+            self._end_handshake(self._accepting)
         super().connection_made(transport)
         beyond = len(self.connections) - self.limits.max_connections
         if beyond > 0 and not self._make_room():
@@ -90,7 +111,7 @@ class Connection(H11Protocol):
         self._refuse(*self._http.refusal)
 
     def _crowded(self) -> bool:
-        return len(self.connections) * 2 > self.limits.max_connections
+        return (len(self.connections) + len(self.handshakes)) * 2 > self.limits.max_connections
 
     def _full(self) -> Refusal:
         most = self.limits.max_connections
@@ -186,4 +207,4 @@ class Connection(H11Protocol):
 
 def connection_class(limits: Limits) -> type[Connection]:
     """For uvicorn's ``http``: it makes the connections itself."""
-    return type("LimitedConnection", (Connection,), {"limits": limits, "heads": {}})
+    return type("LimitedConnection", (Connection,), {"limits": limits, "heads": {}, "handshakes": {}})

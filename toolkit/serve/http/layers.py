@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -47,15 +47,16 @@ def add_layers(
     *,
     under: Mapping[str, ApiKeys] | None = None,
     trusted: Proxies | None = None,
+    digest: Callable[[bytes], str] | None = None,
     cors: type[CORSMiddleware] = CORSMiddleware,
 ) -> None:
     """``keys``, ``under``: as ApiKeyMiddleware has them; ``origins``: pages that may read the answers;
-    ``trusted``: proxies whose word is taken for whose a request is."""
+    ``trusted``: proxies whose word is taken for whose a request is; ``digest``: as ``Users`` has it."""
     app.add_exception_handler(Exception, _error_reply)
     for kind in (ApiError, ToolkitError):  # the one above logs a traceback, which is for mistakes of ours
         app.add_exception_handler(kind, _error_reply)
     app.add_exception_handler(HTTPException, _http_error_reply)  # type: ignore[arg-type]
-    app.add_middleware(Users, keys=keys, trusted=trusted or Proxies(()))
+    app.add_middleware(Users, keys=keys, trusted=trusted or Proxies(()), digest=digest)
     if keys or under:
         app.add_middleware(ApiKeyMiddleware, keys=keys, under=under)
     app.add_middleware(Intake, limits=limits, lanes=lanes)

@@ -1,42 +1,49 @@
-"""Who asks: the API key of a request or its connection, what the operator allows to that key, and what it has used."""
+"""Who asks: made once a request, and told on by a proxy in one header.
+
+A request is its API key's, else its connection's. What a proxy says stands behind the key that it came with: nobody is
+told from others by a header alone, for another key makes another owner, whatever stands there.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
+import hmac
 import os
-import time
+import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import orjson
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from toolkit.configs.option import spelled
 from toolkit.errors import UsageError
-from toolkit.serve.http.auth import KEY
-from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.auth import KEY, sent_keys
 from toolkit.serve.http.keys import ApiKeys, KeyRules
 from toolkit.serve.http.proxies import Proxies
 
-HEADER = "x-toolkit-user"  # by which a proxy says whose request it passes on
-MINUTE = 60.0
-REST = 4096  # users known of whom nothing runs, beyond which those who owe nothing are forgotten
+HEADER = "x-toolkit-user"  # in which a proxy says whose request it passes on
+_PATH = re.compile(r"[0-9a-f]{8,64}(\.[0-9a-f]{8,64}){0,3}")
 
 
 @dataclass(frozen=True)
 class User:
-    """``id``: a digest of the key, or the connection. ``name``: how metrics and the log call it, "" for those without a
-    key."""
+    """``id``: a digest of the key, or the connection: whose turn it is. ``name``: how metrics and the log call it, ""
+    for those without a key. ``owner``: whose is what is kept for the request: a digest of the key ("" where none is
+    asked for), and behind a slash whom a proxy with that key asks for. ``told``: the latter alone.
+    """
 
     id: str
     name: str = ""
     rules: KeyRules = field(default_factory=KeyRules)
+    owner: str = ""
+    told: str = ""
 
 
 _current: ContextVar[User | None] = ContextVar("toolkit_user", default=None)
+work_of: ContextVar[str | None] = ContextVar("toolkit_owner", default=None)  # whose batch this task works for
 
 
 def current_user() -> User:
@@ -45,14 +52,17 @@ def current_user() -> User:
 
 
 class Users:
-    """An ASGI layer inside that of the keys: whose a request is. A header that says so is taken from ``trusted``
-    addresses alone; of all others it is left out."""
+    """An ASGI layer inside that of the keys: whose a request is. What a header says of turns, names and limits is taken
+    from ``trusted`` addresses alone. ``digest``: what stands for an API key in what is kept; None: nothing is."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, trusted: Proxies) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, trusted: Proxies, digest: Callable[[bytes], str] | None = None
+    ) -> None:
         self._app = app
         self._keys = keys
         self._trusted = trusted
         self._secret = os.urandom(16)
+        self._digest = digest or self._short
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -60,105 +70,68 @@ class Users:
         await self._app(scope, receive, send)
 
     def _user(self, scope: Scope) -> User:
+        key, said = scope.get(KEY, b""), _read(Headers(scope=scope).get(HEADER, ""))
+        own, told = self._digest(key) if key else "", said.told
+        owner = work_of.get()
+        if owner is None:
+            owner = f"{own}/{told}" if told else own
         host, port = scope.get("client") or ("", 0)
-        if host in self._trusted:
-            told = next((v for k, v in scope["headers"] if k.lower() == HEADER.encode()), None)
-            if told is not None and (user := _read(told)) is not None:
-                return user
-        if key := scope.get(KEY, b""):
-            digest = hashlib.blake2b(key, digest_size=8, key=self._secret).hexdigest()
-            rules = self._keys.rules(key)
-            return User(digest, rules.name or f"key-{digest[:8]}", rules)
-        return User(f"{host}:{port}" if host else "")  # lines of batches have no client
+        if said.id and host in self._trusted:
+            return User(said.id, said.name, said.rules, owner, told)
+        if key:
+            digest, rules = self._short(key), self._keys.rules(key)
+            return User(digest, rules.name or f"key-{digest[:8]}", rules, owner, told)
+        return User(f"{host}:{port}" if host else "", owner=owner, told=told)  # lines of batches have no client
+
+    def _short(self, key: bytes) -> str:
+        return hashlib.blake2b(key, digest_size=8, key=self._secret).hexdigest()
 
 
-def header_of(user: User) -> tuple[bytes, bytes]:
-    """``user`` as a proxy tells a node of it."""
-    return HEADER.encode(), orjson.dumps({"id": user.id, "name": user.name, **_set(user.rules)})
+def sent_digest(headers: Headers) -> str:
+    """What stands for the keys that a request has sent, whether or not they are asked for."""
+    return hashlib.sha256(_sent(headers)).hexdigest()
+
+
+def asks_for(scope: Scope, user: User, node_key: str | None) -> str:
+    """As whom a node is to keep what belongs to the request of ``user``: nobody can make it without the client's key
+    and ``node_key``. What another proxy before this one has said stays behind it, and alone where the client needs no
+    key and the node sees itself what was sent; "": there is nothing to say."""
+    if not (node_key or scope.get(KEY)):
+        return user.told
+    sent = scope.get(KEY, b"") or _sent(Headers(scope=scope))
+    own = hmac.new((node_key or "").encode(), sent, "sha256").hexdigest()[:32]
+    return f"{own}.{user.told}" if user.told else own
+
+
+def header_of(user: User, owner: str, trusted: bool) -> tuple[bytes, bytes]:
+    """What a proxy tells a node of whose request it is. ``owner``: as ``asks_for`` says; ``trusted``: whether the node
+    is the operator's, which alone learns more."""
+    more = {"id": user.id, "name": user.name, **_set(user.rules)} if trusted else {}
+    return HEADER.encode(), orjson.dumps(more | ({"owner": owner} if owner else {}))
+
+
+def _sent(headers: Headers) -> bytes:
+    return "\n".join(sent_keys(headers)).encode("latin-1", "replace")
 
 
 def _set(rules: KeyRules) -> dict[str, Any]:
     return {name: value for name, value in asdict(rules).items() if name != "name" and value is not None}
 
 
-def _read(told: bytes) -> User | None:
-    """Inverse of ``header_of``; None for what is none."""
+def _read(header: str) -> User:
+    """Inverse of ``header_of``; with nothing in it for what is none."""
     try:
-        data = orjson.loads(told)
+        data = orjson.loads(header) if header else {}
+        told = str(data.get("owner", ""))
+        if told and not _PATH.fullmatch(told):
+            told = hashlib.sha256(told.encode("utf-8", "replace")).hexdigest()
+    except (ValueError, AttributeError):
+        return User("")
+    try:
         known = {f.name for f in fields(KeyRules)} - {"name"}
         rules: dict[str, Any] = {name: float(data[name]) for name in known if name in data}
         whole = {name: int(value) for name, value in rules.items() if name in KeyRules.WHOLE}
-        return User(str(data["id"])[:128], str(data.get("name", ""))[:64], KeyRules(**(rules | whole)).checked(HEADER))
+        checked = KeyRules(**(rules | whole)).checked(HEADER)
+        return User(str(data["id"])[:128], str(data.get("name", ""))[:64], checked, told=told)
     except (ValueError, TypeError, KeyError, OverflowError, UsageError):
-        return None
-
-
-@dataclass
-class _Used:
-    running: int = 0
-    tokens: float = 0.0  # of those of a minute that it has used and not got back by ``since``
-    since: float = 0.0
-
-
-class Quotas:
-    """Requests that run and tokens of the last minute, by user. ``requests``, ``tokens_per_minute``: of those whose
-    rules say nothing; None = no limit. Only users with a key have limits."""
-
-    def __init__(
-        self,
-        requests: int | None,
-        tokens_per_minute: int | None,
-        refused: Callable[[str, str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._requests = requests
-        self._tokens = tokens_per_minute
-        self._refused = refused
-        self._clock = clock
-        self._used: dict[str, _Used] = {}
-
-    def enter(self, user: User) -> None:
-        """Raise ApiError (429) where a request of ``user`` is one too many; else count it until this task ends."""
-        task = asyncio.current_task()
-        if not user.name or task is None:
-            return
-        used = self._used.setdefault(user.id, _Used(since=self._clock()))
-        tokens = self._limit(user)
-        if tokens is not None and (beyond := self._refilled(used, tokens).tokens - tokens) >= 0:
-            seconds = int(beyond * MINUTE / tokens) + 1
-            limit = spelled("key_tokens_per_minute")
-            text = f"this key has used its {tokens:,} tokens a minute ({limit}); try again in {seconds} s"
-            raise self._refusal(user, "key_tokens_per_minute", text, seconds)
-        requests = self._requests if user.rules.requests is None else user.rules.requests
-        if requests is not None and used.running >= requests:
-            text = f"{used.running} requests of this key are being answered (its {spelled('key_requests')}); try again"
-            raise self._refusal(user, "key_requests", text)
-        used.running += 1
-        task.add_done_callback(lambda _: self._leave(user.id))
-
-    def spend(self, user: User, tokens: int) -> None:
-        """``user`` has used so many tokens, of prompts and answers together."""
-        limit = self._limit(user)
-        if user.name and limit is not None:
-            used = self._used.setdefault(user.id, _Used(since=self._clock()))
-            self._refilled(used, limit).tokens += tokens
-
-    def _limit(self, user: User) -> int | None:
-        return self._tokens if user.rules.tokens_per_minute is None else user.rules.tokens_per_minute
-
-    def _refilled(self, used: _Used, limit: int) -> _Used:
-        """What a user has by now: a bucket that holds the tokens of a minute and fills steadily."""
-        now = self._clock()
-        used.tokens = max(0.0, used.tokens - (now - used.since) * limit / MINUTE)
-        used.since = now
-        return used
-
-    def _leave(self, user_id: str) -> None:
-        used = self._used[user_id]
-        used.running -= 1
-        if len(self._used) > REST:
-            self._used = {name: u for name, u in self._used.items() if u.running or u.tokens > 0}
-
-    def _refusal(self, user: User, limit: str, text: str, seconds: int | None = None) -> ApiError:
-        self._refused(user.name, limit)
-        return ApiError(429, text, code=limit, retry_after=seconds)
+        return User("", told=told)

@@ -19,9 +19,9 @@ from toolkit.serve.generation.read import encode_text, parse, refuse_pictures, r
 from toolkit.serve.generation.sampling import generation_config
 from toolkit.serve.http.answers import InteractiveAnswer
 from toolkit.serve.http.errors import ApiError, TooLong, bad_field
-from toolkit.serve.http.owners import sent_digest
 from toolkit.serve.http.replies import LINES, EventReply, JsonReply, json_response
 from toolkit.serve.http.schema import BUSY, FORGOTTEN, describe
+from toolkit.serve.http.users import current_user, sent_digest
 from toolkit.serve.lmdeploy.talks import Key, Talk
 from toolkit.serve.state import ServerState
 
@@ -80,7 +80,7 @@ async def interactive(raw: Request) -> HttpResponse:
     state.check_ready(model, waits=not request.cancel)
     state.settings.limits.check_work(request, 1, request.request_output_len, state.engine.session_len)
     # Clients choose the numbers of sessions, so they meet where no key is asked for; one that is sent tells them apart.
-    owner = state.owner(raw.scope) or sent_digest(raw.headers)
+    owner = current_user().owner or sent_digest(raw.headers)
     turn = Turn(state, request, (owner, request.session_id), state.adapter_of(model), size)
     if request.cancel:
         turn.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -12,8 +13,10 @@ from typing import Any
 
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.limits import Limits
-from toolkit.serve.http.owners import Shares
+from toolkit.serve.http.records import Records
+from toolkit.serve.http.shares import Shares
 
+FOLDER = "sessions"
 LOOK_S = 1.0  # between looks while the oldest conversation is being answered
 NOTES = 16  # so many times max_sessions it is remembered of a conversation that it was forgotten
 Key = tuple[str, int]  # who, and which of theirs
@@ -31,6 +34,7 @@ class Talk:
     busy: bool = False
     request_id: str = ""
     waiting: asyncio.Task[Any] | None = None
+    saved: str = ""  # id of its record
 
     @contextmanager
     def until_started(self) -> Iterator[None]:
@@ -55,6 +59,18 @@ class Talk:
             task.cancel()
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A conversation as it outlives the server; ``used``: seconds since 1970."""
+
+    id: str
+    owner: str
+    session_id: int
+    messages: list[dict[str, Any]]
+    tokens: int
+    used: float
+
+
 class Talks:
     """At most ``max_sessions`` of them: whoever has most loses the one that they used longest ago; and each goes after
     ``session_timeout`` seconds without a turn. Its client is told. ``forget`` is called with the name of each that
@@ -69,6 +85,7 @@ class Talks:
         self._noted = Shares()
         self._made = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._records: Records | None = None
 
     def open(self, key: Key, *, goes_on: bool = False) -> Talk:
         """The conversation ``key``, new where there is none; it is the caller's until ``close``. ``goes_on``: the
@@ -94,6 +111,26 @@ class Talks:
         self._talks.move_to_end(key)
         return talk
 
+    def restore(self, records: Records) -> None:
+        """Go on with the conversations of ``records``, and keep them there from now on. Raises ToolkitError for records
+        that cannot be read."""
+        if not records.lasting:
+            return
+        self._records = records
+        now = time.monotonic() - time.time()
+        for s in sorted(records.records(FOLDER, Saved), key=lambda saved: saved.used)[-self._limits.max_sessions :]:
+            self._made += 1
+            talk = Talk(f"interactive-{self._made}", s.messages, s.tokens, now + s.used, saved=s.id)
+            self._talks[s.owner, s.session_id] = talk
+            self._shares.add(s.owner, 1)
+        self._drop_old()
+
+    def _save(self, key: Key, talk: Talk) -> None:
+        if self._records is not None:
+            talk.saved = f"talk_{hashlib.blake2b(f'{key[1]} {key[0]}'.encode(), digest_size=16).hexdigest()}"
+            saved = Saved(talk.saved, *key, list(talk.messages), talk.tokens, time.time())
+            self._records.save_later(FOLDER, saved)
+
     def find(self, key: Key) -> Talk | None:
         """The conversation ``key``, None where there is none."""
         return self._talks.get(key)
@@ -104,7 +141,9 @@ class Talks:
         talk.busy, talk.used = False, time.monotonic()
         if not keep:
             self._end(key)
-        elif self._timer is None:
+            return
+        self._save(key, talk)
+        if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._limits.session_timeout, self._look)
 
     def _look(self) -> None:
@@ -140,7 +179,10 @@ class Talks:
     def _end(self, key: Key, why: str = "") -> None:
         """Forget a conversation; ``why``: what its client is told, "" for one that has ended it."""
         self._shares.add(key[0], -1)
-        self._forget(self._talks.pop(key).name)
+        talk = self._talks.pop(key)
+        self._forget(talk.name)
+        if self._records is not None and talk.saved:
+            self._records.forget_later(FOLDER, talk.saved)
         if not why:
             return
         self._notes[key] = why

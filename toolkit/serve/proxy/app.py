@@ -21,9 +21,9 @@ from toolkit.serve.http.docs_page import add_docs
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.layers import add_layers
-from toolkit.serve.http.owners import passed_on
 from toolkit.serve.http.replies import json_response
 from toolkit.serve.http.schema import add_schemas, describe
+from toolkit.serve.http.users import asks_for, current_user
 from toolkit.serve.model_cards import card, listed
 from toolkit.serve.ollama.cards import Listed, add_lists
 from toolkit.serve.options import ProxySettings
@@ -201,7 +201,7 @@ def _add_plain_routes(app: FastAPI, state: ProxyState) -> None:
         target = forwarded(raw.scope)
         body = await read_body(raw)
         data = await state.lanes.run(partial(json_or_none, body), len(body)) if body else None
-        owner = passed_on(raw.scope, state.settings.node_key)
+        owner = asks_for(raw.scope, current_user(), state.settings.node_key)
         return Forward(state, Incoming(raw.method, target, raw.headers.raw, body, data, owner))
 
 

@@ -12,7 +12,6 @@ import httpx2 as httpx
 from starlette.types import Send
 
 from toolkit.serve.http.errors import OLLAMA, ApiError
-from toolkit.serve.http.owners import HEADER as OWNER
 from toolkit.serve.http.replies import Reply, event, send_error
 from toolkit.serve.http.request_ids import HEADER, current
 from toolkit.serve.http.users import HEADER as USER
@@ -31,22 +30,23 @@ OWN_HEADERS = frozenset(  # of one connection, not of the request or answer; and
     b"content-length expect".split()
 )
 ANSWER_HEADERS = OWN_HEADERS | {b"date", b"server"}  # left out of an answer: this server's own stand in it already
+LEFT_IN = frozenset({b"content-type", b"content-encoding"})  # a body makes no sense without them
 VIA = b"via"  # each proxy on a request's way adds itself
 MOST_HOPS = 8
-KEY_HEADERS = (b"authorization", b"x-api-key", OWNER.encode())
+KEY_HEADERS = (b"authorization", b"x-api-key")
 
 
 @dataclass(frozen=True)
 class Incoming:
     """A client's request. ``data``: its body as JSON has it, None where it is none. ``owner``: whose it is, as a node
-    is told; None where the node has to see for itself."""
+    is told; "" where the node has to see for itself."""
 
     method: str
     target: str  # path and query
     headers: list[tuple[bytes, bytes]]
     body: bytes
     data: Any
-    owner: bytes | None = None
+    owner: str = ""
 
     def model_among(self, names: Sequence[str]) -> str | None:
         """What it asks for, as it is called there; None where it does not say."""
@@ -71,6 +71,13 @@ class Incoming:
         """The proxies that it has come through."""
         values = b",".join(value for name, value in self.headers if name.lower() == VIA)
         return [hop.strip() for hop in values.split(b",") if hop.strip()]
+
+
+def of_this_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
+    """Names of headers that a message's ``Connection`` says are for the next one alone (RFC 9110, 7.6.1), in lower
+    case."""
+    values = b",".join(value for name, value in headers if name.lower() == b"connection")
+    return frozenset(word.strip().lower() for word in values.split(b",")) - LEFT_IN
 
 
 def is_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
@@ -154,19 +161,16 @@ class Forward(Reply):
         return self._state.strategy(nodes, self._request.data, self._state.clock())
 
     def _asked(self, node: Node) -> _Exchange:
-        headers = [(k, v) for k, v in self._request.headers if k.lower() not in (*OWN_HEADERS, VIA, USER.encode())]
+        own = {*OWN_HEADERS, VIA, USER.encode(), *of_this_connection(self._request.headers)}
+        headers = [(k, v) for k, v in self._request.headers if k.lower() not in own]
         headers.append((VIA, b", ".join([*self._request.via, self._hop])))
-        if node.trusted:
-            headers.append(header_of(current_user()))
+        headers.append(header_of(current_user(), self._request.owner, node.trusted))
         if (named := current()) is not None:  # its client has sent none, or one that may not stand in a log
             headers = [(k, v) for k, v in headers if k.lower() != HEADER.encode()]
             headers.append((HEADER.encode(), named.id.encode()))
         if self._state.settings.node_key:
             headers = [(k, v) for k, v in headers if k.lower() not in KEY_HEADERS]
             headers += [(k.lower().encode(), v.encode()) for k, v in self._state.key_headers(node).items()]
-        if (owner := self._request.owner) is not None:
-            headers = [(k, v) for k, v in headers if k.lower() != OWNER.encode()]
-            headers.append((OWNER.encode(), owner))
         request = self._state.http.build_request(
             self._request.method, node.url + self._request.target, headers=headers, content=self._request.body
         )
@@ -174,7 +178,8 @@ class Forward(Reply):
 
     async def _pass_on(self, reply: httpx.Response, node: Node, send: Send) -> None:
         """From the first byte on it is this node's answer, whatever happens to it."""
-        headers = [(k.lower(), v) for k, v in reply.headers.raw if k.lower() not in ANSWER_HEADERS]
+        own = ANSWER_HEADERS | of_this_connection(reply.headers.raw)
+        headers = [(k.lower(), v) for k, v in reply.headers.raw if k.lower() not in own]
         streams = is_stream(headers)
         length = reply.headers.get("content-length")
         if length is not None:

@@ -126,8 +126,12 @@ def packed_bytes(spec: DecoderSpec, weights: Mapping[str, Weight | Tensor]) -> i
     """Bytes of what ``pack_model`` makes of canonical weights, told from their headers. Of 8-bit codes with stored zero
     points, which may all be in the middle, it is what they take at most.
     """
-    outlines = ((name, info_of(weights, name)) for name in weights)
-    return sum(packed.meta.nbytes for _, packed in pack_model(spec, outlines, None, []))
+    return sum(packed.meta.nbytes for packed in outlines(spec, weights).values())
+
+
+def outlines(spec: DecoderSpec, weights: Mapping[str, Weight | Tensor]) -> dict[str, PackedTensor]:
+    """What ``pack_model`` makes of canonical weights, without bytes."""
+    return dict(pack_model(spec, ((name, info_of(weights, name)) for name in weights), None, []))
 
 
 def _pack_head(name: str, w: Dense, bits: int, notes: list[str]) -> PackedTensor:

@@ -69,7 +69,7 @@ tk::Group& group_of(tk::Model* m, int64_t group, int64_t block) {
 
 // Of all that passes here: functions, structures, the program's record, how tensors are packed. VERSION in library.py says
 // the same; raise both when any of it changes, so that neither side reads the other's as its own.
-TK_EXPORT int tk_version() { return 20; }
+TK_EXPORT int tk_version() { return 21; }
 
 TK_EXPORT const char* tk_error() { return message.c_str(); }
 
@@ -91,6 +91,19 @@ TK_EXPORT tk::Model* tk_model_create(const char* names, const double* values, in
     });
     return model;
 }
+
+// A rank of several joins the others in the memory of `file`, which stays the caller's. No step of any rank may be under way.
+TK_EXPORT int tk_model_join(tk::Model* model, int file) {
+    return guarded([&] { model->join(file); });
+}
+
+// From any thread: a rank is lost, and no rank waits for others any more; steps that do fail.
+TK_EXPORT void tk_model_lose(tk::Model* model) {
+    if (model->link) model->link->lose();
+}
+
+// How often ranks have handed each other what they had made, so far.
+TK_EXPORT int64_t tk_model_meetings(tk::Model* model) { return model->meetings; }
 
 TK_EXPORT void tk_model_free(tk::Model* model) { delete model; }
 

@@ -54,6 +54,7 @@ struct Job {
     const StepResults& out;
     Plan& plan;
     Cut cut;
+    uint32_t met = 0;  // what the calling thread's run says of it; all threads' say the same
     bool heads = false;
     const Kept* kept = nullptr;  // a picture whose rows, the chunk's, are to be remembered,
     int64_t row = 0;             // from this one on
@@ -65,12 +66,20 @@ void run_thread(void* arg, int index) {
     if (job.kept) run.remember(*job.kept, job.row);
     else if (job.heads) run.heads();
     else run.layers();
+    if (index == 0) job.met = run.met();
+}
+
+void run_all(Model& m, Job& job, int64_t head_blocks) {
+    m.pool.run(run_thread, &job, phases_of(m.program, head_blocks));
+    m.meetings += job.met;
+    if (m.link && m.link->lost()) throw Error("another rank of the model is lost");
 }
 
 }  // namespace
 
 void Model::step(const StepArrays& in, const StepResults& out) {
     check_step(program, in, out, int64_t(previous.size()));
+    if (program.ranks > 1 && !link) throw Error("the rank has not joined the others");
     if (profile) profile->start();
     copy_blocks(*this, in);
     begin_states(*this, in);
@@ -86,10 +95,10 @@ void Model::step(const StepArrays& in, const StepResults& out) {
         end = chunk_end(in, t);
         job.cut = cut_chunk(program, in, t, end - t, pool.size());
         work->partials(partial_floats(program, in, job.cut));
-        pool.run(run_thread, &job, phases_of(program, 0));
+        run_all(*this, job, 0);
     }
     job.heads = true;
-    if (!plan.rows.empty()) pool.run(run_thread, &job, phases_of(program, plan.logit_rows / work->logit_rows + 1));
+    if (!plan.rows.empty()) run_all(*this, job, plan.logit_rows / work->logit_rows + 1);
     previous.assign(out.tokens, out.tokens + in.rows);
 }
 
@@ -107,7 +116,7 @@ void Model::remember(const StepArrays& in, const StepResults& out) {
             job.cut.first = before + row;
             job.cut.count = std::min(CHUNK, rows - row);
             job.row = row;
-            pool.run(run_thread, &job, phases_of(program, 0));
+            run_all(*this, job, 0);
         }
         before += rows;
     }
@@ -119,6 +128,12 @@ Model::Model(Program prog, const Ops* o, int threads)
     : program(std::move(prog)), ops(o), pool(threads), work(std::make_unique<Workspace>(program, *o, pool.size())) {}
 
 Model::~Model() = default;
+
+void Model::join(int fd) {
+    if (program.ranks == 1) throw Error("the program is none of several ranks'");
+    link = std::make_unique<Link>(fd, work->gathered, program.ranks);
+    meetings = 0;
+}
 
 void Model::allocate_cache(const int64_t* blocks, int64_t groups) {
     if (groups != int64_t(program.groups.size()))

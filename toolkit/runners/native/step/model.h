@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "system/link.h"
 #include "system/pool.h"
 #include "system/profile.h"
 #include "step/program.h"
@@ -27,6 +28,8 @@ public:
     ~Model();
     void allocate_cache(const int64_t* blocks, int64_t groups);
     void release_cache();
+    // Joins the other ranks; see Link. Comes before the first step.
+    void join(int fd);
     void step(const StepArrays& in, const StepResults& out);
     void remember(const StepArrays& in, const StepResults& out);
 
@@ -37,6 +40,8 @@ public:
     std::vector<Pages> cache;
     std::map<int32_t, Kept> pictures;  // by number
     std::unique_ptr<Workspace> work;
+    std::unique_ptr<Link> link;  // to the other ranks, where the program is one of several
+    uint32_t meetings = 0;       // with them so far
     std::unique_ptr<Profile> profile;
 };
 

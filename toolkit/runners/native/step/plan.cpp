@@ -40,7 +40,7 @@ namespace {
 
 // Parts of the chunk for threads that take rows through whole layers; none where there are too few rows for that.
 void cut_parts(Cut& cut, const Program& p, int64_t threads) {
-    if (cut.count < threads * PART / 2) return;
+    if (p.ranks > 1 || cut.count < threads * PART / 2) return;
     for (const Sublayer& s : p.sublayers)
         if (!std::holds_alternative<Attention>(s.mixer) && !std::holds_alternative<Cross>(s.mixer) && !std::holds_alternative<Mlp>(s.mixer))
             return;

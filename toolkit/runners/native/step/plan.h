@@ -26,10 +26,6 @@ struct Plan {
 // The flat tokens whose logits or hidden states are needed, ascending, and where each request for one finds it.
 Plan make_plan(const StepArrays& in);
 
-struct Range {
-    int64_t first, last;
-};
-
 constexpr int64_t CUTS = 256;            // parts of a phase's work, at most
 constexpr int64_t PART_BYTES = 1 << 18;  // weights of a part, at least, where threads share them by their speed
 

@@ -112,6 +112,8 @@ Program parse_program(const char* names, const double* values, int64_t count, co
     Values all(names, values, count, tensors, tensors_size);
     const Record r(all);
     Program prog;
+    prog.ranks = r.integer("ranks", 1, 4096);
+    prog.rank = r.integer("rank", 0, prog.ranks - 1);
     prog.vocab = r.integer("vocabulary", 1, LIMIT);
     prog.hidden = r.integer("hidden", 1, LIMIT);
     prog.block_size = r.integer("block_size", 16, 1 << 16);

@@ -17,6 +17,10 @@ struct Error : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+struct Range {
+    int64_t first, last;
+};
+
 struct Vector {
     const float* data = nullptr;  // padded to a multiple of 16
     int64_t size = 0;
@@ -40,6 +44,7 @@ struct Linear {
     QuantKey key;
     int slot = 0;  // which of its input's quantizations it reads
     bool turned = false;  // holds W H, H = the block Hadamard matrix (head and embedding alone)
+    Range own{0, 0};      // tiles that this rank computes: all, unless the program says which
     std::shared_ptr<Routed> seen;  // what tokens of pictures have; null = the same
     bool present() const { return w.data != nullptr; }
 };
@@ -72,7 +77,9 @@ struct Attention {
     static constexpr int64_t PHASES = 10;  // of a run that one takes, at most (see Pool)
     Linear q, k, v, gate, o;  // gate: what multiplies results, by its sigmoid; may be absent
     Input in, out;
-    int64_t heads, kv_heads, head_dim, dpad, per_kv;
+    int64_t heads, kv_heads, head_dim, dpad, per_kv;  // of this rank, all of which read the same number of queries a key
+    int64_t first_head = 0, first_kv = 0;             // the model's heads that come before them
+    bool codes = false;                               // ranks hand on results as `o` reads them, in integers
     int64_t value_dim, vpad;  // numbers of a head's result
     bool rows = false;        // the cache holds rows that are key and value at once
     int64_t rope;    // index into Program::ropes or -1
@@ -109,6 +116,8 @@ struct Latent {
     Norm q_a_norm, kv_a_norm;
     Input in, mid, out;  // mid: of q, where it reads q_a's result
     int64_t nope_dim, rope_dim, v_dim;
+    int64_t first_head = 0;  // the model's heads before those of `core`, which are this rank's
+    bool codes = false;      // as of Attention
     int64_t expanded;    // numbers of a key and of a value that are made of rows, padded to the longer
     int64_t break_even;  // new tokens of a sequence up to which they are not made
     Attention core;  // of queries that kv_b's key part multiplied, to the rows: one key head
@@ -136,6 +145,7 @@ struct Mlp {
     Input in, mid;
     int32_t activation = SILU;
     float gate_scale = 1;
+    bool codes = false;  // ranks hand on `mid` as `down` reads it, in integers
     bool routed() const { return up.seen || down.seen; }
 };
 
@@ -150,6 +160,7 @@ struct Moe {
     int scoring = 0;  // 0 softmax, 1 sigmoid, 2 sparsemixer
     bool norm_topk = true, weigh_input = false;
     float scale = 1, jitter = 0;
+    bool codes = false;  // of all experts, as of an Mlp
     Vector correction;  // added to scores where experts are chosen
     int64_t groups = 1, top_groups = 1, group_best = 1;  // a group is as good as so many of its best
     Input in;
@@ -161,6 +172,7 @@ struct Conv {
     int64_t channels, kernel;
     int64_t group, at;  // its tail [kernel - 1][ld] in a slot, in numbers
     bool silu;
+    Range own;  // this rank's, of a convolution whose channels are all alike
     int64_t ld() const { return pad16(channels); }
 };
 
@@ -169,6 +181,7 @@ struct States {
     int64_t heads, rows, cols;
     int64_t group, at;  // of the first head in a slot, in numbers
     bool delta;
+    Range own;  // heads that are this rank's
     int64_t tiles() const { return (cols + STATE_COLS - 1) / STATE_COLS; }
 };
 
@@ -198,6 +211,7 @@ struct Mamba {
     Input in, mid;
     Norm norm;  // of each group's numbers
     bool norm_first;
+    bool norm_apart = false;  // ranks have parts of groups: they norm when they have all
     Vector decay, dt_bias, skip;
     float least, z_scale, dt_scale;
     int64_t groups;
@@ -243,6 +257,7 @@ struct Group {
 };
 
 struct Program {
+    int64_t rank = 0, ranks = 1;        // which of those that run the model together it is
     int64_t vocab, hidden, block_size;  // the head may have fewer rows than the vocabulary
     int32_t kv_type;
     int64_t kept = 0;  // bytes of each 16 rows of a picture that are looked at

@@ -106,7 +106,16 @@ public:
         l.turned = t.turned != 0;
         if (l.turned && (!may_turn || l.w.format != INT)) fail(key, "turned by a Hadamard matrix");
         l.bias = r.vector("bias", l.w.rows);
+        l.own = r.own(l.w.tiles());
         return l;
+    }
+
+    // Of `count` those that are this rank's; all where it is not said.
+    Range own(int64_t count) const {
+        if (!has("own")) return {0, count};
+        const Record r = record("own");
+        const int64_t first = r.integer("first", 0, count);
+        return {first, r.integer("last", first, count)};
     }
 
     // One that may be another for tokens of pictures.

@@ -13,9 +13,9 @@
 namespace tk {
 
 int64_t phases_of(const Program& p, int64_t head_blocks) {
-    int64_t n = 4 + head_blocks * 4;
+    int64_t n = 4 + head_blocks * 6;
     for (const Sublayer& s : p.sublayers)
-        n += std::visit([](const auto& m) { return std::decay_t<decltype(m)>::PHASES; }, s.mixer) + (s.deep > 0);
+        n += std::visit([](const auto& m) { return std::decay_t<decltype(m)>::PHASES; }, s.mixer) + (s.deep > 0) + (p.ranks > 1 ? 6 : 0);
     return n;
 }
 
@@ -73,10 +73,32 @@ void Run::add_post(const Sublayer& s) {
 void Run::down(const Sublayer& s, const Linear& l, const Input& mid, bool quantized, Phase phase) {
     Prepared x = quantized || plain(mid) ? Prepared{&w.mid, true} : prepare(mid, Norm(), w.mid.x, w.mid.ldx, count);
     const Store to = residual(s);
-    share_tiles(phase, l.w.tiles(), pair_unit(), l.w.bytes(), [&](Range tiles) {
+    share_own(phase, l.own, pair_unit(), l.w.tile_bytes(), [&](Range tiles) {
         linear(l, ready(x, mid, Norm(), w.mid.x, w.mid.ldx, count), 0, count, tiles, to);
     });
+    gather_hidden(s, l.own);
     add_post(s);
+}
+
+// What linears that end a sublayer have made of its result, by ranks.
+void Run::gather_hidden(const Sublayer& s, Range tiles) {
+    gather({floats(s.apart() ? w.tmp : w.x, count, w.hidden_ld, p.hidden, in_tiles(tiles, p.hidden))});
+}
+
+// Numbers `own` of row t to integers, by groups.
+void Run::quantize_own(InputBuffer& of, int64_t t, int64_t group, Range own) const {
+    const int64_t first_group = own.first / group;
+    ops.quantize(of.x + t * of.ldx + own.first, nullptr, group, 0, own.last / group - first_group, of.q[0] + t * of.ldq + own.first,
+                 of.scale[0] + t * of.lds + first_group, of.sum[0] + t * of.lds + first_group);
+}
+
+// Middle rows of which this rank has numbers `own`, for `l`: as it reads them, or as floats.
+void Run::gather_mid(const Linear& l, const Input& mid, bool as_codes, Range own) {
+    if (!codes(l, as_codes)) return gather({floats(w.mid.x, count, w.mid.ldx, mid.width, own)});
+    const int64_t group = mid.keys[0].group;
+    std::vector<Columns> parts;
+    add_codes(parts, w.mid, count, mid.width, group, own);
+    gather(parts, [&](int64_t t) { quantize_own(w.mid, t, group, own); });
 }
 
 void Run::embed_rows(Range r) {
@@ -168,9 +190,10 @@ void Run::heads() {
         Store to;
         to.out = w.logits;
         to.ld = w.vocab_ld;
-        share_tiles(P_HEAD, p.head.w.tiles(), 2, p.head.w.bytes(), [&](Range tiles) {
+        share_own(P_HEAD, p.head.own, 2, p.head.w.tile_bytes(), [&](Range tiles) {
             linear(p.head, ready(x, p.head_in, Norm(), from, w.hidden_ld, n), 0, n, tiles, to);
         });
+        gather({floats(w.logits, n, w.vocab_ld, p.head.w.rows, in_tiles(p.head.own, p.head.w.rows))});
         share(P_SAMPLE, n, 1, [&](Range r) {
             for (int64_t i = r.first; i < r.last; i++) finish_row(base + i, w.logits + i * w.vocab_ld);
         });

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <initializer_list>
 #include <utility>
 #include <vector>
@@ -27,6 +28,7 @@ public:
 
     void layers();
     void heads();
+    uint32_t met() const { return meetings; }
     void remember(const Kept& kept, int64_t from);
 
 private:
@@ -53,6 +55,75 @@ private:
         model.pool.chunks(phase++, uint32_t(s.parts), [&](uint32_t i) { body(Range{s.at[i] * unit, std::min(n, s.at[i + 1] * unit)}); });
         if (thread == 0 && model.profile) model.profile->tick(name);
     }
+    // The same for the tiles of one linear, or of several that are cut alike, that are this rank's.
+    template <class Body>
+    void share_own(Phase name, Range tiles, int64_t unit, int64_t tile_bytes, Body&& body) {
+        const int64_t n = tiles.last - tiles.first;
+        share_tiles(name, n, unit, n * tile_bytes, [&](Range r) { body(Range{tiles.first + r.first, tiles.first + r.last}); });
+    }
+
+    // Of each of the first `rows` rows of an array this rank has made bytes `own` of `width`.
+    struct Columns {
+        void* data;
+        int64_t rows, ld, width;  // the last two in bytes
+        Range own;
+    };
+    // Numbers that are a matrix's rows in `tiles`.
+    static Range in_tiles(Range tiles, int64_t width) { return {tiles.first * LANES, std::min(tiles.last * LANES, width)}; }
+    // Rows of floats.
+    static Columns floats(float* data, int64_t rows, int64_t ld, int64_t width, Range own) {
+        return {data, rows, ld * 4, width * 4, {own.first * 4, own.last * 4}};
+    }
+    // Rows as a linear reads them that quantizes by `group`.
+    static void add_codes(std::vector<Columns>& to, const InputBuffer& of, int64_t rows, int64_t width, int64_t group, Range own) {
+        const Range numbers{own.first / group * 4, own.last / group * 4};
+        to.push_back({of.q[0], rows, of.ldq, width, own});
+        to.push_back({of.scale[0], rows, of.lds * 4, width / group * 4, numbers});
+        to.push_back({of.sum[0], rows, of.lds * 4, width / group * 4, numbers});
+    }
+    void quantize_own(InputBuffer& of, int64_t t, int64_t group, Range own) const;
+    // Of each array what the other ranks have made. `before`: what is first done to row t of all.
+    template <class Before>
+    void gather(const std::vector<Columns>& parts, Before&& before) {
+        if (p.ranks == 1) return;
+        int64_t rows = 0;
+        for (const Columns& c : parts) rows = std::max(rows, c.rows);
+        meetings++;
+        uint8_t* place = model.link->place(model.meetings + meetings);
+        auto each = [&](int64_t t, auto&& copy) {
+            int64_t at = 0;
+            for (const Columns& c : parts) {
+                if (t < c.rows) copy(c, static_cast<uint8_t*>(c.data) + t * c.ld, place + at + t * c.width);
+                at += c.rows * c.width;
+            }
+        };
+        const int64_t n = std::min<int64_t>(rows, threads);
+        model.pool.chunks(
+            phase++, uint32_t(n),
+            [&](uint32_t i) {
+                for (int64_t t = rows * i / n; t < rows * (i + 1) / n; t++) {
+                    before(t);
+                    each(t, [](const Columns& c, uint8_t* mine, uint8_t* all) {
+                        std::memcpy(all + c.own.first, mine + c.own.first, size_t(c.own.last - c.own.first));
+                    });
+                }
+            },
+            [&] { model.link->arrive(); });
+        model.link->wait(model.meetings + meetings);
+        share(P_GATHER, rows, 1, [&](Range r) {
+            for (int64_t t = r.first; t < r.last; t++)
+                each(t, [](const Columns& c, uint8_t* mine, const uint8_t* all) {
+                    std::memcpy(mine, all, size_t(c.own.first));
+                    std::memcpy(mine + c.own.last, all + c.own.last, size_t(c.width - c.own.last));
+                });
+        });
+    }
+    void gather(const std::vector<Columns>& parts) {
+        gather(parts, [](int64_t) {});
+    }
+    bool codes(const Linear& l, bool wanted) const { return p.ranks > 1 && wanted && !splits(l); }
+    void gather_mid(const Linear& l, const Input& mid, bool codes, Range own);
+    void gather_hidden(const Sublayer& s, Range tiles);
     int64_t pair_unit() const { return count > SMALL ? 2 : 1; }
 
     // Inputs of linears. For many rows they are a phase of their own and lie in the shared buffer; for few, each thread that
@@ -80,7 +151,17 @@ private:
 
     // attention_step.cpp
     void mix(const Sublayer& s, const Attention& a);
-    void project(const Input& in, const Norm& norm, const float* from, int64_t ld, float* out, std::initializer_list<const Linear*> parts);
+    // Tiles of a linear that are computed, and the column of a row of projections where its first would lie.
+    struct Projection {
+        const Linear* l;
+        Range tiles;
+        int64_t place;
+    };
+    static std::vector<Projection> side_by_side(std::initializer_list<const Linear*> linears);
+    void project(const Input& in, const Norm& norm, const float* from, int64_t ld, float* out, const std::vector<Projection>& parts);
+    void project(const Input& in, const Norm& norm, const float* from, int64_t ld, float* out, std::initializer_list<const Linear*> linears) {
+        project(in, norm, from, ld, out, side_by_side(linears));
+    }
     void settle_row(const Attention& a, int64_t t) const;
     void turn_row(const Attention& a, int64_t t, float* q, float* k) const;
     void turn_and_store(const Attention& a, int64_t t, int64_t head);
@@ -100,7 +181,7 @@ private:
     void attend_tile(const Attention& a, const Piece& piece, const Piece* next, const AttnState& to);
     void attend_blocks(const Attention& a, Range which, Range heads);
     void attend_split(const Attention& a);
-    void merge_split(const Attention& a);
+    void merge_split(const Attention& a, InputBuffer& to, Range heads);
     void finish_rows(const Attention& a, int64_t head, int64_t t, const AttnState& s, int64_t row, float* to);
     const uint8_t* query(const Attention& a, int64_t head, int64_t t) const;
     void put_query(const Attention& a, const float* row, uint8_t* to) const;
@@ -154,7 +235,9 @@ private:
     template <class Body>
     void each_expert(const Moe& m, bool down, Body&& body);
     void experts(const Moe& m);
+    void gather_pairs_mid(const Moe& m);
     void combine(const Sublayer& s, const Moe& m);
+    void combine_own(const Sublayer& s, const Moe& m);
 
     // sampling.cpp
     void finish_row(int64_t row, float* logits);
@@ -178,6 +261,7 @@ private:
     const int thread, threads;
     ThreadScratch& own;
     int64_t phase = 0;
+    uint32_t meetings = 0;  // with other ranks
 };
 
 }  // namespace tk

@@ -143,6 +143,8 @@ Workspace::Workspace(const Program& p, const Ops& ops, int thread_count) : threa
     moe_pairs = CHUNK * w.top_k;
     experts.expert.resize(size_t(moe_pairs));
     experts.weight.resize(size_t(moe_pairs));
+    // floats, which take more than codes with what belongs to them
+    gathered = 4 * std::max({CHUNK * pad16(std::max(w.mid, p.hidden)) + moe_pairs * pad16(w.moe), logit_rows * vocab_ld});
     const int64_t rows = std::max(QUERY_ROWS, w.heads);
     x = take<float>(CHUNK * hidden_ld);
     tmp = take<float>(CHUNK * hidden_ld);

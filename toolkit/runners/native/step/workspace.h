@@ -124,6 +124,7 @@ private:
 struct Workspace : Arena {
     Workspace(const Program& p, const Ops& ops, int threads);
 
+    int64_t gathered;  // bytes that ranks hand each other at once, at most
     int64_t hidden_ld, qkv_ld, spread_ld, vocab_ld, logit_rows, moe_pairs, router_ld, moe_width;
     float *x, *tmp, *block = nullptr, *qkv, *logits, *router;
     float* spread = nullptr;  // [CHUNK][spread_ld], what all heads of latent attention give, before it becomes values, or what a convolution gives

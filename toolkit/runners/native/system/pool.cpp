@@ -7,23 +7,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <climits>
 #include <cstdlib>
 #include <cstring>
 
 namespace tk {
 namespace {
-
-constexpr std::chrono::microseconds SPIN{20};
-
-inline void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("isb");  // yield does nothing on most cores
-#endif
-}
 
 void futex(std::atomic<uint32_t>* word, int op, uint32_t value) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), op | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
@@ -74,14 +63,7 @@ Pool::~Pool() {
 
 template <class Over>
 void Pool::wait(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, Over over) {
-    if (over(word.load())) return;
-    const auto end = std::chrono::steady_clock::now() + SPIN;
-    do {
-        for (int i = 0; i < 32; i++) {
-            if (over(word.load())) return;
-            relax();
-        }
-    } while (std::chrono::steady_clock::now() < end);
+    if (spin([&] { return over(word.load()); })) return;
     sleepers.fetch_add(1);
     for (uint32_t seen; !over(seen = word.load());) futex(&word, FUTEX_WAIT, seen);
     sleepers.fetch_sub(1);

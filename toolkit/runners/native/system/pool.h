@@ -8,12 +8,37 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <thread>
 #include <vector>
 
 namespace tk {
+
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb");  // yield does nothing on most cores
+#endif
+}
+
+constexpr std::chrono::microseconds SPIN{20};
+
+// Whether it is over() within the time that waiting spins.
+template <class Over>
+bool spin(Over&& over) {
+    if (over()) return true;
+    const auto end = std::chrono::steady_clock::now() + SPIN;
+    do {
+        for (int i = 0; i < 32; i++) {
+            if (over()) return true;
+            relax();
+        }
+    } while (std::chrono::steady_clock::now() < end);
+    return false;
+}
 
 // One phase of a run: chunks taken, chunks done, threads asleep until it is over.
 struct alignas(64) Counter {
@@ -33,15 +58,21 @@ public:
     // may use; all threads must go through the same phases in the same order.
     void run(void (*fn)(void*, int), void* arg, int64_t phases);
 
-    // Takes chunks of phase `phase` until none is left, then waits for the others'. body(chunk).
-    template <class Body>
-    void chunks(int64_t phase, uint32_t count, Body&& body) {
+    // Takes chunks of phase `phase` until none is left, then waits for the others'. body(chunk); last() by whoever ends the last.
+    template <class Body, class Last>
+    void chunks(int64_t phase, uint32_t count, Body&& body, Last&& last) {
         Counter& c = counters_[size_t(phase)];
         for (uint32_t i; (i = c.next.fetch_add(1, std::memory_order_relaxed)) < count;) {
             body(i);
-            if (c.done.fetch_add(1) + 1 == count) wake(c.done, c.sleepers);
+            if (c.done.fetch_add(1) + 1 != count) continue;
+            last();
+            wake(c.done, c.sleepers);
         }
         wait_for(c.done, c.sleepers, count);
+    }
+    template <class Body>
+    void chunks(int64_t phase, uint32_t count, Body&& body) {
+        chunks(phase, count, body, [] {});
     }
 
 private:

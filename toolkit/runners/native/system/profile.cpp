@@ -6,7 +6,7 @@ namespace tk {
 
 void Profile::print() {
     static const char* const names[PHASES] = {"other", "embed", "prepare", "qkv", "rope+kv", "attention",
-                                              "o", "gate+up", "down", "moe", "state", "head", "sample"};
+                                              "o", "gate+up", "down", "moe", "state", "head", "sample", "gather"};
     double total = 0;
     for (double s : spent_) total += s;
     if (!steps_ || total <= 0) return;

@@ -6,7 +6,7 @@
 
 namespace tk {
 
-enum Phase { P_OTHER, P_EMBED, P_PREPARE, P_QKV, P_ROPE, P_ATTENTION, P_O, P_GATED, P_DOWN, P_MOE, P_STATE, P_HEAD, P_SAMPLE, PHASES };
+enum Phase { P_OTHER, P_EMBED, P_PREPARE, P_QKV, P_ROPE, P_ATTENTION, P_O, P_GATED, P_DOWN, P_MOE, P_STATE, P_HEAD, P_SAMPLE, P_GATHER, PHASES };
 
 class Profile {
 public:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import ToolkitError
 from toolkit.serve.generation.turn import LAST, behind
-from toolkit.serve.http.owners import Shares, work_of
+from toolkit.serve.http.shares import Shares
+from toolkit.serve.http.users import work_of
 from toolkit.serve.openai.batches import loop, results
 from toolkit.serve.openai.batches.lines import Bounds, JsonLines
 from toolkit.serve.openai.batches.loop import Stopped, Tally, Turns

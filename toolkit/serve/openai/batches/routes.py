@@ -77,7 +77,7 @@ def _limit(raw: Request, most: int, default: int) -> int:
 async def upload(raw: Request) -> HttpResponse:
     batches, owner = _mine(raw)
     declared = raw.headers.get("content-length", "0")
-    batches.store.check_room(int(declared) if declared.isdecimal() else 0)
+    batches.store.check_room(owner, int(declared) if declared.isdecimal() else 0)
     if not raw.headers.get("content-type", "").startswith("multipart/form-data"):
         raise ApiError(415, "Content-Type: expected multipart/form-data with file and purpose", code="content_type")
     async with batches.uploads, raw.form(max_files=1, max_fields=8, max_part_size=1 << 12) as form:

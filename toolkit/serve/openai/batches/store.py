@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import re
 import secrets
@@ -11,18 +12,23 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from toolkit.base.record import plain, read
+from toolkit.configs.option import spelled
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.limits import Limits
 
+log = logging.getLogger(__name__)
 R = TypeVar("R")
-_ID = re.compile(r"(file|batch)-[0-9a-f]{24}|batch_[0-9a-f]{24}")
+_ID = re.compile(r"(file|batch)-[0-9a-f]{24}|batch_[0-9a-f]{24}|(resp|talk)_[0-9a-f]{32}")
+_FOLDERS = ("files", "batches", "responses", "sessions")
 _SALT, _LOCK = "salt", "lock"
 
 
@@ -63,13 +69,15 @@ class FileStore:
         self._salt = secrets.token_bytes(32)
         self._files: dict[str, Stored] = {}  # the oldest first
         self._growing: dict[str, int] = {}  # bytes of each
+        self.lasting = directory is not None
+        self._writer = ThreadPoolExecutor(1, "toolkit-records")  # of what nobody waits for, in its order
         self.in_use: Callable[[str], bool] = lambda id: False  # whether a file has to stay although its time is over
         if directory is not None:
             self._open(directory.expanduser())
 
     def _open(self, root: Path) -> None:
         try:
-            for folder in (root, root / "files", root / "batches"):
+            for folder in (root, *(root / name for name in _FOLDERS)):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = (root / _LOCK).open("ab")
             salt = root / _SALT
@@ -101,7 +109,8 @@ class FileStore:
         return self._root
 
     def close(self) -> None:
-        """Let go of the directory; a temporary one is removed."""
+        """Let go of the directory, once all is written; a temporary one is removed."""
+        self._writer.shutdown()
         if self._lock is not None:
             self._lock.close()
         if self._temporary is not None:
@@ -129,14 +138,21 @@ class FileStore:
         found = self._files.get(id)
         return found if found is not None and found.owner == owner else None
 
-    def check_room(self, size: int) -> None:
-        """Raise ApiError where another file of ``size`` bytes is too many."""
+    def check_room(self, owner: str, size: int) -> None:
+        """Raise ApiError where another file of ``size`` bytes is too many; of a key also where it would have more than
+        it leaves to others, so that there is always room for one who has less."""
         self._expire()
-        limits = self.limits
-        if len(self._files) >= limits.max_files:
-            raise limits.refusal("max_files", None, len(self._files) + 1, "files (delete some)")
-        if (found := self._used() + size) > limits.max_files_bytes:
-            raise limits.refusal("max_files_bytes", None, found, "bytes of files together (delete some)")
+        limits, own = self.limits, self.files(owner) if owner else []
+        for name, used, more, mine, what in (
+            ("max_files", len(self._files), 1, len(own), "files"),
+            ("max_files_bytes", self._used(), size, sum(file.bytes for file in own), "bytes of files"),
+        ):
+            if used + more > (most := getattr(limits, name)):
+                raise limits.refusal(name, None, used + more, f"{what} together (delete some)")
+            if mine and mine + more > (left := most - used):
+                option = f"{spelled(name)} ({most:,})"
+                told = f"found {mine + more:,} {what} of this key, expected at most the {left:,} that are free"
+                raise ApiError(400, f"{told} of the server's {option}; delete some", code="limit_exceeded")
 
     def add(self, source: IO[bytes], owner: str, filename: str, purpose: str, seconds: float) -> Stored:
         """Keep a copy of ``source`` for so many seconds. Raises ApiError."""
@@ -146,7 +162,7 @@ class FileStore:
         try:
             with part.open("wb") as target:
                 shutil.copyfileobj(source, target, 1 << 20)
-            self.check_room(part.stat().st_size)
+            self.check_room(owner, part.stat().st_size)
             part.replace(path)
             return self.register(id, owner, filename, purpose, seconds)
         except BaseException as error:
@@ -201,6 +217,23 @@ class FileStore:
     def save(self, folder: str, record: Any) -> None:
         """Keep a record under its id."""
         _write(self.root / folder / f"{record.id}.json", json.dumps(plain(record)).encode())
+
+    def save_later(self, folder: str, record: Any) -> None:
+        """Likewise, soon. What cannot be written is said in the log."""
+        self._later(partial(self.save, folder, record))
+
+    def forget_later(self, folder: str, id: str) -> None:
+        self._later(partial(self.forget, folder, id))
+
+    def _later(self, work: Callable[[], None]) -> None:
+        def done() -> None:
+            try:
+                work()
+            except (OSError, TypeError, ValueError) as error:
+                log.warning("--batch-dir %s: %s", self._root, error)
+
+        if self.lasting:
+            self._writer.submit(done)
 
     def forget(self, folder: str, id: str) -> None:
         assert _ID.fullmatch(id)

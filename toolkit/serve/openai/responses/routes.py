@@ -17,6 +17,7 @@ from toolkit.serve.http.answers import CountedInput, DeletedResponse, InputItems
 from toolkit.serve.http.errors import ApiError, bad_field
 from toolkit.serve.http.replies import COMMENT, EventReply, JsonReply, Wire, json_response, named_event
 from toolkit.serve.http.schema import answered, describe
+from toolkit.serve.http.users import current_user
 from toolkit.serve.openai.responses.asked import chat_request, conversation
 from toolkit.serve.openai.responses.fields import InputTokensRequest, ResponsesRequest
 from toolkit.serve.openai.responses.items import input_items, page
@@ -60,7 +61,7 @@ WIRE = Wire(_event, ApiError.envelope, ping=COMMENT)
 async def responses(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     asked, size = await parse(raw, state, ResponsesRequest)
-    earlier, owner = _earlier(raw, asked), state.owner(raw.scope)
+    earlier, owner = _earlier(raw, asked), current_user().owner
     request, talk, size = await _translated(state, asked, asked.model, size, earlier)
     state.check_ready(request.model)
     state.settings.limits.check_work(request, 1, request.token_limit, state.engine.session_len)
@@ -134,7 +135,7 @@ async def response(id: str, raw: Request) -> HttpResponse:
 @router.delete("/v1/responses/{id}", **answered("Forget a response", DeletedResponse))
 async def delete(id: str, raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
-    if not state.kept.drop(id, state.owner(raw.scope)):
+    if not state.kept.drop(id, current_user().owner):
         raise _unknown(404, id)
     return json_response({"id": id, "object": "response", "deleted": True})
 
@@ -172,7 +173,7 @@ async def cancel(id: str, raw: Request) -> HttpResponse:
 def _mine(raw: Request, id: str) -> Kept | None:
     """What is kept for the one who asks."""
     state: ServerState = raw.app.state.server
-    return state.kept.get(id, state.owner(raw.scope))
+    return state.kept.get(id, current_user().owner)
 
 
 def _known(raw: Request, id: str) -> Kept:

@@ -41,6 +41,29 @@ void read_heads(const Record& r, Attention& a) {
     a.dpad = a.vpad = pad16(a.head_dim);
 }
 
+// That a rank can make `count` numbers of `out` from `first` on into integers.
+void check_codes(const Record& own, bool codes, const Input& out, int64_t first, int64_t count) {
+    if (codes && (out.keys.size() != 1 || out.keys[0].perm || first % out.keys[0].group || count % out.keys[0].group))
+        own.fail("codes", "o does not quantize heads by themselves");
+}
+
+// Of all heads those that are this rank's. `out`: what o reads.
+void read_own(const Record& r, Attention& a, const Input& out) {
+    if (!r.has("own")) return;
+    const Record own = r.record("own");
+    const int64_t heads = a.heads, kv_heads = a.kv_heads, per_kv = a.per_kv;
+    a.first_head = own.integer("first_head", 0, heads - 1);
+    a.heads = own.integer("heads", 1, heads - a.first_head);
+    a.first_kv = own.integer("first_kv_head", 0, kv_heads - 1);
+    a.kv_heads = own.integer("kv_heads", 1, kv_heads - a.first_kv);
+    a.codes = own.flag("codes");
+    a.per_kv = a.heads / a.kv_heads;
+    // whole heads of keys with all that read them, or a part of those that read one
+    const bool whole = a.per_kv == per_kv && a.first_head == a.first_kv * per_kv, part = a.kv_heads == 1 && a.first_head / per_kv == a.first_kv;
+    if (a.heads % a.kv_heads || !(whole || (part && (a.first_head + a.heads - 1) / per_kv == a.first_kv))) own.fail("heads", "not those that read its keys");
+    check_codes(own, a.codes, out, a.first_head * a.head_dim, a.heads * a.head_dim);
+}
+
 }  // namespace
 
 Mixer read_attention(const Record& r, Program& prog) {
@@ -77,6 +100,7 @@ Mixer read_attention(const Record& r, Program& prog) {
     join(a.in, a.gate);
     a.out.width = a.heads * a.head_dim;
     join(a.out, a.o);
+    read_own(r, a, a.out);
     keep(a, r, prog);
     return a;
 }
@@ -100,6 +124,7 @@ Mixer read_cross(const Record& r, Program& prog) {
     join(c.rows, c.k);
     join(c.rows, c.v);
     join(c.out, c.o);
+    read_own(r, core, c.out);
     c.at = prog.kept;
     prog.kept += core.kv_heads * core.cell.bytes();
     return c;
@@ -143,6 +168,13 @@ Mixer read_latent(const Record& r, Program& prog) {
     join(a.in, a.kv_a);
     a.out.width = heads * a.v_dim;
     join(a.out, a.o);
+    if (r.has("own")) {
+        const Record own = r.record("own");
+        a.first_head = own.integer("first_head", 0, heads - 1);
+        core.heads = core.per_kv = own.integer("heads", 1, heads - a.first_head);
+        a.codes = own.flag("codes");
+        check_codes(own, a.codes, a.out, a.first_head * a.v_dim, core.heads * a.v_dim);
+    }
     keep(core, r, prog);
     return a;
 }

@@ -7,21 +7,36 @@
 
 namespace tk {
 
-// Linears that read one input, side by side into rows of w.qkv from `out` on.
-void Run::project(const Input& in, const Norm& norm, const float* from, int64_t ld, float* out, std::initializer_list<const Linear*> parts) {
+// Those that are there, one behind the other.
+std::vector<Run::Projection> Run::side_by_side(std::initializer_list<const Linear*> linears) {
+    std::vector<Projection> found;
+    int64_t place = 0;
+    for (const Linear* l : linears) {
+        if (!l->present()) continue;
+        found.push_back({l, l->own, place});
+        place += l->w.tiles() * LANES;
+    }
+    return found;
+}
+
+// Linears that read one input, into rows of w.qkv from `out` on.
+void Run::project(const Input& in, const Norm& norm, const float* from, int64_t ld, float* out, const std::vector<Projection>& parts) {
     Prepared x = prepare(in, norm, from, ld, count);
     int64_t total = 0, bytes = 0;
-    for (const Linear* l : parts) total += l->w.tiles(), bytes += l->w.bytes();  // none, of one that is absent
+    for (const Projection& part : parts) {
+        const int64_t n = part.tiles.last - part.tiles.first;
+        total += n, bytes += n * part.l->w.tile_bytes();
+    }
     share_tiles(P_QKV, total, pair_unit(), bytes, [&](Range r) {
         const InputBuffer& rows = ready(x, in, norm, from, ld, count);
         int64_t start = 0;
-        for (const Linear* l : parts) {
-            const int64_t n = l->w.tiles();
+        for (const auto& [l, own, place] : parts) {
+            const int64_t n = own.last - own.first;
             Store to;
             to.ld = w.qkv_ld;
-            to.out = out + start * LANES;
+            to.out = out + place;
             const Range tiles{std::clamp<int64_t>(r.first - start, 0, n), std::clamp<int64_t>(r.last - start, 0, n)};
-            linear(*l, rows, 0, count, tiles, to);
+            linear(*l, rows, 0, count, {own.first + tiles.first, own.first + tiles.last}, to);
             start += n;
         }
     });
@@ -51,8 +66,9 @@ void Run::turn_row(const Attention& a, int64_t t, float* q, float* k) const {
     if (a.rope < 0) return;
     const int64_t half = p.ropes[size_t(a.rope)].rotary / 2;
     const float *cos = w.cos[size_t(a.rope)] + t * half, *sin = w.sin[size_t(a.rope)] + t * half;
-    for (int64_t h = 0; h < a.heads; h++) ops.rope(q + h * a.head_dim, cos, sin, 2 * half);
-    for (int64_t h = 0; h < a.kv_heads; h++) ops.rope(k + h * a.head_dim, cos, sin, 2 * half);
+    // of other ranks too: what norms span
+    for (int64_t at = 0; at < a.q.w.rows; at += a.head_dim) ops.rope(q + at, cos, sin, 2 * half);
+    for (int64_t at = 0; at < a.k.w.rows; at += a.head_dim) ops.rope(k + at, cos, sin, 2 * half);
 }
 
 // What the queries of a position are multiplied by; see QueryScale.
@@ -80,12 +96,13 @@ void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
     };
     uint8_t* to = const_cast<uint8_t*>(query(a, head, t));
     for (int64_t i = 0; i < a.per_kv; i++, to += a.dpad * (p.bf16 ? 2 : 4)) {
-        load(q + (head * a.per_kv + i) * hd, a.q_norm, head * a.per_kv + i);
+        const int64_t h = a.first_head + head * a.per_kv + i;
+        load(q + h * hd, a.q_norm, h);
         if (a.q_form) std::for_each(row, row + hd, [&](float& x) { x *= factor; });
         put_query(a, row, to);
     }
-    load(k + head * hd, a.k_norm, head);
-    std::memcpy(value, v + head * hd, size_t(hd) * 4);
+    load(k + (a.first_kv + head) * hd, a.k_norm, a.first_kv + head);
+    std::memcpy(value, v + (a.first_kv + head) * hd, size_t(hd) * 4);
     store(a, t, head, row, value);
 }
 
@@ -183,7 +200,7 @@ void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next,
             s.lo[r] = int32_t(std::clamp<int64_t>(low, 0, KV_TILE));
             s.hi[r] = int32_t(std::clamp<int64_t>(high, 0, KV_TILE));
             if (!a.alibi) continue;
-            s.slope[r] = a.alibi.data[head * a.per_kv + i];
+            s.slope[r] = a.alibi.data[a.first_head + head * a.per_kv + i];
             s.from[r] = int32_t(a.alibi_rounded != 0.0f ? base : base - pos);
         }
     }
@@ -196,7 +213,7 @@ void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next,
 void Run::finish_rows(const Attention& a, int64_t head, int64_t t, const AttnState& s, int64_t row, float* to) {
     const float* gate = w.qkv + t * w.qkv_ld + (a.q.w.tiles() + a.k.w.tiles() + a.v.w.tiles()) * LANES;
     for (int64_t i = 0; i < a.per_kv; i++) {
-        const int64_t r = row + i, h = head * a.per_kv + i;
+        const int64_t r = row + i, h = a.first_head + head * a.per_kv + i;
         const float* sink = a.sinks ? a.sinks.data + h : nullptr;
         if (a.vpad == a.value_dim) {
             ops.attn_finish(a.vpad, s.m[r], s.l[r], s.acc + r * a.vpad, sink, to + h * a.value_dim);
@@ -266,22 +283,22 @@ void Run::attend_split(const Attention& a) {
     });
 }
 
-void Run::merge_split(const Attention& a) {
+// What the tiles of `heads` gave, merged, into `to`.
+void Run::merge_split(const Attention& a, InputBuffer& to, Range heads) {
     const int64_t size = a.per_kv * (a.vpad + 2);
     float* partial = w.partial_pages.at<float>(0);
     AttnState& into = own.attention.running;
     for (int64_t t = 0; t < count; t++) {
         const Range tiles = tiles_of(a, seq_of[size_t(t)], first + t, first + t + 1);
-        for (int64_t h = 0; h < a.kv_heads; h++) {
+        for (int64_t h = heads.first; h < heads.last; h++) {
             std::fill(into.m, into.m + a.per_kv, -INFINITY);
             for (int64_t tile = 0; tile < tiles.last - tiles.first; tile++) {
                 float* s = partial + (tile * a.kv_heads + h) * size;
                 ops.attn_merge(a.vpad, a.per_kv, into, {s, s + a.per_kv, s + 2 * a.per_kv});
             }
-            finish_rows(a, h, t, into, 0, own.mid.x + t * own.mid.ldx);
+            finish_rows(a, h, t, into, 0, to.x + t * to.ldx);
         }
         partial += (tiles.last - tiles.first) * a.kv_heads * size;
-        quantize_row(a.out, own.mid, t);
     }
 }
 
@@ -295,20 +312,27 @@ void Run::mix(const Sublayer& s, const Attention& a) {
     share(P_ROPE, count * a.kv_heads, 1, [&](Range r) {
         for (int64_t i = r.first; i < r.last; i++) turn_and_store(a, i / a.kv_heads, i % a.kv_heads);
     });
-    if (count <= SMALL) {
+    if (count <= SMALL && p.ranks == 1) {
         attend_split(a);
         bool merged = false;
         const Store to = residual(s);
         share_tiles(P_O, a.o.w.tiles(), 1, a.o.w.bytes(), [&](Range tiles) {
-            if (!merged) merge_split(a);
+            if (!merged) merge_split(a, own.mid, {0, a.kv_heads});
+            for (int64_t t = 0; !merged && t < count; t++) quantize_row(a.out, own.mid, t);
             merged = true;
             linear(a.o, own.mid, 0, count, tiles, to);
         });
         add_post(s);
         return;
     }
-    attend_all(a);
-    down(s, a.o, a.out, false, P_O);
+    if (count <= SMALL) {
+        attend_split(a);
+        share(P_ATTENTION, a.kv_heads, 1, [&](Range heads) { merge_split(a, w.mid, heads); });
+    } else {
+        attend_all(a);
+    }
+    gather_mid(a.o, a.out, a.codes, {a.first_head * a.value_dim, (a.first_head + a.heads) * a.value_dim});
+    down(s, a.o, a.out, codes(a.o, a.codes), P_O);
 }
 
 // More than a few tokens: their query blocks, whose results each thread finishes itself. `skipped`: sequences left out, if any.

@@ -18,7 +18,7 @@ void Run::remember(const Kept& kept, int64_t from) {
         share(P_ROPE, count * core.kv_heads, 1, [&](Range r) {
             for (int64_t i = r.first; i < r.last; i++) {
                 const int64_t t = i / core.kv_heads, head = i % core.kv_heads, row = from + t;
-                const float* k = w.qkv + t * w.qkv_ld + head * core.head_dim;
+                const float* k = w.qkv + t * w.qkv_ld + (core.first_kv + head) * core.head_dim;
                 float *key = own.head_row, *value = own.head_row + core.dpad;
                 std::memset(key, 0, size_t(core.dpad) * 8);
                 norm_row(c->k_norm, k, key);
@@ -38,7 +38,7 @@ void Run::ask(const Cross& c, int64_t t, int64_t head) {
     uint8_t* to = const_cast<uint8_t*>(query(core, head, t));
     std::memset(own.head_row, 0, size_t(core.dpad) * 4);
     for (int64_t i = 0; i < core.per_kv; i++, to += core.dpad * (p.bf16 ? 2 : 4)) {
-        norm_row(c.q_norm, w.qkv + t * w.qkv_ld + (head * core.per_kv + i) * core.head_dim, own.head_row);
+        norm_row(c.q_norm, w.qkv + t * w.qkv_ld + (core.first_head + head * core.per_kv + i) * core.head_dim, own.head_row);
         put_query(core, own.head_row, to);
     }
 }
@@ -82,7 +82,8 @@ void Run::look(const Cross& c, const QueryBlock& block, int64_t head) {
 }
 
 void Run::mix(const Sublayer& s, const Cross& c) {
-    const int64_t heads = c.core.kv_heads, n = int64_t(looks.size()) * heads;
+    const Attention& core = c.core;
+    const int64_t heads = core.kv_heads, n = int64_t(looks.size()) * heads;
     save(s);
     project(c.in, s.pre, source(s), w.hidden_ld, w.qkv, {&c.q});
     share(P_ROPE, count * heads, 1, [&](Range r) {
@@ -92,7 +93,8 @@ void Run::mix(const Sublayer& s, const Cross& c) {
     share(P_ATTENTION, n, 1, [&](Range r) {
         for (int64_t i = r.first; i < r.last; i++) look(c, looks[size_t(i / heads)], i % heads);
     }, n);
-    down(s, c.o, c.out, false, P_O);
+    gather_mid(c.o, c.out, core.codes, {core.first_head * core.head_dim, (core.first_head + core.heads) * core.head_dim});
+    down(s, c.o, c.out, codes(c.o, core.codes), P_O);
 }
 
 // The same for a part of the chunk that a thread takes alone.

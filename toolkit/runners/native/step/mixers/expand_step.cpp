@@ -33,7 +33,7 @@ void Run::load_rows(const Attention& core, int64_t seq, int64_t tile, int64_t le
 void Run::expand_tile(const Latent& a, int64_t head, int64_t tokens, KvTile* kv) {
     const Attention& core = a.core;
     ExpandScratch& e = own.expand;
-    const int64_t row = head * (a.nope_dim + a.v_dim), d = a.expanded, part = d * LANES * (p.bf16 ? 2 : 4);
+    const int64_t row = (a.first_head + head) * (a.nope_dim + a.v_dim), d = a.expanded, part = d * LANES * (p.bf16 ? 2 : 4);
     const Range tiles{row / LANES, (row + a.nope_dim + a.v_dim + LANES - 1) / LANES};
     Rows x;
     x.x = e.rows;
@@ -68,7 +68,7 @@ void Run::attend_expanded(const Latent& a, int64_t seq, int64_t head) {
     std::fill(row, row + d, 0.0f);
     for (int64_t i = 0; i < n; i++) {
         const int64_t t = begin - first + i;
-        std::memcpy(row, w.qkv + t * w.qkv_ld + a.q_at() + head * a.qk_dim(), size_t(a.qk_dim()) * 4);
+        std::memcpy(row, w.qkv + t * w.qkv_ld + a.q_at() + (a.first_head + head) * a.qk_dim(), size_t(a.qk_dim()) * 4);
         ops.rope(row + a.nope_dim, w.cos[size_t(core.rope)] + t * half, w.sin[size_t(core.rope)] + t * half, 2 * half);
         if (p.bf16) ops.to_bf16(row, reinterpret_cast<uint16_t*>(e.queries + i * d * element), d);
         else std::memcpy(e.queries + i * d * element, row, size_t(d) * 4);
@@ -92,7 +92,7 @@ void Run::attend_expanded(const Latent& a, int64_t seq, int64_t head) {
     }
     for (int64_t i = 0; i < n; i++) {
         ops.attn_finish(vpad, e.running.m[i], e.running.l[i], e.running.acc + i * vpad, nullptr, s.row);
-        std::memcpy(w.mid.x + (begin - first + i) * w.mid.ldx + head * a.v_dim, s.row, size_t(a.v_dim) * 4);
+        std::memcpy(w.mid.x + (begin - first + i) * w.mid.ldx + (a.first_head + head) * a.v_dim, s.row, size_t(a.v_dim) * 4);
     }
 }
 

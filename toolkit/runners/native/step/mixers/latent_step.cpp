@@ -37,7 +37,7 @@ void Run::store_row(const Latent& a, int64_t t) {
 void Run::absorb(const Latent& a, int64_t head, Range rows) {
     const Attention& core = a.core;
     const int64_t half = p.ropes[size_t(core.rope)].rotary / 2, rank = a.kv_rank(), n = rows.last - rows.first;
-    const int64_t row = head * (a.nope_dim + a.v_dim), before = row % LANES;
+    const int64_t row = (a.first_head + head) * (a.nope_dim + a.v_dim), before = row % LANES;
     const Range tiles = tiles_with(row, a.nope_dim);
     const int64_t width = (tiles.last - tiles.first) * LANES;
     float *x = own.stripe, *inner = own.stripe + n * width;
@@ -45,7 +45,7 @@ void Run::absorb(const Latent& a, int64_t head, Range rows) {
     queries.x = x;
     queries.ldx = width;
     queries.round = p.bf16;
-    const float* q = w.qkv + rows.first * w.qkv_ld + a.q_at() + head * a.qk_dim();
+    const float* q = w.qkv + rows.first * w.qkv_ld + a.q_at() + (a.first_head + head) * a.qk_dim();
     std::memset(x, 0, size_t(n * width) * 4);
     for (int64_t i = 0; i < n; i++) std::memcpy(x + i * width + before, q + i * w.qkv_ld, size_t(a.nope_dim) * 4);
     ops.linear_back(a.kv_b.w, queries, n, tiles.first, tiles.last, inner, rank);
@@ -79,14 +79,14 @@ void Run::merge_head(const Latent& a, int64_t head) {
 
 // What one head gave for the tokens `rows` to its values, in the input of o.
 void Run::give_values(const Latent& a, int64_t head, Range rows) {
-    const int64_t row = head * (a.nope_dim + a.v_dim) + a.nope_dim, before = row % LANES, n = rows.last - rows.first;
+    const int64_t row = (a.first_head + head) * (a.nope_dim + a.v_dim) + a.nope_dim, before = row % LANES, n = rows.last - rows.first;
     const Range tiles = tiles_with(row, a.v_dim);
     Rows x;
     x.x = result(a.core, rows.first) + head * a.kv_rank();
     x.ldx = w.spread_ld;
     x.round = p.bf16;
     Store to;
-    float* out = w.mid.x + rows.first * w.mid.ldx + head * a.v_dim;
+    float* out = w.mid.x + rows.first * w.mid.ldx + (a.first_head + head) * a.v_dim;
     const bool whole = before == 0 && a.v_dim % LANES == 0;
     to.ld = whole ? w.mid.ldx : (tiles.last - tiles.first) * LANES;
     to.out = whole ? out : own.stripe;
@@ -132,7 +132,8 @@ void Run::mix(const Sublayer& s, const Latent& a) {
         if (count <= SMALL) merge_head(a, head);
         if (few) give_values(a, head, rows);
     });
-    down(s, a.o, a.out, false, P_O);
+    gather_mid(a.o, a.out, a.codes, {a.first_head * a.v_dim, (a.first_head + core.heads) * a.v_dim});
+    down(s, a.o, a.out, codes(a.o, a.codes), P_O);
 }
 
 }  // namespace tk

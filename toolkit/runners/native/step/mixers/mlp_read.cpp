@@ -33,6 +33,11 @@ Mlp read_one_mlp(const Record& r, int64_t hidden, Input& in, bool may_route) {
     check_routed(r, m);
     m.mid.width = width;
     join(m.mid, m.down);
+    if (m.gate.present() && (m.gate.own.first != m.up.own.first || m.gate.own.last != m.up.own.last)) r.fail("gate", "of other tiles than up");
+    m.codes = r.has("codes") && r.flag("codes");
+    if (m.codes && (m.mid.keys.size() != 1 || m.mid.keys[0].perm || m.up.own.first * LANES % m.mid.keys[0].group ||
+                    (m.up.own.last != m.up.w.tiles() && m.up.own.last * LANES % m.mid.keys[0].group)))
+        r.fail("codes", "down does not quantize its tiles by themselves");
     return m;
 }
 
@@ -66,11 +71,16 @@ Mixer read_moe(const Record& r, Program& prog) {
     for (int64_t e = 0; e < experts; e++) m.experts.push_back(read_one_mlp(r.entry("experts", e), hidden, m.in));
     for (const Mlp& e : m.experts)
         if (e.mid.width != m.experts[0].mid.width) r.fail("experts", "of different widths");
+    m.codes = r.has("codes") && r.flag("codes");
+    for (const Mlp& e : m.experts)
+        if (e.up.own.first != m.experts[0].up.own.first || e.up.own.last != m.experts[0].up.own.last || (m.codes && !e.codes))
+            r.fail("experts", "shared out otherwise than the first");
     m.has_shared = r.has("shared");
     if (m.has_shared) {
         m.shared = read_one_mlp(r.record("shared"), hidden, m.in);
         m.shared_gate = r.maybe_linear("shared_gate", 1, hidden);
         join(m.in, m.shared_gate);
+        if (m.codes && !m.shared.codes) r.fail("shared", "shared out otherwise than the experts");
     }
     return m;
 }

@@ -37,11 +37,17 @@ void Run::mix(const Sublayer& s, const Mlp& m) {
     const float* from = source(s);
     save(s);
     Prepared x = prepare(m.in, s.pre, from, w.hidden_ld, count);
-    const bool fused = stripes(m) && m.mid.width / m.mid.keys[0].group >= 2 * threads;
+    const bool fused = stripes(m) && (p.ranks > 1 ? m.codes : m.mid.width / m.mid.keys[0].group >= 2 * threads);
     const int64_t unit = fused ? m.mid.keys[0].group / LANES : pair_unit();
-    share_tiles(P_GATED, m.up.w.tiles(), unit, m.gate.w.bytes() + m.up.w.bytes(), [&](Range tiles) {
+    const int64_t both = (m.gate.present() ? m.gate.w.tile_bytes() : 0) + m.up.w.tile_bytes();
+    share_own(P_GATED, m.up.own, unit, both, [&](Range tiles) {
         gated_rows(m, ready(x, m.in, s.pre, from, w.hidden_ld, count), {0, count}, tiles, fused);
     });
+    const Range mine = in_tiles(m.up.own, m.mid.width);
+    std::vector<Columns> parts;
+    if (fused) add_codes(parts, w.mid, count, m.mid.width, m.mid.keys[0].group, mine);
+    else parts.push_back(floats(w.mid.x, count, w.mid.ldx, m.mid.width, mine));
+    gather(parts);
     down(s, m.down, m.mid, fused, P_DOWN);
 }
 

@@ -180,7 +180,11 @@ template <class Body>
 void Run::each_expert(const Moe& m, bool down, Body&& body) {
     const ExpertRows& all = w.experts;
     const int64_t parts = MOE_PARTS * threads, most = std::min(count * m.top_k, m.router.w.rows);
-    auto bytes = [&](const Mlp& e) { return down ? e.down.w.bytes() : e.gate.w.bytes() + e.up.w.bytes(); };
+    auto own = [&](const Mlp& e) { return (down ? e.down : e.up).own; };
+    auto tile_bytes = [&](const Mlp& e) {
+        return down ? e.down.w.tile_bytes() : (e.gate.present() ? e.gate.w.tile_bytes() : 0) + e.up.w.tile_bytes();
+    };
+    auto bytes = [&](const Mlp& e) { return e.up.present() ? (own(e).last - own(e).first) * tile_bytes(e) : 0; };
     share_tiles(P_MOE, parts, 1, bytes(m.shared) + most * bytes(m.experts[0]), [&](Range r) {
         const int64_t shared = m.has_shared ? 1 : 0, n = shared + int64_t(all.active.size());
         auto expert = [&](int64_t i) -> const Mlp& { return i < shared ? m.shared : m.experts[size_t(all.active[size_t(i - shared)])]; };
@@ -193,14 +197,15 @@ void Run::each_expert(const Moe& m, bool down, Body&& body) {
             const Linear& l = down ? expert(i).down : expert(i).up;
             return l.w.cols * (8 + rows(i).last - rows(i).first);
         };
-        auto tiles = [&](int64_t i) { return (down ? expert(i).down : expert(i).up).w.tiles(); };
+        auto tiles = [&](int64_t i) { return own(expert(i)).last - own(expert(i)).first; };
         int64_t total = 0, at = 0;
         for (int64_t i = 0; i < n; i++) total += tiles(i) * tile_work(i);
         const int64_t begin = total * r.first / parts, end = total * r.last / parts;
         for (int64_t i = 0; i < n && at < end; at += tiles(i) * tile_work(i), i++) {
             auto tile_at = [&](int64_t work) { return std::clamp<int64_t>((work - at + tile_work(i) - 1) / tile_work(i), 0, tiles(i)); };
             const Range some{begin > at ? tile_at(begin) : 0, tile_at(end)};
-            if (some.first < some.last) body(expert(i), rows(i), some);
+            const int64_t at_first = own(expert(i)).first;
+            if (some.first < some.last) body(expert(i), rows(i), Range{at_first + some.first, at_first + some.last});
         }
     });
 }
@@ -216,7 +221,8 @@ void Run::experts(const Moe& m) {
     });
     const ExpertRows& r = w.experts;
     const int64_t pairs = count * m.top_k;
-    share(P_MOE, pairs + (m.has_shared ? count : 0), 1, [&](Range rows) {
+    gather_pairs_mid(m);
+    if (!(p.ranks > 1 && m.codes)) share(P_MOE, pairs + (m.has_shared ? count : 0), 1, [&](Range rows) {
         for (int64_t i = rows.first; i < rows.last; i++)
             if (i < pairs) quantize_row(m.experts[size_t(r.expert[size_t(r.pair[size_t(i)])])].mid, w.pairs_mid, i);
             else quantize_row(m.shared.mid, w.mid, i - pairs);
@@ -229,7 +235,59 @@ void Run::experts(const Moe& m) {
     });
 }
 
+// What the other ranks have made of the rows of experts, and of the shared one's.
+void Run::gather_pairs_mid(const Moe& m) {
+    const Mlp& e = m.experts[0];
+    const int64_t pairs = count * m.top_k;
+    const Range own = in_tiles(e.up.own, e.mid.width);
+    const Range shared = m.has_shared ? in_tiles(m.shared.up.own, m.shared.mid.width) : Range{0, 0};
+    std::vector<Columns> parts;
+    if (!m.codes) {
+        parts.push_back(floats(w.pairs_mid.x, pairs, w.pairs_mid.ldx, e.mid.width, own));
+        if (m.has_shared) parts.push_back(floats(w.mid.x, count, w.mid.ldx, m.shared.mid.width, shared));
+        return gather(parts);
+    }
+    add_codes(parts, w.pairs_mid, pairs, e.mid.width, e.mid.keys[0].group, own);
+    if (m.has_shared) add_codes(parts, w.mid, count, m.shared.mid.width, m.shared.mid.keys[0].group, shared);
+    gather(parts, [&](int64_t t) {
+        if (t < pairs) quantize_own(w.pairs_mid, t, e.mid.keys[0].group, own);
+        if (m.has_shared && t < count) quantize_own(w.mid, t, m.shared.mid.keys[0].group, shared);
+    });
+}
+
+// This rank's columns of what experts give each token, added up, in w.tmp; then all ranks' to the residual.
+void Run::combine_own(const Sublayer& s, const Moe& m) {
+    const float* gates = w.router + m.router.w.tiles() * LANES;
+    const Range own_columns = in_tiles(m.experts[0].down.own, p.hidden);
+    const int64_t at = own_columns.first, n = own_columns.last - at;
+    share(P_MOE, count, 1, [&](Range r) {
+        for (int64_t t = r.first; t < r.last; t++) {
+            float *y = own.mid.x, *out = w.tmp + t * w.hidden_ld + at;
+            std::memset(y, 0, size_t(n) * 4);
+            for (int64_t k = 0; k < m.top_k; k++) {
+                const int64_t i = t * m.top_k + k;
+                const float weight = m.weigh_input ? 1.0f : w.experts.weight[size_t(i)];
+                ops.add_scaled(y, w.pairs_out + w.experts.place[size_t(i)] * w.hidden_ld + at, weight, n);
+            }
+            if (m.has_shared) {
+                const float gate = m.shared_gate.present() ? 1.0f / (1.0f + std::exp(-gates[t * w.router_ld])) : 1.0f;
+                ops.add_scaled(y, out, gate, n);
+            }
+            std::memcpy(out, y, size_t(n) * 4);
+        }
+    });
+    gather({floats(w.tmp, count, w.hidden_ld, p.hidden, own_columns)});
+    share(P_MOE, count, 1, [&](Range r) {
+        for (int64_t t = r.first; t < r.last; t++) {
+            float* y = w.tmp + t * w.hidden_ld;
+            if (s.post.present()) norm_row(s.post, y, y);
+            ops.add_scaled(w.x + t * w.hidden_ld, y, s.residual_scale, p.hidden);
+        }
+    });
+}
+
 void Run::combine(const Sublayer& s, const Moe& m) {
+    if (p.ranks > 1) return combine_own(s, m);
     const float* gates = w.router + m.router.w.tiles() * LANES;
     share(P_MOE, count, 1, [&](Range r) {
         for (int64_t t = r.first; t < r.last; t++) {

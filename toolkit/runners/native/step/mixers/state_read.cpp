@@ -1,4 +1,6 @@
 // Mixers with a state of fixed size, read.
+#include <algorithm>
+
 #include "step/read.h"
 
 namespace tk {
@@ -31,7 +33,7 @@ Conv read_conv(const Record& r, Program& prog, int64_t group, int64_t channels, 
 }
 
 States keep_states(Program& prog, int64_t group, int64_t heads, int64_t rows, int64_t cols, bool delta) {
-    States s{heads, rows, cols, group, 0, delta};
+    States s{heads, rows, cols, group, 0, delta, {0, heads}};
     s.at = keep(prog, group, heads * s.tiles() * STATE_COLS * rows);
     return s;
 }
@@ -55,6 +57,9 @@ Mixer read_short_conv(const Record& r, Program& prog) {
     m.in = input(hidden, {&m.b, &m.c, &m.value});
     m.mid = input(channels, {&m.out});
     m.conv = read_conv(r.record("conv"), prog, read_group(r, prog), channels, false);
+    m.conv.own = {m.b.own.first * LANES, std::min(m.b.own.last * LANES, channels)};
+    for (const Linear* l : {&m.c, &m.value})
+        if (l->own.first != m.b.own.first || l->own.last != m.b.own.last) r.fail("own", "of other channels than b");
     return m;
 }
 
@@ -80,6 +85,8 @@ Mixer read_delta(const Record& r, Program& prog) {
     const int64_t group = read_group(r, prog);
     m.conv = read_conv(r.record("conv"), prog, group, channels, true);
     m.states = keep_states(prog, group, heads, k_dim, v_dim, true);
+    m.states.own = r.own(heads);
+    if (m.states.own.first % (heads / m.k_heads) || m.states.own.last % (heads / m.k_heads)) r.fail("own", "a part of what reads a key");
     return m;
 }
 
@@ -108,6 +115,10 @@ Mixer read_mamba(const Record& r, Program& prog) {
     const int64_t group = read_group(r, prog);
     m.conv = read_conv(r.record("conv"), prog, group, channels, true);
     m.states = keep_states(prog, group, heads, size, head_dim, false);
+    m.states.own = r.own(heads);
+    const int64_t each = heads / m.groups;
+    m.norm_apart = m.norm.present() && r.has("norm_apart") && r.flag("norm_apart");
+    if (m.norm.present() && !m.norm_apart && (m.states.own.first % each || m.states.own.last % each)) r.fail("own", "a part of a group");
     return m;
 }
 

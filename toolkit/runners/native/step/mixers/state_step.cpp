@@ -11,6 +11,16 @@ namespace {
 
 constexpr int64_t COLUMNS = 64;  // channels of a convolution that are one item
 
+// Tiles that hold these rows of a matrix.
+Range tiles_with(Range rows) { return {rows.first / LANES, (rows.last + LANES - 1) / LANES}; }
+
+// Of `tiles` those behind the last of `parts`, which are of the same matrix and come before them: no tile is computed twice.
+template <class Parts>
+Range merged(const Parts& parts, Range tiles) {
+    const int64_t begin = parts.empty() ? tiles.first : std::max(tiles.first, parts.back().tiles.last);
+    return {begin, std::max(begin, tiles.last)};
+}
+
 float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 }  // namespace
@@ -72,9 +82,10 @@ void Run::recur(const States& s, const QueryBlock& span, int64_t head, int64_t k
 void Run::mix(const Sublayer& s, const ShortConv& m) {
     save(s);
     project(m.in, s.pre, source(s), w.hidden_ld, w.qkv, {&m.b, &m.c, &m.value});
-    const int64_t n = m.conv.channels, c = m.b.w.tiles() * LANES, value = c + m.c.w.tiles() * LANES;
-    each_span((n + COLUMNS - 1) / COLUMNS, [&](const QueryBlock& span, int64_t i) {
-        const Range at{i * COLUMNS, std::min(n, (i + 1) * COLUMNS)};
+    const int64_t c = m.b.w.tiles() * LANES, value = c + m.c.w.tiles() * LANES;
+    const Range mine = m.conv.own;
+    each_span((mine.last - mine.first + COLUMNS - 1) / COLUMNS, [&](const QueryBlock& span, int64_t i) {
+        const Range at{mine.first + i * COLUMNS, std::min(mine.last, mine.first + (i + 1) * COLUMNS)};
         for (int64_t t = span.first - first; t < span.last - first; t++) {
             float* row = w.qkv + t * w.qkv_ld + at.first;
             ops.multiply(row + value, row, at.last - at.first, -1);
@@ -84,25 +95,38 @@ void Run::mix(const Sublayer& s, const ShortConv& m) {
         for (int64_t t = t0; t < span.last - first; t++)
             ops.multiply(w.mid.x + t * w.mid.ldx + at.first, w.qkv + t * w.qkv_ld + c + at.first, at.last - at.first, -1);
     });
+    gather_mid(m.out, m.mid, false, mine);
     down(s, m.out, m.mid, false, P_O);
 }
 
 void Run::mix(const Sublayer& s, const Delta& m) {
     const States& states = m.states;
-    const int64_t n = m.conv.channels, keys = m.k_heads * states.rows, cols = states.cols, per_key = states.heads / m.k_heads;
+    const int64_t keys = m.k_heads * states.rows, cols = states.cols, per_key = states.heads / m.k_heads;
+    const Range mine = states.own, k_mine{mine.first / per_key, mine.last / per_key}, values{2 * keys + mine.first * cols, 2 * keys + mine.last * cols};
+    const int64_t own_keys = k_mine.last - k_mine.first;
     const int64_t z = m.qkv.w.tiles() * LANES, beta = z + m.z.w.tiles() * LANES, fade = beta + m.beta.w.tiles() * LANES;
     save(s);
-    project(m.in, s.pre, source(s), w.hidden_ld, w.qkv, {&m.qkv, &m.z, &m.beta, &m.fade});
-    each_span((n + states.rows - 1) / states.rows, [&](const QueryBlock& span, int64_t i) {
-        const Range at{i * states.rows, std::min(n, (i + 1) * states.rows)};
+    std::vector<Projection> parts;
+    for (const Range columns : {Range{k_mine.first * states.rows, k_mine.last * states.rows},
+                                Range{keys + k_mine.first * states.rows, keys + k_mine.last * states.rows}, values})
+        parts.push_back({&m.qkv, merged(parts, tiles_with(columns)), 0});
+    parts.push_back({&m.z, m.z.own, z});
+    parts.push_back({&m.beta, m.beta.own, beta});
+    parts.push_back({&m.fade, m.fade.own, fade});
+    project(m.in, s.pre, source(s), w.hidden_ld, w.qkv, parts);
+    each_span(2 * own_keys + (values.last - values.first + states.rows - 1) / states.rows, [&](const QueryBlock& span, int64_t i) {
+        const int64_t begin = i < 2 * own_keys ? (i / own_keys) * keys + (k_mine.first + i % own_keys) * states.rows
+                                               : values.first + (i - 2 * own_keys) * states.rows;
+        const Range at{begin, i < 2 * own_keys ? begin + states.rows : std::min(values.last, begin + states.rows)};
         const int64_t t0 = span.first - first;
         convolve(m.conv, span, at, w.qkv + t0 * w.qkv_ld, w.qkv_ld, w.spread + t0 * w.spread_ld, w.spread_ld);
-        for (int64_t t = t0; i < 2 * m.k_heads && t < span.last - first; t++) {
+        for (int64_t t = t0; i < 2 * own_keys && t < span.last - first; t++) {
             float* row = w.spread + t * w.spread_ld + at.first;
-            norm_row(i < m.k_heads ? m.q_norm : m.k_norm, row, row);
+            norm_row(i < own_keys ? m.q_norm : m.k_norm, row, row);
         }
     });
-    each_span(states.heads, [&](const QueryBlock& span, int64_t head) {
+    each_span(mine.last - mine.first, [&](const QueryBlock& span, int64_t i) {
+        const int64_t head = mine.first + i;
         const int64_t t0 = span.first - first, end = span.last - first, q = head / per_key * states.rows;
         for (int64_t t = t0; t < end; t++) {
             const float* row = w.qkv + t * w.qkv_ld + head;
@@ -116,21 +140,34 @@ void Run::mix(const Sublayer& s, const Delta& m) {
             ops.multiply(y, w.qkv + t * w.qkv_ld + z + head * cols, cols, SILU);
         }
     });
+    gather_mid(m.out, m.mid, false, {mine.first * cols, mine.last * cols});
     down(s, m.out, m.mid, false, P_O);
 }
 
 void Run::mix(const Sublayer& s, const Mamba& m) {
     const States& states = m.states;
-    const int64_t n = m.conv.channels, cols = states.cols, width = states.heads * cols, per_group = states.heads / m.groups;
+    const int64_t cols = states.cols, width = states.heads * cols, per_group = states.heads / m.groups;
+    const Range mine = states.own, groups{mine.first / per_group, (mine.last + per_group - 1) / per_group};
     const int64_t inner = m.z.w.tiles() * LANES, dt = inner + m.inner.w.tiles() * LANES;
     save(s);
-    project(m.in, s.pre, source(s), w.hidden_ld, w.qkv, {&m.z, &m.inner, &m.dt});
-    each_span((n + COLUMNS - 1) / COLUMNS, [&](const QueryBlock& span, int64_t i) {
+    // channels that this rank's heads read: their own, and what belongs to their groups
+    std::vector<Range> channels{{mine.first * cols, mine.last * cols}};
+    for (const int64_t at : {width, width + m.groups * states.rows}) channels.push_back({at + groups.first * states.rows, at + groups.last * states.rows});
+    std::vector<Projection> parts;
+    for (const Range& c : channels) parts.push_back({&m.inner, merged(parts, tiles_with(c)), inner});
+    parts.push_back({&m.z, m.z.own, 0});
+    parts.push_back({&m.dt, m.dt.own, dt});
+    project(m.in, s.pre, source(s), w.hidden_ld, w.qkv, parts);
+    std::vector<Range> items;
+    for (const Range& c : channels)
+        for (int64_t at = c.first; at < c.last; at += COLUMNS) items.push_back({at, std::min(c.last, at + COLUMNS)});
+    each_span(int64_t(items.size()), [&](const QueryBlock& span, int64_t i) {
         const int64_t t0 = span.first - first;
-        convolve(m.conv, span, {i * COLUMNS, std::min(n, (i + 1) * COLUMNS)}, w.qkv + t0 * w.qkv_ld + inner, w.qkv_ld,
+        convolve(m.conv, span, items[size_t(i)], w.qkv + t0 * w.qkv_ld + inner, w.qkv_ld,
                  w.spread + t0 * w.spread_ld, w.spread_ld);
     });
-    each_span(states.heads, [&](const QueryBlock& span, int64_t head) {
+    each_span(mine.last - mine.first, [&](const QueryBlock& span, int64_t i) {
+        const int64_t head = mine.first + i;
         const int64_t t0 = span.first - first, end = span.last - first, b = width + head / per_group * states.rows;
         for (int64_t t = t0; t < end; t++) {
             const float step = softplus(w.qkv[t * w.qkv_ld + dt + head] * m.dt_scale + m.dt_bias.data[head]);
@@ -141,20 +178,27 @@ void Run::mix(const Sublayer& s, const Mamba& m) {
         for (int64_t t = t0; t < end; t++) {
             float *y = w.mid.x + t * w.mid.ldx + head * cols, *z = w.qkv + t * w.qkv_ld + head * cols;
             ops.add_scaled(y, w.spread + t * w.spread_ld + head * cols, m.skip.data[head], cols);
+            if (m.norm_first) continue;
             for (int64_t i = 0; m.z_scale != 1.0f && i < cols; i++) z[i] *= m.z_scale;
-            if (!m.norm_first) ops.multiply(y, z, cols, SILU);
+            ops.multiply(y, z, cols, SILU);
         }
     });
     const int64_t part = width / m.groups;
+    const Range numbers{mine.first * cols, mine.last * cols}, normed = m.norm_apart ? Range{0, m.groups} : groups;
+    if (m.norm_apart) gather_mid(m.out, m.mid, false, numbers);
     if (m.norm.present())
-        share(P_STATE, count * m.groups, 1, [&](Range r) {
+        share(P_STATE, count * (normed.last - normed.first), 1, [&](Range r) {
             for (int64_t i = r.first; i < r.last; i++) {
-                const int64_t t = i / m.groups, g = i % m.groups;
+                const int64_t each = normed.last - normed.first, t = i / each, g = normed.first + i % each;
                 float* y = w.mid.x + t * w.mid.ldx + g * part;
                 norm_row(m.norm, y, y, g);
-                if (m.norm_first) ops.multiply(y, w.qkv + t * w.qkv_ld + g * part, part, SILU);
+                if (!m.norm_first) continue;
+                float* z = w.qkv + t * w.qkv_ld + g * part;
+                for (int64_t j = 0; m.z_scale != 1.0f && j < part; j++) z[j] *= m.z_scale;
+                ops.multiply(y, z, part, SILU);
             }
         });
+    if (!m.norm_apart) gather_mid(m.out, m.mid, false, numbers);
     down(s, m.out, m.mid, false, P_O);
 }
 

@@ -1,0 +1,43 @@
+"""What prompts share is computed once, whoever's turn it is: fair shares cost no hits of the prefix cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from toolkit.engine.request import EngineRequest, SamplingParams, Whose
+
+SIZE, PREFACE, OWN = 16, 92, 20  # tokens of a block; of what prompts begin with: five blocks and most of a sixth
+COUNT = 48
+
+
+def ids(name: str, count: int) -> list[int]:
+    draw = random.Random(name)
+    return [draw.randrange(61) for _ in range(count)]
+
+
+def prompts(kind: str, users: int) -> Iterator[tuple[str, str, list[int]]]:
+    """User, request and prompt. ``kind``: who begins alike."""
+    for i in range(COUNT):
+        user = i % users if kind == "mixed" else i * users // COUNT
+        preface = {"own": f"user {user}", "common": "all", "mixed": f"preface {i % 3}"}[kind]
+        yield f"user {user}", f"request {user}", [*ids(preface, PREFACE), i, *ids(f"own {i}", OWN)]
+
+
+@pytest.mark.parametrize("budget", [24, 40, 100])
+@pytest.mark.parametrize(("kind", "users", "prefaces"), [("own", 4, 4), ("common", 6, 1), ("mixed", 2, 3)])
+@pytest.mark.parametrize("fair", [False, True])
+def test_a_beginning_is_computed_once(fake: Any, kind: str, users: int, prefaces: int, budget: int, fair: bool) -> None:
+    """``fair``: the requests are those of several users, else all one's, first come, first served."""
+    core = fake.make_core(
+        block_size=SIZE, session_len=256, blocks=800, max_batch_size=16, max_prefill_token_num=budget,
+        asynchronous=True, cheap=True,
+    )  # fmt: skip
+    for number, (user, group, prompt) in enumerate(prompts(kind, users)):
+        whose = Whose(user, group) if fair else Whose()
+        core.add(EngineRequest(str(number), prompt, SamplingParams(4), whose=whose))
+    fake.run(core)
+    assert core.stats()["prefix_hit_tokens"] >= (COUNT - prefaces) * PREFACE

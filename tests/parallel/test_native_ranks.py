@@ -1,0 +1,359 @@
+"""Ranks of the native runner: bit for bit what one process computes, for any number of them; a lost one is no hang."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolkit.configs.engine import TurbomindEngineConfig
+from toolkit.engine.process.frontend import AsyncEngine
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.messages import GenerationConfig, Response
+from toolkit.models.registry import families
+from toolkit.parallel import native_runner
+from toolkit.parallel import ranks as timing
+from toolkit.parallel.choose import open_ranks
+from toolkit.parallel.model import Model
+from toolkit.parallel.native_runner import NativeRanks
+from toolkit.parallel.places import VARIABLE, cores_of
+from toolkit.parallel.runner import RankedRunner
+from toolkit.runners.base import RunnerError, RunnerLost, RunnerOptions
+from toolkit.runners.choose import open_model
+from toolkit.runners.native import share
+from toolkit.runners.native.runner import NativeRunner
+from toolkit.runners.native.runner import unsupported as no_native
+from toolkit.runners.native.share import Share
+
+PROMPT = np.random.default_rng(3).integers(3, 300, 45).tolist()
+# heads that do not divide; sizes in which codes travel, and some in which floats have to
+UNEVEN = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
+WIDE = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+# attention with norms after, windows and softcaps; norms over all heads; one head of keys; experts, and a shared one;
+# latent attention; convolutions; the delta rule; Mamba-2 with norms over all heads, and beside attention; pictures
+FAST = ("gemma2", "olmo2", "falcon", "qwen2_moe", "deepseek_v2", "lfm2", "qwen3_next", "mamba2", "falcon_h1", "mllama")
+
+
+@pytest.fixture(scope="module")
+def steps(support: Any) -> Any:
+    return support("steps")
+
+
+def options(**fields: Any) -> RunnerOptions:
+    return RunnerOptions(**{"dtype": "float32", "block_size": 16, "device": "cpu", "threads": 1} | fields)
+
+
+class Together:
+    """Ranks of one process, which run steps at the same time; each has a thread for that."""
+
+    def __init__(self, runners: list[NativeRunner]) -> None:
+        self.runners, self.spec, self.options = runners, runners[0].spec, runners[0].options
+
+    def load_weights(self) -> None:
+        for runner in self.runners:
+            runner.load_weights()
+
+    def allocate_cache(self, num_blocks: tuple[int, ...]) -> None:
+        for runner in self.runners:
+            runner.allocate_cache(num_blocks)
+
+    def submit(self, batch: Any) -> Any:
+        handles = [runner.submit(batch) for runner in self.runners]
+        outputs = [handle.result() for handle in handles]
+        for other in outputs[1:]:
+            assert vars(other).keys() == vars(outputs[0]).keys()
+            for name, value in vars(outputs[0]).items():
+                np.testing.assert_array_equal(getattr(other, name), value)
+        handles[0].result = lambda: outputs[0]  # type: ignore[method-assign]
+        return handles[0]
+
+
+@pytest.fixture
+def pair(steps: Any, tiny_models: Any) -> Iterator[Callable[..., Any]]:
+    """``pair(family, ranks, load_format, sizes, options…)``: drivers of one process and of ranks over one model."""
+    opened: list[NativeRunner] = []
+    memory = os.memfd_create("ranks")
+
+    def make(family: str, ranks: int, load_format: str = "auto", sizes: Any = None, **fields: Any) -> tuple[Any, Any]:
+        model = open_model(tiny_models(family, **sizes or {}), load_format=load_format)
+        made = [NativeRunner(model.spec, model.weights, options(**fields))]
+        made += [
+            NativeRunner(model.spec, model.weights, options(**fields), share=Share(rank, ranks, memory))
+            for rank in range(ranks)
+        ]
+        opened.extend(made)
+        return steps.Driver(made[0]), steps.Driver(Together(made[1:]))
+
+    yield make
+    for runner in opened:
+        runner.close()
+    os.close(memory)
+
+
+def same(one: Any, several: Any) -> None:
+    """Logits and hidden states of a prompt in chunks, and of steps of several sequences; greedy tokens."""
+    a, b = one.add(), several.add()
+    for start, stop in ((0, 20), (20, 22), (22, 45)):  # few tokens and more take different ways
+        expected, found = one.step({a: PROMPT[start:stop]}, "all"), several.step({b: PROMPT[start:stop]}, "all")
+        assert found.logits.tobytes() == expected.logits.tobytes()
+        assert found.hidden.tobytes() == expected.hidden.tobytes()
+    new = [{driver.add(): PROMPT[:7], number: [5]} for driver, number in ((one, a), (several, b))]
+    assert several.step(new[1], "all").logits.tobytes() == one.step(new[0], "all").logits.tobytes()
+    assert several.generate(PROMPT, 6) == one.generate(PROMPT, 6)
+
+
+@pytest.mark.parametrize("family", FAST)
+def test_two_ranks_give_the_bits_of_one_process(family: str, pair: Any) -> None:
+    same(*pair(family, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("family", [f.name for f in families() if f.tiny is not None])
+def test_any_number_of_ranks_gives_the_bits_of_one_process(
+    family: str, ranks: int, pair: Any, tiny_models: Any
+) -> None:
+    spec = open_model(tiny_models(family)).spec
+    if reason := no_native(spec, options()):
+        pytest.skip(reason)
+    if reason := share.unsupported(spec, ranks):
+        most = int(reason.removesuffix(" would do").rpartition(" ")[2])  # up to MOST would do
+        assert most < ranks and share.unsupported(spec, most) is None
+        return
+    same(*pair(family, ranks))
+
+
+@pytest.mark.parametrize(("ranks", "load_format", "sizes", "fields"), [
+    (2, "int4", WIDE, {}),
+    (3, "int4", UNEVEN, {"quant_policy": 44}),
+    (3, "int8", WIDE, {"quant_policy": 8, "dtype": "bfloat16"}),
+    (4, "int4", WIDE, {"quant_policy": 4, "threads": 2}),  # two ranks have the same head of keys
+    (2, "auto", UNEVEN, {"dtype": "bfloat16", "threads": 3}),
+])  # fmt: skip
+def test_weights_and_caches_of_few_bits(ranks: int, load_format: str, sizes: Any, fields: Any, pair: Any) -> None:
+    same(*pair("llama", ranks, load_format, sizes, **fields))
+
+
+@pytest.mark.parametrize(("family", "load_format"), [("qwen3_moe", "int4"), ("deepseek_v2", "int8")])
+def test_experts_of_few_bits(family: str, load_format: str, pair: Any) -> None:
+    same(*pair(family, 2, load_format))
+
+
+@pytest.mark.parametrize(("family", "layer"), [("llama", 4), ("gemma2", 4), ("qwen2_moe", 4), ("mamba2", 2)])
+def test_a_layer_has_four_gathers(family: str, layer: int, pair: Any) -> None:
+    """After the heads, after o, after gate and up, after down; a step has one for the logits."""
+    _, several = pair(family, 2)
+    runner, number = several.runner.runners[0], several.add()
+    before = runner.meetings()
+    several.step({number: PROMPT})
+    assert runner.meetings() - before == layer * len(several.runner.spec.layers) + 1
+
+
+def test_a_rank_has_its_part_of_weights_and_cache(pair: Any) -> None:
+    one, several = pair("llama", 3, "int4", UNEVEN)
+    needs = [runner.memory() for runner in several.runner.runners]
+    whole = one.runner.memory()
+    assert sum(need.block_bytes[0] for need in needs) == whole.block_bytes[0]
+    layers = sum(need.weights for need in needs)
+    assert max(need.weights for need in needs) < whole.weights < layers  # the embedding is everybody's
+
+
+@pytest.mark.parametrize("count", [4, 8])
+@pytest.mark.parametrize(("heads", "keys"), [(9, 3), (8, 8), (8, 2), (16, 1), (12, 5)])
+def test_heads_are_shared_out_once(heads: int, keys: int, count: int) -> None:
+    keys = keys if heads % keys == 0 else 4
+    found = [Share(rank, count).heads(heads, keys) for rank in range(count)]
+    assert [h for part in found for h in range(part.first, part.first + part.number)] == list(range(heads))
+    for part in found:
+        read = {h // (heads // keys) for h in range(part.first, part.first + part.number)}
+        assert read == set(range(part.first_kv, part.first_kv + part.kv_number))
+
+
+# -- in processes of their own
+
+
+@pytest.fixture
+def ranks(steps: Any, tiny_models: Any) -> Iterator[Callable[..., Any]]:
+    opened = []
+
+    def make(family: str = "llama", world: int = 2, **fields: Any) -> Any:
+        opened.append(NativeRanks(Model(str(tiny_models(family)), options(**fields), {}), world))
+        return steps.Driver(opened[-1])
+
+    yield make
+    for runner in opened:
+        runner.close()
+
+
+def test_processes_blocks_and_a_step_that_cannot_be(pair: Any, ranks: Any) -> None:
+    (one, _), several = pair("llama", 2, quant_policy=8), ranks(quant_policy=8)
+    same(one, several)
+    runner, number = several.runner, several.add()
+    batch = several.batch({number: [5, 6, 7]})
+    batch.token_ids[1] = 10**6
+    failed, fine = runner.submit(batch), runner.submit(several.batch({several.add(): PROMPT}))
+    assert len(fine.result().tokens) == 1  # which comes after the other, whoever is asked first
+    with pytest.raises(RunnerError, match="token") as error:
+        failed.result()
+    assert not isinstance(error.value, RunnerLost)
+    number = several.add()
+    several.step({number: PROMPT[:40]})
+    block = several.sequences[number].blocks[0][0]
+    data = runner.export_block(0, block)
+    assert len(data) == one.runner.memory().block_bytes[0] and any(data)
+    runner.import_block(0, block, bytes(len(data)))
+    assert not any(runner.export_block(0, block))
+    runner.import_block(0, block, data)
+    assert runner.export_block(0, block) == data
+
+
+@pytest.mark.parametrize(("number", "told"), [(signal.SIGKILL, "killed by signal 9"), (signal.SIGSTOP, "not answered")])
+def test_a_lost_rank_is_told(number: int, told: str, ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "STEP_SECONDS", 2.0)
+    monkeypatch.setattr(timing, "GRACE_SECONDS", 0.5)
+    several = ranks()
+    (pid,) = several.runner.pids
+    sequence = several.add()
+    several.step({sequence: PROMPT[:20]})
+    os.kill(pid, number)
+    with pytest.raises(RunnerLost, match=rf"rank 1 \(process {pid}\).* {told}"):
+        several.step({sequence: [5]})
+    with pytest.raises(RunnerLost):
+        several.step({sequence: [5]})
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_rank_that_draws_other_tokens_is_told(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = ranks()
+    monkeypatch.setattr(native_runner, "digest", lambda output: 0)
+    with pytest.raises(RunnerLost, match="rank 1 drew other tokens"):
+        several.step({several.add(): PROMPT})
+
+
+def test_ranks_that_find_another_model_do_not_begin(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_models("llama")
+    monkeypatch.setattr(native_runner, "signature", lambda opened, path: 0)
+    with pytest.raises(ToolkitError, match="tp=2: the ranks have not met: rank 1 has found another model at"):
+        NativeRanks(Model(str(path), options(), {}), 2)
+
+
+def test_what_cannot_be_split_is_said_and_pytorch_stands_in(tiny_models: Any) -> None:
+    model = Model(str(tiny_models("falcon")), options(), {})
+    with pytest.raises(UsageError, match=r"tp=3: .* layer 0: 2 heads are fewer than 3 ranks; up to 2 would do"):
+        NativeRanks(model, 3)
+    with pytest.raises(UsageError, match=r"tp=3: .*turbomind's native runner does not split it"):
+        open_ranks(model, 3, None)
+    adapted = Model(str(tiny_models("llama")), options(quant_policy=16), {})
+    runner, why = open_ranks(adapted, 2, "turbomind")
+    assert isinstance(runner, RankedRunner) and "float8" in why and "pytorch stands in" in why
+    runner.close()
+
+
+def test_cores_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    for node, cores in enumerate(("0-3", "4-7")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(cores + "\n")
+    assert cores_of(2, tmp_path) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert cores_of(4, tmp_path) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert cores_of(3, tmp_path) == [[0, 1], [2, 3], [4, 5, 6, 7]]
+    assert cores_of(2, tmp_path / "none") is None
+    monkeypatch.setenv(VARIABLE, "0,2;1,3-5")
+    assert cores_of(2, tmp_path) == [[0, 2], [1, 3, 4, 5]]
+    for value, told in (("0;1;2", "2 lists"), ("0;9", "core 9"), ("0;x", "such as 0-7;8-15")):
+        monkeypatch.setenv(VARIABLE, value)
+        with pytest.raises(UsageError, match=told):
+            cores_of(2, tmp_path)
+
+
+# -- in an engine
+
+
+def config(tp: int = 2, **fields: Any) -> TurbomindEngineConfig:
+    same: dict[str, Any] = {"session_len": 256, "max_batch_size": 4, "dtype": "float32", "threads": 2}
+    return TurbomindEngineConfig(tp=tp, **same | fields)
+
+
+async def _answers(engine: AsyncEngine) -> list[list[int]]:
+    """Of requests at the same time: greedy, drawn, several samples, one that a grammar leads."""
+    wishes = [
+        GenerationConfig(max_new_tokens=24, ignore_eos=True),
+        GenerationConfig(max_new_tokens=24, ignore_eos=True, do_sample=True, temperature=0.8, top_p=0.9, random_seed=3),
+        GenerationConfig(max_new_tokens=12, ignore_eos=True, do_sample=True, random_seed=5, repetition_penalty=1.2),
+        GenerationConfig(max_new_tokens=12, response_format={"type": "regex_schema", "regex_schema": "[ab]{4,9}"}),
+        *(GenerationConfig(max_new_tokens=20, ignore_eos=True, do_sample=True, random_seed=n) for n in range(3)),
+    ]
+
+    async def whole(i: int, wish: GenerationConfig) -> list[int]:
+        done = Response()
+        async for delta in engine.generate([*PROMPT, i % 2], wish):
+            done.extend(delta)
+        assert done.finish_reason in ("length", "stop"), done.error_message
+        return done.token_ids
+
+    return await asyncio.gather(*(whole(i, wish) for i, wish in enumerate(wishes)))
+
+
+def test_an_engine_of_ranks_answers_as_one_of_one(tiny_models: Any) -> None:
+    """With chunked prompts, the prefix cache, and so few blocks that requests are set aside."""
+    path, answers = tiny_models("llama"), []
+    for tp in (1, 2):
+        fields = {"max_prefill_token_num": 16, "cache_max_entry_count": 7, "cache_block_seq_len": 64}
+        with AsyncEngine.open(path, backend_config=config(tp, **fields)) as engine:
+            answers.append(asyncio.run(_answers(engine)))
+            assert engine.stats()["prefix_hit_tokens"] > 0
+            assert ("2 ranks" in engine.runner_note) == (tp == 2)
+    assert answers[0] == answers[1]
+
+
+def _children(pid: int) -> list[int]:
+    """Ranks that the engine's process has started."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found if b"native_worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_its_requests_and_the_engine_comes_back(tiny_models: Any) -> None:
+    engine = AsyncEngine.open(tiny_models("llama"), backend_config=config(), process=True)
+    try:
+        expected = asyncio.run(_answers(engine))
+        told = ""
+        while "killed by signal 9" not in told:
+            told = asyncio.run(_crash(engine))
+        assert "rank 1" in told and "restarted" in told
+        assert asyncio.run(_answers(engine)) == expected
+        pid = engine._loop.pid  # type: ignore[attr-defined]
+        ranks = _children(pid)
+        assert len(ranks) == 1
+        os.kill(pid, signal.SIGKILL)  # the first rank: nobody is left behind
+        end = time.monotonic() + 20
+        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+            assert time.monotonic() < end, "a rank outlives its engine"
+            time.sleep(0.05)
+    finally:
+        engine.close()
+
+
+async def _crash(engine: AsyncEngine) -> str:
+    pid = engine._loop.pid  # type: ignore[attr-defined]
+    stream = engine.generate(PROMPT, GenerationConfig(max_new_tokens=200, ignore_eos=True))
+    await anext(stream)
+    with suppress(ProcessLookupError):
+        os.kill(_children(pid)[0], signal.SIGKILL)
+    last = None
+    async for delta in stream:
+        last = delta
+    assert last is not None
+    end = time.monotonic() + 60
+    while (engine._loop.pid == pid and last.finish_reason == "error") or not engine.healthy:  # type: ignore[attr-defined]
+        assert time.monotonic() < end, "the engine does not come back"
+        await asyncio.sleep(0.05)
+    return last.error_message or ""

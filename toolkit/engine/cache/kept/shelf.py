@@ -1,0 +1,131 @@
+"""Where blocks are kept: what the keeper asks of any such place, and the one that is a folder of files."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from toolkit.engine.cache.kept.block import Block, Buffer, Seal
+from toolkit.engine.cache.kept.folder import Folder, RefusedError, sweep
+
+log = logging.getLogger(__name__)
+PAUSE_SECONDS = 30.0  # without a try to write, after one has failed
+SWEEP_SECONDS = 60.0  # between two looks at what other processes have written
+SPARE = 0.9  # of the bytes allowed: to so much is cleared
+
+
+@dataclass
+class Counts:
+    """Since the start. ``refused``: files that were not as they had been written; ``failures`` of writing."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    refused: int = 0
+    failures: int = 0
+
+
+class Shelf(Protocol):
+    """A place that blocks are written to and read from, by several threads: files here, memory that processes share or
+    a connection elsewhere. What goes wrong in it costs time alone: nothing is raised, and nothing wrong is read."""
+
+    counts: Counts
+
+    def has(self, block: Block) -> bool:
+        """Whether ``read`` would likely find it."""
+
+    def read(self, block: Block) -> memoryview | None:
+        """Its numbers, exactly as they were written; None where it is not there, or damaged."""
+
+    def write(self, blocks: Sequence[tuple[Block, Buffer]]) -> bool:
+        """Whether they are there now."""
+
+
+class Files:
+    """Files of one model in a folder. ``model``: digest of all that numbers depend on beside tokens; ``sizes``: bytes
+    of a block of each group. At most about ``most`` bytes for all models; what nobody has used for ``seconds`` goes."""
+
+    def __init__(
+        self, folder: Folder, model: bytes, seal: Seal, sizes: Sequence[int], most: int, seconds: float
+    ) -> None:
+        self.counts = Counts()
+        self._folder, self._model, self._seal, self._sizes = folder, model, seal, sizes
+        self._most, self._seconds = most, seconds
+        self._bad: set[str] = set()  # refused once: to be written anew
+        self._lock = threading.Lock()  # around counts and what is bad
+        self._taken, self._swept, self._paused = 0, float("-inf"), float("-inf")
+
+    def has(self, block: Block) -> bool:
+        name = self._name(block)
+        size = None if name in self._bad else self._folder.size(name)
+        if size is not None and size != self._size(block):
+            self._refuse(name)
+            return False
+        return size is not None
+
+    def read(self, block: Block) -> memoryview | None:
+        name = self._name(block)
+        try:
+            found = self._folder.read(name, self._size(block))
+            numbers = self._seal.open(found, block.head(self._model, self._sizes[block.group]))
+        except RefusedError:
+            numbers = None
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                self._folder.reopen()
+            return None
+        if numbers is None:
+            self._refuse(name)
+        else:
+            with self._lock:
+                self.counts.read_bytes += len(found)
+        return numbers
+
+    def write(self, blocks: Sequence[tuple[Block, Buffer]]) -> bool:
+        if time.monotonic() < self._paused:
+            return False
+        files = [(self._name(b), self._seal.close(b.head(self._model, len(data)), data)) for b, data in blocks]
+        size = sum(len(part) for _, parts in files for part in parts)
+        try:
+            if not self._room(size):
+                return False
+            self._folder.write(files)
+        except OSError as error:
+            self._folder.reopen()
+            self._paused = time.monotonic() + PAUSE_SECONDS
+            with self._lock:
+                self.counts.failures += 1
+            if self.counts.failures == 1:
+                log.warning("%s: KV blocks cannot be kept there: %s", self._folder.root, error.strerror)
+            return False
+        self._taken += size
+        with self._lock:
+            self.counts.written_bytes += size
+            self._bad.difference_update(name for name, _ in files)
+        return True
+
+    def _room(self, size: int) -> bool:
+        """Whether so many bytes may be written, once what is old has gone."""
+        now = time.monotonic()
+        full = self._taken + size > self._most
+        if full or now - self._swept > SWEEP_SECONDS:
+            most = self._most * SPARE - size if full else self._most
+            self._taken, self._swept = sweep(self._folder.root, most, self._seconds), now
+        return self._taken + size <= self._most
+
+    def _refuse(self, name: str) -> None:
+        with self._lock:
+            self._bad.add(name)
+            self.counts.refused += 1
+            first = self.counts.refused == 1
+        if first:
+            log.warning("%s: %s is not as it was written, and is not used", self._folder.root, name)
+
+    def _name(self, block: Block) -> str:
+        return f"{self._seal.called(block.key)}.{block.group}.kv"
+
+    def _size(self, block: Block) -> int:
+        return self._seal.extra + block.head_size() + self._sizes[block.group]

@@ -1,0 +1,94 @@
+"""The shelf that an engine's configuration asks for, and which model its blocks are of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit import __version__
+from toolkit.artifacts.home import toolkit_home
+from toolkit.artifacts.manifest import content_digest, content_files, read_manifest
+from toolkit.base import extras
+from toolkit.configs.option import read_size
+from toolkit.engine.cache.kept.block import Cipher, Digest, Seal, read_secret
+from toolkit.engine.cache.kept.folder import Folder
+from toolkit.engine.cache.kept.places import remember
+from toolkit.engine.cache.kept.shelf import Files, Shelf
+from toolkit.errors import ToolkitError
+
+if TYPE_CHECKING:
+    from toolkit.engine.load.setup import Setup
+    from toolkit.runners.base import Runner
+
+FLAG = "kv_cache_dir"
+
+
+def open_shelf(setup: Setup, runner: Runner, tell: Callable[[str], None]) -> tuple[Shelf | None, tuple[str, ...]]:
+    """(where blocks are kept, None: nowhere; what tells each adapter's from others'). Raises UsageError for a folder or
+    key file that cannot be used."""
+    config = setup.config
+    if config.kv_cache_dir is None:
+        return None, ()
+    if why := _no_name(setup):
+        tell(f"{FLAG}: nothing is kept: {why}")
+        return None, ()
+    seal: Seal = Digest()
+    if config.kv_cache_key is not None:
+        extras.require("cryptography", "kv_cache_key")
+        seal = Cipher(read_secret("kv_cache_key", Path(config.kv_cache_key).expanduser()))
+    path = Path(config.kv_cache_dir).expanduser().absolute()
+    model = _model(setup, runner, seal)
+    about = {
+        "model": str(setup.source or setup.path),
+        "runner": f"{runner.name}, {runner.dtype}, quant_policy {runner.options.quant_policy}",
+        "tool_version": __version__,
+    }
+    folder = Folder(FLAG, path, model.hex()[:32], about)
+    remember(toolkit_home(), path)
+    sizes = [len(runner.export_block(g, 0)) for g, _ in enumerate(runner.spec.cache_groups)]
+    most = read_size("kv_cache_disk", config.kv_cache_disk)
+    shelf = Files(folder, model, seal, sizes, most, config.kv_cache_seconds)
+    return shelf, tuple(content_digest(Path(where)) for where in (config.adapters or {}).values())
+
+
+def _no_name(setup: Setup) -> str:
+    """Why blocks of this model cannot be told from another's; "" where they can."""
+    if setup.updated is not None:
+        return "its weights are not those of its files (update_weights)"
+    if setup.config.empty_init:
+        return "it has no weights yet (empty_init)"
+    return "its weights are random (load_format dummy)" if setup.config.load_format == "dummy" else ""
+
+
+def _model(setup: Setup, runner: Runner, seal: Seal) -> bytes:
+    """A digest of all that the numbers of a block depend on, beside the tokens up to its end and the adapter."""
+    options, config = runner.options, setup.config
+    spec = json.dumps(runner.spec.to_json(), sort_keys=True)
+    parts = (
+        __version__, _weights(setup.path), spec, runner.name, runner.dtype, runner.layout, options.quant_policy,
+        options.block_size, config.load_format, config.model_format, config.dynamic_rope, config.tp, seal.name,
+    )  # fmt: skip
+    return hashlib.sha256("\n".join(map(repr, parts)).encode()).digest()
+
+
+def _weights(path: Path) -> str:
+    """What tells the weights at a path from others: digests where a manifest has them, else where the files lie, their
+    sizes and times, as of packed models: to read all for a digest would take as long as what is to be saved."""
+    manifest = read_manifest(path) if path.is_dir() else None
+    if manifest is not None:
+        parent = str(manifest.parent.get("digest", ""))
+        if parent.startswith("stamp:"):  # packed by ourselves, and perhaps not brought to disk yet
+            return parent
+        if not manifest.pending:
+            return repr([(entry.name, entry.sha256) for entry in manifest.files])
+    try:
+        stats = [
+            (file.name, (s := file.stat()).st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)
+            for file in content_files(path)
+        ]
+    except OSError as error:
+        raise ToolkitError(f"{path}: cannot be read: {error.strerror}") from error
+    return repr((str(path.resolve()), stats))

@@ -1,0 +1,218 @@
+"""Ranks of the native runner: processes of one machine that hand each other rows in memory that all have mapped.
+
+Every linear's rows are shared out, heads and their caches too; what ranks make is gathered, and no sum is cut. So they
+give the bits of one process.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.base.threads import usable_cores
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.pictures import Picture
+from toolkit.parallel import ranks as timing
+from toolkit.parallel.layout import Layout
+from toolkit.parallel.model import Model
+from toolkit.parallel.native_model import open_native, rank_of, signature
+from toolkit.parallel.places import cores_of, on_cores
+from toolkit.parallel.ranks import RankLost, Ranks
+from toolkit.parallel.runner import RankedRunner
+from toolkit.parallel.worker import digest
+from toolkit.runners.base import Backend, MemoryNeed, RunnerError, RunnerLost, StepHandle
+from toolkit.runners.choose import Opened
+from toolkit.runners.native.runner import NativeRunner
+from toolkit.runners.native.share import Share
+from toolkit.runners.native.stepper import Running
+from toolkit.runners.step import StepBatch, StepOutput
+
+LOOK_SECONDS = 0.2  # after which one looks whether those that a step waits for are still there
+Call = tuple[Any, list[Any]]
+
+
+class _Meeting:
+    """What ``RankedRunner`` asks of a group."""
+
+    def __init__(self, runner: NativeRunner, world: int) -> None:
+        self._runner, self.layout = runner, Layout(tp=world)
+        self.broken = ""
+
+    @property
+    def messages(self) -> int:
+        return self._runner.meetings()
+
+    def leave(self) -> None:
+        """Nobody waits for others any more."""
+        self._runner.lose()
+
+
+class NativeRanks(RankedRunner):
+    """Implements ``toolkit.runners.base.Runner``; as ``RankedRunner``, but that steps run while the next one is made
+    ready, and pictures are read by the first rank."""
+
+    name = "native"
+    backend: Backend = "turbomind"
+    device = "cpu"
+    asynchronous = True
+
+    def __init__(self, model: Model, world: int, opened: Opened | None = None) -> None:
+        """Open the model and start the ranks; no weights are loaded. ``opened``: what ``open_native`` has of it, which
+        says nothing against it. Raises ToolkitError or UsageError, one line."""
+        if opened is None:
+            opened, reason = open_native(model, world)
+            if reason is not None:
+                raise UsageError(f"tp={world}: {model.path}: {reason}")
+        cores, total = cores_of(world), model.options.threads or usable_cores()
+        threads = max(1, total // world) if cores is None else min(map(len, cores))
+        model = replace(model, options=replace(model.options, threads=threads))
+        self._memory = os.memfd_create("toolkit-ranks")
+        self._cores = None if cores is None else cores[0]
+        local = rank_of(opened, model, Share(0, world, self._memory))
+        self._local: NativeRunner = local
+        self._group: Any = _Meeting(local, world)
+        self.spec, self.options, self.dtype = opened.spec, local.options, local.dtype
+        self.notes = [f"{world} ranks, threads of each: {threads}; numbers of memory are of one rank"]
+        if world > usable_cores():
+            self.notes.append(f"{world} ranks are more than the {usable_cores()} cores here: they wait for each other")
+        self._block_bytes = [local.block_bytes(Share(rank, world)) for rank in range(world)]
+        self._steps: deque[_Step] = deque()  # under way, in their order
+        self._lost = ""
+        self._ranks = Ranks(world, threads, "toolkit.parallel.native_worker")
+        told = replace(model, options=replace(model.options, dtype=local.dtype))
+        try:
+            memory = f"/proc/{os.getpid()}/fd/{self._memory}"
+            self._ranks.open(told.to_json(), True, memory=memory, cores=cores)
+            answers = self._ranks.answers(timing.OPEN_SECONDS)
+            self._met(answers)
+            for rank, answer in enumerate(answers, 1):
+                if answer["value"] != signature(opened, Path(model.path)):
+                    raise RankLost(f"rank {rank} has found another model at {model.path}; was it changed meanwhile?")
+            self._ranks.have_met()
+        except RankLost as e:
+            self.close()
+            raise ToolkitError(f"tp={world}: the ranks have not met: {e}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    # -- calls that all ranks do
+
+    def memory(self) -> MemoryNeed:
+        """Of one rank: the first, whose part is the largest. Free memory is shared out evenly."""
+        found = self._local.memory()
+        return replace(found, free=found.free // len(self._block_bytes))
+
+    def load_weights(self) -> None:
+        """All ranks load their parts, at the same time."""
+        with on_cores(self._cores):  # which the threads keep that are started here
+            super().load_weights()
+        self.notes = list(dict.fromkeys([*self.notes, *self._local.notes]))
+
+    def use_weights(self, weights: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
+        raise RunnerError("a model that is split by tp takes no new weights yet")
+
+    def warm_up(self, most: int, length: int, tokens: int) -> None:
+        self._local.warm_up(most, length, tokens)
+
+    def encode(self, pictures: Sequence[Picture]) -> list[NDArray[np.float32]]:
+        """On the first rank."""
+        return self._local.encode(pictures)
+
+    def _all(self, name: str, *arguments: Any, own: Sequence[Any] = ()) -> Call:
+        while self._steps:  # their answers come first
+            self._end_first()
+        return super()._all(name, *arguments, own=own)
+
+    # -- steps
+
+    def submit(self, batch: StepBatch) -> StepHandle:
+        """Start a step on all ranks and return; ``result`` waits for it."""
+        if self._lost:
+            raise RunnerLost(self._lost)
+        try:
+            self._ranks.tell("submit", batch)
+        except RankLost as e:
+            raise self._lose(str(e)) from None
+        step = _Step(self, self._local.submit(batch))
+        self._steps.append(step)
+        return step
+
+    def _end_first(self) -> None:
+        """Wait for the step that was begun first, on all ranks."""
+        step = self._steps.popleft()
+        try:
+            step.output = self._ended(step.running)
+        except RunnerError as e:
+            step.error = e
+        if self._lost:
+            for other in self._steps:
+                other.error = RunnerLost(self._lost)
+            self._steps.clear()
+
+    def _ended(self, running: Running) -> StepOutput:
+        """What all ranks have come to. Raises RunnerLost where they have not come to the same."""
+        if self._lost:
+            raise RunnerLost(self._lost)
+        error, output, broken = None, None, not self._has_ended(running)
+        try:
+            output = running.result()
+        except RunnerError as e:
+            error = e
+        if broken:
+            raise self._lose(self._ranks.why_lost())
+        try:
+            answers = self._ranks.answers(timing.STEP_SECONDS)
+        except RankLost as e:
+            raise self._lose(str(e)) from None
+        for rank, answer in enumerate(answers, 1):
+            if (answer["error"] is None) != (error is None):
+                raise self._lose(f"rank {rank}: {answer['error'] or f'it ran a step that rank 0 did not ({error})'}")
+            if output is not None and answer["value"] != digest(output):
+                raise self._lose(f"rank {rank} drew other tokens than rank 0")
+        if error is not None:
+            raise error
+        assert output is not None
+        return output
+
+    def _has_ended(self, running: Running) -> bool:
+        """Wait for this rank's step; where others do not come it is broken off, and this is False."""
+        until = time.monotonic() + timing.STEP_SECONDS
+        while not running.ended(LOOK_SECONDS):
+            if self._ranks.gone() or time.monotonic() > until:
+                self._group.leave()
+                return False
+        return True
+
+    def close(self) -> None:
+        """End the other ranks, release weights and cache."""
+        if hasattr(self, "_ranks"):
+            super().close()
+        if self._memory >= 0:
+            os.close(self._memory)
+            self._memory = -1
+
+
+class _Step:
+    """Of all ranks, under way or ended; implements ``toolkit.runners.base.StepHandle``."""
+
+    def __init__(self, owner: NativeRanks, running: Running) -> None:
+        self._owner, self.running = owner, running
+        self.output: StepOutput | None = None
+        self.error: RunnerError | None = None
+
+    def result(self) -> StepOutput:
+        while self.output is None and self.error is None:
+            self._owner._end_first()
+        if self.error is not None:
+            raise self.error
+        assert self.output is not None
+        return self.output
