@@ -100,8 +100,7 @@ class EngineFlags(CommonEngineConfig):
         number("--num-gpu-blocks", self.num_gpu_blocks, 0, 1 << 40, whole=True)
         if self.num_gpu_blocks:
             common["cache_max_entry_count"] = self.num_gpu_blocks
-        several = max(self.pp, self.dp, self.ep, self.nnodes) > 1
-        if self.backend == "pytorch" or (self.backend is None and several):
+        if self.backend == "pytorch" or (self.backend is None and max(self.pp, self.dp, self.ep, self.nnodes) > 1):
             for name, instead in TURBOMIND_ONLY.items():
                 if getattr(self, name) != getattr(TurbomindEngineConfig, name):
                     raise UsageError(f"{spelled(name)}: only for --backend turbomind; {instead}")

@@ -131,13 +131,8 @@ def test_options_that_ask_for_more_than_there_is_are_refused(flag: str, value: s
 def test_ranks_are_of_either_backend() -> None:
     assert isinstance(engine_flags("--tp", "2").config(), TurbomindEngineConfig)
     assert isinstance(engine_flags("--tp", "2", "--backend", "pytorch").config(), PytorchEngineConfig)
-    for flag in ("--pp", "--dp"):
+    for flag in ("--pp", "--dp", "--nnodes"):
         assert isinstance(engine_flags(flag, "2").config(), PytorchEngineConfig)
-
-
-def test_ranks_of_turbomind_are_of_tp_alone(tool: Any) -> None:
-    code, _, err = tool("chat", "demo", "-p", "x", "--pp", "2", "--backend", "turbomind")
-    assert code == 2 and "turbomind splits a model by tp alone" in err and "--backend pytorch" in err
 
 
 def _options(path: tuple[str, ...]) -> set[str]:

@@ -94,7 +94,7 @@ OPTIONS: dict[str, Theirs] = {
     # engine configs
     "dtype": _works("float32 too"),
     "model_format": _works("w8a8, gguf, meta_llama and engine too; checked against what the model holds"),
-    "tp": _works("ranks on the CPU of one machine (docs/distributed.md); `convert` takes 1 alone"),
+    "tp": _works("ranks on CPUs (docs/distributed.md); `convert` takes 1 alone"),
     "dp": _works("copies of `tp` ranks each, under one scheduler (docs/distributed.md)"),
     "ep": _works("tp x dp, or 1"),
     **{name: _works("as tp and ep have it") for name in ("attn_tp_size", "mlp_tp_size", "moe_tp_size")},

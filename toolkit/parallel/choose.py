@@ -13,15 +13,15 @@ from toolkit.runners.base import Backend, Runner
 from toolkit.runners.native.library import explain_mapped_faults
 
 
-def open_ranks(model: Model, layout: Layout, nodes: Nodes | None, backend: Backend | None) -> tuple[Runner, str]:
-    """A runner of the ranks of ``layout``, on ``nodes`` if several, and one line where pytorch stands in, on
-    why (else empty), as of ``open_runner``. Raises ToolkitError or UsageError, one line."""
+def open_ranks(model: Model, layout: Layout, backend: Backend | None, nodes: Nodes | None = None) -> tuple[Runner, str]:
+    """A runner of ranks, also those of other ``nodes``, and one line where pytorch stands in, on why (else empty), as
+    of ``open_runner``. Raises ToolkitError or UsageError, one line."""
     why = ""
     explain_mapped_faults()
-    if backend != "pytorch" and layout.tp == layout.world and nodes is None:
-        opened, reason = open_native(model, layout.world)
+    if backend != "pytorch":
+        opened, reason = open_native(model, layout.tp)
         if reason is None and (backend == "turbomind" or opened.target != "torch"):
-            return NativeRanks(model, layout.world, opened), ""
+            return NativeRanks(model, layout.tp, opened), ""
         why = f"turbomind's native runner does not split it: {reason}; pytorch stands in" if reason else ""
     try:
         return RankedRunner(model, layout, nodes), why

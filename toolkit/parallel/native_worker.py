@@ -69,6 +69,7 @@ def _called(runner: NativeRunner, name: str, arguments: list[Any]) -> dict[str, 
     except Exception as e:
         log.exception("%s failed", name)
         return {"error": f"{type(e).__name__}: {e}", "value": None}
+    found = bytes(found) if isinstance(found, memoryview) else found
     return {"error": None, "value": found if isinstance(found, (int, bytes)) else None}
 
 

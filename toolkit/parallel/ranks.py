@@ -39,13 +39,13 @@ class Ranks:
         self,
         world: int,
         threads: int,
+        worker: str = "toolkit.parallel.worker",
         nodes: Nodes | None = None,
         own: dict[str, Any] | None = None,
-        worker: str = "toolkit.parallel.worker",
     ) -> None:
-        """``threads``: of each. ``own``: what ranks of other machines must have alike; ``worker``: the module whose
-        ``main`` they run. Raises ToolkitError where the system has no file, process or memory for them, or where some
-        do not come."""
+        """``threads``: of each; ``worker``: the module whose ``main`` they run. ``own``: what ranks of other machines
+        must have alike. Raises ToolkitError where the system has no file, process or memory for them, or where some do
+        not come."""
         self._hosts: dict[int, dict[str, Any]] = {}  # by rank: what those of other machines say
         door = None if nodes is None else Door(nodes)
         self.folder = Path(tempfile.mkdtemp(prefix="toolkit-ranks-"))

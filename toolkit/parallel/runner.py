@@ -39,6 +39,8 @@ class RankedRunner:
     name = "tensor"
     backend: Backend = "pytorch"
     asynchronous = False
+    _homes: Homes | None = None  # of several copies, where there is a cache
+    _store: Any = None  # where ranks of several machines met
 
     def __init__(self, model: Model, layout: Layout, nodes: Nodes | None = None) -> None:
         """Open the model and start the ranks, or wait for those of other ``nodes``; no weights are loaded. Raises
@@ -47,7 +49,8 @@ class RankedRunner:
         here = world if nodes is None else len(nodes.ranks(world))
         threads = max(1, (model.options.threads or torch.get_num_threads()) // here)
         options = replace(model.options, threads=threads)
-        self._local = local = RankRunner(whole, 0, layout, options, None, here)
+        local = RankRunner(whole, 0, layout, options, None, here)
+        self._local: Any = local
         self._group = local.group
         self.spec, self.options = whole.spec, local.options
         self.device, self.dtype = local.device, local.dtype
@@ -57,11 +60,10 @@ class RankedRunner:
         size, policy, dtype = options.block_size, options.quant_policy, getattr(torch, local.dtype)
         self._block_bytes = [block_bytes(spec, size, policy, dtype) for spec in specs]  # of each rank
         self._weights: Callable[[], Mapping[str, Any]] = whole.weights
-        self._homes: Homes | None = None  # of several copies, where there is a cache
         self._lost = ""
         told = replace(model, options=replace(options, dtype=local.dtype))
         own = None if nodes is None else about(Path(model.path), model, layout)
-        self._ranks = Ranks(world, threads, nodes, own)
+        self._ranks = Ranks(world, threads, nodes=nodes, own=own)
         store: list[Any] | None = None  # where ranks of several machines meet
         try:
             if nodes is not None:

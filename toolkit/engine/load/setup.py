@@ -204,9 +204,9 @@ def _check_tp(config: EngineConfig) -> None:
         if config.nnodes > 1:
             raise UsageError(f"nnodes={config.nnodes}: expected tp, pp or dp above 1 to lay out over so many machines")
         return
-    if isinstance(config, TurbomindEngineConfig) and (layout.tp < layout.world or config.nnodes > 1):
-        instead = f"leave {layout} out, or use PytorchEngineConfig (--backend pytorch)"
-        raise UsageError(f"{layout}: turbomind splits a model by tp alone, on one machine; {instead}")
+    if isinstance(config, TurbomindEngineConfig) and (layout.world > layout.tp or layout.ep > 1 or config.nnodes > 1):
+        instead = "leave the rest out, or use PytorchEngineConfig (--backend pytorch)"
+        raise UsageError(f"{layout}: turbomind splits by tp alone, on one machine; {instead}")
     if config.device not in ("auto", "cpu") or (config.device == "auto" and gpu_is_likely()):
         raise UsageError(f"{layout}: ranks run on CPUs alone so far; use device cpu, or leave it out")
 
@@ -305,12 +305,12 @@ def _open(setup: Setup, progress: Progress) -> tuple[Runner, str]:
         from toolkit.parallel.nodes import Nodes, serve
 
         how |= {"empty": config.empty_init}
-        own = tuple(getattr(config, "family_files", ()))
-        model = Model(str(setup.path), replace(options, device="cpu"), how, own)
+        own_files = tuple(getattr(config, "family_files", ()))
+        model = Model(str(setup.path), replace(options, device="cpu"), how, own_files)
         nodes = Nodes.of(config.nnodes, config.node_rank, config.dist_init_addr)
         if nodes is not None and nodes.rank:
             serve(model, layout, nodes, progress)
-        return open_ranks(model, layout, nodes, setup.backend)
+        return open_ranks(model, layout, setup.backend, nodes)
     try:
         return open_runner(
             setup.path, backend=setup.backend, options=options, **how, empty=config.empty_init, families=families
