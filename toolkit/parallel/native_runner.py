@@ -78,7 +78,7 @@ class NativeRanks(RankedRunner):
         self._memory = os.memfd_create("toolkit-ranks")
         self._cores = None if cores is None else cores[0]
         local = rank_of(opened, model, Share(0, world, self._memory))
-        self._local: NativeRunner = local  # type: ignore[assignment]
+        self._local: NativeRunner = local
         self._group: Any = _Meeting(local, world)
         self._homes = None
         self.spec, self.options, self.dtype = opened.spec, local.options, local.dtype
