@@ -178,10 +178,27 @@ def floods(draw: Any) -> dict[str, Any]:
     }
 
 
+GIVEN_AWAY = {  # the last one's place is asked for by others' requests for as long as it has one
+    "kinds": [
+        (("b", -63, 0.01, 1), 26, 11), (("b", 100, 100.0, 2), 15, 3), (("c", 91, 100.0, 2), 29, 11),
+        (("a", 54, 1.0, 1), 11, 4), (("a", 17, 100.0, 1), 26, 6),
+    ],
+    "waiting": 3, "batch": 3, "budget": 1, "blocks": 48, "user": "a", "priority": 1 << 31, "asynchronous": True,
+}  # fmt: skip
+
+
+def test_a_request_of_little_weight_keeps_its_place_at_last(fake: Any, impatient: None) -> None:
+    answered(fake, GIVEN_AWAY, 6000)
+
+
 @pytest.mark.slow
 @settings(RELAXED, max_examples=25)
 @given(floods())
 def test_no_schedule_starves_anybody(fake: Any, impatient: None, f: dict[str, Any]) -> None:
+    answered(fake, f, 60_000)
+
+
+def answered(fake: Any, f: dict[str, Any], steps: int) -> None:
     """One request of the least weight and the last priority comes among others that never cease: it is answered."""
     core = fake.make_core(
         block_size=4, session_len=48, max_batch_size=f["batch"], max_prefill_token_num=f["budget"], blocks=f["blocks"],
@@ -200,7 +217,7 @@ def test_no_schedule_starves_anybody(fake: Any, impatient: None, f: dict[str, An
         core.step()
     priority = min(f["priority"], (1 << 31) - 1)
     core.add(ask("last", f["user"], 20, 8, priority=priority, weight=0.01, group="last"))
-    for _ in range(60_000):
+    for _ in range(steps):
         flood()
         if any(o.id == "last" and o.finish_reason for o in core.step()):
             break

@@ -283,6 +283,7 @@ class Scheduler:
             if victim is not None:
                 held.add(victim, -1)
                 self._give_up(victim)
+                victim.gives += 1
                 given_back.append(victim)
             row = self._free_rows.pop()
             self.blocks.open(row, seq.keys, hit)

@@ -82,6 +82,7 @@ class Sequence:
         self.preempted = 0
         self.decoded = -1  # the step in which it was last to decode
         self.unfed = 0  # steps in which others of its user had tokens of their prompts computed and it had none
+        self.gives = 0  # places that it had and gave to others
         self.held = 0  # steps in which it waited for what another user's prompt was to compute
         self.collected = 0
         self.stop_ids = frozenset(self.params.stop_token_ids)

@@ -3,7 +3,8 @@
 A place costs its user 1 / weight of the request that takes it. The next place goes to the user for whom all of its
 places together then cost least; of equals, to the one whose request came first. Of one user's requests (an HTTP request
 may be many here: its *group*) the next place goes by priority, then to the group that has fewest, then to the first
-come. Whoever was passed over ``PATIENCE`` times comes first, once: nobody waits for ever, whatever the weights are.
+come. Whoever was passed over ``PATIENCE`` times comes first, once, and nobody gives a place back more than ``GIVES``
+times: nobody waits for ever, whatever the weights are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from operator import attrgetter
 from toolkit.engine.sequence import Sequence
 
 PATIENCE = 256  # places (or steps, of prompts) that others get before the one that waits comes first
+GIVES = 16  # places that a request gives back to others at most
 LEAST_TOKENS = 64  # of a prompt that a user gets in a step, if any: a short question at once, then it is others' turn
 
 turn = attrgetter("turn")
@@ -112,16 +114,20 @@ class Held:
         they cost more than twice what those of ``seq``'s user would; else of a request of the same user, alike.
         ``own``: of these alone.
 
-        Twice, so that places that were given back are not asked for again; never the last place of a user.
+        Twice, so that places that were given back are not asked for again; never the last place of a user, nor one of a
+        request that has given back ``GIVES`` places: one of little weight would never get anywhere.
         """
+        running = [s for s in running if s.gives < GIVES]
         others = [user for user, count in self.rows.items() if user != seq.user and count > 1 and not own]
         most = max(others, key=self.cost.__getitem__, default=None)
         if most is not None and self.cost[most] > 2 * self.cost[seq.user] + seq.cost:
-            return max((s for s in running if s.user == most), key=lambda s: (self.of_group[group_of(s)] > 1, s.turn))
+            mine = (s for s in running if s.user == most)
+            if found := max(mine, key=lambda s: (self.of_group[group_of(s)] > 1, s.turn), default=None):
+                return found
         groups = [group for group in self.of_group if group[0] == seq.user and group[1] != seq.group]
         group = max(groups, key=self.of_group.__getitem__, default=None)
         if group is not None and self.of_group[group] > 2 * self.of_group[group_of(seq)] + 1:
-            return max((s for s in running if group_of(s) == group), key=turn)
+            return max((s for s in running if group_of(s) == group), key=turn, default=None)
         return None
 
 
