@@ -183,7 +183,12 @@ def _typed(flag: str, hint: Any, default: Any) -> tuple[Any, Any, Callable[[Any]
         return str | None, None, lambda text: None if text is None else json_object(flag, text)
     if len(members) > 1:  # a number or a word; a number or a whole one
         plain: Any = str if str in members else float
-        return (plain | None if default is None else plain), default, lambda value: value
+        # a word that says the default is it, of its own type
+        return (
+            plain | None if default is None else plain,
+            default,
+            lambda value: default if str(value) == str(default) else value,
+        )
     return hint, default, lambda value: value
 
 

@@ -22,6 +22,7 @@ from toolkit.models.registry import families
 from toolkit.parallel import native_runner
 from toolkit.parallel import ranks as timing
 from toolkit.parallel.choose import open_ranks
+from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
 from toolkit.parallel.native_runner import NativeRanks
 from toolkit.parallel.places import VARIABLE, cores_of
@@ -250,9 +251,9 @@ def test_what_cannot_be_split_is_said_and_pytorch_stands_in(tiny_models: Any) ->
     with pytest.raises(UsageError, match=r"tp=3: .* layer 0: 2 heads are fewer than 3 ranks; up to 2 would do"):
         NativeRanks(model, 3)
     with pytest.raises(UsageError, match=r"tp=3: .*turbomind's native runner does not split it"):
-        open_ranks(model, 3, None)
+        open_ranks(model, Layout(tp=3), None)
     adapted = Model(str(tiny_models("llama")), options(quant_policy=16), {})
-    runner, why = open_ranks(adapted, 2, "turbomind")
+    runner, why = open_ranks(adapted, Layout(tp=2), "turbomind")
     assert isinstance(runner, RankedRunner) and "float8" in why and "pytorch stands in" in why
     runner.close()
 

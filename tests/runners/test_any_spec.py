@@ -82,6 +82,7 @@ def _accepts(executor, spec, weights):
 OF_PICTURES = {"vision", "head_rows", "seen", "cross"}  # texts have none: tests of families and vision have these
 NOT_VARIED = {"slopes", "kind", "family", "vocab_size", "max_position", "embed", "head", "shard", "group"}
 NOT_VARIED |= {"float16", "doubled"}  # they decide something as a model is opened: no executor reads them
+NOT_VARIED |= {"spread"}  # parts of models have it: tests/parallel/test_families.py
 NOT_VARIED |= {"own"}  # the engine says each token's length: tests/pipeline/test_dynamic_rope.py
 
 

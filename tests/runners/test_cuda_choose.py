@@ -185,7 +185,7 @@ def answers(monkeypatch):
     def tensor(spec, weights, options, adapters, *, graphs=None):
         return SimpleNamespace(name="kernels" if graphs is None else "graphs", device=graphs, adapters=adapters)
 
-    def native(spec, weights, options):
+    def native(spec, weights, options, changes):
         return SimpleNamespace(name="native")
 
     def set_up(reason, likely=True):
@@ -216,15 +216,17 @@ def test_the_gpu_runs_what_it_can(device, reason, likely, name, said, answers, t
     assert runner.name == name and note.startswith(said) and bool(note) == bool(said)
 
 
-def test_adapters_run_with_graphs_on_the_gpu_and_kernel_by_kernel_on_the_cpu(answers, tiny_models, monkeypatch):
+def test_adapters_run_with_graphs_on_the_gpu_and_natively_on_the_cpu(answers, tiny_models, monkeypatch):
     answers(None)
     monkeypatch.setattr("toolkit.artifacts.adapter.read_adapter", lambda path, spec, stored: path.name)
     options = RunnerOptions(device="cuda", adapters=(("a", "x"),))
     runner, _ = open_runner(tiny_models("llama"), backend=None, options=options)
     assert (runner.name, runner.adapters) == ("graphs", ["x"])
     runner, note = open_runner(tiny_models("llama"), backend=None, options=replace(options, device="cpu"))
+    assert (runner.name, note) == ("native", "")
+    options = replace(options, device="cpu")
+    runner, _ = open_runner(tiny_models("llama"), backend="pytorch", options=options)
     assert (runner.name, runner.adapters) == ("kernels", ["x"])
-    assert note == "turbomind's native runner does not run here: it runs no LoRA adapters; pytorch stands in"
 
 
 def test_pytorch_stands_in_on_a_gpu_that_turbomind_cannot_use(answers, tiny_models, monkeypatch):

@@ -67,6 +67,8 @@ ASKED = [
     ("/sleep?level=1", {}),
     ("/wakeup", {}),
     ("/abort_request", {"abort_all": True}),
+    ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "a"}),
+    ("/v1/unload_lora_adapter", {"lora_name": "a"}),
     ("/update_weights", {"serialized_named_tensors": TENSORS, "finished": True}),
 ]
 
@@ -75,7 +77,7 @@ MORE = {"enable_weight_updates": True}
 
 
 def ask(url: str, body: Any) -> tuple[int, Any]:
-    named = {} if "abort" in url or "update" in url else {"model": "echo"}
+    named = {} if any(word in url for word in ("abort", "update", "lora")) else {"model": "echo"}
     data = None if body is None else json.dumps(named | body).encode()
     sent = urllib.request.Request(url, data, {"content-type": "application/json"})
     try:
