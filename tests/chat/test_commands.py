@@ -69,7 +69,7 @@ QUICK = ("--max-new-tokens", "8", "--dtype", "float32", "--session-len", "256")
 
 def test_prompt_gives_the_answer_alone_on_standard_output(model: str, expected: str) -> None:
     """As a shell runs it, in a process of its own, from another folder."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     command = [sys.executable, "-m", "toolkit", "chat", model, *QUICK, "--prompt", "the fox"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd="/")
     assert done.returncode == 0, done.stderr
@@ -125,7 +125,7 @@ def test_a_chat_is_planned_for_one_and_says_one_line(tool: Callable[..., Done], 
 
 def test_notices_are_plain_lines(model: str, expected: str) -> None:
     command = [sys.executable, "-m", "toolkit", "chat", model, *QUICK[:-1], "100000", "--prompt", "the fox"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd="/")
     assert done.stdout.rstrip("\n") == expected.rstrip("\n")
     notice, speed = done.stderr.splitlines()

@@ -22,7 +22,7 @@ _PROC, _CGROUPS, _CPUS = "proc/self/cgroup", "sys/fs/cgroup", "sys/devices/syste
 def settle(environ: MutableMapping[str, str] = os.environ, root: Path = Path("/")) -> None:
     """Set OpenMP's variables where the user has not. No use once torch is imported: it has read them."""
     if not any(name in environ for name in WAITING):
-        environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        environ["OMP_WAIT_POLICY"] = "passive"  # no capitals: libgomp reads by the locale, and Turkish has another i
         environ["KMP_BLOCKTIME"] = "0"  # LLVM's and Intel's OpenMP would still spin for 200 ms
     if "OMP_NUM_THREADS" not in environ and (cores := usable_cores(root)) < len(_allowed()):
         environ["OMP_NUM_THREADS"] = str(cores)

@@ -51,7 +51,7 @@ class Ranks:
         self.folder = Path(tempfile.mkdtemp(prefix="toolkit-ranks-"))
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
-        env = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+        env = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
         try:
             for _ in range(1, world) if nodes is None else nodes.ranks(world)[1:]:
                 mine, theirs = socket.socketpair()
