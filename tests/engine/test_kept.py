@@ -220,6 +220,7 @@ def test_damaged_files_change_no_answer(fake: Any, tmp_path: Path, windows: tupl
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_hundred_thousand_damages(fake: Any, tmp_path: Path) -> None:
     count = 0
     for seed, windows in enumerate([(None,), (None, 6, "state")] * 1000):
