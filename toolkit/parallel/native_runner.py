@@ -80,7 +80,6 @@ class NativeRanks(RankedRunner):
         local = rank_of(opened, model, Share(0, world, self._memory))
         self._local: NativeRunner = local
         self._group: Any = _Meeting(local, world)
-        self._homes = None
         self.spec, self.options, self.dtype = opened.spec, local.options, local.dtype
         self.notes = [f"{world} ranks, threads of each: {threads}; numbers of memory are of one rank"]
         if world > usable_cores():

@@ -45,7 +45,8 @@ def _part(cores: list[int], rank: int, node: int, world: int, nodes: int) -> lis
 
 
 def _node(file: Path) -> list[int]:
-    return _listed(file.read_text().strip() or "", str(file)) if file.read_text().strip() else []
+    text = file.read_text().strip()  # a node of memory alone has none
+    return _listed(text, str(file)) if text else []
 
 
 def _listed(text: str, told: str) -> list[int]:
