@@ -236,17 +236,17 @@ class EngineCore:
         """Other weights come: what is kept is not theirs, and of them nothing is kept."""
         if self.keeper is not None:
             log.info("the KV cache of new weights is not kept on disk")
-            self.keeper.close()
-            self.keeper = self.scheduler.keeper = None
+            self._end_keeping()
 
     def close(self) -> None:
         """No step comes any more: write what is to be kept, free the model."""
-        if self.keeper is not None:
-            if not self._nap.gone:
-                self.keeper.flush()
-            self.keeper.close()
-            self.keeper = self.scheduler.keeper = None
+        self._end_keeping()
         self.runner.close()
+
+    def _end_keeping(self) -> None:
+        if self.keeper is not None:
+            self.keeper.close()  # which writes what is to be kept
+            self.keeper = self.scheduler.keeper = None
 
     @property
     def has_work(self) -> bool:
