@@ -33,6 +33,7 @@ COMMANDS = {
     "chat": ("Talk to a model in the terminal.", "Run"),
     "serve": ("Serve models: api_server speaks OpenAI's API, proxy joins servers.", "Run"),
     "batch": ("Answer a file of requests, or of rows (CSV, Parquet) by a template.", "Run"),
+    "embed": ("Turn a file of texts into vectors: .npy, Parquet or JSON lines.", "Run"),
     "profile": ("Measure speed: throughput, generation, api_server.", "Measure"),
     "eval": ("Measure quality: ppl, compare.", "Measure"),
     "parse": ("Show the message that a model's raw answer is: thoughts, text, tool calls.", "Look"),

@@ -228,15 +228,17 @@ class AsyncEngine:
         pictures: Sequence[Picture] = (),
         progress: bool = False,
         whose: Whose = NOBODYS,
+        second: int = 0,
     ) -> AsyncGenerator[Response, None]:
         """Deltas of one generation; the last one has a finish_reason, "error" with a message where it failed.
 
         ``session``: its KV blocks stay in the cache for the next turn until ``end_session``. Leaving the iteration
         early aborts the request. ``timings`` is filled in as things happen. ``adapter``: one of ``adapters``, None for
         the plain model. ``gen_config.n`` is the caller's business. ``only``: no token is drawn; "score" gives the
-        prompt's log-probabilities (``prompt_logprobs``), "last" and "mean" its ``last_hidden_state`` as one row.
+        prompt's log-probabilities (``prompt_logprobs``), "cls", "last" and "mean" its ``last_hidden_state`` as one row.
         ``priority``: the lower, the sooner it starts. ``pictures``: in the order of their places in the prompt.
-        ``progress``: deltas say how far the prompt has come (``prompt_progress``). ``whose``: whose request it is.
+        ``progress``: deltas say how far the prompt has come (``prompt_progress``). ``whose``: whose request it is. ``second``: see
+        ``EngineRequest``.
         """
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
@@ -246,9 +248,8 @@ class AsyncEngine:
         def wake() -> None:
             bell.ring(event)
 
-        asked = Asked(
-            token_ids, gen_config, request_id, session, timings, adapter, only, priority, pictures, progress, whose
-        )
+        how = only, priority, pictures, progress, whose, second
+        asked = Asked(token_ids, gen_config, request_id, session, timings, adapter, *how)
         stream, refused = self._begin(asked, wake)
         if stream is None:
             assert refused is not None
@@ -419,6 +420,7 @@ class AsyncEngine:
                 pictures,
                 asked.progress,
                 asked.whose,
+                asked.second,
             )
             stream = RequestStream(name, token_ids, config, self.tokenizer, wake, asked.timings)
             self._send(stream, request, config.logits_processors or [])

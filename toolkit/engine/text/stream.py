@@ -49,6 +49,7 @@ class Asked:
     pictures: Sequence[Picture] = ()
     progress: bool = False
     whose: Whose = field(default_factory=Whose)
+    second: int = 0
 
 
 class RequestStream:

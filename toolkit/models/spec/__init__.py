@@ -15,6 +15,7 @@ from toolkit.models.spec.attention import AttentionSpec
 from toolkit.models.spec.cross import CrossSpec
 from toolkit.models.spec.decoder import DecoderSpec, LayerSpec, Mixer, Sublayer
 from toolkit.models.spec.delta import DeltaSpec
+from toolkit.models.spec.encoder import EncoderSpec
 from toolkit.models.spec.keeps import CacheGroup, Kept, Latent, Paged, State
 from toolkit.models.spec.latent import LatentSpec
 from toolkit.models.spec.mamba import MambaSpec
@@ -36,6 +37,7 @@ __all__ = [
     "Cut",
     "DecoderSpec",
     "DeltaSpec",
+    "EncoderSpec",
     "Kept",
     "Latent",
     "LatentSpec",

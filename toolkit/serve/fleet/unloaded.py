@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.recipe import open_recipe
-from toolkit.artifacts.side_files import pooling_config
+from toolkit.artifacts.text.head import pooling_config
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.load.setup import tokenizer_dir

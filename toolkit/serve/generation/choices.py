@@ -149,6 +149,7 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
         priority=choice.priority + behind.get(),
         pictures=choice.pictures,
         progress=choice.progress,
+        second=choice.second,
         whose=Whose(user.id, request_of(engine_id), user.rules.weight, share if user.name else 1.0),
     )
     try:
