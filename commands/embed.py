@@ -27,12 +27,16 @@ def run(
     engine: EngineFlags,
     model: Annotated[str, typer.Option(help="Local directory, hub id, .gguf file, artifact, or demo.")],
     text: Annotated[str, typer.Option(help="What of a row is read: a template with its columns.")] = "{text}",
-    id_column: Annotated[str | None, typer.Option(help="Column that names a row. Default: custom_id, else row-N.")] = None,
+    id_column: Annotated[
+        str | None, typer.Option(help="Column that names a row. Default: custom_id, else row-N.")
+    ] = None,
     pooling: Annotated[str, typer.Option(help="cls, last, mean, or auto (as the model's folder says).")] = "auto",
     dimensions: Annotated[int | None, typer.Option(min=1, help="Keep so many of the first numbers.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Vectors as they are, not of length 1.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Texts that are too long fail; else they are cut.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT, and throw away what a run left.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT, and throw away what a run left.")
+    ] = False,
 ) -> None:
     """Read the text of every row of IN, and write its vector to OUT, in the order of the rows. The same command goes on
     where it was ended.

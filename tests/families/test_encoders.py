@@ -56,7 +56,9 @@ def reference(path: Path, support: Any) -> Any:
     checkpoint = open_checkpoint(path)
     spec, stored = load_spec(checkpoint)
     if spec.family == "jina_bert":
-        dense = {k: v if isinstance(v, torch.Tensor) else v.weight for k, v in canonical_weights(checkpoint, stored).items()}
+        dense = {
+            k: v if isinstance(v, torch.Tensor) else v.weight for k, v in canonical_weights(checkpoint, stored).items()
+        }
         plain = support("plain_model").states
         return lambda ids, types=None: plain(spec, dense, ids, types).numpy()
     from transformers import AutoModel
@@ -92,7 +94,9 @@ def test_the_plain_model_is_transformers(family: str, tiny_models: Any, support:
     spec, stored = load_spec(checkpoint)
     check_spec(spec)
     assert left_out(checkpoint, stored) == ""
-    dense = {k: v if isinstance(v, torch.Tensor) else v.weight for k, v in canonical_weights(checkpoint, stored).items()}
+    dense = {
+        k: v if isinstance(v, torch.Tensor) else v.weight for k, v in canonical_weights(checkpoint, stored).items()
+    }
     ids = texts(40)[0]
     found = support("plain_model").states(spec, dense, ids).numpy()
     np.testing.assert_allclose(found, reference(checkpoint.path, support)(ids), **CLOSE)
@@ -116,7 +120,7 @@ def test_the_second_text_of_a_pair_has_a_type_of_its_own(
 @pytest.mark.skipif(len(BACKENDS) == 1, reason="the native library is not built")
 @pytest.mark.parametrize("family", ["bert", "modernbert", "jina_bert"])
 def test_native_bits_depend_on_nothing_but_the_text(family: str, tiny_models: Any, support: Any) -> None:
-    """Alone, beside others, on another number of threads, in steps of several chunks of 512 tokens, and longer than one."""
+    """Alone, beside others, on another number of threads, in steps of several chunks of 512, and longer than one."""
     path = tiny_models(family, max_position_embeddings=2048)
     one, *others = texts(700, 300, 2, 450, 33, 512)
     alone = states_of(opened(path, "turbomind", support, blocks=256), [one])
@@ -153,7 +157,9 @@ def test_vectors_from_checkpoint_and_artifact(
     """Texts up to the longest that the model reads, which are longer than a step's budget."""
     path = tiny_models(family, shape=0)
     states, parts = reference(path, support), texts(1, 60, 512)
-    convert(str(path), str(tmp_path / "e"), Packing(target="cpu" if backend == "turbomind" else "torch", dtype="float32"))
+    convert(
+        str(path), str(tmp_path / "e"), Packing(target="cpu" if backend == "turbomind" else "torch", dtype="float32")
+    )
     for model in (path, tmp_path / "e"):
         with pipeline(str(model), CONFIGS[backend]) as pipe:
             for pooling in ("cls", "mean", "last"):
@@ -172,7 +178,10 @@ def test_vectors_from_checkpoint_and_artifact(
 def test_rounded_weights_stay_near(method: str, tiny_models: Any, tmp_path: Path) -> None:
     """The measure that `lite` gives is the cosine of vectors, and the rounded model runs and is about as near."""
     path = tiny_models("bert", num_hidden_layers=2)
-    common = Common(calib_samples=8, calib_seqlen=64, calib_self_samples=0, eval_tokens=512)
+    (tmp_path / "texts.txt").write_text("Ships land in a harbour, and hills have no water. " * 200)
+    common = Common(calib_dataset=str(tmp_path / "texts.txt"), calib_samples=8, calib_seqlen=64, eval_tokens=512)
+    with pytest.raises(UsageError, match="reads texts and writes none"):
+        smooth_quant(str(path), tmp_path / "q", common=Common(), options=SmoothQuant())
     if method == "int8":
         result = smooth_quant(str(path), tmp_path / "q", common=common, options=SmoothQuant())
     else:
@@ -194,7 +203,12 @@ def folder(path: Path, target: Path, pooling: dict[str, Any], dense: str | None 
     (target / "1_Pooling").mkdir()
     (target / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, **pooling}))
     begin = "sentence_transformers.models"
-    modules = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Dense", "Dense")] if dense else []), ("3_N", "Normalize")]
+    modules = [
+        ("", "Transformer"),
+        ("1_Pooling", "Pooling"),
+        *([("2_Dense", "Dense")] if dense else []),
+        ("3_N", "Normalize"),
+    ]
     entries = [{"idx": i, "name": str(i), "path": p, "type": f"{begin}.{kind}"} for i, (p, kind) in enumerate(modules)]
     (target / "modules.json").write_text(json.dumps(entries))
     if dense:
@@ -212,7 +226,9 @@ def folder(path: Path, target: Path, pooling: dict[str, Any], dense: str | None 
 @pytest.mark.parametrize("activation", ["activation.Tanh", "linear.Identity"])
 def test_sentence_transformers_folders(activation: str, tiny_models: Any, support: Any, tmp_path: Path) -> None:
     path = tiny_models("bert")
-    made = folder(path, tmp_path / "st", {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, activation)
+    made = folder(
+        path, tmp_path / "st", {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, activation
+    )
     convert(str(made), str(tmp_path / "e"), Packing(target="torch"))
     g = torch.Generator().manual_seed(1)
     weight, bias = torch.randn(24, 64, generator=g) / 8, torch.randn(24, generator=g)

@@ -27,6 +27,7 @@ _TEXTS_AND_PICTURES = (
     "config_sentence_transformers.json",
 )
 
+
 def copy_side_files(checkpoint: Checkpoint, target: Path) -> list[str]:
     """Copy tokenizer, chat template, preprocessor and generation config to ``target`` (not config.json); return their
     names."""

@@ -90,7 +90,9 @@ class Sequence:
         self.collected = 0
         self.stop_ids = frozenset(self.params.stop_token_ids)
         self.prompt_logprobs: list[dict[int, float] | None] = [None]
-        self.hidden_sum: Any = 0.0  # of a request for the mean of its hidden states: their sum so far, [hidden]; for the first's, that
+        self.hidden_sum: Any = (
+            0.0  # of a request for the mean of its hidden states: their sum so far, [hidden]; for the first's, that
+        )
         wants_all = self.params.logits == "all" or self.params.hidden == "all" or self.params.prompt_logprobs >= 0
         self.wants_all = wants_all or self.params.routes or self.request.only in ("score", "mean", "cls")
         wants_rows = self.params.logits is not None or self.params.hidden is not None
@@ -163,6 +165,11 @@ class Sequence:
     def ending(self) -> bool:
         """Whether the token that a step in flight draws is its last."""
         return bool(self.pending) and self.exhausted
+
+    @property
+    def read(self) -> bool:
+        """Whether no token is to be drawn, and a step in flight computes the last one of its prompt."""
+        return self.request.only is not None and self.remaining == 0
 
     @property
     def known(self) -> int:

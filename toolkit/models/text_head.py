@@ -40,10 +40,11 @@ class TextHead:
     sigmoid: bool = True
 
 
-def pooled_classifier(config: Fields, model: str = "", pooler: str = "pooler.dense") -> TextHead:
-    """BERT's: the first token's state through a linear and tanh, then the labels'. ``model``: how names of the model
-    inside begin."""
-    hidden = HeadLayer(f"{model}{pooler}", activation="tanh", others=(pooler,))
+def pooled_classifier(config: Fields, *models: str) -> TextHead:
+    """BERT's: the first token's state through a linear and tanh, then the labels'. ``models``: how names of the model
+    inside may begin."""
+    name, *others = (f"{model}pooler.dense" for model in (*models, ""))
+    hidden = HeadLayer(name, activation="tanh", others=tuple(others))
     return TextHead("cls", (hidden, HeadLayer("classifier")), labels_of(config), told_sigmoid(config))
 
 

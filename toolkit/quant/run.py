@@ -318,6 +318,11 @@ def _stored_linears(source: LayerSource, selection: Selection) -> list[LinearSpe
 def read_text(source: LayerSource, common: Common) -> CalibrationText:
     """The text that the ``--calib-…`` options ask for, which are checked now. Raises UsageError."""
     writes = source.spec.encoder is None
+    if not writes and common.calib_dataset == "self":
+        raise UsageError(
+            f"--calib-dataset: {source.path} reads texts and writes none; give a file of texts as it will read, or a "
+            "known name such as wikitext2"
+        )
     own = common.calib_self_samples if writes else common.calib_self_samples or 0
     plan = make_plan(
         common.calib_dataset, common.calib_samples, common.calib_seqlen, common.seed, source.spec.max_position,

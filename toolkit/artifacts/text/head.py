@@ -22,7 +22,13 @@ from toolkit.models.text_head import HeadActivation, HeadLayer, Pooling, TextHea
 HEAD, NUMBERS, MODULES = "text_head.json", "text_head.safetensors", "modules.json"
 # What sentence-transformers keeps in a folder of its own; the first that is there counts.
 POOLING_CONFIGS = ("pooling_config.json", "1_Pooling/config.json")
-_MODES: dict[str, Pooling] = {"cls_token": "cls", "cls": "cls", "lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
+_MODES: dict[str, Pooling] = {
+    "cls_token": "cls",
+    "cls": "cls",
+    "lasttoken": "last",
+    "mean_tokens": "mean",
+    "mean": "mean",
+}
 _ACTIVATIONS: dict[str, HeadActivation] = {
     "Identity": "none",
     "Tanh": "tanh",
@@ -69,7 +75,9 @@ def head_numbers(directory: Path, head: TextHead) -> Arrays:
         arrays = _of_file(directory / layer.file) if layer.file else _of_model(directory, layer)
         names = [n for n in (layer.name, *layer.others) if f"{n}.weight" in arrays]
         if not names:
-            raise ToolkitError(f"{directory / layer.file}: tensor {layer.name}.weight is missing; fetch the model again")
+            raise ToolkitError(
+                f"{directory / layer.file}: tensor {layer.name}.weight is missing; fetch the model again"
+            )
         for part in ("weight", "bias"):
             if f"{names[0]}.{part}" in arrays:
                 found[f"{i}.{part}"] = arrays[f"{names[0]}.{part}"]
@@ -118,7 +126,11 @@ def _modules(directory: Path, kind: str) -> list[dict[str, Any]]:
     entries = read_json(file) if file.is_file() else []
     found = []
     for entry in entries if isinstance(entries, list) else [entries]:
-        if not isinstance(entry, dict) or not isinstance(entry.get("type"), str) or not isinstance(entry.get("path"), str):
+        if (
+            not isinstance(entry, dict)
+            or not isinstance(entry.get("type"), str)
+            or not isinstance(entry.get("path"), str)
+        ):
             raise ToolkitError(f"{file}: expected a list of modules with type and path, found {entry!r:.60}")
         name = entry["type"].rpartition(".")[2]
         if name not in (*_WITHOUT_EFFECT, "Dense"):

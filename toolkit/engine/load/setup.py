@@ -369,7 +369,9 @@ def _plan(setup: Setup, runner: Runner) -> MemoryPlan:
     if spec.encoder is not None:  # a text of as many tokens as it reads leaves no place for one that is drawn
         longest += 1
         if (asked := config.session_len or 0) > longest:
-            raise UsageError(f"session_len: found {asked}, expected at most {longest}: this model reads {longest - 1} tokens")
+            raise UsageError(
+                f"session_len: found {asked}, expected at most {longest}: this model reads {longest - 1} tokens"
+            )
     memory = plan(
         runner.memory(),
         spec.cache_groups,

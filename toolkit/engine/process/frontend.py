@@ -237,8 +237,8 @@ class AsyncEngine:
         the plain model. ``gen_config.n`` is the caller's business. ``only``: no token is drawn; "score" gives the
         prompt's log-probabilities (``prompt_logprobs``), "cls", "last" and "mean" its ``last_hidden_state`` as one row.
         ``priority``: the lower, the sooner it starts. ``pictures``: in the order of their places in the prompt.
-        ``progress``: deltas say how far the prompt has come (``prompt_progress``). ``whose``: whose request it is. ``second``: see
-        ``EngineRequest``.
+        ``progress``: deltas say how far the prompt has come (``prompt_progress``). ``whose``: whose request it is.
+        ``second``: see ``EngineRequest``.
         """
         loop = asyncio.get_running_loop()
         event = asyncio.Event()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
-from toolkit.models.encoder import EMBED_NORM, NO_GGUF, POSITIONS, TYPES, encoder, encoder_dims, renamed_within, types_of
+from toolkit.models.encoder import (
+    EMBED_NORM,
+    NO_GGUF,
+    POSITIONS,
+    TYPES,
+    encoder,
+    encoder_dims,
+    renamed_within,
+    types_of,
+)
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import EncoderSpec
 from toolkit.models.text_head import pooled_classifier
@@ -63,5 +70,5 @@ FAMILY = Family(
     NO_GGUF,
     spellings=spelled("bert"),
     encodes=True,
-    classifier=partial(pooled_classifier, model="bert."),
+    classifier=lambda config: pooled_classifier(config, "bert."),
 )

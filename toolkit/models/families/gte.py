@@ -4,7 +4,6 @@ own code, whose rope may be scaled by "ntk": a base so many times larger, and fr
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
@@ -71,5 +70,5 @@ FAMILY = Family(
     NO_GGUF,
     spellings=tuple((part, f"new.{part}", f"gte.{part}") for part in ("embeddings.", "encoder.")),
     encodes=True,
-    classifier=partial(pooled_classifier, model="new."),
+    classifier=lambda config: pooled_classifier(config, "new.", "gte."),
 )

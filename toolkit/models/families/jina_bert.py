@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
-from toolkit.models.encoder import NO_GGUF, TYPES, encoder, encoder_dims, renamed_within, types_of
+from toolkit.models.encoder import NO_GGUF, encoder, encoder_dims, renamed_within, types_of
 from toolkit.models.families.bert import NAMES as BERT
 from toolkit.models.families.bert import spelled
 from toolkit.models.family import Family, Tiny
@@ -46,5 +45,5 @@ FAMILY = Family(
     NO_GGUF,
     spellings=spelled("bert"),
     encodes=True,
-    classifier=partial(pooled_classifier, model="bert."),
+    classifier=lambda config: pooled_classifier(config, "bert."),
 )

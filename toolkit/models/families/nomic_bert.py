@@ -3,8 +3,6 @@ own config.json has GPT-2's names."""
 
 from __future__ import annotations
 
-from functools import partial
-
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built
@@ -71,5 +69,5 @@ FAMILY = Family(
     NO_GGUF,
     spellings=tuple((part, f"bert.{part}", f"nomic_bert.{part}") for part in ("embeddings.", "encoder.", "emb_ln")),
     encodes=True,
-    classifier=partial(pooled_classifier, model="nomic_bert."),
+    classifier=lambda config: pooled_classifier(config, "nomic_bert.", "bert."),
 )

@@ -23,8 +23,9 @@ class AttentionSpec(MixerSpec):
     scores by the distance of keys. ``clip`` c keeps projections within ±c, before anything else; ``norm_last``: q and k
     are normed when they are turned, not before (Hunyuan). ``gate``: what comes of all heads is multiplied by
     sigmoid(gate(x)) before ``o`` reads it (Qwen3-Next). ``block`` b: position p sees the other keys of its own b
-    positions too, which begin at a multiple of b, those behind it included (SDAR). ``mutual``: p sees every key of the text, with a ``window`` w those in (p - w, p + w);
-    ``alibi`` then lowers scores by the distance on both sides (BERT, ModernBERT, jina v2).
+    positions too, which begin at a multiple of b, those behind it included (SDAR).
+    ``mutual``: p sees every key of the text, with a ``window`` w those in (p - w, p + w); ``alibi`` then
+    lowers scores by the distance on both sides (BERT, ModernBERT, jina v2).
     """
 
     q: LinearSpec

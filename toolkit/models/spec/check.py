@@ -41,7 +41,9 @@ def check_spec(spec: DecoderSpec) -> None:
     sound.expect("mask_token", spec.mask_token is None or seen, spec.mask_token, "none where not all is seen")
     mutual = {a.mutual for _, a in spec.attention_layers()}
     alone = len(mutual) == 1 and all(m.kind in ("attention", "mlp", "moe") for _, m in spec.mixers())
-    sound.expect("mutual", not spec.mutual or alone, spec.mutual, "one answer of all layers, that are attention and MLPs")
+    sound.expect(
+        "mutual", not spec.mutual or alone, spec.mutual, "one answer of all layers, that are attention and MLPs"
+    )
     sound.expect("mutual", not spec.mutual or spec.encoder is not None, spec.mutual, "false without an encoder")
     if spec.encoder is not None:
         spec.encoder.check(spec.max_position)

@@ -30,7 +30,12 @@ class Probe:
     model with a mask token those are scored that it stands for (``masked``)."""
 
     def __init__(
-        self, spec: DecoderSpec, table: Tensor, tokens: Tensor, device: torch.device, spill: Spill | None = None,
+        self,
+        spec: DecoderSpec,
+        table: Tensor,
+        tokens: Tensor,
+        device: torch.device,
+        spill: Spill | None = None,
         added: Tensor | None = None,
     ) -> None:
         self.spec, self.device = spec, device
@@ -38,7 +43,10 @@ class Probe:
         cuts = scoring_windows(len(tokens), self.window, self.window)
         self.ids = [tokens[start:stop] for start, stop, _ in cuts]
         self.before, self.after = (
-            Tensors((embed(spec, table, as_met(spec, row)[None].to(table.device), added=added).cpu() for row in self.ids), spill)
+            Tensors(
+                (embed(spec, table, as_met(spec, row)[None].to(table.device), added=added).cpu() for row in self.ids),
+                spill,
+            )
             for _ in range(2)
         )
 
@@ -80,7 +88,6 @@ class Probe:
             "stride": self.window,
             "dtype": "float32",
         }
-
 
     def _likeness(self, weights: Weights) -> dict[str, Any]:
         """Of an encoder: cosines of the mean of each window's last hidden states before and after."""

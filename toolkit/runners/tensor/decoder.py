@@ -228,8 +228,8 @@ class Moe:
 @dataclass(frozen=True)
 class Step:
     """A sublayer: norm, mixer, norm, scale. ``beside``: it reads what the one before it read, the same norm of it where
-    ``shares``. ``ends``: the number of the layer that it is the last of. ``carries``: what the first norm gives takes the place of
-    the stream.
+    ``shares``. ``ends``: the number of the layer that it is the last of. ``carries``: what the first norm gives
+    takes the place of the stream.
     """
 
     pre_norm: Norm | LayerNorm | RoundingNorm | None

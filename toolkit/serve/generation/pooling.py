@@ -142,17 +142,13 @@ class Pairs:
         """What the model's own classifier says of each pair."""
         state, head = self._state, self._state.head
         encode = self._asked if state.template.source else self._pair
-        answers = await run_prompts(
-            state, self._name, len(self._documents), encode, POOLED, adapter, head.spec.pooling
-        )
+        answers = await run_prompts(state, self._name, len(self._documents), encode, POOLED, adapter, head.spec.pooling)
         rows = [answer.last_hidden_state[0] for answer in answers]
         return [head.score(row) for row in rows], usage(answers)
 
     async def _pair(self, i: int) -> Pair:
         """Both texts as the tokenizer joins them."""
-        return await encode_pair(
-            self._state, self._query(i), self._documents[i], f"{self._params[1]}.{i}", self._most
-        )
+        return await encode_pair(self._state, self._query(i), self._documents[i], f"{self._params[1]}.{i}", self._most)
 
     def _query(self, i: int) -> str:
         return self._queries[i if len(self._queries) > 1 else 0]

@@ -129,6 +129,7 @@ async def _vectors(
     state: ServerState, model: str, texts: list[str], cut: bool, dimensions: int | None
 ) -> tuple[list[Any], dict[str, Any]]:
     """The vectors of ``texts``, and the token counts; ``cut``: those that do not fit are, else they are refused."""
+
     async def encode(i: int) -> list[int]:
         return await encode_beginning(state, texts[i], f"input.{i}" if len(texts) > 1 else "input", -1 if cut else None)
 
@@ -146,5 +147,7 @@ async def show(raw: Request) -> HttpResponse:
     listed = next((one for one in of_one(state) if one.name == name), None)
     if listed is None:
         raise state.not_served(name)
-    can = Abilities(state.engine.tokenizer, state.template.source, state.formats, state.head.told, state.eyes is not None)
+    can = Abilities(
+        state.engine.tokenizer, state.template.source, state.formats, state.head.told, state.eyes is not None
+    )
     return json_response(await state.lanes.run(lambda: shown(listed, can), 0))

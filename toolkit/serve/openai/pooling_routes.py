@@ -120,7 +120,9 @@ async def rerank(raw: Request) -> HttpResponse:
 
 async def _rerank(state: ServerState, request: RerankRequest) -> dict[str, Any]:
     name, texts = f"rerank-{uuid.uuid4().hex}", request.documents
-    pairs = Pairs(state, name, [request.query], texts, ("query", "documents"), request.instruction, request.truncate_prompt_tokens)
+    pairs = Pairs(
+        state, name, [request.query], texts, ("query", "documents"), request.instruction, request.truncate_prompt_tokens
+    )
     scores, spent = await pairs.scores(request.method, state.adapter_of(request.model))
     order = sorted(range(len(texts)), key=lambda i: -scores[i])[: request.top_n or len(texts)]
     shown = request.return_documents is not False
@@ -145,7 +147,15 @@ async def score(raw: Request) -> HttpResponse:
 
 async def _score(state: ServerState, request: ScoreRequest) -> dict[str, Any]:
     name = f"score-{uuid.uuid4().hex}"
-    pairs = Pairs(state, name, request.text_1, request.text_2, ("text_1", "text_2"), request.instruction, request.truncate_prompt_tokens)
+    pairs = Pairs(
+        state,
+        name,
+        request.text_1,
+        request.text_2,
+        ("text_1", "text_2"),
+        request.instruction,
+        request.truncate_prompt_tokens,
+    )
     scores, spent = await pairs.scores(request.method, state.adapter_of(request.model))
     data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
     head = {"id": name, "object": "list", "created": int(time.time()), "model": request.model}

@@ -73,7 +73,9 @@ class Steps:
         self._tile_rows: dict[Kind, dict[Heads, int]] = {(group, kept.window): {} for _, group, kept in spec.paged()}
         self.graphs: Graphs | None = None
         if on_graphs is not None:
-            one = spec.block == 1 and not spec.mutual  # else no step is of one token a sequence, which is what graphs are of
+            one = (
+                spec.block == 1 and not spec.mutual
+            )  # else no step is of one token a sequence, which is what graphs are of
             self.graphs = Graphs(on_graphs, self._decode_body, bool(self._tile_rows), one and _capturable(decoder))
         self._cuts: dict[tuple[Kind, Heads], DecodeCut] = {}  # of the decode step before
         self._pictures: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # by number, what cross layers keep of them
