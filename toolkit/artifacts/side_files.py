@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from toolkit.artifacts.checkpoint import Checkpoint
-from toolkit.artifacts.text.head import POOLING_CONFIGS, pooling_config, write_head
+from toolkit.artifacts.text_head import POOLING_CONFIGS, pooling_config, write_head
 
 _TEXTS_AND_PICTURES = (
     "tokenizer*.json",

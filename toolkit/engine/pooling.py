@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.artifacts.text.head import Arrays, default_pooling, find_head, head_numbers
+from toolkit.artifacts.text_head import Arrays, default_pooling, find_head, head_numbers, pooling_config
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.text_head import POOLINGS, HeadLayer, Pooling, TextHead
+from toolkit.models.spec.text_head import POOLINGS, HeadLayer, Pooling, TextHead
 
 _erf = np.frompyfunc(math.erf, 1, 1)
 
@@ -88,8 +88,8 @@ def open_head(directory: Path, wanted: str = "auto") -> Head:
     none, ToolkitError for a model that pools in a way not built here."""
     check_pooling(wanted)
     named = next((pooling for pooling in POOLINGS if pooling == wanted), None)
-    found = find_head(directory) if named is None or (directory / "config.json").is_file() else None
-    told = found is not None and not found.labels
+    found = find_head(directory, named)
+    told = found is not None and not found.labels and pooling_config(directory) is not None
     spec = found or TextHead(named or default_pooling(directory))
     numbers = head_numbers(directory, spec) if spec.layers else {}
     return Head(spec, numbers, named or spec.pooling, told, str(directory))

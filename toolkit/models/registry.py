@@ -23,6 +23,7 @@ from typing import Any, NoReturn, Protocol
 
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models import families as folder
+from toolkit.models.classifier import labels_of, told_sigmoid
 from toolkit.models.config.fields import Fields, check_dtype, check_token_ids
 from toolkit.models.config.rope import LAYER_TYPES
 from toolkit.models.decoder import Built
@@ -30,7 +31,7 @@ from toolkit.models.family import Family
 from toolkit.models.lacking import LACKING
 from toolkit.models.pictures import Recipe
 from toolkit.models.spec import StoredTensor
-from toolkit.models.text_head import HeadLayer, TextHead, labels_of, told_sigmoid
+from toolkit.models.spec.text_head import HeadLayer, TextHead
 from toolkit.models.videos import Video
 
 VARIABLE = "TOOLKIT_CUSTOM_MODULE_MAP"  # of the environment: Python files, one family each, with : between them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from toolkit.models.classifier import pooled_classifier
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
 from toolkit.models.encoder import (
@@ -16,7 +17,6 @@ from toolkit.models.encoder import (
 )
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import EncoderSpec
-from toolkit.models.text_head import pooled_classifier
 
 NAMES = {
     "model.embed_tokens": "embeddings.word_embeddings",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from toolkit.models.classifier import pooled_classifier
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built
@@ -12,7 +13,6 @@ from toolkit.models.encoder import EMBED_NORM, NO_GGUF, TYPES, encoder, encoder_
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import EncoderSpec, RopeSpec
 from toolkit.models.stored import Fused, fused_qkv
-from toolkit.models.text_head import pooled_classifier
 
 NAMES = {
     "model.embed_tokens": "embeddings.word_embeddings",
@@ -35,7 +35,7 @@ def build(config: Fields) -> Built:
         config,
         dims,
         activation=config.activation("hidden_act", default="gelu"),
-        extras=EncoderSpec(**types_of(config, default=0)),
+        extras=EncoderSpec(**types_of(config, default=1)),
         rope=_rope(config, dims.head_dim, dims.max_position),
         gated=True,
         up_bias=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from toolkit.models.classifier import pooled_classifier
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
 from toolkit.models.encoder import NO_GGUF, encoder, encoder_dims, renamed_within, types_of
@@ -13,7 +14,6 @@ from toolkit.models.family import Family, Tiny
 from toolkit.models.positions import alibi_slopes
 from toolkit.models.spec import AlibiSpec, EncoderSpec
 from toolkit.models.stored import fused_gate_up
-from toolkit.models.text_head import pooled_classifier
 
 NAMES = {**BERT, "mlp.down_proj": "mlp.wo", "post_mlp_layernorm": "mlp.layernorm"}
 

@@ -6,14 +6,15 @@ from __future__ import annotations
 from functools import partial
 from typing import cast
 
+from toolkit.models.classifier import labels_of, told_sigmoid
 from toolkit.models.config.dims import layer_ropes, read_windows
 from toolkit.models.config.fields import MAX_POSITION, Fields
 from toolkit.models.decoder import Built, layer_norm
 from toolkit.models.encoder import EMBED_NORM, NO_GGUF, encoder, encoder_dims, renamed_within
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import EncoderSpec
+from toolkit.models.spec.text_head import HeadActivation, HeadLayer, Pooling, TextHead
 from toolkit.models.stored import fused_gate_up, fused_qkv
-from toolkit.models.text_head import HeadActivation, HeadLayer, Pooling, TextHead, labels_of, told_sigmoid
 
 NAMES = {
     "model.embed_tokens": "embeddings.tok_embeddings",

@@ -3,6 +3,7 @@ own config.json has GPT-2's names."""
 
 from __future__ import annotations
 
+from toolkit.models.classifier import pooled_classifier
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built
@@ -10,7 +11,6 @@ from toolkit.models.encoder import EMBED_NORM, NO_GGUF, TYPES, encoder, encoder_
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import EncoderSpec
 from toolkit.models.stored import fused_qkv
-from toolkit.models.text_head import pooled_classifier
 
 NAMES = {
     "model.embed_tokens": "embeddings.word_embeddings",

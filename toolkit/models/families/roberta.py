@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from toolkit.models.classifier import labels_of, told_sigmoid
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
 from toolkit.models.encoder import NO_GGUF
 from toolkit.models.families.bert import learned_positions, spelled
 from toolkit.models.family import Family, Tiny
-from toolkit.models.text_head import HeadLayer, TextHead, labels_of, told_sigmoid
+from toolkit.models.spec.text_head import HeadLayer, TextHead
 
 
 def build(config: Fields) -> Built:

@@ -15,9 +15,8 @@ from toolkit.artifacts.json_file import read_json, read_json_object
 from toolkit.artifacts.weight_files.safetensors_file import map_arrays
 from toolkit.base.record import plain, read
 from toolkit.errors import ToolkitError
-from toolkit.models.config.fields import Fields
 from toolkit.models.registry import find_family, text_head
-from toolkit.models.text_head import HeadActivation, HeadLayer, Pooling, TextHead
+from toolkit.models.spec.text_head import HeadActivation, HeadLayer, Pooling, TextHead
 
 HEAD, NUMBERS, MODULES = "text_head.json", "text_head.safetensors", "modules.json"
 # What sentence-transformers keeps in a folder of its own; the first that is there counts.
@@ -41,9 +40,9 @@ _WITHOUT_EFFECT = ("Transformer", "Pooling", "Normalize", "Dropout")
 Arrays = dict[str, NDArray[np.float32]]
 
 
-def find_head(directory: Path) -> TextHead | None:
-    """What the folder says of its vectors or scores; None where it says nothing. Raises ToolkitError for what cannot be
-    computed here."""
+def find_head(directory: Path, pooling: Pooling | None = None) -> TextHead | None:
+    """What the folder says of its vectors or scores; None where it says nothing. ``pooling``: what embeddings are made
+    by, whatever the folder says. Raises ToolkitError for what cannot be computed here."""
     if (file := directory / HEAD).is_file():
         try:
             return read(TextHead, read_json_object(file))
@@ -53,7 +52,7 @@ def find_head(directory: Path) -> TextHead | None:
     if config.is_file() and (head := text_head(read_json_object(config), str(config))) is not None:
         return head
     layers = tuple(_dense(directory, entry) for entry in _modules(directory, "Dense"))
-    pooling = _pooling(directory)
+    pooling = pooling or _pooling(directory)
     return None if pooling is None and not layers else TextHead(pooling or default_pooling(directory), layers)
 
 
@@ -144,10 +143,11 @@ def _modules(directory: Path, kind: str) -> list[dict[str, Any]]:
 
 def _dense(directory: Path, entry: dict[str, Any]) -> HeadLayer:
     folder = directory / entry["path"]
-    config = Fields(read_json_object(folder / "config.json"), str(folder / "config.json"))
-    told = str(config.values.get("activation_function") or "torch.nn.modules.activation.Tanh").rpartition(".")[2]
+    config = read_json_object(folder / "config.json")
+    told = str(config.get("activation_function") or "torch.nn.modules.activation.Tanh").rpartition(".")[2]
     if told not in _ACTIVATIONS:
-        config.fail("activation_function", told, f"one of {', '.join(_ACTIVATIONS)}")
+        expected = ", ".join(_ACTIVATIONS)
+        raise ToolkitError(f"{folder / 'config.json'}: activation_function: found {told:.60}, expected {expected}")
     if not (folder / "model.safetensors").is_file():
         raise ToolkitError(f"{folder}: expected model.safetensors; write the module in that form")
     return HeadLayer("linear", activation=_ACTIVATIONS[told], file=f"{entry['path']}/model.safetensors")
