@@ -16,7 +16,7 @@ from toolkit.artifacts.weight_files.safetensors_file import map_arrays
 from toolkit.base.record import plain, read
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import find_family, text_head
-from toolkit.models.spec.text_head import HeadActivation, HeadLayer, Pooling, TextHead
+from toolkit.models.spec import HeadActivation, HeadLayer, Pooling, TextHead
 
 HEAD, NUMBERS, MODULES = "text_head.json", "text_head.safetensors", "modules.json"
 # What sentence-transformers keeps in a folder of its own; the first that is there counts.

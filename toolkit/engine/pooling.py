@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from toolkit.artifacts.text_head import Arrays, default_pooling, find_head, head_numbers, pooling_config
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.spec.text_head import POOLINGS, HeadLayer, Pooling, TextHead
+from toolkit.models.spec import POOLINGS, HeadLayer, Pooling, TextHead
 
 _erf = np.frompyfunc(math.erf, 1, 1)
 

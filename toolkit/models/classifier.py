@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.models.config.fields import Fields
-from toolkit.models.spec.text_head import HeadLayer, TextHead
+from toolkit.models.spec import HeadLayer, TextHead
 
 
 def pooled_classifier(config: Fields, *models: str) -> TextHead:

@@ -11,7 +11,7 @@ from toolkit.models.decoder import Built
 from toolkit.models.gguf import Gguf
 from toolkit.models.mmproj import Mmproj
 from toolkit.models.pictures import Recipe
-from toolkit.models.spec.text_head import TextHead
+from toolkit.models.spec import TextHead
 from toolkit.models.videos import Video
 
 # ``Family.spellings`` of a language model that also comes as a part of one that sees.

@@ -30,8 +30,7 @@ from toolkit.models.decoder import Built
 from toolkit.models.family import Family
 from toolkit.models.lacking import LACKING
 from toolkit.models.pictures import Recipe
-from toolkit.models.spec import StoredTensor
-from toolkit.models.spec.text_head import HeadLayer, TextHead
+from toolkit.models.spec import HeadLayer, StoredTensor, TextHead
 from toolkit.models.videos import Video
 
 VARIABLE = "TOOLKIT_CUSTOM_MODULE_MAP"  # of the environment: Python files, one family each, with : between them

@@ -12,8 +12,7 @@ from toolkit.models.config.fields import MAX_POSITION, Fields
 from toolkit.models.decoder import Built, layer_norm
 from toolkit.models.encoder import EMBED_NORM, NO_GGUF, encoder, encoder_dims, renamed_within
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import EncoderSpec
-from toolkit.models.spec.text_head import HeadActivation, HeadLayer, Pooling, TextHead
+from toolkit.models.spec import EncoderSpec, HeadActivation, HeadLayer, Pooling, TextHead
 from toolkit.models.stored import fused_gate_up, fused_qkv
 
 NAMES = {

@@ -9,7 +9,7 @@ from toolkit.models.decoder import Built
 from toolkit.models.encoder import NO_GGUF
 from toolkit.models.families.bert import learned_positions, spelled
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec.text_head import HeadLayer, TextHead
+from toolkit.models.spec import HeadLayer, TextHead
 
 
 def build(config: Fields) -> Built:

@@ -26,8 +26,10 @@ from toolkit.models.spec.parts import Activation, AlibiSpec, LinearSpec, NormSpe
 from toolkit.models.spec.share import Cut, Share, Unit, Units, portion
 from toolkit.models.spec.short_conv import ConvSpec, ShortConvSpec
 from toolkit.models.spec.stored import Part, Rows, StoredTensor
+from toolkit.models.spec.text_head import POOLINGS, HeadActivation, HeadLayer, Pooling, TextHead
 
 __all__ = [
+    "POOLINGS",
     "Activation",
     "AlibiSpec",
     "AttentionSpec",
@@ -38,6 +40,8 @@ __all__ = [
     "DecoderSpec",
     "DeltaSpec",
     "EncoderSpec",
+    "HeadActivation",
+    "HeadLayer",
     "Kept",
     "Latent",
     "LatentSpec",
@@ -50,6 +54,7 @@ __all__ = [
     "NormSpec",
     "Paged",
     "Part",
+    "Pooling",
     "QueryScale",
     "RopeSpec",
     "Rotary",
@@ -60,6 +65,7 @@ __all__ = [
     "State",
     "StoredTensor",
     "Sublayer",
+    "TextHead",
     "Unit",
     "Units",
     "portion",
