@@ -36,7 +36,7 @@ PAGES = (
     "how-to/adapters", "how-to/answer-a-batch", "how-to/debug", "how-to/deploy", "how-to/embed-and-rank",
     "how-to/evaluate", "how-to/long-prompts", "how-to/measure-a-server", "how-to/quantize-on-a-laptop",
     "how-to/serve-a-model", "how-to/serve-an-agent", "how-to/several-models", "how-to/several-servers",
-    "how-to/show-pictures", "how-to/use-a-gpu",
+    "how-to/show-pictures", "how-to/use-a-gpu", "vision",
     *(f"vision/{name}" for name in SEEING),
 )  # fmt: skip
 ELSEWHERE = {
