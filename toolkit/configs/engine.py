@@ -120,7 +120,8 @@ def _check_adapters(adapters: Any) -> None:
 class CommonEngineConfig:
     """What both backends take.
 
-    ``quant_policy`` "auto": of each layer the fewest bits that the model bears, as it was measured (docs/few-bits.md).
+    ``quant_policy`` "auto": of each layer the fewest bits that the model bears, as measured
+    (docs/figures/few-bits.md).
 
     ``cache_max_entry_count``: an integer is a number of blocks, whatever its size. ``load_format`` "dummy" reads
     config.json alone. ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's
