@@ -58,11 +58,16 @@ def find_head(directory: Path, pooling: Pooling | None = None) -> TextHead | Non
 
 def default_pooling(directory: Path) -> Pooling:
     """Where a folder says nothing: a reader's first token, a writer's last one."""
+    return "cls" if reads_alone(directory) else "last"
+
+
+def reads_alone(directory: Path) -> bool:
+    """Whether the model in the folder writes no texts."""
     config = directory / "config.json"
     try:
-        return "cls" if find_family(read_json_object(config), str(config)).encodes else "last"
+        return find_family(read_json_object(config), str(config)).encodes
     except ToolkitError:
-        return "last"
+        return False
 
 
 def head_numbers(directory: Path, head: TextHead) -> Arrays:

@@ -13,7 +13,7 @@ from toolkit.models.spec import HeadLayer, TextHead
 
 
 def build(config: Fields) -> Built:
-    return learned_positions(config, 1 + config.integer("pad_token_id", default=1, low=0, high=1000))
+    return learned_positions(config, 1 + config.integer("pad_token_id", default=1, low=-1, high=1000))
 
 
 def _classifier(config: Fields) -> TextHead:

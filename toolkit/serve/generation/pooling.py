@@ -127,11 +127,11 @@ class Pairs:
         """One score a document, and the usage. ``method`` None: "classifier" for a model that was trained to score,
         "embedding" for one that says how its embeddings are made or reads alone, else "yes_no". Raises ApiError (400)
         for an instruction that nobody would be told."""
-        head, talks = self._state.head, bool(self._state.template.source)
-        method = method or ("classifier" if head.scores else "embedding" if head.told or not talks else "yes_no")
+        head = self._state.head
+        method = method or ("classifier" if head.scores else "embedding" if head.told or not head.writes else "yes_no")
         if method == "classifier" and not head.scores:
             raise bad_field("method", "classifier needs a model that has one; use embedding or yes_no")
-        told = method == "yes_no" or (method == "classifier" and talks)
+        told = method == "yes_no" or (method == "classifier" and head.writes)
         if self._instruction and not told:
             raise bad_field("instruction", "only with method yes_no; vectors and classifiers are of the texts alone")
         ways = {"classifier": self._classified, "embedding": self._cosines, "yes_no": self._yes_or_no}
@@ -141,7 +141,7 @@ class Pairs:
     async def _classified(self, adapter: str | None) -> tuple[list[float], dict[str, Any]]:
         """What the model's own classifier says of each pair."""
         state, head = self._state, self._state.head
-        encode = self._asked if state.template.source else self._pair
+        encode = self._asked if head.writes else self._pair
         answers = await run_prompts(state, self._name, len(self._documents), encode, POOLED, adapter, head.spec.pooling)
         rows = [answer.last_hidden_state[0] for answer in answers]
         return [head.score(row) for row in rows], usage(answers)
