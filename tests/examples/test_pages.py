@@ -34,7 +34,8 @@ PAGES = (
     "add-a-model", "distributed", "formats", "install", "lmdeploy", "quantization", "quantization-figures",
     "tools-and-thoughts",
     "how-to/adapters", "how-to/answer-a-batch", "how-to/debug", "how-to/deploy", "how-to/embed-and-rank",
-    "how-to/evaluate", "how-to/long-prompts", "how-to/measure-a-server", "how-to/quantize-on-a-laptop", "how-to/run-an-artifact-elsewhere",
+    "how-to/evaluate", "how-to/long-prompts", "how-to/measure-a-server", "how-to/quantize-on-a-laptop",
+    "how-to/run-an-artifact-elsewhere",
     "how-to/serve-a-model", "how-to/serve-an-agent", "how-to/several-models", "how-to/several-servers",
     "how-to/show-pictures", "how-to/use-a-gpu",
     *(f"vision/{name}" for name in SEEING),
@@ -52,8 +53,8 @@ ELSEWHERE = {
 
 # What is in lines that take minutes, ask, or need another program.
 BY_HAND = (
-    "toolkit.runners.native.build", "gdb ", "scripts/", "docker ", "helm ", "kubectl ", "systemctl ", "install -D ", "pip install",
-    "opencompass ", "--device cuda",
+    "toolkit.runners.native.build", "gdb ", "scripts/", "docker ", "helm ", "kubectl ", "systemctl ", "pip install",
+    "install -D ", "opencompass ", "--device cuda",
 )  # fmt: skip
 CODE_BY_HAND = ("read_base", "meta_template", "FAMILY = ", "run_local(")
 HERE = {
