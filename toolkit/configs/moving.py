@@ -51,7 +51,9 @@ def check_moving(config: EngineConfig) -> None:
     if apart and not config.enable_prefix_caching:
         raise UsageError("role: blocks are handed over by the prefix cache; enable_prefix_caching, or leave role out")
     if apart and config.empty_init:
-        raise UsageError("role: an engine without weights (empty_init) has no cache to hand over; leave one of them out")
+        raise UsageError(
+            "role: an engine without weights (empty_init) has no cache to hand over; leave one of them out"
+        )
     for name in ("kv_transfer_address", "kv_transfer_key", "kv_transfer_cert"):
         value = getattr(config, name)
         if value is not None and not (isinstance(value, str) and value.strip()):
@@ -59,7 +61,9 @@ def check_moving(config: EngineConfig) -> None:
         if value is not None and not apart:
             raise UsageError(f"{name}: only with role prefill or decode; name the role too, or leave it out")
     if not isinstance(config.kv_transfer_memory, str):
-        raise UsageError(f"kv_transfer_memory: expected a size such as '1GiB', found {shown(config.kv_transfer_memory)}")
+        raise UsageError(
+            f"kv_transfer_memory: expected a size such as '1GiB', found {shown(config.kv_transfer_memory)}"
+        )
     read_size("kv_transfer_memory", config.kv_transfer_memory)
     if config.role != EngineRole.Prefill:
         for name in ("kv_transfer_address", "kv_transfer_cert"):

@@ -171,8 +171,8 @@ class EngineCore:
         self.blocks.end_session(name)
 
     def use_source(self, engine_id: str, address: str, secure: bool) -> None:
-        """Take blocks of requests whose ``source`` is ``engine_id`` from the engine that lends them at ``address``, or in
-        this machine's memory. Raises ToolkitError where there is no way to it."""
+        """Take blocks of requests whose ``source`` is ``engine_id`` from the engine that lends them at ``address``, or
+        in this machine's memory. Raises ToolkitError where there is no way to it."""
         if self.moving is not None and self.keeper is not None:
             self.keeper.sources[engine_id] = self.moving.source(engine_id, address, secure)
 

@@ -53,8 +53,8 @@ class EngineRequest:
     log-probabilities, "last" and "mean" one row ``hidden``, the last token's hidden state or the mean of all.
     ``priority``: the lower, the sooner it starts and the later it gives up its blocks for others. ``pictures``: in the
     order in which their places stand in the prompt. ``progress``: tell how far the prompt has come after each step.
-    ``whose``: among whom the engine is shared out. ``lend``: other engines are to find its prompt's blocks, of which the
-    last output tells (``block_ids``); ``source``: the id of the engine that has computed them, "" = none has."""
+    ``whose``: among whom the engine is shared out. ``lend``: other engines are to find its prompt's blocks, of which
+    the last output tells (``block_ids``); ``source``: the id of the engine that has computed them, "" = none has."""
 
     id: str
     token_ids: list[int]

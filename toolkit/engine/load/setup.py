@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -90,9 +90,9 @@ class Setup:
         paths = Path(data["path"]), Path(data["tokenizer_dir"])
         source, updated = (None if data[name] is None else Path(data[name]) for name in ("source", "updated"))
         adapters = {int(number): str(where) for number, where in data["loaded"]}, tuple(data["unloaded"])
-        more = {"sources": {engine: (str(at), bool(secure)) for engine, (at, secure) in data["sources"].items()}}
+        sources = {engine: (str(at), bool(secure)) for engine, (at, secure) in data["sources"].items()}
         together = data["pictures_together"]
-        return Setup(*paths, config, data["backend"], None, together, source, updated, *adapters, **more)
+        return Setup(*paths, config, data["backend"], None, together, source, updated, *adapters, sources)
 
 
 def set_up_after(name: str, arguments: list[Any], setup: Setup) -> Setup:
@@ -132,10 +132,10 @@ def _use_sources(setup: Setup, core: EngineCore) -> None:
 @dataclass(frozen=True)
 class Facts:
     """What a front end wants to know of an opened engine. ``runner_why``: why the model runs otherwise than was asked
-    for or is fastest, "" if it does not; ``runner_note``: what else is worth knowing of the runner.
-    ``blind``: pictures are not taken, whatever the model. ``engine_id``: of this start; ``lends_at``: where others ask
-    for blocks, "" = nowhere, by TLS or not; ``in_common``: what two engines must have in common to hand blocks over, by name,
-    {} where this one does not."""
+    for or is fastest, "" if it does not; ``runner_note``: what else is worth knowing of the runner. ``blind``: pictures
+    are not taken, whatever the model. ``engine_id``: of this start; ``lends_at``: where others ask for blocks, "" =
+    nowhere, by TLS or not; ``in_common``: what two engines must have in common to hand blocks over, by name, {} where
+    this one does not."""
 
     plan: MemoryPlan
     runner_why: str

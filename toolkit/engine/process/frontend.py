@@ -50,12 +50,10 @@ SCORED = GenerationConfig(max_new_tokens=1, prompt_logprobs=0)  # what a request
 class AsyncEngine:
     """One model that serves many requests at once, from any number of threads and event loops.
 
-    ``plan``: how memory was shared out. ``runner_why``: why the model
-    runs otherwise than was asked for or is fastest, ``runner_note``: what else there is to say of its runner; "" each.
-    ``adapters``: names of its LoRA adapters. ``outage``: why the engine is down and whether it comes back, as it may
-    where it runs in a process of its own; None while it is up. ``peers``: other engines that it hands blocks over to, or
-    takes them from.
-    """
+    ``plan``: how memory was shared out. ``runner_why``: why the model runs otherwise than was asked for or is fastest,
+    ``runner_note``: what else there is to say of its runner; "" each. ``adapters``: names of its LoRA adapters.
+    ``outage``: why the engine is down and whether it comes back, as it may where it runs in a process of its own; None
+    while it is up. ``peers``: other engines that it hands blocks over to, or takes them from."""
 
     def __init__(self, tokenizer: Tokenizer, model_name: str, adapters: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
@@ -125,7 +123,7 @@ class AsyncEngine:
         else:
             core, engine._facts = start(setup, lambda: engine.tokenizer, tell)
             engine._loop = ThreadLoop(core, engine._deliver, engine._lost)
-        engine.peers = Peers(setup.config.role, engine._loop, engine._facts_now)
+        engine.peers = Peers(setup.config, engine._loop, engine._facts_now)
         if progress is None:
             for notice in engine.plan.notices:
                 log.warning("%s", notice)

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from toolkit.configs.engine import EngineConfig
 from toolkit.configs.moving import EngineRole
 from toolkit.engine.load.setup import Facts
 from toolkit.engine.process.loop import Loop
@@ -20,14 +21,15 @@ WAIT_SECONDS = 30.0  # for the engine's thread
 class Peers:
     """``role``: of this engine; ``facts``: of its present start."""
 
-    def __init__(self, role: str, loop: Loop, facts: Callable[[], Facts]) -> None:
-        self.role = EngineRole(role)
+    def __init__(self, config: EngineConfig, loop: Loop, facts: Callable[[], Facts]) -> None:
+        self.role = EngineRole(config.role)
+        self._ranks = {"tp_size": config.tp, "pp_size": config.pp, "dp_size": config.dp, "ep_size": config.ep}
         self._loop, self._facts = loop, facts
         self._sources: OrderedDict[str, None] = OrderedDict()
         self._preserved: OrderedDict[str, None] = OrderedDict()
 
     def info(self) -> dict[str, Any]:
-        """What another engine, or a proxy, wants to know: JSON values."""
+        """What another engine, or a proxy, wants to know: JSON values, LMDeploy's names of sizes."""
         facts = self._facts()
         return {
             "engine_id": facts.engine_id,
@@ -35,7 +37,11 @@ class Peers:
             "address": facts.lends_at,
             "tls": facts.lends_by_tls,
             "in_common": facts.in_common,
-            "num_blocks": list(facts.plan.num_blocks),
+            **self._ranks,
+            "dp_rank": 0,
+            "block_size": facts.plan.block_size,
+            "num_gpu_blocks": sum(facts.plan.num_blocks),
+            "num_cpu_blocks": 0,
         }
 
     def differences(self, other: dict[str, str]) -> list[str]:
@@ -77,10 +83,11 @@ class Peers:
             self._loop.end_session(self._preserved.popitem(last=False)[0])
         return name
 
-    def free(self, request_id: str) -> bool:
-        """Let blocks that were preserved go; whether there were any."""
-        name = PRESERVED + request_id
-        found = self._preserved.pop(name, self) is None
-        if found:
-            self._loop.end_session(name)
-        return found
+    def free(self, request_id: str) -> int:
+        """Let blocks go that were preserved for a request, or for all choices of an answer; how many that were."""
+        before = len(self._preserved)
+        names = [name for name in self._preserved if name.removeprefix(PRESERVED).rpartition("-")[0] == request_id]
+        for name in (PRESERVED + request_id, *names):
+            if self._preserved.pop(name, self) is None:
+                self._loop.end_session(name)
+        return before - len(self._preserved)

@@ -58,9 +58,7 @@ class Keeper:
     """``hit_tokens``: that were brought back, of ``looked_up_tokens``, which were in no block of the cache;
     ``moved_tokens``: that other engines have computed. ``sources``: those engines, by their ids."""
 
-    def __init__(
-        self, shelf: Shelf | None, runner: Runner, blocks: BlockManager, lender: Lender | None = None
-    ) -> None:
+    def __init__(self, shelf: Shelf | None, runner: Runner, blocks: BlockManager, lender: Lender | None = None) -> None:
         """``shelf`` None: nothing is kept here. ``lender``: of blocks that others are to have."""
         self._shelf, self._runner, self._blocks = shelf, runner, blocks
         self.lender = lender

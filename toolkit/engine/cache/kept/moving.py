@@ -49,10 +49,10 @@ def shared_memory() -> Path:
 
 @dataclass
 class Moving:
-    """``facts``: by name what two engines must have in common, for people too; ``sizes``: bytes of a block of each cache
-    group; ``secret``: None: this machine alone. ``lends``, ``takes``: what this engine does; ``port_at``: where others
-    ask, None: nowhere; ``most``: bytes that are lent; ``backends``: of "shm" and "tcp", ways to take. ``id``: the
-    engine's, new at every start."""
+    """``facts``: by name what two engines must have in common, for people too; ``sizes``: bytes of a block of each
+    cache group; ``secret``: None: this machine alone. ``lends``, ``takes``: what this engine does; ``port_at``: where
+    others ask, None: nowhere; ``most``: bytes that are lent; ``backends``: of "shm" and "tcp", ways to take. ``id``:
+    the engine's, new at every start."""
 
     facts: dict[str, str]
     sizes: Sequence[int]
@@ -101,7 +101,9 @@ class Moving:
             return Files(files, self.model, self.seal, self.sizes, 0, KEEP_SECONDS)
         if "tcp" not in self.backends or not address or self.secret is None:
             why = "no kv_transfer_key is given here" if address and self.secret is None else "it lends at no address"
-            raise ToolkitError(f"engine {engine_id[:8]} cannot be reached: it is not in this machine's memory, and {why}")
+            raise ToolkitError(
+                f"engine {engine_id[:8]} cannot be reached: it is not in this machine's memory, and {why}"
+            )
         return Peer(address, self.secret, self.model, self.seal, self.sizes, self.counts, secure)
 
     def close(self) -> None:

@@ -106,13 +106,15 @@ class Peer:
             try:
                 return self._asked(line, ask)
             except TimeoutError as error:
-                return self._failed(error)
+                self._failed(error)
+                return None
             except OSError:
                 pass
         try:
             return self._asked(self._connect(), ask)
         except (OSError, ValueError) as error:  # ValueError: of a name that is none of a host
-            return self._failed(error)
+            self._failed(error)
+            return None
 
     def _asked(self, line: wire.Line, ask: Callable[[wire.Line], T]) -> T:
         try:

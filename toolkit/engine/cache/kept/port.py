@@ -41,7 +41,8 @@ class Port:
             self._sock.listen(MOST)
         except OSError as error:
             self._sock.close()
-            raise ToolkitError(f"{flag} {address}: cannot listen there: {error.strerror}; choose another port, 0 is any free one") from error  # fmt: skip
+            what = f"cannot listen there: {error.strerror}; choose another port, 0 is any free one"
+            raise ToolkitError(f"{flag} {address}: {what}") from error
         self.address = f"{host}:{self._sock.getsockname()[1]}"
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
@@ -143,6 +144,6 @@ def split(flag: str, address: str) -> tuple[str, int]:
     """HOST:PORT apart. Raises UsageError."""
     host, colon, port = address.rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not colon or not host or not (port.isascii() and port.isdecimal() and int(port[:6]) < 1 << 16):
+    if not colon or not host or "[" in host or not (port.isascii() and port.isdecimal() and int(port[:6]) < 1 << 16):
         raise UsageError(f"{flag}: expected HOST:PORT, such as 10.0.0.4:23400, found {address!r:.80}")
     return host, int(port)

@@ -1,11 +1,10 @@
 """How two engines speak that hand blocks over: over TCP, with a secret that both have, and TLS where one is told to.
 
-The one that connects sends ``MAGIC`` and a nonce; the other one a nonce, and a MAC of both nonces; the first a MAC of its
-own, and the digest of its model. Neither MAC can be made without the secret, or used again. Then it asks: ``WHICH`` of
-some names are there, or to ``READ`` one. Blocks stay sealed on their way, so that whoever sits on the line can neither
-read nor change one. Every read and write has a deadline, and nothing is allocated by a number that the other end sends
-but within what is expected.
-"""
+The one that connects sends ``MAGIC`` and a nonce; the other one a nonce, and a MAC of both nonces; the first a MAC of
+its own, and the digest of its model. Neither MAC can be made without the secret, or used again. Then it asks: ``WHICH``
+of some names are there, or to ``READ`` one. Blocks stay sealed on their way, so that whoever sits on the line can
+neither read nor change one. Every read and write has a deadline, and nothing is allocated by a number that the other
+end sends but within what is expected."""
 
 from __future__ import annotations
 
