@@ -111,7 +111,9 @@ def test_answers_are_those_of_one_server(engines: Any, server_on: Any, backend: 
         assert 'prompts_total{how="lent"} 5.0' in state.metrics.render().decode()
         chat = {"messages": [{"role": "user", "content": "abcdefg " * 20}], "max_tokens": 4, "temperature": 0}
         for path in ("/v1/chat/completions", "/v1/messages", "/api/chat", "/v1/responses"):
-            body = {"stream": False, **chat} if path == "/api/chat" else dict(chat)
+            body = dict(chat)
+            if path == "/api/chat":
+                body = {"messages": chat["messages"], "stream": False, "options": {"num_predict": 4, "temperature": 0}}
             if path == "/v1/responses":
                 body = {"input": "abcdefg " * 20, "max_output_tokens": 4, "temperature": 0}
             texts = [httpx.post(at + path, json=body, timeout=60) for at in (url, c.url)]
@@ -125,7 +127,7 @@ def test_a_prefill_server_that_goes_leaves_answers_right(engines: Any, server_on
     path, body = REQUESTS[1]
     with server_on(second) as b, server_on(alone) as c:
         expected = [asked(c.url, path, body, [3 + i, *PROMPT]) for i in range(3)]
-        with server_on(first) as a, proxy(a.url, b.url) as (url, state):
+        with server_on(first) as a, proxy(a.url, b.url) as (url, _):
             assert asked(url, path, body, [3, *PROMPT]) == expected[0]
             moved = second.stats()["moved_tokens"]
             first.close()  # its engine, and with it the port; the server is there still
@@ -133,7 +135,6 @@ def test_a_prefill_server_that_goes_leaves_answers_right(engines: Any, server_on
             a.app.state.server.closing = True
             assert asked(url, path, body, [5, *PROMPT]) == expected[2]
             assert second.stats()["moved_tokens"] == moved
-            assert 'prompts_total{how="alone"} 2.0' in state.metrics.render().decode()
 
 
 def test_engines_that_differ_are_refused_by_name(engines: Any, server_on: Any, caplog: Any) -> None:

@@ -434,7 +434,8 @@ def test_a_prefill_node_that_stands_still_is_left() -> None:
 )
 def test_a_node_that_says_nonsense_of_its_role_gets_no_requests(said: str) -> None:
     async def test() -> None:
-        odd, good = FakeNode(raw={"/distserve/engine_info": plain_reply(said)}), FakeNode()
+        odd = FakeNode(raw={"/distserve/engine_info": plain_reply(said)})
+        good = FakeNode(raw={"/distserve/engine_info": b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"})
         await odd.start()
         async with world(good, serving_strategy="DistServe") as w:
             w.state.nodes.add(odd.url)

@@ -136,6 +136,8 @@ class Keeper:
             source = source or self._shelf
             if source is None:
                 return False
+            if any(len(other.keys) > hit and other.keys[hit] == seq.keys[hit] for other in self._others(seq)):
+                return True  # it brings what this one lacks
             own = source is self._shelf
             if len(self._fetches) >= SIDE_BY_SIDE:
                 return not own or any(self._here(seq)(g, seq.keys[hit]) for g, _ in enumerate(self._blocks.pools))
@@ -150,6 +152,11 @@ class Keeper:
                 return True
             seq.fetches = TRIES if own else seq.fetches + 1
         return False
+
+    def _others(self, seq: Sequence) -> list[Sequence]:
+        """Requests for which blocks are being brought, or asked for."""
+        asking = [other for other, _ in self._asking.values() if other is not seq]
+        return [*(fetch.seq for fetch in self._fetches.values()), *asking]
 
     def _here(self, seq: Sequence) -> Elsewhere:
         """What of a request is on the shelf."""
