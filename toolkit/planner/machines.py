@@ -14,7 +14,7 @@ from toolkit.planner.fit import fit, read_profile
 from toolkit.planner.options import Demand
 from toolkit.planner.step_time import StepTime
 
-# Shares of a GPU's peak that are reached: the middle of the ranges in docs/kernel-predictions.md, "The engine".
+# Shares of a GPU's peak that are reached: the middle of the ranges in docs/figures/kernel-predictions.md, "The engine".
 OF_BANDWIDTH, OF_CACHE, OF_COMPUTE = 0.91, 0.785, 0.76
 LAUNCH = 1.45e-6  # seconds of one kernel inside a graph, likewise
 LAUNCHES, LAUNCHES_A_STEP = 10, 4  # kernels of a layer, and beside the layers
@@ -95,7 +95,7 @@ def _machine(path: Path, entry: Any, model: Any, demand: Demand) -> Machine:
 def predicted(
     name: str, price: float | None, model: Model, memory: float, bandwidth: float, tflops: float, demand: Demand
 ) -> Machine:
-    """A GPU by the formula of docs/kernel-predictions.md: a step takes as long as reading the weights or computing its
+    """A GPU by the formula of docs/figures/kernel-predictions.md: a step takes as long as reading the weights or computing its
     tokens, whichever is longer, and reading the cache, and starting its kernels. Raises ToolkitError where the weights
     do not fit."""
     room = memory * FREE - model.weights_gb
