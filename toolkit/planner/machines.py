@@ -95,14 +95,14 @@ def _machine(path: Path, entry: Any, model: Any, demand: Demand) -> Machine:
 def predicted(
     name: str, price: float | None, model: Model, memory: float, bandwidth: float, tflops: float, demand: Demand
 ) -> Machine:
-    """A GPU by the formula of docs/figures/kernel-predictions.md: a step takes as long as reading the weights or computing its
-    tokens, whichever is longer, and reading the cache, and starting its kernels. Raises ToolkitError where the weights
-    do not fit."""
+    """A GPU by the formula of docs/figures/kernel-predictions.md: a step takes as long as reading the weights or
+    computing its tokens, whichever is longer, and reading the cache, and starting its kernels. Raises ToolkitError
+    where the weights do not fit."""
     room = memory * FREE - model.weights_gb
     if room <= 0:
         raise ToolkitError(
-            f"--machines: {name}: memory: the weights take {model.weights_gb:g} GB of {memory:g} GB, of which {FREE:.0%} "
-            "are for weights and cache; use a machine with more, or fewer bits"
+            f"--machines: {name}: memory: the weights take {model.weights_gb:g} GB of {memory:g} GB, of which "
+            f"{FREE:.0%} are for weights and cache; use a machine with more, or fewer bits"
         )
     read = model.weights_gb / (bandwidth * OF_BANDWIDTH)
     each = model.operations_g / (tflops * 1000 * OF_COMPUTE)
