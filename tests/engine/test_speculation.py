@@ -3,63 +3,19 @@ that the cache shows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.configs.speculative import Speculation
 from toolkit.engine.core import EngineCore
-from toolkit.engine.drafts.draft import Guess
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams, Whose
-from toolkit.engine.sequence import Sequence
 
 VOCAB = 64
-ALWAYS = Speculation(most=5, always=True)
 WINDOWS: list[tuple[Any, ...]] = [(None,), (6,), (None, 6), ("state",), (None, "state")]
-
-
-class Seer:
-    """Knows the answers, and says something else now and then: by ``wrong`` of 8 tokens, at times none there is."""
-
-    name, seconds = "seer", 0.0
-
-    def __init__(self, answers: dict[str, list[int]], wrong: int, seed: int) -> None:
-        self.answers, self.wrong, self.rng = answers, wrong, np.random.default_rng(seed)
-        self.learned: list[tuple[int, int]] = []
-
-    def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
-        return [self.of(seq, most) for seq, most in asked]
-
-    def of(self, seq: Sequence, most: int) -> Guess:
-        known = seq.known - seq.prompt_len
-        tokens = np.array(self.answers[seq.id][known : known + most], np.int64)
-        if self.wrong == 8:  # as many as are asked for, and more
-            tokens = self.rng.integers(-5, VOCAB + 5, most + 3)
-        else:
-            lies = self.rng.integers(0, 8, len(tokens)) < self.wrong
-            tokens = np.where(lies, self.rng.integers(0, VOCAB, len(tokens)), tokens)
-        chances = np.full(len(tokens), 0.9)
-        if self.wrong == 7:
-            chances[:] = np.nan
-        return Guess(tokens.astype(np.int32), chances)
-
-    def learn(self, seq: Sequence, guessed: int, right: int) -> None:
-        assert 0 <= right <= guessed
-        self.learned.append((guessed, right))
-
-    def forget(self, seq: Sequence) -> None: ...
-
-
-def told(outputs: list[EngineOutput]) -> tuple[Any, ...]:
-    """All that a client gets of a request, whatever steps it came in."""
-    tokens = [token for o in outputs for token in o.token_ids]
-    logprobs = [p for o in outputs for p in o.logprobs]
-    return tokens, logprobs, outputs[-1].finish_reason, outputs[-1].stop_token, outputs[-1].error
 
 
 def params_of(draw: Any) -> SamplingParams:
@@ -85,6 +41,12 @@ def params_of(draw: Any) -> SamplingParams:
     if draw(st.integers(0, 7)) == 0:
         words |= {"ngram_size": 1, "ngram_limit": 2}
     return SamplingParams(draw(st.integers(1, 24)), **words)
+
+
+@pytest.fixture(scope="module")
+def seer(support: Any) -> Any:
+    """The module ``tests/support/seer.py``."""
+    return support("seer")
 
 
 @st.composite
@@ -118,7 +80,9 @@ def cases(draw: Any) -> dict[str, Any]:
     }
 
 
-def run(fake: Any, case: dict[str, Any], answers: dict[str, list[int]] | None) -> tuple[EngineCore, dict[str, Any]]:
+def run(
+    fake: Any, seer: Any, case: dict[str, Any], answers: dict[str, list[int]] | None
+) -> tuple[EngineCore, dict[str, Any]]:
     """``answers`` None: without guesses. Requests come one after the other, some steps between them."""
     speculation = None if answers is None else Speculation(most=case["most"], always=True)
     core = fake.make_core(
@@ -133,7 +97,7 @@ def run(fake: Any, case: dict[str, Any], answers: dict[str, list[int]] | None) -
     if answers is not None:
         core.runner.fail_on = case["fails"]
         if case["draft"] == "seer":
-            core.speculator.drafts = [Seer(answers, case["wrong"], case["seed"])]
+            core.speculator.drafts = [seer.Seer(answers, case["wrong"], case["seed"], VOCAB)]
     found: dict[str, list[EngineOutput]] = {}
 
     def step() -> None:
@@ -152,12 +116,12 @@ def run(fake: Any, case: dict[str, Any], answers: dict[str, list[int]] | None) -
         if not core.has_work:
             break
         step()
-    return core, {name: told(outputs) for name, outputs in found.items()}
+    return core, {name: seer.told(outputs) for name, outputs in found.items()}
 
 
-def check(fake: Any, case: dict[str, Any]) -> None:
-    _, plain = run(fake, case, None)
-    _, fast = run(fake, case, {name: answer[0] for name, answer in plain.items()})
+def check(fake: Any, seer: Any, case: dict[str, Any]) -> None:
+    _, plain = run(fake, seer, case, None)
+    _, fast = run(fake, seer, case, {name: answer[0] for name, answer in plain.items()})
     for name, answer in fast.items():
         if int(name) in case["aborted"] and answer[2] == "abort":
             assert answer[0] == plain[name][0][: len(answer[0])]
@@ -167,13 +131,79 @@ def check(fake: Any, case: dict[str, Any]) -> None:
 
 
 @given(case=cases())
-@settings(max_examples=200, deadline=None)
-def test_any_guesses_change_nothing(fake: Any, case: dict[str, Any]) -> None:
-    check(fake, case)
+@settings(max_examples=100, deadline=None)
+def test_any_guesses_change_nothing(fake: Any, seer: Any, case: dict[str, Any]) -> None:
+    check(fake, seer, case)
 
 
 @pytest.mark.slow
 @given(case=cases())
 @settings(max_examples=10_000, deadline=None)
-def test_ten_thousand_guesses_change_nothing(fake: Any, case: dict[str, Any]) -> None:
-    check(fake, case)
+def test_ten_thousand_guesses_change_nothing(fake: Any, seer: Any, case: dict[str, Any]) -> None:
+    check(fake, seer, case)
+
+
+ALPHABET = dict.fromkeys(b'abcdefghijklmnopqrstuvwxyz0123456789{}[]":,. -truefalsn\\+Eyo!?_\n')
+LONGER = [b"ab", b"abc", b'":', b'", "', b"na", b"name", b"true", b"yes"]
+
+
+class Letters:
+    """A token a byte, and a few longer ones; the last id is eos."""
+
+    special_ids = frozenset({VOCAB - 1})
+    eos_ids = (VOCAB - 1,)
+    token_bytes = [*(bytes([b]) for b in ALPHABET), *LONGER][: VOCAB - 1]
+    token_bytes += [b"?!"] * (VOCAB - 1 - len(token_bytes)) + [b"<eos>"]
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        found, data = [], text.encode()
+        while data:
+            token = max((t for t in self.token_bytes if data.startswith(t)), key=len)
+            found.append(self.token_bytes.index(token))
+            data = data[len(token) :]
+        return found
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "abc": {"enum": ["yes", "no"]},
+        "n": {"type": "integer"},
+    },
+    "required": ["name", "abc", "n"],
+}
+FORMATS: list[dict[str, Any]] = [
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+    {"type": "regex_schema", "regex_schema": "(ab|abc|true)*yes[0-9]{3}"},
+    {"type": "json_object"},
+]
+
+
+@pytest.mark.parametrize("wrong", [2, 8, None], ids=["some", "hostile", "own"])
+@pytest.mark.parametrize("rule", FORMATS, ids=lambda rule: rule["type"])
+def test_guesses_under_grammars_change_nothing(fake: Any, seer: Any, rule: dict[str, Any], wrong: int | None) -> None:
+    """The mask of each place, bad words and penalties along the guess; ``None``: drafts as an engine has them."""
+
+    def answers(known: dict[str, list[int]] | None) -> tuple[dict[str, Any], Any]:
+        speculation = None if known is None else Speculation(most=6, always=True)
+        core = fake.make_core((None, 6), VOCAB, tokenizer=Letters(), session_len=120, speculation=speculation)
+        if known is not None and wrong is not None:
+            core.speculator.drafts = [seer.Seer(known, wrong, 3, VOCAB)]
+        draws: list[dict[str, Any]] = [
+            {},
+            {"temperature": 1.2, "seed": 4, "bad_words": ["ye", "a1"]},
+            {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.2, "logprobs": 2},
+            {"temperature": 1.0, "seed": 6, "frequency_penalty": 0.5},
+        ]
+        for i, draw in enumerate(draws):
+            params = SamplingParams(60 - 12 * i, grammar=rule, stop_token_ids=[VOCAB - 1], **draw)
+            core.add(EngineRequest(str(i), [3, 1, 4, 1 + i], params))
+        return {name: seer.told(outputs) for name, outputs in fake.run(core).items()}, core
+
+    plain, _ = answers(None)
+    fast, core = answers({name: told[0] for name, told in plain.items()})
+    assert fast == plain
+    assert core.speculator.rounds or wrong == 8
+    assert wrong != 2 or core.speculator.right > 20
