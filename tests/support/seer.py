@@ -35,7 +35,7 @@ class Seer:
         else:
             lies = self.rng.integers(0, 8, len(tokens)) < self.wrong
             tokens = np.where(lies, self.rng.integers(0, self.vocab_size, len(tokens)), tokens)
-        return Guess(tokens.astype(np.int32), np.full(len(tokens), np.nan if self.wrong == 7 else 0.9))
+        return Guess(tokens.tolist(), [np.nan if self.wrong == 7 else 0.9] * len(tokens))
 
     def learn(self, seq: Sequence, guessed: int, right: int) -> None:
         assert 0 <= right <= guessed

@@ -196,7 +196,7 @@ class CommonEngineConfig:
     )
     speculative_algorithm: str | None = option(None, "How: lookup (or ngram), which is the default.")
     speculative_num_draft_tokens: int | None = option(
-        None, "Tokens of a guess at most. Default: 16.", allowed=Bounds(1, MOST_ASKED, "int32")
+        None, "Tokens of a guess at most. Default: 16.", allowed=Bounds(1, MOST_ASKED, "int32"), hidden=True
     )
     speculative_draft_model: str | None = None
     speculative_shared: str = option(

@@ -17,9 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
-import numpy as np
-from numpy.typing import NDArray
-
 from toolkit.engine.cache.block_manager import BlockManager, blocks_for
 from toolkit.engine.cache.coming import Coming
 from toolkit.engine.cache.followers import Followers
@@ -37,7 +34,7 @@ HELD = 16  # steps that a request waits for what another user's prompt computes:
 SPARED = 8  # preemptions of a request after which it is others' turn
 
 
-Guesses = Callable[[Seq[Sequence]], Mapping[Sequence, NDArray[np.int32]]]
+Guesses = Callable[[Seq[Sequence]], Mapping[Sequence, list[int]]]
 
 
 class Scheduler:
@@ -155,7 +152,7 @@ class Scheduler:
                 return False
         return True
 
-    def _add_guess(self, plan: Plan, seq: Sequence, tokens: NDArray[np.int32]) -> None:
+    def _add_guess(self, plan: Plan, seq: Sequence, tokens: list[int]) -> None:
         """Verify what of a guess there is room for; nobody gives up a block for it."""
         end = self.blocks.room_for_guess(seq.row, seq.computed, seq.length + len(tokens), len(self.running))
         if end > seq.length and self.blocks.grow(seq.row, seq.computed, end):

@@ -192,7 +192,7 @@ class Sequence:
         behind = places[known.shape[1] :] + self.shift
         return np.concatenate([known, np.tile(behind, (len(known), 1))], 1)
 
-    def suppose(self, tokens: NDArray[np.int32]) -> None:
+    def suppose(self, tokens: list[int]) -> None:
         """Write a guess behind the known tokens, which these are none of yet."""
         end = self.length + len(tokens)
         if end > len(self.tokens):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+from operator import mul
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -50,14 +53,14 @@ class StepCost:
         return bool(self._seconds.any())
 
 
-def worth(chances: list[NDArray[np.float64]], rows: int, room: int, cost: StepCost) -> list[int]:
+def worth(chances: list[list[float]], rows: int, room: int, cost: StepCost) -> list[int]:
     """How many tokens of each guess a step is to verify, so that it gives most tokens a second.
 
-    ``chances`` [n] of each request: of each token of its guess, given those before it. ``rows``: of the step without
+    ``chances`` of each request: of each token of its guess, given those before it. ``rows``: of the step without
     guesses, a token each; ``room``: further ones that it may have at most.
     """
-    gains = [np.cumprod(c) for c in chances]
-    flat = np.concatenate([np.zeros(0), *gains])
+    gains = [list(accumulate(c, mul)) for c in chances]
+    flat = np.array([gain for some in gains for gain in some])
     order = np.argsort(-flat, kind="stable")[: max(0, room)]
     tokens = rows + np.concatenate([[0.0], np.cumsum(flat[order])])
     best = int(np.argmax(tokens / cost.of(rows + np.arange(len(tokens)))))

@@ -6,22 +6,19 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from toolkit.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
 class Guess:
-    """``tokens`` [n]: those that come next, perhaps; ``chances`` [n]: of each, 0 to 1, given that those before it are
-    right."""
+    """``tokens``: those that come next, perhaps; ``chances``: of each, 0 to 1, given that those before it are right.
+    Lists, not arrays: they are short, and made for every request in every step."""
 
-    tokens: NDArray[np.int32]
-    chances: NDArray[np.float64]
+    tokens: list[int]
+    chances: list[float]
 
 
-NO_GUESS = Guess(np.zeros(0, np.int32), np.zeros(0))
+NO_GUESS = Guess([], [])
 
 
 class Draft(Protocol):

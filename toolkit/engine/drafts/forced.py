@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-import numpy as np
-
 from toolkit.engine.drafts.draft import NO_GUESS, Guess
 from toolkit.engine.sequence import Sequence
 
@@ -43,8 +41,8 @@ class Forced:
             return NO_GUESS
         self._made[seq] = seq.known, tokens
         within, last = (right / tried for right, tried in zip(self._right, self._tried, strict=True))
-        chances = np.array([within] * (len(tokens) - 1) + [last])
-        return Guess(np.array(tokens[:most], np.int32), chances[:most])
+        chances = [within] * (len(tokens) - 1) + [last]
+        return Guess(tokens[:most], chances[:most])
 
     def _compare(self, seq: Sequence) -> None:
         start, tokens = self._made.pop(seq, (0, []))

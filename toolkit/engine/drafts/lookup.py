@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from toolkit.configs.speculative import Share
 from toolkit.engine.drafts.draft import NO_GUESS, Guess
 from toolkit.engine.drafts.odds import Kind, Odds
-from toolkit.engine.drafts.search import LONGEST, Answers, longest
+from toolkit.engine.drafts.search import BORDER, LONGEST, Answers, longest, pair, pairs
 from toolkit.engine.sequence import Sequence
 
-LEAST = 2  # tokens that have to agree in a text of the request's own
+LEAST = 2  # tokens that have to agree in a text of the request's own: a pair
 USERS = 64  # whose answers are kept, those that last asked
 _NOTHING = np.zeros(0, np.int32)
 
@@ -86,6 +86,9 @@ class Copy:
         self._predicted = np.array(seq.request.prediction, np.int32)
         self._reached = 0  # in the predicted answer
         self._seen = seq.prompt_len
+        prompt = pairs(seq.tokens[: seq.prompt_len])
+        self._pair = prompt.pop() if prompt else -1  # the last two tokens; most have never stood side by side before
+        self._pairs, self._predicted_pairs = set(prompt), set(pairs(self._predicted))
         if len(self._predicted):
             self._text = self.kind = Kind.PREDICTED
             self.agreed = LONGEST
@@ -102,8 +105,7 @@ class Copy:
         if self.kind is None or most < 1:
             return NO_GUESS
         tokens = self._next(most)
-        chances = [self._odds.of(self.kind, self.agreed + i) for i in range(len(tokens))]
-        return Guess(tokens, np.array(chances, np.float64))
+        return Guess(tokens, [self._odds.of(self.kind, self.agreed + i) for i in range(len(tokens))])
 
     def _source(self) -> NDArray[np.int32]:
         if self._text == Kind.OWN:
@@ -112,19 +114,20 @@ class Copy:
             return self._predicted
         return _NOTHING if self._others is None else self._others.tokens
 
-    def _next(self, most: int) -> NDArray[np.int32]:
-        source = self._source()
-        found = source[self.at : self.at + most]
+    def _next(self, most: int) -> list[int]:
+        found: list[int] = self._source()[self.at : self.at + most].tolist()
         if self._text == Kind.OWN and 0 < len(found) < most:  # it ends where it is written: go round
-            found = source[self.at + np.arange(most) % (len(source) - self.at)]
-        if len(found) and found.min() < 0:
-            found = found[: int(np.argmax(found < 0))]
-        return np.array(found, np.int32)
+            return (found * -(-most // len(found)))[:most]
+        return found[: found.index(BORDER)] if BORDER in found else found
 
     def _follow(self) -> None:
         """Compare the tokens that have come with those that are copied."""
+        last = int(self.seq.tokens[self._seen - 1]) if self._seen else 0
         for token in self.seq.tokens[self._seen : self.seq.known].tolist():
             self._seen += 1
+            if self._pair >= 0:
+                self._pairs.add(self._pair)
+            self._pair, last = pair(last, token), token
             if self.kind is None:
                 continue
             source = self._source()
@@ -141,6 +144,11 @@ class Copy:
             self.agreed = self.agreed + 1 if right else 0
 
     def _search(self) -> None:
+        if self._pair not in self._pairs and self._pair not in self._predicted_pairs:
+            found = (0, 0) if self._others is None else self._others.find(self.seq.tokens[: self.seq.known][-LONGEST:])
+            if found[1]:
+                (self.at, self.agreed), self.kind, self._text = found, Kind.SHARED, Kind.SHARED
+            return
         known = self.seq.tokens[: self.seq.known]
         tail = known[-LONGEST:]
         best, least = (0, 0), self.agreed if self.kind == Kind.RESUMED else 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
-from numpy.typing import NDArray
 
 from toolkit.configs.speculative import Speculation
 from toolkit.engine.drafts.cost import StepCost, worth
@@ -46,7 +47,7 @@ class Speculator:
         behind = [_behind(g) for g in guesses.values()]
         return any(self._worth(behind, len(ready)))
 
-    def choose(self, ready: Collection[Sequence]) -> dict[Sequence, NDArray[np.int32]]:
+    def choose(self, ready: Collection[Sequence]) -> dict[Sequence, list[int]]:
         """The guesses of a step in which the requests ``ready`` go on, by request."""
         guesses = self._guesses([s for s in ready if not s.pending])
         counts = self._worth(list(guesses.values()), len(ready))
@@ -54,6 +55,8 @@ class Speculator:
 
     def _worth(self, guesses: list[Guess], rows: int) -> list[int]:
         room = self._rows - rows
+        if not guesses:
+            return []
         if self.options.always or not self.cost.known:
             counts = []
             for guess in guesses:
@@ -81,14 +84,13 @@ class Speculator:
 
     def _sound(self, seq: Sequence, guess: Guess, most: int) -> Guess:
         """What of a guess could come true: tokens of the vocabulary, before one that ends the answer."""
-        tokens = guess.tokens[:most]
-        wrong = (tokens < 0) | (tokens >= self._vocab_size)
-        if seq.stop_ids:
-            wrong |= np.isin(tokens, list(seq.stop_ids))
-        end = int(np.argmax(wrong)) if wrong.any() else len(tokens)
-        chances = np.nan_to_num(guess.chances[:end], nan=0.0, posinf=1.0, neginf=0.0).clip(0.0, 1.0)
-        end = min(end, len(chances))
-        return Guess(tokens[:end].astype(np.int32), chances)
+        tokens, chances = [], []
+        for token, chance in zip(guess.tokens[:most], guess.chances, strict=False):
+            if not 0 <= token < self._vocab_size or token in seq.stop_ids:
+                break
+            tokens.append(token)
+            chances.append(min(max(chance, 0.0), 1.0) if chance == chance else 0.0)  # NaN is not itself
+        return Guess(tokens, chances)
 
     def verified(self, seq: Sequence, guessed: int, right: int) -> None:
         """Of a guess of so many tokens the first ``right`` came true."""
@@ -130,11 +132,10 @@ def may(seq: Sequence) -> bool:
 
 def _expected(guess: Guess) -> float:
     """Tokens of it that may come true."""
-    return float(np.cumprod(guess.chances).sum())
+    return sum(accumulate(guess.chances, mul))
 
 
 def _behind(guess: Guess) -> Guess:
     """What is behind the first token of a guess, with the chances that it has, the first one's among them."""
-    chances = guess.chances[1:].copy()
-    chances[0] *= guess.chances[0]
-    return Guess(guess.tokens[1:], chances)
+    first, second, *rest = guess.chances
+    return Guess(guess.tokens[1:], [first * second, *rest])

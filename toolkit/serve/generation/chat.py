@@ -76,6 +76,7 @@ class Chat:
             self.choices[0] = replace(self.choices[0], progress=True)
         self.answers = [Answer() for _ in self.choices]
         self.usage = Usage(self.choices, formats.reasoning is not None)
+        self.usage.predicted = request.prediction is not None
         if asks:
             engine = state.engine
             tell = partial(first_miss, engine.tokenizer, token_ids, seen=seen, block=engine.plan.block_size)

@@ -37,6 +37,7 @@ class Usage:
         self._cached: dict[int, int] = {}
         self._generated: dict[int, int] = {}
         self._guessed: dict[int, tuple[int, int]] = {}  # accepted and rejected tokens
+        self.predicted = False  # whether the client sent what it expects
         self.first_miss: Callable[[int], dict[str, Any]] | None = None  # of so many cached tokens, where it is asked
 
     def add(self, index: int, response: Response, thought: int = 0) -> None:
@@ -78,7 +79,7 @@ class Usage:
             told["prompt_tokens_details"] = {"cached_tokens": self.cached, "first_miss": self.first_miss(self.cached)}
         details = {"reasoning_tokens": self.thought} if self._thinks else {}
         accepted, rejected = (sum(counts) for counts in zip((0, 0), *self._guessed.values(), strict=True))
-        if accepted or rejected:
+        if accepted or rejected or self.predicted:
             details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
         if details:
             told["completion_tokens_details"] = details
