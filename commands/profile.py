@@ -161,10 +161,10 @@ def _print_guesses(guesses: dict[str, Any]) -> None:
         return
     places = guesses["acceptance_by_position"]
     rows: list[tuple[str, Any]] = [
-        ("Guesses verified", guesses["drafts"]),
-        ("Tokens of these", guesses["draft_tokens"]),
+        ("Drafts verified", guesses["drafts"]),
+        ("Draft tokens", guesses["draft_tokens"]),
         ("Accepted (%)", 100 * guesses["acceptance_rate"]),
-        ("Tokens a step with a guess", guesses["tokens_per_step"]),
+        ("Tokens per step with a draft", guesses["tokens_per_step"]),
         *((f"Accepted at position {i} (%)", 100 * share) for i, share in enumerate(places, start=1)),
     ]
     stdout().print(table("Speculation", ("", "value"), rows))

@@ -99,7 +99,7 @@ class Speed:
             return "0 tokens"
         later, took = self.tokens - self.at_first, self.last - self.first
         rate = f", {later / took:.1f} tokens/s" if later and took > LEAST_TIME else ""
-        guessed = f", {self.accepted} of {self.guessed} guessed right" if self.guessed else ""
+        guessed = f", {self.accepted} of {self.guessed} draft tokens accepted" if self.guessed else ""
         return f"{self.tokens} token{'s' * (self.tokens != 1)}{rate}{guessed}, first after {self.first:.2f} s"
 
 

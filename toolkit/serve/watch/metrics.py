@@ -55,9 +55,9 @@ FROM_ENGINE = {
         "kv_offload_write_failures",
         "Times that nothing could be written there",
     ),
-    "spec_drafts": (CounterMetricFamily, "spec_decode_drafts", "Guesses that steps have verified"),
-    "spec_draft_tokens": (CounterMetricFamily, "spec_decode_draft_tokens", "Tokens of these"),
-    "spec_accepted_tokens": (CounterMetricFamily, "spec_decode_accepted_tokens", "Tokens of these that came true"),
+    "spec_drafts": (CounterMetricFamily, "spec_decode_drafts", "Drafts that steps have verified"),
+    "spec_draft_tokens": (CounterMetricFamily, "spec_decode_draft_tokens", "Draft tokens that steps have verified"),
+    "spec_accepted_tokens": (CounterMetricFamily, "spec_decode_accepted_tokens", "Draft tokens that were accepted"),
     "steps": (CounterMetricFamily, "engine_steps", "Steps of the engine"),
     "step_seconds": (CounterMetricFamily, "engine_step_seconds", "Time spent in them"),
 }
@@ -113,7 +113,7 @@ class _EngineCollector(Collector):
         for key, (kind, name, text) in FROM_ENGINE.items():
             # 0 until the engine has told: a dashboard needs the series from the start
             yield kind(PREFIX + name, text, value=float(values.get(key, 0)))
-        text = "Those by their place in the guess"
+        text = "Those by their position in the draft"
         placed = CounterMetricFamily(PREFIX + "spec_decode_accepted_tokens_per_pos", text, labels=["position"])
         for place, count in enumerate(values.get("spec_accepted_by_place", ())):
             placed.add_metric([str(place)], float(count))
