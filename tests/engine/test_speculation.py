@@ -6,13 +6,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.configs.speculative import Speculation
 from toolkit.engine.core import EngineCore
+from toolkit.engine.drafts.cost import StepCost, worth
+from toolkit.engine.drafts.lookup import Lookup
+from toolkit.engine.drafts.search import Answers
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams, Whose
+from toolkit.engine.sequence import Sequence
 
 VOCAB = 64
 WINDOWS: list[tuple[Any, ...]] = [(None,), (6,), (None, 6), ("state",), (None, "state")]
@@ -207,3 +212,84 @@ def test_guesses_under_grammars_change_nothing(fake: Any, seer: Any, rule: dict[
     assert fast == plain
     assert core.speculator.rounds or wrong == 8
     assert wrong != 2 or core.speculator.right > 20
+
+
+def guessed(
+    lookup: Lookup, tokens: list[int], new: int = 0, most: int = 4, **fields: Any
+) -> tuple[Sequence, list[int]]:
+    """A request whose last ``new`` tokens are its answer so far, and what is guessed next."""
+    request = EngineRequest("r", tokens[: len(tokens) - new], SamplingParams(50), **fields)
+    seq = Sequence(request, order=0, max_len=1000, rope_set=0, keys_root=None)
+    for token in tokens[len(tokens) - new :]:
+        lookup.propose([(seq, most)])  # as it is asked step by step
+        seq.expect()
+        seq.arrive(token)
+    return seq, lookup.propose([(seq, most)])[0].tokens
+
+
+def test_lookup_goes_on_as_the_text_did_before() -> None:
+    assert guessed(Lookup(), [1, 2, 3, 4, 5, 6, 9, 2, 3])[1] == [4, 5, 6, 9]
+    assert guessed(Lookup(), [1, 2, 3, 7, 1, 2, 3, 8, 5, 2, 3])[1] == [8, 5, 2, 3], "the last place of equal ones"
+    assert guessed(Lookup(), [1, 2, 3, 7, 1, 9, 3, 8, 5, 1, 2, 3])[1] == [7, 1, 9, 3], "the longest first"
+    assert guessed(Lookup(), [5, 6, 5, 6])[1] == [5, 6, 5, 6], "round and round"
+    assert guessed(Lookup(), [1, 2, 3, 4])[1] == []
+
+
+def test_lookup_steps_over_what_was_edited() -> None:
+    text = list(range(1, 20))
+    assert guessed(Lookup(), [*text, 30, 1, 2, 3, 40], new=4)[1] == [5, 6, 7, 8]
+    assert guessed(Lookup(), [*text, 30, 1, 2, 3, 40, 41], new=5)[1] == [], "two that differ are another text"
+
+
+def test_a_prediction_is_guessed_from_its_start_and_behind_what_is_new() -> None:
+    said = [20, 21, 22, 23, 24, 25, 26]
+    assert guessed(Lookup(), [1, 2], prediction=said)[1] == said[:4]
+    assert guessed(Lookup(), [1, 2, 20, 21, 50, 51, 52, 23, 24], new=7, prediction=said)[1] == [25, 26]
+
+
+@pytest.mark.parametrize(("share", "seen"), [("user", False), ("all", True), ("off", False)])
+def test_answers_of_others_are_looked_up_where_they_may_be(share: Any, seen: bool) -> None:
+    lookup = Lookup(share)
+    seq, _ = guessed(lookup, [1, 2, 3, 30, 31, 32, 33, 34, 35], new=6, whose=Whose(owner="a"))
+    lookup.forget(seq)
+    fresh = [7, 30, 31, 32]
+    assert guessed(lookup, fresh, whose=Whose(owner="b"))[1] == ([33, 34, 35] if seen else [])
+    assert guessed(lookup, fresh, whose=Whose(owner="a"))[1] == ([33, 34, 35] if share != "off" else [])
+    assert guessed(lookup, fresh, whose=Whose(owner="a"), adapter=1)[1] == [], "another adapter's"
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), max_size=12), st.integers(16, 80))
+def test_answers_that_are_written_over_are_not_found(answers: list[list[int]], room: int) -> None:
+    kept = Answers(room)
+    for answer in answers:
+        kept.add(np.array([9, 8], np.int32), np.array(answer[: room // 4], np.int32))
+        for end in range(3, len(answer) + 1):
+            at, length = kept.find(np.array(answer[:end], np.int32))
+            assert kept.tokens[at - length : at].tolist() == answer[end - length : end]
+            assert length == 0 or length >= 3
+
+
+def test_as_many_guesses_are_verified_as_pay() -> None:
+    cost = StepCost()
+    for rows in range(1, 17):
+        cost.note(rows, 1.0 if rows <= 4 else rows / 4)  # four rows cost what one does
+    assert worth([[0.9] * 8], 1, 100, cost) == [3]
+    assert worth([[0.5, 0.5]] * 4, 4, 100, cost) == [0] * 4
+    assert worth([[0.9] * 8], 1, 2, cost) == [2], "no more than there is room for"
+    free, dear = StepCost(), StepCost()
+    for rows in (1, 2, 4, 8, 16):
+        free.note(rows, 1.0)
+        dear.note(rows, float(rows))
+    assert worth([[0.1] * 5, [0.9] * 5], 2, 100, free) == [5, 5]
+    assert worth([[0.9] * 5], 1, 100, dear) == [0]
+
+
+def test_cost_follows_the_steps() -> None:
+    cost = StepCost()
+    cost.note(1, 1.0)
+    assert cost.of(np.array([1, 9]))[1] > 1.0, "further rows are not free as long as nothing is known"
+    cost.note(9, 1.2)
+    assert cost.of(np.array([5]))[0] == pytest.approx(1.1)
+    for _ in range(50):
+        cost.note(9, 5.0)
+    assert cost.of(np.array([9]))[0] > 4
