@@ -116,6 +116,7 @@ class RequestStream:
             delta.cached_tokens = output.cached_tokens
             if output.guessed:
                 self._guessed = output.guessed_right, output.guessed - output.guessed_right
+            delta.cache_block_ids = output.block_ids
             if output.logits is not None:
                 logits.append(output.logits)
             if output.hidden is not None:
