@@ -239,6 +239,7 @@ class AsyncEngine:
         pictures: Sequence[Picture] = (),
         progress: bool = False,
         whose: Whose = NOBODYS,
+        prediction: Sequence[int] = (),
         second: int = 0,
     ) -> AsyncGenerator[Response, None]:
         """Deltas of one generation; the last one has a finish_reason, "error" with a message where it failed.
@@ -249,6 +250,7 @@ class AsyncEngine:
         prompt's log-probabilities (``prompt_logprobs``), "cls", "last" and "mean" its ``last_hidden_state`` as one row.
         ``priority``: the lower, the sooner it starts. ``pictures``: in the order of their places in the prompt.
         ``progress``: deltas say how far the prompt has come (``prompt_progress``). ``whose``: whose request it is.
+        ``prediction``: token ids that much of the answer may be, for guesses.
         ``second``: see ``EngineRequest``.
         """
         loop = asyncio.get_running_loop()
@@ -259,8 +261,8 @@ class AsyncEngine:
         def wake() -> None:
             bell.ring(event)
 
-        how = only, priority, pictures, progress, whose, second
-        asked = Asked(token_ids, gen_config, request_id, session, timings, adapter, *how)
+        common = adapter, only, priority, pictures, progress, whose, prediction, second
+        asked = Asked(token_ids, gen_config, request_id, session, timings, *common)
         stream, refused = self._begin(asked, wake)
         if stream is None:
             assert refused is not None
@@ -431,6 +433,7 @@ class AsyncEngine:
                 pictures,
                 asked.progress,
                 asked.whose,
+                list(asked.prediction),
                 second=asked.second,
                 lend=config.with_cache,
                 source=(config.migration_request or {}).get("remote_engine_id", ""),
