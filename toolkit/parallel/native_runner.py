@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from toolkit.models.pictures import Picture
 from toolkit.parallel import ranks as timing
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
-from toolkit.parallel.native_model import open_native, rank_of, signature
+from toolkit.parallel.native_model import NativeRank, open_native, signature
 from toolkit.parallel.places import cores_of, on_cores
 from toolkit.parallel.ranks import RankLost, Ranks
 from toolkit.parallel.runner import RankedRunner
@@ -77,8 +77,9 @@ class NativeRanks(RankedRunner):
         model = replace(model, options=replace(model.options, threads=threads))
         self._memory = os.memfd_create("toolkit-ranks")
         self._cores = None if cores is None else cores[0]
-        local = rank_of(opened, model, Share(0, world, self._memory))
-        self._local: NativeRunner = local
+        local = NativeRank(opened, model, Share(0, world, self._memory))
+        self._local: NativeRank = local
+        self._weights = opened.weights
         self._group: Any = _Meeting(local, world)
         self.spec, self.options, self.dtype = opened.spec, local.options, local.dtype
         self.notes = [f"{world} ranks, threads of each: {threads}; numbers of memory are of one rank"]
@@ -118,11 +119,26 @@ class NativeRanks(RankedRunner):
             super().load_weights()
         self.notes = list(dict.fromkeys([*self.notes, *self._local.notes]))
 
-    def use_weights(self, weights: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
-        raise RunnerError("a model that is split by tp takes no new weights yet")
-
     def warm_up(self, most: int, length: int, tokens: int) -> None:
         self._local.warm_up(most, length, tokens)
+
+    @property
+    def adapter_numbers(self) -> Collection[int]:
+        """As ``NativeRunner``."""
+        return self._local.adapter_numbers
+
+    def add_adapter(self, number: int, path: Path) -> None:
+        """As ``NativeRunner``, on all ranks, or on none."""
+        try:
+            self._all("add_adapter", number, str(path))
+        except (ToolkitError, RunnerError):
+            if not self._lost:
+                self._all("remove_adapter", number)
+            raise
+
+    def remove_adapter(self, number: int) -> None:
+        """As ``NativeRunner``."""
+        self._all("remove_adapter", number)
 
     def encode(self, pictures: Sequence[Picture]) -> list[NDArray[np.float32]]:
         """On the first rank."""

@@ -17,6 +17,7 @@ from toolkit.base.record import plain
 from toolkit.errors import ToolkitError
 from toolkit.models.pictures import Picture
 from toolkit.parallel import ranks as timing
+from toolkit.parallel.group import Event
 from toolkit.parallel.homes import Homes
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.micro import Share, in_a_row, joined, layers_of_all, select
@@ -135,6 +136,11 @@ class RankedRunner:
     def warm_up(self, most: int, length: int, tokens: int) -> None:
         """Nothing is captured."""
 
+    def trace(self, on: bool) -> list[list[Event]]:
+        """Of each rank what it has done since this was last called; from now on that is kept where ``on``."""
+        mine, others = self._all("trace", on)
+        return [mine, *others]
+
     def discard_blocks(self, group: int, blocks: Sequence[int]) -> None:
         self._all("discard_blocks", group, [int(block) for block in blocks])
         if self._homes is not None:
@@ -183,7 +189,7 @@ class RankedRunner:
             self._ranks.tell(name, *arguments, own=own[1:])
             try:
                 mine = getattr(self._local, name)(*arguments, *own[:1])
-            except (RunnerError, MemoryError) as e:
+            except (RunnerError, ToolkitError, MemoryError) as e:
                 error = e
             answers = self._ranks.answers(timing.LOAD_SECONDS)
         except RankLost as e:
