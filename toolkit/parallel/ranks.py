@@ -19,11 +19,10 @@ from typing import Any
 from toolkit.base import child_process
 from toolkit.errors import ToolkitError
 from toolkit.parallel import wire
-from toolkit.parallel.nodes import Door, Nodes, limit
+from toolkit.parallel.nodes import STEP_SECONDS, Door, Nodes, limit
 
 OPEN_SECONDS = 300.0  # that a rank may take to start and to open the model
 LOAD_SECONDS = 3600.0  # … and to load its part
-STEP_SECONDS = 120.0  # … and to answer within a step: longer than any part of one takes
 GRACE_SECONDS = 3.0  # in which ranks beside one that is lost end or say why
 
 
