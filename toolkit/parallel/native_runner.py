@@ -25,7 +25,7 @@ from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
 from toolkit.parallel.native_model import NativeRank, open_native, signature
 from toolkit.parallel.places import cores_of, on_cores
-from toolkit.parallel.ranks import RankLost, Ranks
+from toolkit.parallel.ranks import RankLost, Ranks, crowded
 from toolkit.parallel.runner import RankedRunner
 from toolkit.parallel.worker import digest
 from toolkit.runners.base import Backend, MemoryNeed, RunnerError, RunnerLost, StepHandle
@@ -83,8 +83,7 @@ class NativeRanks(RankedRunner):
         self._group: Any = _Meeting(local, world)
         self.spec, self.options, self.dtype = opened.spec, local.options, local.dtype
         self.notes = [f"{world} ranks, threads of each: {threads}; numbers of memory are of one rank"]
-        if world > usable_cores():
-            self.notes.append(f"{world} ranks are more than the {usable_cores()} cores here: they wait for each other")
+        self.notes += crowded(world)
         self._block_bytes = [local.block_bytes(Share(rank, world)) for rank in range(world)]
         self._steps: deque[_Step] = deque()  # under way, in their order
         self._lost = ""

@@ -91,7 +91,7 @@ class Nodes:
     def ranks(self, world: int) -> range:
         """Those of this machine. Raises UsageError where they do not divide."""
         if world % self.count:
-            raise UsageError(f"nnodes={self.count}: {world} ranks (tp × pp × dp) do not divide among so many machines")
+            raise UsageError(f"nnodes={self.count}: {world} ranks (tp × pp × dp); expected a multiple of {self.count}")
         each = world // self.count
         return range(self.rank * each, (self.rank + 1) * each)
 

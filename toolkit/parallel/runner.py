@@ -24,7 +24,7 @@ from toolkit.parallel.micro import Share, in_a_row, joined, layers_of_all, selec
 from toolkit.parallel.model import Model, RankRunner, open_whole
 from toolkit.parallel.nodes import Nodes, about
 from toolkit.parallel.part import part_of
-from toolkit.parallel.ranks import RankLost, Ranks
+from toolkit.parallel.ranks import RankLost, Ranks, crowded
 from toolkit.parallel.worker import digest
 from toolkit.runners.base import Backend, MemoryNeed, RunnerError, RunnerLost, StepHandle
 from toolkit.runners.step import StepBatch, StepOutput
@@ -56,7 +56,7 @@ class RankedRunner:
         self.spec, self.options = whole.spec, local.options
         self.device, self.dtype = local.device, local.dtype
         each = f"{world} ranks, threads of each: {threads}; numbers of memory are of one rank"
-        self.notes = [each, *local.notes]
+        self.notes = [each, *crowded(here), *local.notes]
         specs = (part_of(whole.spec, rank, layout, whole.unit).spec for rank in range(world))
         size, policy, dtype = options.block_size, options.quant_policy, getattr(torch, local.dtype)
         self._block_bytes = [block_bytes(spec, size, policy, dtype) for spec in specs]  # of each rank
