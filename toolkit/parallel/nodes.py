@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import __version__
+from toolkit.artifacts.alike import fingerprint
 from toolkit.base import child_process
 from toolkit.base.record import plain
 from toolkit.errors import ToolkitError, UsageError
@@ -33,7 +34,6 @@ log = logging.getLogger(__name__)
 KEY = "TOOLKIT_RANKS_KEY"
 COME_SECONDS = 300.0  # in which all ranks must have come, and in which another machine looks for the first
 GREET_SECONDS = 10.0  # that one who has come may take to prove that it knows the key
-SMALL = 1 << 20  # bytes of files that are compared as a whole; of larger ones the sizes
 
 
 @dataclass(frozen=True)
@@ -79,19 +79,6 @@ def key() -> bytes:
     if not found:
         raise UsageError(f"{KEY}: not set; with nnodes above 1 it is to be the same secret on all machines")
     return found.encode()
-
-
-def fingerprint(path: Path) -> str:
-    """Of a model, that machines with different ones notice: names of its files, sizes, and small ones' content."""
-    import hashlib
-
-    found = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(x for x in path.iterdir() if x.is_file()):
-        size = file.stat().st_size
-        found.update(f"{file.name if path.is_dir() else ''} {size}\n".encode())
-        if size <= SMALL:
-            found.update(file.read_bytes())
-    return found.hexdigest()
 
 
 class Door:

@@ -1,0 +1,68 @@
+"""An engine in an actor of Ray."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from toolkit.batch.actors import About, Gone
+from toolkit.errors import ToolkitError
+
+MOST_CALLS = 4096  # lines that an actor has at once, at most: who asks knows how many it can take
+
+
+class RayActor:
+    """Implements ``toolkit.batch.actors.Actor``; one that ends is started again by Ray, somewhere."""
+
+    def __init__(self, kind: type, arguments: tuple[Any, ...], cpus: float, gpus: float) -> None:
+        remote: Any = ray.remote(kind)
+        made = remote.options(
+            num_cpus=cpus, num_gpus=gpus, max_restarts=-1, max_task_retries=0, max_concurrency=MOST_CALLS
+        )
+        self._actor = made.remote(*arguments)
+
+    def first(self) -> About:
+        """When it has loaded. Raises ToolkitError."""
+        try:
+            return About(**ray.get(self._actor.about.remote()))
+        except RayError as error:
+            raise ToolkitError(_why(error)) from None
+
+    async def about(self) -> About:
+        return About(**await self._called(self._actor.about.remote()))
+
+    async def ask(self, path: str, body: bytes) -> tuple[int, bytes, str]:
+        found: tuple[int, bytes, str] = await self._called(self._actor.ask.remote(path, body))
+        return found
+
+    def end(self) -> None:
+        ray.kill(self._actor, no_restart=False)
+
+    @staticmethod
+    async def _called(reference: Any) -> Any:
+        try:
+            return await reference
+        except RayTaskError:
+            raise  # a mistake of ours
+        except (RayActorError, RayError) as error:
+            raise Gone(_why(error)) from None
+
+
+def close() -> None:
+    """End all actors of this process."""
+    ray.shutdown()
+
+
+def _why(error: BaseException) -> str:
+    """What an engine has said that did not start, or Ray of one that is gone."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, ToolkitError):
+        return str(cause)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    for line in reversed(lines):
+        name, colon, rest = line.partition(": ")
+        if colon and name.startswith("toolkit.errors."):
+            return rest
+    return lines[0][:300] if lines else type(error).__name__
