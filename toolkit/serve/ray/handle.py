@@ -23,6 +23,7 @@ class Handle:
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
         self._streams = handle.options(stream=True, method_name="answer")
+        self._metrics: Sequence[tuple[str, bytes]] = []  # as they were last
 
     async def stream(self, asked: Asked) -> AsyncGenerator[list[Message], None]:
         options = {"session_id": asked.session} if asked.session else {}
@@ -50,9 +51,10 @@ class Handle:
         try:
             found = await response.results_async(timeout_s=LOOK_S, return_exceptions=True)
         except TimeoutError:
-            logger.warning("/metrics: a replica has not answered within %g s", LOOK_S)
-            return []
-        return [one for one in found if not isinstance(one, BaseException)]
+            logger.warning("/metrics: a replica has not answered within %g s; all are as they were before", LOOK_S)
+            return self._metrics
+        self._metrics = [one for one in found if not isinstance(one, BaseException)]
+        return self._metrics
 
 
 def _first_line(error: BaseException) -> str:

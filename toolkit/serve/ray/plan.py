@@ -17,6 +17,8 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.ray.options import RaySettings
 
 NAME = "toolkit"  # of the application
+# Without it a replica that hangs keeps its place, and those who wait for it, for the whole grace period.
+CONTROLLER = {"runtime_env": {"env_vars": {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}}}
 _NOT_WRITTEN = ("api_keys", "write_config", "ray_address")
 
 
@@ -106,6 +108,7 @@ class Plan:
 
     def config_file(self) -> str:
         """For ``serve deploy``: JSON, which is YAML too."""
+        told: dict[str, Any]
         http = {"host": self.settings.server_name, "port": self.settings.server_port}
         application = {
             "name": NAME,
@@ -113,7 +116,8 @@ class Plan:
             "import_path": "toolkit.serve.ray:build",
             "args": self.to_json(),
         }
-        told = {"proxy_location": "EveryNode", "http_options": http, "applications": [application]}
+        told = {"proxy_location": "EveryNode", "http_options": http, "controller_options": CONTROLLER}
+        told["applications"] = [application]
         return json.dumps(told, indent=2, ensure_ascii=False) + "\n"
 
 

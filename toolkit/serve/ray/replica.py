@@ -24,6 +24,7 @@ from toolkit.serve.watch.log import begin as begin_log
 
 Message = MutableMapping[str, Any]
 REPLICA = b"x-toolkit-replica"  # in an answer: by which replica it is
+PROCESS = b"# HELP toolkit:replica_process Its process\n# TYPE toolkit:replica_process gauge\ntoolkit:replica_process %d\n"
 END_S = 5.0  # that an application gets to see that its client has gone
 
 
@@ -67,11 +68,7 @@ class Replica:
 
     async def metrics(self) -> tuple[str, bytes]:
         """(what it is called, what Prometheus scrapes)."""
-        return self._tag.decode(), self._app.state.server.metrics.render()
-
-    async def pids(self) -> tuple[str, int]:
-        """(what it is called, its process)."""
-        return self._tag.decode(), os.getpid()
+        return self._tag.decode(), self._app.state.server.metrics.render() + PROCESS % os.getpid()
 
     def check_health(self) -> None:
         """Called by Ray Serve from time to time. Raises ToolkitError where the engine is gone for good."""

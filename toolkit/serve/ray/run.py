@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from toolkit.base.ray import check_ray
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.ray.cluster import connect
-from toolkit.serve.ray.plan import NAME, Plan
+from toolkit.serve.ray.plan import CONTROLLER, NAME, Plan
 from toolkit.serve.run import bind
 
 LOOK_S = 1.0
@@ -35,21 +35,26 @@ def serve(plan: Plan, ready: Callable[[str], None], told: Callable[[str], None])
     check_ray("tool serve ray")
     settings = plan.settings
     own = settings.ray_address is None
+    port = settings.server_port
     if own or settings.ray_address == "auto":
-        bind(settings.server_name, settings.server_port).close()
+        with contextlib.closing(bind(settings.server_name, port)) as sock:
+            port = sock.getsockname()[1]
     import ray
     from ray import serve as ray_serve
 
-    with _stopping() as stop:
-        told("starting Ray" if own else f"connecting to the cluster at {settings.ray_address}")
-        cores = settings.bounds[1] * settings.cpus * len(plan.models)
-        connect(settings.ray_address, cores, log=settings.log_level.lower() in ("debug", "info"))
+    told("starting Ray" if own else f"connecting to the cluster at {settings.ray_address}")
+    cores = settings.bounds[1] * settings.cpus * len(plan.models)
+    connect(settings.ray_address, cores, log=settings.log_level.lower() in ("debug", "info"))
+    with _stopping() as stop:  # Ray has handlers of its own
         try:
-            ray_serve.start(http_options={"host": settings.server_name, "port": settings.server_port})
+            ray_serve.start(
+                http_options={"host": settings.server_name, "port": port},
+                controller_options=CONTROLLER,
+            )
             told(f"starting {settings.replicas} replicas of {', '.join(model.name for model in plan.models)}")
             _deploy(plan, stop)
             host = settings.server_name
-            ready(f"http://{f'[{host}]' if ':' in host else host}:{settings.server_port}")
+            ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
             stop.wait()
             told("stopping; requests in flight may end")
         finally:
