@@ -31,12 +31,11 @@ SEEING = {  # page → the model that it shows, the tiny one in its place, and w
     "xcomposer2": ("internlm/internlm-xcomposer2d5-7b", "internlmxcomposer2", 0),
 }
 PAGES = (
-    "add-a-model", "distributed", "formats", "install", "lmdeploy", "quantization", "quantization-figures",
-    "tools-and-thoughts",
-    "how-to/adapters", "how-to/answer-a-batch", "how-to/debug", "how-to/deploy", "how-to/embed-and-rank",
-    "how-to/evaluate", "how-to/long-prompts", "how-to/measure-a-server", "how-to/quantize-on-a-laptop",
-    "how-to/serve-a-model", "how-to/serve-an-agent", "how-to/several-models", "how-to/several-servers",
-    "how-to/show-pictures", "how-to/use-a-gpu",
+    "add-a-model", "distributed", "formats", "install", "lmdeploy", "quantization", "figures/quantization",
+    "tools-and-thoughts", "how-to/adapters", "how-to/answer-a-batch", "how-to/debug", "how-to/deploy",
+    "how-to/embed-and-rank", "how-to/evaluate", "how-to/opencompass", "how-to/long-prompts",
+    "how-to/measure-a-server", "how-to/quantize-on-a-laptop", "how-to/serve-a-model", "how-to/serve-an-agent",
+    "how-to/several-models", "how-to/several-servers", "how-to/show-pictures", "how-to/use-a-gpu", "vision",
     *(f"vision/{name}" for name in SEEING),
 )  # fmt: skip
 ELSEWHERE = {

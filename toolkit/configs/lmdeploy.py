@@ -101,6 +101,8 @@ OPTIONS: dict[str, Theirs] = {
     "nnodes": _works("machines of ranks, which start the same command (docs/distributed.md)"),
     "node_rank": _works(),
     "dist_init_addr": _works("of the first machine, or MASTER_ADDR and MASTER_PORT"),
+    "distributed_executor_backend": _works("mp: processes, of one machine or several; uni: no ranks"),
+    "devices": _works("one GPU: ranks run on CPUs alone"),
     "session_len": _works(),
     "max_batch_size": _works(),
     "cache_max_entry_count": _works("1, an integer, is one block"),
@@ -136,9 +138,6 @@ OPTIONS: dict[str, Theirs] = {
     "cache_prompt_boundary_skip": _notice(_WHOLE, 1),
     "communicator": _notice("ranks speak by gloo", "nccl", "nccl", "native", "cuda-ipc"),
     "cudagraph_capture_batch_sizes": _notice(_GRAPHS, None, list),
-    "distributed_executor_backend": _notice(
-        "ranks are processes of this machine (mp), or of several by nnodes", None, "uni", "mp", "ray"
-    ),
     "enable_eplb": _notice(_EXPERTS, False),
     "enable_return_routed_experts": _notice("each request that says return_routed_experts is told", False),
     "enable_microbatch": _notice(_ONE, False),
@@ -160,7 +159,6 @@ OPTIONS: dict[str, Theirs] = {
     "thread_safe": _notice("an engine may be used from any thread", False),
     "trust_remote_code": _notice("code that comes with a model is never run", False),
     "cp": _refused(_ONE, 1),
-    "devices": _refused("choose one by device='cuda:N'"),
     "device_num": _refused(_ONE),
     "dp_rank": _refused(_ONE, 0),
     "gemm_input_dtype": _refused("activations have the dtype that the weights call for"),

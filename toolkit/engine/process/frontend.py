@@ -25,7 +25,8 @@ from toolkit.configs.engine import EngineConfig
 from toolkit.configs.lmdeploy import notices
 from toolkit.engine.constraints.grammar_cost import HopelessError, Hostility
 from toolkit.engine.load.memory_plan import MemoryPlan
-from toolkit.engine.load.setup import Facts, Packed, Progress, find, start
+from toolkit.engine.load.ranks import leads
+from toolkit.engine.load.setup import Facts, Packed, Progress, find, lend, start
 from toolkit.engine.nap import ASLEEP, EMPTY, PARTS, UPDATING
 from toolkit.engine.process.loop import Loop, ThreadLoop
 from toolkit.engine.process.outage import PATIENCE, Outage
@@ -97,6 +98,7 @@ class AsyncEngine:
         while requests wait, is restarted (0 = never). ``packed``: called with the model's path, returns where its
         weights are to be read, and a lock on them to be held until the end. ``progress`` is called with one line of
         text each. ``child``: of ``process``, one that was started before.
+        On a machine that is not the first of several, this runs ranks until the first has ended, then ends the program.
         Raises ToolkitError or UsageError, one line.
         """
         if backend not in (None, "turbomind", "pytorch"):
@@ -105,6 +107,9 @@ class AsyncEngine:
         setup = replace(find(str(model), backend_config, backend, packed), pictures_together=pictures_together)
         for line in notices(setup.config):
             log.warning("%s", line)
+        if not leads(setup.config):
+            lend(setup, tell)
+            raise SystemExit(0)
         adapters = tuple(setup.config.adapters or ())
         begun = (child or Child()).told(setup) if process else None
         try:
