@@ -95,5 +95,3 @@ class RayFleet:
         end = time.monotonic() + START_S
         while time.monotonic() < end and len(await asyncio.to_thread(self._tags)) < self._count:
             await asyncio.sleep(0.5)
-
-

@@ -24,7 +24,7 @@ from toolkit.serve.watch.log import begin as begin_log
 
 Message = MutableMapping[str, Any]
 REPLICA = b"x-toolkit-replica"  # in an answer: by which replica it is
-PROCESS = b"# HELP toolkit:replica_process Its process\n# TYPE toolkit:replica_process gauge\ntoolkit:replica_process %d\n"
+PROCESS = b"# TYPE toolkit:replica_process gauge\ntoolkit:replica_process %d\n"
 END_S = 5.0  # that an application gets to see that its client has gone
 
 
