@@ -36,7 +36,7 @@ def run(
     source: Annotated[
         Path, typer.Argument(metavar="IN", help="Requests (.jsonl, as OpenAI's batches have them), or rows (--prompt).")
     ],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="File of the answers (.jsonl); it grows.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The answers: .jsonl, which grows, or .parquet.")],
     filling: Filling,
     sampling: SamplingFlags,
     settings: BatchSettings,
@@ -75,6 +75,7 @@ def run(
                         lambda tally: bar.update("lines", tally.done, tally.total),
                         lambda: bar.console.print(here, markup=False, soft_wrap=True),
                     )
+        files.finish()
         _say(tally, target, time.monotonic() - began)
     finally:
         files.close()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.batch.filling import Filler
 from toolkit.batch.options import Filling
 from toolkit.batch.rows import open_source
+from toolkit.batch.table import kept_beside, write_table
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.openai.batches import loop
@@ -50,6 +51,18 @@ class Open:
     tally: Tally
     filler: Filler
     salt: bytes
+    target: Path
+    kept: Path  # where the answers are; another file where the target is a table
+
+    def finish(self) -> None:
+        """When all lines are answered: the table, where the target is one. Raises ToolkitError."""
+        if self.kept == self.target:
+            return
+        try:
+            write_table(self.kept, self.target)
+        except OSError as error:
+            told = f"{self.target}: cannot be written ({error.strerror}); all answers are in {self.kept}"
+            raise ToolkitError(told) from error
 
     def close(self) -> None:
         self.results.close()
@@ -69,7 +82,8 @@ def open_files(
         raise UsageError(f"{path}: expected another file for the answers than the input's")
     if path.exists() and not path.is_file():
         raise UsageError(f"{path}: expected a file for the answers, found something else")
-    results = Results(path)
+    kept = kept_beside(path)
+    results = Results(kept)
     seen = Seen()
     try:
         if overwrite:
@@ -81,7 +95,7 @@ def open_files(
         results.close()
         seen.close()
         raise
-    return Open(source, bounds, results, seen, tally, filler, salt)
+    return Open(source, bounds, results, seen, tally, filler, salt, path, kept)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from toolkit.chat.renderer import Renderer
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError
 from toolkit.serve.adapter_routes import Watch
+from toolkit.serve.http.request_ids import HEADER as REQUEST_ID
 from toolkit.serve.ray.asked import Asked
 from toolkit.serve.ray.options import RaySettings
 from toolkit.serve.ray.plan import Model
@@ -54,7 +55,8 @@ class Replica:
         except BaseException:
             self._engine.close()
             raise
-        self._folder, self._watch = own.adapter_dir, None
+        self._folder = own.adapter_dir
+        self._watch: asyncio.Task[None] | None = None
 
     async def answer(self, asked: Asked) -> AsyncGenerator[list[Message], None]:
         """The application's messages, as many at a time as there are."""
@@ -62,8 +64,9 @@ class Replica:
             self._watch = asyncio.create_task(Watch(self._app.state.server, self._folder).keep())
         async for messages in answered(self._app, asked):
             for message in messages:
-                if message["type"] == "http.response.start":
-                    message["headers"] = [*message["headers"], (REPLICA, self._tag)]
+                if message["type"] == "http.response.start":  # the front names the request itself
+                    kept = [(k, v) for k, v in message["headers"] if k != REQUEST_ID.encode()]
+                    message["headers"] = [*kept, (REPLICA, self._tag)]
             yield messages
 
     async def metrics(self) -> tuple[str, bytes]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 
 from toolkit.base.ray import check_ray
@@ -36,7 +38,7 @@ def serve(plan: Plan, ready: Callable[[str], None], told: Callable[[str], None])
     settings = plan.settings
     own = settings.ray_address is None
     port = settings.server_port
-    if own or settings.ray_address == "auto":
+    if own:
         with contextlib.closing(bind(settings.server_name, port)) as sock:
             port = sock.getsockname()[1]
     import ray
@@ -54,7 +56,10 @@ def serve(plan: Plan, ready: Callable[[str], None], told: Callable[[str], None])
             told(f"starting {settings.replicas} replicas of {', '.join(model.name for model in plan.models)}")
             _deploy(plan, stop)
             host = settings.server_name
-            ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            if not own and not stop.is_set():
+                _check_address(url)
+            ready(url)
             stop.wait()
             told("stopping; requests in flight may end")
         finally:
@@ -84,6 +89,26 @@ def _deploy(plan: Plan, stop: threading.Event) -> None:
             texts = [found.message, *(one.message for one in found.deployments.values())]
             raise ToolkitError(_why("\n".join(texts)))
         time.sleep(LOOK_S)
+
+
+def _check_address(url: str) -> None:
+    """Raise ToolkitError where it is not the application that answers there: the addresses of a Serve that runs
+    already stand since it was started."""
+    reached = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    why = ""
+    for _ in range(10):
+        try:
+            with urllib.request.urlopen(f"{reached}/-/routes", timeout=5) as reply:
+                if NAME in json.load(reply).values():
+                    return
+                why = "another program answers there"
+        except (OSError, ValueError, AttributeError) as error:
+            why = str(error)
+        time.sleep(LOOK_S)
+    raise ToolkitError(
+        f"{url}: Ray Serve does not answer there ({why}); if it runs on this cluster already, give its own "
+        "--server-name and --server-port, or end it: serve shutdown"
+    )
 
 
 def _why(text: str) -> str:
