@@ -97,7 +97,7 @@ def _opened(
     from toolkit.batch import run as batch
 
     if actors.ray is not None:
-        from toolkit.batch.actors import on_ray
+        from toolkit.batch.ray_actor import on_ray
 
         template = engine.chat_template
         with on_ray(model, settings, limits, actors, config=config, chat_template=template, progress=bar.update) as by:

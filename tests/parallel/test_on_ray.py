@@ -14,12 +14,13 @@ import pytest
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 ADDRESS = "10.97.5.1:6399"
+TOKEN = {"RAY_AUTH_TOKEN": "between us two machines", "RAY_AUTH_MODE": "token"}
 
 
 @pytest.fixture
 def cluster(machines: list[str], tmp_path: Path) -> Iterator[list[str]]:
     """The machines, on which Ray runs."""
-    env = os.environ | {"RAY_AUTH_TOKEN": "between us two machines", "RAY_AUTH_MODE": "token"}
+    env = os.environ | TOKEN | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "300"}
     ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--num-cpus", "2"]
     ray += ["--object-store-memory", str(100 << 20)]
     head = ["--head", "--port", ADDRESS.rpartition(":")[2], "--include-dashboard", "false"]
@@ -59,7 +60,7 @@ def test_ranks_on_two_machines_give_what_one_process_gives(cluster: list[str], t
     tool = [sys.executable, "-m", "toolkit", "chat"]
     alone = subprocess.run([*tool, str(path), *ask], capture_output=True, text=True, timeout=200)
     assert alone.returncode == 0, alone.stderr
-    env = os.environ | {"RAY_AUTH_TOKEN": "between us two machines", "RAY_AUTH_MODE": "token", "RAY_ADDRESS": ADDRESS}
+    env = os.environ | TOKEN | {"RAY_ADDRESS": ADDRESS}
     several = ["--tp", "2", "--nnodes", "2", "--distributed-executor-backend", "ray"]
     command = ["ip", "netns", "exec", cluster[0], *tool, str(path), *ask]
     done = subprocess.run([*command, *several], capture_output=True, text=True, timeout=300, env=env)

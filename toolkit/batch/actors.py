@@ -6,17 +6,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from toolkit.base.record import plain, read
-from toolkit.batch.options import BatchSettings, RayActors
+from toolkit.base.record import read
+from toolkit.batch.options import BatchSettings
 from toolkit.batch.run import Answerer, opened
-from toolkit.configs.engine import EngineConfig
 from toolkit.errors import ToolkitError
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.http.replies import send_json
@@ -156,39 +155,3 @@ class Spread:
                 self._actors[i].end()
             except Gone:
                 pass  # who asked it sees to that
-
-
-@contextmanager
-def on_ray(
-    model: str,
-    settings: BatchSettings,
-    limits: Limits,
-    actors: RayActors,
-    *,
-    config: EngineConfig,
-    chat_template: str | None,
-    progress: Callable[[str], None],
-) -> Iterator[Answerer]:
-    """The engines, while the block lasts. Raises UsageError, ToolkitError."""
-    from toolkit.batch.ray_actor import RayActor, close
-    from toolkit.serve.ray.cluster import connect
-
-    assert actors.ray is not None
-    told = Model.of(model, config, chat_template, settings.model_name)
-    progress("starting Ray" if actors.ray_address is None else f"connecting to {actors.ray_address}")
-    connect(actors.ray_address, actors.ray * actors.cpus)
-    try:
-        progress(f"loading {model} in {actors.ray} engines")
-        made = [
-            RayActor(Engine, (plain(told), plain(settings), plain(limits)), actors.cpus, actors.gpus)
-            for _ in range(actors.ray)
-        ]
-        found = [one.first() for one in made]
-        about = found[0]
-        if others := [one for one in found if one.model_name != about.model_name]:
-            raise ToolkitError(f"engines have different models: {about.model_name}, {others[0].model_name}")
-        places = sum(one.places for one in found)
-        least = min(one.session_len for one in found)
-        yield Answerer(Spread(made), about.model_name, least, places, limits)
-    finally:
-        close()
