@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
 
 from toolkit.base.threads import usable_cores
 from toolkit.errors import ToolkitError
@@ -16,17 +17,28 @@ def connect(address: str | None, cores: float, option: str = "--ray-address", lo
     ToolkitError."""
     import ray
 
+    common: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": log}
     if address is not None:
         try:
-            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=log)
+            ray.init(address=address, **common)
         except Exception as error:  # of many kinds, some of gRPC
-            told = " ".join(str(error).split())[:300] or type(error).__name__
-            raise ToolkitError(f"{option} {address}: no cluster of Ray answers there ({told})") from None
+            told = f"{option} {address}: no cluster of Ray answers there ({_line(error)})"
+            raise ToolkitError(told) from None
         return
-    ray.init(
-        num_cpus=max(usable_cores(), math.ceil(cores)) + 1,  # it counts, it does not measure: they may share cores
-        include_dashboard=False,
-        object_store_memory=STORE_BYTES,
-        logging_level=logging.ERROR,
-        log_to_driver=log,
-    )
+    for again in (True, False):
+        try:
+            ray.init(
+                num_cpus=max(usable_cores(), math.ceil(cores)) + 1,  # it counts, it does not measure: they may share
+                include_dashboard=False,
+                object_store_memory=STORE_BYTES,
+                **common,
+            )
+            return
+        except Exception as error:  # a plain one where it takes too long, as the first time on a busy machine
+            if not again:
+                raise ToolkitError(f"Ray does not start on this machine: {_line(error)}") from None
+            ray.shutdown()
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
