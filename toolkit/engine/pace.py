@@ -18,7 +18,7 @@ FIRST_GUESS = 128  # prompt tokens of a step as long as nothing has been measure
 LEAST = 8  # prompt tokens that a step may always take: fewer cost no less, for kernels take several rows at once
 ALONE = 8.0  # times the target that a step may take while nobody decodes, for fewer and larger steps are faster,
 SERVED = 1.5  # where other users may come meanwhile,
-SHARED = 1.0  # where they are there,
+SHARED = 1.25  # where they are there,
 HASTY = 0.5  # and where one of them waits for a first token that costs little
 ALONE_LEAST = 64  # likewise while nobody decodes
 LEAST_SHARE = 0.5  # of the target that is left to prompts where decoding takes up all of it
@@ -45,9 +45,10 @@ class Pace:
         self._tried = FIRST_GUESS // 2  # most prompt tokens of a step so far
         self._ended = 0.0
 
-    def budget(self, decodes: int, before: int, most: int, times: float = ALONE) -> int:
+    def budget(self, decodes: int, before: int, most: int, times: float = ALONE, patient: int = 0) -> int:
         """Prompt tokens for a step of ``decodes`` decoding requests whose first prompt has ``before`` tokens in the
-        cache: 1 to ``most``. ``times``: how much longer it may be than the target where nobody decodes.
+        cache: 1 to ``most``. ``times``: how much longer it may be than the target where nobody decodes, or only those
+        who wait for these very prompts: ``patient`` of ``decodes``.
         """
         if not self.target:
             return most
@@ -55,13 +56,15 @@ class Pace:
         each, one, token, context = self._costs
         if not token:
             return most
-        seconds, least = self.target * times, ALONE_LEAST
-        if decodes:
+        decode = each + one * decodes if decodes else 0.0
+        if decodes > patient:
             least = LEAST
-            decode = each + one * decodes
             seconds = max(self.target - decode, self.target * LEAST_SHARE)
             if decode and self.stretch and before < LONG:
                 seconds = min(seconds, (self.stretch - 1) * decode)
+        else:
+            least = ALONE_LEAST
+            seconds = max(self.target * times - decode, self.target * LEAST_SHARE)
         token += context * before  # now: token * n + context / 2 * n² = seconds
         count = 2 * seconds / (token + np.sqrt(token * token + 2 * context * seconds))
         return max(1, min(most, max(least, int(count))))
