@@ -75,7 +75,9 @@ class Response:
         own = self.__dict__.get("_own")
         if own is None or own.of != id(self):
             own = self.__dict__["_own"] = _Own(id(self))
-        self.text += other.text
+        text, self.text = self.text, ""  # held here alone, it grows in place
+        text += other.text
+        self.text = text
         self.token_ids = own.longer("token_ids", self.token_ids, other.token_ids)
         self.generate_token_len = other.generate_token_len
         self.input_token_len = other.input_token_len
