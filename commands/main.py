@@ -32,6 +32,7 @@ COMMANDS = {
     "convert": ("Pack a checkpoint into an engine artifact that starts in milliseconds.", "Make"),
     "chat": ("Talk to a model in the terminal.", "Run"),
     "serve": ("Serve models: api_server speaks OpenAI's API, proxy joins servers.", "Run"),
+    "deploy": ("Write what runs a model elsewhere: docker, k8s, systemd, other engines.", "Run"),
     "batch": ("Answer a file of requests, or of rows (CSV, Parquet) by a template.", "Run"),
     "profile": ("Measure speed: throughput, generation, api_server.", "Measure"),
     "eval": ("Measure quality: ppl, compare.", "Measure"),

@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "engine": {"parallel", "runners", "models", "artifacts", "kernels", "box"} | BASE,
     "measure": {"engine", "runners", "artifacts", "kernels"} | BASE,
     "convert": {"measure", "runners", "models", "artifacts"} | BASE,
+    "deploy": {"engine", "runners", "models", "artifacts"} | BASE,
     "eval": {"measure"} | BASE,
     "quant": {"measure", "engine", "runners", "models", "artifacts", "kernels", "chat", "vision"} | BASE,
     "serve": {"engine", "chat", "vision", "models", "parsers", "artifacts"} | BASE,

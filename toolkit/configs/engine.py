@@ -8,6 +8,7 @@ from typing import Any
 from toolkit.configs.checks import allowed, named, number, shown, switches
 from toolkit.configs.limits import Bounds
 from toolkit.configs.lmdeploy import check_fields, known_as
+from toolkit.configs.moving import check_moving
 from toolkit.configs.option import option, read_size, same_option
 from toolkit.errors import UsageError
 
@@ -49,6 +50,7 @@ def _check_engine(config: EngineConfig, block: str) -> None:
     switches(config, "eager_mode", "empty_init")
     _check_adapters(config.adapters)
     _check_kept(config)
+    check_moving(config)
     if config.adapter_memory is not None:
         read_size("adapter_memory", config.adapter_memory)
     _check_dllm(config)
@@ -185,6 +187,14 @@ class CommonEngineConfig:
         604800.0, "Seconds after which what nobody used is deleted there.", allowed=Bounds(1, 1e10)
     )
     kv_cache_key: str | None = option(None, "A file of 32 random bytes: what is kept is encrypted with it.")
+    role: str = option(
+        "Hybrid", "hybrid; prefill: computes prompts for others; decode: goes on with what those have computed."
+    )
+    migration_backend: str = option("auto", "How: shm (memory of this machine), tcp, or auto.")
+    kv_transfer_address: str | None = option(None, "HOST:PORT at which a prefill server lends; port 0 is any free one.")
+    kv_transfer_key: str | None = option(None, "A file of 32 random bytes that prefill and decode servers share.")
+    kv_transfer_cert: str | None = option(None, "Certificate and key (PEM) of the address, for TLS.")
+    kv_transfer_memory: str = option("1GiB", "What is lent may take in memory.")
     dynamic_rope: str = option(
         "session",
         "Dynamic NTK turns requests beyond the trained length by the session's (session) or their own (request: "
@@ -309,8 +319,6 @@ class PytorchEngineConfig(CommonEngineConfig):
     piecewise_cudagraph_max_tokens: int | None = None
     prefix_cache_state_budget: int = 0
     prefix_cache_decode_state_interval: int = 0
-    role: str = "Hybrid"
-    migration_backend: str = "DLSlime"
     kv_transfer_config: Any = None
     moe_tp_size: int | None = None
     logprobs_mode: str | None = None

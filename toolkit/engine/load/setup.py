@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,9 @@ from toolkit.configs.engine import AUTO, EngineConfig, PytorchEngineConfig, Turb
 from toolkit.configs.option import read_size
 from toolkit.engine.core import EngineCore
 from toolkit.engine.load import ranks
-from toolkit.engine.load.kept import open_shelf
+from toolkit.engine.load.kept import adapter_digests, open_shelf
 from toolkit.engine.load.memory_plan import MemoryPlan, Wishes, plan
+from toolkit.engine.load.moving import open_moving
 from toolkit.engine.load.verify import verify_tensors
 from toolkit.engine.options import EngineOptions
 from toolkit.errors import ToolkitError, UsageError
@@ -50,7 +52,8 @@ class Setup:
     ``lock``: open as long as ``path`` is to stay; not told to another process. ``pictures_together``: as of
     ``EngineOptions``. ``source``: the model that ``path`` is a packed copy of, else ``path`` too. ``updated``: where
     the weights are that have taken the place of the model's. ``loaded``: adapters that have come since by their
-    numbers, ``unloaded``: those that have gone.
+    numbers, ``unloaded``: those that have gone. ``sources``: the engines that lend, by their ids: where, and whether
+    they speak TLS.
     """
 
     path: Path
@@ -63,6 +66,7 @@ class Setup:
     updated: Path | None = None
     loaded: dict[int, str] = field(default_factory=dict)
     unloaded: tuple[int, ...] = ()
+    sources: dict[str, tuple[str, bool]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for another process."""
@@ -78,6 +82,7 @@ class Setup:
             "updated": None if self.updated is None else str(self.updated),
             "loaded": list(self.loaded.items()),
             "unloaded": list(self.unloaded),
+            "sources": {engine: list(at) for engine, at in self.sources.items()},
         }
 
     @staticmethod
@@ -86,7 +91,9 @@ class Setup:
         paths = Path(data["path"]), Path(data["tokenizer_dir"])
         source, updated = (None if data[name] is None else Path(data[name]) for name in ("source", "updated"))
         adapters = {int(number): str(where) for number, where in data["loaded"]}, tuple(data["unloaded"])
-        return Setup(*paths, config, data["backend"], None, data["pictures_together"], source, updated, *adapters)
+        sources = {engine: (str(at), bool(secure)) for engine, (at, secure) in data["sources"].items()}
+        together = data["pictures_together"]
+        return Setup(*paths, config, data["backend"], None, together, source, updated, *adapters, sources)
 
 
 def set_up_after(name: str, arguments: list[Any], setup: Setup) -> Setup:
@@ -97,6 +104,10 @@ def set_up_after(name: str, arguments: list[Any], setup: Setup) -> Setup:
         return replace(setup, loaded=setup.loaded | {arguments[0]: arguments[1]})
     if name == "unload_adapter":
         return replace(setup, unloaded=(*setup.unloaded, arguments[0]))
+    if name == "use_source":
+        return replace(setup, sources=setup.sources | {arguments[0]: (arguments[1], arguments[2])})
+    if name == "drop_source":
+        return replace(setup, sources={engine: at for engine, at in setup.sources.items() if engine != arguments[0]})
     return setup
 
 
@@ -112,11 +123,20 @@ def _load_adapters(setup: Setup, core: EngineCore) -> None:
                 log.error("adapter %s is gone: %s", path, e)
 
 
+def _use_sources(setup: Setup, core: EngineCore) -> None:
+    """Engines that lent when an engine before this one ended."""
+    for engine, (address, secure) in setup.sources.items():
+        with suppress(ToolkitError):  # it is gone
+            core.use_source(engine, address, secure)
+
+
 @dataclass(frozen=True)
 class Facts:
     """What a front end wants to know of an opened engine. ``runner_why``: why the model runs otherwise than was asked
-    for or is fastest, "" if it does not; ``runner_note``: what else is worth knowing of the runner.
-    ``blind``: pictures are not taken, whatever the model."""
+    for or is fastest, "" if it does not; ``runner_note``: what else is worth knowing of the runner. ``blind``: pictures
+    are not taken, whatever the model. ``engine_id``: of this start; ``lends_at``: where others ask for blocks, "" =
+    nowhere, by TLS or not; ``in_common``: what two engines must have in common to hand blocks over, by name, {} where
+    this one does not."""
 
     plan: MemoryPlan
     runner_why: str
@@ -127,6 +147,10 @@ class Facts:
     dtype: str
     vocab_size: int
     blind: bool = False
+    engine_id: str = ""
+    lends_at: str = ""
+    lends_by_tls: bool = False
+    in_common: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -210,7 +234,8 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
         runner.close()
         raise
     try:
-        shelf, adapters = open_shelf(setup, runner, progress)
+        shelf, moving = open_shelf(setup, runner, progress), open_moving(setup, runner, progress)
+        adapters = () if shelf is None and moving is None else adapter_digests(setup)
     except BaseException:
         runner.close()
         raise
@@ -233,12 +258,15 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
         empty=empty,
         shelf=shelf,
         adapters=adapters,
+        moving=moving,
     )
     _load_adapters(setup, core)
+    _use_sources(setup, core)
     if not empty and setup.updated is None:
         verify_tensors(setup.path, core.tell_damage)
     named = runner.name, runner.backend, runner.device, runner.dtype
-    return core, Facts(memory, why, "; ".join(runner.notes), *named, runner.spec.vocab_size, config.blind)
+    moves = () if moving is None else (moving.id, moving.address, moving.tls is not None, moving.in_common)
+    return core, Facts(memory, why, "; ".join(runner.notes), *named, runner.spec.vocab_size, config.blind, *moves)
 
 
 def lend(setup: Setup, progress: Progress) -> None:

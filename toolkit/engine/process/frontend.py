@@ -30,6 +30,7 @@ from toolkit.engine.load.setup import Facts, Packed, Progress, find, lend, start
 from toolkit.engine.nap import ASLEEP, EMPTY, PARTS, UPDATING
 from toolkit.engine.process.loop import Loop, ThreadLoop
 from toolkit.engine.process.outage import PATIENCE, Outage
+from toolkit.engine.process.peers import Peers
 from toolkit.engine.process.process_loop import Child, ProcessLoop
 from toolkit.engine.process.wakeup import Bell
 from toolkit.engine.request import EngineOutput, EngineRequest, Only, Whose
@@ -50,11 +51,10 @@ SCORED = GenerationConfig(max_new_tokens=1, prompt_logprobs=0)  # what a request
 class AsyncEngine:
     """One model that serves many requests at once, from any number of threads and event loops.
 
-    ``plan``: how memory was shared out. ``runner_why``: why the model
-    runs otherwise than was asked for or is fastest, ``runner_note``: what else there is to say of its runner; "" each.
-    ``adapters``: names of its LoRA adapters. ``outage``: why the engine is down and whether it comes back, as it may
-    where it runs in a process of its own; None while it is up.
-    """
+    ``plan``: how memory was shared out. ``runner_why``: why the model runs otherwise than was asked for or is fastest,
+    ``runner_note``: what else there is to say of its runner; "" each. ``adapters``: names of its LoRA adapters.
+    ``outage``: why the engine is down and whether it comes back, as it may where it runs in a process of its own; None
+    while it is up. ``peers``: other engines that it hands blocks over to, or takes them from."""
 
     def __init__(self, tokenizer: Tokenizer, model_name: str, adapters: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
@@ -74,6 +74,7 @@ class AsyncEngine:
         self._update_lock = threading.Lock()
         self._new_weights: WeightFiles | None = None  # that it runs with
         self._loop: Loop
+        self.peers: Peers
         self._facts: Facts
         self._weights_lock: IO[bytes] | None = None
 
@@ -127,12 +128,17 @@ class AsyncEngine:
         else:
             core, engine._facts = start(setup, lambda: engine.tokenizer, tell)
             engine._loop = ThreadLoop(core, engine._deliver, engine._lost)
+        engine.peers = Peers(setup.config, engine._loop, engine._facts_now)
         if progress is None:
             for notice in engine.plan.notices:
                 log.warning("%s", notice)
         return engine
 
     # -- facts ----------------------------------------------------------------------------------
+
+    def _facts_now(self) -> Facts:
+        """Of the engine's present start."""
+        return self._loop.facts if isinstance(self._loop, ProcessLoop) else self._facts
 
     @property
     def plan(self) -> MemoryPlan:
@@ -424,7 +430,11 @@ class AsyncEngine:
                 pictures,
                 asked.progress,
                 asked.whose,
+                lend=config.with_cache,
+                source=(config.migration_request or {}).get("remote_engine_id", ""),
             )
+            if config.preserve_cache and request.session is None:
+                request.session = self.peers.preserve(name)
             stream = RequestStream(name, token_ids, config, self.tokenizer, wake, asked.timings)
             self._send(stream, request, config.logits_processors or [])
         except ToolkitError as e:
