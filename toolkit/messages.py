@@ -71,8 +71,8 @@ class Response:
     cache_block_ids: list[str] | None = None  # where the request asked for them (with_cache)
 
     def extend(self, other: Response) -> Response:
-        """Append a later delta of the same request and return self: in time that follows the delta's length, but for
-        the text, and without touching lists and arrays that others hold."""
+        """Append a later delta of the same request and return self: in time that follows the delta's length, and
+        without touching lists and arrays that others hold."""
         own = self.__dict__.get("_own")
         if own is None or own.of != id(self):
             own = self.__dict__["_own"] = _Own(id(self))
