@@ -35,6 +35,7 @@ COMMANDS = {
     "deploy": ("Write what runs a model elsewhere: docker, k8s, systemd, other engines.", "Run"),
     "batch": ("Answer a file of requests, or of rows (CSV, Parquet) by a template.", "Run"),
     "profile": ("Measure speed: throughput, generation, api_server.", "Measure"),
+    "plan": ("Plan a fleet: how many engines a load needs, and what they cost.", "Measure"),
     "eval": ("Measure quality: ppl, compare.", "Measure"),
     "parse": ("Show the message that a model's raw answer is: thoughts, text, tool calls.", "Look"),
     "render": ("Show the prompt that a chat template makes of messages.", "Look"),

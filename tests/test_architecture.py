@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "quant": {"measure", "engine", "runners", "models", "artifacts", "kernels", "chat", "vision"} | BASE,
     "serve": {"engine", "chat", "vision", "models", "parsers", "artifacts"} | BASE,
     "batch": {"serve", "engine", "chat"} | BASE,
+    "planner": {"engine", "artifacts"} | BASE,
     "profile": {"engine", "chat", "vision", "models", "artifacts"} | BASE,
     "check_env": {"engine", "runners", "models", "artifacts", "kernels"} | BASE,
     "vl": {"vision", "models", "artifacts"} | BASE,

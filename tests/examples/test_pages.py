@@ -46,6 +46,8 @@ ELSEWHERE = {
     "serving": "scripts that take minutes",
     "how-to/add-a-device": "a device that is not here; tests/runners has a stand-in",
     "how-to/check-a-gpu": "tests/scripts",
+    "how-to/plan-a-fleet": "tests/planner",
+    "scale": "tests/planner",
     "how-to/train-beside": "a trainer beside it: test_update_weights.py of tests/engine and tests/serve",
     "models": "a model with experts: tests/engine/test_routed_experts.py",
 }
