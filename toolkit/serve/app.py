@@ -125,6 +125,7 @@ def create_app(
         app.include_router(routes.router)
     add_schemas(app, [body for routes in ROUTES for body in routes.BODIES])
     keys = ApiKeys(settings.api_keys, settings.api_key_file) if keys is None else keys
+    files.shared = lambda keys=keys: len(keys) > 1
     trusted = Proxies(settings.trusted_proxy)
     app.add_middleware(HandedOver)
     add_layers(app, settings.limits, lanes, keys, list(settings.allow_origins), trusted=trusted, digest=files.owner)
