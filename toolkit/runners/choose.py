@@ -86,7 +86,7 @@ def open_model(
         from toolkit.models.positions import grow_queries
 
         spec = grow_queries(spec)
-    if session_len is not None:
+    if session_len is not None and spec.encoder is None:
         from toolkit.models.positions import reach
 
         spec = reach(spec, session_len)

@@ -65,7 +65,7 @@ class PackSource(Structure):
 
 
 _STEP_FIELDS = (
-    "tokens! seqs! rows! groups! axes! token_ids from_previous positions reach cu_seqlens seq_lens block_tables "
+    "tokens! seqs! rows! groups! axes! token_ids from_previous positions reach types cu_seqlens seq_lens block_tables "
     "table_width slot_mapping rope_set rope_length adapter sample_index logits_size! logits_index hidden_size! "
     "hidden_index target_size! target_index target_ids routes_size! routes_index embeds_size! embeds embed_index "
     "routed_size! routed rows_size! picture_rows "

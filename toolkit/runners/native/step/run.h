@@ -178,7 +178,11 @@ private:
     void store(const Attention& a, int64_t t, int64_t head, const float* key, const float* value);
     int64_t position_of(int64_t seq, int64_t flat) const { return in.seq_lens[seq] - (in.cu_seqlens[seq + 1] - flat); }
     // The position behind the last that a token sees; rows are seen from behind alone.
-    int64_t reach(const Attention& a, int64_t seq, int64_t flat) const { return in.reach && !a.rows ? in.reach[flat] : position_of(seq, flat) + 1; }
+    int64_t reach(const Attention& a, int64_t seq, int64_t flat) const {
+        const int64_t at = position_of(seq, flat);
+        if (!in.reach || a.rows) return at + 1;
+        return a.mutual && a.window ? std::min<int64_t>(in.reach[flat], at + a.window) : in.reach[flat];
+    }
     Range tiles_of(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const;
     // One tile, for tokens [first, last) of a sequence and one kv head.
     struct Piece {

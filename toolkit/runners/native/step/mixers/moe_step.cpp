@@ -296,7 +296,7 @@ void Run::use_pairs(const Moe& m, const Mlp& e) {
     static const Adapters none;
     if (adapters.empty()) return;
     if (&e == &m.shared) use_adapters(adapters);
-    else if (model.adapters.changes_experts) use_adapters(w.experts.adapters, 0, CHUNK);
+    else if (model.adapters.changes_experts) use_adapters(w.experts.adapters, 0, p.chunk);
     else use_adapters(none);
 }
 
