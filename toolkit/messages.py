@@ -13,12 +13,15 @@ from toolkit.base.record import read
 from toolkit.configs.checks import named
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
 from toolkit.configs.generation import GenerationConfig
+from toolkit.configs.moving import EngineRole, MigrationBackend
 from toolkit.errors import UsageError
 
 __all__ = [
     "ChatTemplateConfig",
+    "EngineRole",
     "FinishReason",
     "GenerationConfig",
+    "MigrationBackend",
     "PromptProgress",
     "PytorchEngineConfig",
     "Response",
