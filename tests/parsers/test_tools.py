@@ -43,6 +43,7 @@ DSML = (
     '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
     '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>'
 )
+WRAPPED = '<｜DSML｜invoke name="weather"><｜DSML｜parameter name="%s" string="%s">%s</｜DSML｜parameter></｜DSML｜invoke>'
 COHERE = '{"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Paris", "days": 2}}'
 HEAD = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
 
@@ -126,6 +127,15 @@ CASES: list[Case] = [
     ("deepseek_v32", f"<｜DSML｜function_calls>\n{DSML}\n{DSML[:60]}", DSML[:60], [PARIS]),
     ("deepseek_v32", f"<｜DSML｜function_calls>\n{DSML}\n<｜DSML｜inv", "<｜DSML｜inv", [PARIS]),
     ("deepseek_v32", "<｜DSML｜function_calls>\n<｜DSML｜invoke", "<｜DSML｜function_calls>\n<｜DSML｜invoke", []),
+    ("deepseek_v32", f"Hm.\n{DSML}\n{DSML}\n</｜DSML｜tool_calls>", "Hm.", [PARIS, PARIS]),
+    ("deepseek_v32", f"Hm. {DSML[:-8]}", f"Hm. {DSML[:-8]}", []),
+    *(("deepseek_v32", f"<｜DSML｜tool_calls>{WRAPPED % (key, told, inner)}</｜DSML｜tool_calls>", "", [("weather", expected)])
+      for key, told, inner, expected in (
+          ("arguments", "false", '{"city": "Paris", "days": 2}', PARIS[1]),
+          ("input", "true", '{"city": "Paris", "days": 2}', PARIS[1]),
+          ("arguments", "false", '{"other": 1}', {"arguments": {"other": 1}}),
+          ("arguments", "true", "none", {"arguments": "none"}),
+          ("days", "false", '{"city": "Paris"}', {"days": '{"city": "Paris"}'}))),
     ("glm45", f"<tool_call>weather\n{GLM}</tool_call>\n<tool_call>now</tool_call>", "", [PARIS, NOW]),
     ("glm45", f"Ah.<tool_call>weather{GLM.replace(chr(10), '')}</tool_call>", "Ah.", [PARIS]),
     ("glm45", f"<tool_call>weather\n{GLM}", f"<tool_call>weather\n{GLM}", []),

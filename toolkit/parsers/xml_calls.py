@@ -27,6 +27,7 @@ _TYPES = {
     "str": (str,),
 }
 _BLANKS = re.compile(r"\s*")
+_WRAPPERS = ("arguments", "input", "parameters")
 _LITERALS = {"true": True, "false": False, "none": None}  # as Python writes them
 
 
@@ -112,8 +113,22 @@ def read_call(name: str, body: str, parameter: Element, functions: Functions) ->
     values = _values(body, parameter, keys) if known(name, functions) else None
     if values is None:
         return None
-    arguments = as_arguments({key: _typed(value, told, schema, key) for key, (value, told) in values.items()})
+    given = {key: _typed(value, told, schema, key) for key, (value, told) in values.items()}
+    arguments = as_arguments(_unwrapped(given, keys))
     return None if arguments is None else Call(name, arguments)
+
+
+def _unwrapped(given: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """``given``; where it is all arguments as one, by a name that is none of ``keys``, these arguments: DeepSeek's
+    models write such calls at times."""
+    if len(given) != 1 or not keys:
+        return given
+    [(name, value)] = given.items()
+    if name not in _WRAPPERS or name in keys:
+        return given
+    text = arguments_of(value) if isinstance(value, str) else as_arguments(value)
+    inner = json.loads(text) if text is not None else {}
+    return inner if inner and inner.keys() <= set(keys) else given
 
 
 def _values(body: str, parameter: Element, keys: Collection[str]) -> dict[str, tuple[str, str | None]] | None:
