@@ -1,6 +1,6 @@
 """Draw a conversation in the terminal anew: python scripts/chat_picture.py MODEL writes docs/chat.svg.
 
-MODEL is run by `tool chat` in a terminal of tmux and asked two questions; what the terminal then shows is drawn by Rich.
+MODEL is run by `tool chat` in a terminal of tmux and asked two questions; Rich draws what the terminal then shows.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ class Terminal:
     """A terminal of tmux in which ``command`` runs; ``socket`` keeps it apart from the user's own."""
 
     def __init__(self, command: str, socket: str = "chat-picture") -> None:
-        self._tmux = [shutil.which("tmux") or sys.exit("tmux: not found, and the picture is of its terminal"), "-L", socket]
+        self._tmux = [
+            shutil.which("tmux") or sys.exit("tmux: not found, and the picture is of its terminal"),
+            "-L",
+            socket,
+        ]
         size = ["-x", str(WIDTH), "-y", str(HEIGHT)]
-        self._do("-f", "/dev/null", "new-session", "-d", *size, f"PS1='$ ' TERM=screen-256color exec bash --norc")
+        self._do("-f", "/dev/null", "new-session", "-d", *size, "PS1='$ ' TERM=screen-256color exec bash --norc")
         self._do("set-option", "status", "off")
         self.type(command)
 
@@ -61,11 +65,12 @@ def main() -> None:
     model = parser.parse_args().model
     terminal = Terminal(f"tool chat {model}")
     try:
-        terminal.wait("/help shows", 1)
         for i, question in enumerate(QUESTIONS):
+            terminal.wait("\n>", i + 1)
             terminal.type(question)
             terminal.wait(ANSWERED, i + 1)
-        time.sleep(0.5)  # the next prompt and the status line
+        terminal.wait("\n>", len(QUESTIONS) + 1)
+        time.sleep(0.5)  # the status line
         shown = terminal.shown(colours=True)
     finally:
         terminal.close()

@@ -32,9 +32,11 @@ _LITERALS = {"true": True, "false": False, "none": None}  # as Python writes the
 
 
 class Element:
-    """What stands between a begin tag (a pattern that does not go on behind the next "<") and an end tag."""
+    """What stands between a begin tag (a pattern that does not go on behind the next "<") and an end tag. ``lines``:
+    such models write a value on lines of its own, whose ends are none of it."""
 
-    def __init__(self, begin: str, end: str) -> None:
+    def __init__(self, begin: str, end: str, lines: bool = False) -> None:
+        self.lines = lines
         self._begin = re.compile(begin)
         self._end = end
         self._seam = re.compile(rf"{re.escape(end)}\s*(?={begin})")
@@ -75,8 +77,7 @@ class Element:
 
 @dataclass(frozen=True)
 class Tags:
-    """Group ``name`` of ``call``; ``key`` and, where it is told, ``string`` (true or false) of ``parameter``. One line
-    end on either side of a value is none of it."""
+    """Group ``name`` of ``call``; ``key`` and, where it is told, ``string`` (true or false) of ``parameter``."""
 
     call: Element
     parameter: Element
@@ -138,7 +139,10 @@ def _values(body: str, parameter: Element, keys: Collection[str]) -> dict[str, t
     if elements is None:
         return None
     return {
-        head["key"].strip(): (value.removeprefix("\n").removesuffix("\n"), head.groupdict().get("string"))
+        head["key"].strip(): (
+            value.removeprefix("\n").removesuffix("\n") if parameter.lines else value,
+            head.groupdict().get("string"),
+        )
         for head, value in _ended(elements, parameter, keys)
     }
 
@@ -151,7 +155,7 @@ def _ended(
     left = set(keys) - {head["key"].strip() for head, _ in elements}
     for head, value in elements:
         while found := next((x for x in parameter.begins(value) if x["key"].strip() in left), None):
-            yield head, value[: found.start()]
+            yield head, value[: found.start() - 1]
             left.discard(found["key"].strip())
             head, value = found, value[found.end() :]
         yield head, value
