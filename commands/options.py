@@ -24,6 +24,7 @@ from toolkit.configs.engine import CommonEngineConfig, PytorchEngineConfig, Turb
 from toolkit.configs.lmdeploy import FLAGS, notice, stepped_over
 from toolkit.configs.option import option, option_of, same_option, spelled
 from toolkit.errors import UsageError
+from toolkit.parallel.layout import launched
 
 if TYPE_CHECKING:
     from toolkit.configs.engine import EngineConfig
@@ -91,6 +92,11 @@ class EngineFlags(CommonEngineConfig):
 
         return checked
 
+    @property
+    def _by_messages(self) -> bool:
+        """Whether ranks are asked for that share no memory."""
+        return max(self.pp, self.dp, self.ep, self.nnodes) > 1 or (self.tp > 1 and launched() > 1)
+
     def config(self) -> EngineConfig:
         """The engine config these flags mean. Raises UsageError for a value out of range."""
         common = {f.name: getattr(self, f.name) for f in dataclasses.fields(CommonEngineConfig) if option_of(f)}
@@ -100,7 +106,7 @@ class EngineFlags(CommonEngineConfig):
         number("--num-gpu-blocks", self.num_gpu_blocks, 0, 1 << 40, whole=True)
         if self.num_gpu_blocks:
             common["cache_max_entry_count"] = self.num_gpu_blocks
-        if self.backend == "pytorch" or (self.backend is None and max(self.pp, self.dp, self.ep, self.nnodes) > 1):
+        if self.backend == "pytorch" or (self.backend is None and self._by_messages):
             for name, instead in TURBOMIND_ONLY.items():
                 if getattr(self, name) != getattr(TurbomindEngineConfig, name):
                     raise UsageError(f"{spelled(name)}: only for --backend turbomind; {instead}")

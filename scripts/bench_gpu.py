@@ -1,4 +1,4 @@
-"""Kernels and the whole engine on a GPU: measured, beside what docs/kernel-predictions.md predicted and the goals.
+"""Kernels and the whole engine on a GPU: measured, beside docs/figures/kernel-predictions.md and the goals.
 
 Copy bandwidth is measured in the same run. Kernels are timed by replays of captured graphs that go round so many copies
 of the weights that no cache holds them. Models are of made-up weights in the shapes of 1B, 8B and a small mixture of

@@ -173,7 +173,7 @@ def test_flags_that_are_stepped_over_say_so(place: str, capsys: pytest.CaptureFi
 
 
 def test_wrong_values_of_flags_are_told_by_the_flag_s_name() -> None:
-    for args in (["--migration-backend", "x"], ["--cache-chunk-size", "many"], ["--role", "Prefill"]):
+    for args in (["--migration-backend", "x"], ["--cache-chunk-size", "many"], ["--role", "Reader"]):
         with pytest.raises(UsageError, match=f"^{args[0]}: "):
             command("chat").main(["demo", *args, "-p", "x"], standalone_mode=False)
 

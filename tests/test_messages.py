@@ -121,9 +121,6 @@ def test_lmdeploy_s_other_fields_take_their_default_alone() -> None:
     others: dict[str, Any] = dict(
         logprob_start_len=0,
         return_ppl=True,
-        with_cache=True,
-        preserve_cache=1,
-        migration_request={},
     )
     for name, value in others.items():
         with pytest.raises(UsageError, match=rf"^{name}: found .*expected {theirs[name]}"):
@@ -150,7 +147,6 @@ def test_a_backend_config_of_another_kind(config: Any) -> None:
     [
         (TurbomindEngineConfig, "cp", 1, 2),
         (TurbomindEngineConfig, "outer_dp_size", None, 2),
-        (PytorchEngineConfig, "role", "Hybrid", "Prefill"),
         (PytorchEngineConfig, "kv_transfer_config", None, {"kv_role": "producer"}),
     ],
 )

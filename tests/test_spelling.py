@@ -122,7 +122,7 @@ def test_options_without_effect_are_taken_with_one_notice_each(capsys: pytest.Ca
     assert "never run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--cp", "2"), ("--role", "Prefill")])
+@pytest.mark.parametrize(("flag", "value"), [("--cp", "2"), ("--dp-rank", "2")])
 def test_options_that_ask_for_more_than_there_is_are_refused(flag: str, value: str) -> None:
     with pytest.raises(UsageError, match=f"^{flag}: found '?{value}'?, expected "):
         engine_flags(flag, value)

@@ -68,6 +68,7 @@ class Response:
     prompt_logprobs: list[dict[int, float] | None] | None = None
     prompt_progress: PromptProgress | None = None  # where the request asked for it
     routed_experts: Any = None
+    cache_block_ids: list[str] | None = None  # where the request asked for them (with_cache)
 
     def extend(self, other: Response) -> Response:
         """Append a later delta of the same request and return self: in time that follows the delta's length, but for
@@ -84,6 +85,7 @@ class Response:
         self.cached_tokens = other.cached_tokens
         self.error_code, self.error_message = other.error_code, other.error_message
         self.stop_reason = other.stop_reason
+        self.cache_block_ids = other.cache_block_ids
         if other.logprobs:
             self.logprobs = own.longer("logprobs", self.logprobs, other.logprobs)
         if other.prompt_logprobs:

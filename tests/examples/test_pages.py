@@ -31,12 +31,12 @@ SEEING = {  # page → the model that it shows, the tiny one in its place, and w
     "xcomposer2": ("internlm/internlm-xcomposer2d5-7b", "internlmxcomposer2", 0),
 }
 PAGES = (
-    "add-a-model", "distributed", "formats", "install", "lmdeploy", "quantization", "quantization-figures",
-    "tools-and-thoughts",
-    "how-to/adapters", "how-to/answer-a-batch", "how-to/debug", "how-to/deploy", "how-to/embed-and-rank",
-    "how-to/evaluate", "how-to/long-prompts", "how-to/measure-a-server", "how-to/quantize-on-a-laptop",
-    "how-to/serve-a-model", "how-to/serve-an-agent", "how-to/several-models", "how-to/several-servers",
-    "how-to/show-pictures", "how-to/use-a-gpu",
+    "add-a-model", "distributed", "formats", "install", "lmdeploy", "quantization", "figures/quantization",
+    "tools-and-thoughts", "how-to/adapters", "how-to/answer-a-batch", "how-to/debug", "how-to/deploy",
+    "how-to/embed-and-rank", "how-to/evaluate", "how-to/opencompass", "how-to/long-prompts",
+    "how-to/measure-a-server", "how-to/quantize-on-a-laptop", "how-to/run-an-artifact-elsewhere",
+    "how-to/serve-a-model", "how-to/serve-an-agent",
+    "how-to/several-models", "how-to/several-servers", "how-to/show-pictures", "how-to/use-a-gpu", "vision",
     *(f"vision/{name}" for name in SEEING),
 )  # fmt: skip
 ELSEWHERE = {
@@ -46,6 +46,8 @@ ELSEWHERE = {
     "serving": "scripts that take minutes",
     "how-to/add-a-device": "a device that is not here; tests/runners has a stand-in",
     "how-to/check-a-gpu": "tests/scripts",
+    "how-to/plan-a-fleet": "tests/planner",
+    "scale": "tests/planner",
     "how-to/train-beside": "a trainer beside it: test_update_weights.py of tests/engine and tests/serve",
     "models": "a model with experts: tests/engine/test_routed_experts.py",
 }
@@ -53,7 +55,7 @@ ELSEWHERE = {
 # What is in lines that take minutes, ask, or need another program.
 BY_HAND = (
     "toolkit.runners.native.build", "gdb ", "scripts/", "docker ", "helm ", "kubectl ", "systemctl ", "pip install",
-    "opencompass ", "--device cuda",
+    "install -D ", "opencompass ", "--device cuda",
 )  # fmt: skip
 CODE_BY_HAND = ("read_base", "meta_template", "FAMILY = ", "run_local(")
 HERE = {

@@ -26,13 +26,14 @@ FOREIGN = {
     "--net",
     "--user",
     "--no-python",
+    "--now",
     "--nproc-per-node",
     "--print",
     "--push",
     "--rm",
     "--set",
     "--shm-size",
-}  # llama.cpp, gdb, lm-eval, docker, helm, torchrun
+}  # llama.cpp, gdb, lm-eval, docker, helm, torchrun, systemctl
 SHOWN = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]")
 
 

@@ -84,7 +84,7 @@ def test_opencompass_is_told_what_it_understands(blocks: Any, monkeypatch: pytes
             return [{"abbr": name}]
 
     paths = ["mmengine", "mmengine.config", "opencompass", "opencompass.models", "opencompass.models.base"]
-    code = blocks(DOCS / "how-to" / "evaluate.md", "python")
+    code = blocks(DOCS / "how-to" / "opencompass.md", "python")
     for line in "\n".join(code).split():
         if line.startswith("opencompass.configs"):
             parts = line.split(".")

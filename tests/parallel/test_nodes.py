@@ -19,6 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.engine.load.ranks import check, leads, nodes_of
+from toolkit.engine.process import frontend
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.parallel import nodes as module
 from toolkit.parallel.layout import Layout
@@ -27,6 +30,8 @@ from toolkit.parallel.nodes import KEY, Door, Nodes, about, serve
 from toolkit.parallel.runner import RankedRunner
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
+from toolkit.serve import run
+from toolkit.serve.options import ServerSettings
 
 PROMPT = np.random.default_rng(3).integers(3, 300, 30).tolist()
 LAYOUT = Layout(tp=2)
@@ -68,9 +73,7 @@ class Second:
         return self.error
 
 
-def test_two_machines_give_what_one_process_gives(
-    port: int, tiny_models: Any, support: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_machines_give_what_one_process_gives(port: int, tiny_models: Any, support: Any) -> None:
     path, steps = tiny_models("llama"), support("steps")
     second = Second(model(path), port)
     ranks = RankedRunner(model(path), LAYOUT, Nodes(2, 0, "127.0.0.1", port))
@@ -79,9 +82,20 @@ def test_two_machines_give_what_one_process_gives(
         assert ranks.pids == []
         assert steps.Driver(ranks).generate(PROMPT, 8) == steps.Driver(one).generate(PROMPT, 8)
     finally:
-        monkeypatch.setattr(module, "COME_SECONDS", 0.5)  # in which it then looks for another start
         ranks.close()
-    assert "nobody is at" in second.end()
+    assert second.end() == "" and second.told[-1].endswith("has ended")
+
+
+def test_a_first_machine_that_is_gone_is_looked_for(
+    port: int, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_models("llama")
+    second = Second(model(path), port)
+    ranks = RankedRunner(model(path), LAYOUT, Nodes(2, 0, "127.0.0.1", port))
+    monkeypatch.setattr(module, "COME_SECONDS", 0.5)
+    ranks._ranks.end()  # without a word, as when it is killed
+    assert f"nobody is at 127.0.0.1:{port}" in second.end()
+    ranks.close()
 
 
 @pytest.fixture
@@ -97,7 +111,7 @@ def test_another_key_is_turned_away_and_who_is_missing_is_named(
     monkeypatch.setattr(module, "COME_SECONDS", 3.0)
     monkeypatch.setenv(KEY, "another")
     second = Second(told, port)
-    with pytest.raises(ToolkitError, match=r"ranks 1 \(node_rank 1\) have not come to 127\.0\.0\.1:\d+ within 3 s"):
+    with pytest.raises(ToolkitError, match=r"rank 1 \(node_rank 1\): not come to 127\.0\.0\.1:\d+ within 3 s"):
         door.collect(2, about(Path(told.path), told, LAYOUT))
     assert second.end().startswith(f"{KEY}: ")
 
@@ -125,7 +139,7 @@ def test_a_stranger_is_no_hindrance(door: Door, port: int, tiny_models: Any, mon
     with socket.create_connection(("127.0.0.1", port)) as one, socket.create_connection(("127.0.0.1", port)) as two:
         one.sendall(b"GET / HTTP/1.1\r\n\r\n")
         two.sendall(b"\x00\x00\x00\x05hello")
-        with pytest.raises(ToolkitError, match="have not come"):
+        with pytest.raises(ToolkitError, match="not come to"):
             door.collect(2, about(Path(told.path), told, LAYOUT))
 
 
@@ -135,24 +149,79 @@ def test_a_port_that_is_taken(door: Door, port: int) -> None:
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ((2, 2, "a:1"), "node_rank: found 2, expected 0 to 1"),
-    ((2, 0, None), "dist_init_addr: found None, expected HOST:PORT"),
-    ((2, 0, "a:99999"), "expected HOST:PORT"),
-    ((2, 0, "a"), "expected HOST:PORT"),
+    ({"node_rank": 2}, "node_rank: found 2, expected 0 to 1"),
+    ({}, "dist_init_addr: found None, expected HOST:PORT"),
+    ({"dist_init_addr": "a:99999"}, "expected HOST:PORT"),
+    ({"dist_init_addr": "a"}, "expected HOST:PORT"),
+    ({"master_addr": "a"}, "expected HOST:PORT"),
+    ({"master_addr": "a", "dist_init_addr": "a:1"}, "give one of them"),
+    ({"master_addr": "a", "master_port": 0}, "master_port"),
+    ({"tp": 1}, "nnodes=2: expected tp, pp or dp above 1"),
+    ({"dist_init_addr": "a:1", "distributed_executor_backend": "uni"}, "uni is one process, found tp=2; expected mp"),
+    ({"dist_init_addr": "a:1", "distributed_executor_backend": "ray"}, "distributed_executor_backend: ray "),
+    ({"dist_init_addr": "a:1", "distributed_executor_backend": "mpi"}, "expected one of uni, mp, ray, found 'mpi'"),
 ])  # fmt: skip
-def test_options_that_do_not_go_together(given: tuple[Any, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_do_not_go_together(given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(UsageError, match=message):
-        Nodes.of(*given)
-    assert Nodes.of(1, 0, None) is None
+        check(PytorchEngineConfig(**{"tp": 2, "nnodes": 2} | given))
+
+
+def test_where_the_first_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Nodes.of(1, 0, None, LAYOUT) is None
+    named = PytorchEngineConfig(tp=2, nnodes=2, node_rank=1, master_addr="10.0.0.1", master_port=29500)
+    assert nodes_of(named, LAYOUT) == Nodes(2, 1, "10.0.0.1", 29500) and not leads(named)
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert Nodes.of(2, 1, None) == Nodes(2, 1, "10.0.0.1", 29500)
+    assert Nodes.of(2, 1, None, LAYOUT) == Nodes(2, 1, "10.0.0.1", 29500)
     with pytest.raises(UsageError, match=r"3 ranks .* do not divide"):
         Nodes(2, 0, "a", 1).ranks(3)
     monkeypatch.setenv(KEY, "")
     with pytest.raises(UsageError, match=KEY):
         Door(Nodes(2, 0, "127.0.0.1", 1))
+
+
+def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "7"}
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    found = Nodes.of(1, 0, None, LAYOUT)
+    assert found == Nodes(2, 1, "::1", 7, launched=2) and found.here(2) == 2 and list(found.ranks(2)) == [1]
+    assert leads(PytorchEngineConfig())  # of one rank: whoever started it wants as many engines
+    with pytest.raises(UsageError, match=r"tp=2 \(WORLD_SIZE=2\): turbomind .* starts its ranks on one machine"):
+        check(TurbomindEngineConfig(tp=2))
+    with pytest.raises(UsageError, match=r"WORLD_SIZE=2 \(torchrun\): tp=3 has 3 ranks; start as many"):
+        check(PytorchEngineConfig(tp=3))
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(UsageError, match="RANK=1, MASTER_ADDR=::1, MASTER_PORT=None; expected all that torchrun sets"):
+        check(PytorchEngineConfig(tp=2))
+
+
+def test_a_server_of_another_machine_listens_nowhere(
+    port: int, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent: list[Any] = []
+    monkeypatch.setattr(frontend, "lend", lambda setup, progress: lent.append(setup))
+    monkeypatch.setattr(run, "bind", lambda host, port: pytest.fail("it is bound"))
+    config = PytorchEngineConfig(tp=2, nnodes=2, node_rank=1, dist_init_addr=f"127.0.0.1:{port}")
+    with pytest.raises(SystemExit) as ended:
+        run.serve(str(tiny_models("llama")), ServerSettings(), engine_config=config, progress=str, ready=pytest.fail)
+    assert ended.value.code == 0 and len(lent) == 1
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks(tiny_models: Any) -> None:
+    """The real one, as a user types it; both of its processes end well when the first has answered."""
+    ask = ["-m", "toolkit", "chat", str(tiny_models("llama")), "--dtype", "float32", "--device", "cpu"]
+    ask += ["--session-len", "64", "--prompt", "Name three colours.", "--max-new-tokens", "8", "--temperature", "0"]
+    python = [sys.executable]
+    launcher = [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    alone, several = (
+        subprocess.run([*command, *ask, *more], capture_output=True, text=True, timeout=300)
+        for command, more in ((python, ["--backend", "pytorch"]), (launcher, ["--tp", "2"]))
+    )
+    assert alone.returncode == several.returncode == 0, alone.stderr + several.stderr
+    assert several.stdout == alone.stdout
 
 
 @pytest.fixture

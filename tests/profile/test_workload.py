@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from toolkit.base.arrivals import poisson_starts
 from toolkit.errors import UsageError
 from toolkit.profile.drawings import drawings
 from toolkit.profile.http_client import Client
 from toolkit.profile.options import Prompts, Traffic
 from toolkit.profile.serving import asks_of
-from toolkit.profile.workload import dataset_asks, poisson_starts, random_asks, random_prompts
+from toolkit.profile.workload import dataset_asks, random_asks, random_prompts
 
 
 class Words:

@@ -373,6 +373,80 @@ def test_a_node_that_never_answers_is_told_of_once(caplog: Any) -> None:
     run(go)
 
 
+def engine_info(role: str, engine_id: str = "e" * 32, address: str = "0.0.0.0:9") -> bytes:
+    info = {"engine_id": engine_id, "address": address, "tls": False, "in_common": {}}
+    body = json.dumps({"role": role, "engine_id": engine_id, "endpoint_info": json.dumps(info)})
+    return plain_reply(body)
+
+
+def plain_reply(body: str) -> bytes:
+    return f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+def test_prompts_go_to_one_node_and_answers_come_from_another() -> None:
+    async def test() -> None:
+        linked = {
+            "/distserve/engine_info": engine_info("Decode"),
+            "/distserve/p2p_connect": plain_reply('{"status": 1}'),
+        }
+        lends, takes = FakeNode(raw={"/distserve/engine_info": engine_info("Prefill")}), FakeNode(raw=linked)
+        settings = {"serving_strategy": "DistServe", "prefill_min_bytes": 200}
+        async with world(lends, takes, **settings) as w:
+            mine = {"x-toolkit-kv": '{"lend": true}'}
+            long = {"model": "m", "prompt": "x" * 300}
+            for body in (long, {**long, "stream": True}, long):
+                reply = await w.client.post("/v1/completions", json=body, headers=mine)
+                assert reply.status_code == 200
+            assert [h["x-toolkit-kv"] for p, h, _ in lends.asked if p == "/v1/completions"] == [
+                '{"lend":true,"source":""}'
+            ] * 3
+            told = [h["x-toolkit-kv"] for p, h, _ in takes.asked if p == "/v1/completions"]
+            assert told == [json.dumps({"lend": False, "source": "e" * 32}, separators=(",", ":"))] * 3
+            ((_, _, link),) = [seen for seen in takes.asked if seen[0] == "/distserve/p2p_connect"]
+            (end,) = link["remote_kvtransfer_endpoint_info"]
+            assert json.loads(end["endpoint_info"])["address"] == "127.0.0.1:9"  # as the proxy reaches that node
+            for body in ({"model": "m", "prompt": "short"}, {**long, "echo": True}):
+                assert (await w.client.post("/v1/completions", json=body, headers=mine)).status_code == 200
+            assert len(lends.posts) == 3 and len(takes.posts) == 5
+            assert "x-toolkit-kv" not in [seen for seen in takes.asked if seen[0] == "/v1/completions"][-1][1]
+
+    run(test)
+
+
+def test_a_prefill_node_that_stands_still_is_left() -> None:
+    async def test() -> None:
+        lends = FakeNode(raw={"/distserve/engine_info": engine_info("Prefill")}, go_on=asyncio.Semaphore(0))
+        takes = FakeNode(raw={"/distserve/engine_info": engine_info("Decode")})
+        async with world(lends, takes, serving_strategy="DistServe", prefill_min_bytes=0) as w:
+            work = asyncio.create_task(w.ask())
+            while not lends.posts:
+                await asyncio.sleep(0.01)
+            lends.healthy = False
+            reply = await work
+            assert reply.json() == {"node": takes.port}
+            assert 'how="alone"} 1.0' in w.state.metrics.render().decode()
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "said", ["[]", "{}", '{"role": "Prefill"}', '{"role": 5, "engine_id": "e", "endpoint_info": "{}"}']
+)
+def test_a_node_that_says_nonsense_of_its_role_gets_no_requests(said: str) -> None:
+    async def test() -> None:
+        odd = FakeNode(raw={"/distserve/engine_info": plain_reply(said)})
+        good = FakeNode(raw={"/distserve/engine_info": b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"})
+        await odd.start()
+        async with world(good, serving_strategy="DistServe") as w:
+            w.state.nodes.add(odd.url)
+            while odd.url not in {n.url for n in w.state.nodes if n.down and "engine_info" in n.down}:
+                await asyncio.sleep(0.01)
+            assert (await w.ask()).json() == {"node": good.port}
+            odd.kill()
+
+    run(test)
+
+
 def test_nodes_are_added_removed_and_ended() -> None:
     async def go() -> None:
         late = await FakeNode(models=("late",)).start()

@@ -403,6 +403,7 @@ def make_core(
     cheap: bool = False,
     tokenizer: Any = None,
     shelf: Any = None,
+    moving: Any = None,
     **options: Any,
 ) -> EngineCore:
     """The engine's loop over a fake runner: ``blocks`` for each window, ``options`` of ``EngineOptions``."""
@@ -410,7 +411,7 @@ def make_core(
     defaults: dict[str, Any] = {"session_len": 200, "max_batch_size": 8, "max_prefill_token_num": 64, "check": True}
     chosen = EngineOptions(**(defaults | {"num_blocks": (blocks,) * len(windows)} | options))
     runner.allocate_cache(chosen.num_blocks)
-    return EngineCore(runner, chosen, None if tokenizer is None else lambda: tokenizer, shelf=shelf)
+    return EngineCore(runner, chosen, None if tokenizer is None else lambda: tokenizer, shelf=shelf, moving=moving)
 
 
 def run(core: EngineCore, limit: int = 5000) -> dict[str, list[EngineOutput]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import socket
 import subprocess
 import sys
 from typing import Any
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _HELD = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -28,3 +30,10 @@ def ignore(*numbers: signal.Signals) -> None:
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
+
+
+def end_with_parent() -> None:
+    """Called by the child's ``main``: it is killed when the thread that has started it ends. Linux alone does that."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

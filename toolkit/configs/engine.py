@@ -8,6 +8,7 @@ from typing import Any
 from toolkit.configs.checks import allowed, named, number, shown, switches
 from toolkit.configs.limits import Bounds
 from toolkit.configs.lmdeploy import check_fields, known_as
+from toolkit.configs.moving import check_moving
 from toolkit.configs.option import option, read_size, same_option
 from toolkit.errors import UsageError
 
@@ -16,6 +17,7 @@ MODEL_FORMATS = ("hf", "meta_llama", "awq", "gptq", "compressed-tensors", "fp8",
 LOAD_FORMATS = ("auto", "int8", "int4", "dummy")
 AUTO = "auto"
 POLICY_NAMES = {"none": 0, "int4": 4, "int8": 8, "fp8": 16, "fp8_e5m2": 17}  # LMDeploy's
+EXECUTORS = ("uni", "mp", "ray")
 UNMASKING = ("low_confidence_dynamic", "low_confidence_static", "sequential")
 
 
@@ -48,10 +50,22 @@ def _check_engine(config: EngineConfig, block: str) -> None:
     switches(config, "eager_mode", "empty_init")
     _check_adapters(config.adapters)
     _check_kept(config)
+    check_moving(config)
     if config.adapter_memory is not None:
         read_size("adapter_memory", config.adapter_memory)
     _check_dllm(config)
     check_fields(config)
+
+
+def _only(devices: Any, device: str) -> str:
+    """The GPU that LMDeploy's list ``devices`` names. Raises UsageError where it is not one, or not ``device``."""
+    if not isinstance(devices, list) or len(devices) != 1 or type(devices[0]) is not int or devices[0] < 0:
+        wanted = "expected a list of one number; ranks run on CPUs alone so far, so that one GPU has a whole model"
+        raise UsageError(f"devices: found {shown(devices)}, {wanted}")
+    found = f"cuda:{devices[0]}"
+    if device not in ("auto", "cuda", found):
+        raise UsageError(f"devices: found {shown(devices)}, expected what device says, {device}, or none")
+    return found
 
 
 def _check_kept(config: EngineConfig) -> None:
@@ -108,7 +122,8 @@ def _check_adapters(adapters: Any) -> None:
 class CommonEngineConfig:
     """What both backends take.
 
-    ``quant_policy`` "auto": of each layer the fewest bits that the model bears, as it was measured (docs/few-bits.md).
+    ``quant_policy`` "auto": of each layer the fewest bits that the model bears, as measured
+    (docs/figures/few-bits.md).
 
     ``cache_max_entry_count``: an integer is a number of blocks, whatever its size. ``load_format`` "dummy" reads
     config.json alone. ``adapters``: names of LoRA adapters and where they are, a directory or hub id in PEFT's
@@ -128,6 +143,11 @@ class CommonEngineConfig:
     nnodes: int = option(1, "Machines that the ranks are on (pytorch only).", allowed=Bounds(1, 1024, "int32"))
     node_rank: int = option(0, "Which of them this is; the first one serves.", allowed=Bounds(0, 1023, "int32"))
     dist_init_addr: str | None = option(None, "HOST:PORT at which the first one waits for the others.")
+    master_addr: str | None = option(None, "HOST of --dist-init-addr, as torchrun has it.", hidden=True)
+    master_port: int | None = option(None, "PORT of it.", allowed=Bounds(1, 65535, "int32"), hidden=True)
+    distributed_executor_backend: str | None = option(
+        None, "What ranks are: mp (processes) or uni (there are none). Default: mp.", allowed=EXECUTORS, hidden=True
+    )
     session_len: int | None = option(
         None, "Longest context, in tokens. Default: the model's, if it fits.", allowed=Bounds(1, 1 << 30, "int32")
     )
@@ -167,6 +187,14 @@ class CommonEngineConfig:
         604800.0, "Seconds after which what nobody used is deleted there.", allowed=Bounds(1, 1e10)
     )
     kv_cache_key: str | None = option(None, "A file of 32 random bytes: what is kept is encrypted with it.")
+    role: str = option(
+        "Hybrid", "hybrid; prefill: computes prompts for others; decode: goes on with what those have computed."
+    )
+    migration_backend: str = option("auto", "How: shm (memory of this machine), tcp, or auto.")
+    kv_transfer_address: str | None = option(None, "HOST:PORT at which a prefill server lends; port 0 is any free one.")
+    kv_transfer_key: str | None = option(None, "A file of 32 random bytes that prefill and decode servers share.")
+    kv_transfer_cert: str | None = option(None, "Certificate and key (PEM) of the address, for TLS.")
+    kv_transfer_memory: str = option("1GiB", "What is lent may take in memory.")
     dynamic_rope: str = option(
         "session",
         "Dynamic NTK turns requests beyond the trained length by the session's (session) or their own (request: "
@@ -253,6 +281,8 @@ class TurbomindEngineConfig(CommonEngineConfig):
     outer_dp_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.devices is not None:
+            self.device = _only(self.devices, self.device)
         _check_engine(self, "cache_block_seq_len")
         switches(self, "use_logn_attn")
 
@@ -279,7 +309,6 @@ class PytorchEngineConfig(CommonEngineConfig):
     prefill_interval: int = 16
     num_cpu_blocks: int = 0
     thread_safe: bool = False
-    distributed_executor_backend: str | None = None
     enable_microbatch: bool = False
     enable_eplb: bool = False
     enable_mp_engine: bool = False
@@ -290,8 +319,6 @@ class PytorchEngineConfig(CommonEngineConfig):
     piecewise_cudagraph_max_tokens: int | None = None
     prefix_cache_state_budget: int = 0
     prefix_cache_decode_state_interval: int = 0
-    role: str = "Hybrid"
-    migration_backend: str = "DLSlime"
     kv_transfer_config: Any = None
     moe_tp_size: int | None = None
     logprobs_mode: str | None = None

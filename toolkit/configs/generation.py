@@ -22,15 +22,13 @@ from toolkit.configs.limits import (
     WORD_LENGTH,
     Bounds,
 )
+from toolkit.configs.moving import check_migration
 from toolkit.errors import UsageError
 
 # Fields of LMDeploy's GenerationConfig without a counterpart here, and what to do instead.
 NOT_GENERATED = {
     "logprob_start_len": "for log-probabilities of the prompt use prompt_logprobs",
     "return_ppl": "use Pipeline.get_ppl",
-    "with_cache": "kv_cache_dir keeps the cache, and engines that share it find it by the tokens",
-    "preserve_cache": "kv_cache_dir keeps the cache, and engines that share it find it by the tokens",
-    "migration_request": "prefill and decode are not served apart yet; kv_cache_dir shares what prompts have become",
 }
 
 
@@ -51,8 +49,11 @@ class GenerationConfig:
     ``repetition_ngram_size`` and ``repetition_ngram_threshold``, where both are above 0: the answer ends as soon as its
     last ``size`` tokens stand in it ``threshold`` times. ``shown_special_tokens``: those that stay in the text though
     others are skipped (``skip_special_tokens``). ``return_routed_experts``: which experts each token of prompt
-    and answer went to in each layer, of models that have such; no prefix is then taken from the cache. The fields after
-    these are LMDeploy's for what is not built here: they take their default alone.
+    and answer went to in each layer, of models that have such; no prefix is then taken from the cache. ``with_cache``:
+    the answer names the blocks of its prompt (``cache_block_ids``), and an engine of role Prefill lends them to others;
+    ``preserve_cache``: they stay in the cache until they are freed, as far as there is room; ``migration_request``: an
+    object whose ``remote_engine_id`` is of an engine that lends them, to which this one was connected. ``return_ppl``
+    and ``logprob_start_len`` are LMDeploy's for what is not built here: they take their default alone.
     """
 
     n: int = _told(1, "Choices; choice i draws with seed + i.", Bounds(1, 128, "int32"))
@@ -144,7 +145,8 @@ class GenerationConfig:
         list_of("shown_special_tokens", self.shown_special_tokens, "texts", lambda text: isinstance(text, str))
         list_of("logits_processors", self.logits_processors, "functions", callable)
         switches(self, "do_sample", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens")
-        switches(self, "include_stop_str_in_output", "return_routed_experts")
+        switches(self, "include_stop_str_in_output", "return_routed_experts", "with_cache", "preserve_cache")
+        check_migration(self.migration_request)
         for name in ("response_format", "logit_bias"):
             if not isinstance(value := getattr(self, name), dict) and value is not None:
                 raise UsageError(f"{name}: expected a dict, found {shown(value)}")

@@ -80,7 +80,7 @@ _CACHE = "engines share blocks of the cache by kv_cache_dir"
 _CHECKPOINTS = "states are kept at block borders by themselves, and evicted like blocks"
 _WHOLE = "whole blocks of every prompt are cached"
 _DRAFT = "speculative decoding is not built yet"
-_APART = "prefill and decode are not served apart yet"
+_MOVED = "blocks go over by shared memory or TCP, as --migration-backend of the servers says"
 _STEPS = "a step's tokens are bounded by max_prefill_token_num"
 _GRAPHS = "the runner chooses what it captures"
 _CORS = "browsers of --allow-origins may send any method and header, without cookies"
@@ -101,6 +101,8 @@ OPTIONS: dict[str, Theirs] = {
     "nnodes": _works("machines of ranks, which start the same command (docs/distributed.md)"),
     "node_rank": _works(),
     "dist_init_addr": _works("of the first machine, or MASTER_ADDR and MASTER_PORT"),
+    "distributed_executor_backend": _works("mp: processes, of one machine or several; uni: no ranks"),
+    "devices": _works("one GPU: ranks run on CPUs alone"),
     "session_len": _works(),
     "max_batch_size": _works(),
     "cache_max_entry_count": _works("1, an integer, is one block"),
@@ -136,9 +138,6 @@ OPTIONS: dict[str, Theirs] = {
     "cache_prompt_boundary_skip": _notice(_WHOLE, 1),
     "communicator": _notice("ranks speak by gloo", "nccl", "nccl", "native", "cuda-ipc"),
     "cudagraph_capture_batch_sizes": _notice(_GRAPHS, None, list),
-    "distributed_executor_backend": _notice(
-        "ranks are processes of this machine (mp), or of several by nnodes", None, "uni", "mp", "ray"
-    ),
     "enable_eplb": _notice(_EXPERTS, False),
     "enable_return_routed_experts": _notice("each request that says return_routed_experts is told", False),
     "enable_microbatch": _notice(_ONE, False),
@@ -148,7 +147,7 @@ OPTIONS: dict[str, Theirs] = {
         "logprobs are given to whoever asks for them; logits by output_logits", None, "raw_logits", "raw_logprobs"
     ),
     "max_prefill_iters": _notice(_STEPS, 1),
-    "migration_backend": _notice(_CACHE, "DLSlime", "DLSlime", "Mooncake"),
+    "migration_backend": _works("auto, shm and tcp; DLSlime and Mooncake are refused where a role is given"),
     "moe_a2a_backend": _notice(_EXPERTS, "auto", "auto", "default", "deepep"),
     "mp_engine_backend": _notice("a process is started without a framework", "mp", "mp", "ray"),
     "num_cpu_blocks": _notice("a request that gives way is computed again, not swapped out", 0),
@@ -160,12 +159,11 @@ OPTIONS: dict[str, Theirs] = {
     "thread_safe": _notice("an engine may be used from any thread", False),
     "trust_remote_code": _notice("code that comes with a model is never run", False),
     "cp": _refused(_ONE, 1),
-    "devices": _refused("choose one by device='cuda:N'"),
     "device_num": _refused(_ONE),
     "dp_rank": _refused(_ONE, 0),
     "gemm_input_dtype": _refused("activations have the dtype that the weights call for"),
     "kv_transfer_config": _refused(_CACHE),
-    "role": _refused(_APART, "Hybrid"),
+    "role": _works("for either backend (docs/how-to/several-machines.md)"),
     **{name: _refused(_SPLIT) for name in ("attn_cp_size", "attn_dp_size", "mlp_dp_size", "outer_dp_size")},
     # flags of commands alone
     "allow_credentials": _notice(_CORS, False),
@@ -175,11 +173,11 @@ OPTIONS: dict[str, Theirs] = {
     "speculative_draft_model": _refused(_DRAFT),
     "speculative_num_draft_tokens": _refused(_DRAFT, 1),
     "speculative_dflash_block_size": _refused(_DRAFT),
-    "serving_strategy": _refused(_APART, "Hybrid"),
-    "dummy_prefill": _refused(_APART, False),
-    "migration_protocol": _notice(_CACHE, "RDMA", "RDMA", "NVLINK"),
-    "link_type": _notice(_CACHE, "RoCE", "RoCE", "IB"),
-    "disable_gdr": _notice(_CACHE, False),
+    "serving_strategy": _works(),
+    "dummy_prefill": _refused("prompts are always computed", False),
+    "migration_protocol": _notice(_MOVED, "RDMA", "RDMA", "NVLINK"),
+    "link_type": _notice(_MOVED, "RoCE", "RoCE", "IB"),
+    "disable_gdr": _notice(_MOVED, False),
     "disable_cache_status": _notice("nodes are kept in --state-file, if that is given", False),
     "server_name": _works("127.0.0.1 unless told otherwise"),
     "allow_origins": _works("none unless named; repeat the flag for several"),

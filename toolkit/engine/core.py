@@ -21,6 +21,7 @@ from toolkit.engine.admission import (
 )
 from toolkit.engine.cache.block_manager import BlockManager
 from toolkit.engine.cache.kept.keeper import Keeper
+from toolkit.engine.cache.kept.moving import Moving
 from toolkit.engine.cache.kept.shelf import Shelf
 from toolkit.engine.cache.prefix import root_key
 from toolkit.engine.canvas import Canvas
@@ -74,11 +75,12 @@ class EngineCore:
         empty: bool = False,
         shelf: Shelf | None = None,
         adapters: Seq[str] = (),
+        moving: Moving | None = None,
     ) -> None:
         """``open_tokenizer``: for bad words and grammars, which are all that it is for here. ``read_weights``: of a
         directory of new weights what the runner is to load. ``empty``: the runner has no weights yet, and no cache.
         ``shelf``: where blocks are kept beside the cache; ``adapters``: what tells each one's blocks from others'
-        there."""
+        there. ``moving``: how blocks go to other engines and come from them."""
         spec = runner.spec
         size = runner.options.block_size
         self.runner = runner
@@ -88,7 +90,11 @@ class EngineCore:
             spec.cache_groups, options.num_blocks, size, options.max_batch_size, max(self.max_len, 1)
         )
         rows = max(1, spec.together, options.max_logit_bytes // (4 * spec.vocab_size))
-        self.keeper = None if shelf is None else Keeper(shelf, runner, self.blocks)
+        self.moving = moving
+        self.keeper = None
+        if shelf is not None or moving is not None:
+            lender = None if moving is None else moving.lender(runner, self.blocks)
+            self.keeper = Keeper(shelf, runner, self.blocks, lender)
         self._adapters = dict(enumerate(adapters))
         self.scheduler = Scheduler(self.blocks, options, rows, self.keeper)
         axes = 3 if spec.vision is not None and spec.vision.axes else 1
@@ -163,6 +169,17 @@ class EngineCore:
     def end_session(self, name: str) -> None:
         """Let the session's blocks be evicted like any other cached block."""
         self.blocks.end_session(name)
+
+    def use_source(self, engine_id: str, address: str, secure: bool) -> None:
+        """Take blocks of requests whose ``source`` is ``engine_id`` from the engine that lends them at ``address``, or
+        in this machine's memory. Raises ToolkitError where there is no way to it."""
+        if self.moving is not None and self.keeper is not None:
+            self.keeper.sources[engine_id] = self.moving.source(engine_id, address, secure)
+
+    def drop_source(self, engine_id: str) -> None:
+        """Ask that engine no more. Unknown ids are ignored."""
+        if self.keeper is not None:
+            self.keeper.sources.pop(engine_id, None)
 
     def sleep(self) -> list[str]:
         """Give weights and KV cache back until ``wake``. What runs or waits ends in an error. Returns what is gone."""
@@ -441,9 +458,17 @@ class EngineCore:
             if output.finish_reason is not None:
                 if output.finish_reason != "error":
                     self.scheduler.label(seq, stored[seq])
+                    self._lend(seq, output)
                 self._end(seq, keep=output.finish_reason != "error")
         for seq in step.plan.sequences():
             self.scheduler.label(seq, stored[seq])
+
+    def _lend(self, seq: Sequence, output: EngineOutput) -> None:
+        if seq.request.lend:
+            whole = seq.prompt_len // self.blocks.block_size
+            output.block_ids = [key.hex() for key in seq.keys[:whole]]
+            if self.keeper is not None and self.keeper.lender is not None and seq.keys:
+                self.keeper.lender.end(seq)
 
     # -- steps that fail ------------------------------------------------------------------------
 

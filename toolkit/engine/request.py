@@ -53,7 +53,8 @@ class EngineRequest:
     log-probabilities, "last" and "mean" one row ``hidden``, the last token's hidden state or the mean of all.
     ``priority``: the lower, the sooner it starts and the later it gives up its blocks for others. ``pictures``: in the
     order in which their places stand in the prompt. ``progress``: tell how far the prompt has come after each step.
-    ``whose``: among whom the engine is shared out."""
+    ``whose``: among whom the engine is shared out. ``lend``: other engines are to find its prompt's blocks, of which
+    the last output tells (``block_ids``); ``source``: the id of the engine that has computed them, "" = none has."""
 
     id: str
     token_ids: list[int]
@@ -65,6 +66,8 @@ class EngineRequest:
     pictures: list[Picture] = field(default_factory=list)
     progress: bool = False
     whose: Whose = field(default_factory=Whose)
+    lend: bool = False
+    source: str = ""
 
 
 @dataclass
@@ -89,6 +92,7 @@ class EngineOutput:
     logits: Any = None  # float32 [rows, V]
     hidden: Any = None  # float32 [rows, hidden]
     routes: Any = None  # uint16 [rows, layers, chosen experts], of "all" rows
+    block_ids: list[str] | None = None  # of the prompt's whole blocks, where they were asked for: digests of content
     error: str | None = None
     error_code: int | None = (
         None  # as HTTP has them: 400 the request's fault, 500 the engine's, 503 no engine or none free

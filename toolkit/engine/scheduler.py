@@ -307,6 +307,8 @@ class Scheduler:
             return 0
         extend_keys(seq.keys, seq.keys_root, seq.tokens, seq.length, self.blocks.block_size, seq.spans)
         seq.branch = self.blocks.known(seq.keys)
+        if seq.request.lend:  # another engine starts on the last block before the prompt's last token
+            seq.branch = max(0, seq.prompt_len - 1) // self.blocks.block_size
         return self.blocks.match(seq.keys, _most(seq))
 
     def _start(self, seq: Sequence, row: int, hit: int, promised: int) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from toolkit.errors import UsageError
+
+WORLD_SIZE = "WORLD_SIZE"  # torchrun's
 
 
 @dataclass(frozen=True)
@@ -48,3 +51,14 @@ class Layout:
     def __str__(self) -> str:
         sizes = (("tp", self.tp), ("pp", self.pp), ("dp", self.dp), ("ep", self.ep))
         return ", ".join(f"{name}={size}" for name, size in sizes if size > 1) or "tp=1"
+
+
+def launched() -> int:
+    """How many processes torchrun has started, 1: none but this."""
+    return number_of(WORLD_SIZE, 1)
+
+
+def number_of(name: str, default: int) -> int:
+    """What an environment variable says, ``default`` where it is no number."""
+    found = os.environ.get(name, "")
+    return int(found) if found.isdecimal() else default

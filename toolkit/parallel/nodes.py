@@ -15,8 +15,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
@@ -27,40 +27,63 @@ from toolkit.base import child_process
 from toolkit.base.record import plain
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.parallel import wire
-from toolkit.parallel.layout import Layout
+from toolkit.parallel.layout import WORLD_SIZE, Layout, launched, number_of
 
 log = logging.getLogger(__name__)
 KEY = "TOOLKIT_RANKS_KEY"
 COME_SECONDS = 300.0  # in which all ranks must have come, and in which another machine looks for the first
+LOOK_SECONDS = 5.0  # in which one look for the first ends
 GREET_SECONDS = 10.0  # that one who has come may take to prove that it knows the key
 SMALL = 1 << 20  # bytes of files that are compared as a whole; of larger ones the sizes
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """``count`` machines, of which this is ``rank``; the first waits at ``host``:``port``."""
+    """``count`` machines, of which this is ``rank``; the first waits at ``host``:``port``. ``launched``: they are
+    processes that torchrun has started, a rank each, ``launched`` of them on this machine. ``store``: at the address
+    is torchrun's own store, in which the first says where it waits."""
 
     count: int
     rank: int
     host: str
     port: int
+    launched: int = 0
+    store: bool = False
 
     @staticmethod
-    def of(count: int, rank: int, address: str | None) -> Nodes | None:
-        """What the options say, None for one machine. Raises UsageError where they do not go together."""
+    def of(count: int, rank: int, address: str | None, layout: Layout) -> Nodes | None:
+        """What the options say, or torchrun's variables; None for one machine. Raises UsageError where they do not go
+        together."""
+        if count == 1 and address is None and launched() > 1:
+            return Nodes._launched(layout)
         if count == 1:
             return None
         if not 0 <= rank < count:
             raise UsageError(f"node_rank: found {rank}, expected 0 to {count - 1} with nnodes={count}")
-        if address is None and "MASTER_ADDR" in os.environ:
-            address = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
+        address = address or _master()
         host, _, port = (address or "").rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
             raise UsageError(
                 f"dist_init_addr: found {address!r}, expected HOST:PORT of the first machine, the same on all, "
-                f"with nnodes={count} (or MASTER_ADDR and MASTER_PORT)"
+                f"with nnodes={count} (or master_addr and master_port, or MASTER_ADDR and MASTER_PORT)"
             )
         return Nodes(count, rank, host.strip("[]"), int(port))
+
+    @staticmethod
+    def _launched(layout: Layout) -> Nodes:
+        """By the variables that torchrun sets."""
+        world, rank = number_of(WORLD_SIZE, 1), number_of("RANK", -1)
+        host, _, port = (_master() or "").rpartition(":")
+        if world != layout.world:
+            raise UsageError(
+                f"{WORLD_SIZE}={world} (torchrun): {layout} has {layout.world} ranks; start as many processes, "
+                f"or unset {WORLD_SIZE}"
+            )
+        if not 0 <= rank < world or not host or not port.isdigit():
+            found = f"RANK={os.environ.get('RANK')}, MASTER_ADDR={host or None}, MASTER_PORT={port or None}"
+            raise UsageError(f"{WORLD_SIZE}={world} (torchrun): found {found}; expected all that torchrun sets")
+        store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        return Nodes(world, rank, host.strip("[]"), int(port), number_of("LOCAL_WORLD_SIZE", 1), store)
 
     def ranks(self, world: int) -> range:
         """Those of this machine. Raises UsageError where they do not divide."""
@@ -69,15 +92,57 @@ class Nodes:
         each = world // self.count
         return range(self.rank * each, (self.rank + 1) * each)
 
+    def here(self, world: int) -> int:
+        """How many ranks share this machine."""
+        return self.launched or len(self.ranks(world))
+
     def owner(self, rank: int, world: int) -> int:
         return rank // (world // self.count)
+
+    def named(self, ranks: list[int], world: int) -> str:
+        """Ranks, with the machines that they are on."""
+        each = (f"{rank}" if self.launched else f"{rank} (node_rank {self.owner(rank, world)})" for rank in ranks)
+        return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(each)}"
+
+    @property
+    def how(self) -> str:
+        """How others are started."""
+        return "by torchrun" if self.launched else "with its --node-rank"
+
+    def board(self, seconds: float) -> Any:
+        """torchrun's store. Raises OSError where nobody is there."""
+        import torch.distributed as dist
+
+        try:
+            return dist.TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=seconds))
+        except (RuntimeError, ValueError) as e:
+            raise OSError(str(e).partition("\n")[0]) from e
+
+    def address(self) -> tuple[str, int]:
+        """Where the first waits. Raises OSError where that is not known yet."""
+        if not self.store:
+            return self.host, self.port
+        board = self.board(LOOK_SECONDS)
+        if not board.check([_door()]):
+            raise OSError("rank 0 has not come")
+        return self.host, int(board.get(_door()))
+
+
+def _door() -> str:
+    """Where in torchrun's store the first says where it waits; processes that torchrun starts anew have another."""
+    return f"toolkit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _master() -> str | None:
+    found = os.environ.get("MASTER_ADDR")
+    return None if found is None else f"{found}:{os.environ.get('MASTER_PORT', '')}"
 
 
 def key() -> bytes:
     """What all machines know. Raises UsageError where it is not set."""
     found = os.environ.get(KEY, "")
     if not found:
-        raise UsageError(f"{KEY}: not set; with nnodes above 1 it is to be the same secret on all machines")
+        raise UsageError(f"{KEY}: not set; with nnodes above 1 or torchrun it is to be the same secret everywhere")
     return found.encode()
 
 
@@ -101,9 +166,16 @@ class Door:
         """Raises UsageError for an address that cannot be had."""
         self._key, self._nodes = key(), nodes
         try:
-            self._socket = socket.create_server((nodes.host, nodes.port), backlog=64, reuse_port=False)
+            own = (nodes.host, 0 if nodes.store else nodes.port)
+            self._socket = socket.create_server(own, backlog=64, reuse_port=False)
         except OSError as e:
             raise UsageError(f"dist_init_addr: {nodes.host}:{nodes.port}: {e.strerror}; is it in use?") from e
+        if nodes.store:
+            try:
+                nodes.board(LOOK_SECONDS).set(_door(), str(self._socket.getsockname()[1]))
+            except OSError as e:
+                self._socket.close()
+                raise ToolkitError(f"torchrun's store at {nodes.host}:{nodes.port}: {e}") from e
 
     def collect(self, world: int, own: dict[str, Any]) -> dict[int, tuple[Connection, dict[str, Any]]]:
         """The connections of all ranks of other machines, and what they say of themselves, which is held against
@@ -116,10 +188,9 @@ class Door:
             try:
                 sock, peer = self._socket.accept()
             except TimeoutError:
-                who = ", ".join(f"{rank} (node_rank {self._nodes.owner(rank, world)})" for rank in missing)
+                who, at = self._nodes.named(missing, world), f"{self._nodes.host}:{self._nodes.port}"
                 raise ToolkitError(
-                    f"ranks {who} have not come to {self._nodes.host}:{self._nodes.port} within {COME_SECONDS:g} s; "
-                    "start the same command there, with its --node-rank"
+                    f"{who}: not come to {at} within {COME_SECONDS:g} s; start the command there, {self._nodes.how}"
                 ) from None
             try:
                 pipe, hello = self._greet(sock)
@@ -188,27 +259,29 @@ def about(path: Path, model: Any, layout: Layout) -> dict[str, Any]:
 
 
 def serve(model: Any, layout: Layout, nodes: Nodes, told: Callable[[str], None]) -> None:
-    """Run the ranks of this machine for the first one, as often as it starts them, until it is gone. Raises
+    """Run the ranks of this machine for the first one, as often as it starts them, until it has ended. Raises
     ToolkitError where it turns them away, or is not there."""
     own = about(Path(model.path), model, layout) | {"path": model.path}
     ranks = nodes.ranks(layout.world)
+    who = f"ranks {ranks.start} to {ranks.stop - 1}" if len(ranks) > 1 else f"rank {ranks.start}"
     while True:
-        told(f"ranks {ranks.start} to {ranks.stop - 1}: looking for {nodes.host}:{nodes.port}")
+        told(f"{who}: looking for {nodes.host}:{nodes.port}")
         started: list[subprocess.Popen[bytes]] = []
         try:
             started += [_start(nodes, own | {"rank": rank}) for rank in ranks]
-            told(f"ranks {ranks.start} to {ranks.stop - 1} are at work for {nodes.host}:{nodes.port}")
-            for process in started:
-                process.wait()
+            told(f"{who} at work for {nodes.host}:{nodes.port}")
+            codes = [process.wait() for process in started]
         finally:
             for process in started:
                 process.kill()
                 process.wait()
+        if not any(codes):
+            return told(f"{who}: {nodes.host}:{nodes.port} has ended")
 
 
 def _start(nodes: Nodes, hello: dict[str, Any]) -> subprocess.Popen[bytes]:
     sock = _reach(nodes)
-    pipe = Connection(os.dup(sock.fileno()))
+    pipe, at = Connection(os.dup(sock.fileno())), f"{nodes.host}:{nodes.port}"
     with sock, pipe:
         try:
             answer_challenge(pipe, key())
@@ -216,11 +289,11 @@ def _start(nodes: Nodes, hello: dict[str, Any]) -> subprocess.Popen[bytes]:
             pipe.send_bytes(wire.pack(hello))
             answer: dict[str, Any] = wire.unpack(pipe.recv_bytes(1 << 20))
         except AuthenticationError:
-            raise ToolkitError(f"{KEY}: {nodes.host}:{nodes.port} has another; it is to be the same on all") from None
+            raise ToolkitError(f"{KEY}: {at} has another; it is to be the same on all") from None
         except (OSError, EOFError) as e:
-            raise ToolkitError(f"{nodes.host}:{nodes.port} has hung up: {e or 'no reason given'}") from e
+            raise ToolkitError(f"{at} has hung up: {e or 'no reason given'}") from e
         if answer["error"] is not None:
-            raise ToolkitError(f"{nodes.host}:{nodes.port} turned rank {hello['rank']} away: {answer['error']}")
+            raise ToolkitError(f"{at} turned rank {hello['rank']} away: {answer['error']}")
         limit(sock, 0)  # the first step may be long in coming
         return child_process.start("toolkit.parallel.worker", sock, stdout=sys.stderr)
 
@@ -228,13 +301,13 @@ def _start(nodes: Nodes, hello: dict[str, Any]) -> subprocess.Popen[bytes]:
 def _reach(nodes: Nodes) -> socket.socket:
     until, why = time.monotonic() + COME_SECONDS, ""
     while time.monotonic() < until:
-        with suppress(TimeoutError):
-            try:
-                sock = socket.create_connection((nodes.host, nodes.port), timeout=5)
-                sock.settimeout(None)
-                limit(sock, COME_SECONDS)
-                return sock
-            except OSError as e:
-                why = str(e)
+        try:
+            sock = socket.create_connection(nodes.address(), timeout=LOOK_SECONDS)
+            sock.settimeout(None)
+            limit(sock, COME_SECONDS)
+            return sock
+        except OSError as e:
+            why = str(e)
         time.sleep(0.5)
-    raise ToolkitError(f"nobody is at {nodes.host}:{nodes.port} ({why}); start the command there with --node-rank 0")
+    first = "start it too" if nodes.launched else "start the command there with --node-rank 0"
+    raise ToolkitError(f"nobody is at {nodes.host}:{nodes.port} ({why}); {first}")

@@ -123,6 +123,14 @@ class Ranks:
                 found += [f"rank {rank}: {answer['error']}"] if answer["error"] and not answer["echo"] else []
         return "; ".join(found) or "the ranks have lost each other"
 
+    def close(self) -> None:
+        """As ``end``; those of other machines, which would look for another start, are told that there is none."""
+        for rank, pipe in enumerate(self._pipes, 1):
+            if rank in self._hosts:
+                with suppress(RankLost):
+                    self._put(rank, pipe, wire.pack(["close", []]))
+        self.end()
+
     def end(self) -> None:
         """End all at once, wherever they are."""
         for process in self._processes:

@@ -46,7 +46,7 @@ class RankedRunner:
         """Open the model and start the ranks, or wait for those of other ``nodes``; no weights are loaded. Raises
         ToolkitError or UsageError, one line."""
         whole, world = open_whole(model, layout), layout.world
-        here = world if nodes is None else len(nodes.ranks(world))
+        here = world if nodes is None else nodes.here(world)
         threads = max(1, (model.options.threads or torch.get_num_threads()) // here)
         options = replace(model.options, threads=threads)
         local = RankRunner(whole, 0, layout, options, None, here)
@@ -278,7 +278,7 @@ class RankedRunner:
         """End the other ranks, release weights and cache."""
         self._lost = self._lost or "the model was closed"
         self._group.leave()
-        self._ranks.end()
+        self._ranks.close()
         self._local.close()
 
 

@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 def main(fd: int) -> None:
     """Open what the first message says, then run steps until the other end closes."""
     child_process.ignore(signal.SIGINT, signal.SIGTERM)
+    ended = False
+    if _address(fd):
+        child_process.end_with_parent()  # the first rank, far away, would not notice
     with Connection(fd) as pipe, suppress(EOFError, BrokenPipeError, ConnectionResetError):
         told = wire.unpack(pipe.recv_bytes())
         line = f"%(asctime)s %(levelname)s rank {told['rank']}: %(message)s"
@@ -50,8 +53,8 @@ def main(fd: int) -> None:
         except (ToolkitError, RuntimeError, OSError) as e:
             pipe.send_bytes(wire.pack({"error": str(e)}))
         else:
-            _serve(pipe, runner)
-    os._exit(0)  # what is left of a broken group would end this with an abort
+            ended = _serve(pipe, runner)
+    os._exit(0 if ended else 1)  # what is left of a broken group would end this with an abort
 
 
 def _address(fd: int) -> str:
@@ -60,10 +63,13 @@ def _address(fd: int) -> str:
         return "" if sock.family == socket.AF_UNIX else str(sock.getsockname()[0])
 
 
-def _serve(pipe: Connection, runner: RankRunner) -> None:
+def _serve(pipe: Connection, runner: RankRunner) -> bool:
+    """Whether the first rank has said that it ends, and is not just gone."""
     group = runner.group
     while True:
         name, arguments = wire.unpack(pipe.recv_bytes())
+        if name == "close":
+            return True
         before = group.messages
         answer: dict[str, Any] = {"error": None, "value": None}
         try:
@@ -77,7 +83,7 @@ def _serve(pipe: Connection, runner: RankRunner) -> None:
         answer["echo"] = bool(group.broken)  # it has failed because another one has
         pipe.send_bytes(wire.pack(answer))
         if name == "submit" and answer["error"] is not None and group.messages > before:
-            return  # in the midst of a step that others go on with: they shall not wait
+            return False  # in the midst of a step that others go on with: they shall not wait
 
 
 def step(runner: RankRunner, told: list[Any]) -> int | StepOutput | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolkit.base.arrivals import poisson_starts
 from toolkit.errors import UsageError
 from toolkit.profile.drawings import data_url, drawings
 from toolkit.profile.exchange import Exchange
@@ -17,7 +18,7 @@ from toolkit.profile.http_client import Client, TextAsk
 from toolkit.profile.load import raise_if_all_failed, run_at
 from toolkit.profile.metrics import RequestRecord, completed, goodput, percentiles, throughput_summary
 from toolkit.profile.options import MADE, Traffic
-from toolkit.profile.workload import dataset_texts, poisson_starts, random_texts
+from toolkit.profile.workload import dataset_texts, random_texts
 
 WARM_UP = TextAsk("Say something short.", 4)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit.base.arrivals import poisson_starts
 from toolkit.configs.engine import EngineConfig
 from toolkit.engine.load.setup import Packed
 from toolkit.engine.process.frontend import AsyncEngine
@@ -16,7 +17,7 @@ from toolkit.profile.drawings import drawings
 from toolkit.profile.load import raise_if_all_failed, run_all
 from toolkit.profile.metrics import RequestRecord, throughput_summary
 from toolkit.profile.options import MADE, Load
-from toolkit.profile.workload import Ask, dataset_asks, poisson_starts, random_asks, random_texts
+from toolkit.profile.workload import Ask, dataset_asks, random_asks, random_texts
 from toolkit.vision.eyes import Eyes
 
 

@@ -112,14 +112,6 @@ def random_texts(seed: int, tokenizer: Encoder | None, count: int, length: int) 
     return [tokenizer.decode(tokenizer.encode(text, False)[:length]) for text in texts]
 
 
-def poisson_starts(seed: int, count: int, rate: float) -> list[float]:
-    """Start times in seconds, the first at 0, with exponential gaps of mean 1 / ``rate``; inf = all at once."""
-    if rate == float("inf"):
-        return [0.0] * count
-    gaps = np.random.default_rng(seed).exponential(1 / rate, max(count - 1, 0))
-    return [0.0, *np.cumsum(gaps).tolist()][:count]
-
-
 def _read_pairs(file: Path) -> list[tuple[str, str | None]]:
     """(question, answer or None) from ShareGPT's JSON, JSON lines, or a text with blank lines between prompts."""
     try:

@@ -20,6 +20,7 @@ from toolkit.serve.generation.parsing import Formats
 from toolkit.serve.generation.sampling import choose_defaults
 from toolkit.serve.http.answers import Health, ModelCard, ModelList
 from toolkit.serve.http.docs_page import add_docs
+from toolkit.serve.http.handed import HandedOver
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.layers import add_layers
@@ -27,7 +28,7 @@ from toolkit.serve.http.proxies import Proxies
 from toolkit.serve.http.replies import json_response
 from toolkit.serve.http.schema import ERRORS, add_schemas, answered
 from toolkit.serve.llama_cpp import routes as llama_routes
-from toolkit.serve.lmdeploy import generate_routes, interactive_routes
+from toolkit.serve.lmdeploy import distserve_routes, generate_routes, interactive_routes
 from toolkit.serve.model_cards import card, listed
 from toolkit.serve.ollama import routes as ollama_routes
 from toolkit.serve.ollama.cards import add_lists
@@ -60,6 +61,7 @@ ROUTES = (
     batch_routes,
     generate_routes,
     interactive_routes,
+    distserve_routes,
     control_routes,
     weight_routes,
     adapter_routes,
@@ -124,6 +126,7 @@ def create_app(
     add_schemas(app, [body for routes in ROUTES for body in routes.BODIES])
     keys = ApiKeys(settings.api_keys, settings.api_key_file) if keys is None else keys
     trusted = Proxies(settings.trusted_proxy)
+    app.add_middleware(HandedOver)
     add_layers(app, settings.limits, lanes, keys, list(settings.allow_origins), trusted=trusted, digest=files.owner)
     return app
 

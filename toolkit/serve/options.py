@@ -14,6 +14,7 @@ from toolkit.serve.http.proxies import Proxies
 
 KEYS = "TOOLKIT_API_KEYS"
 NODE_KEYS = "TOOLKIT_NODE_KEYS"
+HYBRID, DIST_SERVE = SERVING = ("Hybrid", "DistServe")  # LMDeploy's
 MAX_GRACE_S = 3600
 CLIENT_GRACE_S = 2.0  # after the requests were ended: time to write the last bytes
 _SEVERAL = {"rich_help_panel": "Several models"}
@@ -193,6 +194,10 @@ class ProxySettings:
         "min_expected_latency",
         "Which node gets a request: random, min_expected_latency, min_observed_latency or prefix_cache_aware.",
     )
+    serving_strategy: str = option(
+        "Hybrid", "DistServe: nodes of --role prefill compute prompts, those of --role decode write the answers."
+    )
+    prefill_min_bytes: int = option(1024, "With DistServe, requests of fewer bytes are the decode node's alone.", min=0)
     node: Sequence[str] = option((), "Address of a server to start with; repeatable.")
     state_file: Path | None = option(None, "JSON file in which nodes are kept over a restart. Default: none.")
     heartbeat: float = option(5.0, "Seconds between two looks at a node.", min=0.1)
@@ -220,6 +225,13 @@ class ProxySettings:
     log_level: str = option("warning", "critical, error, warning, info or debug.")
     log_format: str = same_option(ServerSettings, "log_format")
     limits: Limits = field(default_factory=Limits)
+
+    def check(self) -> None:
+        """Raise UsageError for what a proxy cannot be told."""
+        if self.serving_strategy not in SERVING:
+            raise UsageError(
+                f"{spelled('serving_strategy')}: expected {' or '.join(SERVING)}, found {self.serving_strategy!r:.40}"
+            )
 
 
 def split_keys(told: str, entries: Sequence[str]) -> list[str]:

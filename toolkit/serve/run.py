@@ -22,6 +22,7 @@ from toolkit.chat.renderer import Renderer
 from toolkit.chat.settings import describe
 from toolkit.chat.template import ChatTemplate
 from toolkit.configs.engine import EngineConfig
+from toolkit.engine.load.ranks import leads
 from toolkit.engine.load.setup import Packed
 from toolkit.engine.pooling import choose as choose_pooling
 from toolkit.engine.process.frontend import AsyncEngine
@@ -221,6 +222,8 @@ def serve(
     check_traces(settings.otlp_traces_endpoint)
     if keys is None:
         keys = ApiKeys(settings.api_keys, settings.api_key_file)
+    if not leads(engine_config):  # the first machine serves: here nothing listens, and nobody is told of a server
+        AsyncEngine.open(model, backend_config=engine_config, progress=progress, packed=packed)
     with (
         contextlib.closing(bind(address.host, address.port)) as sock,
         contextlib.closing(FileStore(settings.batch_dir, settings.limits)) as files,

@@ -26,15 +26,14 @@ if TYPE_CHECKING:
 FLAG = "kv_cache_dir"
 
 
-def open_shelf(setup: Setup, runner: Runner, tell: Callable[[str], None]) -> tuple[Shelf | None, tuple[str, ...]]:
-    """(where blocks are kept, None: nowhere; what tells each adapter's from others'). Raises UsageError for a folder or
-    key file that cannot be used."""
+def open_shelf(setup: Setup, runner: Runner, tell: Callable[[str], None]) -> Shelf | None:
+    """Where blocks are kept, None: nowhere. Raises UsageError for a folder or key file that cannot be used."""
     config = setup.config
     if config.kv_cache_dir is None:
-        return None, ()
-    if why := _no_name(setup):
+        return None
+    if why := no_name(setup):
         tell(f"{FLAG}: nothing is kept: {why}")
-        return None, ()
+        return None
     seal: Seal = Digest()
     if config.kv_cache_key is not None:
         extras.require("cryptography", "kv_cache_key")
@@ -50,11 +49,15 @@ def open_shelf(setup: Setup, runner: Runner, tell: Callable[[str], None]) -> tup
     remember(toolkit_home(), path)
     sizes = [len(runner.export_block(g, 0)) for g, _ in enumerate(runner.spec.cache_groups)]
     most = read_size("kv_cache_disk", config.kv_cache_disk)
-    shelf = Files(folder, model, seal, sizes, most, config.kv_cache_seconds)
-    return shelf, tuple(content_digest(Path(where)) for where in (config.adapters or {}).values())
+    return Files(folder, model, seal, sizes, most, config.kv_cache_seconds)
 
 
-def _no_name(setup: Setup) -> str:
+def adapter_digests(setup: Setup) -> tuple[str, ...]:
+    """What tells the blocks of each adapter from others' outside the engine."""
+    return tuple(content_digest(Path(where)) for where in (setup.config.adapters or {}).values())
+
+
+def no_name(setup: Setup) -> str:
     """Why blocks of this model cannot be told from another's; "" where they can."""
     if setup.updated is not None:
         return "its weights are not those of its files (update_weights)"

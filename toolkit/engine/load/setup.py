@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -16,21 +17,23 @@ from toolkit.base.record import read
 from toolkit.configs.engine import AUTO, EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.option import read_size
 from toolkit.engine.core import EngineCore
-from toolkit.engine.load.kept import open_shelf
+from toolkit.engine.load import ranks
+from toolkit.engine.load.kept import adapter_digests, open_shelf
 from toolkit.engine.load.memory_plan import MemoryPlan, Wishes, plan
+from toolkit.engine.load.moving import open_moving
 from toolkit.engine.load.verify import verify_tensors
 from toolkit.engine.options import EngineOptions
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.pictures import most_patches
 from toolkit.models.positions import stretched_from
+from toolkit.models.registry import from_files
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import VisionSpec
-from toolkit.parallel.layout import Layout
 from toolkit.runners.base import Backend, Runner, RunnerError, RunnerOptions
-from toolkit.runners.choose import gpu_is_likely
 
 if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
+    from toolkit.parallel.model import Model
 
 log = logging.getLogger(__name__)
 Progress = Callable[[str], None]
@@ -49,7 +52,8 @@ class Setup:
     ``lock``: open as long as ``path`` is to stay; not told to another process. ``pictures_together``: as of
     ``EngineOptions``. ``source``: the model that ``path`` is a packed copy of, else ``path`` too. ``updated``: where
     the weights are that have taken the place of the model's. ``loaded``: adapters that have come since by their
-    numbers, ``unloaded``: those that have gone.
+    numbers, ``unloaded``: those that have gone. ``sources``: the engines that lend, by their ids: where, and whether
+    they speak TLS.
     """
 
     path: Path
@@ -62,6 +66,7 @@ class Setup:
     updated: Path | None = None
     loaded: dict[int, str] = field(default_factory=dict)
     unloaded: tuple[int, ...] = ()
+    sources: dict[str, tuple[str, bool]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for another process."""
@@ -77,6 +82,7 @@ class Setup:
             "updated": None if self.updated is None else str(self.updated),
             "loaded": list(self.loaded.items()),
             "unloaded": list(self.unloaded),
+            "sources": {engine: list(at) for engine, at in self.sources.items()},
         }
 
     @staticmethod
@@ -85,7 +91,9 @@ class Setup:
         paths = Path(data["path"]), Path(data["tokenizer_dir"])
         source, updated = (None if data[name] is None else Path(data[name]) for name in ("source", "updated"))
         adapters = {int(number): str(where) for number, where in data["loaded"]}, tuple(data["unloaded"])
-        return Setup(*paths, config, data["backend"], None, data["pictures_together"], source, updated, *adapters)
+        sources = {engine: (str(at), bool(secure)) for engine, (at, secure) in data["sources"].items()}
+        together = data["pictures_together"]
+        return Setup(*paths, config, data["backend"], None, together, source, updated, *adapters, sources)
 
 
 def set_up_after(name: str, arguments: list[Any], setup: Setup) -> Setup:
@@ -96,6 +104,10 @@ def set_up_after(name: str, arguments: list[Any], setup: Setup) -> Setup:
         return replace(setup, loaded=setup.loaded | {arguments[0]: arguments[1]})
     if name == "unload_adapter":
         return replace(setup, unloaded=(*setup.unloaded, arguments[0]))
+    if name == "use_source":
+        return replace(setup, sources=setup.sources | {arguments[0]: (arguments[1], arguments[2])})
+    if name == "drop_source":
+        return replace(setup, sources={engine: at for engine, at in setup.sources.items() if engine != arguments[0]})
     return setup
 
 
@@ -111,11 +123,20 @@ def _load_adapters(setup: Setup, core: EngineCore) -> None:
                 log.error("adapter %s is gone: %s", path, e)
 
 
+def _use_sources(setup: Setup, core: EngineCore) -> None:
+    """Engines that lent when an engine before this one ended."""
+    for engine, (address, secure) in setup.sources.items():
+        with suppress(ToolkitError):  # it is gone
+            core.use_source(engine, address, secure)
+
+
 @dataclass(frozen=True)
 class Facts:
     """What a front end wants to know of an opened engine. ``runner_why``: why the model runs otherwise than was asked
-    for or is fastest, "" if it does not; ``runner_note``: what else is worth knowing of the runner.
-    ``blind``: pictures are not taken, whatever the model."""
+    for or is fastest, "" if it does not; ``runner_note``: what else is worth knowing of the runner. ``blind``: pictures
+    are not taken, whatever the model. ``engine_id``: of this start; ``lends_at``: where others ask for blocks, "" =
+    nowhere, by TLS or not; ``in_common``: what two engines must have in common to hand blocks over, by name, {} where
+    this one does not."""
 
     plan: MemoryPlan
     runner_why: str
@@ -126,6 +147,10 @@ class Facts:
     dtype: str
     vocab_size: int
     blind: bool = False
+    engine_id: str = ""
+    lends_at: str = ""
+    lends_by_tls: bool = False
+    in_common: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -147,7 +172,7 @@ def find(model: str, config: EngineConfig | None, backend: Backend | None, packe
         raise UsageError(f"backend_config: expected {wanted}, found {type(config).__name__}")
     elif backend is None:
         backend = "pytorch" if isinstance(config, PytorchEngineConfig) else "turbomind"
-    _check_tp(config)
+    ranks.check(config)
     path = resolve_model(model, revision=config.revision, download_dir=config.download_dir)
     if config.adapters:
         found = {name: str(_adapter_path(name, where)) for name, where in config.adapters.items()}
@@ -181,36 +206,6 @@ def tokenizer_dir(path: Path) -> Path:
     return open_checkpoint(path).tokenizer_dir
 
 
-def layout_of(config: EngineConfig) -> Layout:
-    """How the model is split over ranks."""
-    layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp, ep=config.ep)
-    layout.check()
-    _check_sizes(config, layout)
-    return layout
-
-
-def _check_sizes(config: EngineConfig, layout: Layout) -> None:
-    """Raise UsageError where LMDeploy's sizes of single parts of a layer say something else."""
-    experts = 1 if layout.ep > 1 else layout.tp
-    for name, size in (("attn_tp_size", layout.tp), ("mlp_tp_size", layout.tp), ("moe_tp_size", experts)):
-        found = getattr(config, name, None)
-        if found not in (None, size):
-            raise UsageError(f"{name}: found {found}, expected {size}, as {layout} has it, or none")
-
-
-def _check_tp(config: EngineConfig) -> None:
-    layout = layout_of(config)
-    if layout.world == 1:
-        if config.nnodes > 1:
-            raise UsageError(f"nnodes={config.nnodes}: expected tp, pp or dp above 1 to lay out over so many machines")
-        return
-    if isinstance(config, TurbomindEngineConfig) and (layout.world > layout.tp or layout.ep > 1 or config.nnodes > 1):
-        instead = "leave the rest out, or use PytorchEngineConfig (--backend pytorch)"
-        raise UsageError(f"{layout}: turbomind splits by tp alone, on one machine; {instead}")
-    if config.device not in ("auto", "cpu") or (config.device == "auto" and gpu_is_likely()):
-        raise UsageError(f"{layout}: ranks run on CPUs alone so far; use device cpu, or leave it out")
-
-
 @extras.named()
 def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress: Progress) -> tuple[EngineCore, Facts]:
     """Open the runner, plan memory, load weights, allocate the cache. Raises ToolkitError or UsageError, one line."""
@@ -239,7 +234,8 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
         runner.close()
         raise
     try:
-        shelf, adapters = open_shelf(setup, runner, progress)
+        shelf, moving = open_shelf(setup, runner, progress), open_moving(setup, runner, progress)
+        adapters = () if shelf is None and moving is None else adapter_digests(setup)
     except BaseException:
         runner.close()
         raise
@@ -262,19 +258,57 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
         empty=empty,
         shelf=shelf,
         adapters=adapters,
+        moving=moving,
     )
     _load_adapters(setup, core)
+    _use_sources(setup, core)
     if not empty and setup.updated is None:
         verify_tensors(setup.path, core.tell_damage)
     named = runner.name, runner.backend, runner.device, runner.dtype
-    return core, Facts(memory, why, "; ".join(runner.notes), *named, runner.spec.vocab_size, config.blind)
+    moves = () if moving is None else (moving.id, moving.address, moving.tls is not None, moving.in_common)
+    return core, Facts(memory, why, "; ".join(runner.notes), *named, runner.spec.vocab_size, config.blind, *moves)
+
+
+def lend(setup: Setup, progress: Progress) -> None:
+    """Run this machine's ranks for the first of several machines, until that one has ended. Raises ToolkitError where
+    it is not there, or turns them away."""
+    from toolkit.parallel.nodes import serve
+
+    layout = ranks.layout_of(setup.config)
+    nodes = ranks.nodes_of(setup.config, layout)
+    assert nodes is not None
+    serve(_to_split(setup), layout, nodes, progress)
 
 
 def _open(setup: Setup, progress: Progress) -> tuple[Runner, str]:
-    """The runner, without weights, and why it is another than was asked for or is fastest. On a machine that is not the
-    first of several it stays here for as long as that one wants its ranks."""
+    """The runner, without weights, and why it is another than was asked for or is fastest."""
     from toolkit.runners.choose import open_runner
 
+    config, layout = setup.config, ranks.layout_of(setup.config)
+    if layout.world > 1:
+        from toolkit.parallel.choose import open_ranks
+
+        return open_ranks(_to_split(setup), layout, setup.backend, ranks.nodes_of(config, layout))
+    options, how = _read_by(setup)
+    families = from_files(getattr(config, "family_files", ()))
+    try:
+        return open_runner(setup.path, backend=setup.backend, options=options, **how, families=families)
+    except UsageError as error:
+        if isinstance(config, PytorchEngineConfig) and str(error).startswith("device:"):
+            raise UsageError(f"device_type:{str(error).removeprefix('device:')}") from error
+        raise
+
+
+def _to_split(setup: Setup) -> Model:
+    from toolkit.parallel.model import Model
+
+    options, how = _read_by(setup)
+    files = tuple(getattr(setup.config, "family_files", ()))
+    return Model(str(setup.path), replace(options, device="cpu"), how, files)
+
+
+def _read_by(setup: Setup) -> tuple[RunnerOptions, dict[str, Any]]:
+    """A runner's options, and the arguments by which a model is opened for it."""
     config = setup.config
     policy, layers, told = cache_policy(setup.path, config)
     options = RunnerOptions(
@@ -295,30 +329,10 @@ def _open(setup: Setup, progress: Progress) -> tuple[Runner, str]:
         "session_len": config.session_len,
         "dynamic_rope": config.dynamic_rope,
         "model_format": config.model_format,
+        "empty": config.empty_init,
         **_reading(config),
     }
-    families = how.pop("families")
-    layout = layout_of(config)
-    if layout.world > 1:
-        from toolkit.parallel.choose import open_ranks
-        from toolkit.parallel.model import Model
-        from toolkit.parallel.nodes import Nodes, serve
-
-        how |= {"empty": config.empty_init}
-        own_files = tuple(getattr(config, "family_files", ()))
-        model = Model(str(setup.path), replace(options, device="cpu"), how, own_files)
-        nodes = Nodes.of(config.nnodes, config.node_rank, config.dist_init_addr)
-        if nodes is not None and nodes.rank:
-            serve(model, layout, nodes, progress)
-        return open_ranks(model, layout, setup.backend, nodes)
-    try:
-        return open_runner(
-            setup.path, backend=setup.backend, options=options, **how, empty=config.empty_init, families=families
-        )
-    except UsageError as error:
-        if isinstance(config, PytorchEngineConfig) and str(error).startswith("device:"):
-            raise UsageError(f"device_type:{str(error).removeprefix('device:')}") from error
-        raise
+    return options, how
 
 
 def cache_policy(path: Path, config: EngineConfig) -> tuple[int, tuple[int, ...], str]:
@@ -341,14 +355,11 @@ def cache_policy(path: Path, config: EngineConfig) -> tuple[int, tuple[int, ...]
 
 def _reading(config: EngineConfig) -> dict[str, Any]:
     """How a checkpoint is read, be it the model's own or new weights for it."""
-    from toolkit.models.registry import from_files
-
     return {
         "hf_overrides": _overrides(config),
         "rope_scaling_factor": getattr(config, "rope_scaling_factor", 0.0),
         "load_format": config.load_format,
         "blind": config.blind,
-        "families": from_files(getattr(config, "family_files", ())),
     }
 
 
@@ -356,7 +367,8 @@ def _new_weights(setup: Setup, spec: DecoderSpec, files: Path) -> Callable[[], M
     """What a runner of ``spec`` is to load in place of the model's weights. Raises ToolkitError where it cannot be."""
     from toolkit.runners.weights.new import open_new_weights
 
-    return open_new_weights(setup.source or setup.path, files, spec, **_reading(setup.config))
+    families = from_files(getattr(setup.config, "family_files", ()))
+    return open_new_weights(setup.source or setup.path, files, spec, **_reading(setup.config), families=families)
 
 
 def _plan(setup: Setup, runner: Runner) -> MemoryPlan:

@@ -25,10 +25,12 @@ from toolkit.configs.engine import EngineConfig
 from toolkit.configs.lmdeploy import notices
 from toolkit.engine.constraints.grammar_cost import HopelessError, Hostility
 from toolkit.engine.load.memory_plan import MemoryPlan
-from toolkit.engine.load.setup import Facts, Packed, Progress, find, start
+from toolkit.engine.load.ranks import leads
+from toolkit.engine.load.setup import Facts, Packed, Progress, find, lend, start
 from toolkit.engine.nap import ASLEEP, EMPTY, PARTS, UPDATING
 from toolkit.engine.process.loop import Loop, ThreadLoop
 from toolkit.engine.process.outage import PATIENCE, Outage
+from toolkit.engine.process.peers import Peers
 from toolkit.engine.process.process_loop import Child, ProcessLoop
 from toolkit.engine.process.wakeup import Bell
 from toolkit.engine.request import EngineOutput, EngineRequest, Only, Whose
@@ -49,11 +51,10 @@ SCORED = GenerationConfig(max_new_tokens=1, prompt_logprobs=0)  # what a request
 class AsyncEngine:
     """One model that serves many requests at once, from any number of threads and event loops.
 
-    ``plan``: how memory was shared out. ``runner_why``: why the model
-    runs otherwise than was asked for or is fastest, ``runner_note``: what else there is to say of its runner; "" each.
-    ``adapters``: names of its LoRA adapters. ``outage``: why the engine is down and whether it comes back, as it may
-    where it runs in a process of its own; None while it is up.
-    """
+    ``plan``: how memory was shared out. ``runner_why``: why the model runs otherwise than was asked for or is fastest,
+    ``runner_note``: what else there is to say of its runner; "" each. ``adapters``: names of its LoRA adapters.
+    ``outage``: why the engine is down and whether it comes back, as it may where it runs in a process of its own; None
+    while it is up. ``peers``: other engines that it hands blocks over to, or takes them from."""
 
     def __init__(self, tokenizer: Tokenizer, model_name: str, adapters: tuple[str, ...] = ()) -> None:
         self.tokenizer = tokenizer
@@ -73,6 +74,7 @@ class AsyncEngine:
         self._update_lock = threading.Lock()
         self._new_weights: WeightFiles | None = None  # that it runs with
         self._loop: Loop
+        self.peers: Peers
         self._facts: Facts
         self._weights_lock: IO[bytes] | None = None
 
@@ -97,6 +99,7 @@ class AsyncEngine:
         while requests wait, is restarted (0 = never). ``packed``: called with the model's path, returns where its
         weights are to be read, and a lock on them to be held until the end. ``progress`` is called with one line of
         text each. ``child``: of ``process``, one that was started before.
+        On a machine that is not the first of several, this runs ranks until the first has ended, then ends the program.
         Raises ToolkitError or UsageError, one line.
         """
         if backend not in (None, "turbomind", "pytorch"):
@@ -105,6 +108,9 @@ class AsyncEngine:
         setup = replace(find(str(model), backend_config, backend, packed), pictures_together=pictures_together)
         for line in notices(setup.config):
             log.warning("%s", line)
+        if not leads(setup.config):
+            lend(setup, tell)
+            raise SystemExit(0)
         adapters = tuple(setup.config.adapters or ())
         begun = (child or Child()).told(setup) if process else None
         try:
@@ -122,12 +128,17 @@ class AsyncEngine:
         else:
             core, engine._facts = start(setup, lambda: engine.tokenizer, tell)
             engine._loop = ThreadLoop(core, engine._deliver, engine._lost)
+        engine.peers = Peers(setup.config, engine._loop, engine._facts_now)
         if progress is None:
             for notice in engine.plan.notices:
                 log.warning("%s", notice)
         return engine
 
     # -- facts ----------------------------------------------------------------------------------
+
+    def _facts_now(self) -> Facts:
+        """Of the engine's present start."""
+        return self._loop.facts if isinstance(self._loop, ProcessLoop) else self._facts
 
     @property
     def plan(self) -> MemoryPlan:
@@ -419,7 +430,11 @@ class AsyncEngine:
                 pictures,
                 asked.progress,
                 asked.whose,
+                lend=config.with_cache,
+                source=(config.migration_request or {}).get("remote_engine_id", ""),
             )
+            if config.preserve_cache and request.session is None:
+                request.session = self.peers.preserve(name)
             stream = RequestStream(name, token_ids, config, self.tokenizer, wake, asked.timings)
             self._send(stream, request, config.logits_processors or [])
         except ToolkitError as e:

@@ -112,6 +112,7 @@ class RequestStream:
         while self._waiting and not self.ended:
             output = self._waiting.popleft()
             delta.cached_tokens = output.cached_tokens
+            delta.cache_block_ids = output.block_ids
             if output.logits is not None:
                 logits.append(output.logits)
             if output.hidden is not None:

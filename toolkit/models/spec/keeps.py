@@ -75,7 +75,8 @@ class Latent:
     def refuses(self, quant_policy: int) -> str | None:
         """As of ``Paged``."""
         if quant_policy in (4, 44):
-            return f"{quant_policy} is not for a model that keeps one row as key and value (docs/few-bits.md); use 8"
+            why = "a model that keeps one row as key and value (docs/figures/few-bits.md)"
+            return f"{quant_policy} is not for {why}; use 8"
         return None
 
 

@@ -208,6 +208,11 @@ class SampledRequest(FormatFields):
     priority: int | None = Field(
         None, ge=PRIORITY.low, le=PRIORITY.high, description="The lower, the sooner it starts; default 0"
     )
+    with_cache: bool | None = Field(None, description="The answer names its prompt's blocks, and they are lent")
+    preserve_cache: bool | None = Field(None, description="They stay in the cache until /distserve/free_cache")
+    migration_request: dict[str, Any] | None = Field(
+        None, description="Which engine lends what the prompt has become: {'remote_engine_id': …}, as LMDeploy has it"
+    )
     # Accepted, without effect on the answer:
     user: str | None = None
     session_id: int | str | None = Field(None, description="What /abort_request may call it by")

@@ -12,6 +12,7 @@ from typing import Any
 from toolkit.chat.template import ChatTemplate
 from toolkit.configs.engine import EngineConfig
 from toolkit.configs.option import read_size
+from toolkit.engine.load.ranks import only_lead
 from toolkit.engine.pooling import choose as choose_pooling
 from toolkit.serve.fleet.app import create_app
 from toolkit.serve.fleet.catalog import listed
@@ -38,6 +39,7 @@ def serve(
     """
     address = begin(settings)
     settings.check(several=True)
+    only_lead(engine_config, "a server of several models")
     check_traces(settings.otlp_traces_endpoint)
     ChatTemplate.check(chat_template)
     choose_pooling(settings.pooling, None)

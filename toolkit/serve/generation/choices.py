@@ -6,21 +6,26 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from toolkit.engine.request import Whose
 from toolkit.errors import UsageError
-from toolkit.messages import Response
+from toolkit.messages import GenerationConfig, Response
 from toolkit.serve.generation.budget import within
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.turn import behind
 from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.handed import handed
 from toolkit.serve.http.held import TOKEN_BYTES, account, entries_bytes
 from toolkit.serve.http.users import current_user
 from toolkit.serve.state import ServerState, request_of
 from toolkit.serve.watch.metrics import RequestClock
 
 logger = logging.getLogger("toolkit.serve")
+LENT = GenerationConfig(
+    max_new_tokens=1, with_cache=True
+)  # a prompt alone: no draft, grammar or stop word of its answer
 
 
 class Usage:
@@ -141,7 +146,7 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
     state.active[engine_id] = choice.label
     stream = state.engine.generate(
         choice.token_ids,
-        choice.config,
+        _config(choice),
         request_id=engine_id,
         session=choice.session,
         adapter=choice.adapter,
@@ -175,6 +180,14 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
             await stream.aclose()
         clock.finish(reason, cached)
         logger.info("%s: %s after %d tokens", engine_id, reason, clock.tokens)
+
+
+def _config(choice: Choice) -> GenerationConfig:
+    """A choice's config, but where another server computes its prompt, or writes the answer."""
+    told = handed()
+    if told.lend:
+        return LENT
+    return replace(choice.config, migration_request={"remote_engine_id": told.source}) if told.source else choice.config
 
 
 def _bytes(response: Response) -> int:

@@ -73,6 +73,9 @@ def generation_config(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         return_routed_experts=bool(routed),
+        with_cache=bool(request.with_cache),
+        preserve_cache=bool(request.preserve_cache),
+        migration_request=request.migration_request,
         response_format=request.response_format.rule() if request.response_format else None,
     )
 

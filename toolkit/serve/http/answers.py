@@ -102,6 +102,8 @@ class ChatCompletion(BaseModel):
     usage: Usage
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     prompt_token_ids: list[int] | None = None
+    cache_block_ids: list[str] | None = None
+    remote_token_ids: list[int] | None = None
 
 
 class TextChoice(BaseModel):
@@ -113,6 +115,7 @@ class TextChoice(BaseModel):
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
+    cache_block_ids: list[str] | None = None
 
 
 class TextCompletion(BaseModel):
@@ -342,6 +345,45 @@ class Updated(BaseModel):
 
     updated: bool
     tensors: int
+
+
+class EngineInfo(BaseModel):
+    """``address``: where blocks are lent, "" = in this machine's memory alone; ``endpoint_info``: what another engine
+    is to be told by p2p_connect; ``in_common``: what both must have alike."""
+
+    engine_id: str
+    role: Literal["Prefill", "Decode"]
+    address: str
+    tls: bool
+    in_common: dict[str, str]
+    tp_size: int
+    pp_size: int
+    dp_size: int
+    ep_size: int
+    dp_rank: int
+    block_size: int
+    num_gpu_blocks: int
+    num_cpu_blocks: int
+    endpoint_info: str
+
+
+class Initialized(BaseModel):
+    """As LMDeploy has it; 1 is success."""
+
+    status: int
+    engine_endpoint_info: dict[str, str]
+    kvtransfer_endpoint_info: list[dict[str, Any]]
+
+
+class Connected(BaseModel):
+    """``status``: 1 where the blocks of that engine can be used here, 2 where not; ``message``: why."""
+
+    status: int
+    message: str
+
+
+class Freed(BaseModel):
+    freed: int
 
 
 class AdapterChanged(BaseModel):

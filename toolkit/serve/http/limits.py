@@ -68,7 +68,9 @@ class Limits:
     batch_lines_at_once: int = _limit(
         64, "Lines of batches that are answered at once; a quarter of the places for requests is left to others."
     )
-    max_queue: int = _limit(1024, "Requests that wait for a place in the batch; more are told to come again (429).")
+    max_queue: int = _limit(
+        1024, "Requests that wait for a place in the batch; more are rejected with 429 and Retry-After."
+    )
     max_connections: int = _limit(2048, "Open connections.")
     read_timeout: float = _limit(30.0, "Seconds for a request's head to arrive; for its body, and one more a 64 KiB.")
     write_timeout: float = _limit(30.0, "Seconds for an answer to be taken by its client, and one more a 64 KiB of it.")

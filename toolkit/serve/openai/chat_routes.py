@@ -89,6 +89,8 @@ class ChatAnswer:
             ids = chat.choices[0].token_ids
             tell = partial(prompt_logprobs, self.state.engine.tokenizer, ids, entries, count)
             told["prompt_logprobs"] = await self.state.lanes.run(tell, len(ids))
+        if (blocks := answers[0].cache_block_ids) is not None:
+            told |= {"cache_block_ids": blocks, "remote_token_ids": answers[0].token_ids}
         return told | self._prompt_ids()
 
     async def _routed(self, answer: Response) -> dict[str, Any]:

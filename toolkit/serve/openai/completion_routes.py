@@ -117,6 +117,8 @@ class CompletionAnswer:
                     yield index, {**NOTHING, "prompt_progress": vars(delta.prompt_progress)}
                     if not (delta.token_ids or delta.finish_reason):
                         continue
+                if delta.cache_block_ids is not None:
+                    yield index, {**NOTHING, "cache_block_ids": delta.cache_block_ids}
                 if best is not None:
                     best.add(index, delta)
                 if index not in begun:
@@ -181,7 +183,7 @@ class CompletionAnswer:
 def _extend(row: dict[str, Any], part: dict[str, Any]) -> None:
     """Append a piece of a choice to its ``row``."""
     row["text"] += part["text"]
-    row |= {name: part[name] for name in ("prompt_logprobs", "prompt_token_ids") if name in part}
+    row |= {name: part[name] for name in ("prompt_logprobs", "prompt_token_ids", "cache_block_ids") if name in part}
     if "token_ids" in part:
         row.setdefault("token_ids", []).extend(part["token_ids"])
     row["finish_reason"], row["stop_reason"] = part["finish_reason"], part["stop_reason"]

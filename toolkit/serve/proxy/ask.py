@@ -12,6 +12,7 @@ from pydantic_core import from_json
 
 MOST_BYTES = 1 << 20  # of an answer
 PATIENCE_S = 5.0  # for the whole of it
+MEETING_S = 10.0
 MOST_MODELS = 4096  # of one node
 MOST_NAME = 256  # characters of a model's name
 MOST_PROXIES = 64  # that a node may say it leads to
@@ -24,12 +25,23 @@ class OddAnswer(ValueError):
 
 async def ask(http: httpx.AsyncClient, url: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
     """Status and body of a GET. Raises OddAnswer for what is too long, too slow or packed, httpx.HTTPError."""
+    return await _asked(http, "GET", url, headers, PATIENCE_S)
+
+
+async def posted(http: httpx.AsyncClient, url: str, headers: Mapping[str, str], body: Any) -> tuple[int, bytes]:
+    """The same of a POST of JSON, which may take as long as two nodes need to meet."""
+    return await _asked(http, "POST", url, headers, MEETING_S, json=body)
+
+
+async def _asked(
+    http: httpx.AsyncClient, method: str, url: str, headers: Mapping[str, str], patience: float, **more: Any
+) -> tuple[int, bytes]:
     path = httpx.URL(url).path
     sent = {**headers, "Accept-Encoding": "identity"}
     try:
         async with (
-            asyncio.timeout(PATIENCE_S),
-            http.stream("GET", url, headers=sent, timeout=PATIENCE_S) as reply,
+            asyncio.timeout(patience),
+            http.stream(method, url, headers=sent, timeout=patience, **more) as reply,
         ):
             check(reply)
             if reply.headers.get("content-encoding", "identity") != "identity":
@@ -41,7 +53,7 @@ async def ask(http: httpx.AsyncClient, url: str, headers: Mapping[str, str]) -> 
                     raise OddAnswer(f"{path}: more than {MOST_BYTES:,} bytes")
             return reply.status_code, bytes(body)
     except TimeoutError:
-        raise OddAnswer(f"{path}: no whole answer within {PATIENCE_S:g} s") from None
+        raise OddAnswer(f"{path}: no whole answer within {patience:g} s") from None
 
 
 def check(reply: httpx.Response) -> None:

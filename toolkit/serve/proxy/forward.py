@@ -12,6 +12,8 @@ import httpx2 as httpx
 from starlette.types import Send
 
 from toolkit.serve.http.errors import OLLAMA, ApiError
+from toolkit.serve.http.handed import HEADER as KV
+from toolkit.serve.http.handed import Handed
 from toolkit.serve.http.replies import Reply, event, send_error
 from toolkit.serve.http.request_ids import HEADER, current
 from toolkit.serve.http.users import HEADER as USER
@@ -131,6 +133,11 @@ class Forward(Reply):
         names = state.nodes.models()
         model = request.model_among(names) or next(iter(names), None)
         left, tries, why = state.candidates(model), 0, ""
+        lender = None
+        if state.apart is not None:
+            lending, left = state.apart.split(left)
+            if lending and state.apart.wants(request):
+                lender = await state.apart.lent(lending, request.data, self._lent)
         while left and tries < 2:
             if why:
                 state.metrics.retries.inc()
@@ -139,7 +146,7 @@ class Forward(Reply):
             again = bool(left) and tries == 0
             with state.running(node) as run:
                 try:
-                    async with self._asked(node) as reply:
+                    async with self._asked(node, await self._source(node, lender)) as reply:
                         run.answered(reply.status_code)
                         if reply.status_code in ELSEWHERE and again:
                             why, tries = f"HTTP {reply.status_code}", tries + 1
@@ -160,9 +167,33 @@ class Forward(Reply):
             return sticky(nodes, session)
         return self._state.strategy(nodes, self._request.data, self._state.clock())
 
-    def _asked(self, node: Node) -> _Exchange:
-        own = {*OWN_HEADERS, VIA, USER.encode(), *of_this_connection(self._request.headers)}
+    async def _lent(self, node: Node) -> bool:
+        """Have a node compute the prompt alone."""
+        try:
+            with self._state.running(node) as run:
+                async with self._asked(node, Handed(lend=True)) as reply:
+                    run.answered(reply.status_code)
+                    pieces = reply.aiter_raw()
+                    while await _next(pieces):
+                        pass
+                    return reply.status_code == 200
+        except NodeFailed as error:
+            node.failed(str(error), self._state.clock())
+            logger.warning("%s: a prompt is computed elsewhere: %s", node.url, error)
+            return False
+
+    async def _source(self, node: Node, lender: Node | None) -> Handed | None:
+        """What a node is told of who has computed the prompt."""
+        if lender is None or self._state.apart is None:
+            return None
+        engine_id = await self._state.apart.linked(node, lender)
+        return Handed(source=engine_id) if engine_id else None
+
+    def _asked(self, node: Node, handed: Handed | None = None) -> _Exchange:
+        own = {*OWN_HEADERS, VIA, USER.encode(), KV.encode(), *of_this_connection(self._request.headers)}
         headers = [(k, v) for k, v in self._request.headers if k.lower() not in own]
+        if handed is not None:
+            headers.append(handed.header())
         headers.append((VIA, b", ".join([*self._request.via, self._hop])))
         headers.append(header_of(current_user(), self._request.owner, node.trusted))
         if (named := current()) is not None:  # its client has sent none, or one that may not stand in a log

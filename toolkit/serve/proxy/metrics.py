@@ -41,6 +41,8 @@ class ProxyMetrics:
         self.requests = Counter(prefix + "requests", told, [kind, "status"], registry=self.registry)
         self.retries = Counter(prefix + "retries", f"Requests sent to another {kind}", registry=self.registry)
         self.broken = Counter(prefix + "broken_answers", "Answers that broke off", registry=self.registry)
+        told = "Prompts that another node has computed (lent), or was to and has not (alone)"
+        self.lent = Counter(prefix + "prompts", told, ["how"], registry=None if of_models else self.registry)
         told = f"Time of a {kind}'s whole answer"
         self.seconds = Histogram(prefix + "request_seconds", told, [kind], buckets=_SECONDS, registry=self.registry)
 

@@ -48,13 +48,21 @@ class _State:
     nodes: dict[str, Kept]
 
 
+@dataclass(frozen=True)
+class Lends:
+    """The engine of a node that lends blocks, new at each start, and what another node is to be told of it."""
+
+    engine_id: str
+    endpoint_info: str
+
+
 @dataclass
 class Node:
     """``name``: what metrics call it, "" = its URL. ``speed``: how much it does in a time, in any measure that is the
     same for all; None = not known. ``lease``: seconds after which it is forgotten unless it is added again; None =
     never. ``trusted``: the operator has named it, not a client. ``proxies``: ids of the proxies that it leads to, its
-    own first where it is one. ``down``: why it gets no requests. ``failures``: in a row; a request that works ends the
-    row."""
+    own first where it is one. ``role``: LMDeploy's Prefill or Decode, "" = both; ``lends``: of the former. ``down``:
+    why it gets no requests. ``failures``: in a row; a request that works ends the row."""
 
     url: str
     models: list[str] = field(default_factory=list)
@@ -64,6 +72,8 @@ class Node:
     trusted: bool = False
     unfinished: int = 0
     proxies: list[str] = field(default_factory=list)
+    role: str = ""
+    lends: Lends | None = None
     down: str | None = None
     failures: int = 0
     look_at: float = 0.0  # when its health is looked at next
@@ -99,6 +109,7 @@ class Node:
         """LMDeploy's fields, and whether it works."""
         latency = [round(seconds, 4) for _, seconds in self.latency]
         told = {"models": self.models, "unfinished": self.unfinished, "latency": latency, "speed": self.speed}
+        told |= {"role": self.role} if self.role else {}
         return {**told, "healthy": self.down is None, "reason": self.down, "failures": self.failures}
 
     def kept(self) -> Kept:

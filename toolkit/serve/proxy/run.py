@@ -13,6 +13,7 @@ from toolkit.serve.run import begin, bind, run_app
 
 def serve(settings: ProxySettings, ready: Callable[[str], None]) -> None:
     """``ready`` gets the URL. Raises ToolkitError or UsageError for whatever keeps it from starting."""
+    settings.check()
     address = begin(settings)
     with contextlib.closing(bind(address.host, address.port)) as sock:
         app = create_app(settings)

@@ -16,7 +16,8 @@ from toolkit.base.tls import checking
 from toolkit.configs.checks import shown
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.lanes import Lanes
-from toolkit.serve.options import ProxySettings
+from toolkit.serve.options import DIST_SERVE, ProxySettings
+from toolkit.serve.proxy.apart import Apart
 from toolkit.serve.proxy.metrics import ProxyMetrics
 from toolkit.serve.proxy.nodes import ELSEWHERE, Node, Nodes
 from toolkit.serve.proxy.strategies import strategy
@@ -45,8 +46,8 @@ class Run:
 
 
 class ProxyState:
-    """``id``: tells this proxy from all others. ``active``: the tasks that answer clients; ``closing``: the proxy is on
-    its way down."""
+    """``id``: tells this proxy from all others. ``apart``: where prompts and answers have nodes of their own.
+    ``active``: the tasks that answer clients; ``closing``: the proxy is on its way down."""
 
     def __init__(self, settings: ProxySettings, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = settings
@@ -70,6 +71,7 @@ class ProxyState:
             trust_env=False,
             follow_redirects=False,
         )
+        self.apart = Apart(self, settings.prefill_min_bytes) if settings.serving_strategy == DIST_SERVE else None
         self.active: set[asyncio.Task[None] | None] = set()
         self.closing = False
 

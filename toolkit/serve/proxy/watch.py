@@ -54,6 +54,8 @@ async def look(state: ProxyState, node: Node) -> None:
         names = model_names(said) if status == 200 else None  # it may ask for a key
         if names is not None:
             node.models = names
+        if state.apart is not None:
+            await state.apart.look(node)
         if node.down is not None:
             logger.warning("%s: gets requests now", node.url)
         node.down = None

@@ -45,6 +45,12 @@ FROM_ENGINE = {
     ),
     "kept_read_bytes": (CounterMetricFamily, "kv_offload_load_bytes", "Bytes of KV blocks read there"),
     "kept_written_bytes": (CounterMetricFamily, "kv_offload_store_bytes", "Bytes of KV blocks written there"),
+    "moved_tokens": (
+        CounterMetricFamily,
+        "kv_transfer_tokens",
+        "Prompt tokens whose KV blocks came from an engine that had computed them",
+    ),
+    "lent_bytes": (CounterMetricFamily, "kv_transfer_lent_bytes", "Bytes of KV blocks lent to other engines"),
     "kept_refused_files": (
         CounterMetricFamily,
         "kv_offload_refused_files",

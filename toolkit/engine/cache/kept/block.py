@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b, sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from toolkit.engine.cache.prefix import shows
 from toolkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from toolkit.engine.sequence import Sequence
 
 Buffer = bytes | bytearray | memoryview
 _HEAD = struct.Struct("<32s32s32sIIIQ")
@@ -44,6 +48,13 @@ class Block:
 
     def head_size(self) -> int:
         return _HEAD.size + len(self.tokens) + len(self.pictures)
+
+
+def block_of(seq: Sequence, group: int, entry: int, size: int) -> Block:
+    """A request's block ``entry``, of ``size`` tokens, whose key is known."""
+    start, stop = entry * size, (entry + 1) * size
+    tokens, pictures = seq.tokens[start:stop].tobytes(), shows(seq.spans, start, stop)
+    return Block(group, seq.keys[entry], seq.parent(entry), tokens, pictures)
 
 
 class Seal(Protocol):

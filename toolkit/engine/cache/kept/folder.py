@@ -32,6 +32,11 @@ _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
+def file_name(called: str, group: int) -> str:
+    """Of a block that its seal calls so, 64 hexadecimal digits."""
+    return f"{called}.{group}.kv"
+
+
 class RefusedError(Exception):
     """A file that is not one of ours as it was written."""
 

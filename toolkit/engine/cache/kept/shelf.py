@@ -1,4 +1,5 @@
-"""Where blocks are kept: what the keeper asks of any such place, and the one that is a folder of files."""
+"""Where blocks are kept: what the keeper asks of any such place, and the one that is a folder of files. ``peer.py`` has
+the one that is another engine."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from toolkit.engine.cache.kept.block import Block, Buffer, Seal
-from toolkit.engine.cache.kept.folder import Folder, RefusedError, sweep
+from toolkit.engine.cache.kept.folder import Folder, RefusedError, file_name, sweep
 
 log = logging.getLogger(__name__)
 PAUSE_SECONDS = 30.0  # without a try to write, after one has failed
@@ -28,17 +29,25 @@ class Counts:
     failures: int = 0
 
 
-class Shelf(Protocol):
-    """A place that blocks are written to and read from, by several threads: files here, memory that processes share or
-    a connection elsewhere. What goes wrong in it costs time alone: nothing is raised, and nothing wrong is read."""
+class Source(Protocol):
+    """A place that blocks are read from, by several threads: files, in memory that processes share too, or an engine
+    at the other end of a connection. What goes wrong in it costs time alone: nothing is raised, and nothing wrong is
+    read."""
 
     counts: Counts
 
-    def has(self, block: Block) -> bool:
-        """Whether ``read`` would likely find it."""
+    def which(self, blocks: Sequence[Block]) -> frozenset[Block]:
+        """Those of them that ``read`` would likely find. It may take its time."""
 
     def read(self, block: Block) -> memoryview | None:
         """Its numbers, exactly as they were written; None where it is not there, or damaged."""
+
+
+class Shelf(Source, Protocol):
+    """One that blocks are written to as well, and that answers ``has`` at once."""
+
+    def has(self, block: Block) -> bool:
+        """Whether ``read`` would likely find it."""
 
     def write(self, blocks: Sequence[tuple[Block, Buffer]]) -> bool:
         """Whether they are there now."""
@@ -65,6 +74,9 @@ class Files:
             self._refuse(name)
             return False
         return size is not None
+
+    def which(self, blocks: Sequence[Block]) -> frozenset[Block]:
+        return frozenset(filter(self.has, blocks))
 
     def read(self, block: Block) -> memoryview | None:
         name = self._name(block)
@@ -125,7 +137,7 @@ class Files:
             log.warning("%s: %s is not as it was written, and is not used", self._folder.root, name)
 
     def _name(self, block: Block) -> str:
-        return f"{self._seal.called(block.key)}.{block.group}.kv"
+        return file_name(self._seal.called(block.key), block.group)
 
     def _size(self, block: Block) -> int:
         return self._seal.extra + block.head_size() + self._sizes[block.group]

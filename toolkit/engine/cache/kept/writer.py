@@ -16,10 +16,11 @@ REST = 50  # while requests run, so many times as long as it has worked: beside 
 
 
 class Writer:
-    """Bytes go in by ``put``, which never waits; who puts asks ``room`` first."""
+    """Bytes go in by ``put``, which never waits; who puts asks ``room`` first. ``gently``: requests come first."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: Shelf, gently: bool = True) -> None:
         self._shelf = shelf
+        self._gently = gently
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Block, Buffer]] = deque()
         self._size = 0  # of what waits or is being written
@@ -64,7 +65,8 @@ class Writer:
             self._thread.join()
 
     def _run(self) -> None:
-        give_way()
+        if self._gently:
+            give_way()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closed)

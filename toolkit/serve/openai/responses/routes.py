@@ -15,6 +15,7 @@ from toolkit.serve.generation.chat import Chat
 from toolkit.serve.generation.read import encode_chat, parse, translated
 from toolkit.serve.http.answers import CountedInput, DeletedResponse, InputItems, StoredResponse
 from toolkit.serve.http.errors import ApiError, bad_field
+from toolkit.serve.http.handed import handed
 from toolkit.serve.http.replies import COMMENT, EventReply, JsonReply, Wire, json_response, named_event
 from toolkit.serve.http.schema import answered, describe
 from toolkit.serve.http.users import current_user
@@ -68,7 +69,7 @@ async def responses(raw: Request) -> HttpResponse:
     chat = Chat(state, request, size, f"resp_{uuid.uuid4().hex}")
 
     def keep(response: dict[str, Any]) -> None:
-        if asked.store is False:
+        if asked.store is False or handed().lend:
             return
         answer = chat.answers[0]
         more = sum(map(len, (answer.content, answer.reasoning, *(str(call) for call in answer.calls))))

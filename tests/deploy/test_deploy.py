@@ -1,0 +1,273 @@
+"""``tool deploy``: files that other tools accept, sized by the server's own plan; refusals that say the way."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from toolkit.artifacts.manifest import read_manifest
+from toolkit.commands.serve import app
+from toolkit.convert.convert import convert
+from toolkit.convert.formats import rewrite
+from toolkit.convert.options import Packing
+from toolkit.deploy.deploy import deploy
+from toolkit.deploy.facts import PROCESSES
+from toolkit.deploy.options import Deployment
+from toolkit.deploy.targets import TARGETS, TURNED
+from toolkit.engine.load.memory_plan import SAFE_SHARE
+from toolkit.errors import ToolkitError, UsageError
+
+SECRET = "a-key-that-nobody-may-read"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("packed") / "Tiny_Engine"
+    convert(str(tiny_models("llama")), path, Packing(target="cpu", dtype="float32", head_bits=16), quiet=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(engine: Path, tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One a format."""
+    folder, dense = tmp_path_factory.mktemp("formats"), tiny_models("llama")
+    found = {"engine": engine, "hf": dense}
+    for form in ("w8a8", "fp8"):
+        found[form] = rewrite(str(dense), folder / form, to=form, quiet=True).path
+    found["gguf"] = rewrite(str(dense), folder / "m.gguf", to="gguf", gguf_type="q8_0", quiet=True).path
+    found["compressed-tensors"] = rewrite(str(found["w8a8"]), folder / "ct", to="compressed-tensors", quiet=True).path
+    return found
+
+
+@pytest.fixture
+def tool(support: Any) -> Callable[..., subprocess.CompletedProcess[str]]:
+    return lambda *given: support("command").tool("deploy", *given, TOOLKIT_API_KEYS=SECRET)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def taken(words: list[str]) -> dict[str, Any]:
+    """What the server's command line makes of ``words``. Raises where it takes one of them not."""
+    assert words[:2] == ["serve", "api_server"]
+    command = typer.main.get_command(app).commands["api_server"]  # type: ignore[attr-defined]
+    return dict(command.make_context("api_server", list(words[2:])).params)
+
+
+@pytest.mark.parametrize("to", ["docker", "compose", "k8s", "systemd"])
+def test_our_server_is_started_with_the_sizes_of_its_plan(to: str, engine: Path, tmp_path: Path, tool: Any) -> None:
+    flags = ["--session-len", 128, "--max-batch-size", 3, "--server-port", 8123, "--quant-policy", 8]
+    done = tool(engine, "--to", to, "--dst-path", tmp_path / "out", *flags, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    texts = {name: (tmp_path / "out" / name).read_text() for name in made["files"]}
+    assert not any(SECRET in text for text in texts.values())
+    if to == "k8s":
+        pod = read(tmp_path / "out/server.yaml")[0]["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        words, memory = container["args"], int(container["resources"]["limits"]["memory"].removesuffix("Mi"))
+        assert container["envFrom"] == [{"secretRef": {"name": "toolkit-keys"}}]
+        assert pod["securityContext"]["runAsUser"] == 10001
+    elif to == "compose":
+        server = read(tmp_path / "out/compose.yaml")[0]["services"]["server"]
+        words, memory = server["command"], int(server["deploy"]["resources"]["limits"]["memory"].removesuffix("M"))
+        assert server["environment"] == ["TOOLKIT_API_KEYS"] and server["user"] == "10001"
+        assert server["volumes"][0]["source"] == str(engine) and "8123/health" in server["healthcheck"]["test"][-1]
+    elif to == "docker":
+        command = shlex.split(texts["run.sh"].partition("exec ")[2].replace("\\\n", " "))
+        words = command[command.index("serve") : -1]
+        memory = int(command[command.index("--memory") + 1].removesuffix("m"))
+        assert command[command.index("--user") + 1] == "10001"
+        assert json.loads(re.findall(r"^CMD (.*)", texts["Dockerfile"], re.M)[0]) == words
+    else:
+        (line,) = re.findall(r"^ExecStart=(.*)", texts["tiny-engine.service"], re.M)
+        command = shlex.split(line)
+        words = command[1 : command.index("--api-key-file")]
+        memory = int(re.findall(r"^MemoryMax=(\d+)M", texts["tiny-engine.service"], re.M)[0])
+    options = taken(words)
+    assert (options["server_port"], options["session_len"], options["max_batch_size"]) == (8123, 128, 3)
+    assert options["model_name"] == "tiny-engine" and int(options["quant_policy"]) == 8
+    assert int(options["cache_max_entry_count"]) * 64 >= 3 * 128
+    assert memory << 20 == made["memory_bytes"]
+
+
+def test_memory_is_what_the_server_plans(engine: Path, tmp_path: Path) -> None:
+    """More requests, longer ones, and more bits of the cache want more; what a limit leaves decides the rest."""
+    few = deploy(str(engine), tmp_path / "a", to="k8s", asked=Deployment(session_len=64, max_batch_size=1)).memory
+    many = deploy(str(engine), tmp_path / "b", to="k8s", asked=Deployment(session_len=64, max_batch_size=50)).memory
+    assert many.plan.num_blocks[0] == 50 * few.plan.num_blocks[0] and many.host >= few.host
+    assert many.host >= many.plan.total / SAFE_SHARE + PROCESSES
+    given = deploy(str(engine), tmp_path / "c", to="k8s", asked=Deployment(memory="1GiB")).memory
+    assert given.host == 1 << 30 and given.plan.free == (1 << 30) - PROCESSES
+    with pytest.raises(ToolkitError, match="processes alone take 768 MiB, found 700MiB"):
+        deploy(str(engine), tmp_path / "d", to="k8s", asked=Deployment(memory="700MiB"))
+    with pytest.raises(ToolkitError, match="max_batch_size 100000: its logits and activations take"):
+        deploy(str(engine), tmp_path / "d", to="k8s", asked=Deployment(memory="800MiB", max_batch_size=100000))
+    assert not (tmp_path / "d").exists()
+
+
+def test_kubernetes_has_one_pod_in_two_files(engine: Path, tmp_path: Path) -> None:
+    """The one that is written for an artifact differs from ``deploy/kubernetes`` in names and sizes alone."""
+    asked = Deployment(name="toolkit", image="registry.example/toolkit:cpu")
+    deploy(str(engine), tmp_path / "out", to="k8s", asked=asked)
+    ours, service = read(tmp_path / "out/server.yaml")
+    theirs, other = read(ROOT / "deploy/kubernetes/server.yaml")
+    assert service == other
+    for one in (ours, theirs):
+        (container,) = one["spec"]["template"]["spec"]["containers"]
+        container["args"] = [
+            word for word in container["args"] if word in ("serve", "api_server", "--grace-period", "30")
+        ]
+        del container["resources"]
+    assert ours == theirs
+
+
+def test_compose_guards_its_server_alike_in_two_files(engine: Path, tmp_path: Path) -> None:
+    deploy(str(engine), tmp_path / "out", to="compose")
+    ours, theirs = (
+        read(file)[0]["services"]["server"] for file in (tmp_path / "out/compose.yaml", ROOT / "deploy/compose.yaml")
+    )
+    for key in ("read_only", "tmpfs", "cap_drop", "security_opt", "restart", "environment", "ports"):
+        assert ours[key] == theirs[key]
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang", "lmdeploy", "llama.cpp"])
+def test_other_engines_get_a_script_and_a_container(to: str, models: dict[str, Path], tmp_path: Path) -> None:
+    target = TARGETS[to]
+    model = next(models[form] for form in ("compressed-tensors", "gguf") if form in target.reads)
+    done = deploy(str(model), tmp_path / "out", to=to, asked=Deployment(session_len=100, max_batch_size=2, name="m"))
+    script = tmp_path / "out/run.sh"
+    assert script.stat().st_mode & 0o111 and subprocess.run(["bash", "-n", script]).returncode == 0
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / target.program).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')  # the engine's program: shows its words
+    (folder / target.program).chmod(0o755)
+    env = {"PATH": f"{folder}:/usr/bin:/bin", target.key: SECRET}
+    said = subprocess.run(["bash", script, "--more"], capture_output=True, text=True, env=env, check=True).stdout
+    words = said.splitlines()
+    assert (
+        str(model) in words
+        and words[-1] == "--more"
+        and words[words.index("--port" if to != "lmdeploy" else "--server-port") + 1] == "23333"
+    )
+    assert (SECRET in words) == bool(target.key_option)
+    server = read(tmp_path / "out/compose.yaml")[0]["services"]["server"]
+    inside = [word.replace(str(model), "/model/m.gguf" if model.suffix else "/model") for word in words]
+    assert [w for w in server["command"] if w in inside] == [w for w in inside if w not in (SECRET, "--more")]
+    assert "/health" in server["healthcheck"]["test"][-1]
+    assert SECRET not in script.read_text() + (tmp_path / "out/compose.yaml").read_text()
+    assert (
+        "not installed here"
+        in subprocess.run(["/bin/bash", script], capture_output=True, text=True, env={"PATH": "/nowhere"}).stderr
+    )
+    assert done.memory.plan.session_len == 100
+
+
+def test_dynamo_s_graph(models: dict[str, Path], tmp_path: Path) -> None:
+    deploy(str(models["fp8"]), tmp_path / "out", to="dynamo", asked=Deployment(replicas="3", secret="hub"))
+    (graph,) = read(tmp_path / "out/graph.yaml")
+    front, worker = graph["spec"]["components"]
+    assert (front["type"], worker["type"], worker["replicas"]) == ("frontend", "worker", 3)
+    (container,) = worker["podTemplate"]["spec"]["containers"]
+    assert container["name"] == "main" and container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert container["envFrom"] == [{"secretRef": {"name": "hub", "optional": True}}]
+
+
+def test_a_format_that_is_not_read_there_says_which_is(models: dict[str, Path], tmp_path: Path) -> None:
+    """And what it says is so: the conversion makes a model that can go there."""
+    for form, to in (("w8a8", "vllm"), ("gguf", "sglang"), ("hf", "llama.cpp"), ("engine", "llama.cpp")):
+        with pytest.raises(ToolkitError, match=r"reads .*`tool convert") as refused:
+            deploy(str(models[form]), tmp_path / "out", to=to)
+        source, best = re.findall(r"`tool convert (\S+) --to (\S+) --dst-path \S+`", str(refused.value))[0]
+        made = tmp_path / f"{form}-for-{to}"
+        rewrite(source, made, to=best, quiet=True)
+        assert deploy(str(made), tmp_path / "out", to=to, overwrite=True).files
+    for to, target in TARGETS.items():
+        assert target.reads[0] in ("engine", "hf", "gguf"), f"{to}: a format that every model can be converted to"
+    assert set(TURNED.values()) <= {"awq", "gptq", "compressed-tensors"}
+
+
+def test_a_device_that_an_artifact_is_not_packed_for(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ToolkitError, match=r"not packed for one.*`tool convert .* --target cpu --dst-path"):
+        deploy(str(models["hf"]), tmp_path / "out", to="compose", asked=Deployment(device="cpu"))
+    with pytest.raises(ToolkitError, match=f"packed for a CPU; deploy {models['hf']} instead"):
+        deploy(str(models["engine"]), tmp_path / "out", to="compose", asked=Deployment(device="cuda"))
+    made = deploy(str(models["hf"]), tmp_path / "out", to="k8s")
+    (container,) = read(tmp_path / "out/server.yaml")[0]["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == "toolkit:cuda" and container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert made.memory.gpu == made.memory.plan.total
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--to", "nowhere"], "--to: expected one of docker, compose, k8s"),
+        (["--to", "k8s", "--replicas", "3:1"], "--replicas: expected MIN:MAX with MIN no larger than MAX, found 3:1"),
+        (["--to", "k8s", "--replicas", "1:3"], "--replicas: k8s takes one number"),
+        (["--to", "k8s", "--replicas", "0"], "--replicas: expected 1 or more"),
+        (["--to", "k8s", "--name", "A_b"], "--name: expected lower-case letters"),
+        (["--to", "k8s", "--image", "a b"], "--image: expected the name of an image"),
+        (["--to", "k8s", "--memory", "much"], "--memory: expected a size such as"),
+        (["--to", "k8s", "--device", "tpu"], "--device: expected one of auto, cpu, cuda"),
+        (["--to", "k8s", "--quant-policy", "auto"], "Invalid value for '--quant-policy'"),
+    ],
+)
+def test_misuse(flags: list[str], message: str, engine: Path, tmp_path: Path, tool: Any) -> None:
+    done = tool(engine, *flags, "--dst-path", tmp_path / "out")
+    assert done.returncode == 2 and message in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_what_is_there_stays(engine: Path, tmp_path: Path, tool: Any) -> None:
+    out = tmp_path / "out"
+    assert tool(engine, "--to", "k8s", "--dst-path", out).returncode == 0
+    manifest = read_manifest(out)
+    assert manifest is not None and manifest.kind == "deployment" and manifest.parent["path"] == str(engine)
+    assert "already there" in tool(engine, "--to", "k8s", "--dst-path", out).stdout
+    assert "give --overwrite" in tool(engine, "--to", "compose", "--dst-path", out).stderr
+    assert tool(engine, "--to", "compose", "--dst-path", out, "--overwrite").returncode == 0
+    assert sorted(p.name for p in out.iterdir()) == ["compose.yaml", "manifest.json"]
+    (out / "mine").touch()
+    assert "never replaced" in tool(engine, "--to", "k8s", "--dst-path", out, "--overwrite").stderr
+    with pytest.raises(UsageError, match="expected a model, found a deployment"):
+        deploy(str(out), tmp_path / "other", to="k8s")
+
+
+def test_paths_with_odd_characters(engine: Path, tmp_path: Path) -> None:
+    """Spaces, quotes, dollars and per cents come through; what a mount cannot name is refused."""
+    odd = tmp_path / "a b's $HOME 100%"
+    shutil.copytree(engine, odd)
+    for to in ("docker", "compose", "systemd"):
+        made = deploy(str(odd), tmp_path / to, to=to)
+        assert made.name == "a-b-s-home-100"
+    command = shlex.split((tmp_path / "docker/run.sh").read_text().partition("exec ")[2].replace("\\\n", " "))
+    assert f"type=bind,source={odd},target=/model,readonly" in command
+    server = read(tmp_path / "compose/compose.yaml")[0]["services"]["server"]
+    assert server["volumes"][0]["source"] == str(odd).replace("$", "$$")
+    unit = (tmp_path / "systemd/a-b-s-home-100.service").read_text()
+    assert str(odd).replace("$", "$$").replace("%", "%%") in unit
+    with pytest.raises(UsageError, match="without ','"):
+        bad = tmp_path / "a,b"
+        shutil.copytree(engine, bad)
+        deploy(str(bad), tmp_path / "none", to="docker")
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_accepts_the_unit(engine: Path, tmp_path: Path) -> None:
+    deploy(str(engine), tmp_path / "out", to="systemd")
+    unit = tmp_path / "out/tiny-engine.service"
+    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
+    assert done.returncode == 0 and not [x for x in done.stderr.splitlines() if unit.name in x], done.stderr
+    (probe,) = re.findall(r'^ExecStartPost="[^"]*" "-c" "(.*)"$', unit.read_text(), re.M)
+    compile(probe.replace("\\n", "\n"), "probe", "exec")

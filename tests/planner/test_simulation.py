@@ -1,0 +1,152 @@
+"""The simulated engine beside the real scheduler, beside itself step by step, and beside a queue of known waits."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.engine.request import EngineRequest, SamplingParams, Whose
+from toolkit.planner import engine as module
+from toolkit.planner.engine import Engine, Limits
+from toolkit.planner.fit import Measured, _seconds, fit
+from toolkit.planner.fleet import simulate
+from toolkit.planner.step_time import StepTime, features, made, non_negative
+from toolkit.planner.traffic import Ask, drawn
+
+TIME = StepTime(0.008, (4.0,), (0.0005, 0.0009), 2e-6, 5e-8, 0.003)
+PROMPT, DECODE = 0.010, 0.002  # seconds of the plainest model: of a step, of each of its tokens
+PLAIN = StepTime(PROMPT, (), (DECODE,))
+
+
+@pytest.fixture(scope="session")
+def fake(support: Any) -> Any:
+    return support("fake_runner")
+
+
+def run(asks: list[Ask], time: StepTime, limits: Limits, replicas: int = 1) -> list[tuple[float, float]]:
+    found = simulate(asks, time, limits, replicas)
+    return sorted((one.ttft, one.e2e) for one in found.served)
+
+
+def test_one_request_takes_the_time_of_its_steps() -> None:
+    ((ttft, e2e),) = run([Ask(1.0, 100, 5)], TIME, Limits())
+    first = TIME.seconds(100, 0, 100 * 50)
+    later = sum(TIME.seconds(1, 101 + i) for i in range(4))
+    assert ttft == pytest.approx(first + TIME.wait) and e2e == pytest.approx(first + TIME.wait + later)
+    ((cut, _),) = run([Ask(0.0, 100, 5, cached=60)], TIME, Limits())
+    assert cut == pytest.approx(TIME.seconds(40, 0, 40 * 80) + TIME.wait)
+
+
+@pytest.mark.parametrize(("budget", "batch"), [(64, 4), (7, 3), (200, 16)])
+def test_steps_are_as_many_as_the_engine_s(budget: int, batch: int, fake: Any) -> None:
+    """The same requests at once, each of its own user as over HTTP, in the real engine loop: within 3 %."""
+    rng = random.Random(3)
+    asks = [Ask(0.0, rng.randint(1, 60), rng.randint(1, 12)) for _ in range(24)]
+    core = fake.make_core((None,), 61, max_prefill_token_num=budget, max_batch_size=batch, lookahead=False)
+    for i, ask in enumerate(asks):
+        tokens = [1 + (7 * i + j) % 50 for j in range(ask.input_len)]
+        params = SamplingParams(max_new_tokens=ask.output_len)
+        core.add(EngineRequest(str(i), tokens, params, whose=Whose(f"user {i}", f"request {i}", 1.0, 1.0)))
+    fake.run(core)
+    engine = Engine(TIME, Limits(batch, budget, None, paced=False, lookahead=False))
+    engine.waiting.extend(module.Job(ask, 0.0, length=ask.input_len) for ask in asks)
+    engine._begin(0.0, 0.0)
+    while engine.stretch is not None:
+        engine.run()
+    assert len(engine.done) == len(asks)
+    assert engine.steps == pytest.approx(core.stats()["steps"], rel=0.03, abs=1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.booleans(), st.booleans(), st.sampled_from([None, 1024, 640]))
+def test_stretches_end_when_single_steps_do(seed: int, paced: bool, lookahead: bool, room: int | None) -> None:
+    """Many decoding steps at once are what they are one by one."""
+    rng = random.Random(seed)
+    asks, now = [], 0.0
+    for _ in range(20):
+        now += rng.expovariate(20.0)
+        asks.append(Ask(now, rng.randint(1, 300), rng.randint(1, 60)))
+    limits = Limits(5, 256, room, paced, lookahead)
+    whole = run(asks, TIME, limits)
+    assert len(whole) == len(asks)
+    before = Engine._steps
+    try:
+        Engine._steps = lambda self, decodes: 1  # type: ignore[method-assign]
+        single = run(asks, TIME, limits)
+    finally:
+        Engine._steps = before  # type: ignore[method-assign]
+    np.testing.assert_allclose(whole, single, rtol=1e-6)
+
+
+def test_a_queue_waits_as_long_as_theory_says() -> None:
+    """One at a time, all alike, at random: Pollaczek and Khinchine."""
+    service, load = PROMPT + DECODE * 10 + 9 * (PROMPT + DECODE), 0.7
+    asks = drawn(1, 20_000, load / service, "10", "10", 0)
+    found = run(asks, PLAIN, Limits(1, 8192, None, paced=False, lookahead=False))
+    waits = [e2e - service for _, e2e in found]
+    assert np.mean(waits) == pytest.approx(load * service / (2 * (1 - load)), rel=0.06)
+
+
+def test_requests_go_where_fewest_are() -> None:
+    """Two engines serve two requests as if each were alone, and no engine is idle while another has two."""
+    alone = run([Ask(0.0, 50, 20)], PLAIN, Limits())
+    assert run([Ask(0.0, 50, 20)] * 2, PLAIN, Limits(), replicas=2) == alone * 2
+    one, two, four = (simulate(drawn(0, 400, 12.0, "50", "20", 0), PLAIN, Limits(4), n) for n in (1, 2, 4))
+    assert one.percentile("ttft", 99) > two.percentile("ttft", 99) > four.percentile("ttft", 99)
+    assert one.busy > two.busy > four.busy and one.output_tokens == four.output_tokens == 8000
+
+
+def test_a_full_cache_makes_requests_wait_or_begin_again() -> None:
+    asks = [Ask(0.0, 64, 200) for _ in range(8)]
+    free = simulate(asks, TIME, Limits(8), 1)
+    tight = simulate(asks, TIME, Limits(8, kv_tokens=1024), 1)
+    assert len(tight.served) == 8 and tight.preemptions > 0 == free.preemptions
+    assert tight.seconds > free.seconds
+
+
+@given(st.integers(1, 40), st.floats(0.001, 0.3), st.integers(0, 5000))
+def test_the_prompt_that_fits_takes_the_time_it_may(decodes: int, seconds: float, before: int) -> None:
+    time = StepTime(0.004, (2.0, 16.0), (0.0, 0.001, 0.0006), 1e-6, 3e-8)
+    count = time.fitting(decodes, before, seconds)
+    taken = time.seconds(decodes + count, 0, count * (before + count / 2)) - time.seconds(decodes)
+    assert taken == pytest.approx(seconds, rel=1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10**6))
+def test_least_squares_without_negative_coefficients(seed: int) -> None:
+    """At the best point nothing that is 0 would help, and nothing else is left to gain (Karush, Kuhn, Tucker)."""
+    rng = np.random.default_rng(seed)
+    matrix, target = rng.normal(size=(12, 5)), rng.normal(size=12)
+    x = non_negative(matrix, target)
+    gain = matrix.T @ (target - matrix @ x)
+    assert (x >= 0).all() and (gain <= 1e-7).all() and abs(gain @ x) < 1e-7
+
+
+@given(st.floats(0, 500), st.floats(0, 1e5), st.floats(0, 1e6))
+def test_features_times_coefficients_are_seconds(tokens: float, context: float, pairs: float) -> None:
+    knots, coefficients = (1.0, 8.0, 64.0), [0.01, 0.001, 0.0, 0.002, 0.0005, 1e-6, 1e-8]
+    expected = float(features(knots, tokens, context, pairs) @ np.array(coefficients))
+    assert made(knots, coefficients).seconds(tokens, context, pairs) == pytest.approx(expected)
+
+
+def test_times_are_found_again_from_what_they_gave() -> None:
+    """Runs of two lengths, in the engine and over HTTP, say how another load will fare."""
+    limits, rows = Limits(16), []
+    for length in (64, 512):
+        for size in (1, 2, 4, 8, 16):
+            for served in (False, True):
+                row = Measured(size, 4 * size if served else size, length, 64, 0, 0, served, not served)
+                ttft, decode = _seconds(row, TIME, limits)
+                rows.append(Measured(size, row.count, length, 64, ttft, decode, served, not served))
+    found = fit(rows, limits)
+    asks = drawn(7, 300, 2.0, "32:400", "16:128", 0)
+    for name, percent in (("ttft", 50), ("ttft", 99), ("tpot", 50), ("tpot", 99)):
+        real, guessed = (simulate(asks, time, limits, 1).percentile(name, percent) for time in (TIME, found.time))
+        assert guessed == pytest.approx(real, rel=0.1), (name, percent)
+    assert found.time.wait == pytest.approx(TIME.wait, rel=0.5)

@@ -1,0 +1,122 @@
+"""What is to be deployed: its weight format, and the memory that it takes. Reads headers, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.engine.files import open_engine
+from toolkit.artifacts.manifest import Manifest, read_manifest
+from toolkit.deploy.options import Deployment
+from toolkit.engine.load.memory_plan import SAFE_SHARE, MemoryPlan, Wishes, plan
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.spec import CacheGroup
+from toolkit.runners.base import MemoryNeed, RunnerOptions
+from toolkit.runners.choose import open_runner
+
+NAMES = {"auto-round": "auto_round", "smooth_quant": "w8a8"}  # quant_method → as `tool convert --to` calls it
+PROCESSES = 768 << 20  # bytes of the two processes of a server beside weights and cache: Python, tokenizer, requests
+GPU_HOST = 4 << 30  # bytes of the host beside the weights that pass through it, where a GPU computes
+ROUND = 64 << 20
+LONGEST, BATCH = 8192, 8  # where nothing is said
+PLENTY = 1 << 60
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """``form``: "engine", or a format as `tool convert --to` calls it. ``target``: of an engine artifact."""
+
+    path: Path
+    form: str
+    target: str | None
+    manifest: Manifest | None
+
+    @property
+    def file(self) -> Path:
+        """The .gguf file of one; else the directory."""
+        return self.path / "model.gguf" if self.form == "gguf" and self.path.is_dir() else self.path
+
+    @property
+    def source(self) -> str | None:
+        """What an engine artifact was packed from, where that is known."""
+        parent = {} if self.manifest is None else self.manifest.parent
+        found = parent.get("path")
+        return None if found is None else str(found)
+
+
+def open_artifact(path: Path) -> Artifact:
+    """Raises ToolkitError where ``path`` holds no model."""
+    manifest = read_manifest(path) if path.is_dir() else None
+    if manifest is not None and manifest.kind not in ("checkpoint", "quantized", "engine"):
+        raise UsageError(f"{path}: expected a model, found a {manifest.kind} (`tool inspect` shows what it is)")
+    if manifest is not None and manifest.kind == "engine":
+        return Artifact(path, "engine", open_engine(path).target, manifest)
+    if path.is_dir() and (path / "model.gguf").is_file():
+        open_checkpoint(path / "model.gguf")
+        return Artifact(path, "gguf", None, manifest)
+    checkpoint = open_checkpoint(path)
+    if path.is_file():
+        return Artifact(path, "gguf", None, None)
+    held = checkpoint.quantization or {}
+    method = str(held.get("quant_method", "hf")).lower()
+    if method == "gptq" and held.get("checkpoint_format") == "gptq_v2":
+        method = "gptq_v2"
+    return Artifact(path, NAMES.get(method, method), None, manifest)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """``plan``: how a replica shares it out; ``host``: bytes that its container may take; ``blocks``: of the KV cache.
+    ``gpu``: bytes of the GPU's memory that the plan needs, None on a CPU."""
+
+    plan: MemoryPlan
+    host: int
+    blocks: int
+    gpu: int | None
+
+
+def plan_memory(artifact: Artifact, asked: Deployment, device: str) -> Memory:
+    """The memory plan of the server that is to run, made here. Raises ToolkitError, with the numbers, where ``memory``
+    is too small for what was asked for."""
+    cuda = device == "cuda"
+    need, runner_device, groups, size, vocab, longest = _need(artifact, asked, cuda)
+    limit = asked.memory_bytes
+    if limit is not None and limit <= PROCESSES:
+        raise ToolkitError(f"memory: the server's processes alone take {PROCESSES >> 20} MiB, found {asked.memory}")
+    if limit is None or cuda:
+        length = asked.session_len or min(longest, LONGEST)
+        wishes = Wishes(length, asked.max_batch_size or BATCH, kv=1.0)
+        free = PLENTY
+    else:
+        wishes, free = Wishes(asked.session_len, asked.max_batch_size), limit - PROCESSES
+    found = plan(
+        MemoryNeed(need.weights, need.activations_per_token, need.block_bytes, free, False),
+        groups,
+        block_size=size,
+        vocab_size=vocab,
+        max_position=longest,
+        device=runner_device,
+        wishes=wishes,
+    )
+    blocks = max(2, *found.num_blocks)
+    if cuda:
+        return Memory(found, limit or _rounded(need.weights + GPU_HOST), blocks, found.total)
+    return Memory(found, limit or _rounded(int(found.total / SAFE_SHARE) + PROCESSES), blocks, None)
+
+
+def _need(
+    artifact: Artifact, asked: Deployment, cuda: bool
+) -> tuple[MemoryNeed, str, Sequence[CacheGroup], int, int, int]:
+    options = RunnerOptions(device="cpu", quant_policy=asked.quant_policy)
+    runner, _ = open_runner(artifact.file, backend="pytorch" if cuda else "turbomind", options=options)
+    try:
+        spec = runner.spec
+        return runner.memory(), runner.device, spec.cache_groups, options.block_size, spec.vocab_size, spec.max_position
+    finally:
+        runner.close()
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ROUND) * ROUND

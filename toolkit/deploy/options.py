@@ -1,0 +1,83 @@
+"""What a deployment is told: flags of ``tool deploy``, and what Python callers pass."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from toolkit.configs.engine import CommonEngineConfig
+from toolkit.configs.option import check_ranges, option, read_size, same_option
+from toolkit.errors import UsageError
+
+DEVICES = ("auto", "cpu", "cuda")
+_NAME = re.compile(r"[a-z]([-a-z0-9]{0,51}[a-z0-9])?")  # a name of Kubernetes that a suffix may follow
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """How an artifact is to be run elsewhere. Sizes that are None are chosen from the model's own."""
+
+    name: str | None = option(None, "Of the service, and of the model to its clients. Default: as DIR is called.")
+    server_port: int = option(23333, "Port that clients ask.", min=1, max=65535)
+    image: str | None = option(None, "Container image. Default: ours, or the one that the engine's makers publish.")
+    device: str = option("auto", "auto (as DIR was packed), cpu or cuda.")
+    cpus: int = option(4, "Cores of a replica.", min=1)
+    memory: str | None = option(
+        None, "What a replica may take, such as 8GiB. Default: what the plan below needs for these requests."
+    )
+    session_len: int | None = option(
+        None, "Tokens of a request, prompt and answer together. Default: the model's, 8192 at most.", min=1
+    )
+    max_batch_size: int | None = option(None, "Requests at a time. Default: 8, or what --memory holds.", min=1)
+    quant_policy: int = same_option(CommonEngineConfig, "quant_policy")
+    replicas: str = option("1", "How many run; with ray and kuberay MIN:MAX, as many as are needed.")
+    secret: str = option("toolkit-keys", "Secret of Kubernetes whose TOOLKIT_API_KEYS are the clients' keys.")
+    claim: str = option("toolkit-model", "Volume claim of Kubernetes on which the model lies.")
+
+    def check(self) -> None:
+        """Raise UsageError for the first value that cannot be."""
+        check_ranges(self)
+        if not self.server_port <= 65535:
+            raise UsageError(f"server_port: expected 1 to 65535, found {self.server_port}")
+        if self.device not in DEVICES:
+            raise UsageError(f"device: expected one of {', '.join(DEVICES)}, found {self.device!r}")
+        for field in ("name", "secret", "claim"):
+            value = getattr(self, field)
+            if value is not None and not _NAME.fullmatch(value):
+                told = "lower-case letters, digits and dashes, a letter first, 53 at most"
+                raise UsageError(f"{field}: expected {told}, found {value!r:.80}")
+        if self.image is not None and not re.fullmatch(r"[A-Za-z0-9][\w.:/@-]*", self.image):
+            raise UsageError(f"image: expected the name of an image, found {self.image!r:.80}")
+        _ = self.least, self.memory_bytes
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return None if self.memory is None else read_size("memory", self.memory)
+
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", self.replicas)
+        if found is None:
+            raise UsageError(f"replicas: expected a number, or MIN:MAX, found {self.replicas!r:.40}")
+        least, most = int(found[1]), int(found[2] or found[1])
+        if not 1 <= least:
+            raise UsageError(f"replicas: expected 1 or more, found {self.replicas}")
+        if least > most:
+            raise UsageError(f"replicas: expected MIN:MAX with MIN no larger than MAX, found {self.replicas}")
+        return least, most
+
+    @property
+    def least(self) -> int:
+        """Replicas that always run."""
+        return self._bounds[0]
+
+    @property
+    def most(self) -> int:
+        """Replicas at most."""
+        return self._bounds[1]
+
+
+def name_of(stem: str) -> str:
+    """A directory's name as a service can have it."""
+    plain = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:52].strip("-")
+    return plain if _NAME.fullmatch(plain) else f"model-{plain}"[:52].strip("-")

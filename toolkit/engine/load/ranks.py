@@ -1,0 +1,74 @@
+"""Over which ranks an engine's model is split; and a machine that is not the first, which only runs ranks."""
+
+from __future__ import annotations
+
+import os
+
+from toolkit.configs.engine import EngineConfig, TurbomindEngineConfig
+from toolkit.errors import UsageError
+from toolkit.parallel.layout import WORLD_SIZE, Layout
+from toolkit.parallel.nodes import Nodes
+from toolkit.runners.choose import gpu_is_likely
+
+
+def layout_of(config: EngineConfig) -> Layout:
+    """How the model is split over ranks. Raises UsageError where the numbers do not go together."""
+    layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp, ep=config.ep)
+    layout.check()
+    _check_sizes(config, layout)
+    return layout
+
+
+def _check_sizes(config: EngineConfig, layout: Layout) -> None:
+    """Raise UsageError where LMDeploy's sizes of single parts of a layer say something else."""
+    experts = 1 if layout.ep > 1 else layout.tp
+    for name, size in (("attn_tp_size", layout.tp), ("mlp_tp_size", layout.tp), ("moe_tp_size", experts)):
+        found = getattr(config, name, None)
+        if found not in (None, size):
+            raise UsageError(f"{name}: found {found}, expected {size}, as {layout} has it, or none")
+
+
+def nodes_of(config: EngineConfig, layout: Layout) -> Nodes | None:
+    """The machines, or torchrun's processes, that the ranks are on; None: this one alone. Raises UsageError."""
+    if layout.world == 1:
+        if config.nnodes > 1:
+            raise UsageError(f"nnodes={config.nnodes}: expected tp, pp or dp above 1 to lay out over so many machines")
+        return None
+    address = config.dist_init_addr
+    if config.master_addr is not None or config.master_port is not None:
+        if address is not None:
+            raise UsageError("master_addr and master_port: they say what dist_init_addr says; give one of them")
+        address = f"{config.master_addr or ''}:{config.master_port or ''}"
+    return Nodes.of(config.nnodes, config.node_rank, address, layout)
+
+
+def check(config: EngineConfig) -> None:
+    """Raise UsageError where the model cannot be laid out as it is asked."""
+    layout = layout_of(config)
+    nodes = nodes_of(config, layout)
+    executor = config.distributed_executor_backend
+    if executor == "ray":
+        instead = "leave it out, with nnodes for several machines, or start the command by torchrun"
+        raise UsageError(f"distributed_executor_backend: ray does not start ranks yet; {instead}")
+    if layout.world == 1:
+        return
+    if executor == "uni":
+        raise UsageError(f"distributed_executor_backend: uni is one process, found {layout}; expected mp, or tp=1")
+    if isinstance(config, TurbomindEngineConfig) and (layout.world > layout.tp or layout.ep > 1 or nodes is not None):
+        by = f" ({WORLD_SIZE}={os.environ[WORLD_SIZE]})" if nodes is not None and nodes.launched else ""
+        instead = "leave the rest out, or use PytorchEngineConfig (--backend pytorch)"
+        raise UsageError(f"{layout}{by}: turbomind splits by tp alone, and starts its ranks on one machine; {instead}")
+    if config.device not in ("auto", "cpu") or (config.device == "auto" and gpu_is_likely()):
+        raise UsageError(f"{layout}: ranks run on CPUs alone so far; use device cpu, or leave it out")
+
+
+def leads(config: EngineConfig | None) -> bool:
+    """Whether this is where the engine runs, and not a machine that only runs some of its ranks. Raises UsageError."""
+    nodes = None if config is None else nodes_of(config, layout_of(config))
+    return nodes is None or nodes.rank == 0
+
+
+def only_lead(config: EngineConfig | None, what: str) -> None:
+    """Raise UsageError for ``what``, which several machines or torchrun's processes do not run together."""
+    if config is not None and nodes_of(config, layout_of(config)) is not None:
+        raise UsageError(f"nnodes (or torchrun): {what} is not run on several machines; serve one model")

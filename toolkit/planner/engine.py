@@ -1,0 +1,263 @@
+"""One engine, simulated: the scheduler's rules on a clock that the step times drive.
+
+Steps in which requests only decode follow one another as one *stretch* until a request ends, a cache block runs out or
+a request comes: their times are an arithmetic series, for the context grows by a token a request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from toolkit.engine.cache.block_manager import blocks_for
+from toolkit.engine.pace import ALONE_LEAST, LEAST, LEAST_SHARE, LONG, LONG_STEP, MOST_MS, SHARED, STRETCH
+from toolkit.engine.turns import LEAST_TOKENS, split
+from toolkit.planner.step_time import Features, StepTime, features
+from toolkit.planner.traffic import Ask
+
+BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """As ``EngineOptions`` has them. ``kv_tokens``: that the cache holds, None = as many as are asked for.
+    ``paced``: chunks of prompts are cut so that steps take about as long as decoding lets them (CPUs)."""
+
+    max_batch_size: int = 64
+    max_prefill_token_num: int = 8192
+    kv_tokens: int | None = None
+    paced: bool = True
+    lookahead: bool = True
+
+
+@dataclass(eq=False)
+class Job:
+    """A request in an engine. ``computed``: tokens in the cache; ``length``: known tokens. ``at_first`` and ``at_end``:
+    the engine's features summed up to then, where it keeps them."""
+
+    ask: Ask
+    came: float
+    computed: int = 0
+    length: int = 0
+    produced: int = 0
+    first: float = 0.0
+    end: float = 0.0
+    fed: int = -1
+    at_start: Features | None = None
+    at_first: Features | None = None
+    at_end: Features | None = None
+
+    @property
+    def left(self) -> int:
+        return self.length - self.computed
+
+
+@dataclass
+class Stretch:
+    """``count`` steps in which ``decodes`` get a token each, and the first (then the only one) computes ``chunks``."""
+
+    start: float
+    decodes: list[Job]
+    chunks: list[tuple[Job, int]]
+    count: int
+    first: float  # seconds of the first step, and
+    growth: float  # by how much each takes longer than the one before
+    sums: Features | None = None
+
+    def end_of(self, steps: int) -> float:
+        return self.start + steps * self.first + self.growth * steps * (steps - 1) / 2
+
+
+@dataclass(eq=False)
+class Engine:
+    """``run``: from one stretch to the next; ``end``: when the present one ends, inf where nothing is to be done."""
+
+    time: StepTime
+    limits: Limits
+    keeps_features: bool = False
+    prompts: list[Job] = field(default_factory=list)
+    decoding: list[Job] = field(default_factory=list)
+    waiting: deque[Job] = field(default_factory=deque)
+    done: list[Job] = field(default_factory=list)
+    stretch: Stretch | None = None
+    busy: float = 0.0
+    steps: int = 0
+    preemptions: int = 0
+    _total: Features | None = None
+    _unseen: bool = False  # a request waits that the next step was made without
+
+    @property
+    def end(self) -> float:
+        return math.inf if self.stretch is None else self.stretch.end_of(self.stretch.count)
+
+    @property
+    def unfinished(self) -> int:
+        return self.running + len(self.waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self.prompts) + len(self.decoding)
+
+    def add(self, ask: Ask, now: float) -> Job:
+        """A request comes."""
+        job = Job(ask, now, length=ask.input_len)
+        self.waiting.append(job)
+        if self.keeps_features:
+            job.at_start = self._sum()
+            if self.stretch is not None:
+                passed = (now - self.stretch.start) / (self.end - self.stretch.start)
+                job.at_start = job.at_start + passed * self._contents(self.stretch)
+        if self.stretch is None:
+            self._begin(now, now)
+        elif self.stretch.count > 1:
+            self.stretch.count = min(self.stretch.count, _steps_until(self.stretch, now))
+        return job
+
+    def run(self) -> list[Job]:
+        """End the stretch and begin the next one; the requests that ended in it."""
+        stretch = self.stretch
+        assert stretch is not None
+        end, steps = stretch.end_of(stretch.count), stretch.count
+        self.busy += end - stretch.start
+        self.steps += steps
+        if self.keeps_features:
+            self._total = self._sum() + self._contents(stretch)
+        for job in stretch.decodes:
+            job.computed += steps
+            job.produced += steps
+            job.length += steps
+        ready = []
+        for job, count in stretch.chunks:
+            job.computed += count
+            job.fed = self.steps
+            if job.computed == job.length:
+                job.produced += 1
+                job.length += 1
+                ready.append(job)
+                if job.produced == 1:
+                    job.first, job.at_first = end, self._total
+        if ready:
+            self.prompts = [job for job in self.prompts if job.computed + 1 < job.length or job not in ready]
+            self.decoding += ready
+        ended = [job for job in self.decoding if job.produced >= job.ask.output_len]
+        for job in ended:
+            job.end, job.at_end = end, self._total
+        if ended:
+            self.decoding = [job for job in self.decoding if job.produced < job.ask.output_len]
+            self.done += ended
+        last = end - (stretch.first + stretch.growth * (steps - 1))
+        seen = last if self.limits.lookahead and end - last <= LONG_STEP else end
+        self._begin(end, seen)
+        return ended
+
+    def _begin(self, now: float, seen: float) -> None:
+        """Schedule what comes after ``now``, of the requests that had come by ``seen``."""
+        if not self.running:
+            seen = now  # nothing is in flight: there is nothing to be ahead of
+        self._make_room()
+        decodes, budget = list(self.decoding), self._budget(seen)
+        self._admit(seen)
+        chunks = self._chunks(budget)
+        if not decodes and not chunks:
+            self.stretch = None
+            assert not self.waiting or not self.running, "nothing runs, and yet somebody waits"
+            return
+        steps = 1 if chunks or self._unseen else self._steps(decodes)
+        tokens = len(decodes) + sum(count for _, count in chunks)
+        context = float(sum(job.length for job in decodes))
+        pairs = sum(count * (job.computed + count / 2) for job, count in chunks)
+        first = self.time.seconds(tokens, context, pairs)
+        sums = features(self.time.knots, tokens, context, pairs) if self.keeps_features else None
+        self.stretch = Stretch(now, decodes, chunks, steps, first, self.time.context * len(decodes), sums)
+
+    def _make_room(self) -> None:
+        """For a token of each that decodes; where there is none the last that came gives up its blocks."""
+        room = self.limits.kv_tokens
+        while room is not None and self.decoding and self.running > 1:
+            more = sum(blocks_for(job.length, BLOCK) for job in self.decoding)
+            more += sum(blocks_for(job.computed, BLOCK) for job in self.prompts)
+            if more * BLOCK <= room:
+                return
+            holders = self.prompts or self.decoding
+            victim = max(holders, key=lambda job: job.came)
+            holders.remove(victim)
+            victim.computed = 0
+            self.preemptions += 1
+            self.waiting.appendleft(victim)
+
+    def _budget(self, seen: float) -> int:
+        """Prompt tokens of a step, as ``Scheduler`` and ``Pace`` have it, with times that are known."""
+        decodes = self.decoding
+        most = max(1, self.limits.max_prefill_token_num - len(decodes))
+        if not self.limits.paced or not (self.prompts or (self.waiting and self.waiting[0].came <= seen)):
+            return most
+        before = max((job.computed for job in self.prompts), default=0)
+        context = float(sum(job.length for job in decodes))
+        alone = self.time.seconds(len(decodes), context) if decodes else 0.0
+        seconds, least = MOST_MS / 1000 * SHARED, ALONE_LEAST
+        if decodes:
+            least = LEAST
+            seconds = max(MOST_MS / 1000 - alone, MOST_MS / 1000 * LEAST_SHARE)
+            seconds = min(seconds, (STRETCH - 1) * alone) if before < LONG else seconds
+        fits = self.time.fitting(len(decodes), before, seconds)
+        return max(1, min(most, max(least, int(min(fits, most)))))
+
+    def _admit(self, seen: float) -> None:
+        self._unseen = False
+        held = sum(blocks_for(max(job.length, job.computed), BLOCK) for job in (*self.prompts, *self.decoding))
+        while self.waiting and self.running < self.limits.max_batch_size:
+            job = self.waiting[0]
+            if job.came > seen:
+                self._unseen = True
+                return
+            need = blocks_for(job.length + 1, BLOCK)
+            room = self.limits.kv_tokens
+            if self.running and room is not None and (held + need) * BLOCK > room:
+                return
+            self.waiting.popleft()
+            job.computed = min(job.ask.cached, job.length - 1)
+            self.prompts.append(job)
+            held += need
+
+    def _chunks(self, budget: int) -> list[tuple[Job, int]]:
+        """The budget in equal parts among prompts, those first that have waited longest for some; each is its own
+        user's, as over HTTP."""
+        prompts = self.prompts
+        if not prompts:
+            return []
+        order = sorted(prompts, key=lambda job: job.fed) if len(prompts) * LEAST_TOKENS > budget else prompts
+        parts = split(budget, [(job.left, 1.0) for job in order])
+        return [(job, part) for job, part in zip(order, parts, strict=True) if part]
+
+    def _steps(self, decodes: list[Job]) -> int:
+        """Steps until the first request ends or the cache is full."""
+        count = min(job.ask.output_len - job.produced for job in decodes)
+        room = self.limits.kv_tokens
+        if room is not None and self.running > 1:
+            lengths = np.array([job.length for job in decodes])
+            while count > 1 and int((-(-(lengths + count - 1) // BLOCK)).sum()) * BLOCK > room:
+                count = count // 2
+        return max(1, count)
+
+    def _sum(self) -> Features:
+        if self._total is None:
+            self._total = np.zeros(len(self.time.slopes) + 3)
+        return self._total
+
+    def _contents(self, stretch: Stretch) -> Features:
+        assert stretch.sums is not None
+        grown = np.zeros_like(stretch.sums)
+        grown[-2] = len(stretch.decodes) * stretch.count * (stretch.count - 1) / 2
+        found: Features = stretch.sums * stretch.count + grown
+        return found
+
+
+def _steps_until(stretch: Stretch, now: float) -> int:
+    """Steps of a stretch that have begun by ``now``, 1 or more."""
+    passed = max(0.0, now - stretch.start)
+    a, b = stretch.growth / 2, stretch.first - stretch.growth / 2
+    done = passed / b if a <= 0 else (math.sqrt(b * b + 4 * a * passed) - b) / (2 * a)
+    return max(1, math.floor(done + 1e-9) + 1)

@@ -1,0 +1,139 @@
+"""From what ``tool profile generation`` or ``tool profile api_server`` wrote to the time of a step.
+
+Each row is simulated. How many steps of which content it had hardly depends on how long they took, so the times are
+what least squares find from the contents, in a few rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toolkit.artifacts.json_file import read_json
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.planner.engine import Engine, Limits
+from toolkit.planner.fleet import closed
+from toolkit.planner.step_time import Features, StepTime, made, non_negative
+
+ROUNDS = 6
+GUESS = StepTime(0.01, (), (0.001,))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row of a file: ``at_once`` requests at a time, ``count`` in all; seconds, mean over requests, until the first
+    token and from it to the last. ``served``: over HTTP, so that requests have a way to the engine, and it paces its
+    steps. ``together``: all began at once, and the seconds are until the last of their first tokens, and after it."""
+
+    at_once: int
+    count: int
+    input_len: int
+    output_len: int
+    ttft: float
+    decode: float
+    served: bool
+    together: bool
+
+
+@dataclass(frozen=True)
+class Fit:
+    """``errors``: of each measured figure, simulated / measured - 1."""
+
+    time: StepTime
+    errors: list[float]
+
+    @property
+    def worst(self) -> float:
+        return max(self.errors, key=abs)
+
+
+def read_profile(path: Path) -> list[Measured]:
+    """Raises UsageError where it is none, or was measured at a rate."""
+    try:
+        found = read_json(path)
+    except ToolkitError as error:
+        raise UsageError(f"--profile: {error}") from None
+    rows = found if isinstance(found, list) else [found]
+    made = [_read(f"--profile: {path}", row) for row in rows]
+    if not made:
+        raise UsageError(f"--profile: {path}: expected a row a run, found none")
+    return made
+
+
+def _read(where: str, row: Any) -> Measured:
+    kinds = "expected what `tool profile generation` or `tool profile api_server` write with --json"
+    if not isinstance(row, dict):
+        raise UsageError(f"{where}: {kinds}, found {type(row).__name__}")
+    try:
+        if "decode_throughput" in row:
+            size, length, out = (int(row[key]) for key in ("concurrency", "prompt_tokens", "completion_tokens"))
+            if out < 2:
+                raise UsageError(
+                    f"{where}: completion_tokens: expected 2 or more, for a speed of decoding, found {out}"
+                )
+            ttft, decode = size * length / row["prefill_throughput"], size * (out - 1) / row["decode_throughput"]
+            return Measured(size, size, length, out, ttft, decode, False, True)
+        if "max_concurrency" in row:
+            count, most = int(row["completed"]), row["max_concurrency"]
+            if row.get("request_rate") is not None or most is None:
+                raise UsageError(
+                    f"{where}: measured at a rate; expected --concurrency alone (1,2,4,8, say): times of steps show "
+                    "where the number of requests is known"
+                )
+            length, out = round(row["total_input_tokens"] / count), round(row["total_output_tokens"] / count)
+            if out < 2:
+                raise UsageError(f"{where}: expected answers of 2 tokens or more, for a speed of decoding")
+            decode = row["mean_tpot_ms"] / 1000 * (out - 1)
+            return Measured(int(most), count, length, out, row["mean_ttft_ms"] / 1000, decode, True, False)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise UsageError(f"{where}: {kinds} ({type(error).__name__}: {error})") from None
+    raise UsageError(f"{where}: {kinds}, found {', '.join(map(str, list(row)[:4])) or 'nothing'}")
+
+
+def fit(rows: Sequence[Measured], limits: Limits) -> Fit:
+    """The times of steps with which the simulated runs are nearest to the measured ones, by relative error."""
+    knots = tuple(float(k) for k in sorted({min(row.at_once, limits.max_batch_size) for row in rows}))
+    time = replace(GUESS, knots=knots, slopes=(*(0.0 for _ in knots), GUESS.slopes[0]))
+    target = np.array([seconds for row in rows for seconds in (row.ttft, row.decode)])
+    served = np.array([[float(row.served), 0.0] for row in rows]).ravel()
+    for turn in range(ROUNDS):
+        matrix = np.array([line for row in rows for line in _contents(row, time, limits)])
+        whole = np.column_stack([matrix, served])
+        found = non_negative(whole / target[:, None], np.ones(len(target)))
+        before = np.array([time.start, *time.slopes, time.context, time.pairs, time.wait])
+        found = found if turn == 0 else (found + before) / 2
+        *coefficients, wait = found.tolist()
+        time = made(knots, coefficients, wait)
+    simulated = np.array([s for row in rows for s in _seconds(row, time, limits)])
+    return Fit(time, (simulated / target - 1).tolist())
+
+
+def _simulated(row: Measured, time: StepTime, limits: Limits) -> Engine:
+    own = replace(limits, max_batch_size=max(limits.max_batch_size, row.at_once), kv_tokens=None)
+    own = own if row.served else replace(own, paced=False)
+    return closed(row.count, row.input_len, row.output_len, row.at_once, time, own)
+
+
+def _contents(row: Measured, time: StepTime, limits: Limits) -> tuple[Features, Features]:
+    """What the steps held, until the first token and after it, as ``row`` has its seconds."""
+    jobs = _simulated(row, time, limits).done
+    starts, firsts, ends = (
+        np.array([getattr(job, name) for job in jobs]) for name in ("at_start", "at_first", "at_end")
+    )
+    if row.together:
+        last = firsts[np.argmax([job.first for job in jobs])]
+        return last, ends[np.argmax([job.end for job in jobs])] - last
+    return (firsts - starts).mean(axis=0), (ends - firsts).mean(axis=0)
+
+
+def _seconds(row: Measured, time: StepTime, limits: Limits) -> tuple[float, float]:
+    jobs = _simulated(row, time, limits).done
+    first = max(job.first for job in jobs)
+    if row.together:
+        return first, max(job.end for job in jobs) - first
+    ttft = float(np.mean([job.first - job.came for job in jobs])) + time.wait
+    return ttft, float(np.mean([job.end - job.first for job in jobs]))

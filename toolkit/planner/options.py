@@ -1,0 +1,93 @@
+"""What a plan is told: flags of ``tool plan``, and what Python callers pass."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.configs.option import check_ranges, option
+from toolkit.errors import UsageError
+from toolkit.planner.traffic import Ask, drawn, lengths, read_trace
+
+LATENCIES = ("ttft", "tpot", "e2e")
+
+
+@dataclass(frozen=True)
+class Slo:
+    """At most ``seconds`` for ``percent`` of the requests. ``name``: one of LATENCIES."""
+
+    name: str
+    percent: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"p{self.percent:g} {self.name} of {self.seconds * 1000:g} ms"
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The load, what is wanted of it, and what an engine may take at a time."""
+
+    trace: str | None = option(None, "Requests of a .jsonl or .csv file: arrival (s), input_len, output_len.")
+    request_rate: float | None = option(None, "Instead: requests a second, arriving at random (Poisson).")
+    num_prompts: int = option(1000, "Requests to simulate at that rate.", min=1)
+    random_input_len: str = option("256", "Tokens of a prompt: so many, MIN:MAX, or lognormal:MEDIAN:P99.")
+    random_output_len: str = option("128", "Tokens of an answer, likewise.")
+    cached_tokens: int = option(0, "First tokens of each prompt that the prefix cache has.", min=0)
+    seed: int = option(0, "Seed of arrivals and lengths.", min=0)
+    slo: Sequence[str] = option(
+        (), "NAME:MS or NAME:pNN:MS, what 99 % (NN %) of the requests may take: ttft, tpot, e2e; repeatable."
+    )
+    replicas: str = option("1:1024", "MIN:MAX engines to look among, or how many there are.")
+    max_batch_size: int = option(64, "Requests that an engine runs at a time.", min=1)
+    max_prefill_token_num: int = option(8192, "Prompt tokens of a step at most.", min=1)
+    kv_tokens: int | None = option(None, "Tokens that an engine's KV cache holds. Default: enough for all.", min=1)
+    paced: str = option("auto", "Whether chunks of prompts are cut so that steps stay short: yes, no, auto (CPUs).")
+
+    def check(self) -> None:
+        """Raise UsageError for the first value that cannot be."""
+        check_ranges(self)
+        if (self.trace is None) == (self.request_rate is None):
+            raise UsageError("request_rate: expected either --request-rate or --trace")
+        if self.request_rate is not None and not 0 < self.request_rate < math.inf:
+            raise UsageError(f"request_rate: expected requests a second above 0, found {self.request_rate:g}")
+        if self.paced not in ("yes", "no", "auto"):
+            raise UsageError(f"paced: expected yes, no or auto, found {self.paced!r}")
+        lengths("random_input_len", self.random_input_len)
+        lengths("random_output_len", self.random_output_len)
+        _ = self.slos, self.bounds
+
+    @property
+    def slos(self) -> tuple[Slo, ...]:
+        return tuple(_slo(text) for text in self.slo)
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", self.replicas)
+        low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= low <= high:
+            raise UsageError(f"replicas: expected MIN:MAX with 1 <= MIN <= MAX, found {self.replicas!r:.40}")
+        return low, high
+
+    def asks(self) -> list[Ask]:
+        """The requests, by arrival."""
+        if self.trace is not None:
+            return read_trace(Path(self.trace), self.cached_tokens)
+        rate, sizes = self.request_rate or 1.0, (self.random_input_len, self.random_output_len)
+        return drawn(self.seed, self.num_prompts, rate, *sizes, self.cached_tokens)
+
+
+def _slo(text: str) -> Slo:
+    found = re.fullmatch(r"([a-z0-9]+)(?::p([\d.]+))?:([\d.]+)", text)
+    try:
+        assert found is not None and found[1] in LATENCIES
+        percent, milliseconds = float(found[2] or 99), float(found[3])
+        assert 0 < percent <= 100 and milliseconds > 0
+    except (AssertionError, ValueError):
+        raise UsageError(
+            f"slo: expected {', '.join(LATENCIES)} with milliseconds (ttft:500, tpot:p50:80), found {text!r:.40}"
+        ) from None
+    return Slo(found[1], percent, milliseconds / 1000)
