@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "chat.svg"
-WIDTH, HEIGHT = 84, 16
+WIDTH, HEIGHT = 84, 18
 QUESTIONS = ("What is the capital of France?", "Tell me something about the river there.")
 ANSWERED = "tokens/s"  # behind each answer
 PATIENCE = 120.0  # seconds for the start, and for each answer
