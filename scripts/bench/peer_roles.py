@@ -53,7 +53,8 @@ def main() -> None:
         text = len(template.encode(talk))
         parsed = len(tokenizer.encode(str(template.render(talk)), add_special_tokens=False))
         found = asked(args.url, talk[0]["content"])
-        kind = {parsed: "wrote a token", text: "stayed text"}.get(found, f"other ({found})")  # type: ignore[arg-type]
+        kinds: dict[int | str, str] = {parsed: "wrote a token", text: "stayed text"}
+        kind = kinds.get(found, f"other ({found})")
         print(f"{form!r}: {found} tokens; parsed {parsed}, text {text}: {kind}")
         told[kind] = told.get(kind, 0) + 1
     print(json.dumps(told))
