@@ -246,6 +246,17 @@ class EngineCore:
         self._leaving.add(number)
         self._drop_adapters()
 
+    def trace_ranks(self, on: bool) -> list[list[list[Any]]]:
+        """Of each rank what it has done since this was last called (``toolkit.parallel.group.Event``); from now on that
+        is kept where ``on``. Raises UsageError where there is one process alone."""
+        trace = getattr(self.runner, "trace", None)
+        if trace is None:
+            raise UsageError("ranks: the model is not split; expected --tp, --pp or --dp above 1")
+        while self._flying:
+            self._collect(self._outputs)
+        found: list[list[list[Any]]] = trace(on)
+        return found
+
     def _drop_adapters(self) -> None:
         held = (request for _, request, _ in self._held.values())
         used = {r.adapter for r in (*(s.request for s in self._sequences.values()), *held)}

@@ -216,7 +216,13 @@ class Scheduler:
         passes = sum(count for _, _, count in plan.chunks)
         most = max(1, self.options.max_prefill_token_num - len(plan.decodes) - passes)
         before = max((s.computed for s in self._prompts(plan)), default=0)
-        return self.pace.budget(plan.decoding, before, most, self._times)
+        return self.pace.budget(plan.decoding, before, most, self._times, self._patient(plan))
+
+    def _patient(self, plan: Plan) -> int:
+        """Of those that get on with their answers in this step, how many are choices of a request that has prompts to
+        compute: it is answered when its last choice is, and sooner the larger the steps are that compute them."""
+        left = {group_of(s) for s in self._prompts(plan) if not s.generated}
+        return sum(group_of(s) in left for s in plan.sequences())
 
     @property
     def _times(self) -> float:

@@ -381,7 +381,9 @@ class Pipeline:
                     if bar:
                         bar.update("lines", tally.done, tally.total)
 
-                return run.answer(app, files, told)
+                tally = run.answer(run.Answerer.of(app), files, told)
+                files.finish()
+                return tally
 
     def update_weights(self, weights: Weights, mode: str = "wait") -> None:
         """Go on with other weights of the same model, as of a training step.

@@ -122,10 +122,11 @@ def create_app(
     for routes in ROUTES:
         app.include_router(routes.router)
     add_schemas(app, [body for routes in ROUTES for body in routes.BODIES])
-    keys = ApiKeys(settings.api_keys, settings.api_key_file) if keys is None else keys
+    known = ApiKeys(settings.api_keys, settings.api_key_file) if keys is None else keys
+    files.shared = lambda: len(known) > 1
     trusted = Proxies(settings.trusted_proxy)
     app.add_middleware(HandedOver)
-    add_layers(app, settings.limits, lanes, keys, list(settings.allow_origins), trusted=trusted, digest=files.owner)
+    add_layers(app, settings.limits, lanes, known, list(settings.allow_origins), trusted=trusted, digest=files.owner)
     return app
 
 

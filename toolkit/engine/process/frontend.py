@@ -149,6 +149,11 @@ class AsyncEngine:
         """Names of the adapters that requests may use now."""
         return tuple(self._adapters)
 
+    def trace_ranks(self, on: bool) -> list[list[list[Any]]]:
+        """As ``EngineCore.trace_ranks``."""
+        found: list[list[list[Any]]] = self._loop.call("trace_ranks", [on]).result()
+        return found
+
     def load_adapter(self, name: str, path: Path) -> None:
         """Have requests use the adapter in a directory by ``name`` from now on, while others run. Raises UsageError for
         a name that is taken, ToolkitError where the adapter cannot be read or is of another model."""
