@@ -79,7 +79,7 @@ def run(
                 with Progress() as bar:
                     here = f"{answers}: what is done stays, and the same command goes on"
                     batch_run.answer(
-                        app,
+                        batch_run.Answerer.of(app),
                         files,
                         lambda tally: bar.update("texts", tally.done, tally.total),
                         lambda: bar.console.print(here, markup=False, soft_wrap=True),
