@@ -13,13 +13,16 @@ from toolkit.base.record import read
 from toolkit.configs.checks import named
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
 from toolkit.configs.generation import GenerationConfig
+from toolkit.configs.moving import EngineRole, MigrationBackend
 from toolkit.configs.speculative import SpeculativeConfig
 from toolkit.errors import UsageError
 
 __all__ = [
     "ChatTemplateConfig",
+    "EngineRole",
     "FinishReason",
     "GenerationConfig",
+    "MigrationBackend",
     "PromptProgress",
     "PytorchEngineConfig",
     "Response",

@@ -194,7 +194,7 @@ class Scheduler:
     def _decoding(self) -> list[Sequence]:
         """Those that get on with their answers in this step, by turn: all, but where a user who has little waits for a
         first token. Then those with most take turns, so that the step is no longer than with prompts it should be."""
-        ready = [s for s in self.running if s.decodes and not (s.ending or s.at_picture)]
+        ready = [s for s in self.running if s.decodes and not (s.ending or s.at_picture or s.read)]
         held = Held(self.running)
         waiting = {s.user: s for s in [*self.running, *self._heads()] if not s.decodes}
         modest = min(waiting.values(), key=lambda s: held.cost[s.user], default=None)
