@@ -15,7 +15,7 @@ from toolkit.commands.output import show_engine, stdout, table, write_json
 from toolkit.commands.profile_server import api_server
 from toolkit.commands.sampling_options import SamplingFlags, with_load_flags
 from toolkit.errors import UsageError
-from toolkit.profile.options import Grid, Load
+from toolkit.profile.options import Grid, Load, Traced
 
 if TYPE_CHECKING:
     from toolkit.engine.process.frontend import AsyncEngine
@@ -67,6 +67,8 @@ def _config(engine: EngineFlags) -> Any:
     engine.check_unused_template("prompts are measured as they are")
     engine.enable_prefix_caching = engine.prefix_caching(default=False)
     engine.no_enable_prefix_caching = not engine.enable_prefix_caching
+    if engine.speculative is None and engine.speculative_algorithm is None:
+        engine.speculative = "off"  # answers to random prompts repeat themselves: guesses would be too good
     return engine.config()
 
 
@@ -110,7 +112,7 @@ def throughput(
     result_file.check_csv("--csv", csv_file, columns)
     result_file.check_plot("--plot", plot)
     load = replace(load, sampling=_drawing(sampling))
-    watch = Watch(model, load.num_prompts)
+    watch, guesses = Watch(model, load.num_prompts), dict[str, Any]()
     with watch.progress:
         result = runner.measure(
             model,
@@ -120,10 +122,11 @@ def throughput(
             progress=watch.progress.update,
             on_start=watch.start,
             on_done=watch.advance,
+            on_end=guesses.update,
         )
     if failed := len(result.records) - int(result.summary["completed"]):
         watch.console.print(f"{failed} of {len(result.records)} requests failed; they count in no figure")
-    write_json(json_file, result.summary)
+    write_json(json_file, result.summary | ({"speculation": guesses} if guesses else {}))
     if csv_file is not None:
         result_file.append_csv("--csv", csv_file, {"model": model, "concurrency": load.concurrency, **result.summary})
     if plot is not None:
@@ -132,6 +135,7 @@ def throughput(
         plot_latencies(result.records, f"{model}, {load.num_prompts} requests, {load.concurrency} at once", plot)
     if json_file != "-":
         _print_throughput(model, result.summary)
+        _print_guesses(guesses)
 
 
 def _print_throughput(model: str, summary: dict[str, float | int]) -> None:
@@ -149,6 +153,21 @@ def _print_throughput(model: str, summary: dict[str, float | int]) -> None:
         for name in LATENCY_LABELS
     ]
     out.print(table("Latency", ("", "Mean", "Median", "P99"), latencies))
+
+
+def _print_guesses(guesses: dict[str, Any]) -> None:
+    """What came of them, if any were made."""
+    if not guesses:
+        return
+    places = guesses["acceptance_by_position"]
+    rows: list[tuple[str, Any]] = [
+        ("Drafts verified", guesses["drafts"]),
+        ("Draft tokens", guesses["draft_tokens"]),
+        ("Accepted (%)", 100 * guesses["acceptance_rate"]),
+        ("Tokens per step with a draft", guesses["tokens_per_step"]),
+        *((f"Accepted at position {i} (%)", 100 * share) for i, share in enumerate(places, start=1)),
+    ]
+    stdout().print(table("Speculation", ("", "value"), rows))
 
 
 app.command("api_server")(api_server)
@@ -181,7 +200,7 @@ def generation(
     from toolkit.profile import generation as runner
 
     grid = replace(grid, sampling=_drawing(sampling))
-    watch = Watch(model, sum(grid.concurrency) * grid.rounds)
+    watch, guesses = Watch(model, sum(grid.concurrency) * grid.rounds), dict[str, Any]()
     with watch.progress:
         rows = runner.measure(
             model,
@@ -191,6 +210,7 @@ def generation(
             progress=watch.progress.update,
             on_start=watch.start,
             on_done=watch.advance,
+            on_end=guesses.update,
         )
     write_json(json_file, rows)
     if plot is not None:
@@ -199,6 +219,68 @@ def generation(
         plot_generation(rows, f"{model}, {grid.prompt_tokens} tokens in, {grid.completion_tokens} out", plot)
     if json_file != "-":
         _print_generation(model, rows)
+        _print_guesses(guesses)
+
+
+@app.command("ranks")
+@with_engine_flags
+@with_load_flags
+@with_flags("wish", Traced)
+def ranks(
+    model: MODEL,
+    engine: EngineFlags,
+    sampling: SamplingFlags,
+    wish: Traced,
+    json_file: JSON = None,
+    plot: PLOT = None,
+) -> None:
+    """Where the time of a model's ranks goes (--tp, --pp, --dp): computing, or messages to each other.
+
+    --plot draws two steps: a prompt's end is past, one token of each request follows another.
+
+    Example: tool profile ranks demo --tp 2 --plot ranks.png
+    """
+    config = _config(engine)
+    from toolkit.artifacts.output import result_file
+
+    result_file.check_json("--json", json_file, ("rank", "step_seconds", "message_seconds"))
+    result_file.check_plot("--plot", plot)
+    from toolkit.profile import ranks as runner
+
+    watch = Watch(model, wish.concurrency)
+    with watch.progress:
+        found = runner.measure(
+            model,
+            replace(wish, sampling=_drawing(sampling)),
+            engine_config=config,
+            packed=engine.packed(config, watch.note),
+            progress=watch.progress.update,
+            on_start=watch.start,
+            on_done=watch.advance,
+        )
+    write_json(json_file, found.rows)
+    if plot is not None:
+        from toolkit.profile.plot import plot_ranks
+
+        plot_ranks(runner.timeline(found.events), f"{model}, {len(found.rows)} ranks: two steps", plot)
+    if json_file != "-":
+        _print_ranks(model, found.rows)
+
+
+def _print_ranks(model: str, rows: list[dict[str, Any]]) -> None:
+    """One line a rank and kind of message."""
+    lines = []
+    for row in rows:
+        kinds = row["messages"] or {"none": {"messages": 0, "bytes": 0, "seconds": 0.0}}
+        for i, (name, kind) in enumerate(kinds.items()):
+            share = 100 * kind["seconds"] / max(row["step_seconds"], 1e-9)
+            head = (row["rank"], row["steps"], row["step_seconds"]) if i == 0 else ("", "", "")
+            each = kind["messages"] / max(row["steps"], 1)
+            lines.append(
+                (*head, name, each, kind["bytes"] / max(row["steps"], 1) / 1024, kind["seconds"], f"{share:.0f} %")
+            )
+    columns = ("rank", "steps", "seconds", "message", "a step", "KiB a step", "seconds in it", "of steps")
+    stdout().print(table(f"Ranks of {model}", columns, lines))
 
 
 def _print_generation(model: str, rows: list[dict[str, Any]]) -> None:

@@ -37,7 +37,8 @@ class Sequence:
     chunk may end among them; ``looks_at``: digests of the pictures whose keys and values the runner keeps for it.
     ``branch``: blocks at the start that requests before it had too, where a state is worth
     keeping. ``canvas``: the block of tokens behind the known ones, where such are guessed together. ``turned_by``: the
-    length that dynamic rope reaches for it where that is its own, 0 = as trained.
+    length that dynamic rope reaches for it where that is its own, 0 = as trained. ``whole``: its prompt is computed in
+    one step; ``second``: where in it the second text of a pair begins, 0 = nowhere.
     """
 
     request: EngineRequest
@@ -57,6 +58,8 @@ class Sequence:
     looks_at: frozenset[bytes] = frozenset()
     canvas: Canvas | None = None
     turned_by: int = 0
+    whole: bool = False
+    second: int = 0
 
     def __post_init__(self) -> None:
         prompt = self.request.token_ids
@@ -67,6 +70,8 @@ class Sequence:
         self.pending = 0
         self.computed = 0
         self.stored = 0
+        self.replay = 0  # tokens of a guess that came true, to be computed again: a state was left where it began
+        self.guessed = self.guessed_right = 0  # tokens of guesses that were verified, and that came true
         self.row = -1
         self.keys: list[bytes] = []
         self.branch = 0
@@ -87,9 +92,11 @@ class Sequence:
         self.collected = 0
         self.stop_ids = frozenset(self.params.stop_token_ids)
         self.prompt_logprobs: list[dict[int, float] | None] = [None]
-        self.hidden_sum: Any = 0.0  # of a request for the mean of its hidden states: their sum so far, [hidden]
+        self.hidden_sum: Any = (
+            0.0  # of a request for the mean of its hidden states: their sum so far, [hidden]; for the first's, that
+        )
         wants_all = self.params.logits == "all" or self.params.hidden == "all" or self.params.prompt_logprobs >= 0
-        self.wants_all = wants_all or self.params.routes or self.request.only in ("score", "mean")
+        self.wants_all = wants_all or self.params.routes or self.request.only in ("score", "mean", "cls")
         wants_rows = self.params.logits is not None or self.params.hidden is not None
         self.wants_rows = wants_rows or self.request.only == "last"
         counts = self.params.ngram_size and self.params.ngram_limit
@@ -132,17 +139,16 @@ class Sequence:
     @property
     def decodes(self) -> bool:
         """Whether its prompt is computed, but for what goes with a pass over the canvas."""
-        return self.remaining <= (1 if self.canvas is None else 2 * self.canvas.length)
+        return self.remaining <= (1 + self.replay if self.canvas is None else 2 * self.canvas.length)
 
     def settled(self, end: int) -> int:
         """How many of the first ``end`` tokens, once computed, stay what they are."""
         return end if self.canvas is None else min(end, self.canvas.first)
 
     def ids(self, start: int, count: int) -> NDArray[np.int32]:
-        """The token ids of ``count`` places from ``start`` on."""
-        known = self.tokens[start : min(start + count, self.length)]
+        """The token ids of ``count`` places from ``start`` on, those of a guess among them."""
         if self.canvas is None or start + count <= self.canvas.first:
-            return known
+            return self.tokens[start : start + count]
         return np.concatenate([self.tokens[start : self.canvas.first], self.canvas.tokens])
 
     @property
@@ -162,6 +168,11 @@ class Sequence:
         return bool(self.pending) and self.exhausted
 
     @property
+    def read(self) -> bool:
+        """Whether no token is to be drawn, and a step in flight computes the last one of its prompt."""
+        return self.request.only is not None and self.remaining == 0
+
+    @property
     def known(self) -> int:
         """Tokens whose ids are known."""
         return self.length - self.pending
@@ -174,6 +185,8 @@ class Sequence:
     def uncut(self, end: int) -> int:
         """Where a chunk ends that is to end at ``end``, or at most so: before a run or block that it would cut, or
         behind one that it begins in."""
+        if self.whole:
+            return self.length
         if self.canvas is not None:
             border = end - end % self.canvas.length
             return border if border > self.computed else self.computed + self.canvas.length
@@ -191,12 +204,22 @@ class Sequence:
         behind = places[known.shape[1] :] + self.shift
         return np.concatenate([known, np.tile(behind, (len(known), 1))], 1)
 
+    def suppose(self, tokens: list[int]) -> None:
+        """Write a guess behind the known tokens, which these are none of yet."""
+        end = self.length + len(tokens)
+        if end > len(self.tokens):
+            self._grow(end)
+        self.tokens[self.length : end] = tokens
+
+    def _grow(self, least: int) -> None:
+        grown = np.empty(max(least, min(self.max_len + 1, 2 * self.length)), np.int32)
+        grown[: len(self.tokens)] = self.tokens
+        self.tokens = grown
+
     def expect(self) -> None:
         """A step in flight draws the next token."""
         if self.length == len(self.tokens):
-            grown = np.empty(min(self.max_len + 1, 2 * self.length), np.int32)
-            grown[: self.length] = self.tokens
-            self.tokens = grown
+            self._grow(self.length + 1)
         self.length += 1
         self.pending += 1
 
@@ -244,6 +267,27 @@ class History:
             self._ids[at] = token
             self._size += 1
         self._counts[at] += 1
+
+    def copy(self) -> Counted:
+        """What it holds now."""
+        return Counted(self.ids.copy(), self.counts.copy())
+
+    def back(self, then: Counted, added: list[int]) -> None:
+        """To what it held ``then``, before ``added`` came."""
+        for token in added:
+            if self._index.get(token, -1) >= len(then.ids):
+                del self._index[token]
+        self._size = len(then.ids)
+        self._counts[: self._size] = then.counts
+        self._counts[self._size :] = 0
+
+
+@dataclass(frozen=True)
+class Counted:
+    """``History`` at one time: token ids and how often each was generated."""
+
+    ids: NDArray[np.int32]
+    counts: NDArray[np.int32]
 
 
 class Biases:

@@ -28,11 +28,11 @@ from toolkit.chat import settings
 from toolkit.chat.messages import Message
 from toolkit.chat.renderer import Renderer
 from toolkit.chat.template import ChatTemplate
-from toolkit.configs.engine import EngineConfig, VisionConfig
+from toolkit.configs.engine import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
 from toolkit.configs.lmdeploy import OPTIONS, notice
+from toolkit.configs.speculative import SpeculativeConfig
 from toolkit.engine.load.setup import Packed
-from toolkit.engine.pooling import choose as choose_pooling
-from toolkit.engine.pooling import vector
+from toolkit.engine.pooling import open_head
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig, GenerationConfig, Response
@@ -83,7 +83,7 @@ class Pipeline:
         chat_template_config: ChatTemplateConfig | str | None = None,
         log_level: str = "WARNING",
         max_log_len: int | None = None,
-        speculative_config: Any = None,
+        speculative_config: SpeculativeConfig | None = None,
         *,
         gen_config: GenerationConfig | None = None,
         adapter_name: str | None = None,
@@ -109,6 +109,9 @@ class Pipeline:
         _set_log_level(log_level)
         if trust_remote_code:
             logger.warning("%s", notice(OPTIONS["trust_remote_code"], "trust_remote_code"))
+        if speculative_config is not None:
+            kind = PytorchEngineConfig if backend == "pytorch" else TurbomindEngineConfig
+            backend_config = replace(backend_config or kind(), **speculative_config.fields())
         self.model_path = str(model_path)
         self._max_log_len = max_log_len
         self._closed = False
@@ -309,24 +312,29 @@ class Pipeline:
         dimensions: int | None = None,
         adapter_name: str | None = None,
     ) -> NDArray[np.float32]:
-        """One vector an input, float32 [inputs, hidden]: the last hidden state of its last token, or the mean of all.
+        """One vector an input, float32 [inputs, hidden]: the last hidden state of its first or last token or the mean
+        of all, through the layers that the model's sentence-transformers folder has behind it.
 
-        inputs: texts, which get what the tokenizer puts around them, or token ids. pooling: "last", "mean" or "auto"
-        (what the model's sentence-transformers config says, else "last"). normalize: to length 1. dimensions: keep
-        so many of the first. Raises UsageError or ToolkitError, also where one input fails.
+        inputs: texts, which get what the tokenizer puts around them, or token ids. pooling: "cls", "last", "mean" or
+        "auto": what the folder says; else "cls" of an encoder, "last" of a model that writes. normalize: to length 1.
+        dimensions: keep so many of the first. Raises UsageError or ToolkitError, also where one input fails.
         """
         self._check_open()
         if (adapter_name := adapter_name or self.adapter_name) is not None:
             self._check_adapter(adapter_name)
-        only = choose_pooling(pooling, self.tokenizer.path)
+        head = open_head(self.tokenizer.path, pooling)
         rows = arguments.embedding_rows(inputs, self.tokenizer)
         config = GenerationConfig(max_new_tokens=1)
-        jobs = [Job((i, 0), ids, config, None, None, uuid4().hex, adapter_name, only) for i, ids in enumerate(rows)]
+        jobs = [
+            Job((i, 0), ids, config, None, None, uuid4().hex, adapter_name, head.pooling) for i, ids in enumerate(rows)
+        ]
         found = dict(self._runner.answers(jobs))
         for i in range(len(jobs)):
             if found[i].last_hidden_state is None:
                 raise ToolkitError(f"inputs[{i}]: {found[i].error_message or 'the request was aborted'}")
-        return np.stack([vector(found[i].last_hidden_state[0], dimensions, normalize) for i in range(len(jobs))])
+        return np.stack(
+            [head.embedding(found[i].last_hidden_state[0], dimensions, normalize) for i in range(len(jobs))]
+        )
 
     def batch(
         self,
@@ -373,7 +381,9 @@ class Pipeline:
                     if bar:
                         bar.update("lines", tally.done, tally.total)
 
-                return run.answer(app, files, told)
+                tally = run.answer(run.Answerer.of(app), files, told)
+                files.finish()
+                return tally
 
     def update_weights(self, weights: Weights, mode: str = "wait") -> None:
         """Go on with other weights of the same model, as of a training step.
@@ -511,8 +521,9 @@ def _shape(results: list[Response], count: int, single: bool, jobs: list[Job]) -
 
 def _check(speculative_config: Any, gen_config: Any, max_log_len: Any, vision: Any) -> None:
     """Raise UsageError for an argument of ``Pipeline`` that means nothing."""
-    if speculative_config is not None:
-        raise UsageError("speculative_config: speculative decoding is not built yet; leave it out")
+    if not isinstance(speculative_config, (SpeculativeConfig, type(None))):
+        wanted = "a SpeculativeConfig"
+        raise UsageError(f"speculative_config: expected {wanted}, found {type(speculative_config).__name__}")
     if gen_config is not None and not isinstance(gen_config, GenerationConfig):
         raise UsageError(f"gen_config: expected a GenerationConfig, found {type(gen_config).__name__}")
     if max_log_len is not None and (not isinstance(max_log_len, int) or max_log_len < 0):
