@@ -67,6 +67,8 @@ def _config(engine: EngineFlags) -> Any:
     engine.check_unused_template("prompts are measured as they are")
     engine.enable_prefix_caching = engine.prefix_caching(default=False)
     engine.no_enable_prefix_caching = not engine.enable_prefix_caching
+    if engine.speculative is None and engine.speculative_algorithm is None:
+        engine.speculative = "off"  # answers to random prompts repeat themselves: guesses would be too good
     return engine.config()
 
 
@@ -110,7 +112,7 @@ def throughput(
     result_file.check_csv("--csv", csv_file, columns)
     result_file.check_plot("--plot", plot)
     load = replace(load, sampling=_drawing(sampling))
-    watch = Watch(model, load.num_prompts)
+    watch, guesses = Watch(model, load.num_prompts), dict[str, Any]()
     with watch.progress:
         result = runner.measure(
             model,
@@ -120,10 +122,11 @@ def throughput(
             progress=watch.progress.update,
             on_start=watch.start,
             on_done=watch.advance,
+            on_end=guesses.update,
         )
     if failed := len(result.records) - int(result.summary["completed"]):
         watch.console.print(f"{failed} of {len(result.records)} requests failed; they count in no figure")
-    write_json(json_file, result.summary)
+    write_json(json_file, result.summary | ({"speculation": guesses} if guesses else {}))
     if csv_file is not None:
         result_file.append_csv("--csv", csv_file, {"model": model, "concurrency": load.concurrency, **result.summary})
     if plot is not None:
@@ -132,6 +135,7 @@ def throughput(
         plot_latencies(result.records, f"{model}, {load.num_prompts} requests, {load.concurrency} at once", plot)
     if json_file != "-":
         _print_throughput(model, result.summary)
+        _print_guesses(guesses)
 
 
 def _print_throughput(model: str, summary: dict[str, float | int]) -> None:
@@ -149,6 +153,21 @@ def _print_throughput(model: str, summary: dict[str, float | int]) -> None:
         for name in LATENCY_LABELS
     ]
     out.print(table("Latency", ("", "Mean", "Median", "P99"), latencies))
+
+
+def _print_guesses(guesses: dict[str, Any]) -> None:
+    """What came of them, if any were made."""
+    if not guesses:
+        return
+    places = guesses["acceptance_by_position"]
+    rows: list[tuple[str, Any]] = [
+        ("Drafts verified", guesses["drafts"]),
+        ("Draft tokens", guesses["draft_tokens"]),
+        ("Accepted (%)", 100 * guesses["acceptance_rate"]),
+        ("Tokens per step with a draft", guesses["tokens_per_step"]),
+        *((f"Accepted at position {i} (%)", 100 * share) for i, share in enumerate(places, start=1)),
+    ]
+    stdout().print(table("Speculation", ("", "value"), rows))
 
 
 app.command("api_server")(api_server)
@@ -181,7 +200,7 @@ def generation(
     from toolkit.profile import generation as runner
 
     grid = replace(grid, sampling=_drawing(sampling))
-    watch = Watch(model, sum(grid.concurrency) * grid.rounds)
+    watch, guesses = Watch(model, sum(grid.concurrency) * grid.rounds), dict[str, Any]()
     with watch.progress:
         rows = runner.measure(
             model,
@@ -191,6 +210,7 @@ def generation(
             progress=watch.progress.update,
             on_start=watch.start,
             on_done=watch.advance,
+            on_end=guesses.update,
         )
     write_json(json_file, rows)
     if plot is not None:
@@ -199,6 +219,7 @@ def generation(
         plot_generation(rows, f"{model}, {grid.prompt_tokens} tokens in, {grid.completion_tokens} out", plot)
     if json_file != "-":
         _print_generation(model, rows)
+        _print_guesses(guesses)
 
 
 def _print_generation(model: str, rows: list[dict[str, Any]]) -> None:

@@ -63,10 +63,11 @@ INSIDE = {
         "pictures": {""},
         "cache": {"", "pictures"},
         "constraints": {""},
+        "drafts": {"", "constraints"},
         "text": {""},
         "load": {"", "cache"},
         "process": {"", "cache", "constraints", "load", "text"},
-        "": {"cache", "constraints", "pictures"},
+        "": {"cache", "constraints", "drafts", "pictures"},
     },
     "runners": {
         "weights": {"", "native"},

@@ -21,6 +21,7 @@ _EXPORTS = {
     "PytorchEngineConfig": "toolkit.configs.engine",
     "Response": "toolkit.messages",
     "Session": "toolkit.pipeline.pipeline",
+    "SpeculativeConfig": "toolkit.configs.speculative",
     "TurbomindEngineConfig": "toolkit.configs.engine",
     "VisionConfig": "toolkit.configs.engine",
     "client": "toolkit.serve.client",
@@ -32,6 +33,7 @@ __all__ = [
     "PytorchEngineConfig",
     "Response",
     "Session",
+    "SpeculativeConfig",
     "TurbomindEngineConfig",
     "VisionConfig",
     "__version__",
@@ -42,6 +44,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
+    from toolkit.configs.speculative import SpeculativeConfig
     from toolkit.messages import ChatTemplateConfig, GenerationConfig, Response
     from toolkit.pipeline.pipeline import Pipeline, Session, pipeline
     from toolkit.serve.background import serve

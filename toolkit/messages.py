@@ -13,6 +13,7 @@ from toolkit.base.record import read
 from toolkit.configs.checks import named
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
 from toolkit.configs.generation import GenerationConfig
+from toolkit.configs.speculative import SpeculativeConfig
 from toolkit.errors import UsageError
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "PromptProgress",
     "PytorchEngineConfig",
     "Response",
+    "SpeculativeConfig",
     "TurbomindEngineConfig",
     "VisionConfig",
 ]
@@ -48,7 +50,8 @@ class Response:
     ``logits``: float32 [tokens, vocab]; ``last_hidden_state``: [tokens, hidden]. ``index``: position in the batch.
     ``routed_experts``: uint16 [tokens, layers, chosen] of prompt and answer but for the last token, those experts of
     the largest weights first; 65535 is none.
-    ``cached_tokens``: prompt tokens served from the prefix cache.
+    ``cached_tokens``: prompt tokens served from the prefix cache. ``accepted_tokens``, ``rejected_tokens``: guessed
+    ones that a step has verified, and that came true or did not (docs/how-to/speculate.md).
     """
 
     text: str = ""
@@ -61,6 +64,8 @@ class Response:
     last_hidden_state: Any = None
     index: int = 0
     cached_tokens: int = 0
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
     error_code: int | None = None
     error_message: str | None = None
     session_id: int | None = None
@@ -83,6 +88,7 @@ class Response:
         self.finish_reason = other.finish_reason
         self.index = other.index
         self.cached_tokens = other.cached_tokens
+        self.accepted_tokens, self.rejected_tokens = other.accepted_tokens, other.rejected_tokens
         self.error_code, self.error_message = other.error_code, other.error_message
         self.stop_reason = other.stop_reason
         self.cache_block_ids = other.cache_block_ids

@@ -95,6 +95,7 @@ class FakeEngine:
     priorities: list[int] = field(default_factory=list)  # likewise
     whose: list[Any] = field(default_factory=list)  # likewise
     sessions: list[str | None] = field(default_factory=list)  # likewise
+    predicted: list[list[int]] = field(default_factory=list)  # likewise
     ended_sessions: list[str] = field(default_factory=list)
     asleep: bool = False
     empty: bool = False
@@ -142,9 +143,11 @@ class FakeEngine:
         pictures: Sequence[Any] = (),
         progress: bool = False,
         whose: Any = None,
+        prediction: Sequence[int] = (),
     ) -> AsyncIterator[Response]:
         assert request_id is not None and request_id not in self.running
         self.adapters.append(adapter)
+        self.predicted.append(list(prediction))
         self.priorities.append(priority)
         self.whose.append(whose)
         self.sessions.append(session)
@@ -181,6 +184,8 @@ class FakeEngine:
                     generate_token_len=i + 1,
                     input_token_len=len(token_ids),
                     cached_tokens=3,
+                    accepted_tokens=min(i, len(prediction)),
+                    rejected_tokens=1 if prediction else 0,
                     finish_reason=("length" if limit < len(token_ids) else "stop") if last else None,
                 )
                 if gen_config.logprobs is not None:

@@ -83,12 +83,15 @@ class Speed:
     at_first: int = 0  # tokens that came with the first piece
     last: float = 0.0
     tokens: int = 0
+    accepted: int = 0  # guessed ones that came true
+    guessed: int = 0
 
     def count(self, response: Response) -> None:
         self.last = time.perf_counter() - self.asked
         if self.first is None and response.generate_token_len:
             self.first, self.at_first = self.last, response.generate_token_len
         self.tokens = max(self.tokens, response.generate_token_len)
+        self.accepted, self.guessed = response.accepted_tokens, response.accepted_tokens + response.rejected_tokens
 
     def line(self) -> str:
         """Tokens, tokens/s after the first piece, time to it."""
@@ -96,7 +99,8 @@ class Speed:
             return "0 tokens"
         later, took = self.tokens - self.at_first, self.last - self.first
         rate = f", {later / took:.1f} tokens/s" if later and took > LEAST_TIME else ""
-        return f"{self.tokens} token{'s' * (self.tokens != 1)}{rate}, first after {self.first:.2f} s"
+        guessed = f", {self.accepted} of {self.guessed} draft tokens accepted" if self.guessed else ""
+        return f"{self.tokens} token{'s' * (self.tokens != 1)}{rate}{guessed}, first after {self.first:.2f} s"
 
 
 def answer(model: Model, messages: Sequence[Message], config: GenerationConfig, screen: Screen) -> tuple[Response, str]:

@@ -10,6 +10,7 @@ from toolkit.configs.limits import Bounds
 from toolkit.configs.lmdeploy import check_fields, known_as
 from toolkit.configs.moving import check_moving
 from toolkit.configs.option import option, read_size, same_option
+from toolkit.configs.speculative import MODES, MOST_ASKED, SHARES, Speculation, check_speculative, speculation_of
 from toolkit.errors import UsageError
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
@@ -54,6 +55,7 @@ def _check_engine(config: EngineConfig, block: str) -> None:
     if config.adapter_memory is not None:
         read_size("adapter_memory", config.adapter_memory)
     _check_dllm(config)
+    check_speculative(config)
     check_fields(config)
 
 
@@ -215,6 +217,19 @@ class CommonEngineConfig:
     dllm_unmasking_strategy: str = option(Unmasking.strategy, f"Which guesses stay: {', '.join(UNMASKING)}.")
     dllm_denoising_steps: int | None = option(None, "Passes over a block at most. Default: one a token.")
     dllm_confidence_threshold: float = option(Unmasking.threshold, "From which the first keeps a guess, 0 to 1.")
+    speculative: str | None = option(
+        None,
+        "auto: guess tokens and verify them, where that is faster; off. Default: auto, in profile off.",
+        allowed=MODES,
+    )
+    speculative_algorithm: str | None = option(None, "How: lookup (or ngram), which is the default.")
+    speculative_num_draft_tokens: int | None = option(
+        None, "Tokens of a guess at most. Default: 16.", allowed=Bounds(1, MOST_ASKED, "int32"), hidden=True
+    )
+    speculative_draft_model: str | None = None
+    speculative_shared: str = option(
+        "user", "Whose answers are looked up too: of the same key (user), of all, none (off).", allowed=SHARES
+    )
     disable_vision_encoder: bool = option(False, "Leave out what the model sees with: texts alone.")
     language_model_only: bool = option(False, "The same.", hidden=True)
     eager_mode: bool = option(False, "On a GPU capture no graphs.", "--eager-mode", hidden=True)
@@ -235,6 +250,10 @@ class CommonEngineConfig:
     def blind(self) -> bool:
         """Whether a model that sees is loaded without what it sees with."""
         return self.disable_vision_encoder or self.language_model_only
+
+    @property
+    def speculation(self) -> Speculation | None:
+        return speculation_of(self)
 
     @property
     def unmasking(self) -> Unmasking:

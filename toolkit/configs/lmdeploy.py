@@ -79,7 +79,7 @@ _EXPERTS = "experts are shared out evenly, and rows go to them by all-to-all ove
 _CACHE = "engines share blocks of the cache by kv_cache_dir"
 _CHECKPOINTS = "states are kept at block borders by themselves, and evicted like blocks"
 _WHOLE = "whole blocks of every prompt are cached"
-_DRAFT = "speculative decoding is not built yet"
+_DRAFT = "models and heads that guess are not run yet"
 _MOVED = "blocks go over by shared memory or TCP, as --migration-backend of the servers says"
 _STEPS = "a step's tokens are bounded by max_prefill_token_num"
 _GRAPHS = "the runner chooses what it captures"
@@ -169,9 +169,9 @@ OPTIONS: dict[str, Theirs] = {
     "allow_credentials": _notice(_CORS, False),
     "allow_methods": _notice(_CORS, "*", str),
     "allow_headers": _notice(_CORS, "*", str),
-    "speculative_algorithm": _refused(_DRAFT),
+    "speculative_algorithm": _works("lookup (ngram); no models and heads yet"),
     "speculative_draft_model": _refused(_DRAFT),
-    "speculative_num_draft_tokens": _refused(_DRAFT, 1),
+    "speculative_num_draft_tokens": _works("at most; 16 unless told otherwise"),
     "speculative_dflash_block_size": _refused(_DRAFT),
     "serving_strategy": _works(),
     "dummy_prefill": _refused("prompts are always computed", False),

@@ -26,6 +26,7 @@ from toolkit.engine.cache.kept.shelf import Shelf
 from toolkit.engine.cache.prefix import root_key
 from toolkit.engine.canvas import Canvas
 from toolkit.engine.constraints.request import Building, Built, Constraints
+from toolkit.engine.drafts.choose import speculator
 from toolkit.engine.nap import Nap
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.pictures.sight import Sight
@@ -103,6 +104,9 @@ class EngineCore:
         self.builder = StepBuilder(self.blocks, options.max_batch_size, spec.vocab_size, axes, growth)
         self.sight = Sight(runner, options.pictures_together, options.pictures_kept)
         self.results = StepResults(spec.vocab_size, self.builder)
+        self.speculator = speculator(runner, options)
+        if self.speculator is not None:
+            self.scheduler.guesses, self.results.verified = self.speculator.choose, self.speculator.verified
         self.constraints = Constraints(open_tokenizer, spec.vocab_size)
         self._sequences: dict[str, Sequence] = {}
         self._held: dict[str, tuple[Building, EngineRequest, list[LogitsProcessor]]] = {}  # constraints not built yet
@@ -346,6 +350,8 @@ class EngineCore:
         if not seq.finished:
             self.scheduler.finish(seq, keep=keep)
             self._sequences.pop(seq.id, None)
+            if self.speculator is not None:
+                self.speculator.forget(seq)
             if self._leaving:
                 self._drop_adapters()
 
@@ -356,7 +362,7 @@ class EngineCore:
 
         With lookahead the step is submitted before the results of the one before are read, unless a running request's
         next input depends on them by more than a token id. Behind a long step there is none: it is waited for, so that
-        requests which come meanwhile are in the next one.
+        requests which come meanwhile are in the next one. Nor where the next step is to verify guesses.
         """
         started = time.perf_counter()
         if self._give_back is not None and not self._nap.gone and time.monotonic() >= self._next_sweep:
@@ -367,7 +373,7 @@ class EngineCore:
             self.keeper.turn(busy=bool(self.scheduler.running))
         outputs, self._outputs = self._outputs, []
         ahead = self._lookahead and not any(s.needs_host for s in self.scheduler.running)
-        if ahead and self._flying and self.scheduler.pace.is_long(self._flying[-1][0].plan):
+        if ahead and self._flying and self._waits_for(self._flying[-1][0].plan):
             self._collect(outputs)
             self._step_seconds += time.perf_counter() - started
             return outputs
@@ -381,12 +387,17 @@ class EngineCore:
             self._steps += 1
         elif self.keeper is not None and self.keeper.reading and not self._flying:
             self.keeper.wait(READ_SECONDS)
-        while len(self._flying) > (1 if ahead and plan else 0):
+        while len(self._flying) > (1 if ahead and plan and not plan.guesses else 0):
             self._collect(outputs)
         self._step_seconds += time.perf_counter() - started
         if self.options.check and not self._sequences:
             self.check_integrity()
         return outputs
+
+    def _waits_for(self, plan: Plan) -> bool:
+        """Whether the results of a step in flight are to be there before the next one."""
+        tempted = self.speculator is not None and self.speculator.tempted(self.scheduler.running)
+        return tempted or self.scheduler.pace.is_long(plan)
 
     def _enter(self, plan: Plan, outputs: list[EngineOutput]) -> None:
         """Give those that start their row of arrays; one whose numbers do not fit ends."""
@@ -425,7 +436,8 @@ class EngineCore:
         for seq in step.plan.decodes:
             seq.computed += 1
         for seq, _, count in step.plan.chunks:
-            seq.computed = seq.settled(seq.computed + count)
+            if seq not in step.plan.guesses:
+                seq.computed, seq.replay = seq.settled(seq.computed + count), 0
         self.results.expect(step)
 
     def _collect(self, outputs: list[EngineOutput]) -> None:
@@ -445,7 +457,10 @@ class EngineCore:
             self._retry(entries_of(step.plan, step.starts), e, outputs)
             return
         self._hand_out(step, result, outputs)
-        self.scheduler.pace.ended(step.plan, time.perf_counter())  # log-probabilities of prompts are work, too
+        now = time.perf_counter()  # log-probabilities of prompts are work, too
+        self.scheduler.pace.ended(step.plan, now)
+        if self.speculator is not None:
+            self.speculator.step_ended(step.plan, len(step.batch.token_ids), now)
 
     def _hand_out(self, step: Step, result: StepOutput, outputs: list[EngineOutput]) -> None:
         self._failures = 0
@@ -557,6 +572,7 @@ class EngineCore:
             "step_seconds": self._step_seconds,
             "pictures_encoded": self.sight.encoded,
             **({} if self.keeper is None else self.keeper.stats()),
+            **({} if self.speculator is None else self.speculator.stats()),
         }
 
     def check_integrity(self) -> None:

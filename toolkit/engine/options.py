@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from toolkit.configs.engine import Unmasking
+from toolkit.configs.speculative import Speculation
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class EngineOptions:
     ``pictures_together``: pictures that are encoded at once, at most. ``pictures_kept``: of running requests to models
     that keep keys and values of pictures; one request may have more.
     ``unmasking``: which guesses stay, of models that guess blocks of tokens together.
+    ``speculation``: how tokens are guessed that a step then verifies, None: they are not.
     ``check``: verify the block manager's books whenever the engine falls idle (debugging).
     """
 
@@ -35,4 +37,5 @@ class EngineOptions:
     pictures_together: int = 1
     pictures_kept: int = 8
     unmasking: Unmasking = field(default_factory=Unmasking)
+    speculation: Speculation | None = None
     check: bool = False

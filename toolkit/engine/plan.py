@@ -12,13 +12,16 @@ from toolkit.engine.sequence import Sequence
 class Plan:
     """One step: the decoding requests, then (request, first position, tokens) of each chunk of a prompt.
 
-    ``passes``: of the chunks the first so many are no prompts, but passes over blocks of tokens that are guessed.
+    ``passes``: of the chunks the first so many are no prompts, but get on with answers: passes over blocks of tokens
+    that are guessed together, and tokens with a guess behind them.
+    ``guesses``: of these passes that verify a guess its tokens, written behind the request's known ones.
     ``started``: those that were given a row for it. ``submitted``: when the runner got it (``time.perf_counter``).
     """
 
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, int, int]] = field(default_factory=list)
     passes: int = 0
+    guesses: dict[Sequence, int] = field(default_factory=dict)
     started: list[Sequence] = field(default_factory=list)
     submitted: float = 0.0
 

@@ -21,8 +21,8 @@ class Entry:
 
 
 def entries_of(plan: Plan, starts: Iterable[int]) -> list[Entry]:
-    """The requests of a plan; ``starts``: in the order of ``plan.sequences()``."""
-    counts = [1] * len(plan.decodes) + [count for _, _, count in plan.chunks]
+    """The requests of a plan, without their guesses; ``starts``: in the order of ``plan.sequences()``."""
+    counts = [1] * len(plan.decodes) + [count - plan.guesses.get(seq, 0) for seq, _, count in plan.chunks]
     return [Entry(seq, start, start + n) for seq, start, n in zip(plan.sequences(), starts, counts, strict=True)]
 
 

@@ -38,12 +38,14 @@ class SamplingParams(Draw):
 @dataclass(frozen=True)
 class Whose:
     """``user``: any name; ``group``: of which request of theirs this one is a part, "" = of its own. ``weight``: the
-    user's part beside others'. ``share``: of all places in the batch that the user may have at most."""
+    user's part beside others'. ``share``: of all places in the batch that the user may have at most. ``owner``: whose
+    is what is kept of it, "" = of all who have no key."""
 
     user: str = ""
     group: str = ""
     weight: float = 1.0
     share: float = 1.0
+    owner: str = ""
 
 
 @dataclass
@@ -53,8 +55,9 @@ class EngineRequest:
     log-probabilities, "last" and "mean" one row ``hidden``, the last token's hidden state or the mean of all.
     ``priority``: the lower, the sooner it starts and the later it gives up its blocks for others. ``pictures``: in the
     order in which their places stand in the prompt. ``progress``: tell how far the prompt has come after each step.
-    ``whose``: among whom the engine is shared out. ``lend``: other engines are to find its prompt's blocks, of which
-    the last output tells (``block_ids``); ``source``: the id of the engine that has computed them, "" = none has."""
+    ``whose``: among whom the engine is shared out. ``prediction``: tokens that much of the answer may be, which are
+    guessed first. ``lend``: other engines are to find its prompt's blocks, of which the last output tells
+    (``block_ids``); ``source``: the id of the engine that has computed them, "" = none has."""
 
     id: str
     token_ids: list[int]
@@ -66,6 +69,7 @@ class EngineRequest:
     pictures: list[Picture] = field(default_factory=list)
     progress: bool = False
     whose: Whose = field(default_factory=Whose)
+    prediction: list[int] = field(default_factory=list)
     lend: bool = False
     source: str = ""
 
@@ -86,6 +90,8 @@ class EngineOutput:
     finish_reason: Literal["stop", "length", "error", "abort"] | None = None
     stop_token: int | None = None
     cached_tokens: int = 0
+    guessed: int = 0  # tokens of guesses that were verified so far,
+    guessed_right: int = 0  # and that came true
     prompt_logprobs: list[dict[int, float] | None] | None = None  # [0] is None
     processed: int | None = None
     time: float | None = None  # when the tokens were there, ``time.perf_counter()``: one clock for all processes

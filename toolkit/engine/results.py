@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from toolkit.engine.constraints import host_sampler
 from toolkit.engine.request import EngineOutput
 from toolkit.engine.sequence import Sequence
-from toolkit.engine.step_builder import Step, StepBuilder
+from toolkit.engine.step_builder import Step, StepBuilder, Verified
 from toolkit.runners.step import StepOutput
 
 log = logging.getLogger(__name__)
@@ -24,11 +24,13 @@ NAN_LOGITS = (
 
 
 class StepResults:
-    """Hands a step's results to its requests."""
+    """Hands a step's results to its requests. ``verified``: told of each guess how many tokens it had, and how many
+    came true."""
 
     def __init__(self, vocab_size: int, builder: StepBuilder) -> None:
         self.vocab_size = vocab_size
         self.builder = builder
+        self.verified: Callable[[Sequence, int, int], None] = _count
 
     def expect(self, step: Step) -> None:
         """The step has been submitted: the requests that it draws a token for have one more, not known yet."""
@@ -40,7 +42,8 @@ class StepResults:
         """What each request produced; a request that ended meanwhile produces nothing."""
         bad = set(out.bad_rows.tolist())
         drawn = out.tokens[:, 0].tolist() if len(step.sampled) else []
-        tokens = [t if s.grammar is None else s.grammar.meant(t) for s, t in zip(step.sampled, drawn, strict=True)]
+        own = drawn[: len(step.sampled)]  # behind them are those of guesses
+        tokens = [t if s.grammar is None else s.grammar.meant(t) for s, t in zip(step.sampled, own, strict=True)]
         rows = self._rows(step, out) if step.has_rows else {}
         live = [(s, t) for s, t in zip(step.sampled, tokens, strict=True) if s.row >= 0 and s.pending == 1]
         self.builder.arrived([s.row for s, _ in live], [t for _, t in live])
@@ -55,6 +58,7 @@ class StepResults:
                 continue
             yield seq, _or_error(seq, lambda: self._sampled(seq, token, out, i, rows))  # noqa: B023  # called at once
         yield from self._guessed(step, out, bad)
+        yield from self._verified(step, out, bad)
         for seq in step.processed:
             if not seq.finished:
                 yield seq, _or_error(seq, lambda: self._drawn_here(seq, step, out, rows))  # noqa: B023
@@ -83,6 +87,63 @@ class StepResults:
             output = _or_error(seq, lambda: self._pass(seq, out, rows))  # noqa: B023  # called at once
             if output.token_ids or output.finish_reason is not None:
                 yield seq, output
+
+    def _verified(self, step: Step, out: StepOutput, bad: set[int]) -> Iterator[tuple[Sequence, EngineOutput]]:
+        """The tokens of guesses that came true, and the one behind each."""
+        at = len(step.sampled)
+        for v in step.verified:
+            first, at = at, at + (v.count + 1 if v.drawn else 0)
+            if v.seq.finished:
+                continue
+            output, guess = EngineOutput(v.seq.id, cached_tokens=v.seq.cached_tokens), v.guess
+            start, ended = v.seq.length, None
+            for i in range(v.count + 1):
+                one = _or_error(v.seq, lambda: self._draw_behind(v, i, first + i, step, out, bad))  # noqa: B023
+                if one.finish_reason == "error":
+                    ended = one
+                    break
+                output.token_ids += one.token_ids
+                output.logprobs += one.logprobs
+                output.finish_reason, output.stop_token, output.time = one.finish_reason, one.stop_token, one.time
+                if one.finish_reason is not None or (i < v.count and one.token_ids != [guess[i]]):
+                    break
+            self._settle(v, start, len(output.token_ids))
+            output.guessed, output.guessed_right = v.seq.guessed, v.seq.guessed_right
+            if output.token_ids:
+                yield v.seq, output
+            if ended is not None:
+                yield v.seq, ended
+
+    def _draw_behind(self, v: Verified, i: int, row: int, step: Step, out: StepOutput, bad: set[int]) -> EngineOutput:
+        """The token behind the first ``i`` of a guess, all of which came true."""
+        seq = v.seq
+        if not v.drawn:
+            return self._drawn_here(seq, step, out, {}, i)
+        if v.places and seq.grammar is not None:
+            mark = v.places[i].mark
+            assert mark is not None
+            seq.grammar.resume(mark)
+            if seq.grammar.failure is not None:
+                return _error(seq, seq.grammar.failure, 400)
+        if row in bad:
+            return _error(seq, NAN_LOGITS)
+        drawn = int(out.tokens[row, 0])
+        seq.expect()
+        return self._sampled(seq, drawn if seq.grammar is None else seq.grammar.meant(drawn), out, row, {})
+
+    def _settle(self, v: Verified, start: int, tokens: int) -> None:
+        """Of a guess behind ``start`` known tokens ``tokens`` rows were drawn."""
+        seq, right = v.seq, max(0, tokens - 1)
+        blocks = self.builder.blocks
+        whole = tokens == v.count + 1
+        if whole or not blocks.has_states:
+            seq.computed = start + right
+            blocks.end_guess(seq.row, seq.computed if whole else 0)
+        else:
+            seq.replay = start + right - seq.computed
+            blocks.end_guess(seq.row)
+        self.builder.reached(seq)
+        self.verified(seq, v.count, right)
 
     def _pass(self, seq: Sequence, out: StepOutput, rows: range) -> EngineOutput:
         """What a pass over its canvas, whose masks have ``rows``, gives a request: no token, or all of a block."""
@@ -121,14 +182,17 @@ class StepResults:
             output.finish_reason = "length"
         return output
 
-    def _drawn_here(self, seq: Sequence, step: Step, out: StepOutput, rows: dict[str, Any]) -> EngineOutput:
-        """Draw the token of a request with logits processors: they see the raw logits, then the usual rules apply."""
+    def _drawn_here(
+        self, seq: Sequence, step: Step, out: StepOutput, rows: dict[str, Any], guessed: int | None = None
+    ) -> EngineOutput:
+        """Draw the token of a request with logits processors: they see the raw logits, then the usual rules apply.
+        ``guessed``: behind so many tokens of a guess, None: there is none."""
         at = 0
         for owner, _, count in step.logits:
             at += count
             if owner is seq:
                 break
-        logits = out.logits[at - 1]
+        logits = out.logits[at - 1 if guessed is None else at - count + guessed]
         if np.isnan(logits).any():
             return _error(seq, NAN_LOGITS)
         try:
@@ -281,6 +345,10 @@ def _or_error(seq: Sequence, make: Callable[[], EngineOutput]) -> EngineOutput:
     except Exception as e:
         log.error("request %s: its token cannot be taken", seq.id, exc_info=e)
         return _error(seq, f"the engine failed over this request's token ({type(e).__name__}: {e})")
+
+
+def _count(seq: Sequence, guessed: int, right: int) -> None:
+    """Without a speculator nothing is guessed."""
 
 
 def _error(seq: Sequence, text: str, code: int = 500) -> EngineOutput:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 
 from toolkit.engine.cache.block_manager import BlockManager, blocks_for
 from toolkit.engine.cache.coming import Coming
@@ -32,14 +34,19 @@ HELD = 16  # steps that a request waits for what another user's prompt computes:
 SPARED = 8  # preemptions of a request after which it is others' turn
 
 
+Guesses = Callable[[Seq[Sequence]], Mapping[Sequence, list[int]]]
+
+
 class Scheduler:
-    """Waiting and running requests, and the blocks of the running ones. ``keeper``: has more of them elsewhere."""
+    """Waiting and running requests, and the blocks of the running ones. ``keeper``: has more of them elsewhere.
+    ``guesses``: what may come next of those that are about to go on, to be verified."""
 
     def __init__(
         self, blocks: BlockManager, options: EngineOptions, max_rows_per_step: int, keeper: Keeper | None = None
     ) -> None:
         self.blocks = blocks
         self.keeper = keeper
+        self.guesses: Guesses | None = None
         self.options = options
         self.followers = Followers(blocks, options.max_batch_size)
         self.pace = Pace(options.target_step_ms)
@@ -63,14 +70,18 @@ class Scheduler:
         plan = Plan()
         before = self.preemptions
         self._rows_left = self.max_rows_per_step
-        for seq in self._decoding():
+        ready = self._decoding()
+        guesses = {} if self.guesses is None else self.guesses(ready)
+        for seq in ready:
             if not (seq.row >= 0 and self._make_room(seq, seq.remaining)):
                 continue
             seq.decoded = self._steps
-            if seq.canvas is None:
+            if seq in guesses:
+                self._add_guess(plan, seq, guesses[seq])
+            if seq.canvas is None and seq.remaining == 1 and seq not in plan.guesses:
                 plan.decodes.append(seq)
             else:
-                plan.chunks.append((seq, seq.computed, seq.remaining))
+                plan.chunks.append((seq, seq.computed, seq.remaining + plan.guesses.get(seq, 0)))
                 plan.passes += 1
         budget = self._budget(plan)
         if self.preemptions == before and self.waiting:
@@ -84,6 +95,7 @@ class Scheduler:
             plan.decodes = [s for s in plan.decodes if s.row >= 0]
             plan.passes = sum(c[0].row >= 0 for c in plan.chunks[: plan.passes])
             plan.chunks = [c for c in plan.chunks if c[0].row >= 0]
+            plan.guesses = {s: count for s, count in plan.guesses.items() if s.row >= 0}
             plan.started = [s for s in plan.started if s.row >= 0]
         return plan
 
@@ -119,7 +131,7 @@ class Scheduler:
 
     def _give_up(self, seq: Sequence) -> None:
         self._leave(seq)
-        seq.computed = seq.stored = 0
+        seq.computed = seq.stored = seq.replay = 0
         seq.preempted += 1
         seq.fetches = 0
         self.preemptions += 1
@@ -139,6 +151,15 @@ class Scheduler:
             if victim is seq:
                 return False
         return True
+
+    def _add_guess(self, plan: Plan, seq: Sequence, tokens: list[int]) -> None:
+        """Verify what of a guess there is room for; nobody gives up a block for it."""
+        end = self.blocks.room_for_guess(seq.row, seq.computed, seq.length + len(tokens), len(self.running))
+        if end > seq.length and self.blocks.grow(seq.row, seq.computed, end):
+            seq.suppose(tokens[: end - seq.length])
+            plan.guesses[seq] = end - seq.length
+        else:
+            self.blocks.end_guess(seq.row)
 
     def _victim(self) -> Sequence:
         """Who is to give up its blocks: the last in turn of the user whose places cost most. One that has done so often

@@ -67,6 +67,8 @@ class Sequence:
         self.pending = 0
         self.computed = 0
         self.stored = 0
+        self.replay = 0  # tokens of a guess that came true, to be computed again: a state was left where it began
+        self.guessed = self.guessed_right = 0  # tokens of guesses that were verified, and that came true
         self.row = -1
         self.keys: list[bytes] = []
         self.branch = 0
@@ -132,17 +134,16 @@ class Sequence:
     @property
     def decodes(self) -> bool:
         """Whether its prompt is computed, but for what goes with a pass over the canvas."""
-        return self.remaining <= (1 if self.canvas is None else 2 * self.canvas.length)
+        return self.remaining <= (1 + self.replay if self.canvas is None else 2 * self.canvas.length)
 
     def settled(self, end: int) -> int:
         """How many of the first ``end`` tokens, once computed, stay what they are."""
         return end if self.canvas is None else min(end, self.canvas.first)
 
     def ids(self, start: int, count: int) -> NDArray[np.int32]:
-        """The token ids of ``count`` places from ``start`` on."""
-        known = self.tokens[start : min(start + count, self.length)]
+        """The token ids of ``count`` places from ``start`` on, those of a guess among them."""
         if self.canvas is None or start + count <= self.canvas.first:
-            return known
+            return self.tokens[start : start + count]
         return np.concatenate([self.tokens[start : self.canvas.first], self.canvas.tokens])
 
     @property
@@ -191,12 +192,22 @@ class Sequence:
         behind = places[known.shape[1] :] + self.shift
         return np.concatenate([known, np.tile(behind, (len(known), 1))], 1)
 
+    def suppose(self, tokens: list[int]) -> None:
+        """Write a guess behind the known tokens, which these are none of yet."""
+        end = self.length + len(tokens)
+        if end > len(self.tokens):
+            self._grow(end)
+        self.tokens[self.length : end] = tokens
+
+    def _grow(self, least: int) -> None:
+        grown = np.empty(max(least, min(self.max_len + 1, 2 * self.length)), np.int32)
+        grown[: len(self.tokens)] = self.tokens
+        self.tokens = grown
+
     def expect(self) -> None:
         """A step in flight draws the next token."""
         if self.length == len(self.tokens):
-            grown = np.empty(min(self.max_len + 1, 2 * self.length), np.int32)
-            grown[: self.length] = self.tokens
-            self.tokens = grown
+            self._grow(self.length + 1)
         self.length += 1
         self.pending += 1
 
@@ -244,6 +255,27 @@ class History:
             self._ids[at] = token
             self._size += 1
         self._counts[at] += 1
+
+    def copy(self) -> Counted:
+        """What it holds now."""
+        return Counted(self.ids.copy(), self.counts.copy())
+
+    def back(self, then: Counted, added: list[int]) -> None:
+        """To what it held ``then``, before ``added`` came."""
+        for token in added:
+            if self._index.get(token, -1) >= len(then.ids):
+                del self._index[token]
+        self._size = len(then.ids)
+        self._counts[: self._size] = then.counts
+        self._counts[self._size :] = 0
+
+
+@dataclass(frozen=True)
+class Counted:
+    """``History`` at one time: token ids and how often each was generated."""
+
+    ids: NDArray[np.int32]
+    counts: NDArray[np.int32]
 
 
 class Biases:

@@ -8,6 +8,7 @@ is: between two short steps every array counts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from toolkit.engine.cache.block_manager import BlockManager
 from toolkit.engine.canvas import PASS_BITS
+from toolkit.engine.drafts.along import Place, places
 from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
 from toolkit.runners.step import COLUMNS, Draw, SamplingBatch, StepBatch
@@ -24,12 +26,30 @@ _EMPTY_I32 = np.zeros(0, np.int32)
 _EMPTY_F32 = np.zeros(0, np.float32)
 
 
+@dataclass(frozen=True)
+class Verified:
+    """A guess in a step: of ``count`` tokens. ``places``: what its rows are drawn by, where that is more than numbers;
+    ``drawn``: whether the runner draws, a token a row."""
+
+    seq: Sequence
+    count: int
+    places: list[Place]
+    drawn: bool
+
+    @property
+    def guess(self) -> list[int]:
+        """Its tokens, until those that come are written over them."""
+        length = self.seq.length
+        return self.seq.tokens[length : length + self.count].tolist()
+
+
 @dataclass
 class Step:
     """A batch and whom its results belong to.
 
     ``sampled``: the request of each sampled row; or where blocks of tokens are guessed together ``guesses``: (request,
-    sampled rows), in the order of the rows. ``logits``, ``hidden``, ``targets``, ``routes``: (request, first position,
+    sampled rows), in the order of the rows. ``verified``: behind ``sampled``, requests whose guess is verified.
+    ``logits``, ``hidden``, ``targets``, ``routes``: (request, first position,
     rows) in the order of the rows that come back. ``processed``: requests whose token the host draws from their logits
     row.
     """
@@ -38,6 +58,7 @@ class Step:
     batch: StepBatch
     sampled: list[Sequence]
     guesses: list[tuple[Sequence, int]] = field(default_factory=list)
+    verified: list[Verified] = field(default_factory=list)
     logits: list[tuple[Sequence, int, int]] = field(default_factory=list)
     hidden: list[tuple[Sequence, int, int]] = field(default_factory=list)
     targets: list[tuple[Sequence, int, int]] = field(default_factory=list)
@@ -88,10 +109,7 @@ class StepBuilder:
         """Fill the arrays for a request that has just been given its row."""
         row, p = seq.row, seq.params
         self._known = None
-        self._length[row] = seq.length
-        self._generated[row] = seq.generated
-        self._last[row] = seq.tokens[seq.length - 1]
-        self._source[row] = -1
+        self.reached(seq)
         self._rope_set[row] = seq.rope_set
         self._turned[row] = seq.turned_by
         self._shift[row] = seq.shift
@@ -100,6 +118,14 @@ class StepBuilder:
             column[row] = getattr(p, name)
         self._logprobs[row] = p.logprobs if seq.canvas is None else max(p.logprobs, 0)  # what a guess is judged by
         self._host_fields[row] = any(x is not None for x in (seq.history, seq.biases, seq.bad_words, seq.grammar))
+
+    def reached(self, seq: Sequence) -> None:
+        """All tokens of the request are known."""
+        row = seq.row
+        self._length[row] = seq.length
+        self._generated[row] = seq.generated
+        self._last[row] = seq.tokens[seq.length - 1]
+        self._source[row] = -1
 
     def advance(self, rows: list[int]) -> None:
         """These rows draw one more token each in a step just submitted, as its sampled rows 0, 1, …"""
@@ -147,6 +173,7 @@ class StepBuilder:
         return np.where(ends > self._growth.trained, np.maximum(turned, ends), turned)
 
     def _anew(self, plan: Plan) -> Step:
+        verified = self._verified(plan) if plan.guesses else []
         sequences = list(plan.sequences())
         rows = np.fromiter((s.row for s in sequences), np.intp, len(sequences))
         decodes = len(plan.decodes)
@@ -174,6 +201,8 @@ class StepBuilder:
         owners = rows if len(rows) == len(places) else np.repeat(rows, counts)
         sampled, sample_index = self._sampled(plan, cu)
         guesses, mask_index = self._guesses(plan, seq_lens, cu)
+        if verified:
+            sample_index = np.concatenate([sample_index, _rows_of(plan, verified, cu)])
         mutual = [
             (cu[i] + max(int(first) - start, 0), cu[i] + int(stop) - start, i)
             for i, (seq, start, count) in enumerate(plan.chunks, start=decodes)
@@ -191,7 +220,7 @@ class StepBuilder:
             rope_set=self._rope_set[rows],
             adapter=self._adapter[rows],
             sample_index=mask_index if guesses else sample_index,
-            sampling=self._guessing(guesses) if guesses else self._sampling(sampled),
+            sampling=self._guessing(guesses) if guesses else self._verifying(sampled, verified),
             logits_index=_EMPTY_I32,
             hidden_index=_EMPTY_I32,
             target_index=_EMPTY_I32,
@@ -200,7 +229,7 @@ class StepBuilder:
             rope_length=self._rope_length(owners, places),
             copy_blocks=self.blocks.take_copies(),
         )
-        step = Step(plan, batch, sampled, guesses)
+        step = Step(plan, batch, sampled, guesses, verified)
         if any(s.wants_all or s.wants_rows or s.processors for s in sequences):
             self._ask_for_rows(step)
         elif len(sampled) == decodes == len(sequences) and not self._host_fields[rows].any():
@@ -213,10 +242,11 @@ class StepBuilder:
         size = self.blocks.block_size
         longest = -(-max(seq_lens.tolist()) // size)
         found = []
-        for table, state in zip(self.blocks.tables, self.blocks.states, strict=True):
+        for table, state, scratch in zip(self.blocks.tables, self.blocks.states, self.blocks.scratch, strict=True):
             if state:
                 before = np.where(starts, table[rows, np.maximum(starts - 1, 0) // size], np.int32(-1))
-                found.append(np.stack([before, table[rows, (seq_lens - 1) // size]], 1))
+                apart = scratch[rows]
+                found.append(np.stack([before, np.where(apart < 0, table[rows, (seq_lens - 1) // size], apart)], 1))
             else:
                 found.append(np.ascontiguousarray(table[rows, :longest]))
         return tuple(found)
@@ -239,10 +269,28 @@ class StepBuilder:
         sampled, index = [], []
         for i, seq in enumerate(plan.sequences()):
             done = seq.computed + int(cu[i + 1] - cu[i]) == seq.length
-            if done and seq.draws:
+            if done and seq.draws and seq not in plan.guesses:
                 sampled.append(seq)
                 index.append(cu[i + 1] - 1)
         return sampled, np.array(index, np.int32)
+
+    def _verified(self, plan: Plan) -> list[Verified]:
+        """The guesses of a step, those that could not come cut off; the plan's chunks are made that much shorter."""
+        among = sum(s.grammar is not None for s in plan.sequences())
+        words = -(-self.vocab_size // 32)
+        found = []
+        for seq, count in plan.guesses.items():
+            along: list[Place] = []
+            if self._host_fields[seq.row] and seq.draws:
+                along = places(seq, count, words, among)
+                count = len(along) - 1
+            found.append(Verified(seq, count, along, seq.draws))
+        plan.guesses = {v.seq: v.count for v in found}
+        plan.chunks = [
+            (seq, start, seq.length + plan.guesses[seq] - start if seq in plan.guesses else count)
+            for seq, start, count in plan.chunks
+        ]
+        return found
 
     @staticmethod
     def _guesses(
@@ -257,6 +305,18 @@ class StepBuilder:
                 index.append(cu[i + 1] - seq.canvas.length + places)
         return found, _joined(index)
 
+    def _verifying(self, sampled: list[Sequence], verified: list[Verified]) -> SamplingBatch:
+        """The sampling arrays of ``sampled``, and of every row of the guesses behind them."""
+        if not verified:
+            return self._sampling(sampled)
+        owners: list[Sequence | Place] = list(sampled)
+        new = [seq.generated for seq in sampled]
+        for v in verified:
+            if v.drawn:
+                owners += v.places or [v.seq] * (v.count + 1)
+                new += range(v.seq.generated, v.seq.generated + v.count + 1)
+        return self._sampling(owners, np.array(new, np.int64))
+
     def _guessing(self, guesses: list[tuple[Sequence, int]]) -> SamplingBatch:
         """The sampling arrays of every mask; the draws of another pass are others."""
         owners = [seq for seq, count in guesses for _ in range(count)]
@@ -265,7 +325,7 @@ class StepBuilder:
         return self._sampling(owners, np.concatenate(new), passes << PASS_BITS)
 
     def _sampling(
-        self, sampled: list[Sequence], new: NDArray[np.int64] | None = None, passes: NDArray[np.int64] | int = 0
+        self, sampled: Seq[Sequence | Place], new: NDArray[np.int64] | None = None, passes: NDArray[np.int64] | int = 0
     ) -> SamplingBatch:
         """``new`` [rows]: which of their request's new tokens they draw, None: the next; ``passes``: what is added to
         that for its draw."""
@@ -295,8 +355,8 @@ class StepBuilder:
             grammar=grammar,
         )
 
-    def _grammar(self, sampled: list[Sequence]) -> NDArray[np.int32] | None:
-        among = sum(s.grammar is not None for s in sampled)
+    def _grammar(self, sampled: Seq[Sequence | Place]) -> NDArray[np.int32] | None:
+        among = len({s.row for s in sampled if s.grammar is not None})
         if not among:
             return None
         mask = np.full((len(sampled), -(-self.vocab_size // 32)), -1, np.int32)
@@ -307,7 +367,7 @@ class StepBuilder:
 
     def host_sampling(self, seq: Sequence) -> SamplingBatch:
         """The sampling arrays of one request alone, for drawing its token on the host."""
-        return self._sampling([seq])
+        return self._sampling([seq], np.array([seq.generated], np.int64))
 
     def _ask_for_rows(self, step: Step) -> None:
         """Which flat tokens' logits, hidden states, target log-probabilities and experts come back, and to whom."""
@@ -318,14 +378,15 @@ class StepBuilder:
             start, first = seq.computed, int(cu[i])
             count = int(cu[i + 1]) - first
             p, only = seq.params, seq.request.only
-            last = count - 1 if start + count == seq.length else count
+            guessed = step.plan.guesses.get(seq, 0)
+            last = count - 1 if start + count == seq.length + guessed else count
             fresh = max(0, seq.collected - start)  # rows of positions gathered before a preemption are not wanted again
             if (p.logits == "all" or p.prompt_logprobs > 0) and fresh < count:
                 step.logits.append((seq, start + fresh, count - fresh))
                 logits.append(np.arange(first + fresh, first + count))
             elif (p.logits == "generation" or seq.processors) and last == count - 1 and not only:
-                step.logits.append((seq, start + last, 1))
-                logits.append(np.arange(first + last, first + count))
+                step.logits.append((seq, start + last - guessed, 1 + guessed))
+                logits.append(np.arange(first + last - guessed, first + count))
             if (p.hidden == "all" or only == "mean") and fresh < count:
                 step.hidden.append((seq, start + fresh, count - fresh))
                 hidden.append(np.arange(first + fresh, first + count))
@@ -340,7 +401,7 @@ class StepBuilder:
                 step.targets.append((seq, start + fresh, stop - start - fresh))
                 targets.append(np.arange(first + fresh, first + stop - start))
                 target_ids.append(seq.tokens[start + fresh + 1 : stop + 1])
-            if seq.processors and last == count - 1 and not only:
+            if seq.processors and last == count - 1 and not only and seq not in step.plan.guesses:
                 step.processed.append(seq)
         step.batch.logits_index = _joined(logits)
         step.batch.hidden_index = _joined(hidden)
@@ -349,7 +410,7 @@ class StepBuilder:
         step.batch.routes_index = _joined(routes)
 
 
-def biases_of(seq: Sequence, new: int) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:
+def biases_of(seq: Sequence | Place, new: int) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:
     """(ids, values) added to the logits of the request's new token ``new``, counted from 0, or None."""
     if seq.biases is None and seq.bad_words is None:
         return None
@@ -358,6 +419,12 @@ def biases_of(seq: Sequence, new: int) -> tuple[NDArray[np.int32], NDArray[np.fl
         assert banned is not None
         return banned, np.full(len(banned), -np.inf, np.float32)
     return seq.biases.rows(new, banned)
+
+
+def _rows_of(plan: Plan, verified: list[Verified], cu: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The flat tokens that the rows of guesses are drawn behind."""
+    ends = {seq: int(cu[i + 1]) for i, (seq, _, _) in enumerate(plan.chunks, start=len(plan.decodes))}
+    return _joined([np.arange(ends[v.seq] - v.count - 1, ends[v.seq]) for v in verified if v.drawn])
 
 
 def _joined(parts: list[NDArray[Any]]) -> NDArray[np.int32]:

@@ -28,8 +28,9 @@ from toolkit.chat import settings
 from toolkit.chat.messages import Message
 from toolkit.chat.renderer import Renderer
 from toolkit.chat.template import ChatTemplate
-from toolkit.configs.engine import EngineConfig, VisionConfig
+from toolkit.configs.engine import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
 from toolkit.configs.lmdeploy import OPTIONS, notice
+from toolkit.configs.speculative import SpeculativeConfig
 from toolkit.engine.load.setup import Packed
 from toolkit.engine.pooling import choose as choose_pooling
 from toolkit.engine.pooling import vector
@@ -83,7 +84,7 @@ class Pipeline:
         chat_template_config: ChatTemplateConfig | str | None = None,
         log_level: str = "WARNING",
         max_log_len: int | None = None,
-        speculative_config: Any = None,
+        speculative_config: SpeculativeConfig | None = None,
         *,
         gen_config: GenerationConfig | None = None,
         adapter_name: str | None = None,
@@ -109,6 +110,9 @@ class Pipeline:
         _set_log_level(log_level)
         if trust_remote_code:
             logger.warning("%s", notice(OPTIONS["trust_remote_code"], "trust_remote_code"))
+        if speculative_config is not None:
+            kind = PytorchEngineConfig if backend == "pytorch" else TurbomindEngineConfig
+            backend_config = replace(backend_config or kind(), **speculative_config.fields())
         self.model_path = str(model_path)
         self._max_log_len = max_log_len
         self._closed = False
@@ -511,8 +515,9 @@ def _shape(results: list[Response], count: int, single: bool, jobs: list[Job]) -
 
 def _check(speculative_config: Any, gen_config: Any, max_log_len: Any, vision: Any) -> None:
     """Raise UsageError for an argument of ``Pipeline`` that means nothing."""
-    if speculative_config is not None:
-        raise UsageError("speculative_config: speculative decoding is not built yet; leave it out")
+    if not isinstance(speculative_config, (SpeculativeConfig, type(None))):
+        wanted = "a SpeculativeConfig"
+        raise UsageError(f"speculative_config: expected {wanted}, found {type(speculative_config).__name__}")
     if gen_config is not None and not isinstance(gen_config, GenerationConfig):
         raise UsageError(f"gen_config: expected a GenerationConfig, found {type(gen_config).__name__}")
     if max_log_len is not None and (not isinstance(max_log_len, int) or max_log_len < 0):

@@ -13,6 +13,7 @@ from toolkit.configs.option import spelled
 from toolkit.engine.load.setup import Packed
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.profile.guesses import guesses_row
 from toolkit.profile.load import run_all
 from toolkit.profile.memory import PeakMemory, ProcessTree, gpu_used_mib
 from toolkit.profile.metrics import RequestRecord, generation_row
@@ -46,13 +47,15 @@ def measure(
     progress: Callable[[str], None] = lambda text: None,
     on_start: Callable[[AsyncEngine], None] = lambda engine: None,
     on_done: Callable[[RequestRecord], None] = lambda record: None,
+    on_end: Callable[[dict[str, Any]], None] = lambda guesses: None,
     on_row: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[dict[str, Any]]:
     """Open ``model`` (``packed``: see ``AsyncEngine.open``) and measure one row a batch size (keys: see
     metrics.generation_row; and ``peak_memory_of``, whose memory that is).
 
-    Prompts are random and never repeat, in the warm-up and in every round: the prefix cache finds nothing. Raises
-    ToolkitError when a request fails or the memory plan cannot hold the largest batch.
+    Prompts are random and never repeat, in the warm-up and in every round: the prefix cache finds nothing. ``on_end``:
+    told what came of guesses (``guesses_row``). Raises ToolkitError when a request fails or the memory plan cannot hold
+    the largest batch.
     """
     grid.check()
     fit(engine_config, grid)
@@ -62,7 +65,9 @@ def measure(
         on_start(engine)
         gpus = engine.device.startswith("cuda")
         with PeakMemory(gpu_used_mib if gpus else ProcessTree()) as memory:
-            return asyncio.run(_measure_all(engine, grid, memory, MEMORY_OF[gpus], on_done, on_row))
+            rows = asyncio.run(_measure_all(engine, grid, memory, MEMORY_OF[gpus], on_done, on_row))
+        on_end(guesses_row(engine.stats()))
+        return rows
     finally:
         engine.close()
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from toolkit.base.arrivals import poisson_starts
 from toolkit.configs.engine import EngineConfig
@@ -14,6 +15,7 @@ from toolkit.engine.load.setup import Packed
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import UsageError
 from toolkit.profile.drawings import drawings
+from toolkit.profile.guesses import guesses_row
 from toolkit.profile.load import raise_if_all_failed, run_all
 from toolkit.profile.metrics import RequestRecord, throughput_summary
 from toolkit.profile.options import MADE, Load
@@ -73,10 +75,11 @@ def measure(
     progress: Callable[[str], None] = lambda text: None,
     on_start: Callable[[AsyncEngine], None] = lambda engine: None,
     on_done: Callable[[RequestRecord], None] = lambda record: None,
+    on_end: Callable[[dict[str, Any]], None] = lambda guesses: None,
 ) -> ThroughputResult:
     """Open ``model`` (``packed``: see ``AsyncEngine.open``), warm it up, put ``load`` on it.
 
-    Raises ToolkitError when no request succeeds.
+    ``on_end``: told what came of guesses (``guesses_row``). Raises ToolkitError when no request succeeds.
     """
     load.check()
     engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True, packed=packed)
@@ -93,6 +96,7 @@ def measure(
             )
 
         records, duration = asyncio.run(run())
+        on_end(guesses_row(engine.stats()))
     finally:
         engine.close()
     raise_if_all_failed(records)

@@ -55,6 +55,7 @@ class BlockManager:
         self._count = [0] * rows  # entries in use, the same in every group
         self._labelled = [0] * rows  # entries whose content has been made findable
         self._sessions: OrderedDict[str, list[list[int]]] = OrderedDict()
+        self.scratch = [np.full(rows, -1, np.int32) for _ in groups]  # of states: where the step of a guess leaves its
         self._copies: list[dict[int, int]] = [{} for _ in groups]  # destination: source, which is held
         self._copying: list[Counter[int]] = [Counter() for _ in groups]  # sources of those on their way, held too
 
@@ -232,6 +233,32 @@ class BlockManager:
         self._count[row] = need
         return True
 
+    def room_for_guess(self, row: int, start: int, end: int, spared: int) -> int:
+        """Up to where a guess may go that is to go up to ``end``, in the step from ``start`` on: so far as blocks are
+        there, ``spared`` of them left to others. Where states are kept it gets slots to leave them in."""
+        new = blocks_for(end, self.block_size) - self._count[row]
+        if new > 0 and not all(pool.available >= new + spared for pool in self.pools):
+            end = self._count[row] * self.block_size
+        if self.has_states:
+            groups = [g for g, state in enumerate(self.states) if state]
+            if any(self.pools[g].available <= spared for g in groups):
+                return 0
+            for g in groups:
+                if self.scratch[g][row] < 0:
+                    self.scratch[g][row] = self.pools[g].take()
+        return end
+
+    def end_guess(self, row: int, end: int = 0) -> None:
+        """A step with a guess is over. ``end``: where it ended if all of the guess was right: its states are those of
+        the request then; 0: they are nobody's."""
+        for g, slots in enumerate(self.scratch):
+            if (slot := int(slots[row])) >= 0:
+                if end:
+                    entry = (end - 1) // self.block_size
+                    self.tables[g][row, entry], slot = slot, int(self.tables[g][row, entry])
+                self.pools[g].drop(slot)
+                slots[row] = -1
+
     def _shed(self, group: int, row: int, stop: int) -> None:
         table, first = self.tables[group], self._first[group]
         for j in range(first[row], stop):
@@ -246,6 +273,7 @@ class BlockManager:
     def restart(self, row: int, start: int) -> int | None:
         """The last position from which the row can be computed after a step from ``start`` on has run in part, or None:
         it has given up blocks that are seen from there. A state may be spoilt, but for the one at the last border."""
+        self.end_guess(row)
         at = start - start % self.block_size if self.has_states else start
         for g, window in enumerate(self.windows):
             if window is not None:
@@ -256,6 +284,7 @@ class BlockManager:
 
     def release(self, row: int) -> None:
         """Give up a row. Later blocks go first, so that of a cached prefix its end is evicted before its start."""
+        self.end_guess(row)
         for g in range(len(self.pools)):
             first, count = self._first[g][row], self._count[row]
             for block in reversed(self.tables[g][row, first:count].tolist()):
@@ -389,6 +418,7 @@ class BlockManager:
                 held.update(table[first:count][there].tolist())
             for blocks in self._sessions.values():
                 held.update(blocks[g])
+            held.update(self.scratch[g][self.scratch[g] >= 0].tolist())
             held.update(self._copies[g].values())
             held.update(self._copying[g])
             pool.check(held)

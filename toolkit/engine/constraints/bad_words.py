@@ -154,6 +154,13 @@ class BadWordState:
         ends = (text[i:] for i in range(len(text)))
         self._begun = next(filter(self._words.begins, ends), b"")
 
+    def mark(self) -> bytes:
+        """Where it stands, for ``back``."""
+        return self._begun
+
+    def back(self, mark: bytes) -> None:
+        self._begun = mark
+
     def banned(self) -> IDs:
         """Distinct ids that may not come next."""
         always = self._words.always

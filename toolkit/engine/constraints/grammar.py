@@ -10,7 +10,9 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +43,7 @@ _JSON = ("json_object", "json_schema", "structural_tag")  # formats whose texts 
 SPARE = 32  # tokens, or an eighth of what a text may have: so much longer a token may make the way to its end
 DEAD_END = "response_format: has come to a place from which no text goes on: part of it can never be fulfilled"
 _REMEMBERED = 1024  # grammars that were refused: they are not tried again
+_SPELLED = 1024  # texts that grammars force, kept as tokens
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Grammars:
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         self._compiling: set[bytes] = set()
         self._changed = threading.Condition()  # over the three above
+        self._spelled = lru_cache(_SPELLED)(lambda text: tokenizer.encode(text, add_special_tokens=False))
         self._hostility = Hostility()  # of those that were refused after a process had worked on them
         self._looking = threading.Lock()
 
@@ -110,7 +114,7 @@ class Grammars:
         """A matcher at the start of a grammar; it allows the stop ids (else eos) where the grammar may end."""
         stops = stop_token_ids or self._eos
         matcher = CORE.GrammarMatcher(compiled.grammar, stops or None, not stops, -1, None)
-        return GrammarState(matcher, frozenset(stops), self._json if compiled.json else None)
+        return GrammarState(matcher, frozenset(stops), self._json if compiled.json else None, self._spelled)
 
     def _get(self, key: bytes, response_format: dict[str, Any], ticket: Ticket) -> Compiled:
         with self._changed:
@@ -212,6 +216,19 @@ def _key(response_format: dict[str, Any]) -> bytes:
     ).digest()  # the order of properties is part of it
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A place of a ``GrammarState`` that can be gone back to: its fields then."""
+
+    taken: int
+    end: tuple[int, ...]
+    spare: int
+    look: int
+    meant: NDArray[np.int32] | None
+    pace: tuple[float, int]
+    failure: str | None
+
+
 class GrammarState:
     """How far one request's output has got in its grammar. ``stops``: tokens that may end it, no part of it.
 
@@ -219,9 +236,17 @@ class GrammarState:
     text is no JSON.
     """
 
-    def __init__(self, matcher: Any, stops: frozenset[int], json: JsonTokens | None = None) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        stops: frozenset[int],
+        json: JsonTokens | None = None,
+        spelled: Callable[[str], list[int]] | None = None,
+    ) -> None:
         self._matcher = matcher
         self._json = json
+        self._spelled = spelled
+        self._taken = 0  # tokens that the matcher has
         self._meant: NDArray[np.int32] | None = None  # tokens that stand for the quote that ends a string
         self._spare = -1  # not known yet
         self._look = 0  # the end is looked for when so many tokens are left
@@ -265,7 +290,41 @@ class GrammarState:
         if self._end:
             self._end.pop()
         accepted = self._call(self._matcher.accept_token, token, False)
+        self._taken += bool(accepted)
         return self.failure is None and (not accepted or self._matcher.is_terminated())
+
+    # -- along a guess ------------------------------------------------------------------------------
+
+    def mark(self) -> Mark:
+        """Where it stands, between ``fill`` and ``accept``."""
+        left = self._pace.left, self._pace.among
+        return Mark(self._taken, tuple(self._end), self._spare, self._look, self._meant, left, self.failure)
+
+    def back(self, mark: Mark) -> None:
+        """To where ``mark`` was made, whatever was accepted since."""
+        if self._taken > mark.taken:
+            self._matcher.rollback(self._taken - mark.taken)
+            self._taken = mark.taken
+        self.resume(mark)
+
+    def resume(self, mark: Mark) -> None:
+        """What ``fill`` had found when ``mark`` was made; the same tokens have been accepted."""
+        self._end, self._spare, self._look, self._meant = list(mark.end), mark.spare, mark.look, mark.meant
+        self._pace.left, self._pace.among = mark.pace
+        self.failure = mark.failure
+
+    def allows(self, mask: NDArray[np.int32], token: int) -> bool:
+        """Whether a token may come next and stands for itself; ``mask``: the row that ``fill`` has just written."""
+        return has(mask, token) and not (self._meant is not None and has(self._meant, token))
+
+    def forced(self) -> list[int]:
+        """The tokens that come next, as far as the grammar leaves no choice of text."""
+        if self._end:
+            return self._end[::-1]
+        if self.failure is not None or self._spelled is None:
+            return []
+        text = self._call(self._matcher.find_jump_forward_string)
+        return self._spelled(text) if text else []
 
     def _look_for_end(self, json: JsonTokens, left: int) -> None:
         """Before max_tokens cuts a JSON text, bring it to its end: close what is open, make short what has to come."""

@@ -16,25 +16,25 @@ STEP = 0.032  # seconds that the grammars of one step add together: where they a
 class Pace:
     """Measures calls in the calling thread: ``with pace: …``; ``lost`` once they took too long.
 
-    ``among``: grammars that this step follows.
+    ``among``: grammars that this step follows; ``left``: seconds that the request may take at once.
     """
 
     def __init__(self) -> None:
         self.among = 1
-        self._left = AT_ONCE
+        self.left = AT_ONCE
         self._started = 0.0
 
     @property
     def lost(self) -> bool:
-        return self._left < 0
+        return self.left < 0
 
     def next_token(self) -> None:
         """Another token's time is there."""
         each = min(EACH, STEP / self.among)
-        self._left = min(self._left + each, AT_ONCE * each / EACH)
+        self.left = min(self.left + each, AT_ONCE * each / EACH)
 
     def __enter__(self) -> None:
         self._started = time.thread_time()
 
     def __exit__(self, *exc: object) -> None:
-        self._left -= time.thread_time() - self._started
+        self.left -= time.thread_time() - self._started

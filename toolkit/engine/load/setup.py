@@ -251,6 +251,7 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
             lookahead=None if getattr(config, "async_", 1) else False,
             pictures_together=setup.pictures_together,
             unmasking=config.unmasking,
+            speculation=config.speculation,
             check=log.isEnabledFor(logging.DEBUG),
         ),
         open_tokenizer,

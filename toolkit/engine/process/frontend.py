@@ -239,6 +239,7 @@ class AsyncEngine:
         pictures: Sequence[Picture] = (),
         progress: bool = False,
         whose: Whose = NOBODYS,
+        prediction: Sequence[int] = (),
     ) -> AsyncGenerator[Response, None]:
         """Deltas of one generation; the last one has a finish_reason, "error" with a message where it failed.
 
@@ -248,6 +249,7 @@ class AsyncEngine:
         prompt's log-probabilities (``prompt_logprobs``), "last" and "mean" its ``last_hidden_state`` as one row.
         ``priority``: the lower, the sooner it starts. ``pictures``: in the order of their places in the prompt.
         ``progress``: deltas say how far the prompt has come (``prompt_progress``). ``whose``: whose request it is.
+        ``prediction``: token ids that much of the answer may be, for guesses.
         """
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
@@ -257,9 +259,8 @@ class AsyncEngine:
         def wake() -> None:
             bell.ring(event)
 
-        asked = Asked(
-            token_ids, gen_config, request_id, session, timings, adapter, only, priority, pictures, progress, whose
-        )
+        common = adapter, only, priority, pictures, progress, whose, prediction
+        asked = Asked(token_ids, gen_config, request_id, session, timings, *common)
         stream, refused = self._begin(asked, wake)
         if stream is None:
             assert refused is not None
@@ -430,6 +431,7 @@ class AsyncEngine:
                 pictures,
                 asked.progress,
                 asked.whose,
+                list(asked.prediction),
                 lend=config.with_cache,
                 source=(config.migration_request or {}).get("remote_engine_id", ""),
             )

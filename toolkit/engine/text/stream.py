@@ -49,6 +49,7 @@ class Asked:
     pictures: Sequence[Picture] = ()
     progress: bool = False
     whose: Whose = field(default_factory=Whose)
+    prediction: Sequence[int] = ()
 
 
 class RequestStream:
@@ -78,6 +79,7 @@ class RequestStream:
         self._config = config
         self._prompt_len = len(token_ids)
         self._generated = 0
+        self._guessed = 0, 0  # right, and wrong
         self._routes = 0  # tokens whose experts have been told
         self._begun = 0.0  # when the first token of the prompt was
         self._detokenizer = Detokenizer(
@@ -112,6 +114,8 @@ class RequestStream:
         while self._waiting and not self.ended:
             output = self._waiting.popleft()
             delta.cached_tokens = output.cached_tokens
+            if output.guessed:
+                self._guessed = output.guessed_right, output.guessed - output.guessed_right
             delta.cache_block_ids = output.block_ids
             if output.logits is not None:
                 logits.append(output.logits)
@@ -126,6 +130,7 @@ class RequestStream:
             self._take(output, delta, text)
         delta.text = "".join(text)
         delta.generate_token_len = self._generated
+        delta.accepted_tokens, delta.rejected_tokens = self._guessed
         delta.logits = np.concatenate(logits) if logits else None
         delta.last_hidden_state = np.concatenate(hidden) if hidden else None
         if routes:

@@ -82,6 +82,22 @@ def _checked_media(given: dict[str, Any]) -> dict[str, Any]:
 CacheOptions = Annotated[dict[str, Any], AfterValidator(_without_prewarm)]
 
 
+class TextPart(Strict):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class Prediction(Strict):
+    """OpenAI's predicted output."""
+
+    type: Literal["content"] = "content"
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding against eavesdroppers; without effect
@@ -223,7 +239,7 @@ class SampledRequest(FormatFields):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: CacheOptions | None = None
-    prediction: dict[str, Any] | None = None
+    prediction: Prediction | None = Field(None, description="Text that much of the answer may be: it is written sooner")
     verbosity: str | None = None
     guided_decoding_backend: str | None = None
 

@@ -18,7 +18,7 @@ from toolkit.serve.generation.budget import closing_text
 from toolkit.serve.generation.cache_report import first_miss
 from toolkit.serve.generation.choice import Budget, Choice
 from toolkit.serve.generation.choices import Usage, run_choices
-from toolkit.serve.generation.read import encode_chat, run_sized, vocab_size
+from toolkit.serve.generation.read import PIECE, encode_chat, run_sized, vocab_size
 from toolkit.serve.generation.sampling import choice_config, generation_config
 from toolkit.serve.http.users import current_user
 from toolkit.serve.state import ServerState
@@ -60,13 +60,14 @@ class Chat:
         self._guided = formats.guide(request, begun) is not None
         asks, owner = bool(request.cache_report), current_user().owner
 
-        def finish() -> tuple[GenerationConfig, Budget | None, int]:
+        def finish() -> tuple[GenerationConfig, Budget | None, int, list[int]]:
             seen = state.prompts.seen(owner, token_ids, compare=asks)
-            return self._ruled(bare, begun), self._budget(bare, begun), seen
+            return self._ruled(bare, begun), self._budget(bare, begun), seen, self._predicted()
 
-        config, budget, seen = await run_sized(state, finish, self.size)
+        config, budget, seen, predicted = await run_sized(state, finish, self.size)
         adapter = state.adapter_of(request.model)
         common: Any = {"priority": state.priority(request.priority), "label": request.session_id, "pictures": pictures}
+        common["prediction"] = predicted
         self.choices = [
             Choice(i, 0, token_ids, choice_config(config, i), adapter, **common, budget=budget and budget.of_choice(i))
             for i in range(request.drawn)
@@ -75,6 +76,7 @@ class Chat:
             self.choices[0] = replace(self.choices[0], progress=True)
         self.answers = [Answer() for _ in self.choices]
         self.usage = Usage(self.choices, formats.reasoning is not None)
+        self.usage.predicted = request.prediction is not None
         if asks:
             engine = state.engine
             tell = partial(first_miss, engine.tokenizer, token_ids, seen=seen, block=engine.plan.block_size)
@@ -89,6 +91,14 @@ class Chat:
         elif rule is not None and formats.reasoning is not None and begun != "closed":
             rule = after_thought(rule, formats.reasoning, begun, formats.specials) or rule
         return replace(config, response_format=rule)
+
+    def _predicted(self) -> list[int]:
+        """What the client thinks that the answer will be; no more of it than a session has room for."""
+        if self.request.prediction is None:
+            return []
+        engine = self.state.engine
+        text = self.request.prediction.text[: PIECE * engine.session_len]
+        return engine.tokenizer.encode(text, add_special_tokens=False)[: engine.session_len]
 
     def _budget(self, config: GenerationConfig, begun: Begun) -> Budget | None:
         """The limit of the thoughts of the first choice."""

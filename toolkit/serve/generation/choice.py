@@ -40,7 +40,7 @@ class Choice:
 
     ``adapter``, ``only``, ``priority``, ``session``, ``pictures``: as of ``AsyncEngine.generate``. ``label``: the
     client's session_id, by which it may be aborted. ``budget``: the limit of its thoughts. ``progress``: tell how far
-    the prompt has come.
+    the prompt has come. ``prediction``: token ids that much of the answer may be.
     """
 
     index: int
@@ -55,3 +55,4 @@ class Choice:
     budget: Budget | None = None
     pictures: Sequence[Picture] = ()
     progress: bool = False
+    prediction: Sequence[int] = ()

@@ -41,6 +41,8 @@ class Usage:
         self._prompt_of = {choice.index: choice.prompt for choice in choices}
         self._cached: dict[int, int] = {}
         self._generated: dict[int, int] = {}
+        self._guessed: dict[int, tuple[int, int]] = {}  # accepted and rejected tokens
+        self.predicted = False  # whether the client sent what it expects
         self.first_miss: Callable[[int], dict[str, Any]] | None = None  # of so many cached tokens, where it is asked
 
     def add(self, index: int, response: Response, thought: int = 0) -> None:
@@ -50,6 +52,7 @@ class Usage:
         # The first choice of a prompt tells what the cache had; its siblings may hit what that one has just computed.
         self._cached[prompt] = min(self._cached.get(prompt, response.cached_tokens), response.cached_tokens)
         self._generated[index] = response.generate_token_len
+        self._guessed[index] = response.accepted_tokens, response.rejected_tokens
 
     @property
     def prompt(self) -> int:
@@ -79,8 +82,12 @@ class Usage:
         }
         if self.first_miss is not None:
             told["prompt_tokens_details"] = {"cached_tokens": self.cached, "first_miss": self.first_miss(self.cached)}
-        if self._thinks:
-            told["completion_tokens_details"] = {"reasoning_tokens": self.thought}
+        details = {"reasoning_tokens": self.thought} if self._thinks else {}
+        accepted, rejected = (sum(counts) for counts in zip((0, 0), *self._guessed.values(), strict=True))
+        if accepted or rejected or self.predicted:
+            details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        if details:
+            told["completion_tokens_details"] = details
         return told
 
 
@@ -154,7 +161,8 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
         priority=choice.priority + behind.get(),
         pictures=choice.pictures,
         progress=choice.progress,
-        whose=Whose(user.id, request_of(engine_id), user.rules.weight, share if user.name else 1.0),
+        whose=Whose(user.id, request_of(engine_id), user.rules.weight, share if user.name else 1.0, user.owner),
+        prediction=choice.prediction,
     )
     try:
         async for response in stream:

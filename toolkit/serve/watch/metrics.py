@@ -61,6 +61,9 @@ FROM_ENGINE = {
         "kv_offload_write_failures",
         "Times that nothing could be written there",
     ),
+    "spec_drafts": (CounterMetricFamily, "spec_decode_drafts", "Drafts that steps have verified"),
+    "spec_draft_tokens": (CounterMetricFamily, "spec_decode_draft_tokens", "Draft tokens that steps have verified"),
+    "spec_accepted_tokens": (CounterMetricFamily, "spec_decode_accepted_tokens", "Draft tokens that were accepted"),
     "steps": (CounterMetricFamily, "engine_steps", "Steps of the engine"),
     "step_seconds": (CounterMetricFamily, "engine_step_seconds", "Time spent in them"),
 }
@@ -81,6 +84,10 @@ OTHERS = {
     "external_prefix_cache_queried_tokens": ("vllm:external_prefix_cache_queries",),
     "kv_offload_load_bytes": ("vllm:kv_offload_load_bytes",),
     "kv_offload_store_bytes": ("vllm:kv_offload_store_bytes",),
+    "spec_decode_drafts": ("vllm:spec_decode_num_drafts",),
+    "spec_decode_draft_tokens": ("vllm:spec_decode_num_draft_tokens",),
+    "spec_decode_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens",),
+    "spec_decode_accepted_tokens_per_pos": ("vllm:spec_decode_num_accepted_tokens_per_pos",),
     "prompt_tokens": ("vllm:prompt_tokens", "lmdeploy:prompt_tokens"),
     "cached_tokens": ("lmdeploy:cached_tokens",),
     "generation_tokens": ("vllm:generation_tokens", "lmdeploy:generation_tokens"),
@@ -112,6 +119,11 @@ class _EngineCollector(Collector):
         for key, (kind, name, text) in FROM_ENGINE.items():
             # 0 until the engine has told: a dashboard needs the series from the start
             yield kind(PREFIX + name, text, value=float(values.get(key, 0)))
+        text = "Those by their position in the draft"
+        placed = CounterMetricFamily(PREFIX + "spec_decode_accepted_tokens_per_pos", text, labels=["position"])
+        for place, count in enumerate(values.get("spec_accepted_by_place", ())):
+            placed.add_metric([str(place)], float(count))
+        yield placed
 
 
 class _AllNames(Collector):

@@ -1,0 +1,295 @@
+"""Guesses change a request's speed alone: the engine's loop with and without them, on a model that is a hash of all
+that the cache shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolkit.configs.speculative import Speculation
+from toolkit.engine.core import EngineCore
+from toolkit.engine.drafts.cost import StepCost, worth
+from toolkit.engine.drafts.lookup import Lookup
+from toolkit.engine.drafts.search import Answers
+from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams, Whose
+from toolkit.engine.sequence import Sequence
+
+VOCAB = 64
+WINDOWS: list[tuple[Any, ...]] = [(None,), (6,), (None, 6), ("state",), (None, "state")]
+
+
+def params_of(draw: Any) -> SamplingParams:
+    """Any of the fields that a token is drawn by."""
+    words: dict[str, Any] = {}
+    if draw(st.booleans()):
+        words = {"temperature": draw(st.sampled_from([0.3, 0.8, 1.0, 1.5])), "seed": draw(st.integers(0, 9))}
+        words |= {"top_k": draw(st.sampled_from([0, 5, 40])), "top_p": draw(st.sampled_from([1.0, 0.8]))}
+        words["min_p"] = draw(st.sampled_from([0.0, 0.05]))
+    if draw(st.booleans()):
+        words["repetition_penalty"] = draw(st.sampled_from([1.0, 1.3]))
+        words["presence_penalty"] = draw(st.sampled_from([0.0, 0.5]))
+        words["frequency_penalty"] = draw(st.sampled_from([0.0, -0.7]))
+    if draw(st.booleans()):
+        words["stop_token_ids"] = draw(st.lists(st.integers(0, VOCAB - 1), max_size=6))
+        words["min_new_tokens"] = draw(st.integers(0, 6))
+    if draw(st.booleans()):
+        words["logit_bias"] = {
+            t: draw(st.sampled_from([-3.0, 4.0])) for t in draw(st.sets(st.integers(0, 63), max_size=4))
+        }
+        words["bad_token_ids"] = draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))
+    words["logprobs"] = draw(st.sampled_from([-1, -1, 0, 3]))
+    if draw(st.integers(0, 7)) == 0:
+        words |= {"ngram_size": 1, "ngram_limit": 2}
+    return SamplingParams(draw(st.integers(1, 24)), **words)
+
+
+@pytest.fixture(scope="module")
+def seer(support: Any) -> Any:
+    """The module ``tests/support/seer.py``."""
+    return support("seer")
+
+
+@st.composite
+def cases(draw: Any) -> dict[str, Any]:
+    shared = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20))
+    requests = []
+    for i in range(draw(st.integers(1, 6))):
+        own = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20))
+        prompt = [*shared[: draw(st.integers(0, len(shared)))], *own]
+        request = EngineRequest(str(i), prompt, params_of(draw), session=draw(st.sampled_from([None, None, "s"])))
+        requests.append(
+            replace(request, priority=draw(st.integers(0, 2)), whose=Whose(user=draw(st.sampled_from("ab"))))
+        )
+    return {
+        "requests": requests,
+        "after": [draw(st.integers(0, 4)) for _ in requests],  # steps between arrivals
+        "aborted": draw(st.sets(st.integers(0, 5), max_size=1)),
+        "windows": draw(st.sampled_from(WINDOWS)),
+        "blocks": draw(st.sampled_from([14, 18, 60])),
+        "asynchronous": draw(st.booleans()),
+        "wrong": draw(st.integers(0, 8)),
+        "seed": draw(st.integers(0, 1 << 16)),
+        "options": {
+            "max_batch_size": draw(st.sampled_from([1, 3, 8])),
+            "max_prefill_token_num": draw(st.sampled_from([3, 9, 64])),
+            "prefix_caching": draw(st.booleans()),
+        },
+        "most": draw(st.integers(1, 9)),
+        "draft": draw(st.sampled_from(["seer", "seer", "lookup", "hooked"])),
+        "fails": draw(st.sets(st.integers(0, 30), max_size=1)),
+    }
+
+
+def run(
+    fake: Any, seer: Any, case: dict[str, Any], answers: dict[str, list[int]] | None
+) -> tuple[EngineCore, dict[str, Any]]:
+    """``answers`` None: without guesses. Requests come one after the other, some steps between them."""
+    speculation = None if answers is None else Speculation(most=case["most"], always=True)
+    core = fake.make_core(
+        case["windows"],
+        VOCAB,
+        blocks=case["blocks"],
+        asynchronous=case["asynchronous"],
+        session_len=56,
+        speculation=speculation,
+        **case["options"],
+    )
+    if answers is not None:
+        core.runner.fail_on = case["fails"]
+        if case["draft"] == "seer":
+            core.speculator.drafts = [seer.Seer(answers, case["wrong"], case["seed"], VOCAB)]
+    found: dict[str, list[EngineOutput]] = {}
+
+    def step() -> None:
+        for output in core.step():
+            found.setdefault(output.id, []).append(output)
+        core.check_integrity()
+
+    for request, after in zip(case["requests"], case["after"], strict=True):
+        hooks = [lambda ids, logits: logits - 0.01 * (ids[-1] % 7)] if case["draft"] == "hooked" else []
+        core.add(replace(request, prediction=request.token_ids[::2]), hooks)
+        for _ in range(after):
+            step()
+        if answers is not None and int(request.id) in case["aborted"]:
+            core.abort(request.id)
+    for _ in range(5000):
+        if not core.has_work:
+            break
+        step()
+    return core, {name: seer.told(outputs) for name, outputs in found.items()}
+
+
+def check(fake: Any, seer: Any, case: dict[str, Any]) -> None:
+    _, plain = run(fake, seer, case, None)
+    _, fast = run(fake, seer, case, {name: answer[0] for name, answer in plain.items()})
+    for name, answer in fast.items():
+        if int(name) in case["aborted"] and answer[2] == "abort":
+            assert answer[0] == plain[name][0][: len(answer[0])]
+        else:
+            assert answer == plain[name], name
+    assert fast.keys() == plain.keys()
+
+
+@given(case=cases())
+@settings(max_examples=100, deadline=None)
+def test_any_guesses_change_nothing(fake: Any, seer: Any, case: dict[str, Any]) -> None:
+    check(fake, seer, case)
+
+
+@pytest.mark.slow
+@given(case=cases())
+@settings(max_examples=10_000, deadline=None)
+def test_ten_thousand_guesses_change_nothing(fake: Any, seer: Any, case: dict[str, Any]) -> None:
+    check(fake, seer, case)
+
+
+ALPHABET = dict.fromkeys(b'abcdefghijklmnopqrstuvwxyz0123456789{}[]":,. -truefalsn\\+Eyo!?_\n')
+LONGER = [b"ab", b"abc", b'":', b'", "', b"na", b"name", b"true", b"yes"]
+
+
+class Letters:
+    """A token a byte, and a few longer ones; the last id is eos."""
+
+    special_ids = frozenset({VOCAB - 1})
+    eos_ids = (VOCAB - 1,)
+    token_bytes = [*(bytes([b]) for b in ALPHABET), *LONGER][: VOCAB - 1]
+    token_bytes += [b"?!"] * (VOCAB - 1 - len(token_bytes)) + [b"<eos>"]
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        found, data = [], text.encode()
+        while data:
+            token = max((t for t in self.token_bytes if data.startswith(t)), key=len)
+            found.append(self.token_bytes.index(token))
+            data = data[len(token) :]
+        return found
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "abc": {"enum": ["yes", "no"]},
+        "n": {"type": "integer"},
+    },
+    "required": ["name", "abc", "n"],
+}
+FORMATS: list[dict[str, Any]] = [
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+    {"type": "regex_schema", "regex_schema": "(ab|abc|true)*yes[0-9]{3}"},
+    {"type": "json_object"},
+]
+
+
+@pytest.mark.parametrize("wrong", [2, 8, None], ids=["some", "hostile", "own"])
+@pytest.mark.parametrize("rule", FORMATS, ids=lambda rule: rule["type"])
+def test_guesses_under_grammars_change_nothing(fake: Any, seer: Any, rule: dict[str, Any], wrong: int | None) -> None:
+    """The mask of each place, bad words and penalties along the guess; ``None``: drafts as an engine has them."""
+
+    def answers(known: dict[str, list[int]] | None) -> tuple[dict[str, Any], Any]:
+        speculation = None if known is None else Speculation(most=6, always=True)
+        core = fake.make_core((None, 6), VOCAB, tokenizer=Letters(), session_len=120, speculation=speculation)
+        if known is not None and wrong is not None:
+            core.speculator.drafts = [seer.Seer(known, wrong, 3, VOCAB)]
+        draws: list[dict[str, Any]] = [
+            {},
+            {"temperature": 1.2, "seed": 4, "bad_words": ["ye", "a1"]},
+            {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.2, "logprobs": 2},
+            {"temperature": 1.0, "seed": 6, "frequency_penalty": 0.5},
+        ]
+        for i, draw in enumerate(draws):
+            params = SamplingParams(60 - 12 * i, grammar=rule, stop_token_ids=[VOCAB - 1], **draw)
+            core.add(EngineRequest(str(i), [3, 1, 4, 1 + i], params))
+        return {name: seer.told(outputs) for name, outputs in fake.run(core).items()}, core
+
+    plain, _ = answers(None)
+    fast, core = answers({name: told[0] for name, told in plain.items()})
+    assert fast == plain
+    assert core.speculator.rounds or wrong == 8
+    assert wrong != 2 or core.speculator.right > 20
+
+
+def guessed(
+    lookup: Lookup, tokens: list[int], new: int = 0, most: int = 4, **fields: Any
+) -> tuple[Sequence, list[int]]:
+    """A request whose last ``new`` tokens are its answer so far, and what is guessed next."""
+    request = EngineRequest("r", tokens[: len(tokens) - new], SamplingParams(50), **fields)
+    seq = Sequence(request, order=0, max_len=1000, rope_set=0, keys_root=None)
+    for token in tokens[len(tokens) - new :]:
+        lookup.propose([(seq, most)])  # as it is asked step by step
+        seq.expect()
+        seq.arrive(token)
+    return seq, lookup.propose([(seq, most)])[0].tokens
+
+
+def test_lookup_goes_on_as_the_text_did_before() -> None:
+    assert guessed(Lookup(), [1, 2, 3, 4, 5, 6, 9, 2, 3])[1] == [4, 5, 6, 9]
+    assert guessed(Lookup(), [1, 2, 3, 7, 1, 2, 3, 8, 5, 2, 3])[1] == [8, 5, 2, 3], "the last place of equal ones"
+    assert guessed(Lookup(), [1, 2, 3, 7, 1, 9, 3, 8, 5, 1, 2, 3])[1] == [7, 1, 9, 3], "the longest first"
+    assert guessed(Lookup(), [5, 6, 5, 6])[1] == [5, 6, 5, 6], "round and round"
+    assert guessed(Lookup(), [1, 2, 3, 4])[1] == []
+
+
+def test_lookup_steps_over_what_was_edited() -> None:
+    text = list(range(1, 20))
+    assert guessed(Lookup(), [*text, 30, 1, 2, 3, 40], new=4)[1] == [5, 6, 7, 8]
+    assert guessed(Lookup(), [*text, 30, 1, 2, 3, 40, 41], new=5)[1] == [], "two that differ are another text"
+
+
+def test_a_prediction_is_guessed_from_its_start_and_behind_what_is_new() -> None:
+    said = [20, 21, 22, 23, 24, 25, 26]
+    assert guessed(Lookup(), [1, 2], prediction=said)[1] == said[:4]
+    assert guessed(Lookup(), [1, 2, 20, 21, 50, 51, 52, 23, 24], new=7, prediction=said)[1] == [25, 26]
+
+
+@pytest.mark.parametrize(("share", "seen"), [("user", False), ("all", True), ("off", False)])
+def test_answers_of_others_are_looked_up_where_they_may_be(share: Any, seen: bool) -> None:
+    lookup = Lookup(share)
+    seq, _ = guessed(lookup, [1, 2, 3, 30, 31, 32, 33, 34, 35], new=6, whose=Whose(owner="a"))
+    lookup.forget(seq)
+    fresh = [7, 30, 31, 32]
+    assert guessed(lookup, fresh, whose=Whose(owner="b"))[1] == ([33, 34, 35] if seen else [])
+    assert guessed(lookup, fresh, whose=Whose(owner="a"))[1] == ([33, 34, 35] if share != "off" else [])
+    assert guessed(lookup, fresh, whose=Whose(owner="a"), adapter=1)[1] == [], "another adapter's"
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), max_size=12), st.integers(16, 80))
+def test_answers_that_are_written_over_are_not_found(answers: list[list[int]], room: int) -> None:
+    kept = Answers(room)
+    for answer in answers:
+        kept.add(np.array([9, 8], np.int32), np.array(answer[: room // 4], np.int32))
+        for end in range(3, len(answer) + 1):
+            at, length = kept.find(np.array(answer[:end], np.int32))
+            assert kept.tokens[at - length : at].tolist() == answer[end - length : end]
+            assert length == 0 or length >= 3
+
+
+def test_as_many_guesses_are_verified_as_pay() -> None:
+    cost = StepCost()
+    for rows in range(1, 17):
+        cost.note(rows, 1.0 if rows <= 4 else rows / 4)  # four rows cost what one does
+    assert worth([[0.9] * 8], 1, 100, cost) == [3]
+    assert worth([[0.5, 0.5]] * 4, 4, 100, cost) == [0] * 4
+    assert worth([[0.9] * 8], 1, 2, cost) == [2], "no more than there is room for"
+    free, dear = StepCost(), StepCost()
+    for rows in (1, 2, 4, 8, 16):
+        free.note(rows, 1.0)
+        dear.note(rows, float(rows))
+    assert worth([[0.1] * 5, [0.9] * 5], 2, 100, free) == [5, 5]
+    assert worth([[0.9] * 5], 1, 100, dear) == [0]
+
+
+def test_cost_follows_the_steps() -> None:
+    cost = StepCost()
+    cost.note(1, 1.0)
+    assert cost.of(np.array([1, 9]))[1] > 1.0, "further rows are not free as long as nothing is known"
+    cost.note(9, 1.2)
+    assert cost.of(np.array([5]))[0] == pytest.approx(1.1)
+    for _ in range(50):
+        cost.note(9, 5.0)
+    assert cost.of(np.array([9]))[0] > 4

@@ -1,0 +1,93 @@
+"""What users say of speculative decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from toolkit.configs.checks import named, number, shown
+from toolkit.errors import UsageError
+
+MOST = 16  # tokens that a step verifies of a request, where nothing else is said
+MOST_ASKED = 64  # that may be asked for
+# LMDeploy's and vLLM's names of ways to guess: ours, or None where there is none yet
+ALGORITHMS = {"lookup": "lookup", "ngram": "lookup", "prompt_lookup": "lookup"} | dict.fromkeys(
+    ("draft_model", "eagle", "eagle3", "mtp", "deepseek_mtp", "hy3_mtp", "qwen3_5_mtp", "dflash", "medusa"), None
+)
+Share = Literal["user", "all", "off"]
+SHARES = ("user", "all", "off")
+MODES = ("auto", "off")
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """``most``: tokens that a guess has. ``shared``: whose answers are looked up besides a request's own text: of the
+    same user, of all, of nobody. ``always``: guess whether it pays or not. ``draft_model``: the path of one."""
+
+    most: int = MOST
+    shared: Share = "user"
+    always: bool = False
+    draft_model: str | None = None
+
+
+@named()
+@dataclass
+class SpeculativeConfig:
+    """How tokens are guessed that a step then verifies; LMDeploy's record. ``method``: "lookup" (or "ngram"),
+    "draft_model"; ``model``: of the latter. ``num_speculative_tokens``: that a guess has at most.
+    """
+
+    method: str = "lookup"
+    model: str | None = None
+    num_speculative_tokens: int = MOST
+    dflash_block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_algorithm("method", self.method)
+        number("num_speculative_tokens", self.num_speculative_tokens, 1, MOST_ASKED, whole=True)
+        if self.dflash_block_size is not None:
+            raise UsageError(f"dflash_block_size: found {shown(self.dflash_block_size)}; leave it out: {NOT_YET}")
+
+    def fields(self) -> dict[str, Any]:
+        """Of an engine config those that say the same."""
+        return {
+            "speculative_algorithm": self.method,
+            "speculative_draft_model": self.model,
+            "speculative_num_draft_tokens": self.num_speculative_tokens,
+        }
+
+
+NOT_YET = "models and heads that guess are not run yet"
+
+
+def check_algorithm(what: str, name: Any) -> None:
+    """Raise UsageError for a way to guess that there is not."""
+    known = [name for name, ours in ALGORITHMS.items() if ours is not None]
+    if not isinstance(name, str) or name not in ALGORITHMS:
+        raise UsageError(f"{what}: expected one of {', '.join(known)}, found {shown(name)}")
+    if ALGORITHMS[name] is None:
+        raise UsageError(f"{what}: expected one of {', '.join(known)}, found {name!r}: {NOT_YET}")
+
+
+def check_speculative(config: Any) -> None:
+    """Raise UsageError for fields of an engine config that contradict each other."""
+    name, model = config.speculative_algorithm, config.speculative_draft_model
+    if name is not None:
+        check_algorithm("speculative_algorithm", name)
+    if model is not None and not (isinstance(model, str) and model.strip()):
+        raise UsageError(f"speculative_draft_model: expected a path or hub id, found {shown(model)}")
+    drafted = name is not None and ALGORITHMS[name] == "draft_model"
+    if drafted and model is None:
+        raise UsageError("speculative_algorithm: draft_model needs speculative_draft_model, the model that guesses")
+    if model is not None and name is not None and not drafted:
+        raise UsageError(f"speculative_draft_model: {name} takes none; use draft_model, or leave it out")
+    if config.speculative == "off" and (name or model):
+        raise UsageError("speculative: off, but speculative_algorithm or speculative_draft_model asks for it")
+
+
+def speculation_of(config: Any) -> Speculation | None:
+    """What an engine config asks for; None: nothing is guessed."""
+    if config.speculative == "off":
+        return None
+    most = config.speculative_num_draft_tokens or MOST
+    return Speculation(most, config.speculative_shared, draft_model=config.speculative_draft_model)

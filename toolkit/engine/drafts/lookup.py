@@ -1,0 +1,165 @@
+"""Guesses by looking up: a text often goes on as it, or an answer before it, went on before.
+
+Where the end of a request's text has stood before, what came behind it there is guessed, and copied on as long as it
+comes true. A token that differs is stepped over: edited text goes on behind the edit. Every new token is compared with
+what would have been guessed, guessed or not, so the chances are known without a guess.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.configs.speculative import Share
+from toolkit.engine.drafts.draft import NO_GUESS, Guess
+from toolkit.engine.drafts.odds import Kind, Odds
+from toolkit.engine.drafts.search import BORDER, LONGEST, Answers, longest, pair, pairs
+from toolkit.engine.sequence import Sequence
+
+LEAST = 2  # tokens that have to agree in a text of the request's own: a pair
+USERS = 64  # whose answers are kept, those that last asked
+_NOTHING = np.zeros(0, np.int32)
+
+
+class Lookup:
+    """``share``: whose answers are looked up: of the same user, of all, of nobody."""
+
+    name = "lookup"
+    seconds = 0.0
+
+    def __init__(self, share: Share = "user") -> None:
+        self._share = share
+        self._odds = Odds()
+        self._copies: dict[Sequence, Copy] = {}
+        self._answers: OrderedDict[tuple[int, str], Answers] = OrderedDict()  # by adapter and owner
+
+    def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
+        """Behind what each request's known tokens ended with before."""
+        return [self._of(seq).guess(most) for seq, most in asked]
+
+    def learn(self, seq: Sequence, guessed: int, right: int) -> None:
+        """Nothing: tokens are compared as they come."""
+
+    def forget(self, seq: Sequence) -> None:
+        """Keep its answer for others."""
+        self._copies.pop(seq, None)
+        answer = seq.tokens[seq.prompt_len : seq.known]
+        if self._share == "off" or len(answer) < LEAST:
+            return
+        key = self._key(seq)
+        if key not in self._answers:
+            self._answers[key] = Answers()
+            if len(self._answers) > USERS:
+                self._answers.popitem(last=False)
+        self._answers[key].add(seq.tokens[: seq.prompt_len], answer)
+
+    def _of(self, seq: Sequence) -> Copy:
+        copy = self._copies.get(seq)
+        if copy is None:
+            key = self._key(seq)
+            others = self._answers.get(key)
+            if others is not None:
+                self._answers.move_to_end(key)
+            copy = self._copies[seq] = Copy(seq, others, self._odds)
+        return copy
+
+    def _key(self, seq: Sequence) -> tuple[int, str]:
+        return seq.request.adapter, "" if self._share == "all" else seq.request.whose.owner
+
+
+class Copy:
+    """What a request copies, and how far it has come.
+
+    ``kind`` says which text; the token at ``at`` in it is guessed next, ``agreed`` tokens before it were alike.
+    """
+
+    def __init__(self, seq: Sequence, others: Answers | None, odds: Odds) -> None:
+        self.seq = seq
+        self.kind: Kind | None = None
+        self.at = self.agreed = 0
+        self._others = others
+        self._odds = Odds(odds)
+        self._text = Kind.OWN  # that is copied: ``kind``, but where it was resumed
+        self._predicted = np.array(seq.request.prediction, np.int32)
+        self._reached = 0  # in the predicted answer
+        self._seen = seq.prompt_len
+        prompt = pairs(seq.tokens[: seq.prompt_len])
+        self._pair = prompt.pop() if prompt else -1  # the last two tokens; most have never stood side by side before
+        self._pairs, self._predicted_pairs = set(prompt), set(pairs(self._predicted))
+        if len(self._predicted):
+            self._text = self.kind = Kind.PREDICTED
+            self.agreed = LONGEST
+        self._follow()
+        if self.kind is None:
+            self._search()
+
+    def guess(self, most: int) -> Guess:
+        """Up to ``most`` tokens behind the known ones."""
+        if self._seen < self.seq.known:
+            self._follow()
+            if self.kind is None or self.kind == Kind.RESUMED:
+                self._search()
+        if self.kind is None or most < 1:
+            return NO_GUESS
+        tokens = self._next(most)
+        return Guess(tokens, [self._odds.of(self.kind, self.agreed + i) for i in range(len(tokens))])
+
+    def _source(self) -> NDArray[np.int32]:
+        if self._text == Kind.OWN:
+            return self.seq.tokens[: self.seq.known]
+        if self._text == Kind.PREDICTED:
+            return self._predicted
+        return _NOTHING if self._others is None else self._others.tokens
+
+    def _next(self, most: int) -> list[int]:
+        found: list[int] = self._source()[self.at : self.at + most].tolist()
+        if self._text == Kind.OWN and 0 < len(found) < most:  # it ends where it is written: go round
+            return (found * -(-most // len(found)))[:most]
+        return found[: found.index(BORDER)] if BORDER in found else found
+
+    def _follow(self) -> None:
+        """Compare the tokens that have come with those that are copied."""
+        last = int(self.seq.tokens[self._seen - 1]) if self._seen else 0
+        for token in self.seq.tokens[self._seen : self.seq.known].tolist():
+            self._seen += 1
+            if self._pair >= 0:
+                self._pairs.add(self._pair)
+            self._pair, last = pair(last, token), token
+            if self.kind is None:
+                continue
+            source = self._source()
+            if self.at >= len(source) or source[self.at] < 0:
+                self.kind = None
+                continue
+            right = bool(source[self.at] == token)
+            self._odds.note(self.kind, self.agreed, right)
+            self.at += 1
+            if self._text == Kind.PREDICTED:
+                self._reached = self.at
+            if not right:  # two that differ, one behind the other: it is another text
+                self.kind = None if self.kind == Kind.RESUMED and not self.agreed else Kind.RESUMED
+            self.agreed = self.agreed + 1 if right else 0
+
+    def _search(self) -> None:
+        if self._pair not in self._pairs and self._pair not in self._predicted_pairs:
+            found = (0, 0) if self._others is None else self._others.find(self.seq.tokens[: self.seq.known][-LONGEST:])
+            if found[1]:
+                (self.at, self.agreed), self.kind, self._text = found, Kind.SHARED, Kind.SHARED
+            return
+        known = self.seq.tokens[: self.seq.known]
+        tail = known[-LONGEST:]
+        best, least = (0, 0), self.agreed if self.kind == Kind.RESUMED else 0
+        for text in (Kind.PREDICTED, Kind.OWN, Kind.SHARED):
+            if text == Kind.PREDICTED:
+                found = longest(self._predicted, tail, self._reached)
+            elif text == Kind.OWN:
+                found = longest(known, tail)
+            else:
+                found = (0, 0) if self._others is None else self._others.find(tail)
+            if found[1] > max(best[1], LEAST - 1, least):
+                best, chosen = found, text
+        if best[1]:
+            (self.at, self.agreed), self.kind, self._text = best, chosen, chosen

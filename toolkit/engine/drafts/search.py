@@ -1,0 +1,95 @@
+"""Where in a text its end, or another's, has stood before.
+
+A suffix automaton takes more time to keep than it saves: numpy compares 8,000 tokens in the time in which Python adds
+one to it. So a request's own text is searched as it is, only when nothing is being copied, and only where its last two
+tokens have stood side by side before. Answers of others are found by their last three tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+IDs = NDArray[np.int32]
+LONGEST = 32  # tokens that are compared at most
+_PLACES = 4096  # that are looked at, the last ones: of a token that is everywhere
+_GRAM = 3
+_BITS = 21  # of a token id, in a key of three
+BORDER = -1  # between two answers, in an ``Answers``
+_LEAD = 8  # tokens of the prompt that stand before an answer
+
+
+def longest(text: IDs, tail: IDs, behind: int = -1) -> tuple[int, int]:
+    """(the place in ``text`` behind the longest row of tokens there that ``tail`` ends with, its length); the last of
+    such places, or the first from ``behind`` on where that is given. (0, 0) where there is none."""
+    if len(text) < 2 or not len(tail):
+        return 0, 0
+    found = np.flatnonzero(text[:-1] == tail[-1])[-_PLACES:]
+    if not len(found):
+        return 0, 0
+    length = 1
+    while length < min(LONGEST, len(tail)):
+        more = found[found >= length]
+        more = more[text[more - length] == tail[-1 - length]]
+        if not len(more):
+            break
+        found, length = more, length + 1
+    at = int(found[-1])
+    if behind >= 0 and len(later := found[found + 1 >= behind]):
+        at = int(later[0])
+    return at + 1, length
+
+
+def pair(first: int, second: int) -> int:
+    """Two tokens side by side, as one number."""
+    return (first << _BITS) + second
+
+
+def pairs(tokens: IDs) -> list[int]:
+    """All of a text, in order."""
+    ids = tokens.astype(np.int64)
+    found: list[int] = ((ids[:-1] << _BITS) + ids[1:]).tolist()
+    return found
+
+
+class Answers:
+    """The last answers of a user, ``room`` tokens in all, the oldest forgotten first."""
+
+    def __init__(self, room: int = 1 << 16) -> None:
+        self.tokens: IDs = np.full(room, BORDER, np.int32)
+        self._end = 0
+        self._places: dict[int, int] = {}  # behind the last of three tokens: the newest place
+
+    def add(self, prompt: IDs, answer: IDs) -> None:
+        """Keep an answer behind the end of its prompt."""
+        room = len(self.tokens)
+        new = np.concatenate([prompt[-_LEAD:], answer[-(room // 4) :], np.array([BORDER], np.int32)]).astype(np.int32)
+        if self._end + len(new) > room:
+            self._end = 0
+        start, self._end = self._end, self._end + len(new)
+        self.tokens[start : self._end] = new
+        if self._end < room:  # the rest of the one that is written over begins in its middle
+            self.tokens[self._end] = BORDER
+        ids = new.astype(np.int64)
+        keys = (ids[:-3] << 2 * _BITS) + (ids[1:-2] << _BITS) + ids[2:-1]
+        self._places.update(zip(keys.tolist(), range(start + _GRAM, self._end), strict=False))
+        if len(self._places) > 2 * room:
+            self._places = {key: at for key, at in self._places.items() if self._is(key, at)}
+
+    def _is(self, key: int, at: int) -> bool:
+        a, b, c = self.tokens[at - _GRAM : at].tolist()
+        return (a << 2 * _BITS) + (b << _BITS) + c == key and min(a, b, c) >= 0
+
+    def find(self, tail: IDs) -> tuple[int, int]:
+        """As ``longest``, in all answers: at least three tokens, or (0, 0)."""
+        if len(tail) < _GRAM:
+            return 0, 0
+        a, b, c = tail[-_GRAM:].tolist()
+        key = (a << 2 * _BITS) + (b << _BITS) + c
+        at = self._places.get(key, 0)
+        if not at or not self._is(key, at):
+            return 0, 0
+        length, most = _GRAM, min(LONGEST, len(tail), at)
+        while length < most and self.tokens[at - 1 - length] == tail[-1 - length]:
+            length += 1
+        return at, length
