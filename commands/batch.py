@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,13 +13,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.base.progress import Progress
-from toolkit.batch.options import BatchSettings, Filling
+from toolkit.base.ray import check_ray
+from toolkit.batch.options import BatchSettings, Filling, RayActors
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import say_how_it_runs
 from toolkit.commands.sampling_options import SamplingFlags, with_request_flags
 from toolkit.serve.http.limits import Limits
 
 if TYPE_CHECKING:
+    from toolkit.batch.run import Answerer
+    from toolkit.configs.engine import EngineConfig
     from toolkit.serve.openai.batches.loop import Tally
 
 
@@ -27,16 +31,18 @@ if TYPE_CHECKING:
 @with_flags("settings", BatchSettings)
 @with_request_flags
 @with_flags("filling", Filling)
+@with_flags("actors", RayActors)
 def run(
     source: Annotated[
         Path, typer.Argument(metavar="IN", help="Requests (.jsonl, as OpenAI's batches have them), or rows (--prompt).")
     ],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="File of the answers (.jsonl); it grows.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The answers: .jsonl, which grows, or .parquet.")],
     filling: Filling,
     sampling: SamplingFlags,
     settings: BatchSettings,
     limits: Limits,
     engine: EngineFlags,
+    actors: RayActors,
     model: Annotated[str, typer.Option(help="Local directory, hub id, .gguf file, artifact, or demo.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away the answers that OUT has.")] = False,
 ) -> None:
@@ -46,6 +52,9 @@ def run(
     tool batch in.csv out.jsonl --model demo --prompt "Translate: {text}" --max-tokens 64
     """
     config = engine.config()
+    actors.check()
+    if actors.ray is not None:
+        check_ray("--ray")
     from toolkit.batch import run as batch
 
     files = batch.open_files(
@@ -56,36 +65,60 @@ def run(
         if tally.done < tally.total:
             with ExitStack() as stack:
                 with Progress() as bar:
-                    console = bar.console
-
-                    def note(line: str) -> None:
-                        console.print(line, style="dim", markup=False, soft_wrap=True)
-
-                    bar.update(f"loading {model}")
-                    opened = batch.opened(
-                        model,
-                        settings.server(limits),
-                        engine_config=config,
-                        chat_template=engine.chat_template,
-                        packed=engine.packed(config, note),
-                        progress=bar.update,
-                    )
-                    app = stack.enter_context(opened)
-                    say_how_it_runs(console, app.state.server.engine, app.state.server.engine.runner_note)
+                    by = stack.enter_context(_opened(model, settings, limits, engine, actors, config, bar))
                 began = time.monotonic()
                 with Progress() as bar:
                     here = f"{target}: the answers so far stay, and the same command goes on"
                     batch.answer(
-                        app,
+                        by,
                         files,
                         lambda tally: bar.update("lines", tally.done, tally.total),
                         lambda: bar.console.print(here, markup=False, soft_wrap=True),
                     )
+        files.finish()
         _say(tally, target, time.monotonic() - began)
     finally:
         files.close()
     if tally.total and not tally.completed:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _opened(
+    model: str,
+    settings: BatchSettings,
+    limits: Limits,
+    engine: EngineFlags,
+    actors: RayActors,
+    config: EngineConfig,
+    bar: Progress,
+) -> Iterator[Answerer]:
+    """What answers, with what there is to say of it."""
+    from toolkit.batch import run as batch
+
+    if actors.ray is not None:
+        from toolkit.batch.ray_actor import on_ray
+
+        template = engine.chat_template
+        with on_ray(model, settings, limits, actors, config=config, chat_template=template, progress=bar.update) as by:
+            yield by
+        return
+    console = bar.console
+
+    def note(line: str) -> None:
+        console.print(line, style="dim", markup=False, soft_wrap=True)
+
+    bar.update(f"loading {model}")
+    with batch.opened(
+        model,
+        settings.server(limits),
+        engine_config=config,
+        chat_template=engine.chat_template,
+        packed=engine.packed(config, note),
+        progress=bar.update,
+    ) as app:
+        say_how_it_runs(console, app.state.server.engine, app.state.server.engine.runner_note)
+        yield batch.Answerer.of(app)
 
 
 def _say(tally: Tally, target: Path, seconds: float) -> None:

@@ -14,6 +14,7 @@ from toolkit.commands.output import show_engine, stderr
 from toolkit.commands.sampling_options import SamplingFlags, with_answer_flags
 from toolkit.commands.serve_gradio import gradio
 from toolkit.commands.serve_proxy import proxy
+from toolkit.commands.serve_ray import ray
 from toolkit.configs.moving import EngineRole
 from toolkit.errors import UsageError
 from toolkit.serve.http.limits import Limits
@@ -112,6 +113,7 @@ def serve_several(models: list[str], settings: ServerSettings, config: EngineCon
 
 
 app.command("proxy")(proxy)
+app.command("ray")(ray)
 app.command("gradio")(gradio)
 
 

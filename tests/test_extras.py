@@ -50,7 +50,9 @@ def optional_modules() -> set[str]:
         if name not in ("dev", "docs")
         for line in lines
     ]
-    names = {line.split(">")[0].split(";")[0].strip() for line in wanted if not line.startswith("toolkit[")}
+    names = {
+        line.split(">")[0].split(";")[0].split("[")[0].strip() for line in wanted if not line.startswith("toolkit[")
+    }
     return {IMPORT_NAMES.get(name, name) for name in names}
 
 

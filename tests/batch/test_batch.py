@@ -390,3 +390,22 @@ def test_it_works_where_a_loop_runs_already(pipe: Any, tmp_path: Path) -> None:
 def test_an_input_that_can_be_read_but_once_is_refused(pipe: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a list or data set of dicts"):
         pipe.batch(iter([line("a")]), tmp_path / "out.jsonl")
+
+
+def test_answers_as_a_table(model: Path, tool: Any, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [line("a"), "{torn", line("talk", "/v1/chat/completions", messages="Hi", max_tokens=2), line("z", mystery=1)]
+    source, target = write(tmp_path / "in.jsonl", rows), tmp_path / "out.parquet"
+    done = tool(source, target, "--model", model, *ENGINE)
+    assert done.returncode == 0, done.stderr
+    found = parquet.read_table(target).to_pylist()
+    kept = {row["custom_id"]: row for row in read(tmp_path / "out.parquet.jsonl")}
+    assert [row["custom_id"] for row in found] == ["a", None, "talk", "z"]
+    assert [row["status_code"] for row in found] == [200, None, 200, 400]
+    assert found[0]["text"] == kept["a"]["response"]["body"]["choices"][0]["text"]
+    assert found[2]["text"] == kept["talk"]["response"]["body"]["choices"][0]["message"]["content"]
+    assert json.loads(found[1]["error"])["code"] == "invalid_json" and found[3]["text"] is None
+    assert json.loads(found[0]["response"]) == kept["a"]["response"]["body"]
+    target.unlink()
+    assert tool(source, target, "--model", model, *ENGINE).returncode == 0  # nothing is asked again
+    assert parquet.read_table(target).to_pylist() == found

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.batch.filling import Filler
 from toolkit.batch.options import Filling
 from toolkit.batch.rows import open_source
+from toolkit.batch.table import kept_beside, write_table
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.openai.batches import loop
@@ -25,9 +26,11 @@ from toolkit.serve.openai.batches.seen import Seen
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from starlette.types import ASGIApp
 
     from toolkit.configs.engine import EngineConfig
     from toolkit.engine.load.setup import Packed
+    from toolkit.engine.process.outage import Outage
     from toolkit.messages import ChatTemplateConfig
     from toolkit.serve.options import ServerSettings
     from toolkit.serve.state import ServerState
@@ -48,6 +51,18 @@ class Open:
     tally: Tally
     filler: Filler
     salt: bytes
+    target: Path
+    kept: Path  # where the answers are; another file where the target is a table
+
+    def finish(self) -> None:
+        """When all lines are answered: the table, where the target is one. Raises ToolkitError."""
+        if self.kept == self.target:
+            return
+        try:
+            write_table(self.kept, self.target)
+        except OSError as error:
+            told = f"{self.target}: cannot be written ({error.strerror}); all answers are in {self.kept}"
+            raise ToolkitError(told) from error
 
     def close(self) -> None:
         self.results.close()
@@ -67,7 +82,8 @@ def open_files(
         raise UsageError(f"{path}: expected another file for the answers than the input's")
     if path.exists() and not path.is_file():
         raise UsageError(f"{path}: expected a file for the answers, found something else")
-    results = Results(path)
+    kept = kept_beside(path)
+    results = Results(kept)
     seen = Seen()
     try:
         if overwrite:
@@ -79,7 +95,28 @@ def open_files(
         results.close()
         seen.close()
         raise
-    return Open(source, bounds, results, seen, tally, filler, salt)
+    return Open(source, bounds, results, seen, tally, filler, salt, path, kept)
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """``app``: an ASGI application that answers lines; ``places``: as many at once; ``outage``: why it does not, and
+    whether it will again."""
+
+    app: ASGIApp
+    model_name: str
+    session_len: int
+    places: int
+    limits: Limits
+    outage: Callable[[], Outage | None] = lambda: None
+
+    @staticmethod
+    def of(app: FastAPI) -> Answerer:
+        """What a server's application is behind."""
+        state: ServerState = app.state.server
+        engine = state.engine
+        limits = state.settings.limits
+        return Answerer(app, state.model_name, engine.session_len, engine.max_batch_size, limits, lambda: engine.outage)
 
 
 @contextmanager
@@ -117,20 +154,18 @@ def opened(
 
 
 def answer(
-    app: FastAPI,
+    by: Answerer,
     files: Open,
     told: Callable[[Tally], None] = lambda tally: None,
     stopped: Callable[[], None] = lambda: None,
 ) -> Tally:
-    """Answer what is left, by the model behind ``app``; ``told`` is called before the first line, and after each,
+    """Answer what is left; ``told`` is called before the first line, and after each,
     ``stopped`` at once where Ctrl-C comes. Raises ToolkitError where the engine ends."""
-    state: ServerState = app.state.server
-    files.bounds.session_len = state.engine.session_len
-    places = state.engine.max_batch_size
-    most = min(AHEAD * places + FEW, places + min(MOST_AHEAD, state.settings.limits.max_queue))
+    files.bounds.session_len = by.session_len
+    most = min(AHEAD * by.places + FEW, by.places + min(MOST_AHEAD, by.limits.max_queue))
 
     def room() -> int:
-        outage = state.engine.outage
+        outage = by.outage()
         if outage is not None and not outage.restarting:
             raise ToolkitError(f"the engine ended ({outage.why}); the same command goes on where it was")
         return 0 if outage is not None else most
@@ -143,14 +178,14 @@ def answer(
     async def work() -> None:
         lines = asyncio.create_task(
             loop.run(
-                app,
+                by.app,
                 files.source,
                 files.salt,
                 files.seen,
                 files.tally,
                 Turns(room),
                 put,
-                prepare=lambda asked: files.filler.body(asked, state.model_name),
+                prepare=lambda asked: files.filler.body(asked, by.model_name),
                 told=lambda: told(files.tally),
             )
         )

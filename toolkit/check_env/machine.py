@@ -33,6 +33,7 @@ PACKAGES = (
     "fastapi",
     "uvicorn",
     "pydantic",
+    "ray",
 )
 # Instruction sets that kernels ask for, as /proc/cpuinfo spells them; fp16 etc. on ARM.
 CPU_FEATURES = (

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import __version__
+from toolkit.artifacts.alike import fingerprint
 from toolkit.base import child_process
 from toolkit.base.record import plain
 from toolkit.errors import ToolkitError, UsageError
@@ -31,17 +32,19 @@ from toolkit.parallel.layout import WORLD_SIZE, Layout, launched, number_of
 
 log = logging.getLogger(__name__)
 KEY = "TOOLKIT_RANKS_KEY"
+STEP_SECONDS = number_of(
+    "TOOLKIT_RANKS_TIMEOUT", 120
+)  # that a rank may take in a step: longer than any part of one takes
 COME_SECONDS = 300.0  # in which all ranks must have come, and in which another machine looks for the first
 LOOK_SECONDS = 5.0  # in which one look for the first ends
 GREET_SECONDS = 10.0  # that one who has come may take to prove that it knows the key
-SMALL = 1 << 20  # bytes of files that are compared as a whole; of larger ones the sizes
 
 
 @dataclass(frozen=True)
 class Nodes:
     """``count`` machines, of which this is ``rank``; the first waits at ``host``:``port``. ``launched``: they are
     processes that torchrun has started, a rank each, ``launched`` of them on this machine. ``store``: at the address
-    is torchrun's own store, in which the first says where it waits."""
+    is torchrun's own store, in which the first says where it waits. ``host``: "" = Ray is to find machines."""
 
     count: int
     rank: int
@@ -49,6 +52,11 @@ class Nodes:
     port: int
     launched: int = 0
     store: bool = False
+
+    @property
+    def by_ray(self) -> bool:
+        """Ray is to find the machines, and where this one waits for them."""
+        return not self.host
 
     @staticmethod
     def of(count: int, rank: int, address: str | None, layout: Layout) -> Nodes | None:
@@ -88,7 +96,7 @@ class Nodes:
     def ranks(self, world: int) -> range:
         """Those of this machine. Raises UsageError where they do not divide."""
         if world % self.count:
-            raise UsageError(f"nnodes={self.count}: {world} ranks (tp × pp × dp) do not divide among so many machines")
+            raise UsageError(f"nnodes={self.count}: {world} ranks (tp × pp × dp); expected a multiple of {self.count}")
         each = world // self.count
         return range(self.rank * each, (self.rank + 1) * each)
 
@@ -144,19 +152,6 @@ def key() -> bytes:
     if not found:
         raise UsageError(f"{KEY}: not set; with nnodes above 1 or torchrun it is to be the same secret everywhere")
     return found.encode()
-
-
-def fingerprint(path: Path) -> str:
-    """Of a model, that machines with different ones notice: names of its files, sizes, and small ones' content."""
-    import hashlib
-
-    found = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(x for x in path.iterdir() if x.is_file()):
-        size = file.stat().st_size
-        found.update(f"{file.name if path.is_dir() else ''} {size}\n".encode())
-        if size <= SMALL:
-            found.update(file.read_bytes())
-    return found.hexdigest()
 
 
 class Door:
@@ -242,9 +237,18 @@ def limit(end: socket.socket | Connection, seconds: float) -> None:
     with sock:
         for way in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", int(seconds), 0))
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sock.family == socket.AF_UNIX:
+            return
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        every = max(1, STEP_SECONDS // 6)  # a link that is cut is noticed also where nothing is to be sent
+        tcp = (
+            (socket.TCP_NODELAY, 1),
+            (socket.TCP_KEEPIDLE, every),
+            (socket.TCP_KEEPINTVL, every),
+            (socket.TCP_KEEPCNT, 5),
+        )
+        for name, value in (*tcp, (socket.TCP_USER_TIMEOUT, 1000 * STEP_SECONDS)):
+            sock.setsockopt(socket.IPPROTO_TCP, name, value)
 
 
 def about(path: Path, model: Any, layout: Layout) -> dict[str, Any]:

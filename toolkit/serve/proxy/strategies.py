@@ -55,31 +55,44 @@ def min_observed_latency(nodes: Sequence[Node], body: Any, now: float) -> Node:
     return min(found, key=lambda entry: entry[:3])[3]
 
 
+class Sent:
+    """Where beginnings of prompts were sent, by name."""
+
+    def __init__(self) -> None:
+        self._places: OrderedDict[bytes, str] = OrderedDict()  # the last used at the end
+
+    def find(self, keys: Sequence[bytes], fair: Callable[[str], bool]) -> str | None:
+        """The ``fair`` place that has had the longest of these beginnings, the shortest of which stands first."""
+        found = (self._places.get(key) for key in reversed(keys))
+        return next((place for place in found if place is not None and fair(place)), None)
+
+    def note(self, keys: Sequence[bytes], place: str) -> None:
+        """It has had them."""
+        for key in keys:
+            self._places[key] = place
+            self._places.move_to_end(key)
+        while len(self._places) > KNOWN_PIECES:
+            self._places.popitem(last=False)
+
+
+def uneven(unfinished: int, least: int) -> bool:
+    """Whether one with so much to do has far more than another, who has ``least``."""
+    return unfinished > UNEVEN * (least + 1)
+
+
 class PrefixCacheAware:
     """Where the longest beginning of the prompt was sent before, unless that node has far more to do than another."""
 
     def __init__(self) -> None:
-        self._sent: OrderedDict[bytes, str] = (
-            OrderedDict()
-        )  # a beginning -> the node that has it, the last used at the end
+        self._sent = Sent()
 
     def __call__(self, nodes: Sequence[Node], body: Any, now: float) -> Node:
-        keys = list(prefixes(body))
+        keys = prefixes(body)
         by_url = {node.url: node for node in nodes}
         least = min(node.unfinished for node in nodes)
-        chosen = None
-        for key in reversed(keys):
-            node = by_url.get(self._sent.get(key, ""))
-            if node is not None and node.unfinished <= UNEVEN * (least + 1):
-                chosen = node
-                break
-        if chosen is None:
-            chosen = min_expected_latency(nodes, body, now)
-        for key in keys:
-            self._sent[key] = chosen.url
-            self._sent.move_to_end(key)
-        while len(self._sent) > KNOWN_PIECES:
-            self._sent.popitem(last=False)
+        url = self._sent.find(keys, lambda url: url in by_url and not uneven(by_url[url].unfinished, least))
+        chosen = min_expected_latency(nodes, body, now) if url is None else by_url[url]
+        self._sent.note(keys, chosen.url)
         return chosen
 
 
@@ -120,7 +133,13 @@ def _beginning(value: Any, room: int) -> tuple[Any, int]:
 
 def sticky(nodes: Sequence[Node], session: Any) -> Node:
     """Always the same node for a session, as long as it is there."""
-    return max(nodes, key=lambda node: blake2b(f"{node.url} {session}".encode(), digest_size=8).digest())
+    by_url = {node.url: node for node in nodes}
+    return by_url[sticky_among(list(by_url), session)]
+
+
+def sticky_among(names: Sequence[str], session: Any) -> str:
+    """Always the same of these names for a session, as long as it is among them."""
+    return max(names, key=lambda name: blake2b(f"{name} {session}".encode(), digest_size=8).digest())
 
 
 _NAMES: dict[str, Callable[[], Strategy]] = {

@@ -1,0 +1,322 @@
+"""What stands before replicas on Ray, with applications of this process in their places: nothing here needs Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from toolkit.base import ray as ray_here
+from toolkit.configs.engine import TurbomindEngineConfig
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.serve.http.keys import ApiKeys
+from toolkit.serve.http.limits import Limits
+from toolkit.serve.http.replies import json_response
+from toolkit.serve.proxy.forward import Incoming
+from toolkit.serve.proxy.strategies import Sent, uneven
+from toolkit.serve.ray.asked import Asked
+from toolkit.serve.ray.front import Busy, Gone, create_app
+from toolkit.serve.ray.metrics import merged
+from toolkit.serve.ray.options import RaySettings
+from toolkit.serve.ray.plan import Model, Plan
+from toolkit.serve.ray.replica import Message, answered
+
+CHAT = "/v1/chat/completions"
+START: Message = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+
+
+def body(text: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": text, "more_body": more}
+
+
+@dataclass
+class Fake:
+    """Replicas of a model: each request gets the next of ``answers``, lists of messages and exceptions, the last one
+    again and again."""
+
+    name: str
+    answers: list[list[Any]] = field(default_factory=list)
+    adapters: Sequence[str] = ()
+    healthy: bool = True
+    seen: list[Asked] = field(default_factory=list)
+    closed: int = 0
+
+    async def stream(self, asked: Asked) -> AsyncGenerator[list[Message], None]:
+        if asked.target in ("/v1/models", "/health"):
+            told: Any = {"data": [{"id": name} for name in (self.name, *self.adapters)]}
+            reply = json_response(told, 200 if self.healthy else 503)
+            yield [{"type": "http.response.start", "status": reply.status_code, "headers": reply.raw_headers}]
+            yield [body(bytes(reply.body), False)]
+            return
+        self.seen.append(asked)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        try:
+            for message in answer:
+                if isinstance(message, BaseException):
+                    raise message
+                yield [message]
+                await asyncio.sleep(0)
+        finally:
+            self.closed += 1
+
+    async def metrics(self) -> Sequence[tuple[str, bytes]]:
+        return [(f"{self.name}-0", b"# TYPE vllm:x_total counter\nvllm:x_total 3.0\n")]
+
+
+def whole(text: bytes = b"data: hi\n\n") -> list[Any]:
+    return [START, body(text), body(b"", False)]
+
+
+def client(*models: Fake, key: str | None = None, sent: str | None = None, **settings: Any) -> httpx.AsyncClient:
+    app = create_app(RaySettings(**settings), ApiKeys([key] if key else []), {one.name: one for one in models})
+    headers = {"authorization": f"Bearer {sent}"} if sent else {}
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front", headers=headers)
+
+
+def run(test: Any) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+def test_a_request_goes_to_its_models_replicas_and_its_answer_comes_back() -> None:
+    async def go() -> None:
+        a, b = Fake("a", [whole(b"data: a\n\n")], adapters=("tune",)), Fake("b", [whole(b"data: b\n\n")])
+        async with client(a, b, key="secret", sent="secret") as http:
+            for model, text in (("a", "data: a\n\n"), ("b", "data: b\n\n"), ("tune", "data: a\n\n")):
+                found = await http.post(CHAT, json={"model": model, "messages": []})
+                assert (found.status_code, found.text) == (200, text)
+            assert (await http.post(CHAT, json={"messages": []})).text == "data: a\n\n"  # the first where none is named
+            names = [card["id"] for card in (await http.get("/v1/models")).json()["data"]]
+            assert names == ["a", "tune", "b"]
+            unknown = await http.post(CHAT, json={"model": "c", "messages": []})
+            assert unknown.status_code == 404 and "'a'" in unknown.json()["error"]["message"]
+            assert (await http.get("/health")).json() == {"status": "healthy"}
+            assert (await http.post("/terminate")).status_code == 404
+        asked = a.seen[0]
+        assert json.loads(asked.body)["model"] == "a"
+        assert not {b"authorization", b"host"} & {name.lower() for name, _ in asked.headers}  # its key stays here
+
+    run(go())
+
+
+def test_keys_are_asked_for_at_the_front() -> None:
+    async def go() -> None:
+        async with client(Fake("a", [whole()]), key="secret") as http:
+            assert (await http.post(CHAT, json={})).status_code == 401
+            assert (await http.get("/metrics")).status_code == 401
+            assert (await http.get("/health")).status_code == 200
+
+    run(go())
+
+
+def test_a_replica_that_dies_ends_its_streams_with_an_event() -> None:
+    async def go() -> None:
+        one = Fake("a", [[START, body(b"data: half"), Gone("killed")]])
+        async with client(one) as http:
+            found = await http.post(CHAT, json={"model": "a"})
+            last = found.text.rpartition("data: ")[2]
+            assert found.status_code == 200 and found.text.startswith("data: half\n\n")
+            assert json.loads(last)["error"]["code"] == "node_lost"
+            assert len(one.seen) == 1  # half an answer is not asked again
+
+    run(go())
+
+
+def test_half_a_whole_answer_is_not_taken_for_a_whole_one() -> None:
+    async def go() -> None:
+        head = {**START, "headers": [(b"content-type", b"application/json"), (b"content-length", b"9")]}
+        async with client(Fake("a", [[head, body(b"{"), Gone("killed")]])) as http:
+            with pytest.raises(Exception):  # noqa: B017  # as a server ends the connection
+                await http.post(CHAT, json={"model": "a"})
+
+    run(go())
+
+
+@pytest.mark.parametrize("first", ["gone", "busy"])
+def test_before_its_first_byte_an_answer_is_asked_for_once_more(first: str) -> None:
+    async def go() -> None:
+        refusal = [{**START, "status": 503}, body(b"{}", False)]
+        one = Fake("a", [[Gone("killed")] if first == "gone" else refusal, whole()])
+        async with client(one) as http:
+            assert (await http.post(CHAT, json={"model": "a"})).text == "data: hi\n\n"
+            assert len(one.seen) == 2 and one.closed == 2
+            one.answers = [[Gone("killed")]]
+            found = await http.post(CHAT, json={"model": "a"})
+            assert (found.status_code, found.json()["error"]["code"]) == (503, "no_node")
+            assert len(one.seen) == 4  # two and no more: it may be the request that kills them
+
+    run(go())
+
+
+def test_a_second_refusal_is_the_answer() -> None:
+    async def go() -> None:
+        one = Fake("a", [[{**START, "status": 429}, body(b"no", False)]])
+        async with client(one) as http:
+            found = await http.post(CHAT, json={"model": "a"})
+            assert (found.status_code, found.text, len(one.seen)) == (429, "no", 2)
+            one.answers = [[Busy("64 requests wait")]]
+            found = await http.post(CHAT, json={"model": "a"})
+            assert found.status_code == 429 and "64 requests wait" in found.json()["error"]["message"]
+
+    run(go())
+
+
+def test_health_and_metrics_are_those_of_replicas() -> None:
+    async def go() -> None:
+        async with client(Fake("a", [whole()]), Fake("b", [whole()], healthy=False)) as http:
+            found = await http.get("/health")
+            assert found.status_code == 503 and found.json()["reason"].endswith(": b")
+            await http.post(CHAT, json={"model": "a"})
+            text = (await http.get("/metrics")).text
+            families = {family.name: family for family in text_string_to_metric_families(text)}
+            assert [(s.labels["replica"], s.value) for s in families["vllm:x"].samples] == [("a-0", 3.0), ("b-0", 3.0)]
+            (counted,) = (s for s in families["toolkit_ray:requests"].samples if s.name.endswith("_total"))
+            assert (counted.labels, counted.value) == ({"model": "a", "status": "200"}, 1.0)
+
+    run(go())
+
+
+def test_metrics_of_one_name_stand_together() -> None:
+    text = b'# TYPE h histogram\nh_bucket{le="1.0"} 1.0\nh_bucket{le="+Inf"} 2.0\nh_count 2.0\nh_sum 3.5\n'
+    found = merged([("x", text), ("y", text)]).decode()
+    assert found.count("# TYPE h histogram") == 1
+    assert found.count('h_sum{replica="x"} 3.5') == found.count('h_sum{replica="y"} 3.5') == 1
+
+
+def test_what_says_which_replica_is_best() -> None:
+    def asked(headers: Any = (), path: str = CHAT, **data: Any) -> Asked:
+        return Asked.of(Incoming("POST", path, list(headers), b"{}", data))
+
+    long = [{"role": "user", "content": "x" * 2000}]
+    one, other = asked(messages=long), asked(messages=[*long, {"role": "assistant", "content": "y"}])
+    shared = [a for a, b in zip(one.prefixes, other.prefixes, strict=False) if a == b]
+    assert len(shared) >= 3
+    assert asked([(b"X-Session-Id", b"s")]).session == asked(prompt_cache_key="s").session == "s"
+    assert asked(path="/v1/chat/interactive", session_id=7).session == "7"
+    assert one.session == ""
+    sent = Sent()
+    sent.note(one.prefixes, "r1")
+    assert sent.find(other.prefixes, lambda place: True) == "r1"
+    assert sent.find(other.prefixes, lambda place: place != "r1") is None
+    assert uneven(3, 0) and not uneven(2, 0)
+
+
+def test_an_application_hears_that_its_client_has_gone() -> None:
+    heard: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["body"] == b"{}" and dict(scope["headers"])[b"content-length"] == b"2"
+        await send(START)
+        while True:  # more than fits between: it is not held up for ever
+            await send(body(b"x" * 10))
+            heard[:] = [(await asyncio.wait_for(receive(), 0.001))["type"]] if heard == ["soon"] else heard
+            if heard == ["http.disconnect"]:
+                return
+
+    async def go() -> None:
+        async with aclosing(answered(app, Asked("POST", "/x?y=1", [], b"{}"))) as messages:
+            async for some in messages:
+                assert some
+                heard[:] = ["soon"]
+                break
+            await asyncio.sleep(0)
+
+    async def failing(scope: Any, receive: Any, send: Any) -> None:
+        raise RuntimeError("a mistake")
+
+    async def fails() -> None:
+        with pytest.raises(RuntimeError, match="a mistake"):
+            async for _ in answered(failing, Asked("GET", "/x", [])):
+                pass
+
+    run(go())
+    run(fails())
+
+
+def artifact(path: Path, text: str = "{}") -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(text)
+    return path
+
+
+def test_a_plan_is_what_its_file_says(tmp_path: Path) -> None:
+    one, other = artifact(tmp_path / "one"), artifact(tmp_path / "two")
+    settings = RaySettings(replicas="1:3", api_keys=["secret"], limits=Limits(max_queue=7), server_port=9000)
+    plan = Plan.of([str(one), str(other)], TurbomindEngineConfig(session_len=64), None, settings)
+    told = json.loads(plan.config_file())
+    (application,) = told["applications"]
+    assert application["import_path"] == "toolkit.serve.ray:build" and told["http_options"]["port"] == 9000
+    assert "secret" not in plan.config_file()
+    again = Plan.of_json(application["args"])
+    assert again.models == plan.models and again.models[0].engine == TurbomindEngineConfig(session_len=64)
+    assert again.settings.limits == Limits(max_queue=7) and again.settings.bounds == (1, 3)
+    assert [model.name for model in again.models] == ["one", "two"]
+    for spoiled in ({}, {"models": [], "settings": {}}, {**application["args"], "more": 1}):
+        with pytest.raises(UsageError, match="args"):
+            Plan.of_json(spoiled)
+
+
+def test_a_replica_with_other_files_says_so(tmp_path: Path) -> None:
+    path = artifact(tmp_path / "one")
+    model = Model.of(str(path), TurbomindEngineConfig(), None)
+    model.check_files()
+    (path / "config.json").write_text('{"a": 1}')
+    with pytest.raises(ToolkitError, match="not what it is where the deployment was made"):
+        model.check_files()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"replicas": "3:1"}, "a MIN of 3 and a MAX of 1"),
+        ({"replicas": "0"}, "1 <= MIN"),
+        ({"replicas": "many"}, "MIN:MAX"),
+        ({"replicas": "1:2", "target_ongoing_requests": 65}, "--max-ongoing-requests"),
+        ({"strategy": "best"}, "power_of_two"),
+        ({"key_share": 2}, "--key-share"),
+    ],
+)
+def test_options_that_mean_nothing(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        RaySettings(**given).check()
+
+
+@pytest.mark.parametrize("found", [None, "2.9.3", "2.60.0", "3.0.0.dev0"])
+def test_without_ray_the_message_says_how_to_get_it(
+    found: str | None, monkeypatch: pytest.MonkeyPatch, support: Any, tmp_path: Path
+) -> None:
+    def version(name: str) -> str:
+        if found is None:
+            raise ray_here.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(ray_here, "version", version)
+    told = ray_here.why_no_ray()
+    assert (told is None) == (found in ("2.60.0", "3.0.0.dev0"))
+    if told is None:
+        return
+    for command in (["serve", "ray", "demo"], ["batch", "a", "b", "--model", "demo", "--ray", "2"]):
+        done = support("command").tool(*command)
+        assert done.returncode == 2 and "[ray]'" in done.stderr
+        assert ("2.9.3 is installed, expected 2.60" in done.stderr) == (found == "2.9.3")
+
+
+def test_the_command_refuses_what_it_cannot_do_before_it_starts_anything(support: Any, tmp_path: Path) -> None:
+    tool, model = support("command").tool, artifact(tmp_path / "one")
+    done = tool("serve", "ray", "demo", "--replicas", "3:1")
+    assert done.returncode == 2 and "--replicas" in done.stderr
+    done = tool("batch", "a", "b", "--model", "demo", "--cpus", "2")
+    assert done.returncode == 2 and "--cpus: only with --ray" in done.stderr
+    done = tool("serve", "ray", model, "--write-config", tmp_path / "no" / "x.yaml")
+    assert done.returncode == 2 and "--write-config" in done.stderr
+    done = tool("serve", "ray", model, model, "--write-config", tmp_path / "x.yaml")
+    assert done.returncode == 2 and "another model is called one" in done.stderr
+    done = tool("serve", "ray", model, "--write-config", tmp_path / "x.yaml")
+    assert done.returncode == 0 and json.loads((tmp_path / "x.yaml").read_text())["applications"]

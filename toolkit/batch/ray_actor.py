@@ -1,0 +1,105 @@
+"""Engines in actors of Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from toolkit.base.record import plain
+from toolkit.batch.actors import About, Engine, Gone, Spread
+from toolkit.batch.options import BatchSettings, RayActors
+from toolkit.batch.run import Answerer
+from toolkit.configs.engine import EngineConfig
+from toolkit.errors import ToolkitError
+from toolkit.serve.http.limits import Limits
+from toolkit.serve.ray.cluster import connect
+from toolkit.serve.ray.plan import Model
+
+MOST_CALLS = 4096  # lines that an actor has at once, at most: who asks knows how many it can take
+
+
+class RayActor:
+    """Implements ``toolkit.batch.actors.Actor``; one that ends is started again by Ray, somewhere."""
+
+    def __init__(self, kind: type, arguments: tuple[Any, ...], cpus: float, gpus: float) -> None:
+        remote: Any = ray.remote(kind)
+        made = remote.options(
+            num_cpus=cpus, num_gpus=gpus, max_restarts=-1, max_task_retries=0, max_concurrency=MOST_CALLS
+        )
+        self._actor = made.remote(*arguments)
+
+    def first(self) -> About:
+        """When it has loaded. Raises ToolkitError."""
+        try:
+            return About(**ray.get(self._actor.about.remote()))
+        except RayError as error:
+            raise ToolkitError(_why(error)) from None
+
+    async def about(self) -> About:
+        return About(**await self._called(self._actor.about.remote()))
+
+    async def ask(self, path: str, body: bytes) -> tuple[int, bytes, str]:
+        found: tuple[int, bytes, str] = await self._called(self._actor.ask.remote(path, body))
+        return found
+
+    def end(self) -> None:
+        ray.kill(self._actor, no_restart=False)
+
+    @staticmethod
+    async def _called(reference: Any) -> Any:
+        try:
+            return await reference
+        except RayTaskError:
+            raise  # a mistake of ours
+        except (RayActorError, RayError) as error:
+            raise Gone(_why(error)) from None
+
+
+def _why(error: BaseException) -> str:
+    """What an engine has said that did not start, or Ray of one that is gone."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, ToolkitError):
+        return str(cause)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    for line in reversed(lines):
+        name, colon, rest = line.partition(": ")
+        if colon and name.startswith("toolkit.errors."):
+            return rest
+    return lines[0][:300] if lines else type(error).__name__
+
+
+@contextmanager
+def on_ray(
+    model: str,
+    settings: BatchSettings,
+    limits: Limits,
+    actors: RayActors,
+    *,
+    config: EngineConfig,
+    chat_template: str | None,
+    progress: Callable[[str], None],
+) -> Iterator[Answerer]:
+    """The engines, while the block lasts. Raises UsageError, ToolkitError."""
+    assert actors.ray is not None
+    told = Model.of(model, config, chat_template, settings.model_name)
+    progress("starting Ray" if actors.ray_address is None else f"connecting to {actors.ray_address}")
+    connect(actors.ray_address, actors.ray * actors.cpus)
+    try:
+        progress(f"loading {model} in {actors.ray} engines")
+        made = [
+            RayActor(Engine, (plain(told), plain(settings), plain(limits)), actors.cpus, actors.gpus)
+            for _ in range(actors.ray)
+        ]
+        found = [one.first() for one in made]
+        about = found[0]
+        if others := [one for one in found if one.model_name != about.model_name]:
+            raise ToolkitError(f"engines have different models: {about.model_name}, {others[0].model_name}")
+        places = sum(one.places for one in found)
+        least = min(one.session_len for one in found)
+        yield Answerer(Spread(made), about.model_name, least, places, limits)
+    finally:
+        ray.shutdown()

@@ -1,0 +1,73 @@
+"""A request on its way from the front to a replica, and what of it says which replica is best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.serve.http.request_ids import HEADER as REQUEST_ID
+from toolkit.serve.http.request_ids import current
+from toolkit.serve.http.users import HEADER as USER
+from toolkit.serve.http.users import current_user, header_of
+from toolkit.serve.proxy.forward import KEY_HEADERS, OWN_HEADERS, Incoming, of_this_connection
+from toolkit.serve.proxy.strategies import prefixes
+
+SESSION = b"x-session-id"  # as Ray Serve calls it
+
+
+@dataclass(frozen=True)
+class Asked:
+    """``prefixes``: digests of the beginnings of its prompt, the shortest first; ``session``: its requests are best at
+    one replica, "" = it has none."""
+
+    method: str
+    target: str  # path and query
+    headers: list[tuple[bytes, bytes]]
+    body: bytes = b""
+    prefixes: Sequence[bytes] = ()
+    session: str = ""
+
+    @staticmethod
+    def of(incoming: Incoming) -> Asked:
+        """A client's request, without its key, and with whose it is."""
+        own = {*OWN_HEADERS, *KEY_HEADERS, USER.encode(), *of_this_connection(incoming.headers)}
+        named = current()
+        if named is not None:
+            own.add(REQUEST_ID.encode())
+        headers = [(k, v) for k, v in incoming.headers if k.lower() not in own]
+        headers.append(header_of(current_user(), incoming.owner, True))
+        if named is not None:
+            headers.append((REQUEST_ID.encode(), named.id.encode()))
+        known = prefixes(incoming.data)
+        return Asked(incoming.method, incoming.target, headers, incoming.body, known, _session(incoming))
+
+    def scope(self) -> dict[str, Any]:
+        """What an ASGI application is called with. The front, which has looked at the key, is the client."""
+        path, _, query = self.target.partition("?")
+        length = (b"content-length", str(len(self.body)).encode())
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": self.method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": query.encode("latin-1"),
+            "root_path": "",
+            "headers": [*((k.lower(), v) for k, v in self.headers), *([length] if self.body else [])],
+            "client": ("127.0.0.1", 1),
+            "server": None,
+        }
+
+
+def _session(incoming: Incoming) -> str:
+    """LMDeploy's session_id, whose history a replica keeps; a header; OpenAI's prompt_cache_key."""
+    if incoming.session is not None:
+        return str(incoming.session)
+    for name, value in incoming.headers:
+        if name.lower() == SESSION:
+            return value.decode("latin-1")[:256]
+    key = incoming.data.get("prompt_cache_key") if isinstance(incoming.data, dict) else None
+    return key[:256] if isinstance(key, str) else ""

@@ -1,0 +1,44 @@
+"""A cluster of Ray to work on: one that there is, or one of this machine for as long as this process lasts."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from toolkit.base.threads import usable_cores
+from toolkit.errors import ToolkitError
+
+STORE_BYTES = 200 << 20  # of Ray's object store: a request and its answer are all that goes through it
+
+
+def connect(address: str | None, cores: float, option: str = "--ray-address", log: bool = False) -> None:
+    """``cores``: what is to be placed, for a cluster of its own; ``log``: show what its processes say. Raises
+    ToolkitError."""
+    import ray
+
+    common: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": log}
+    if address is not None:
+        try:
+            ray.init(address=address, **common)
+        except Exception as error:  # of many kinds, some of gRPC
+            told = f"{option} {address}: no cluster of Ray answers there ({_line(error)})"
+            raise ToolkitError(told) from None
+        return
+    for again in (True, False):
+        try:
+            ray.init(
+                num_cpus=max(usable_cores(), math.ceil(cores)) + 1,  # it counts, it does not measure: they may share
+                include_dashboard=False,
+                object_store_memory=STORE_BYTES,
+                **common,
+            )
+            return
+        except Exception as error:  # a plain one where it takes too long, as the first time on a busy machine
+            if not again:
+                raise ToolkitError(f"Ray does not start on this machine: {_line(error)}") from None
+            ray.shutdown()
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

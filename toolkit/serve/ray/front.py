@@ -1,0 +1,232 @@
+"""The application that clients speak to: it looks at keys and limits, and hands each request to a replica of the model
+that it names. Nothing of Ray is imported here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request
+from pydantic_core import from_json
+from starlette.responses import Response as HttpResponse
+from starlette.types import Send
+
+from toolkit import __version__
+from toolkit.configs.checks import shown
+from toolkit.serve.generation.read import read_body
+from toolkit.serve.http.docs_page import add_docs
+from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.keys import ApiKeys
+from toolkit.serve.http.lanes import Lanes
+from toolkit.serve.http.layers import add_layers
+from toolkit.serve.http.replies import Reply, event, json_response, line, send_error
+from toolkit.serve.http.users import asks_for, current_user
+from toolkit.serve.model_cards import listed
+from toolkit.serve.ollama.cards import Listed, add_lists
+from toolkit.serve.page.routes import add_page
+from toolkit.serve.proxy.app import json_or_none
+from toolkit.serve.proxy.forward import Incoming, is_stream
+from toolkit.serve.proxy.nodes import ELSEWHERE
+from toolkit.serve.proxy.paths import forwarded
+from toolkit.serve.ray.asked import Asked
+from toolkit.serve.ray.metrics import FrontMetrics, merged
+from toolkit.serve.ray.options import RaySettings
+from toolkit.serve.ray.replica import Message
+
+logger = logging.getLogger("toolkit.serve")
+NAMES_S = 1.0  # between two looks at which names there are, where one is asked for that is not known
+LOOK_S = 5.0  # that replicas have to say how they are
+
+
+class Gone(Exception):
+    """The replica that a request was sent to has ended, or cannot be reached."""
+
+
+class Busy(Exception):
+    """No place at any replica, and none to wait in."""
+
+
+class Replicas(Protocol):
+    """Those of one model."""
+
+    def stream(self, asked: Asked) -> AsyncGenerator[list[Message], None]:
+        """The answer of one of them. Raises Gone, Busy."""
+        ...
+
+    async def metrics(self) -> Sequence[tuple[str, bytes]]:
+        """Of all that answer: (name, text)."""
+        ...
+
+
+class Fleet:
+    """Models by their names, adapters' and aliases' among them. Raises ApiError for a name that is none."""
+
+    def __init__(self, models: Mapping[str, Replicas]) -> None:
+        self.models = dict(models)
+        self._names: dict[str, str] = {}  # adapters and others, and whose they are
+        self._looked = float("-inf")
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.models, *(name for name in self._names if name not in self.models)]
+
+    async def find(self, name: str | None) -> tuple[str, Replicas]:
+        """(the model's own name, its replicas); the first model where no name is given."""
+        if name is not None and self._owner(name) is None and time.monotonic() - self._looked > NAMES_S:
+            await self.cards()
+        owner = next(iter(self.models)) if name is None else self._owner(name)
+        if owner is None:
+            told = ", ".join(map(repr, self.names))
+            raise ApiError(
+                404, f"model: {shown(name)} is not served here; there are {told}", param="model", code="model_not_found"
+            )
+        return owner, self.models[owner]
+
+    def _owner(self, name: str) -> str | None:
+        return name if name in self.models else self._names.get(name)
+
+    async def cards(self) -> list[dict[str, Any]]:
+        """What each model's replicas say of it in /v1/models. Raises ApiError 503 where one does not answer."""
+        self._looked = time.monotonic()
+        found = await asyncio.gather(*(_whole(one, "/v1/models") for one in self.models.values()))
+        cards: dict[str, dict[str, Any]] = {}
+        for model, (status, body) in zip(self.models, found, strict=True):
+            if status != 200:
+                raise ApiError(503, f"{model}: its replicas do not answer", code="engine_unavailable")
+            for card in from_json(body)["data"]:
+                cards.setdefault(card["id"], card)
+                self._names[card["id"]] = model
+        return list(cards.values())
+
+
+async def _whole(replicas: Replicas, target: str) -> tuple[int, bytes]:
+    """Status and body of a GET; 503 where none comes in time."""
+    status, body = 503, b""
+    try:
+        async with asyncio.timeout(LOOK_S), aclosing(replicas.stream(Asked("GET", target, []))) as messages:
+            async for message in (one for some in [messages] async for many in some for one in many):
+                status = message.get("status", status)
+                body += message.get("body", b"")
+    except (TimeoutError, Gone, Busy):
+        return 503, b""
+    return status, body
+
+
+class Forward(Reply):
+    """The answer of one replica; of another where the first has ended, or refuses, before its first byte."""
+
+    def __init__(self, fleet: Fleet, incoming: Incoming, metrics: FrontMetrics) -> None:
+        super().__init__()
+        self._fleet, self._incoming, self._metrics = fleet, incoming, metrics
+
+    async def produce(self, send: Send) -> None:
+        try:
+            model, replicas = await self._fleet.find(self._incoming.model_among(self._fleet.names))
+            status = await self._answered(replicas, send)
+            self._metrics.requests.labels(model, str(status)).inc()
+        except ApiError as error:
+            self._metrics.requests.labels("", str(error.status)).inc()
+            await send_error(send, error, error.envelope_at(self._incoming.path))
+
+    async def _answered(self, replicas: Replicas, send: Send) -> int:
+        """The status that the client has got. Raises ApiError before its first byte."""
+        asked = Asked.of(self._incoming)
+        for again in (True, False):
+            head: Message | None = None
+            try:
+                async with aclosing(replicas.stream(asked)) as answer:
+                    async for messages in answer:
+                        if head is None:
+                            head = messages[0]
+                            if again and head["status"] in ELSEWHERE:
+                                head = None
+                                break
+                        for message in messages:
+                            await send(message)
+                    else:
+                        if head is not None:
+                            return int(head["status"])
+            except Gone as error:
+                logger.warning("a replica is gone: %s", error)
+                if head is not None:
+                    await self._broken(send, head)
+                    return 502
+            except Busy as error:
+                raise ApiError(429, f"{error}; try again later", code="too_many_requests") from None
+            self._metrics.retries.inc()
+        raise ApiError(503, "no replica could answer; ask again", code="no_node")
+
+    async def _broken(self, send: Send, head: Message) -> None:
+        """End an answer in its midst so that nobody takes it for a whole one."""
+        self._metrics.broken.inc()
+        error = ApiError(502, "the replica that sent this answer is gone; ask again", code="node_lost")
+        told = error.envelope_at(self._incoming.path)
+        kind = dict(head["headers"]).get(b"content-type", b"")
+        if not (is_stream(head["headers"]) or kind.startswith(b"application/x-ndjson")):
+            raise error  # the connection is closed: its length says that there was to be more
+        last = event(told) if is_stream(head["headers"]) else line(told)
+        await send({"type": "http.response.body", "body": b"\n\n" + last, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def create_app(settings: RaySettings, keys: ApiKeys, models: Mapping[str, Replicas]) -> FastAPI:
+    """The application in front of the replicas of some models."""
+    fleet, metrics, lanes = Fleet(models), FrontMetrics(), Lanes(settings.limits)
+    docs = not settings.disable_fastapi_docs
+    app = FastAPI(
+        title="toolkit on Ray",
+        version=__version__,
+        description="Replicas behind one address, as `tool serve ray` has them",
+        docs_url=None,
+        openapi_url="/openapi.json" if docs else None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    if not settings.no_page:
+        add_page(app)
+    if docs:
+        add_docs(app, page=not settings.no_page)
+    _add_plain_routes(app, fleet, metrics, settings)
+
+    @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    async def forward(raw: Request, path: str) -> HttpResponse:
+        target = forwarded(raw.scope)
+        body = await read_body(raw)
+        data = await lanes.run(partial(json_or_none, body), len(body)) if body else None
+        owner = asks_for(raw.scope, current_user(), None)
+        return Forward(fleet, Incoming(raw.method, target, raw.headers.raw, body, data, owner), metrics)
+
+    add_layers(app, settings.limits, lanes, keys, list(settings.allow_origins))
+    return app
+
+
+def _add_plain_routes(app: FastAPI, fleet: Fleet, metrics: FrontMetrics, settings: RaySettings) -> None:
+    @app.get("/v1/models", summary="Names that requests may use")
+    async def models() -> dict[str, Any]:
+        return listed(await fleet.cards())
+
+    add_lists(app, lambda: [Listed(name, memory=0) for name in fleet.names])
+
+    @app.head("/health", include_in_schema=False)
+    @app.get("/v1/health", include_in_schema=False)
+    @app.get("/health", summary="200 while each model has a replica that answers; needs no key")
+    async def health() -> HttpResponse:
+        found = await asyncio.gather(*(_whole(one, "/health") for one in fleet.models.values()))
+        down = [name for name, (status, _) in zip(fleet.models, found, strict=True) if status != 200]
+        if down:
+            return json_response({"status": "unhealthy", "reason": f"no replica answers: {', '.join(down)}"}, 503)
+        return json_response({"status": "healthy"})
+
+    if settings.disable_metrics:
+        return
+
+    @app.get("/metrics", summary="Metrics for Prometheus, of all replicas")
+    async def told() -> HttpResponse:
+        found = await asyncio.gather(*(one.metrics() for one in fleet.models.values()))
+        text = metrics.render() + merged([pair for some in found for pair in some])
+        return HttpResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")

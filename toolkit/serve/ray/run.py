@@ -1,0 +1,137 @@
+"""Deploys a plan to a cluster of Ray, its own or another, and takes it back on SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+
+from toolkit.base.ray import check_ray
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.serve.ray.cluster import connect
+from toolkit.serve.ray.plan import CONTROLLER, NAME, Plan
+from toolkit.serve.run import bind
+
+LOOK_S = 1.0
+_OURS = re.compile(r"toolkit\.errors\.(UsageError|ToolkitError): (.+)")
+
+
+def write_config(plan: Plan) -> None:
+    """The file that ``settings`` name. Raises UsageError where it cannot be written."""
+    file = plan.settings.write_config
+    assert file is not None
+    try:
+        file.write_text(plan.config_file(), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"write_config: {file}: cannot be written ({error.strerror})") from error
+
+
+def serve(plan: Plan, ready: Callable[[str], None], told: Callable[[str], None]) -> None:
+    """Until SIGTERM or SIGINT; ``ready`` gets the URL. Requests in flight then have ``grace_period``. Raises
+    ToolkitError, UsageError."""
+    check_ray("tool serve ray")
+    settings = plan.settings
+    own = settings.ray_address is None
+    port = settings.server_port
+    if own:
+        with contextlib.closing(bind(settings.server_name, port)) as sock:
+            port = sock.getsockname()[1]
+    import ray
+    from ray import serve as ray_serve
+
+    told("starting Ray" if own else f"connecting to the cluster at {settings.ray_address}")
+    cores = settings.bounds[1] * settings.cpus * len(plan.models)
+    connect(settings.ray_address, cores, log=settings.log_level.lower() in ("debug", "info"))
+    with _stopping() as stop:  # Ray has handlers of its own
+        try:
+            ray_serve.start(
+                http_options={"host": settings.server_name, "port": port},
+                controller_options=CONTROLLER,
+            )
+            told(f"starting {settings.replicas} replicas of {', '.join(model.name for model in plan.models)}")
+            _deploy(plan, stop)
+            host = settings.server_name
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            if not own and not stop.is_set():
+                _check_address(url)
+            ready(url)
+            stop.wait()
+            told("stopping; requests in flight may end")
+        finally:
+            with contextlib.suppress(Exception):
+                ray_serve.delete(NAME)
+            if own:
+                with contextlib.suppress(Exception):
+                    ray_serve.shutdown()
+            ray.shutdown()
+
+
+def _deploy(plan: Plan, stop: threading.Event) -> None:
+    """Return when every model has a replica. Raises ToolkitError."""
+    from ray import serve as ray_serve
+
+    from toolkit.serve.ray.application import application
+
+    target = ray_serve.RunTarget(target=application(plan), name=NAME, route_prefix="/")
+    ray_serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    while not stop.is_set():
+        found = ray_serve.status().applications.get(NAME)
+        status = "DEPLOYING" if found is None else str(found.status.value)
+        if status == "RUNNING":
+            return
+        if status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            assert found is not None
+            texts = [found.message, *(one.message for one in found.deployments.values())]
+            raise ToolkitError(_why("\n".join(texts)))
+        time.sleep(LOOK_S)
+
+
+def _check_address(url: str) -> None:
+    """Raise ToolkitError where it is not the application that answers there: the addresses of a Serve that runs
+    already stand since it was started."""
+    reached = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    why = ""
+    for _ in range(10):
+        try:
+            with urllib.request.urlopen(f"{reached}/-/routes", timeout=5) as reply:
+                if NAME in json.load(reply).values():
+                    return
+                why = "another program answers there"
+        except (OSError, ValueError, AttributeError) as error:
+            why = str(error)
+        time.sleep(LOOK_S)
+    raise ToolkitError(
+        f"{url}: Ray Serve does not answer there ({why}); if it runs on this cluster already, give its own "
+        "--server-name and --server-port, or end it: serve shutdown"
+    )
+
+
+def _why(text: str) -> str:
+    """What has kept replicas from starting, as they say it."""
+    if found := _OURS.search(text):
+        return found[2].strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"the replicas do not start: {lines[-1] if lines else 'Ray does not say why'}"
+
+
+@contextlib.contextmanager
+def _stopping() -> Iterator[threading.Event]:
+    """Set by the first signal; the second ends this at once."""
+    stop = threading.Event()
+
+    def handle(number: int, frame: object) -> None:
+        if stop.is_set():
+            raise SystemExit(1)
+        stop.set()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, one in before.items():
+            signal.signal(number, one)
