@@ -20,6 +20,7 @@ _DRAWN = {"--temp": "--temperature", "--repeat-penalty": "--repetition-penalty"}
 _WRITTEN = {"--n-predict": "--max-new-tokens", "--predict": "--max-new-tokens", "--max-tokens": "--max-new-tokens"}
 _ADDRESS = {"--host": "--server-name", "--port": "--server-port"}
 _SERVER = {"--served-model-name": "--model-name", "--api-key": "--api-keys"}
+_ROWS = {"--max-new-tokens": "--max-tokens", "--n-predict": "--max-tokens"}
 _LOAD = {
     "--max-concurrency": "--concurrency",
     "--dataset-path": "--dataset",
@@ -45,6 +46,7 @@ ALIASES: dict[tuple[str, ...], dict[str, str]] = {
     ("profile", "restful_api"): _LOAD,  # LMDeploy's script is profile_restful_api.py
     ("eval", "ppl"): _ENGINE,
     ("eval", "tasks"): _ENGINE,
+    ("batch",): _ENGINE | _DRAWN | _ROWS,
     ("check_env",): {"--dump-file": "--json"},
 }
 

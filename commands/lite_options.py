@@ -117,10 +117,25 @@ def report(result: Result, flags: LiteFlags, first: Table | None = None) -> None
         plot_layers(quality["layers"], Path(flags.plot))
 
 
+def _loss(quality: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was measured of it: of an encoder how alike its vectors are."""
+    measured = ("measured on", f"{quality['tokens']:,} held-out tokens, windows of {quality['window']}")
+    if "cosine" in quality:
+        shown = f"{quality['cosine']:.5f} (least {quality['cosine_least']:.5f})"
+        return [("cosine to the original's vectors", shown), measured]
+    before, after = quality["perplexity_before"], quality["perplexity_after"]
+    return [
+        ("perplexity before", written(before)),
+        ("perplexity after", f"{written(after)} ({100 * (after / before - 1):+.2f} %)"),
+        measured,
+        ("KL to the original", f"{quality['kl']:.4f} nats"),
+        ("same best token", f"{100 * quality['top1_agreement']:.1f} %"),
+    ]
+
+
 def _rows(result: Result) -> list[tuple[str, str]]:
     quality, options = result.quality, result.options
     worst = max(quality["layers"], key=lambda x: x["rel_error"], default=None)
-    before, after = quality["perplexity_before"], quality["perplexity_after"]
     group, sized = options.get("w_group_size"), "artifact_bytes" in quality
     unit = "MiB" if sized and options["size"] % (1 << 20) == 0 else "MB"  # as --size was written
     text = "{calib_samples} samples of {calib_seqlen} ({calib_dataset})"
@@ -130,11 +145,7 @@ def _rows(result: Result) -> list[tuple[str, str]]:
         *([("format", options["format"])] if "format" in options else []),
         *([("group size", str(group))] if group else []),
         *([("calibration", text.format(**options))] if "calib_samples" in options else []),
-        ("perplexity before", written(before)),
-        ("perplexity after", f"{written(after)} ({100 * (after / before - 1):+.2f} %)"),
-        ("measured on", f"{quality['tokens']:,} held-out tokens, windows of {quality['window']}"),
-        ("KL to the original", f"{quality['kl']:.4f} nats"),
-        ("same best token", f"{100 * quality['top1_agreement']:.1f} %"),
+        *_loss(quality),
         ("bits per weight", f"{quality['bits_per_weight']:.2f}"),
         ("size", show_size(quality["size_bytes"], unit)),
         *([("engine artifact", f"about {show_size(quality['artifact_bytes'], unit)}")] if sized else []),

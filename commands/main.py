@@ -34,6 +34,7 @@ COMMANDS = {
     "serve": ("Serve models: api_server speaks OpenAI's API, proxy joins servers.", "Run"),
     "deploy": ("Write what runs a model elsewhere: docker, k8s, systemd, other engines.", "Run"),
     "batch": ("Answer a file of requests, or of rows (CSV, Parquet) by a template.", "Run"),
+    "embed": ("Turn a file of texts into vectors: .npy, Parquet or JSON lines.", "Run"),
     "profile": ("Measure speed: throughput, generation, api_server.", "Measure"),
     "plan": ("Plan a fleet: how many engines a load needs, and what they cost.", "Measure"),
     "eval": ("Measure quality: ppl, compare.", "Measure"),

@@ -15,7 +15,7 @@ from toolkit.commands.output import show_engine, stdout, table, write_json
 from toolkit.commands.profile_server import api_server
 from toolkit.commands.sampling_options import SamplingFlags, with_load_flags
 from toolkit.errors import UsageError
-from toolkit.profile.options import Grid, Load
+from toolkit.profile.options import Grid, Load, Traced
 
 if TYPE_CHECKING:
     from toolkit.engine.process.frontend import AsyncEngine
@@ -220,6 +220,67 @@ def generation(
     if json_file != "-":
         _print_generation(model, rows)
         _print_guesses(guesses)
+
+
+@app.command("ranks")
+@with_engine_flags
+@with_load_flags
+@with_flags("wish", Traced)
+def ranks(
+    model: MODEL,
+    engine: EngineFlags,
+    sampling: SamplingFlags,
+    wish: Traced,
+    json_file: JSON = None,
+    plot: PLOT = None,
+) -> None:
+    """Where the time of a model's ranks goes (--tp, --pp, --dp): computing, or messages to each other.
+
+    --plot draws two steps: a prompt's end is past, one token of each request follows another.
+
+    Example: tool profile ranks demo --tp 2 --plot ranks.png
+    """
+    config = _config(engine)
+    from toolkit.artifacts.output import result_file
+
+    result_file.check_json("--json", json_file, ("rank", "step_seconds", "message_seconds"))
+    result_file.check_plot("--plot", plot)
+    from toolkit.profile import ranks as runner
+
+    watch = Watch(model, wish.concurrency)
+    with watch.progress:
+        found = runner.measure(
+            model,
+            replace(wish, sampling=_drawing(sampling)),
+            engine_config=config,
+            packed=engine.packed(config, watch.note),
+            progress=watch.progress.update,
+            on_start=watch.start,
+            on_done=watch.advance,
+        )
+    write_json(json_file, found.rows)
+    if plot is not None:
+        from toolkit.profile.plot import plot_ranks
+
+        plot_ranks(runner.timeline(found.events), f"{model}, {len(found.rows)} ranks: two steps", plot)
+    if json_file != "-":
+        _print_ranks(model, found.rows)
+
+
+def _print_ranks(model: str, rows: list[dict[str, Any]]) -> None:
+    """One line a rank and kind of message."""
+    lines = []
+    for row in rows:
+        kinds = row["messages"] or {"none": {"messages": 0, "bytes": 0, "seconds": 0.0}}
+        for i, (name, kind) in enumerate(kinds.items()):
+            share = 100 * kind["seconds"] / max(row["step_seconds"], 1e-9)
+            head = (row["rank"], row["steps"], row["step_seconds"]) if i == 0 else ("", "", "")
+            each = kind["messages"] / max(row["steps"], 1)
+            lines.append(
+                (*head, name, each, kind["bytes"] / max(row["steps"], 1) / 1024, kind["seconds"], f"{share:.0f} %")
+            )
+    columns = ("rank", "steps", "seconds", "message", "a step", "KiB a step", "seconds in it", "of steps")
+    stdout().print(table(f"Ranks of {model}", columns, lines))
 
 
 def _print_generation(model: str, rows: list[dict[str, Any]]) -> None:

@@ -15,6 +15,7 @@ from toolkit.commands.sampling_options import SamplingFlags, with_answer_flags
 from toolkit.commands.serve_gradio import gradio
 from toolkit.commands.serve_proxy import proxy
 from toolkit.commands.serve_ray import ray
+from toolkit.configs.moving import EngineRole
 from toolkit.errors import UsageError
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.options import KEYS, ServerSettings, split_keys
@@ -65,6 +66,8 @@ def api_server(
     if settings.models_dir is not None or len(model or ()) != 1:
         if engine.adapters is not None:
             raise UsageError("--adapters: only for a server of one model")
+        if config.role != EngineRole.Hybrid:
+            raise UsageError("--role: only for a server of one model")
         serve_several(model or [], settings, config, engine.chat_template)
     else:
         serve_one((model or [""])[0], settings, engine, config)

@@ -13,13 +13,16 @@ from toolkit.base.record import read
 from toolkit.configs.checks import named
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
 from toolkit.configs.generation import GenerationConfig
+from toolkit.configs.moving import EngineRole, MigrationBackend
 from toolkit.configs.speculative import SpeculativeConfig
 from toolkit.errors import UsageError
 
 __all__ = [
     "ChatTemplateConfig",
+    "EngineRole",
     "FinishReason",
     "GenerationConfig",
+    "MigrationBackend",
     "PromptProgress",
     "PytorchEngineConfig",
     "Response",
@@ -76,12 +79,14 @@ class Response:
     cache_block_ids: list[str] | None = None  # where the request asked for them (with_cache)
 
     def extend(self, other: Response) -> Response:
-        """Append a later delta of the same request and return self: in time that follows the delta's length, but for
-        the text, and without touching lists and arrays that others hold."""
+        """Append a later delta of the same request and return self: in time that follows the delta's length, and
+        without touching lists and arrays that others hold."""
         own = self.__dict__.get("_own")
         if own is None or own.of != id(self):
             own = self.__dict__["_own"] = _Own(id(self))
-        self.text += other.text
+        text, self.text = self.text, ""  # held here alone, it grows in place
+        text += other.text
+        self.text = text
         self.token_ids = own.longer("token_ids", self.token_ids, other.token_ids)
         self.generate_token_len = other.generate_token_len
         self.input_token_len = other.input_token_len

@@ -314,7 +314,7 @@ void raise(const AttnParams& p, int64_t r, int first, int end, float* s) {
         float v[16];
         fstore(v, fadd(fload(lanes), fset1(float(p.from[r] + c * 16))));
         auto rounded = [](float x) { return bf16_to_float(float_to_bf16(x)); };
-        for (float& x : v) x = p.rounded != 0.0f ? p.rounded * rounded(p.slope[r] * rounded(x)) : p.slope[r] * x;
+        for (float& x : v) x = p.rounded != 0.0f ? p.rounded * rounded(p.slope[r] * rounded(x)) : p.slope[r] * (p.both ? -std::fabs(x) : x);
         fstore(s + c * 16, fadd(fload(s + c * 16), fload(v)));
     }
 }

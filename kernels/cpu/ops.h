@@ -140,10 +140,11 @@ struct AttnParams {
     float softcap;  // 0 = none
     int32_t type;   // of the cells: KV_F32, KV_BF16 (queries are bfloat16 too where Ops::bf16_dot), KV_INT8 (where not)
     // ALiBi; null = none. Row r's score of token t of the tile is raised by slope[r] * (from[r] + t), before it is scaled, or
-    // where `rounded` by rounded * bfloat16(slope[r] * bfloat16(from[r] + t)).
+    // where `rounded` by rounded * bfloat16(slope[r] * bfloat16(from[r] + t)); where `both`, lowered by slope[r] * |from[r] + t|.
     const float* slope = nullptr;
     const int32_t* from = nullptr;
     float rounded = 0.0f;
+    int32_t both = 0;
     // Sums may be in the order that is fastest for many rows. Cells of a tile lie one behind the other, lanes behind the last
     // token are finite, and buffers of queries, scores and results have room for 15 rows more.
     int32_t loose = 0;

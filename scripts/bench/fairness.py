@@ -4,7 +4,8 @@
     python scripts/bench/fairness.py --url http://127.0.0.1:8000   # a server that runs already, its model called target
 
 A row a scenario: seconds to the first token of the chats (alone, then median and longest beside it), and tokens a
-second of everything until the greedy requests are answered. Every request has a connection of its own: each is a user.
+second of everything, until the greedy requests and all chats are answered: those that had no turn before come then.
+Every request has a connection of its own: each is a user.
 What a server does not do at all (vectors of a chat model, on others') is no row.
 """
 
@@ -140,6 +141,8 @@ def measure(address: str, name: str, args: argparse.Namespace, numbers: Any) -> 
         time.sleep(args.pause)
     for thread in greedy:
         thread.join()
+    for _ in range(len(waits), args.chats):  # the same work, however long they had to wait
+        tokens += chat(address, next(numbers))[1]
     seconds = time.perf_counter() - began
     tokens += sum(said["usage"]["total_tokens"] for said in answers)
     if refused:
@@ -154,7 +157,7 @@ def measure(address: str, name: str, args: argparse.Namespace, numbers: Any) -> 
         "goal": GOAL[0] * median + GOAL[1],
         "tokens/s": tokens / seconds,
         "seconds": seconds,
-        "chats": len(waits),
+        "chats beside": len(waits),
     }
 
 
@@ -163,7 +166,7 @@ def main() -> int:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--url", help="of a server that runs already, instead of MODEL")
     parser.add_argument("--only", action="append", choices=list(SCENARIOS), help="repeat it for several")
-    parser.add_argument("--chats", type=int, default=12, help="of each scenario, at most")
+    parser.add_argument("--chats", type=int, default=12, help="of each scenario")
     parser.add_argument("--first", type=float, default=1.0, help="seconds from the greedy requests to the first chat")
     parser.add_argument("--pause", type=float, default=0.3, help="seconds from one chat to the next")
     parser.add_argument("--scale", type=float, default=1.0, help="of the greedy requests' work; a quarter of it for 8")

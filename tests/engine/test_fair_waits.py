@@ -114,3 +114,23 @@ def test_a_first_token_comes_soon_beside_greedy_requests(
     waits = machine.chats(1.0)
     assert machine.core.has_work, "the greedy requests have ended"
     assert max(waits) <= 3 * alone + 0.3
+
+
+def test_answers_of_a_request_do_not_slow_down_its_own_prompts(fake: Any, monkeypatch: Any) -> None:
+    """They ride along in steps as large as without them; another request's answer is not held up so."""
+    machine = Machine(fake, monkeypatch)
+    began = machine.now
+    for request in crowd(0, 20, 1300, 16):
+        machine.core.add(request)
+    while machine.core.has_work:
+        machine.core.step()
+    prompts = 20 * 1300 * (TOKEN + FAR * 650)
+    assert machine.now - began < 1.12 * prompts  # 1.16 times, where each answer takes steps of its own
+    times = []
+    machine.core.add(ask("stream", "other", "stream", 40, 60))
+    for request in crowd(1, 20, 1300, 16):
+        machine.core.add(request)
+    while machine.core.has_work and len(times) < 40:
+        if any(output.id == "stream" and output.token_ids for output in machine.core.step()):
+            times.append(machine.now)
+    assert np.median(np.diff(times)) < 3 * (DECODE + ONE)

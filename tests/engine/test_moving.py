@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.generation import GenerationConfig
-from toolkit.configs.moving import EngineRole, MigrationBackend
 from toolkit.engine.cache.kept import moving as module
 from toolkit.engine.cache.kept import peer, wire
 from toolkit.engine.cache.kept.moving import Moving
@@ -30,6 +29,7 @@ from toolkit.engine.cache.kept.port import split
 from toolkit.engine.core import EngineCore
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.messages import EngineRole, MigrationBackend
 
 SECRET = bytes(range(32))
 WINDOWS = [(None,), (None, 6), (None, "state"), (None, 6, "state"), (6,)]

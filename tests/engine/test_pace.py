@@ -281,6 +281,29 @@ def test_without_a_target_only_the_upper_limit_holds() -> None:
     assert Pace(0).budget(decodes=5, before=0, most=8192) == 8192
 
 
+@pytest.mark.parametrize("noise", [0.1, 0.6])
+def test_few_tokens_are_not_taken_to_be_slow_for_ever(noise: float) -> None:
+    """The first steps were slow by chance, and steps are long whatever they have: prompts get on all the same."""
+    from toolkit.engine.scheduler import Plan
+
+    draw, now, pace = random.Random(3), 1.0, Pace(None)
+
+    def step(decodes: int, tokens: int, seconds: float) -> None:
+        nonlocal now
+        plan = Plan(decodes=[None] * decodes, chunks=[(None, 0, tokens)] * (tokens > 0), submitted=now)  # type: ignore
+        now += seconds * draw.uniform(1 - noise, 1 + noise)
+        pace.ended(plan, now)
+
+    step(0, 80, 2.5)
+    step(2, 8, 0.7)
+    done = 0
+    for _ in range(200):
+        decodes = draw.randint(1, 6)
+        done += (tokens := pace.budget(decodes, 200, 8192))
+        step(decodes, tokens, 0.2 + 0.01 * decodes + 2e-3 * tokens)
+    assert done > 200 * 2 * LEAST
+
+
 @settings(deadline=None)
 @given(
     target=st.floats(1e-3, 1e5),
@@ -335,7 +358,7 @@ def test_tokens_and_logprobs_are_the_same_whatever_the_budgets(
     assert all(len(tokens) == len(logprobs) == 25 for tokens, logprobs in expected)
     for seed in range(6):
         sizes = random.Random(seed).choices(range(1, 60), k=1000)
-        monkeypatch.setattr(Pace, "budget", lambda self, decodes, before, most, times, sizes=sizes: sizes.pop())
+        monkeypatch.setattr(Pace, "budget", lambda *_, sizes=sizes: sizes.pop())
         found = answers()
         assert [t for t, _ in found] == [t for t, _ in expected]
         for (_, mine), (_, theirs) in zip(found, expected, strict=True):

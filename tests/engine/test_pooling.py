@@ -12,7 +12,7 @@ import pytest
 from toolkit import PytorchEngineConfig, TurbomindEngineConfig, pipeline
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.side_files import copy_side_files
-from toolkit.engine.pooling import choose, vector
+from toolkit.engine.pooling import open_head, vector
 from toolkit.errors import ToolkitError, UsageError
 
 PROMPTS = [[5], [5, 77, 200, 13, 260, 33, 91], list(range(3, 143))]
@@ -43,22 +43,27 @@ def reference(tiny_models: Any) -> Any:
     return states
 
 
+def pooling(wanted: str, model: Path) -> str:
+    return open_head(model, wanted).pooling
+
+
 def cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
-@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("pooling", ["cls", "last", "mean"])
 def test_equal_to_transformers(pipe: Any, reference: Any, pooling: str) -> None:
     for _ in range(2):  # the second time the prefix cache knows them
         found = pipe.get_embeddings(PROMPTS, pooling=pooling)
         assert found.dtype == np.float32 and np.linalg.norm(found, axis=1) == pytest.approx(1)
         for ids, row in zip(PROMPTS, found, strict=True):
             states = reference(ids)
-            expected = states[-1] if pooling == "last" else states.mean(0)
+            expected = {"cls": states[0], "last": states[-1], "mean": states.mean(0)}[pooling]
             assert cosine(row.astype(float), expected) > 0.9999
     raw = pipe.get_embeddings(PROMPTS[1], pooling=pooling, normalize=False)
     states = reference(PROMPTS[1])
-    assert raw[0] == pytest.approx(states[-1] if pooling == "last" else states.mean(0), rel=2e-2, abs=2e-2)
+    wanted = {"cls": states[0], "last": states[-1], "mean": states.mean(0)}[pooling]
+    assert raw[0] == pytest.approx(wanted, rel=2e-2, abs=2e-2)
 
 
 def test_beside_generation(pipe: Any, reference: Any) -> None:
@@ -83,7 +88,7 @@ def test_fewer_dimensions(pipe: Any) -> None:
         ([], {}, "inputs"),
         ([[5], [1 << 20]], {}, r"inputs\[1\]"),
         ([[1, 2], []], {}, r"inputs\[1\]"),
-        ("a", {"pooling": "cls"}, "pooling"),
+        ("a", {"pooling": "max"}, "pooling"),
         ("a", {"dimensions": 65}, "dimensions"),
         ("a", {"adapter_name": "x"}, "adapter_name"),
         ([[5] * 600], {}, "512"),
@@ -96,18 +101,19 @@ def test_misuse(pipe: Any, inputs: Any, options: dict[str, Any], says: str) -> N
 
 def test_a_model_says_how_it_pools(tiny_models: Any, tiny_checkpoint: Any, tmp_path: Path) -> None:
     model = tiny_checkpoint("llama", tmp_path / "model")
-    assert choose("auto", model) == choose("auto", None) == "last" and choose("mean", model) == "mean"
+    assert pooling("auto", model) == "last" and pooling("mean", model) == "mean"
     (model / "1_Pooling").mkdir()
     config = model / "1_Pooling" / "config.json"
     config.write_text(json.dumps({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}))
-    assert choose("auto", model) == "mean"
-    assert choose("last", model) == "last"
+    assert pooling("auto", model) == "mean"
+    assert pooling("last", model) == "last"
     (tmp_path / "next").mkdir()
     assert "pooling_config.json" in copy_side_files(open_checkpoint(model), tmp_path / "next")
-    assert choose("auto", tmp_path / "next") == "mean"
-    config.write_text(json.dumps({"pooling_mode_cls_token": True}))
-    with pytest.raises(ToolkitError, match="pooling_mode_cls_token"):
-        choose("auto", model)
+    assert pooling("auto", tmp_path / "next") == "mean"
+    config.write_text(json.dumps({"pooling_mode_max_tokens": True}))
+    with pytest.raises(ToolkitError, match="found max_tokens"):
+        pooling("auto", model)
+    assert pooling("cls", model) == "cls"
 
 
 def test_what_is_no_number_is_refused() -> None:

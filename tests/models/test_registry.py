@@ -41,8 +41,8 @@ def test_model_type_where_architectures_is_absent():
 
 def test_architectures_win_over_model_type():
     assert find_family({"model_type": "llama", "architectures": ["MistralForCausalLM"]}).name == "mistral"
-    with pytest.raises(ToolkitError, match="LlamaForSequenceClassification"):
-        find_family({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]})
+    with pytest.raises(ToolkitError, match="LlamaForTokenClassification"):
+        find_family({"model_type": "llama", "architectures": ["LlamaForTokenClassification"]})
 
 
 def test_what_no_runner_computes_is_named():

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,12 @@ from toolkit.parallel.native_runner import NativeRanks
 from toolkit.parallel.places import VARIABLE, cores_of
 from toolkit.parallel.runner import RankedRunner
 from toolkit.runners.base import RunnerError, RunnerLost, RunnerOptions
-from toolkit.runners.choose import open_model
+from toolkit.runners.choose import changes_of, open_model
 from toolkit.runners.native import share
 from toolkit.runners.native.runner import NativeRunner
 from toolkit.runners.native.runner import unsupported as no_native
 from toolkit.runners.native.share import Share
+from toolkit.runners.weights.new import open_new_weights
 
 PROMPT = np.random.default_rng(3).integers(3, 300, 45).tolist()
 # heads that do not divide; sizes in which codes travel, and some in which floats have to
@@ -85,10 +87,11 @@ def pair(steps: Any, tiny_models: Any) -> Iterator[Callable[..., Any]]:
 
     def make(family: str, ranks: int, load_format: str = "auto", sizes: Any = None, **fields: Any) -> tuple[Any, Any]:
         model = open_model(tiny_models(family, **sizes or {}), load_format=load_format)
-        made = [NativeRunner(model.spec, model.weights, options(**fields))]
+        changes = partial(changes_of, model)
+        made = [NativeRunner(model.spec, model.weights, options(**fields), changes=changes)]
         made += [
-            NativeRunner(model.spec, model.weights, options(**fields), share=Share(rank, ranks, memory))
-            for rank in range(ranks)
+            NativeRunner(model.spec, model.weights, options(**fields), share=Share(r, ranks, memory), changes=changes)
+            for r in range(ranks)
         ]
         opened.extend(made)
         return steps.Driver(made[0]), steps.Driver(Together(made[1:]))
@@ -99,11 +102,12 @@ def pair(steps: Any, tiny_models: Any) -> Iterator[Callable[..., Any]]:
     os.close(memory)
 
 
-def same(one: Any, several: Any) -> None:
-    """Logits and hidden states of a prompt in chunks, and of steps of several sequences; greedy tokens."""
+def same(one: Any, several: Any, **more: Any) -> None:
+    """Logits and hidden states of a prompt in chunks, and of steps of several sequences; greedy tokens. ``more``: of
+    the steps of one sequence."""
     a, b = one.add(), several.add()
     for start, stop in ((0, 20), (20, 22), (22, 45)):  # few tokens and more take different ways
-        expected, found = one.step({a: PROMPT[start:stop]}, "all"), several.step({b: PROMPT[start:stop]}, "all")
+        expected, found = (d.step({n: PROMPT[start:stop]}, "all", **more) for d, n in ((one, a), (several, b)))
         assert found.logits.tobytes() == expected.logits.tobytes()
         assert found.hidden.tobytes() == expected.hidden.tobytes()
     new = [{driver.add(): PROMPT[:7], number: [5]} for driver, number in ((one, a), (several, b))]
@@ -118,7 +122,7 @@ def test_two_ranks_give_the_bits_of_one_process(family: str, pair: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("family", [f.name for f in families() if f.tiny is not None])
+@pytest.mark.parametrize("family", [f.name for f in families() if f.tiny is not None and not f.encodes])
 def test_any_number_of_ranks_gives_the_bits_of_one_process(
     family: str, ranks: int, pair: Any, tiny_models: Any
 ) -> None:
@@ -146,6 +150,28 @@ def test_weights_and_caches_of_few_bits(ranks: int, load_format: str, sizes: Any
 @pytest.mark.parametrize(("family", "load_format"), [("qwen3_moe", "int4"), ("deepseek_v2", "int8")])
 def test_experts_of_few_bits(family: str, load_format: str, pair: Any) -> None:
     same(*pair(family, 2, load_format))
+
+
+@pytest.mark.parametrize(("family", "ranks", "load_format", "sizes", "targets", "config"), [
+    ("llama", 2, "int4", WIDE, r"(?:[qkvo]|gate|up|down)_proj|lm_head|embed_tokens", {}),  # where codes travel else
+    ("llama", 3, "auto", UNEVEN, r"[qkvo]_proj|down_proj", {"use_dora": True}),
+    ("mixtral", 2, "auto", None, r"experts\.\d+\.w[123]|[qkvo]_proj", {}),
+    ("deepseek_v2", 2, "int8", None, "q_proj|kv_a_proj_with_mqa|o_proj|down_proj", {}),
+    ("mamba2", 2, "auto", None, "(?:in|out)_proj", {}),
+])  # fmt: skip
+def test_adapters_give_the_bits_of_one_process(
+    family: str, ranks: int, load_format: str, sizes: Any, targets: str, config: Any,
+    pair: Any, tiny_models: Any, support: Any, tmp_path: Path,
+) -> None:  # fmt: skip
+    path = tiny_models(family, **sizes or {})
+    made = support("adapters").write_adapter(tmp_path / "one", path, targets, **config)
+    one, several = pair(family, ranks, load_format, sizes, adapters=(("one", str(made)),))
+    same(one, several, adapter=np.array([0], np.int32))
+    mixed = {"adapter": np.array([0, -1, 0], np.int32)}
+    steps = [driver.step({driver.add(): PROMPT[:n] for n in (7, 9, 3)}, "all", **mixed) for driver in (one, several)]
+    assert steps[0].logits.tobytes() == steps[1].logits.tobytes()
+    plain = one.step({one.add(): PROMPT[:7]}, "all").logits
+    assert np.abs(plain - steps[0].logits[:7]).max() > 0.01  # the adapter does something
 
 
 @pytest.mark.parametrize(("family", "layer"), [("llama", 4), ("gemma2", 4), ("qwen2_moe", 4), ("mamba2", 2)])
@@ -214,6 +240,46 @@ def test_processes_blocks_and_a_step_that_cannot_be(pair: Any, ranks: Any) -> No
     assert not any(runner.export_block(0, block))
     runner.import_block(0, block, data)
     assert runner.export_block(0, block) == data
+
+
+def test_adapters_come_and_go_and_weights_are_replaced(
+    pair: Any, ranks: Any, tiny_models: Any, support: Any, tmp_path: Path
+) -> None:
+    (one, _), several, path = pair("llama", 2), ranks(), tiny_models("llama")
+    made = support("adapters").write_adapter(tmp_path / "one", path, "q_proj|down_proj")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    with pytest.raises(ToolkitError, match="broken"):
+        several.runner.add_adapter(3, broken)
+    assert list(several.runner.adapter_numbers) == []
+    for driver in (one, several):
+        driver.runner.add_adapter(3, made)
+    same(one, several, adapter=np.array([3], np.int32))
+    several.runner.remove_adapter(3)
+    new = open_new_weights(path, tiny_models("llama", seed=7), one.runner.spec)
+    befores = [driver.runner.use_weights(new) for driver in (one, several)]
+    for before in (None, befores):
+        for i, driver in enumerate((one, several)):
+            if before is not None:
+                driver.runner.use_weights(before[i])
+            driver.runner.release_weights()
+            driver.runner.load_weights()
+            driver.runner.allocate_cache((32,))
+        same(*(support("steps").Driver(driver.runner) for driver in (one, several)))
+
+
+def test_what_ranks_do_is_told(ranks: Any) -> None:
+    several = ranks()
+    several.runner.trace(True)
+    several.step({several.add(): PROMPT})
+    found = several.runner.trace(False)
+    for events in found:
+        (step,) = (event for event in events if event[0] == "step")
+        messages = [event for event in events if event[0] == "gather"]
+        assert step[3] == len(PROMPT) and len(messages) == 4 * len(several.runner.spec.layers) + 1
+        assert all(step[1] <= begun <= ended <= step[2] and size > 0 for _, begun, ended, size in messages)
+    several.step({several.add(): PROMPT})
+    assert several.runner.trace(False) == [[], []]
 
 
 @pytest.mark.parametrize(("number", "told"), [(signal.SIGKILL, "killed by signal 9"), (signal.SIGSTOP, "not answered")])

@@ -174,7 +174,7 @@ def test_where_the_first_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert Nodes.of(2, 1, None, LAYOUT) == Nodes(2, 1, "10.0.0.1", 29500)
-    with pytest.raises(UsageError, match=r"3 ranks .* do not divide"):
+    with pytest.raises(UsageError, match=r"nnodes=2: 3 ranks .*; expected a multiple of 2"):
         Nodes(2, 0, "a", 1).ranks(3)
     monkeypatch.setenv(KEY, "")
     with pytest.raises(UsageError, match=KEY):

@@ -175,6 +175,11 @@ def test_a_step_is_the_same_behind_the_wire(tiny_models: Any, pair: Any) -> None
             np.testing.assert_array_equal(getattr(found, field), value)
             assert getattr(found, field).dtype == value.dtype
     np.testing.assert_array_equal(found.block_tables[0], batch.block_tables[0])
+    for at in (12, -1):  # in the head, in an array
+        data = bytearray(wire.pack(["submit", [batch]]))
+        data[at] ^= 4
+        with pytest.raises(wire.Damaged):
+            wire.unpack(bytes(data))
 
 
 def test_stages_and_parts_together(tiny_models: Any, pair: Any) -> None:

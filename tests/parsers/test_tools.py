@@ -43,8 +43,19 @@ DSML = (
     '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
     '<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>'
 )
+WRAPPED = (
+    '<｜DSML｜invoke name="weather"><｜DSML｜parameter name="%s" string="%s">%s</｜DSML｜parameter></｜DSML｜invoke>'
+)
 COHERE = '{"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Paris", "days": 2}}'
 HEAD = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+
+TAGGED = {  # how each writes calls with this one value
+    "qwen3_coder": ("<tool_call>\n", "<function=weather>\n<parameter=city>\n%s\n</parameter>\n</function>\n", "</tool_call>"),
+    "minimax_m2": ("<minimax:tool_call>\n", '<invoke name="weather">\n<parameter name="city">%s</parameter>\n</invoke>\n', "</minimax:tool_call>"),
+    "deepseek_v32": ("<｜DSML｜function_calls>\n", '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">%s'
+                     "</｜DSML｜parameter>\n</｜DSML｜invoke>\n", "</｜DSML｜function_calls>"),
+    "glm45": ("", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>\n", ""),
+}  # fmt: skip
 
 Case = tuple[str, str, str, list[tuple[str, Any]]]
 CASES: list[Case] = [
@@ -92,6 +103,7 @@ CASES: list[Case] = [
      "</invoke></minimax:tool_call>", "", [("weather", {"city": "</invoke></minimax:tool_call>"})]),
     ("glm45", "<tool_call>weather<arg_key>city</arg_key><arg_value></tool_call></arg_value></tool_call>", "",
      [("weather", {"city": "</tool_call>"})]),
+    *((name, first + each % "\n a\n" + last, "", [("weather", {"city": "\n a\n"})]) for name, (first, each, last) in TAGGED.items()),
     ("qwen3_coder", f"Well.\n<tool_call>\n{CODER}\n</tool_call>", "Well.", [PARIS]),
     ("qwen3_coder", CODER, "", [PARIS]),
     ("qwen3_coder", f"<tool_call>\n{CODER}\n{CODER}\n</tool_call>", "", [PARIS, PARIS]),
@@ -126,6 +138,15 @@ CASES: list[Case] = [
     ("deepseek_v32", f"<｜DSML｜function_calls>\n{DSML}\n{DSML[:60]}", DSML[:60], [PARIS]),
     ("deepseek_v32", f"<｜DSML｜function_calls>\n{DSML}\n<｜DSML｜inv", "<｜DSML｜inv", [PARIS]),
     ("deepseek_v32", "<｜DSML｜function_calls>\n<｜DSML｜invoke", "<｜DSML｜function_calls>\n<｜DSML｜invoke", []),
+    ("deepseek_v32", f"Hm.\n{DSML}\n{DSML}\n</｜DSML｜tool_calls>", "Hm.", [PARIS, PARIS]),
+    ("deepseek_v32", f"Hm. {DSML[:-8]}", f"Hm. {DSML[:-8]}", []),
+    *(("deepseek_v32", f"<｜DSML｜tool_calls>{WRAPPED % (key, told, inner)}</｜DSML｜tool_calls>", "", [("weather", expected)])
+      for key, told, inner, expected in (
+          ("arguments", "false", '{"city": "Paris", "days": 2}', PARIS[1]),
+          ("input", "true", '{"city": "Paris", "days": 2}', PARIS[1]),
+          ("arguments", "false", '{"other": 1}', {"arguments": {"other": 1}}),
+          ("arguments", "true", "none", {"arguments": "none"}),
+          ("days", "false", '{"city": "Paris"}', {"days": '{"city": "Paris"}'}))),
     ("glm45", f"<tool_call>weather\n{GLM}</tool_call>\n<tool_call>now</tool_call>", "", [PARIS, NOW]),
     ("glm45", f"Ah.<tool_call>weather{GLM.replace(chr(10), '')}</tool_call>", "Ah.", [PARIS]),
     ("glm45", f"<tool_call>weather\n{GLM}", f"<tool_call>weather\n{GLM}", []),
@@ -258,13 +279,6 @@ def test_scraps_never_fail_and_cutting_never_matters(form: Any, text: str, size:
         assert whole.content == text
 
 
-TAGGED = {  # how each writes calls with this one value
-    "qwen3_coder": ("<tool_call>\n", "<function=weather>\n<parameter=city>\n%s\n</parameter>\n</function>\n", "</tool_call>"),
-    "minimax_m2": ("<minimax:tool_call>\n", '<invoke name="weather">\n<parameter name="city">%s</parameter>\n</invoke>\n', "</minimax:tool_call>"),
-    "deepseek_v32": ("<｜DSML｜function_calls>\n", '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">%s'
-                     "</｜DSML｜parameter>\n</｜DSML｜invoke>\n", "</｜DSML｜function_calls>"),
-    "glm45": ("", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>\n", ""),
-}  # fmt: skip
 ENDS = [
     "<tool_call>",
     "</tool_call>",

@@ -15,6 +15,7 @@ from toolkit.commands.profile import _print_generation
 from toolkit.profile.generation import MEMORY_OF
 from toolkit.profile.labels import LABELS, LATENCY_LABELS, latency_label
 from toolkit.profile.metrics import RequestRecord, generation_row
+from toolkit.profile.ranks import timeline
 
 THROUGHPUT_KEYS = (
     ["completed", "total_input_tokens", "total_output_tokens", "duration"]
@@ -106,6 +107,41 @@ def test_generation(run: Run, tiny_models: Any, tmp_path: Path) -> None:
         assert (row["prompt_tokens"], row["completion_tokens"]) == (30, 6)
         assert row["peak_memory_mib"] > 50
         assert min(row["prefill_throughput"], row["decode_throughput"], row["output_throughput"]) > 0
+
+
+def test_ranks(run: Run, tiny_models: Any, tmp_path: Path) -> None:
+    flags = ["--tp", 2, "--device", "cpu", "--threads", 2, "--prompt-tokens", 20, "--completion-tokens", 5]
+    done = run("ranks", tiny_models("llama"), *flags, "--json", "-", "--plot", tmp_path / "a.png")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [row["rank"] for row in rows] == [0, 1]
+    for row in rows:
+        gathers = row["messages"]["gather"]
+        assert row["tokens"] == 20 + 4 and row["steps"] >= 5
+        assert gathers["messages"] == row["steps"] * (4 * 2 + 1) and gathers["bytes"] > 0
+        assert 0 < gathers["seconds"] == row["message_seconds"] < row["step_seconds"]
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    done = run("ranks", tiny_models("llama"), *flags[2:])
+    assert done.returncode == 2 and "expected --tp, --pp or --dp above 1" in done.stderr
+    assert len(done.stderr.strip().splitlines()) < 4
+
+
+def test_two_steps_behind_a_prompt_are_drawn() -> None:
+    events = [
+        [["step", 9.0, 9.5, 20], ["step", 9.5, 9.6, 1], ["sum", 9.51, 9.52, 64], ["step", 9.7, 9.8, 1]],
+        [["sum", 3.5, 3.6, 64], ["step", 3.0, 3.4, 20], ["step", 3.5, 3.7, 1], ["step", 3.7, 3.8, 1]],  # another clock
+    ]  # fmt: skip
+    first, second = timeline(events)
+    assert [(name, round(a), round(b)) for name, a, b, _ in first] == [
+        ("step", 0, 100),
+        ("sum", 10, 20),
+        ("step", 200, 300),
+    ]
+    assert [(name, round(a), round(b)) for name, a, b, _ in second] == [
+        ("sum", 0, 100),
+        ("step", 0, 200),
+        ("step", 200, 300),
+    ]
 
 
 def test_memory_of_gpus_is_everybody_s(capsys: pytest.CaptureFixture[str], run: Run) -> None:

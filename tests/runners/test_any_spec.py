@@ -83,6 +83,7 @@ OF_PICTURES = {"vision", "head_rows", "seen", "cross"}  # texts have none: tests
 NOT_VARIED = {"slopes", "kind", "family", "vocab_size", "max_position", "embed", "head", "shard", "group"}
 NOT_VARIED |= {"float16", "doubled"}  # they decide something as a model is opened: no executor reads them
 NOT_VARIED |= {"spread"}  # parts of models have it: tests/parallel/test_families.py
+NOT_VARIED |= {"mutual", "carries", "encoder"}  # of texts that are read whole: tests/families/test_encoders.py
 NOT_VARIED |= {"own"}  # the engine says each token's length: tests/pipeline/test_dynamic_rope.py
 
 

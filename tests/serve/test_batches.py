@@ -456,3 +456,48 @@ def test_a_key_leaves_as_much_room_as_it_takes(start: Any) -> None:
         for client in (greedy, *others):
             for file in client.files.list():
                 client.files.delete(file.id)
+
+
+def test_a_single_key_has_the_whole_store(start: Any) -> None:
+    client = client_of(start(api_keys=["a"], limits=Limits(max_files=5, max_files_bytes=9000)).v1, "a")
+    for _ in range(5):
+        upload(client, ["x" * 90])
+    with pytest.raises(openai.BadRequestError, match="expected at most 5"):
+        upload(client, ["x"])
+
+
+def test_answers_of_a_batch_leave_room_for_others_files(start: Any) -> None:
+    server = start(api_keys=["a", "b"], limits=Limits(max_files_bytes=24_000))
+    greedy, other = client_of(server.v1, "a"), client_of(server.v1, "b")
+    batch = ended(greedy, create(greedy, [line(f"r{i}") for i in range(60)]).id)
+    assert batch.status == "failed" and batch.errors.data[0].code == "storage_full"
+    assert "of this key" in batch.errors.data[0].message
+    upload(other, ["x" * 5000])
+
+
+def test_folders_of_killed_servers_are_removed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    old = time.time() - 3600
+
+    def left(name: str, lock: bool = True, mode: int = 0o700, **more: str) -> Path:
+        folder = tmp_path / f"toolkit-batches-{name}"
+        (folder / "files").mkdir(parents=True)
+        (folder / "files" / "file-1").write_text("x")
+        for name, text in ({"lock": ""} if lock else {}).items() | more.items():
+            (folder / name).write_text(text)
+            os.utime(folder / name, (old, old))
+        folder.chmod(mode)
+        return folder
+
+    young = left("young")
+    os.utime(young / "lock")
+    linked = tmp_path / "toolkit-batches-linked"
+    linked.symlink_to(left("target", lock=False))
+    kept = [young, linked, left("unlocked", lock=False), left("open", mode=0o755), left("more", notes="x")]
+    killed = left("killed", salt="x")
+    living = FileStore(None, Limits())
+    os.utime(living.root / "lock", (old, old))
+    FileStore(None, Limits()).close()
+    assert (living.root / "salt").exists() and all(folder.exists() for folder in kept)
+    living.close()
+    assert not killed.exists()

@@ -21,16 +21,27 @@ ACTIVATIONS["relu2"] = lambda x: F.relu(x).square()
 def logits(spec: Any, weights: dict[str, Tensor], ids: list[int]) -> Tensor:
     """float64 [len(ids), vocabulary]."""
     w = {name: tensor.double() for name, tensor in weights.items()}
+    x = states(spec, w, ids) @ w[spec.embed if spec.tied else spec.head].T
+    x = (x + (w[f"{spec.head}.bias"] if spec.head_bias else 0)) * spec.head_scale
+    return x if spec.logit_softcap is None else spec.logit_softcap * torch.tanh(x / spec.logit_softcap)
+
+
+def states(spec: Any, weights: dict[str, Tensor], ids: list[int], types: list[int] | None = None) -> Tensor:
+    """The last hidden states, float64 [len(ids), hidden]; ``types``: of an encoder's tokens."""
+    w = {name: tensor.double() for name, tensor in weights.items()}
     x = w[spec.embed][torch.tensor(ids)] * spec.embed_scale
+    if (e := spec.encoder) is not None:
+        table = {n: w[n].view(-1, spec.hidden_size) for n in (e.types, e.positions) if n}
+        x = x + (table[e.types][torch.tensor(types or [0] * len(ids))] if e.types else 0)
+        x = x + (table[e.positions][e.offset : e.offset + len(ids)] if e.positions else 0)
     for layer in spec.layers:
         block = x
         for s in layer.sublayers:
             y = _norm(s.pre_norm, w, block if s.reads == "block" else x)
+            x = y if s.carries else x
             y = MIXERS[s.mixer.kind](s.mixer, w, y)
             x = x + s.residual_scale * _norm(s.post_norm, w, y)
-    x = _norm(spec.final_norm, w, x) @ w[spec.embed if spec.tied else spec.head].T
-    x = (x + (w[f"{spec.head}.bias"] if spec.head_bias else 0)) * spec.head_scale
-    return x if spec.logit_softcap is None else spec.logit_softcap * torch.tanh(x / spec.logit_softcap)
+    return _norm(spec.final_norm, w, x)
 
 
 def _norm(n: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -71,10 +82,13 @@ def _attention(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
         risen = kept(torch.tensor(a.alibi.slopes).double()[:, None] * kept(torch.arange(len(x)).double()))
         scores = scores + a.alibi.scale * risen[:, None]
     age = torch.arange(len(x))[:, None] - torch.arange(len(x))
+    if a.mutual and a.alibi is not None:
+        far = torch.tensor(a.alibi.slopes).double()[:, None, None] * age.abs()
+        scores = scores - a.alibi.scale * (far + risen[:, None])  # in place of what was added
     reach = torch.full((len(x),), len(x) if a.window is None else a.window)
     reach = torch.arange(len(x)) % a.window + 1 if a.chunked else reach
     ahead = a.block - 1 - torch.arange(len(x)) % a.block  # tokens of its own block behind each
-    unseen = (age < -ahead[:, None]) | (age >= reach[:, None])
+    unseen = age.abs() >= reach[:, None] if a.mutual else (age < -ahead[:, None]) | (age >= reach[:, None])
     scores = scores.masked_fill(unseen, float("-inf"))
     sink = torch.full((a.heads,), float("-inf")) if a.sinks is None else w[a.sinks]
     shares = torch.cat([scores, sink.view(-1, 1, 1).expand(-1, len(x), 1)], -1).softmax(-1)[..., :-1]

@@ -52,6 +52,8 @@ def _make(family: str, path: Path, overrides: dict[str, Any]) -> tuple[Path, Pat
     tiny = known.tiny[overrides.pop("shape", 0)]
     if known.recipe is not None:
         return path, _write_seeing(known, tiny, path, overrides)
+    if known.encodes:
+        return path, _write_encoder(known, tiny, path, overrides)
     if known.twin is None:
         _write(known.name, path, {**SIZES, **tiny.fields}, overrides)
         return path, path
@@ -66,16 +68,22 @@ def _make(family: str, path: Path, overrides: dict[str, Any]) -> tuple[Path, Pat
 def _write(
     model_type: str, path: Path, fields: dict[str, Any], overrides: dict[str, Any], tokens: tuple[str, ...] = ()
 ) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    settings = {**fields, **overrides}
+    kind = AutoModelForImageTextToText if tokens else AutoModelForCausalLM
+    _write_as(kind, model_type, path, {**fields, **overrides}, tokens)
+
+
+def _write_as(kind: Any, model_type: str, path: Path, settings: dict[str, Any], tokens: tuple[str, ...] = ()) -> None:
+    """A model of one of transformers' classes by task."""
+    import torch
+    from transformers import AutoConfig
+
     seed, dtype = settings.pop("seed", 0), settings.pop("dtype", "float32")
     tokenizer = settings.pop("tokenizer", True)
     shard = {"max_shard_size": settings.pop("max_shard_size")} if "max_shard_size" in settings else {}
     config = AutoConfig.for_model(model_type, **settings)
     with torch.random.fork_rng(devices=[]):  # a test sees the same numbers whether or not a model was made before
-        kind = AutoModelForImageTextToText if tokens else AutoModelForCausalLM
         model = kind.from_config(config).eval()
     _randomize(model, torch.Generator().manual_seed(seed))
     model = model.to(getattr(torch, dtype))
@@ -83,6 +91,22 @@ def _write(
     model.save_pretrained(path, **shard)
     if tokenizer:
         _tokenizer(settings.get("text_config", settings), tokens).save_pretrained(path)
+
+
+def _write_encoder(family: Family, tiny: Tiny, path: Path, overrides: dict[str, Any]) -> Path:
+    """One that reads texts alone; with ``labels`` so many, one that scores them."""
+    from transformers import CONFIG_MAPPING, AutoModel, AutoModelForSequenceClassification
+
+    if family.name not in CONFIG_MAPPING:
+        return _write_unknown(family, tiny, path, overrides)
+    labels = overrides.pop("labels", None)
+    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    settings = {**sizes, **tiny.fields, **overrides}
+    if labels is None:
+        _write_as(AutoModel, family.name, path, settings)
+    else:
+        _write_as(AutoModelForSequenceClassification, family.name, path, {**settings, "num_labels": labels})
+    return path
 
 
 def _write_seeing(family: Family, tiny: Tiny, path: Path, overrides: dict[str, Any]) -> Path:
@@ -243,7 +267,8 @@ def _randomize(model: Any, generator: Any) -> None:
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=generator)
-            if "norm" in name.split(".")[-2]:
+            module = name.split(".")[-2].lower()
+            if "norm" in module or module.endswith("_ln"):
                 p.copy_(p.mean() + 0.2 * noise)  # 1, or 0 where the model adds the 1
             elif name.endswith("bias"):
                 p.copy_(0.3 * noise)

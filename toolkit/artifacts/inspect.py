@@ -154,6 +154,8 @@ def _cost(record: dict[str, Any]) -> str:
     parts = []
     if before and after:
         parts.append(f"perplexity {written(before)} → {written(after)} ({100 * (after / before - 1):+.1f} %)")
+    if (cosine := _number(quality.get("cosine"))) is not None:
+        parts.append(f"cosine {cosine:.5f} to the vectors of before")
     if kl is not None:
         parts.append(f"KL {kl:.4f} nats")
     head = quality.get("head")

@@ -1,5 +1,5 @@
 """The small files that travel with the weights from stage to stage: tokenizer, chat template, generation config, how
-pictures are prepared, and how embeddings are pooled."""
+pictures are prepared, and what is made of hidden states."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from toolkit.artifacts.checkpoint import Checkpoint
+from toolkit.artifacts.text_head import POOLING_CONFIGS, pooling_config, write_head
 
 _TEXTS_AND_PICTURES = (
     "tokenizer*.json",
@@ -22,9 +23,9 @@ _TEXTS_AND_PICTURES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
 )
-# What sentence-transformers keeps in a folder lies flat in an artifact; the first that is there counts.
-POOLING_CONFIGS = ("pooling_config.json", "1_Pooling/config.json")
 
 
 def copy_side_files(checkpoint: Checkpoint, target: Path) -> list[str]:
@@ -39,9 +40,5 @@ def copy_side_files(checkpoint: Checkpoint, target: Path) -> list[str]:
     if (pooling := pooling_config(source)) is not None:
         shutil.copyfile(pooling, target / POOLING_CONFIGS[0])
         names.add(POOLING_CONFIGS[0])
+    names.update(write_head(source, target))
     return sorted(names)
-
-
-def pooling_config(directory: Path) -> Path | None:
-    """The file of a model's directory that says how its embeddings are pooled, None where there is none."""
-    return next((file for name in POOLING_CONFIGS if (file := directory / name).is_file()), None)

@@ -58,6 +58,10 @@ def check_whole(checkpoint: Checkpoint) -> None:
         )
 
 
+# Of encoders and classifiers: what stands behind the hidden states, and places counted from 0.
+_BEHIND = {"pooler", "cls", "classifier", "score", "position_ids"}
+
+
 def left_out(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> str:
     """One line on tensors that belong to no module of the model, as those of a part that does not run (multi-token
     prediction, a tower of a model that is read as text): "" where there are none. A tied model's head is none of them:
@@ -68,7 +72,8 @@ def left_out(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> str:
     for name in checkpoint.names() if checkpoint.gguf is None else ():
         parts = name.split(".")
         taken = modules.intersection(itertools.accumulate(parts, "{}.{}".format)) or name.rpartition("_")[0] in bare
-        if not taken and parts[-1] not in _STRAY:
+        head = bool(_BEHIND.intersection(parts)) or parts[0] in ("head", "decoder")
+        if not taken and not head and parts[-1] not in _STRAY:
             counts[".".join(itertools.takewhile(lambda part: not part.isdigit(), parts[:2]))] += 1
     if not counts:
         return ""

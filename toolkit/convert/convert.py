@@ -96,13 +96,18 @@ def convert(
     if others := left_out(checkpoint, stored):
         log.warning("%s", others)
     chosen = choose_target(options.target, spec)
-    bits = Bits(_head_bits(chosen, options.head_bits), _vision_bits(chosen, spec, options.vision))
+    asked = options.head_bits
+    if spec.encoder is not None and chosen.head_bits is not None:
+        asked = asked or 16  # no head is multiplied: rows of the embedding are looked up, at no cost of their own
+    bits = Bits(_head_bits(chosen, asked), _vision_bits(chosen, spec, options.vision))
     told = {"target": chosen.name, "dtype": options.dtype} | ({} if bits.head is None else {"head_bits": bits.head})
     told |= {} if bits.vision == 16 else {"vision": options.vision}
     told |= {} if options.quant_policy is None else {"quant_policy": options.quant_policy}
     told |= {} if load_format == "auto" else {"load_format": load_format}
     if options.quant_policy not in (None, "auto"):
         raise UsageError(f"--quant-policy: expected auto, found {options.quant_policy!r}; others need no measure")
+    if options.quant_policy is not None and spec.encoder is not None:
+        raise UsageError("--quant-policy: this model keeps nothing of a text; leave the option out")
     if options.quant_policy is not None and chosen.name != CPU_TARGET:
         raise UsageError(f"--quant-policy: for target {CPU_TARGET}, this is {chosen.name}; leave the option out")
     with open_stage(
@@ -119,7 +124,7 @@ def convert(
         with checkpoint.reading_ahead(order):
             params, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, bits)
         quality = {}
-        if chosen.name == CPU_TARGET and bits.head != 16:
+        if chosen.name == CPU_TARGET and bits.head != 16 and spec.encoder is None:
             from toolkit.convert.head_cost import head_cost
 
             artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from toolkit.runners.base import Runner
 
 
+READS_ALONE = "reads texts for embeddings and scores and writes none; use /v1/embeddings, /v1/rerank or `tool embed`"
+
+
 def check_request(request: EngineRequest, runner: Runner, max_len: int, session_len: int) -> None:
     """Raise UsageError, naming the field, where the request cannot run. ``max_len``: see ``longest_request``."""
     p, vocab = request.params, runner.spec.vocab_size
@@ -33,6 +36,8 @@ def check_request(request: EngineRequest, runner: Runner, max_len: int, session_
         if len(ids) and not 0 <= min(ids) <= max(ids) < vocab:
             wrong = next(i for i in ids if not 0 <= i < vocab)
             raise UsageError(f"{name}: token id {wrong} is outside the model's vocabulary of {vocab}")
+    if runner.spec.encoder is not None and request.only not in ("cls", "last", "mean"):
+        raise UsageError(f"this model ({runner.spec.family}) {READS_ALONE}")
     if p.routes and not runner.spec.mixtures():
         raise UsageError("return_routed_experts: this model has no experts; leave it out")
     if request.pictures and runner.spec.vision is None:

@@ -246,6 +246,17 @@ class EngineCore:
         self._leaving.add(number)
         self._drop_adapters()
 
+    def trace_ranks(self, on: bool) -> list[list[list[Any]]]:
+        """Of each rank what it has done since this was last called (``toolkit.parallel.group.Event``); from now on that
+        is kept where ``on``. Raises UsageError where there is one process alone."""
+        trace = getattr(self.runner, "trace", None)
+        if trace is None:
+            raise UsageError("ranks: the model is not split; expected --tp, --pp or --dp above 1")
+        while self._flying:
+            self._collect(self._outputs)
+        found: list[list[list[Any]]] = trace(on)
+        return found
+
     def _drop_adapters(self) -> None:
         held = (request for _, request, _ in self._held.values())
         used = {r.adapter for r in (*(s.request for s in self._sequences.values()), *held)}
@@ -310,7 +321,9 @@ class EngineCore:
         longest = len(request.token_ids) + request.params.max_new_tokens
         rope_set = int(self._long_from is not None and longest > self._long_from)
         turned = rope_set if self._own_rope is None else turned_by(self._own_rope, len(request.token_ids))
-        shares = self.options.prefix_caching or request.session is not None
+        encoder, mutual = self.runner.spec.encoder, self.runner.spec.mutual
+        pairs = encoder is not None and encoder.type_rows > 1
+        shares = not mutual and (self.options.prefix_caching or request.session is not None)
         owner = "" if self.options.prefix_caching else f"session {request.session}"
         vision, spans = self.runner.spec.vision, []
         if vision is not None and request.pictures:
@@ -328,6 +341,8 @@ class EngineCore:
             axes=axes,
             shift=shift,
             canvas=self._canvas(),
+            whole=mutual,
+            second=request.second if pairs else 0,
             **self.constraints.fields(request, built),
         )
         if vision is not None and vision.mutual and spans:

@@ -16,9 +16,10 @@ STRETCH = 2.0  # and then: times what decoding alone would take that a step may 
 LONG = 8192  # unless so many tokens of a prompt are in the cache: each step reads all of them again
 FIRST_GUESS = 128  # prompt tokens of a step as long as nothing has been measured
 LEAST = 8  # prompt tokens that a step may always take: fewer cost no less, for kernels take several rows at once
+MOST_FREE = 128  # of those at most that are found to cost next to nothing
 ALONE = 8.0  # times the target that a step may take while nobody decodes, for fewer and larger steps are faster,
 SERVED = 1.5  # where other users may come meanwhile,
-SHARED = 1.0  # where they are there,
+SHARED = 1.25  # where they are there,
 HASTY = 0.5  # and where one of them waits for a first token that costs little
 ALONE_LEAST = 64  # likewise while nobody decodes
 LEAST_SHARE = 0.5  # of the target that is left to prompts where decoding takes up all of it
@@ -26,6 +27,10 @@ LONG_STEP = 0.1  # seconds of a step, beside which the time between two does not
 NOISE = 0.2  # of a measured time that may be chance, as a share of it
 DRIFT = 0.1  # by which a prompt's cost may change from one step to the next, as a share; more where one was a surprise
 DECODE_DRIFT = 0.05  # by which the cost of decoding may
+FREE = 1.4  # times what a step takes that it may take with twice as many prompt tokens, which are next to nothing then
+DEAR = 1.7  # and which tells at once that they are not
+LOOKS = 8  # steps that one size is judged by
+REST, MOST_REST = 256, 4096  # and until the least of all is doubled again where that was dear
 DECODE, PROMPTS = slice(0, 2), slice(2, 4)  # of the costs and the work
 
 
@@ -44,10 +49,12 @@ class Pace:
         self._doubt = np.zeros((4, 4))  # their covariance
         self._tried = FIRST_GUESS // 2  # most prompt tokens of a step so far
         self._ended = 0.0
+        self._free = Free()
 
-    def budget(self, decodes: int, before: int, most: int, times: float = ALONE) -> int:
+    def budget(self, decodes: int, before: int, most: int, times: float = ALONE, patient: int = 0) -> int:
         """Prompt tokens for a step of ``decodes`` decoding requests whose first prompt has ``before`` tokens in the
-        cache: 1 to ``most``. ``times``: how much longer it may be than the target where nobody decodes.
+        cache: 1 to ``most``. ``times``: how much longer it may be than the target where nobody decodes, or only those
+        who wait for these very prompts: ``patient`` of ``decodes``.
         """
         if not self.target:
             return most
@@ -55,13 +62,15 @@ class Pace:
         each, one, token, context = self._costs
         if not token:
             return most
-        seconds, least = self.target * times, ALONE_LEAST
-        if decodes:
-            least = LEAST
-            decode = each + one * decodes
+        decode = each + one * decodes if decodes else 0.0
+        if decodes > patient:
+            least = self._free.tokens
             seconds = max(self.target - decode, self.target * LEAST_SHARE)
             if decode and self.stretch and before < LONG:
                 seconds = min(seconds, (self.stretch - 1) * decode)
+        else:
+            least = ALONE_LEAST
+            seconds = max(self.target * times - decode, self.target * LEAST_SHARE)
         token += context * before  # now: token * n + context / 2 * n² = seconds
         count = 2 * seconds / (token + np.sqrt(token * token + 2 * context * seconds))
         return max(1, min(most, max(least, int(count))))
@@ -85,6 +94,8 @@ class Pace:
         self._ended = now
         work = _work(plan)
         self._tried = max(self._tried, int(work[2]))
+        if plan.decoding:
+            self._free.saw(int(work[2]), seconds)
         self._learn(work, seconds)
 
     def _learn(self, work: np.ndarray, seconds: float) -> None:
@@ -112,6 +123,52 @@ class Pace:
             shape = np.array([8, 1] if part is DECODE else [1, 1 / 4000])
             self._costs[part] = shape * rest / float(work[part] @ shape)
             self._doubt[part, part] = np.diag(self._costs[part] ** 2)
+
+
+class Free:
+    """Prompt tokens that cost next to nothing beside what a long step takes in any case, tried out: twice as many as
+    long as steps take hardly longer, half as many where they do.
+
+    Of steps that always have few tokens the costs above cannot be told apart. Where the first were slow by chance, or
+    another process has the cores, each step would be taken to be long because of its tokens, and have few for ever.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = LEAST
+        self._half = LEAST  # what is compared with twice as many
+        self._times: dict[int, list[float]] = {}
+        self._wait, self._rest = 0, REST
+
+    def saw(self, tokens: int, seconds: float) -> None:
+        """A step in which requests decode had so many tokens of prompts."""
+        if tokens != self.tokens:
+            return
+        if seconds < LONG_STEP:
+            self.tokens = self._half = LEAST
+            self._times = {}
+            return
+        if self._wait:
+            self._wait -= 1
+            return
+        times = self._times.setdefault(tokens, [])
+        times.append(seconds)
+        if tokens == self._half:
+            if len(times) == LOOKS:
+                self.tokens = 2 * tokens
+            return
+        before = float(np.median(self._times[self._half]))
+        costly = len(times) == 2 and min(times) > DEAR * before
+        if costly or len(times) == LOOKS:
+            self._decide(not costly and float(np.median(times)) <= FREE * before)
+
+    def _decide(self, free: bool) -> None:
+        if free:
+            self._half, self._rest = min(self.tokens, MOST_FREE // 2), REST
+        elif self._half > LEAST:
+            self._half //= 2
+        else:
+            self._wait, self._rest = self._rest, min(2 * self._rest, MOST_REST)
+        self.tokens, self._times = self._half, {}
 
 
 def _work(plan: Plan) -> np.ndarray:

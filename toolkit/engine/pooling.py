@@ -1,40 +1,101 @@
-"""One vector for a text: which hidden state a model's embeddings are, and what is made of it."""
+"""One vector for a text, or scores: which hidden state a model's embeddings are, and what is made of it."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.artifacts.json_file import read_json_object
-from toolkit.artifacts.side_files import pooling_config
+from toolkit.artifacts.text_head import Arrays, default_pooling, find_head, head_numbers, pooling_config, reads_alone
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.spec import POOLINGS, HeadLayer, Pooling, TextHead
 
-Pooling = Literal["last", "mean"]
-POOLINGS: tuple[Pooling, ...] = ("last", "mean")
+_erf = np.frompyfunc(math.erf, 1, 1)
 
 
-def choose(wanted: str, model_dir: Path | None) -> Pooling:
-    """``wanted``, or for "auto" what the model's own sentence-transformers config says (None: not known yet), else
-    "last".
+class Head:
+    """What becomes of hidden states. ``pooling``: of embeddings; ``told``: whether the model's folder says how they are
+    made; ``scores``: whether it was trained to score texts, by the state that ``spec.pooling`` takes;
+    ``writes``: whether the model writes texts, so that it can be asked for its judgement."""
 
-    Raises UsageError for a name that is none, ToolkitError for a model that pools in a way not built here.
-    """
-    for known in POOLINGS:
-        if wanted == known:
-            return known
-    if wanted != "auto":
+    def __init__(
+        self, spec: TextHead, numbers: Arrays, pooling: Pooling, told: bool, where: str, writes: bool = True
+    ) -> None:
+        self.spec, self.pooling, self.told, self.writes = spec, pooling, told, writes
+        self._numbers = numbers
+        self._where = where
+        if self.scores and len(numbers[f"{len(spec.layers) - 1}.weight"]) != spec.labels:
+            found = len(numbers[f"{len(spec.layers) - 1}.weight"])
+            raise ToolkitError(f"{where}: config.json names {spec.labels} labels, the classifier has {found}")
+
+    @property
+    def scores(self) -> bool:
+        return self.spec.labels > 0
+
+    def embedding(self, hidden: NDArray[np.float32], dimensions: int | None, normalize: bool) -> NDArray[np.float32]:
+        """The vector that a pooled hidden state [hidden] becomes, see ``vector``."""
+        return vector(hidden if self.scores else self.through(hidden), dimensions, normalize)
+
+    def score(self, hidden: NDArray[np.float32]) -> float:
+        """How much a pair of texts have to do with each other. Raises UsageError for a model of several labels."""
+        if self.spec.labels != 1:
+            raise UsageError(f"{self._where}: expected a model with one label to rank by, found {self.spec.labels}")
+        found = float(self.through(hidden)[0])
+        if not math.isfinite(found):
+            raise ToolkitError("the scores are NaN or infinite: check the model's weights and dtype")
+        return 1 / (1 + math.exp(-max(found, -700.0))) if self.spec.sigmoid else found
+
+    def through(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """A pooled hidden state [hidden] behind all layers."""
+        for i, layer in enumerate(self.spec.layers):
+            weight, bias = self._numbers[f"{i}.weight"], self._numbers.get(f"{i}.bias")
+            if len(x) != weight.shape[-1]:
+                raise ToolkitError(f"{self._where}: {layer.name}: expected {len(x)} inputs, found {weight.shape[-1]}")
+            x = _layer(layer, x, weight, bias)
+        return x
+
+
+def _layer(
+    layer: HeadLayer, x: NDArray[np.float32], weight: NDArray[np.float32], bias: NDArray[np.float32] | None
+) -> NDArray[np.float32]:
+    if layer.kind == "norm":
+        wide = x.astype(np.float64)
+        y = ((wide - wide.mean()) / np.sqrt(wide.var() + layer.eps)).astype(np.float32) * weight
+    else:
+        y = weight @ x
+    y = y if bias is None else y + bias
+    match layer.activation:
+        case "tanh":
+            y = np.tanh(y)
+        case "relu":
+            y = np.maximum(y, 0)
+        case "gelu":
+            y = y * (0.5 * (1 + _erf(y / math.sqrt(2)).astype(np.float64)))
+        case "silu":
+            y = y / (1 + np.exp(-y))
+        case "sigmoid":
+            y = 1 / (1 + np.exp(-y))
+    return y.astype(np.float32)
+
+
+def check_pooling(wanted: str) -> None:
+    """Raise UsageError for a name that is none."""
+    if wanted not in ("auto", *POOLINGS):
         raise UsageError(f"pooling: expected auto, {' or '.join(POOLINGS)}, found {wanted!r}")
-    file = None if model_dir is None else pooling_config(model_dir)
-    if file is None:
-        return "last"
-    modes = [name for name, on in read_json_object(file).items() if name.startswith("pooling_mode_") and on is True]
-    found: dict[str, Pooling] = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
-    if len(modes) != 1 or modes[0] not in found:
-        raise ToolkitError(f"{file}: expected {' or '.join(found)}, found {', '.join(modes) or 'none'}")
-    return found[modes[0]]
+
+
+def open_head(directory: Path, wanted: str = "auto") -> Head:
+    """What a model's folder says; ``wanted``: the pooling instead of its own. Raises UsageError for a name that is
+    none, ToolkitError for a model that pools in a way not built here."""
+    check_pooling(wanted)
+    named = next((pooling for pooling in POOLINGS if pooling == wanted), None)
+    found = find_head(directory, named)
+    told = found is not None and not found.labels and pooling_config(directory) is not None
+    spec = found or TextHead(named or default_pooling(directory))
+    numbers = head_numbers(directory, spec) if spec.layers else {}
+    return Head(spec, numbers, named or spec.pooling, told, str(directory), not reads_alone(directory))
 
 
 def vector(hidden: NDArray[np.float32], dimensions: int | None, normalize: bool) -> NDArray[np.float32]:

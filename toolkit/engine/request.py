@@ -10,7 +10,7 @@ from typing import Any, Literal
 from toolkit.models.pictures import Picture
 from toolkit.runners.step import Draw
 
-Only = Literal["score", "last", "mean"]
+Only = Literal["score", "cls", "last", "mean"]
 
 
 @dataclass
@@ -52,7 +52,8 @@ class Whose:
 class EngineRequest:
     """``session``: whose blocks stay pinned in the cache after the request ends (None = none). ``adapter``: which LoRA
     adapter of the engine's, counted from 0, -1 = none. ``only``: draw no token; "score" gives the prompt's
-    log-probabilities, "last" and "mean" one row ``hidden``, the last token's hidden state or the mean of all.
+    log-probabilities, "cls", "last" and "mean" one row ``hidden``, the first or the last token's hidden state or the
+    mean of all. ``second``: where in the prompt the second text of a pair begins, 0 = there is one alone.
     ``priority``: the lower, the sooner it starts and the later it gives up its blocks for others. ``pictures``: in the
     order in which their places stand in the prompt. ``progress``: tell how far the prompt has come after each step.
     ``whose``: among whom the engine is shared out. ``prediction``: tokens that much of the answer may be, which are
@@ -70,6 +71,7 @@ class EngineRequest:
     progress: bool = False
     whose: Whose = field(default_factory=Whose)
     prediction: list[int] = field(default_factory=list)
+    second: int = 0
     lend: bool = False
     source: str = ""
 

@@ -239,6 +239,8 @@ class StepResults:
             at += count
             if seq.request.only == "mean":
                 seq.hidden_sum = seq.hidden_sum + block.sum(0, np.float64)
+            elif seq.request.only == "cls":
+                seq.hidden_sum = block[0].astype(np.float64)
             else:
                 rows.setdefault(seq.id, {})["hidden"] = block.copy()
         at = 0
@@ -291,8 +293,9 @@ class StepResults:
                 continue
             stop = stops[request_id]
             if seq.request.only and stop == seq.length:
-                if seq.request.only == "mean":
-                    rows[request_id]["hidden"] = (seq.hidden_sum / seq.length).astype(np.float32)[None]
+                if seq.request.only in ("mean", "cls"):
+                    count = seq.length if seq.request.only == "mean" else 1
+                    rows[request_id]["hidden"] = (seq.hidden_sum / count).astype(np.float32)[None]
                 output = EngineOutput(seq.id, finish_reason="length", cached_tokens=seq.cached_tokens)
                 self._attach(seq, output, rows)
                 yield seq, output

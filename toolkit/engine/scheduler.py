@@ -194,7 +194,7 @@ class Scheduler:
     def _decoding(self) -> list[Sequence]:
         """Those that get on with their answers in this step, by turn: all, but where a user who has little waits for a
         first token. Then those with most take turns, so that the step is no longer than with prompts it should be."""
-        ready = [s for s in self.running if s.decodes and not (s.ending or s.at_picture)]
+        ready = [s for s in self.running if s.decodes and not (s.ending or s.at_picture or s.read)]
         held = Held(self.running)
         waiting = {s.user: s for s in [*self.running, *self._heads()] if not s.decodes}
         modest = min(waiting.values(), key=lambda s: held.cost[s.user], default=None)
@@ -216,7 +216,13 @@ class Scheduler:
         passes = sum(count for _, _, count in plan.chunks)
         most = max(1, self.options.max_prefill_token_num - len(plan.decodes) - passes)
         before = max((s.computed for s in self._prompts(plan)), default=0)
-        return self.pace.budget(plan.decoding, before, most, self._times)
+        return self.pace.budget(plan.decoding, before, most, self._times, self._patient(plan))
+
+    def _patient(self, plan: Plan) -> int:
+        """Of those that get on with their answers in this step, how many are choices of a request that has prompts to
+        compute: it is answered when its last choice is, and sooner the larger the steps are that compute them."""
+        left = {group_of(s) for s in self._prompts(plan) if not s.generated}
+        return sum(group_of(s) in left for s in plan.sequences())
 
     @property
     def _times(self) -> float:

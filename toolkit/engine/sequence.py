@@ -37,7 +37,8 @@ class Sequence:
     chunk may end among them; ``looks_at``: digests of the pictures whose keys and values the runner keeps for it.
     ``branch``: blocks at the start that requests before it had too, where a state is worth
     keeping. ``canvas``: the block of tokens behind the known ones, where such are guessed together. ``turned_by``: the
-    length that dynamic rope reaches for it where that is its own, 0 = as trained.
+    length that dynamic rope reaches for it where that is its own, 0 = as trained. ``whole``: its prompt is computed in
+    one step; ``second``: where in it the second text of a pair begins, 0 = nowhere.
     """
 
     request: EngineRequest
@@ -57,6 +58,8 @@ class Sequence:
     looks_at: frozenset[bytes] = frozenset()
     canvas: Canvas | None = None
     turned_by: int = 0
+    whole: bool = False
+    second: int = 0
 
     def __post_init__(self) -> None:
         prompt = self.request.token_ids
@@ -89,9 +92,11 @@ class Sequence:
         self.collected = 0
         self.stop_ids = frozenset(self.params.stop_token_ids)
         self.prompt_logprobs: list[dict[int, float] | None] = [None]
-        self.hidden_sum: Any = 0.0  # of a request for the mean of its hidden states: their sum so far, [hidden]
+        self.hidden_sum: Any = (
+            0.0  # of a request for the mean of its hidden states: their sum so far, [hidden]; for the first's, that
+        )
         wants_all = self.params.logits == "all" or self.params.hidden == "all" or self.params.prompt_logprobs >= 0
-        self.wants_all = wants_all or self.params.routes or self.request.only in ("score", "mean")
+        self.wants_all = wants_all or self.params.routes or self.request.only in ("score", "mean", "cls")
         wants_rows = self.params.logits is not None or self.params.hidden is not None
         self.wants_rows = wants_rows or self.request.only == "last"
         counts = self.params.ngram_size and self.params.ngram_limit
@@ -163,6 +168,11 @@ class Sequence:
         return bool(self.pending) and self.exhausted
 
     @property
+    def read(self) -> bool:
+        """Whether no token is to be drawn, and a step in flight computes the last one of its prompt."""
+        return self.request.only is not None and self.remaining == 0
+
+    @property
     def known(self) -> int:
         """Tokens whose ids are known."""
         return self.length - self.pending
@@ -175,6 +185,8 @@ class Sequence:
     def uncut(self, end: int) -> int:
         """Where a chunk ends that is to end at ``end``, or at most so: before a run or block that it would cut, or
         behind one that it begins in."""
+        if self.whole:
+            return self.length
         if self.canvas is not None:
             border = end - end % self.canvas.length
             return border if border > self.computed else self.computed + self.canvas.length

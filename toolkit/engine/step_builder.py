@@ -226,6 +226,7 @@ class StepBuilder:
             target_index=_EMPTY_I32,
             target_ids=_EMPTY_I32,
             mutual=np.array(mutual, np.int32).reshape(-1, 3),
+            types=self._types(plan, places, cu),
             rope_length=self._rope_length(owners, places),
             copy_blocks=self.blocks.take_copies(),
         )
@@ -235,6 +236,17 @@ class StepBuilder:
         elif len(sampled) == decodes == len(sequences) and not self._host_fields[rows].any():
             self._known = rows, replace(step, batch=replace(batch))
         return step
+
+    @staticmethod
+    def _types(plan: Plan, places: NDArray[np.int32], cu: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        """Of tokens of a pair's second text 1, of others 0; None where there are no pairs."""
+        if not any(seq.second for seq, _, _ in plan.chunks):
+            return None
+        types = np.zeros(cu[-1], np.int32)
+        for i, (seq, _, _) in enumerate(plan.chunks, start=len(plan.decodes)):
+            mine = slice(cu[i], cu[i + 1])
+            types[mine] = bool(seq.second) & (places[mine] >= seq.second)
+        return types
 
     def _block_tables(
         self, rows: NDArray[np.intp], starts: NDArray[np.int32], seq_lens: NDArray[np.int32]
@@ -390,6 +402,9 @@ class StepBuilder:
             if (p.hidden == "all" or only == "mean") and fresh < count:
                 step.hidden.append((seq, start + fresh, count - fresh))
                 hidden.append(np.arange(first + fresh, first + count))
+            elif only == "cls" and start == 0 and not seq.collected:
+                step.hidden.append((seq, 0, 1))
+                hidden.append(np.arange(first, first + 1))
             elif (only == "last" or (p.hidden == "generation" and not only)) and last == count - 1:
                 step.hidden.append((seq, start + last, 1))
                 hidden.append(np.arange(first + last, first + count))

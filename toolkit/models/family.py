@@ -11,6 +11,7 @@ from toolkit.models.decoder import Built
 from toolkit.models.gguf import Gguf
 from toolkit.models.mmproj import Mmproj
 from toolkit.models.pictures import Recipe
+from toolkit.models.spec import TextHead
 from toolkit.models.videos import Video
 
 # ``Family.spellings`` of a language model that also comes as a part of one that sees.
@@ -46,7 +47,9 @@ class Family:
     recipe; None: not at all. ``spellings``: how names of tensors begin, first as ``build`` has it, then as other files
     have it. ``token_fields``: fields that config.json may lack, and the special token whose id each is. ``others``:
     fields of a config of these architectures that tell of another family, and which. ``blind``: the family of its
-    language model, which a config without ``vision_config`` is read as.
+    language model, which a config without ``vision_config`` is read as. ``encodes``: it reads texts for embeddings and
+    scores, and writes none. ``classifier``: what stands behind its hidden states in a model whose class ends in
+    ``ForSequenceClassification``; None: the last token's through the linear ``score``.
     """
 
     name: str
@@ -62,3 +65,5 @@ class Family:
     token_fields: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, str] = field(default_factory=dict)
     blind: str | None = None
+    encodes: bool = False
+    classifier: Callable[[Fields], TextHead] | None = None

@@ -23,13 +23,14 @@ from typing import Any, NoReturn, Protocol
 
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models import families as folder
+from toolkit.models.classifier import labels_of, told_sigmoid
 from toolkit.models.config.fields import Fields, check_dtype, check_token_ids
 from toolkit.models.config.rope import LAYER_TYPES
 from toolkit.models.decoder import Built
 from toolkit.models.family import Family
 from toolkit.models.lacking import LACKING
 from toolkit.models.pictures import Recipe
-from toolkit.models.spec import StoredTensor
+from toolkit.models.spec import HeadLayer, StoredTensor, TextHead
 from toolkit.models.videos import Video
 
 VARIABLE = "TOOLKIT_CUSTOM_MODULE_MAP"  # of the environment: Python files, one family each, with : between them
@@ -129,6 +130,8 @@ def find_family(config: dict[str, Any], source: str = "config.json", own: Iterab
     spelled |= {
         name.removesuffix("Model") + "ForCausalLM" for name in spelled if name.endswith("Model")
     }  # no head saved
+    classifies = "ForSequenceClassification"
+    spelled |= {name.removesuffix(classifies) + "ForCausalLM" for name in spelled if name.endswith(classifies)}
     for family in itertools.chain(own, _in_order(model_type if isinstance(model_type, str) else None)):
         if spelled.intersection(family.architectures) or (not architecture and model_type == family.name):
             other = next((name for sign, name in family.others.items() if config.get(sign)), None)
@@ -197,6 +200,20 @@ def build_video(
     video_preprocessor_config.json; else as ``build_recipe``."""
     make = find_family(config, source).video
     return None if make is None else make(Fields(config, source), Fields(preprocessor, beside), recipe)
+
+
+def text_head(config: dict[str, Any], source: str = "config.json", own: Iterable[Family] = ()) -> TextHead | None:
+    """What a model has that was trained to score texts behind its hidden states; None for any other model."""
+    named = config.get("architectures")
+    name = named[0] if isinstance(named, list) and named else named
+    if not (isinstance(name, str) and name.endswith("ForSequenceClassification")):
+        return None
+    family, fields = find_family(config, source, own), Fields(config, source)
+    if family.classifier is not None:
+        return family.classifier(fields)
+    if family.encodes:
+        return None
+    return TextHead("last", (HeadLayer("score"),), labels_of(fields), told_sigmoid(fields))
 
 
 def load_spec(checkpoint: HasConfig, config: dict[str, Any] | None = None, own: Iterable[Family] = ()) -> Built:

@@ -88,7 +88,8 @@ def layer_sites(layer: LayerSpec) -> list[Site]:
 
 
 def _entry(sub: Sublayer) -> Site:
-    fold = None if sub.pre_norm is None or not sub.pre_norm.weight else NormFold(sub.pre_norm)
+    norm = None if sub.carries else sub.pre_norm  # what the stream goes on with takes no scale
+    fold = None if norm is None or not norm.weight else NormFold(norm)
     readers = sub.mixer.readers()
     return Site(sub.mixer.input_name(), readers[0].in_features, readers, sub.mixer.routers(), fold)
 

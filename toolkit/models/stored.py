@@ -114,12 +114,15 @@ def stored_tensors(
     member = {part: f for f in fused for part in f.rows}
     routers = spec.routers()
     found = [_whole(spec.embed, rename, "embed", (spec.vocab_size, spec.hidden_size))]
+    if spec.encoder is not None:
+        shapes = spec.encoder.shapes(spec.hidden_size)
+        found += [_whole(name, rename, "vector", shape) for name, shape in shapes.items()]
     for i, layer in enumerate(spec.layers):
         prefix = f"model.layers.{i}."
         modules = [_norm(n, rename) for n in layer.norms() if n.weight]
         for mixer in (s.mixer for s in layer.sublayers):
-            shapes = {name: (size,) for name, size in mixer.vectors().items()} | mixer.shapes()
-            modules += [_whole(name, rename, "vector", shape) for name, shape in shapes.items()]
+            sizes = {name: (size,) for name, size in mixer.vectors().items()} | mixer.shapes()
+            modules += [_whole(name, rename, "vector", size) for name, size in sizes.items()]
         for m in layer.linears():
             kind: Literal["router", "linear"] = "router" if m.name in routers else "linear"
             group = member.get(m.name.removeprefix(prefix))

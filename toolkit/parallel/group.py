@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,9 @@ from toolkit.parallel.part import Part
 
 JOIN_SECONDS = 120.0  # in which all ranks must have come
 HOST = "127.0.0.1"
+Event = list[Any]
+"""What a rank has done: its name, from when until when in seconds of the monotonic clock, and how many bytes it has
+handed over (of a step: how many tokens it had)."""
 
 
 class Group:
@@ -34,6 +38,7 @@ class Group:
         self.seat, self.seats = layout.seat(rank), layout.ep
         self.sums = self.gathers = self.handed = self.exchanges = 0
         self.broken = ""
+        self.trace: list[Event] | None = None  # where somebody wants to know of them
         self._sizes = part.head
         self._peers: Any = None  # those of the same layers; a ProcessGroupGloo, of which torch's stubs know no methods
         self._stages: Any = None  # those of the same part, stage by stage
@@ -75,7 +80,7 @@ class Group:
         assert self._peers is not None, "join comes first"
         self.sums += 1
         whole = x.contiguous()
-        self._wait(lambda: self._peers.allreduce([whole]))
+        self._wait("sum", whole, lambda: self._peers.allreduce([whole]))
         return whole
 
     def head(self, x: Tensor) -> Tensor:
@@ -87,7 +92,7 @@ class Group:
         most = max(self._sizes)
         mine = torch.nn.functional.pad(x, (0, most - x.shape[1])).contiguous()
         found = [torch.empty_like(mine) for _ in self._sizes]
-        self._wait(lambda: self._peers.allgather([found], [mine]))
+        self._wait("gather", mine, lambda: self._peers.allgather([found], [mine]))
         return torch.cat([part[:, :size] for part, size in zip(found, self._sizes, strict=True)], 1)
 
     def exchange(self, x: Tensor, give: Tensor, take: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -102,32 +107,39 @@ class Group:
 
     def _all_to_all(self, found: Tensor, mine: Tensor, take: list[int], give: list[int]) -> None:
         self.exchanges += 1
-        self._wait(lambda: self._seats.alltoall_base(found, mine, take, give))
+        self._wait("exchange", mine, lambda: self._seats.alltoall_base(found, mine, take, give))
 
     def receive(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """What the stage before has come to, float32."""
         self.handed += 1
         found = torch.empty(shape, dtype=torch.float32, device=device)
-        self._wait(lambda: self._stages.recv([found], self.stage - 1, 0))
+        self._wait("receive", found, lambda: self._stages.recv([found], self.stage - 1, 0))
         return found
 
     def send(self, x: Tensor) -> None:
         """Hand ``x`` to the next stage; it goes on by itself."""
         self.handed += 1
         self._sent = [(work, held) for work, held in self._sent if not work.is_completed()]
-        mine = x.contiguous()
+        mine, begun = x.contiguous(), time.monotonic()
         try:
             self._sent.append((self._stages.send([mine], self.stage + 1, 0), mine))
         except RuntimeError as error:
             self.broken = str(error)
             raise
+        self._keep("send", begun, mine)
 
-    def _wait(self, begin: Callable[[], Any]) -> None:
+    def _wait(self, name: str, x: Tensor, begin: Callable[[], Any]) -> None:
+        begun = time.monotonic()
         try:
             begin().wait()
         except RuntimeError as error:
             self.broken = str(error)
             raise
+        self._keep(name, begun, x)
+
+    def _keep(self, name: str, begun: float, x: Tensor) -> None:
+        if self.trace is not None:
+            self.trace.append([name, begun, time.monotonic(), x.nbytes])
 
     def leave(self) -> None:
         """No message goes through any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from toolkit.base.record import read
 from toolkit.errors import UsageError
 from toolkit.models.registry import from_files
 from toolkit.models.spec import DecoderSpec, Unit
-from toolkit.parallel.group import Group
+from toolkit.parallel.group import Event, Group
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.micro import in_a_row, joined, select
 from toolkit.parallel.part import PartWeights, Weights, cut_adapter, part_of, units_of, unsupported
@@ -41,6 +42,11 @@ class Model:
     def to_json(self) -> dict[str, Any]:
         """Plain values, for another process."""
         return asdict(self)
+
+    def new_weights_by(self) -> dict[str, Any]:
+        """Arguments of ``open_new_weights``."""
+        told = {name: self.how[name] for name in NEW if name in self.how}
+        return told | {"families": from_files(self.family_files)}
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Model:
@@ -69,10 +75,10 @@ def open_whole(model: Model, layout: Layout) -> Whole:
     unit = units_of(weights())
     if (reason := unsupported(opened.spec, layout, unit)) is not None:
         raise UsageError(f"{layout}: {model.path}: {reason}")
-    how = {name: model.how[name] for name in NEW if name in model.how}
+    how = model.new_weights_by()
 
     def renewed(named_by: Path, files: Path) -> Callable[[], Weights]:
-        return open_new_weights(named_by, files, opened.spec, **how, families=families)
+        return open_new_weights(named_by, files, opened.spec, **how)
 
     return Whole(opened.spec, weights, unit, read_adapters(opened, model.options), renewed)
 
@@ -120,12 +126,20 @@ class RankRunner(TensorRunner):
         """A step, in as many parts as there are stages: while one is at work on a part, those before it are on the
         next. ``parts``: those of the copy of the model that has most, which all take part in where they share experts;
         None: no sequence of the step is of this copy."""
+        begun = time.monotonic()
         shares = [] if batch is None else in_a_row(batch, self.group.layout.pp)
         found = [] if batch is None else [self.submit(select(batch, s, s[0] == 0)).result() for s in shares]
         if self.group.seats > 1:
             for _ in range(parts - len(shares)):
                 self._idle()
+        if self.group.trace is not None:
+            self.group.trace.append(["step", begun, time.monotonic(), 0 if batch is None else len(batch.token_ids)])
         return None if batch is None else joined(batch, found, shares)
+
+    def trace(self, on: bool) -> list[Event]:
+        """What it has done since this was last called; from now on that is kept where ``on``."""
+        found, self.group.trace = self.group.trace or [], [] if on else None
+        return found
 
     def _idle(self) -> None:
         try:

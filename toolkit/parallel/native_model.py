@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UsageError
 from toolkit.models.registry import from_files
+from toolkit.parallel.group import Event
 from toolkit.parallel.model import Model
-from toolkit.runners.choose import Opened, native_unsupported, open_model
+from toolkit.runners.choose import Opened, changes_of, native_unsupported, open_model
+from toolkit.runners.native.arrays import Arrays
 from toolkit.runners.native.runner import NativeRunner
 from toolkit.runners.native.share import Share, unsupported
+from toolkit.runners.step import StepOutput
 from toolkit.runners.weights.info import info_of
+from toolkit.runners.weights.new import open_new_weights
 
 
 def open_native(model: Model, world: int) -> tuple[Opened, str | None]:
@@ -24,14 +30,40 @@ def open_native(model: Model, world: int) -> tuple[Opened, str | None]:
     opened = open_model(Path(model.path), **model.how, device="cpu", families=from_files(model.family_files))
     if model.options.dtype == "float16" and not opened.spec.float16:
         raise UsageError("dtype: this model is not stable in float16, its authors say; use bfloat16, float32 or auto")
-    if model.options.adapters:
-        return opened, "it runs no LoRA adapters"
     return opened, native_unsupported(opened, model.options) or unsupported(opened.spec, world)
 
 
-def rank_of(opened: Opened, model: Model, share: Share, dtype: str | None = None) -> NativeRunner:
+class NativeRank(NativeRunner):
     """The runner of one rank."""
-    return NativeRunner(opened.spec, opened.weights, replace(model.options, device="cpu"), dtype, share)
+
+    def __init__(self, opened: Opened, model: Model, share: Share) -> None:
+        options = replace(model.options, device="cpu")
+        super().__init__(opened.spec, opened.weights, options, None, share, partial(changes_of, opened))
+        self._opened, self._how = opened, model.new_weights_by()
+        self._steps: list[Event] | None = None
+
+    def renew(self, named_by: str | None, files: str | None) -> None:
+        """Load the weights in ``files`` from now on, by the names of the checkpoint ``named_by``; None: its own."""
+        own = named_by is None or files is None
+        self.use_weights(
+            self._opened.weights
+            if own
+            else open_new_weights(Path(str(named_by)), Path(str(files)), self.spec, **self._how)
+        )
+
+    def trace(self, on: bool) -> list[Event]:
+        """What it has done since this was last called; from now on that is kept where ``on``."""
+        self._stepper.finish()
+        steps, self._steps = self._steps or [], [] if on else None
+        return [*steps, *(["gather", *found] for found in self.traced(on))]
+
+    def _run(self, arrays: Arrays, *results: Any) -> StepOutput:
+        begun = time.monotonic()
+        try:
+            return super()._run(arrays, *results)
+        finally:
+            if self._steps is not None:
+                self._steps.append(["step", begun, time.monotonic(), arrays.structure.tokens])
 
 
 def signature(opened: Opened, path: Path) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from toolkit.models.pictures import Picture
 from toolkit.parallel import ranks as timing
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
-from toolkit.parallel.native_model import open_native, rank_of, signature
+from toolkit.parallel.native_model import NativeRank, open_native, signature
 from toolkit.parallel.places import cores_of, on_cores
-from toolkit.parallel.ranks import RankLost, Ranks
+from toolkit.parallel.ranks import RankLost, Ranks, crowded
 from toolkit.parallel.runner import RankedRunner
 from toolkit.parallel.worker import digest
 from toolkit.runners.base import Backend, MemoryNeed, RunnerError, RunnerLost, StepHandle
@@ -77,13 +77,13 @@ class NativeRanks(RankedRunner):
         model = replace(model, options=replace(model.options, threads=threads))
         self._memory = os.memfd_create("toolkit-ranks")
         self._cores = None if cores is None else cores[0]
-        local = rank_of(opened, model, Share(0, world, self._memory))
-        self._local: NativeRunner = local
+        local = NativeRank(opened, model, Share(0, world, self._memory))
+        self._local: NativeRank = local
+        self._weights = opened.weights
         self._group: Any = _Meeting(local, world)
         self.spec, self.options, self.dtype = opened.spec, local.options, local.dtype
         self.notes = [f"{world} ranks, threads of each: {threads}; numbers of memory are of one rank"]
-        if world > usable_cores():
-            self.notes.append(f"{world} ranks are more than the {usable_cores()} cores here: they wait for each other")
+        self.notes += crowded(world)
         self._block_bytes = [local.block_bytes(Share(rank, world)) for rank in range(world)]
         self._steps: deque[_Step] = deque()  # under way, in their order
         self._lost = ""
@@ -118,11 +118,26 @@ class NativeRanks(RankedRunner):
             super().load_weights()
         self.notes = list(dict.fromkeys([*self.notes, *self._local.notes]))
 
-    def use_weights(self, weights: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
-        raise RunnerError("a model that is split by tp takes no new weights yet")
-
     def warm_up(self, most: int, length: int, tokens: int) -> None:
         self._local.warm_up(most, length, tokens)
+
+    @property
+    def adapter_numbers(self) -> Collection[int]:
+        """As ``NativeRunner``."""
+        return self._local.adapter_numbers
+
+    def add_adapter(self, number: int, path: Path) -> None:
+        """As ``NativeRunner``, on all ranks, or on none."""
+        try:
+            self._all("add_adapter", number, str(path))
+        except (ToolkitError, RunnerError):
+            if not self._lost:
+                self._all("remove_adapter", number)
+            raise
+
+    def remove_adapter(self, number: int) -> None:
+        """As ``NativeRunner``."""
+        self._all("remove_adapter", number)
 
     def encode(self, pictures: Sequence[Picture]) -> list[NDArray[np.float32]]:
         """On the first rank."""

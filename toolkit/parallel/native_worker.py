@@ -19,10 +19,9 @@ from toolkit.base import child_process
 from toolkit.errors import ToolkitError
 from toolkit.parallel import wire
 from toolkit.parallel.model import Model
-from toolkit.parallel.native_model import open_native, rank_of, signature
+from toolkit.parallel.native_model import NativeRank, open_native, signature
 from toolkit.parallel.worker import digest
 from toolkit.runners.base import RunnerError, StepHandle
-from toolkit.runners.native.runner import NativeRunner
 from toolkit.runners.native.share import Share
 
 log = logging.getLogger(__name__)
@@ -44,7 +43,7 @@ def main(fd: int) -> None:
             if reason is not None:
                 raise ToolkitError(f"{model.path}: {reason}")
             memory = os.open(told["memory"], os.O_RDWR)
-            runner = rank_of(opened, model, Share(told["rank"], told["world"], memory))
+            runner = NativeRank(opened, model, Share(told["rank"], told["world"], memory))
             pipe.send_bytes(wire.pack({"error": None, "value": signature(opened, Path(model.path))}))
         except (ToolkitError, RuntimeError, OSError) as e:
             pipe.send_bytes(wire.pack({"error": str(e)}))
@@ -53,7 +52,7 @@ def main(fd: int) -> None:
     os._exit(0)  # also in the midst of a step, in which nobody takes part any more
 
 
-def _serve(pipe: Connection, runner: NativeRunner) -> None:
+def _serve(pipe: Connection, runner: NativeRank) -> None:
     answers: Answers = queue.SimpleQueue()
     threading.Thread(target=_answer, args=(pipe, answers), name="answers", daemon=True).start()
     while True:
@@ -61,7 +60,7 @@ def _serve(pipe: Connection, runner: NativeRunner) -> None:
         answers.put(runner.submit(*arguments) if name == "submit" else _called(runner, name, arguments))
 
 
-def _called(runner: NativeRunner, name: str, arguments: list[Any]) -> dict[str, Any]:
+def _called(runner: NativeRank, name: str, arguments: list[Any]) -> dict[str, Any]:
     try:
         found = getattr(runner, name)(*arguments)
     except (RunnerError, ToolkitError, MemoryError) as e:
@@ -70,7 +69,7 @@ def _called(runner: NativeRunner, name: str, arguments: list[Any]) -> dict[str, 
         log.exception("%s failed", name)
         return {"error": f"{type(e).__name__}: {e}", "value": None}
     found = bytes(found) if isinstance(found, memoryview) else found
-    return {"error": None, "value": found if isinstance(found, (int, bytes)) else None}
+    return {"error": None, "value": found if isinstance(found, (int, bytes, list)) else None}
 
 
 def _answer(pipe: Connection, answers: Answers) -> None:

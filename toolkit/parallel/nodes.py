@@ -32,6 +32,9 @@ from toolkit.parallel.layout import WORLD_SIZE, Layout, launched, number_of
 
 log = logging.getLogger(__name__)
 KEY = "TOOLKIT_RANKS_KEY"
+STEP_SECONDS = number_of(
+    "TOOLKIT_RANKS_TIMEOUT", 120
+)  # that a rank may take in a step: longer than any part of one takes
 COME_SECONDS = 300.0  # in which all ranks must have come, and in which another machine looks for the first
 LOOK_SECONDS = 5.0  # in which one look for the first ends
 GREET_SECONDS = 10.0  # that one who has come may take to prove that it knows the key
@@ -88,7 +91,7 @@ class Nodes:
     def ranks(self, world: int) -> range:
         """Those of this machine. Raises UsageError where they do not divide."""
         if world % self.count:
-            raise UsageError(f"nnodes={self.count}: {world} ranks (tp × pp × dp) do not divide among so many machines")
+            raise UsageError(f"nnodes={self.count}: {world} ranks (tp × pp × dp); expected a multiple of {self.count}")
         each = world // self.count
         return range(self.rank * each, (self.rank + 1) * each)
 
@@ -229,9 +232,18 @@ def limit(end: socket.socket | Connection, seconds: float) -> None:
     with sock:
         for way in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", int(seconds), 0))
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sock.family == socket.AF_UNIX:
+            return
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        every = max(1, STEP_SECONDS // 6)  # a link that is cut is noticed also where nothing is to be sent
+        tcp = (
+            (socket.TCP_NODELAY, 1),
+            (socket.TCP_KEEPIDLE, every),
+            (socket.TCP_KEEPINTVL, every),
+            (socket.TCP_KEEPCNT, 5),
+        )
+        for name, value in (*tcp, (socket.TCP_USER_TIMEOUT, 1000 * STEP_SECONDS)):
+            sock.setsockopt(socket.IPPROTO_TCP, name, value)
 
 
 def about(path: Path, model: Any, layout: Layout) -> dict[str, Any]:

@@ -46,6 +46,8 @@ def units_of(weights: Weights) -> Unit:
 
 def unsupported(spec: DecoderSpec, layout: Layout, unit: Unit) -> str | None:
     """Why the model cannot be split so, or None; asked before a weight is read."""
+    if spec.encoder is not None:
+        return "encoders run in one process"
     if spec.tied and spec.head_rows:
         return "its head is a part of its embedding"
     if len(spec.layers) < layout.pp:

@@ -17,14 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.base import child_process
+from toolkit.base.threads import usable_cores
 from toolkit.errors import ToolkitError
 from toolkit.parallel import wire
-from toolkit.parallel.nodes import Door, Nodes, limit
+from toolkit.parallel.nodes import STEP_SECONDS, Door, Nodes, limit
 
 OPEN_SECONDS = 300.0  # that a rank may take to start and to open the model
 LOAD_SECONDS = 3600.0  # … and to load its part
-STEP_SECONDS = 120.0  # … and to answer within a step: longer than any part of one takes
 GRACE_SECONDS = 3.0  # in which ranks beside one that is lost end or say why
+
+
+def crowded(count: int) -> list[str]:
+    """What is to be said of so many ranks on this machine."""
+    cores = usable_cores()
+    few = f"{count} ranks are more than the {cores} cores here: they wait for each other"
+    return [few] if count > cores else []
 
 
 class RankLost(Exception):

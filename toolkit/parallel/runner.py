@@ -17,13 +17,14 @@ from toolkit.base.record import plain
 from toolkit.errors import ToolkitError
 from toolkit.models.pictures import Picture
 from toolkit.parallel import ranks as timing
+from toolkit.parallel.group import Event
 from toolkit.parallel.homes import Homes
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.micro import Share, in_a_row, joined, layers_of_all, select
 from toolkit.parallel.model import Model, RankRunner, open_whole
 from toolkit.parallel.nodes import Nodes, about
 from toolkit.parallel.part import part_of
-from toolkit.parallel.ranks import RankLost, Ranks
+from toolkit.parallel.ranks import RankLost, Ranks, crowded
 from toolkit.parallel.worker import digest
 from toolkit.runners.base import Backend, MemoryNeed, RunnerError, RunnerLost, StepHandle
 from toolkit.runners.step import StepBatch, StepOutput
@@ -55,7 +56,7 @@ class RankedRunner:
         self.spec, self.options = whole.spec, local.options
         self.device, self.dtype = local.device, local.dtype
         each = f"{world} ranks, threads of each: {threads}; numbers of memory are of one rank"
-        self.notes = [each, *local.notes]
+        self.notes = [each, *crowded(here), *local.notes]
         specs = (part_of(whole.spec, rank, layout, whole.unit).spec for rank in range(world))
         size, policy, dtype = options.block_size, options.quant_policy, getattr(torch, local.dtype)
         self._block_bytes = [block_bytes(spec, size, policy, dtype) for spec in specs]  # of each rank
@@ -135,6 +136,11 @@ class RankedRunner:
     def warm_up(self, most: int, length: int, tokens: int) -> None:
         """Nothing is captured."""
 
+    def trace(self, on: bool) -> list[list[Event]]:
+        """Of each rank what it has done since this was last called; from now on that is kept where ``on``."""
+        mine, others = self._all("trace", on)
+        return [mine, *others]
+
     def discard_blocks(self, group: int, blocks: Sequence[int]) -> None:
         self._all("discard_blocks", group, [int(block) for block in blocks])
         if self._homes is not None:
@@ -183,7 +189,7 @@ class RankedRunner:
             self._ranks.tell(name, *arguments, own=own[1:])
             try:
                 mine = getattr(self._local, name)(*arguments, *own[:1])
-            except (RunnerError, MemoryError) as e:
+            except (RunnerError, ToolkitError, MemoryError) as e:
                 error = e
             answers = self._ranks.answers(timing.LOAD_SECONDS)
         except RankLost as e:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import zlib
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -15,19 +16,28 @@ from toolkit.models.videos import Frame
 from toolkit.runners.step import SamplingBatch, StepBatch, StepOutput, Views
 
 RECORDS: dict[str, Any] = {cls.__name__: cls for cls in (StepBatch, SamplingBatch, Views, StepOutput, Picture, Frame)}
-_HEAD = struct.Struct("<I")
+_HEAD = struct.Struct("<II")  # of what follows the checksum; the head's size
+
+
+class Damaged(OSError):
+    """A message has not come as it was sent."""
 
 
 def pack(message: Any) -> bytes:
     """Of plain JSON values, bytes, numpy arrays, tuples and the records of a step."""
     blobs: list[bytes] = []
     head = json.dumps(_told(message, blobs)).encode()
-    return b"".join([_HEAD.pack(len(head)), head, *blobs])
+    found = zlib.crc32(head)
+    for blob in blobs:
+        found = zlib.crc32(blob, found)
+    return b"".join([_HEAD.pack(found, len(head)), head, *blobs])
 
 
 def unpack(data: bytes) -> Any:
-    """Inverse of ``pack``; arrays are the reader's own."""
-    (size,) = _HEAD.unpack_from(data)
+    """Inverse of ``pack``; arrays are the reader's own. Raises Damaged."""
+    checksum, size = _HEAD.unpack_from(data)
+    if zlib.crc32(memoryview(data)[_HEAD.size :]) != checksum:
+        raise Damaged("a message between ranks is damaged")
     end = _HEAD.size + size
     return _read(json.loads(data[_HEAD.size : end]), memoryview(data)[end:], [0])
 

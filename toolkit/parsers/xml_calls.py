@@ -27,13 +27,16 @@ _TYPES = {
     "str": (str,),
 }
 _BLANKS = re.compile(r"\s*")
+_WRAPPERS = ("arguments", "input", "parameters")
 _LITERALS = {"true": True, "false": False, "none": None}  # as Python writes them
 
 
 class Element:
-    """What stands between a begin tag (a pattern that does not go on behind the next "<") and an end tag."""
+    """What stands between a begin tag (a pattern that does not go on behind the next "<") and an end tag. ``lines``:
+    such models write a value on lines of its own, whose ends are none of it."""
 
-    def __init__(self, begin: str, end: str) -> None:
+    def __init__(self, begin: str, end: str, lines: bool = False) -> None:
+        self.lines = lines
         self._begin = re.compile(begin)
         self._end = end
         self._seam = re.compile(rf"{re.escape(end)}\s*(?={begin})")
@@ -74,8 +77,7 @@ class Element:
 
 @dataclass(frozen=True)
 class Tags:
-    """Group ``name`` of ``call``; ``key`` and, where it is told, ``string`` (true or false) of ``parameter``. One line
-    end on either side of a value is none of it."""
+    """Group ``name`` of ``call``; ``key`` and, where it is told, ``string`` (true or false) of ``parameter``."""
 
     call: Element
     parameter: Element
@@ -112,8 +114,22 @@ def read_call(name: str, body: str, parameter: Element, functions: Functions) ->
     values = _values(body, parameter, keys) if known(name, functions) else None
     if values is None:
         return None
-    arguments = as_arguments({key: _typed(value, told, schema, key) for key, (value, told) in values.items()})
+    given = {key: _typed(value, told, schema, key) for key, (value, told) in values.items()}
+    arguments = as_arguments(_unwrapped(given, keys))
     return None if arguments is None else Call(name, arguments)
+
+
+def _unwrapped(given: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """``given``; where it is all arguments as one, by a name that is none of ``keys``, these arguments: DeepSeek's
+    models write such calls at times."""
+    if len(given) != 1 or not keys:
+        return given
+    [(name, value)] = given.items()
+    if name not in _WRAPPERS or name in keys:
+        return given
+    text = arguments_of(value) if isinstance(value, str) else as_arguments(value)
+    inner = json.loads(text) if text is not None else {}
+    return inner if inner and inner.keys() <= set(keys) else given
 
 
 def _values(body: str, parameter: Element, keys: Collection[str]) -> dict[str, tuple[str, str | None]] | None:
@@ -123,7 +139,10 @@ def _values(body: str, parameter: Element, keys: Collection[str]) -> dict[str, t
     if elements is None:
         return None
     return {
-        head["key"].strip(): (value.removeprefix("\n").removesuffix("\n"), head.groupdict().get("string"))
+        head["key"].strip(): (
+            value.removeprefix("\n").removesuffix("\n") if parameter.lines else value,
+            head.groupdict().get("string"),
+        )
         for head, value in _ended(elements, parameter, keys)
     }
 
@@ -136,7 +155,7 @@ def _ended(
     left = set(keys) - {head["key"].strip() for head, _ in elements}
     for head, value in elements:
         while found := next((x for x in parameter.begins(value) if x["key"].strip() in left), None):
-            yield head, value[: found.start()]
+            yield head, value[: found.start() - 1]
             left.discard(found["key"].strip())
             head, value = found, value[found.end() :]
         yield head, value

@@ -32,8 +32,7 @@ from toolkit.configs.engine import EngineConfig, PytorchEngineConfig, TurbomindE
 from toolkit.configs.lmdeploy import OPTIONS, notice
 from toolkit.configs.speculative import SpeculativeConfig
 from toolkit.engine.load.setup import Packed
-from toolkit.engine.pooling import choose as choose_pooling
-from toolkit.engine.pooling import vector
+from toolkit.engine.pooling import open_head
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig, GenerationConfig, Response
@@ -313,24 +312,29 @@ class Pipeline:
         dimensions: int | None = None,
         adapter_name: str | None = None,
     ) -> NDArray[np.float32]:
-        """One vector an input, float32 [inputs, hidden]: the last hidden state of its last token, or the mean of all.
+        """One vector an input, float32 [inputs, hidden]: the last hidden state of its first or last token or the mean
+        of all, through the layers that the model's sentence-transformers folder has behind it.
 
-        inputs: texts, which get what the tokenizer puts around them, or token ids. pooling: "last", "mean" or "auto"
-        (what the model's sentence-transformers config says, else "last"). normalize: to length 1. dimensions: keep
-        so many of the first. Raises UsageError or ToolkitError, also where one input fails.
+        inputs: texts, which get what the tokenizer puts around them, or token ids. pooling: "cls", "last", "mean" or
+        "auto": what the folder says; else "cls" of an encoder, "last" of a model that writes. normalize: to length 1.
+        dimensions: keep so many of the first. Raises UsageError or ToolkitError, also where one input fails.
         """
         self._check_open()
         if (adapter_name := adapter_name or self.adapter_name) is not None:
             self._check_adapter(adapter_name)
-        only = choose_pooling(pooling, self.tokenizer.path)
+        head = open_head(self.tokenizer.path, pooling)
         rows = arguments.embedding_rows(inputs, self.tokenizer)
         config = GenerationConfig(max_new_tokens=1)
-        jobs = [Job((i, 0), ids, config, None, None, uuid4().hex, adapter_name, only) for i, ids in enumerate(rows)]
+        jobs = [
+            Job((i, 0), ids, config, None, None, uuid4().hex, adapter_name, head.pooling) for i, ids in enumerate(rows)
+        ]
         found = dict(self._runner.answers(jobs))
         for i in range(len(jobs)):
             if found[i].last_hidden_state is None:
                 raise ToolkitError(f"inputs[{i}]: {found[i].error_message or 'the request was aborted'}")
-        return np.stack([vector(found[i].last_hidden_state[0], dimensions, normalize) for i in range(len(jobs))])
+        return np.stack(
+            [head.embedding(found[i].last_hidden_state[0], dimensions, normalize) for i in range(len(jobs))]
+        )
 
     def batch(
         self,

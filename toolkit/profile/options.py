@@ -139,3 +139,13 @@ class Grid(Seeded):
         if not self.concurrency or min(self.concurrency) < 1:
             raise UsageError(f"--concurrency: expected numbers of 1 or more, found {list(self.concurrency)}")
         _at_least_one(self, "prompt_tokens", "completion_tokens", "rounds")
+
+
+@dataclass(frozen=True)
+class Traced(Seeded):
+    """What ranks are watched at."""
+
+    concurrency: int = option(1, "Requests at once.", min=1)
+    prompt_tokens: int = option(128, "Tokens of each prompt.", min=1)
+    completion_tokens: int = option(32, "Tokens to generate for each.", min=1)
+    sampling: GenerationConfig = field(default_factory=GenerationConfig)

@@ -100,3 +100,27 @@ def plot_sweep(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:
         axis.set_xticks(list(x), names)
         axis.set_xlabel("requests per second" if by == "request_rate" else "requests at once")
     save_plot("--plot", figure, file, dpi=150)
+
+
+def plot_ranks(drawn: Sequence[Sequence[Sequence[Any]]], title: str, file: Path) -> None:
+    """What each rank does in a few steps (``toolkit.profile.ranks.timeline``), a row a rank."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(11, 1.4 + 0.55 * len(drawn)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    names = sorted({event[0] for events in drawn for event in events} - {"step"})
+    colors = dict(zip(names, LINES[1:] + LINES[:1], strict=False))
+    for rank, events in enumerate(drawn):
+        for name, begun, ended, _ in sorted(events, key=lambda event: event[0] != "step"):
+            height = 0.8 if name == "step" else 0.6
+            axis.barh(rank, ended - begun, height, begun, color=colors.get(name, "#c9d6e2"), linewidth=0)
+    axis.set(title=title, xlabel="milliseconds", ylim=(len(drawn) - 0.4, -0.6))
+    axis.set_yticks(range(len(drawn)), [f"rank {rank}" for rank in range(len(drawn))])
+    axis.spines[["top", "right"]].set_visible(False)
+    legend = [Patch(color="#c9d6e2", label="computing"), *(Patch(color=colors[name], label=name) for name in names)]
+    axis.legend(handles=legend, frameon=False, fontsize="small", ncols=len(legend), loc="upper right",
+                bbox_to_anchor=(1, -0.25 / (0.6 + 0.25 * len(drawn))))  # fmt: skip
+    save_plot("--plot", figure, file, dpi=150)

@@ -282,7 +282,7 @@ def _quantize(
     heldout = torch.tensor(tokenizer.encode(heldout_text())[: common.measured])
     with spill_of(stage, common) as spill:
         flow = Flow(source, ids, table, setting.device, setting.batch_size, spill)
-        probe = Probe(source.spec, table, heldout, setting.device, spill)
+        probe = Probe(source.spec, table, heldout, setting.device, spill, source.added)
         del table
         told = lambda done, total: progress("quantizing layers", done, total)  # noqa: E731
         # where the last layer is there already, the text does not go through the original layers up to it
@@ -317,9 +317,16 @@ def _stored_linears(source: LayerSource, selection: Selection) -> list[LinearSpe
 
 def read_text(source: LayerSource, common: Common) -> CalibrationText:
     """The text that the ``--calib-…`` options ask for, which are checked now. Raises UsageError."""
+    writes = source.spec.encoder is None
+    if not writes and common.calib_dataset == "self":
+        raise UsageError(
+            f"--calib-dataset: {source.path} reads texts and writes none; give a file of texts as it will read, or a "
+            "known name such as wikitext2"
+        )
+    own = common.calib_self_samples if writes else common.calib_self_samples or 0
     plan = make_plan(
         common.calib_dataset, common.calib_samples, common.calib_seqlen, common.seed, source.spec.max_position,
-        common.calib_self_samples, common.effort.calib_samples,
+        own, common.effort.calib_samples,
     )  # fmt: skip
     return CalibrationText(source, plan)
 

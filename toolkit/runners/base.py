@@ -118,6 +118,24 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
+def check_texts(batch: StepBatch, spec: DecoderSpec) -> None:
+    """Raise RunnerError where tokens that all see each other are not in one step, or positions or types are none that
+    the model has."""
+    encoder = spec.encoder
+    types = 0 if batch.types is None else len(batch.types)
+    if types not in (0, len(batch.token_ids)):
+        raise RunnerError(f"types: expected {len(batch.token_ids)} entries, found {types}")
+    if encoder is None:
+        return
+    if spec.mutual and (batch.seq_lens != np.diff(batch.cu_seqlens)).any():
+        raise RunnerError("seq_lens: the tokens of a text see each other, so that all of them are in one step")
+    last = int(batch.positions.max(initial=0)) + encoder.offset
+    if encoder.positions is not None and last >= encoder.position_rows:
+        raise RunnerError(f"positions: expected up to {encoder.position_rows - encoder.offset - 1}, found more")
+    if batch.types is not None and types and not 0 <= batch.types.min() <= batch.types.max() < encoder.type_rows:
+        raise RunnerError(f"types: expected 0 to {encoder.type_rows - 1}, found others")
+
+
 def check_mutual(batch: StepBatch) -> None:
     """Raise RunnerError where tokens that see each other are not those of their sequence."""
     cu = batch.cu_seqlens

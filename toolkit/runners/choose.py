@@ -86,7 +86,7 @@ def open_model(
         from toolkit.models.positions import grow_queries
 
         spec = grow_queries(spec)
-    if session_len is not None:
+    if session_len is not None and spec.encoder is None:
         from toolkit.models.positions import reach
 
         spec = reach(spec, session_len)
@@ -359,7 +359,7 @@ def _fast_runner(opened: Opened, options: RunnerOptions) -> tuple[Runner | None,
 
         if opened.target is not None and opened.target.startswith("cuda-"):
             why = why or f"weights packed for {opened.target} are packed anew for this CPU"
-        return NativeRunner(opened.spec, opened.weights, options, changes=partial(_changes_of, opened)), why
+        return NativeRunner(opened.spec, opened.weights, options, changes=partial(changes_of, opened)), why
     lacking = f"turbomind's native runner does not run here: {reason}; pytorch stands in"
     return None, f"{why}; {lacking}" if why else lacking
 
@@ -387,7 +387,7 @@ def read_adapters(opened: Opened, options: RunnerOptions) -> list[dict[str, LowR
     return [read_adapter(Path(path), opened.spec, _names_of(opened)) for _, path in options.adapters]
 
 
-def _changes_of(opened: Opened, path: Path) -> dict[str, Change]:
+def changes_of(opened: Opened, path: Path) -> dict[str, Change]:
     """What the adapter in a directory makes of the model, by canonical names."""
     from toolkit.artifacts.adapter import read_changes
 

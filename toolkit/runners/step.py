@@ -149,6 +149,7 @@ class StepBatch:
     # (first, stop, sequence) of flat tokens that see each other both ways; the last is the last of its run
     mutual: I32 = field(default_factory=lambda: np.zeros((0, 3), np.int32))  # [M, 3]
     views: Views | None = None
+    types: I32 | None = None  # [T] of pairs of texts read together: 1 for tokens of the second; None = all are 0
     rope_length: I32 | None = None  # [T] length that dynamic rope reaches for each token, where that is its own
     copy_blocks: tuple[NDArray[np.int32], ...] = ()  # per group [C, 2] (source, destination), done before the step
 

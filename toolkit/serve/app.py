@@ -12,8 +12,7 @@ from starlette.responses import PlainTextResponse
 from starlette.responses import Response as HttpResponse
 
 from toolkit import __version__
-from toolkit.artifacts.side_files import pooling_config
-from toolkit.engine import pooling
+from toolkit.engine.pooling import open_head
 from toolkit.serve import adapter_routes, control_routes, weight_routes
 from toolkit.serve.anthropic import routes as anthropic_routes
 from toolkit.serve.generation.parsing import Formats
@@ -94,8 +93,7 @@ def create_app(
         defaults=choose_defaults(settings.generation_config, engine.tokenizer.path),
         metrics=ServerMetrics(engine.stats, _traces(settings.otlp_traces_endpoint, name), name),
         lanes=lanes,
-        pooling=pooling.choose(settings.pooling, engine.tokenizer.path),
-        embeds=pooling_config(engine.tokenizer.path) is not None,
+        head=open_head(engine.tokenizer.path, settings.pooling),
         eyes=None if engine.blind else Eyes.open(engine.tokenizer.path, image_rules(settings), engine.session_len),
         formats=read_by(template),
         of_adapters={name: (own, read_by(own)) for name, own in (of_adapters or {}).items()},
@@ -124,10 +122,11 @@ def create_app(
     for routes in ROUTES:
         app.include_router(routes.router)
     add_schemas(app, [body for routes in ROUTES for body in routes.BODIES])
-    keys = ApiKeys(settings.api_keys, settings.api_key_file) if keys is None else keys
+    known = ApiKeys(settings.api_keys, settings.api_key_file) if keys is None else keys
+    files.shared = lambda: len(known) > 1
     trusted = Proxies(settings.trusted_proxy)
     app.add_middleware(HandedOver)
-    add_layers(app, settings.limits, lanes, keys, list(settings.allow_origins), trusted=trusted, digest=files.owner)
+    add_layers(app, settings.limits, lanes, known, list(settings.allow_origins), trusted=trusted, digest=files.owner)
     return app
 
 

@@ -92,8 +92,8 @@ class ServerSettings:
     )
     pooling: str = option(
         "auto",
-        "Which hidden state is a text's embedding: last (of its last token), mean (of all), or auto (as the "
-        "model's sentence-transformers config says, else last).",
+        "Which hidden state is a text's embedding: cls (of its first token), last (of its last one), mean (of all), or "
+        "auto (as the model's sentence-transformers folder says; else cls of an encoder, last of others).",
     )
     tool_call_parser: str | None = option(
         None, "How the model writes calls of tools, such as hermes. Default: by its chat template."

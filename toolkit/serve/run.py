@@ -24,7 +24,7 @@ from toolkit.chat.template import ChatTemplate
 from toolkit.configs.engine import EngineConfig
 from toolkit.engine.load.ranks import leads
 from toolkit.engine.load.setup import Packed
-from toolkit.engine.pooling import choose as choose_pooling
+from toolkit.engine.pooling import check_pooling
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig
@@ -264,7 +264,7 @@ def check(settings: ServerSettings, chat_template: ChatTemplateConfig | str | No
     """Raise UsageError for what no application can be made of, before a model is loaded."""
     settings.check()
     ChatTemplate.check(chat_template)
-    choose_pooling(settings.pooling, None)
+    check_pooling(settings.pooling)
     Formats.check(settings.tool_call_parser, settings.reasoning_parser)
     choose_defaults(settings.generation_config, None)
 

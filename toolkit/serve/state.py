@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.configs.checks import shown
 from toolkit.configs.option import spelled
 from toolkit.engine.nap import ASLEEP, EMPTY, UPDATING
-from toolkit.engine.pooling import Pooling
+from toolkit.engine.pooling import Head
 from toolkit.serve.generation.cache_report import Prompts
 from toolkit.serve.generation.turn import behind
 from toolkit.serve.http.errors import ApiError
@@ -61,8 +61,8 @@ def image_rules(settings: ServerSettings) -> Rules:
 
 @dataclass
 class ServerState:
-    """``of_adapters``: of those that have a template of their own. ``pooling``: which hidden state is an embedding;
-    ``embeds``: whether the model says so itself. ``eyes``: None where it reads text alone. ``active``: ids of the
+    """``of_adapters``: of those that have a template of their own. ``head``: what becomes of hidden states that
+    embeddings and scores are made of. ``eyes``: None where it reads text alone. ``active``: ids of the
     engine requests in flight, each with its client's session_id. ``admitted``: HTTP requests under way, those whose
     prompts are not tokens yet too; ``of_batches``: those of them that are lines of batches. ``nap``: held while the
     model goes to sleep, wakes or gets other weights. ``to_sleep``: it will sleep once they have ended.
@@ -78,9 +78,8 @@ class ServerState:
     lanes: Lanes
     formats: Formats
     kept: Store
+    head: Head
     of_adapters: dict[str, tuple[ChatTemplate, Formats]] = field(default_factory=dict)
-    pooling: Pooling = "last"
-    embeds: bool = False
     eyes: Eyes | None = None
     slots: asyncio.Semaphore | None = None
     active: dict[str, int | str | None] = field(default_factory=dict)

@@ -114,6 +114,34 @@ class Tokenizer:
             ids = self._bare(text.through(_clean) if isinstance(text, Written) else _clean(text))
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
+    def encode_beginning(self, text: str, most: int) -> list[int]:
+        """``encode``, of so much of the text that it is at most ``most`` tokens with what the model wants around it."""
+        room = max(most - len(self._prefix) - len(self._suffix), 0)
+        return [*self._prefix, *self._bare(text)[:room], *self._suffix]
+
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], int]:
+        """Token ids of two texts that are read together, as the model's own files join them, and where the second one
+        begins in the eyes of its token types; 0: they do not tell them apart. ``most``: the second one is cut so that
+        there are at most so many. Raises as ``encode`` does."""
+        before, between, behind, apart = self._joints
+        a, b = self.encode(first, add_special_tokens=False), self.encode(second, add_special_tokens=False)
+        if most is not None:
+            b = b[: max(most - len(before) - len(a) - len(between) - len(behind), 0)]
+        ids = [*before, *a, *between, *b, *behind]
+        return ids, 0 if apart is None else len(before) + len(a) + apart
+
+    @cached_property
+    def _joints(self) -> tuple[list[int], list[int], list[int], int | None]:
+        """Ids put before, between and behind two texts, and how many of those between belong to the first one."""
+        a, b = (self.backend.encode(text, add_special_tokens=False).ids for text in ("a", "b"))
+        both = self.backend.encode("a", "b", add_special_tokens=True)
+        ids, types = both.ids, both.type_ids
+        start = next(i for i in range(len(ids)) if ids[i : i + len(a)] == a)
+        stop = start + len(a)
+        then = next(i for i in range(stop, len(ids)) if ids[i : i + len(b)] == b)
+        apart = sum(t == 0 for t in types[stop:then]) if any(types) else None
+        return ids[:start], ids[stop:then], ids[then + len(b) :], apart
+
     def decode(
         self, ids: list[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:

@@ -378,18 +378,25 @@ def _plan(setup: Setup, runner: Runner) -> MemoryPlan:
     config, spec = setup.config, runner.spec
     _check_blocks(spec, config, config.block_size)
     patches = _patches(setup, spec.vision)
+    longest = spec.max_position
+    if spec.encoder is not None:  # a text of as many tokens as it reads leaves no place for one that is drawn
+        longest += 1
+        if (asked := config.session_len or 0) > longest:
+            raise UsageError(
+                f"session_len: found {asked}, expected at most {longest}: this model reads {longest - 1} tokens"
+            )
     memory = plan(
         runner.memory(),
         spec.cache_groups,
         block_size=config.block_size,
         vocab_size=spec.vocab_size,
-        max_position=spec.max_position,
+        max_position=longest,
         device=runner.device,
         guessed=spec.block,
         wishes=Wishes(
             config.session_len,
             config.max_batch_size,
-            max(config.max_prefill_token_num, spec.together),
+            max(config.max_prefill_token_num, spec.together, spec.max_position if spec.mutual else 0),
             _kv_wish(config),
             config.target_step_ms,
             setup.pictures_together * patches,

@@ -149,6 +149,11 @@ class AsyncEngine:
         """Names of the adapters that requests may use now."""
         return tuple(self._adapters)
 
+    def trace_ranks(self, on: bool) -> list[list[list[Any]]]:
+        """As ``EngineCore.trace_ranks``."""
+        found: list[list[list[Any]]] = self._loop.call("trace_ranks", [on]).result()
+        return found
+
     def load_adapter(self, name: str, path: Path) -> None:
         """Have requests use the adapter in a directory by ``name`` from now on, while others run. Raises UsageError for
         a name that is taken, ToolkitError where the adapter cannot be read or is of another model."""
@@ -240,16 +245,18 @@ class AsyncEngine:
         progress: bool = False,
         whose: Whose = NOBODYS,
         prediction: Sequence[int] = (),
+        second: int = 0,
     ) -> AsyncGenerator[Response, None]:
         """Deltas of one generation; the last one has a finish_reason, "error" with a message where it failed.
 
         ``session``: its KV blocks stay in the cache for the next turn until ``end_session``. Leaving the iteration
         early aborts the request. ``timings`` is filled in as things happen. ``adapter``: one of ``adapters``, None for
         the plain model. ``gen_config.n`` is the caller's business. ``only``: no token is drawn; "score" gives the
-        prompt's log-probabilities (``prompt_logprobs``), "last" and "mean" its ``last_hidden_state`` as one row.
+        prompt's log-probabilities (``prompt_logprobs``), "cls", "last" and "mean" its ``last_hidden_state`` as one row.
         ``priority``: the lower, the sooner it starts. ``pictures``: in the order of their places in the prompt.
         ``progress``: deltas say how far the prompt has come (``prompt_progress``). ``whose``: whose request it is.
         ``prediction``: token ids that much of the answer may be, for guesses.
+        ``second``: see ``EngineRequest``.
         """
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
@@ -259,7 +266,7 @@ class AsyncEngine:
         def wake() -> None:
             bell.ring(event)
 
-        common = adapter, only, priority, pictures, progress, whose, prediction
+        common = adapter, only, priority, pictures, progress, whose, prediction, second
         asked = Asked(token_ids, gen_config, request_id, session, timings, *common)
         stream, refused = self._begin(asked, wake)
         if stream is None:
@@ -432,6 +439,7 @@ class AsyncEngine:
                 asked.progress,
                 asked.whose,
                 list(asked.prediction),
+                second=asked.second,
                 lend=config.with_cache,
                 source=(config.migration_request or {}).get("remote_engine_id", ""),
             )

@@ -50,6 +50,7 @@ class Asked:
     progress: bool = False
     whose: Whose = field(default_factory=Whose)
     prediction: Sequence[int] = ()
+    second: int = 0
 
 
 class RequestStream:

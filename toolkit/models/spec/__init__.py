@@ -15,6 +15,7 @@ from toolkit.models.spec.attention import AttentionSpec
 from toolkit.models.spec.cross import CrossSpec
 from toolkit.models.spec.decoder import DecoderSpec, LayerSpec, Mixer, Sublayer
 from toolkit.models.spec.delta import DeltaSpec
+from toolkit.models.spec.encoder import EncoderSpec
 from toolkit.models.spec.keeps import CacheGroup, Kept, Latent, Paged, State
 from toolkit.models.spec.latent import LatentSpec
 from toolkit.models.spec.mamba import MambaSpec
@@ -25,8 +26,10 @@ from toolkit.models.spec.parts import Activation, AlibiSpec, LinearSpec, NormSpe
 from toolkit.models.spec.share import Cut, Share, Unit, Units, portion
 from toolkit.models.spec.short_conv import ConvSpec, ShortConvSpec
 from toolkit.models.spec.stored import Part, Rows, StoredTensor
+from toolkit.models.spec.text_head import POOLINGS, HeadActivation, HeadLayer, Pooling, TextHead
 
 __all__ = [
+    "POOLINGS",
     "Activation",
     "AlibiSpec",
     "AttentionSpec",
@@ -36,6 +39,9 @@ __all__ = [
     "Cut",
     "DecoderSpec",
     "DeltaSpec",
+    "EncoderSpec",
+    "HeadActivation",
+    "HeadLayer",
     "Kept",
     "Latent",
     "LatentSpec",
@@ -48,6 +54,7 @@ __all__ = [
     "NormSpec",
     "Paged",
     "Part",
+    "Pooling",
     "QueryScale",
     "RopeSpec",
     "Rotary",
@@ -58,6 +65,7 @@ __all__ = [
     "State",
     "StoredTensor",
     "Sublayer",
+    "TextHead",
     "Unit",
     "Units",
     "portion",

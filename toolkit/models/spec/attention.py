@@ -24,6 +24,8 @@ class AttentionSpec(MixerSpec):
     are normed when they are turned, not before (Hunyuan). ``gate``: what comes of all heads is multiplied by
     sigmoid(gate(x)) before ``o`` reads it (Qwen3-Next). ``block`` b: position p sees the other keys of its own b
     positions too, which begin at a multiple of b, those behind it included (SDAR).
+    ``mutual``: p sees every key of the text, with a ``window`` w those in (p - w, p + w); ``alibi`` then
+    lowers scores by the distance on both sides (BERT, ModernBERT, jina v2).
     """
 
     q: LinearSpec
@@ -48,6 +50,7 @@ class AttentionSpec(MixerSpec):
     q_scale: QueryScale | None = later(None)  # noqa: RUF009 (a field, as the others are)
     gate: LinearSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
     block: int = later(1)
+    mutual: bool = later(False)
     kind: Literal["attention"] = "attention"
 
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -75,7 +78,8 @@ class AttentionSpec(MixerSpec):
         return dict.fromkeys(names, Rotary(self.head_dim, 0, self.rope.rotary_dim))
 
     def keeps(self) -> Paged:
-        return Paged(self.kv_heads, self.head_dim, self.window, self.chunked)
+        # a text whose tokens see each other is computed in one step: nothing of it leaves a window
+        return Paged(self.kv_heads, self.head_dim, None if self.mutual else self.window, self.chunked)
 
     def unshared(self, world: int, unit: Unit) -> str | None:
         if (reason := unfit_heads(self.heads, self.kv_heads, world)) is not None:
@@ -129,6 +133,10 @@ class AttentionSpec(MixerSpec):
             sound.expect(name, limit is None or limit > 0, limit, "a number above 0")
         sound.expect("chunked", not self.chunked or self.window is not None, self.chunked, "false without a window")
         sound.expect("block", self.block == 1 or self.window is None, self.block, "1 beside a window")
+        odd = self.chunked or self.block > 1 or self.softcap is not None or self.sinks is not None
+        sound.expect("mutual", not (self.mutual and odd), self.mutual, "false beside chunked, block, softcap or sinks")
+        plain = self.alibi is None or not (self.mutual and self.alibi.rounded)
+        sound.expect("alibi", plain, "rounded", "none that is rounded where tokens see each other")
         if self.alibi is not None:
             count = len(self.alibi.slopes)
             sound.expect("alibi", count == self.heads, f"{count} slopes", f"{self.heads}, one a head")

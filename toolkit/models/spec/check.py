@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # Integer fields that may be zero; every other one is a size or a count.
 _MAY_BE_ZERO = {"group", "original_max_position", "max_position", "offset", "head_rows", "mask_token"}
+_MAY_BE_ZERO |= {"position_rows", "type_rows"}
 # Stages of a projector that give other widths than they take.
 WIDENING = ("linear", "matrix", "gated", "resample", "attend")
 _MAY_BE_ZERO_IN_VISION = {"grid", "window", "full", "inputs", "outputs", "image_token", "most_tiles", "layer"}
@@ -38,6 +39,15 @@ def check_spec(spec: DecoderSpec) -> None:
     sound.expect("mask_token", (spec.mask_token or 0) < spec.vocab_size, spec.mask_token, f"below {spec.vocab_size}")
     seen = all(kept.kind == "paged" and kept.window is None for _, _, kept in spec.keepers())
     sound.expect("mask_token", spec.mask_token is None or seen, spec.mask_token, "none where not all is seen")
+    mutual = {a.mutual for _, a in spec.attention_layers()}
+    alone = len(mutual) == 1 and all(m.kind in ("attention", "mlp", "moe") for _, m in spec.mixers())
+    sound.expect(
+        "mutual", not spec.mutual or alone, spec.mutual, "one answer of all layers, that are attention and MLPs"
+    )
+    sound.expect("mutual", not spec.mutual or spec.encoder is not None, spec.mutual, "false without an encoder")
+    if spec.encoder is not None:
+        spec.encoder.check(spec.max_position)
+        sound.expect("encoder", spec.tied and spec.vision is None, "a head or a tower", "neither")
     crosses = any(mixer.kind == "cross" for _, mixer in spec.mixers())
     sound.expect("crossed", crosses == (spec.vision is not None and spec.vision.crossed), crosses, "cross layers alike")
     sound.norm(spec.final_norm, spec.hidden_size)
@@ -46,10 +56,13 @@ def check_spec(spec: DecoderSpec) -> None:
         for i, s in enumerate(layer.sublayers):
             good = s.reads == "stream" or i <= 1 or layer.beside(i - 1)
             sound.expect("reads", good, s.reads, "stream, as the sublayer before it reads")
+            carries = s.pre_norm is not None and s.reads == "stream"
+            sound.expect("carries", carries or not s.carries, s.carries, "false without a norm of the stream")
             _sublayer(s, spec.hidden_size)
     _groups(spec)
     names = [spec.embed, spec.head, *(x.name for x in spec.linears()), *(n.name for n in spec.norms())]
     names += [name for layer in spec.layers for s in layer.sublayers for name in s.mixer.vectors()]
+    names += [] if spec.encoder is None else list(spec.encoder.vectors(spec.hidden_size))
     for name, count in Counter(names).items():
         sound.expect("name", bool(name) and count == 1, name, "a name that is given once")
 

@@ -12,6 +12,7 @@ from toolkit.models.spec.attention import AttentionSpec
 from toolkit.models.spec.check import check_spec
 from toolkit.models.spec.cross import CrossSpec
 from toolkit.models.spec.delta import DeltaSpec
+from toolkit.models.spec.encoder import EncoderSpec
 from toolkit.models.spec.keeps import CacheGroup, Kept, Latent, Paged, State
 from toolkit.models.spec.latent import LatentSpec
 from toolkit.models.spec.mamba import MambaSpec
@@ -38,6 +39,7 @@ class Sublayer:
 
     ``reads``: y is the residual stream x as it is now ("stream"), or as it was at the beginning of the layer ("block"),
     which makes sublayers parallel. Sublayers that read the block may share a norm: they then name the same one.
+    ``carries``: what ``pre_norm`` gives takes the place of x before all else, as where norms stand behind each sum.
     """
 
     mixer: Mixer
@@ -45,6 +47,7 @@ class Sublayer:
     post_norm: NormSpec | None = None
     residual_scale: float = 1.0
     reads: Literal["stream", "block"] = later("stream")
+    carries: bool = later(False)
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ class DecoderSpec:
     where the head has fewer rows than the embedding, so many; no token behind them is ever drawn. 0 = as many.
     ``mask_token``: of a model that guesses the tokens of a block together, in several passes (block diffusion), the id
     that stands where one is not known yet; logits of a row are then about its own token, not the next. ``float16``:
-    whether what it computes stays within that type's numbers.
+    whether what it computes stays within that type's numbers. ``encoder``: of a model that reads texts as wholes and
+    has no head; nothing is drawn from it.
     """
 
     family: str
@@ -110,6 +114,7 @@ class DecoderSpec:
     head_rows: int = later(0)
     mask_token: int | None = later(None)
     float16: bool = later(True)
+    encoder: EncoderSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
 
     def __repr__(self) -> str:
         """One line; all of it is ``to_json()``."""
@@ -125,6 +130,11 @@ class DecoderSpec:
     def block(self) -> int:
         """Positions whose tokens see each other both ways, 1 where none do. Asked for at every step."""
         return max((a.block for _, a in self.attention_layers()), default=1)
+
+    @cached_property
+    def mutual(self) -> bool:
+        """Whether all tokens of a text see each other, so that it is computed in one step."""
+        return any(a.mutual for _, a in self.attention_layers())
 
     @property
     def together(self) -> int:
@@ -175,6 +185,8 @@ class DecoderSpec:
     def vectors(self) -> dict[str, int]:
         """Every parameter that is no matrix: name → numbers in it."""
         found = self.final_norm.vectors() | ({f"{self.head}.bias": self.vocab_size} if self.head_bias else {})
+        if self.encoder is not None:
+            found |= self.encoder.vectors(self.hidden_size)
         for layer in self.layers:
             found |= layer.vectors()
         return found

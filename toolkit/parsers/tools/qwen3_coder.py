@@ -7,7 +7,7 @@ from toolkit.parsers.xml_calls import Element, Tags
 
 _TAGS = Tags(
     Element(r"<function=(?P<name>[^<>\n]+)>", "</function>"),
-    Element(r"<parameter=(?P<key>[^<>\n]+)>", "</parameter>"),
+    Element(r"<parameter=(?P<key>[^<>\n]+)>", "</parameter>", lines=True),
 )
 
 

@@ -6,7 +6,7 @@ tensors: ``X`` [out, in] for a linear, ``X.bias`` [out], ``N`` [size] for a norm
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -45,6 +45,7 @@ def layer_forward(
         if not layer.shares(i):
             source = block if layer.beside(i) else hidden
             x = source if sub.pre_norm is None else normed(sub.pre_norm, weights, source)
+            hidden = x if sub.carries else hidden
             if torch.is_autocast_enabled(x.device.type):  # once, not for every linear that reads it
                 x = x.to(torch.get_autocast_dtype(x.device.type))
             seen = watch(sub.mixer.input_name(), x)
@@ -90,15 +91,36 @@ def narrow(weights: Weights, device: torch.device) -> Weights:
     return Called(found, weights.modules) if isinstance(weights, Called) else found
 
 
-def embed(spec: DecoderSpec, table: Tensor, token_ids: Tensor, rows: Tensor | None = None) -> Tensor:
+def embed(
+    spec: DecoderSpec,
+    table: Tensor,
+    token_ids: Tensor,
+    rows: Tensor | None = None,
+    added: Tensor | None = None,
+) -> Tensor:
     """Hidden states [batch, length, hidden] (float32) of token ids [batch, length]. Ids behind the vocabulary are those
-    of ``rows`` [count, hidden], what pictures became."""
+    of ``rows`` [count, hidden], what pictures became. ``added``: [positions, hidden], see ``added_by``."""
     if rows is None:
-        return table[token_ids].float() * spec.embed_scale
+        found = table[token_ids].float() * spec.embed_scale
+        return found if added is None else found + added[: token_ids.shape[-1]].to(found.device)
     shown = token_ids >= spec.vocab_size
     found = table[token_ids.masked_fill(shown, 0)].float()
     found[shown] = rows.to(found.device)[token_ids[shown] - spec.vocab_size]
     return found * spec.embed_scale
+
+
+def added_by(spec: DecoderSpec, outer: Mapping[str, Tensor]) -> Tensor | None:
+    """What an encoder adds to the tokens of texts that stand alone, [positions, hidden], or None. ``outer``: what
+    stands outside of layers."""
+    encoder = spec.encoder
+    if encoder is None or not (encoder.types or encoder.positions):
+        return None
+    found = torch.zeros(spec.max_position, spec.hidden_size)
+    for name, start in ((encoder.types, 0), (encoder.positions, encoder.offset)):
+        if name is not None:
+            rows = outer[name].float().cpu().view(-1, spec.hidden_size)
+            found += rows[0] if name == encoder.types else rows[start : start + spec.max_position]
+    return found
 
 
 def head_logits(spec: DecoderSpec, weights: Weights, hidden: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def attention(a: AttentionSpec, weights: Weights, raw: Tensor, x: Tensor, watch:
         q = q * torch.from_numpy(query_scale(a.q_scale, np.arange(length)))[:, None, None].to(x.device)
     k, v = watch(a.k.name + CACHE, k), watch(a.v.name + CACHE, v)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    causal = a.block == 1 and (a.window is None or a.window >= length)
+    causal = not a.mutual and a.block == 1 and (a.window is None or a.window >= length)
     mask = None if causal else _mask(a, length, x.device)
     if a.softcap is not None or a.sinks is not None or a.alibi is not None:
         out = torch.cat([_capped(a, weights, *(t[i : i + 1] for t in (q, k, v))) for i in range(batch)])
@@ -124,7 +124,10 @@ def _capped(a: AttentionSpec, weights: Weights, q: Tensor, k: Tensor, v: Tensor)
     if (alibi := a.alibi) is not None:
         key = torch.arange(q.shape[2], device=q.device)
         slopes = torch.tensor(alibi.slopes, device=q.device)
-        scores = scores + raised(slopes, alibi.scale, alibi.rounded, key, key[-1] // 2)
+        if a.mutual:
+            scores = scores - (alibi.scale * slopes)[:, None, None] * (key - key[:, None]).abs()
+        else:
+            scores = scores + raised(slopes, alibi.scale, alibi.rounded, key, key[-1] // 2)
     scores = scores.masked_fill(~_mask(a, q.shape[2], q.device), float("-inf"))
     if a.sinks is not None:
         sink = weights[a.sinks].view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
@@ -136,6 +139,8 @@ def _mask(a: AttentionSpec, length: int, device: torch.device) -> Tensor:
     """True where the query (row) may see the key (column)."""
     row = torch.arange(length, device=device)[:, None]
     column = torch.arange(length, device=device)[None, :]
+    if a.mutual:
+        return (column - row).abs() < (a.window or length)
     return (column <= newest(row, a.block)) & (column >= oldest(row, a.window, a.chunked))
 
 

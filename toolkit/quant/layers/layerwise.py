@@ -71,7 +71,7 @@ class Flow:
         self.batch_size = min(batch_size, few) if device.type == "cpu" else batch_size
         batches = token_ids.split(self.batch_size) if len(token_ids) else ()
         self.hidden = Tensors(
-            (embed(source.spec, table, b.to(table.device), source.rows).cpu() for b in batches), spill
+            (embed(source.spec, table, b.to(table.device), source.rows, source.added).cpu() for b in batches), spill
         )
 
     def statistics(

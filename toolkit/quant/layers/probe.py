@@ -15,7 +15,7 @@ from toolkit.measure.predictions import Before
 from toolkit.measure.windows import scoring_windows
 from toolkit.models.spec import DecoderSpec, LayerSpec
 from toolkit.quant.layers.forward import all_finite, embed, head_logits, layer_forward
-from toolkit.quant.layers.forward_parts import Rounding, Weights
+from toolkit.quant.layers.forward_parts import Rounding, Weights, normed
 from toolkit.quant.layers.lazy import KEEP
 from toolkit.quant.layers.masked import as_met, scored
 from toolkit.quant.layers.spill import Spill, Tensors
@@ -30,14 +30,23 @@ class Probe:
     model with a mask token those are scored that it stands for (``masked``)."""
 
     def __init__(
-        self, spec: DecoderSpec, table: Tensor, tokens: Tensor, device: torch.device, spill: Spill | None = None
+        self,
+        spec: DecoderSpec,
+        table: Tensor,
+        tokens: Tensor,
+        device: torch.device,
+        spill: Spill | None = None,
+        added: Tensor | None = None,
     ) -> None:
         self.spec, self.device = spec, device
         self.window = min(WINDOW, max(spec.max_position, 2))  # a window of one token scores nothing
         cuts = scoring_windows(len(tokens), self.window, self.window)
         self.ids = [tokens[start:stop] for start, stop, _ in cuts]
         self.before, self.after = (
-            Tensors((embed(spec, table, as_met(spec, row)[None].to(table.device)).cpu() for row in self.ids), spill)
+            Tensors(
+                (embed(spec, table, as_met(spec, row)[None].to(table.device), added=added).cpu() for row in self.ids),
+                spill,
+            )
             for _ in range(2)
         )
 
@@ -59,6 +68,8 @@ class Probe:
 
         Returns ``Before.figures`` and how they were taken.
         """
+        if self.spec.encoder is not None:
+            return self._likeness(weights)
         found = Before()
         weights = _widened(weights, self.spec.head)
         quantized = None if quantized is None else _widened(quantized, self.spec.head)
@@ -77,6 +88,15 @@ class Probe:
             "stride": self.window,
             "dtype": "float32",
         }
+
+    def _likeness(self, weights: Weights) -> dict[str, Any]:
+        """Of an encoder: cosines of the mean of each window's last hidden states before and after."""
+        norm, found = self.spec.final_norm, []
+        for before, after in zip(self.before, self.after, strict=True):
+            x, y = (normed(norm, weights, states.to(self.device)).mean(1)[0] for states in (before, after))
+            found.append(float(torch.cosine_similarity(x, y, 0)))
+        figures = {"cosine": sum(found) / len(found), "cosine_least": min(found)}
+        return figures | {"tokens": sum(map(len, self.ids)), "window": self.window, "dtype": "float32"}
 
 
 def _widened(weights: Weights, head: str) -> Weights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from toolkit.errors import ToolkitError
 from toolkit.models.registry import load_spec
 from toolkit.models.sites import layer_sites, modules
 from toolkit.models.spec import DecoderSpec, LayerSpec, LinearSpec, StoredTensor
+from toolkit.quant.layers.forward import added_by
 from toolkit.quant.layers.heap import give_back
 from toolkit.quant.layers.lazy import KEEP, Lazy
 
@@ -77,6 +79,15 @@ class LayerSource:
         if self.spec.tied:
             found[self.spec.head] = found[self.spec.embed]
         return found
+
+    @cached_property
+    def added(self) -> Tensor | None:
+        """See ``forward.added_by``."""
+        encoder = self.spec.encoder
+        if encoder is None:
+            return None
+        mine = [item for item in self.outer if item.parts[0].name in (encoder.positions, encoder.types)]
+        return added_by(self.spec, dict(self._dense(mine, torch.device("cpu"))))
 
     def check_finite(self) -> None:
         """Raise ToolkitError that names file and tensor for the first NaN or infinity among the weights."""

@@ -89,7 +89,7 @@ def kv(
         heldout = torch.tensor(tokenizer.encode(heldout_text())[: common.measured])
         table = source.outer_weights(device)[source.spec.embed]
         with spill_of(stage, common) as spill:
-            probe = Probe(source.spec, table, heldout, device, spill)
+            probe = Probe(source.spec, table, heldout, device, spill, source.added)
             flow = Flow(source, ids, table, device, common.batch_size, spill)
             scales = _scales(source, stage, flow, probe, device, progress)
             progress("measuring perplexity", 0, 1)

@@ -89,7 +89,7 @@ def feel(
     """
     layers, count = source.spec.layers, len(source.spec.layers)
     outer = source.outer_weights(device)
-    x = embed(source.spec, outer[source.spec.embed], ids.to(device), source.rows).cpu()
+    x = embed(source.spec, outer[source.spec.embed], ids.to(device), source.rows, source.added).cpu()
     before = []
     for i, layer in enumerate(layers):
         told(i, 2 * count)

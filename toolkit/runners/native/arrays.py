@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.models.spec import DecoderSpec
-from toolkit.runners.base import RunnerError, check_mutual
+from toolkit.runners.base import RunnerError, check_mutual, check_texts
 from toolkit.runners.native.library import StepArrays, StepResults, address
 from toolkit.runners.routes import width_of
 from toolkit.runners.step import COLUMNS, SamplingBatch, StepBatch, StepOutput, Views
@@ -48,7 +48,8 @@ class Arrays:
         put("token_ids", batch.token_ids, I32, tokens)
         put("from_previous", batch.from_previous, I32, tokens)
         put("positions", batch.positions, I32, axes * tokens)
-        put("reach", _reach(batch, spec.block), I32, tokens)
+        put("reach", _reach(batch, spec), I32, tokens)
+        put("types", batch.types, I32, tokens)
         put("cu_seqlens", batch.cu_seqlens, I32, seqs + 1)
         put("seq_lens", batch.seq_lens, I32, seqs)
         put("rope_set", batch.rope_set, I8, seqs)
@@ -147,8 +148,13 @@ class Arrays:
         put("sampling.grammar", b.grammar, I32, rows * ((vocab + 31) // 32), "grammar")
 
 
-def _reach(batch: StepBatch, block: int) -> np.ndarray[Any, np.dtype[np.int32]] | None:
+def _reach(batch: StepBatch, spec: DecoderSpec) -> np.ndarray[Any, np.dtype[np.int32]] | None:
     """The place behind the last that each token sees, [T], or None where that is its own."""
+    if spec.encoder is not None:
+        check_texts(batch, spec)
+    if spec.mutual:
+        return np.repeat(batch.seq_lens, np.diff(batch.cu_seqlens))
+    block = spec.block
     if block == 1 and not len(batch.mutual):
         return None
     check_mutual(batch)

@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 23  # tk_version of api.cpp, which says when both are raised
+VERSION = 25  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -65,7 +65,7 @@ class PackSource(Structure):
 
 
 _STEP_FIELDS = (
-    "tokens! seqs! rows! groups! axes! token_ids from_previous positions reach cu_seqlens seq_lens block_tables "
+    "tokens! seqs! rows! groups! axes! token_ids from_previous positions reach types cu_seqlens seq_lens block_tables "
     "table_width slot_mapping rope_set rope_length adapter sample_index logits_size! logits_index hidden_size! "
     "hidden_index target_size! target_index target_ids routes_size! routes_index embeds_size! embeds embed_index "
     "routed_size! routed rows_size! picture_rows "
@@ -167,6 +167,8 @@ def load(path: Path) -> ctypes.CDLL:
     lib.tk_model_join.argtypes, lib.tk_model_join.restype = [c_void_p, c_int], c_int
     lib.tk_model_lose.argtypes, lib.tk_model_lose.restype = [c_void_p], None
     lib.tk_model_meetings.argtypes, lib.tk_model_meetings.restype = [c_void_p], c_int64
+    lib.tk_model_trace.argtypes, lib.tk_model_trace.restype = [c_void_p, c_int], None
+    lib.tk_model_traced.argtypes, lib.tk_model_traced.restype = [c_void_p, c_void_p, c_int64], c_int64
     lib.tk_model_threads.argtypes, lib.tk_model_threads.restype = [c_void_p], c_int64
     lib.tk_block_bytes.argtypes, lib.tk_block_bytes.restype = [c_void_p, c_int64], c_int64
     lib.tk_cache_allocate.argtypes = [c_void_p, c_void_p, c_int64]

@@ -178,6 +178,7 @@ def attention(a: AttentionSpec, t: Tensors) -> Record:
         "rope": t.rope(a.rope),
         "window": a.window or 0,
         "chunked": a.chunked,
+        "mutual": a.mutual,
         "group": a.group,
         "scale": a.scale,
         "softcap": a.softcap or 0.0,

@@ -10,7 +10,7 @@ import numpy as np
 
 from toolkit.models.rope import inv_freq
 from toolkit.models.routed import Routed
-from toolkit.models.spec import DecoderSpec, Mixer, RopeSpec
+from toolkit.models.spec import DecoderSpec, EncoderSpec, Mixer, RopeSpec
 from toolkit.runners.native.mixers import ACTIVATIONS, MIXERS, Floats, Tensors, flat
 from toolkit.runners.native.packing.packed import PackedTensor, PackedWeights
 from toolkit.runners.native.share import Parts
@@ -39,6 +39,7 @@ def unsupported(spec: DecoderSpec) -> str | None:
         "cache groups": (len(spec.cache_groups), 64),
         "sublayers": (sum(len(layer.sublayers) for layer in spec.layers), 1 << 16),
         "tokens that see those behind them": (max(spec.block, spec.together), CHUNK),
+        "tokens of a text": (spec.max_position if spec.mutual else 0, 1 << 20),
     }
     if spec.vision is not None and (reason := _odd(spec, {x.linear: x for x in spec.vision.routed})):
         return f"tokens of pictures have other linears {reason}"
@@ -104,6 +105,8 @@ def build_program(
         "deep": 0 if spec.vision is None else len(spec.vision.deep),
         "bfloat16": dtype == "bfloat16",
         "groups": [{"window": g.window or 0, "state": g.kind == "state"} for g in spec.cache_groups],
+        "chunk": max(CHUNK, spec.max_position if spec.mutual else 0),
+        "encoder": None if spec.encoder is None else _encoder(spec.encoder, tensors),
         "ropes": [_rope(rope, tensors) for rope in spec.ropes()],
         "embed_scale": spec.embed_scale,
         "head_scale": spec.head_scale,
@@ -116,6 +119,16 @@ def build_program(
     }
     names, values = zip(*flat(record), strict=True)
     return Program(names, values, tuple(tensors.found), tensors.sites)
+
+
+def _encoder(added: EncoderSpec, tensors: Tensors) -> dict[str, Any]:
+    return {
+        "positions": None if added.positions is None else tensors.named(added.positions),
+        "position_rows": added.position_rows,
+        "offset": added.offset,
+        "types": None if added.types is None else tensors.named(added.types),
+        "type_rows": added.type_rows,
+    }
 
 
 def _head(spec: DecoderSpec, tensors: Tensors) -> dict[str, Any]:
@@ -166,6 +179,7 @@ def _sublayers(spec: DecoderSpec, tensors: Tensors, kv_types: Sequence[int]) -> 
             "post_norm": tensors.norm(s.post_norm),
             "residual_scale": s.residual_scale,
             "beside": layer.beside(i),
+            "carries": s.carries,
             "gate": None if (gate := _gate(s.mixer)) is None else tensors.named(gate),
             "deep": number if number <= deep and i == len(layer.sublayers) - 1 else 0,
             s.mixer.kind: MIXERS[s.mixer.kind](s.mixer, tensors) | own_type(s.mixer),

@@ -218,10 +218,10 @@ class NativeRunner:
         """Of the adapters that it has."""
         return self._adapter_paths.keys()
 
-    def add_adapter(self, number: int, path: Path) -> None:
+    def add_adapter(self, number: int, path: Path | str) -> None:
         """The adapter in a directory, which ``StepBatch.adapter`` names ``number`` from now on. Raises ToolkitError
         where it cannot be read or is of another model."""
-        self._adapter_paths[number] = path
+        self._adapter_paths[number] = Path(path)
         try:
             if self._model is not None:
                 self._shelf.need([number])
@@ -381,6 +381,16 @@ class NativeRunner:
     def meetings(self) -> int:
         """How often it has taken what the others have made, since weights were loaded."""
         return 0 if self._model is None else int(self._library.tk_model_meetings(self._model))
+
+    def traced(self, on: bool) -> list[list[float]]:
+        """Of each meeting since this was last called from when until when, seconds of the monotonic clock, and how many
+        bytes it has handed over; from now on they are kept where ``on``. Between steps."""
+        count = 0 if self._model is None else int(self._library.tk_model_traced(self._model, None, 0))
+        found = np.zeros((count, 3))
+        if self._model is not None:
+            self._library.tk_model_traced(self._model, found.ctypes.data, count)
+            self._library.tk_model_trace(self._model, int(on))
+        return [[*times, int(size)] for *times, size in found.tolist()]
 
     def lose(self) -> None:
         """No rank waits for others any more; steps that would fail. From any thread."""

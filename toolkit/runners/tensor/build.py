@@ -21,6 +21,7 @@ from toolkit.models.spec import (
     CrossSpec,
     DecoderSpec,
     DeltaSpec,
+    EncoderSpec,
     LatentSpec,
     LayerSpec,
     LinearSpec,
@@ -31,7 +32,7 @@ from toolkit.models.spec import (
     ShortConvSpec,
     portion,
 )
-from toolkit.runners.tensor.decoder import Attention, Decoder, Mixer, Mlp, Moe, RoundingNorm, Step
+from toolkit.runners.tensor.decoder import Added, Attention, Decoder, Mixer, Mlp, Moe, RoundingNorm, Step
 from toolkit.runners.tensor.layers.cross import Cross
 from toolkit.runners.tensor.layers.experts import stack_experts
 from toolkit.runners.tensor.layers.latent import LatentAttention
@@ -289,6 +290,11 @@ class _Builder:
         matrix = self.matrix(spec.head).dequantize(place.dtype).to(place.device) if own else table
         return Bound(self.ops.linear, (matrix, None if bias is None else bias.to(place.dtype)))
 
+    def added(self, encoder: EncoderSpec, hidden: int) -> Added:
+        found = {name: self.tensor(name).float().view(-1, hidden) for name in encoder.vectors(hidden)}
+        positions = None if encoder.positions is None else found[encoder.positions]
+        return Added(positions, encoder.offset, None if encoder.types is None else found[encoder.types])
+
     def steps(self, layer: LayerSpec, index: int) -> list[Step]:
         mixers = [MIXERS[s.mixer.kind](self, s.mixer, index) for s in layer.sublayers]
         found = []
@@ -297,11 +303,11 @@ class _Builder:
             norm: Norm | LayerNorm | RoundingNorm | None = None if shares else self.norm(s.pre_norm)
             following = itertools.takewhile(layer.shares, range(i + 1, len(mixers)))
             codes = {_codes_into(m) for m in (mixer, *(mixers[j] for j in following))}
-            if isinstance(norm, Norm) and len(codes) == 1 and (only := codes.pop()) is not None:
+            if isinstance(norm, Norm) and not s.carries and len(codes) == 1 and (only := codes.pop()) is not None:
                 norm = RoundingNorm(norm, only)
             post = self.norm(s.post_norm)
             ends = index if i == len(mixers) - 1 else None
-            found.append(Step(norm, mixer, post, s.residual_scale, layer.beside(i), shares, ends))
+            found.append(Step(norm, mixer, post, s.residual_scale, layer.beside(i), shares, ends, s.carries))
         return found
 
 
@@ -358,6 +364,7 @@ def build_decoder(
     table = torch.empty(0, spec.hidden_size, dtype=place.dtype, device=place.device)
     if begins or (ends and spec.tied):
         table = builder.matrix(spec.embed).dequantize(place.dtype).to(place.device)
+    added = None if spec.encoder is None else builder.added(spec.encoder, spec.hidden_size)
     steps = tuple(step for i, layer in enumerate(spec.layers) for step in builder.steps(layer, i))
     final_norm, head = (builder.norm(spec.final_norm), builder.head(spec, table)) if ends else (None, None)
-    return Decoder(spec, table, steps, final_norm, head, ops, split)
+    return Decoder(spec, table, steps, final_norm, head, ops, split, added)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from toolkit.models.spec import AttentionSpec, DecoderSpec, MoeSpec
+from toolkit.runners.tensor.cache import LayerCache
 from toolkit.runners.tensor.layers.cross import Cross, seeing
 from toolkit.runners.tensor.layers.experts import Experts
 from toolkit.runners.tensor.layers.linear import Activations, Linear, Rounded, codes_of
-from toolkit.runners.tensor.layers.mutual import see_both_ways
+from toolkit.runners.tensor.layers.mutual import see_both_ways, see_whole_texts
 from toolkit.runners.tensor.layers.norms import LayerNorm, Norm, SpreadNorm, norm_later, spread_norms
 from toolkit.runners.tensor.layers.placed import Placed
 from toolkit.runners.tensor.ops import Ops
@@ -102,7 +103,16 @@ class Attention:
         )
         if spec.q_scale is not None:
             q = (q * step.q_scales[spec.q_scale]).to(q.dtype)
-        y = self.ops.paged_attention(
+        y = see_whole_texts(q, cache, step, spec, scales) if spec.mutual else self._attend(q, cache, step, scales)
+        if len(step.batch.mutual):
+            see_both_ways(y, q, cache, step.batch, spec, scales)
+        y = y.flatten(1)
+        return self.o(y if gate is None else y * torch.sigmoid(gate))
+
+    def _attend(self, q: Tensor, cache: LayerCache, step: StepContext, scales: tuple[float, float]) -> Tensor:
+        """What queries [T, heads, head_dim] find in the cache."""
+        spec = self.spec
+        return self.ops.paged_attention(
             q,
             cache.k,
             cache.v,
@@ -121,10 +131,6 @@ class Attention:
             turned=True,
             **self.more,
         )
-        if len(step.batch.mutual):
-            see_both_ways(y, q, cache, step.batch, spec, scales)
-        y = y.flatten(1)
-        return self.o(y if gate is None else y * torch.sigmoid(gate))
 
 
 @dataclass(frozen=True)
@@ -222,7 +228,8 @@ class Moe:
 @dataclass(frozen=True)
 class Step:
     """A sublayer: norm, mixer, norm, scale. ``beside``: it reads what the one before it read, the same norm of it where
-    ``shares``. ``ends``: the number of the layer that it is the last of.
+    ``shares``. ``ends``: the number of the layer that it is the last of. ``carries``: what the first norm gives
+    takes the place of the stream.
     """
 
     pre_norm: Norm | LayerNorm | RoundingNorm | None
@@ -232,6 +239,25 @@ class Step:
     beside: bool = False
     shares: bool = False
     ends: int | None = None
+    carries: bool = False
+
+
+@dataclass(frozen=True)
+class Added:
+    """What encoders add to embeddings: rows by position and by type, [rows, hidden]."""
+
+    positions: Tensor | None
+    offset: int
+    types: Tensor | None
+
+    def __call__(self, x: Tensor, places: Tensor, types: Tensor | None) -> Tensor:
+        """``x`` [T, hidden] of tokens at ``places`` [T], of the first of two types where ``types`` is None."""
+        total = x.float()
+        if self.types is not None:
+            total = total + (self.types[0] if types is None else self.types[types])
+        if self.positions is not None:
+            total = total + self.positions[places + self.offset]
+        return total.to(x.dtype)
 
 
 def _narrowed(h: Activations, dtype: torch.dtype) -> Activations:
@@ -249,6 +275,7 @@ class Decoder:
     head: Linear | None
     ops: Ops
     split: Split | None = None  # where ``table`` and ``head`` are one rank's part
+    added: Added | None = None
 
     def embed(self, ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden]."""
@@ -280,6 +307,9 @@ class Decoder:
                 h = x.to(dtype)
             else:
                 h, x = s.pre_norm.after_add(delta, x)
+            if s.carries:
+                assert isinstance(h, Tensor), "no norm rounds for it"
+                x = h.float()
             delta = s.mixer(h, step)
             if s.post_norm is not None:
                 delta = s.post_norm(delta)

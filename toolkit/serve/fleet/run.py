@@ -13,7 +13,7 @@ from toolkit.chat.template import ChatTemplate
 from toolkit.configs.engine import EngineConfig
 from toolkit.configs.option import read_size
 from toolkit.engine.load.ranks import only_lead
-from toolkit.engine.pooling import choose as choose_pooling
+from toolkit.engine.pooling import check_pooling
 from toolkit.serve.fleet.app import create_app
 from toolkit.serve.fleet.catalog import listed
 from toolkit.serve.fleet.child import Launcher
@@ -42,7 +42,7 @@ def serve(
     only_lead(engine_config, "a server of several models")
     check_traces(settings.otlp_traces_endpoint)
     ChatTemplate.check(chat_template)
-    choose_pooling(settings.pooling, None)
+    check_pooling(settings.pooling)
     budget = None if settings.memory is None else read_size("--memory", settings.memory)
     found = listed(models, settings.models_dir, settings.alias)
     key = secrets.token_hex(16)

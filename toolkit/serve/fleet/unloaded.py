@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.recipe import open_recipe
-from toolkit.artifacts.side_files import pooling_config
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.artifacts.text_head import pooling_config
 from toolkit.chat.template import ChatTemplate
 from toolkit.engine.load.setup import tokenizer_dir
 from toolkit.serve.generation.parsing import Formats

@@ -38,9 +38,9 @@ class Budget:
 class Choice:
     """One sequence to generate: number ``index`` of the answer, from prompt number ``prompt``.
 
-    ``adapter``, ``only``, ``priority``, ``session``, ``pictures``: as of ``AsyncEngine.generate``. ``label``: the
-    client's session_id, by which it may be aborted. ``budget``: the limit of its thoughts. ``progress``: tell how far
-    the prompt has come. ``prediction``: token ids that much of the answer may be.
+    ``adapter``, ``only``, ``priority``, ``session``, ``pictures``, ``second``: as of ``AsyncEngine.generate``.
+    ``label``: the client's session_id, by which it may be aborted. ``budget``: the limit of its thoughts.
+    ``progress``: tell how far the prompt has come. ``prediction``: token ids that much of the answer may be.
     """
 
     index: int
@@ -56,3 +56,4 @@ class Choice:
     pictures: Sequence[Picture] = ()
     progress: bool = False
     prediction: Sequence[int] = ()
+    second: int = 0

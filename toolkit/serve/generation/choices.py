@@ -163,6 +163,7 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
         progress=choice.progress,
         whose=Whose(user.id, request_of(engine_id), user.rules.weight, share if user.name else 1.0, user.owner),
         prediction=choice.prediction,
+        second=choice.second,
     )
     try:
         async for response in stream:

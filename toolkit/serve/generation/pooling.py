@@ -12,16 +12,16 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from toolkit.engine.pooling import vector
 from toolkit.engine.request import Only
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.choices import run_choices
-from toolkit.serve.generation.read import encode_prompt, encode_text
+from toolkit.serve.generation.read import encode_beginning, encode_pair, encode_text
 from toolkit.serve.http.errors import ApiError, bad_field
 from toolkit.serve.state import ServerState
 
+Pair = tuple[list[int], int]  # token ids of two texts read together, and where the second begins (0: nowhere)
 WAVE = (
     64  # prompts of one request that are tokens at a time: of a long query beside each of many documents few are held
 )
@@ -39,12 +39,13 @@ async def run_prompts(
     state: ServerState,
     name: str,
     count: int,
-    encode: Callable[[int], Awaitable[list[int]]],
+    encode: Callable[[int], Awaitable[list[int] | Pair]],
     config: GenerationConfig,
     adapter: str | None,
     only: Only | None = None,
 ) -> list[Response]:
-    """The whole answers to prompts 0 … ``count`` - 1, whose token ids ``encode`` gives, in order.
+    """The whole answers to prompts 0 … ``count`` - 1, which ``encode`` gives, in order: token ids, or for a pair of
+    texts these and where the second one begins.
 
     Raises ApiError, before the engine has them, for prompts that are too many tokens together.
     """
@@ -52,7 +53,11 @@ async def run_prompts(
     tokens = 0
     for start in range(0, count, WAVE):
         numbers = range(start, min(start + WAVE, count))
-        choices = [Choice(i, i, await encode(i), config, adapter, only) for i in numbers]
+        choices = []
+        for i in numbers:
+            found = await encode(i)
+            ids, second = found if isinstance(found, tuple) else (found, 0)
+            choices.append(Choice(i, i, ids, config, adapter, only, second=second))
         tokens += sum(len(choice.token_ids) for choice in choices)
         state.settings.limits.check_read(tokens, state.engine.session_len)
         wave = {i: Response() for i in numbers}
@@ -80,7 +85,7 @@ async def embed(
 ) -> tuple[list[Any], dict[str, Any]]:
     """What ``write`` makes of the pooled hidden states of prompts 0 … ``count`` - 1, each alone, and token counts."""
     async with state.slot():
-        answers = await run_prompts(state, name, count, encode, POOLED, adapter, state.pooling)
+        answers = await run_prompts(state, name, count, encode, POOLED, adapter, state.head.pooling)
     rows = [answer.last_hidden_state[0] for answer in answers]
     size = sum(row.nbytes for row in rows)
     return await state.lanes.run(lambda: [write(row) for row in rows], size), usage(answers)
@@ -97,7 +102,8 @@ def as_numbers(values: NDArray[np.float32]) -> Any:
 
 
 class Pairs:
-    """Pairs of one of ``queries`` (or the only one) and one of ``documents``; ``params``: what a request calls them."""
+    """Pairs of one of ``queries`` (or the only one) and one of ``documents``; ``params``: what a request calls them.
+    ``most``: tokens that texts are cut to, see ``encode_beginning``."""
 
     def __init__(
         self,
@@ -107,6 +113,7 @@ class Pairs:
         documents: Sequence[str],
         params: tuple[str, str],
         instruction: str | None,
+        most: int | None = None,
     ) -> None:
         self._state = state
         self._name = name
@@ -114,26 +121,49 @@ class Pairs:
         self._documents = documents
         self._params = params
         self._instruction = instruction
+        self._most = most
 
     async def scores(self, method: str | None, adapter: str | None) -> tuple[list[float], dict[str, Any]]:
-        """One score a document, and the usage. ``method`` None: "embedding" for a model that says how its embeddings
-        are made, else "yes_no". Raises ApiError (400) for an instruction that nobody would be told."""
-        by_vectors = method == "embedding" or (method is None and self._state.embeds)
-        if by_vectors and self._instruction:
-            raise bad_field("instruction", "only with method yes_no; vectors are of the texts alone")
+        """One score a document, and the usage. ``method`` None: "classifier" for a model that was trained to score,
+        "embedding" for one that says how its embeddings are made or reads alone, else "yes_no". Raises ApiError (400)
+        for an instruction that nobody would be told."""
+        head = self._state.head
+        method = method or ("classifier" if head.scores else "embedding" if head.told or not head.writes else "yes_no")
+        if method == "classifier" and not head.scores:
+            raise bad_field("method", "classifier needs a model that has one; use embedding or yes_no")
+        told = method == "yes_no" or (method == "classifier" and head.writes)
+        if self._instruction and not told:
+            raise bad_field("instruction", "only with method yes_no; vectors and classifiers are of the texts alone")
+        ways = {"classifier": self._classified, "embedding": self._cosines, "yes_no": self._yes_or_no}
         async with self._state.slot():
-            return await (self._cosines(adapter) if by_vectors else self._yes_or_no(adapter))
+            return await ways[method](adapter)
+
+    async def _classified(self, adapter: str | None) -> tuple[list[float], dict[str, Any]]:
+        """What the model's own classifier says of each pair."""
+        state, head = self._state, self._state.head
+        encode = self._asked if head.writes else self._pair
+        answers = await run_prompts(state, self._name, len(self._documents), encode, POOLED, adapter, head.spec.pooling)
+        rows = [answer.last_hidden_state[0] for answer in answers]
+        return [head.score(row) for row in rows], usage(answers)
+
+    async def _pair(self, i: int) -> Pair:
+        """Both texts as the tokenizer joins them."""
+        return await encode_pair(self._state, self._query(i), self._documents[i], f"{self._params[1]}.{i}", self._most)
+
+    def _query(self, i: int) -> str:
+        return self._queries[i if len(self._queries) > 1 else 0]
 
     async def _cosines(self, adapter: str | None) -> tuple[list[float], dict[str, Any]]:
         texts, ahead = [*self._queries, *self._documents], len(self._queries)
         first, second = self._params
 
         async def encode(i: int) -> list[int]:
-            return await encode_prompt(self._state, texts[i], first if i < ahead else f"{second}.{i - ahead}")
+            param = first if i < ahead else f"{second}.{i - ahead}"
+            return await encode_beginning(self._state, texts[i], param, self._most)
 
         state = self._state
-        answers = await run_prompts(state, self._name, len(texts), encode, POOLED, adapter, state.pooling)
-        vectors = [vector(answer.last_hidden_state[0], None, True) for answer in answers]
+        answers = await run_prompts(state, self._name, len(texts), encode, POOLED, adapter, state.head.pooling)
+        vectors = [state.head.embedding(answer.last_hidden_state[0], None, True) for answer in answers]
         queries = vectors[:ahead] * (len(self._documents) if ahead == 1 else 1)
         scores = [float(np.dot(q, d)) for q, d in zip(queries, vectors[ahead:], strict=True)]
         return scores, usage(answers)
@@ -146,19 +176,19 @@ class Pairs:
             raise ApiError(400, "method: this model's tokenizer begins 'yes' and 'no' with one token; use embedding")
         bias = {yes: ONLY_THESE, no: ONLY_THESE}
         config = GenerationConfig(max_new_tokens=1, ignore_eos=True, logprobs=2, logit_bias=bias)
-
-        async def encode(i: int) -> list[int]:
-            query = self._queries[i if len(self._queries) > 1 else 0]
-            text = f"<Instruct>: {self._instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {self._documents[i]}"
-            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
-
-            def render() -> str:
-                return self._state.template.render(messages, enable_thinking=False)
-
-            return await encode_text(self._state, render, f"{self._params[1]}.{i}", len(text))
-
-        answers = await run_prompts(self._state, self._name, len(self._documents), encode, config, adapter)
+        answers = await run_prompts(self._state, self._name, len(self._documents), self._asked, config, adapter)
         return [_share(answer, yes, no) for answer in answers], usage(answers)
+
+    async def _asked(self, i: int) -> list[int]:
+        """The question whether a document answers a query, as a chat."""
+        query = self._query(i)
+        text = f"<Instruct>: {self._instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {self._documents[i]}"
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
+
+        def render() -> str:
+            return self._state.template.render(messages, enable_thinking=False)
+
+        return await encode_text(self._state, render, f"{self._params[1]}.{i}", len(text))
 
 
 def _share(answer: Response, yes: int, no: int) -> float:

@@ -230,6 +230,44 @@ def _encode(state: ServerState, text: str, param: str, special: bool) -> list[in
     return token_ids
 
 
+async def encode_beginning(state: ServerState, prompt: str | Sequence[int], param: str, most: int | None) -> list[int]:
+    """``encode_prompt`` of so much as ``most`` tokens, 0 or less: as much as fits; None: all, or refused."""
+    if most is None:
+        return await encode_prompt(state, prompt, param)
+    limit = _most(state, most)
+    if not isinstance(prompt, str):
+        return await encode_prompt(state, prompt[:limit], param)
+    text = prompt[: PIECE * limit]
+    ids = await state.lanes.run(lambda: state.engine.tokenizer.encode_beginning(text, limit), len(text))
+    check_prompt(state, len(ids), param)
+    return ids
+
+
+def _most(state: ServerState, most: int) -> int:
+    """Tokens that a prompt may have where a request wants it cut to ``most``."""
+    limit = state.engine.session_len - 1
+    return min(most, limit) if most > 0 else limit
+
+
+async def encode_pair(
+    state: ServerState, first: str, second: str, param: str, most: int | None
+) -> tuple[list[int], int]:
+    """Two texts that are read together: token ids, and where the second begins. ``most``: as of ``encode_beginning``,
+    the second is cut."""
+    limit = None if most is None else _most(state, most)
+    if limit is not None:
+        second = second[: PIECE * limit]
+
+    def encode() -> tuple[list[int], int]:
+        for text in (first, second) if limit is None else (first,):
+            _encode(state, text, param, special=False)  # one that is far too long is not read to its end
+        ids, begin = state.engine.tokenizer.encode_pair(first, second, limit)
+        check_prompt(state, len(ids), param)
+        return ids, begin
+
+    return await state.lanes.run(encode, len(first) + len(second))
+
+
 def check_prompt(state: ServerState, length: int, param: str) -> None:
     """Raise ApiError 400 for a prompt of ``length`` tokens if that is none, or leaves no room to generate one."""
     if not length:

@@ -74,8 +74,8 @@ class ApiKeys:
         self._seen = self._mark()
         self._in_file: dict[bytes, KeyRules] = {} if self._file is None else _read(self._file)
 
-    def __bool__(self) -> bool:
-        return bool(self._given or self._in_file)
+    def __len__(self) -> int:
+        return len({*self._given, *self._in_file})
 
     @property
     def first(self) -> str | None:

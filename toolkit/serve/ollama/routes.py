@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response as HttpResponse
 
-from toolkit.engine.pooling import vector
 from toolkit.serve.generation.chat import Chat
 from toolkit.serve.generation.plain import Plain
 from toolkit.serve.generation.pooling import as_numbers, embed
-from toolkit.serve.generation.read import PIECE, encode_prompt, parse, translated
+from toolkit.serve.generation.read import encode_beginning, parse, translated
 from toolkit.serve.http.answers import OllamaChat, OllamaEmbedding, OllamaEmbeddings, OllamaShown, OllamaText
-from toolkit.serve.http.errors import ApiError, TooLong
+from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.replies import EventReply, JsonReply, Wire, json_response, line
 from toolkit.serve.http.schema import OLLAMA_ERRORS, describe
 from toolkit.serve.ollama.asked import bare_prompt, chat_request, prompt_in_chat
@@ -34,9 +34,6 @@ from toolkit.serve.ollama.fields import (
 from toolkit.serve.ollama.told import Kind, Told, loaded
 from toolkit.serve.openai.infill import with_gap
 from toolkit.serve.state import ServerState
-
-if TYPE_CHECKING:
-    from toolkit.artifacts.text.tokenizer import Tokenizer
 
 router = APIRouter(responses=OLLAMA_ERRORS)
 BODIES: list[type[BaseModel]] = [ChatRequest, OllamaGenerateRequest, EmbedRequest, OldEmbedRequest, ShowRequest]
@@ -132,29 +129,14 @@ async def _vectors(
     state: ServerState, model: str, texts: list[str], cut: bool, dimensions: int | None
 ) -> tuple[list[Any], dict[str, Any]]:
     """The vectors of ``texts``, and the token counts; ``cut``: those that do not fit are, else they are refused."""
-    tokenizer, most = state.engine.tokenizer, state.engine.session_len - 1
 
     async def encode(i: int) -> list[int]:
-        try:
-            return await encode_prompt(state, texts[i], f"input.{i}" if len(texts) > 1 else "input")
-        except TooLong:
-            if not cut:
-                raise
-            text = texts[i][: PIECE * most]
-            return await state.lanes.run(lambda: _beginning(tokenizer, text, most), len(text))
+        return await encode_beginning(state, texts[i], f"input.{i}" if len(texts) > 1 else "input", -1 if cut else None)
 
     adapter = state.adapter_of(served_as(model, state.model_names))
     name = f"ollama-{uuid.uuid4().hex}"
-    return await embed(state, name, len(texts), encode, adapter, lambda row: as_numbers(vector(row, dimensions, True)))
-
-
-def _beginning(tokenizer: Tokenizer, text: str, most: int) -> list[int]:
-    """The first tokens of ``text``, with what the model wants around it: a last token may be what is pooled."""
-    ids, bare = tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False)
-    around = len(ids) - len(bare)
-    ahead = next((n for n in range(around) if ids[n : n + len(bare)] == bare), around)
-    behind = around - ahead
-    return [*ids[: max(0, most - behind)], *ids[len(ids) - behind :]]
+    write = partial(state.head.embedding, dimensions=dimensions, normalize=True)
+    return await embed(state, name, len(texts), encode, adapter, lambda row: as_numbers(write(row)))
 
 
 @router.post("/api/show", **describe(ShowRequest, "What a model is, as Ollama tells it", OllamaShown))
@@ -165,5 +147,7 @@ async def show(raw: Request) -> HttpResponse:
     listed = next((one for one in of_one(state) if one.name == name), None)
     if listed is None:
         raise state.not_served(name)
-    can = Abilities(state.engine.tokenizer, state.template.source, state.formats, state.embeds, state.eyes is not None)
+    can = Abilities(
+        state.engine.tokenizer, state.template.source, state.formats, state.head.told, state.eyes is not None
+    )
     return json_response(await state.lanes.run(lambda: shown(listed, can), 0))

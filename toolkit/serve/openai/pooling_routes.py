@@ -11,11 +11,10 @@ from fastapi import APIRouter, Request
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 from starlette.responses import Response as HttpResponse
 
-from toolkit.engine.pooling import vector
 from toolkit.serve.fields.protocol import Prompts, as_list
 from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.generation.pooling import Pairs, as_base64, as_numbers, embed
-from toolkit.serve.generation.read import encode_prompt, parse
+from toolkit.serve.generation.read import encode_beginning, parse
 from toolkit.serve.http.answers import Embeddings, Ranking, Scores
 from toolkit.serve.http.errors import bad_field
 from toolkit.serve.http.replies import JsonReply
@@ -23,7 +22,8 @@ from toolkit.serve.http.schema import describe
 from toolkit.serve.state import ServerState
 
 router = APIRouter()
-Method = Literal["yes_no", "embedding"]
+TRUNCATE = "Cut texts that are longer to so many tokens (of a pair the document); -1: to what the model reads"
+Method = Literal["classifier", "embedding", "yes_no"]
 
 
 class EmbeddingsRequest(Strict):
@@ -32,6 +32,7 @@ class EmbeddingsRequest(Strict):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(None, ge=1, le=1 << 20, description="Keep so many of the first")
     normalize: bool | None = Field(None, description="To length 1; default true")
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=1 << 20, description=TRUNCATE)
     user: str | None = Field(None, description="Without effect")
 
 
@@ -48,8 +49,11 @@ class PairRequest(Strict):
     model: ModelName = ""
     instruction: str | None = Field(None, description="What a document has to be, told to a model that says yes or no")
     method: Method | None = Field(
-        None, description="yes_no: how likely the model answers yes; embedding: the cosine of the two texts' vectors"
+        None,
+        description="classifier: what the model's own head says; embedding: the cosine of the two texts' vectors; "
+        "yes_no: how likely the model answers yes. Default: the first that the model was made for",
     )
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=1 << 20, description=TRUNCATE)
     user: str | None = Field(None, description="Without effect")
 
 
@@ -85,7 +89,8 @@ async def embeddings(raw: Request) -> HttpResponse:
 
 async def _embeddings(state: ServerState, request: EmbeddingsRequest) -> dict[str, Any]:
     async def encode(i: int) -> list[int]:
-        return await encode_prompt(state, request.input[i], f"input.{i}" if len(request.input) > 1 else "input")
+        param = f"input.{i}" if len(request.input) > 1 else "input"
+        return await encode_beginning(state, request.input[i], param, request.truncate_prompt_tokens)
 
     write = as_base64 if request.encoding_format == "base64" else as_numbers
     told, spent = await embed(
@@ -94,7 +99,7 @@ async def _embeddings(state: ServerState, request: EmbeddingsRequest) -> dict[st
         len(request.input),
         encode,
         state.adapter_of(request.model),
-        lambda row: write(vector(row, request.dimensions, request.normalize is not False)),
+        lambda row: write(state.head.embedding(row, request.dimensions, request.normalize is not False)),
     )
     data = [{"object": "embedding", "index": i, "embedding": value} for i, value in enumerate(told)]
     return {"object": "list", "data": data, "model": request.model, "usage": spent}
@@ -115,7 +120,9 @@ async def rerank(raw: Request) -> HttpResponse:
 
 async def _rerank(state: ServerState, request: RerankRequest) -> dict[str, Any]:
     name, texts = f"rerank-{uuid.uuid4().hex}", request.documents
-    pairs = Pairs(state, name, [request.query], texts, ("query", "documents"), request.instruction)
+    pairs = Pairs(
+        state, name, [request.query], texts, ("query", "documents"), request.instruction, request.truncate_prompt_tokens
+    )
     scores, spent = await pairs.scores(request.method, state.adapter_of(request.model))
     order = sorted(range(len(texts)), key=lambda i: -scores[i])[: request.top_n or len(texts)]
     shown = request.return_documents is not False
@@ -140,7 +147,15 @@ async def score(raw: Request) -> HttpResponse:
 
 async def _score(state: ServerState, request: ScoreRequest) -> dict[str, Any]:
     name = f"score-{uuid.uuid4().hex}"
-    pairs = Pairs(state, name, request.text_1, request.text_2, ("text_1", "text_2"), request.instruction)
+    pairs = Pairs(
+        state,
+        name,
+        request.text_1,
+        request.text_2,
+        ("text_1", "text_2"),
+        request.instruction,
+        request.truncate_prompt_tokens,
+    )
     scores, spent = await pairs.scores(request.method, state.adapter_of(request.model))
     data = [{"index": i, "object": "score", "score": value} for i, value in enumerate(scores)]
     head = {"id": name, "object": "list", "created": int(time.time()), "model": request.model}

@@ -122,13 +122,13 @@ void AdapterTable::put(const Program& p, const Ops& ops, int64_t count_threads, 
     int64_t most = 0;
     for (const Sublayer& s : p.sublayers)
         if (const Moe* m = std::get_if<Moe>(&s.mixer)) most = std::max(most, m->top_k);
-    lowered.grow(CHUNK * (1 + (experts ? most : 0)), widest);
+    lowered.grow(p.chunk * (1 + (experts ? most : 0)), widest);
     rank = widest;
     changes_experts = experts;
     threads.resize(size_t(count_threads));
     for (Scratch& s : threads) {
         if (int64_t(s.linear.size()) < room + 128) s.linear.resize(size_t(room + 128));
-        if (!s.half.data()) s.half = Pages(2 * CHUNK * STRIPE * 4 + 128);
+        if (!s.half.data()) s.half = Pages(2 * p.chunk * STRIPE * 4 + 128);
     }
     if (int64_t(slots.size()) <= slot) slots.resize(size_t(slot) + 1);
     slots[size_t(slot)] = std::move(made);

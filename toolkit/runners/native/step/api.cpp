@@ -2,6 +2,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
@@ -69,7 +70,7 @@ tk::Group& group_of(tk::Model* m, int64_t group, int64_t block) {
 
 // Of all that passes here: functions, structures, the program's record, how tensors are packed. VERSION in library.py says
 // the same; raise both when any of it changes, so that neither side reads the other's as its own.
-TK_EXPORT int tk_version() { return 23; }
+TK_EXPORT int tk_version() { return 25; }
 
 TK_EXPORT const char* tk_error() { return message.c_str(); }
 
@@ -104,6 +105,19 @@ TK_EXPORT void tk_model_lose(tk::Model* model) {
 
 // How often ranks have handed each other what they had made, so far.
 TK_EXPORT int64_t tk_model_meetings(tk::Model* model) { return model->meetings; }
+
+// From now on each of them is kept (`on`), or none; between steps.
+TK_EXPORT void tk_model_trace(tk::Model* model, int on) {
+    model->trace = on ? std::make_unique<std::vector<tk::Meeting>>() : nullptr;
+}
+
+// Those kept so far, three numbers each (tk::Meeting), `most` of them at most: how many there are. Between steps.
+TK_EXPORT int64_t tk_model_traced(tk::Model* model, double* to, int64_t most) {
+    if (!model->trace) return 0;
+    const int64_t n = int64_t(model->trace->size());
+    std::memcpy(to, model->trace->data(), size_t(std::min(n, most)) * sizeof(tk::Meeting));
+    return n;
+}
 
 TK_EXPORT void tk_model_free(tk::Model* model) { delete model; }
 

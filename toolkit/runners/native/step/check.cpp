@@ -62,7 +62,7 @@ void check_group(const Program& p, const StepArrays& in, int64_t g) {
 }
 
 // Tokens see up to themselves at least, and what runs together fits a chunk.
-void check_reach(const StepArrays& in) {
+void check_reach(const Program& p, const StepArrays& in) {
     for (int64_t s = 0; s < in.seqs; s++) {
         const int64_t shift = in.seq_lens[s] - in.cu_seqlens[s + 1];
         int64_t run = 0, before = 0;
@@ -71,7 +71,7 @@ void check_reach(const StepArrays& in) {
             within("reach", in.reach + t, 1, least, in.seq_lens[s] + 1);
             before = in.reach[t];
             run = before > t + 1 + shift ? run + 1 : 0;
-            if (run >= CHUNK) throw Error("reach: more than " + std::to_string(CHUNK) + " tokens see each other");
+            if (run >= p.chunk) throw Error("reach: more than " + std::to_string(p.chunk) + " tokens see each other");
         }
     }
 }
@@ -140,7 +140,9 @@ void check_step(const Program& p, const StepArrays& in, const StepResults& out, 
         if (fresh < 1) throw Error("cu_seqlens: sequence " + std::to_string(s) + " has no tokens");
         if (fresh > in.seq_lens[s]) throw Error("seq_lens: sequence " + std::to_string(s) + " has fewer tokens in all than new ones");
     }
-    if (in.reach) check_reach(in);
+    if (in.reach) check_reach(p, in);
+    if (p.positions) within("positions", in.positions, in.tokens, 0, p.positions.size / p.hidden - p.offset);
+    if (in.types) within("types", in.types, in.tokens, 0, std::max<int64_t>(p.types.size / p.hidden, 1));
     for (int64_t g = 0; g < in.groups; g++) {
         check_group(p, in, g);
         within("copy_blocks", in.copies[g], in.copies_size[g] * 2, 0, p.groups[g].blocks);

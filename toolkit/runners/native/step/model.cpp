@@ -1,6 +1,7 @@
 #include "step/model.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <map>
 
@@ -76,6 +77,8 @@ void run_all(Model& m, Job& job, int64_t head_blocks) {
 }
 
 }  // namespace
+
+double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 void Model::step(const StepArrays& in, const StepResults& out) {
     check_step(program, in, out, int64_t(previous.size()));

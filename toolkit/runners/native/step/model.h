@@ -23,6 +23,12 @@ struct Kept {
     Pages pages;
 };
 
+// What a rank has handed the others: from when until when, seconds of the system's steady clock, and how many bytes.
+struct Meeting {
+    double from, to, bytes;
+};
+double seconds();
+
 class Model {
 public:
     Model(Program program, const Ops* ops, int threads);
@@ -44,6 +50,7 @@ public:
     std::unique_ptr<Workspace> work;
     std::unique_ptr<Link> link;  // to the other ranks, where the program is one of several
     uint32_t meetings = 0;       // with them so far
+    std::unique_ptr<std::vector<Meeting>> trace;  // where somebody wants to know of them
     std::unique_ptr<Profile> profile;
 };
 

@@ -183,7 +183,9 @@ int64_t chunk_end(const StepArrays& in, int64_t first) {
         return in.reach[end - 1] > in.seq_lens[seq] - (in.cu_seqlens[seq + 1] - end);
     };
     int64_t end = most;
-    while (cuts(end)) end--;
+    while (end > first && cuts(end)) end--;
+    if (end > first) return end;
+    for (end = most; cuts(end);) end++;  // a text that is longer than a chunk, computed whole
     return end;
 }
 

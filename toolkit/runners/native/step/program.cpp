@@ -1,6 +1,7 @@
 // The record that program.py writes, read with every index and size checked; mixers have readers of their own (read.h).
 #include "step/program.h"
 
+#include "step/plan.h"
 #include "step/read.h"
 
 namespace tk {
@@ -51,6 +52,10 @@ Sublayer read_sublayer(const Record& r, Program& prog) {
     Sublayer s;
     s.pre = r.norm("pre_norm", prog.hidden);
     s.post = r.norm("post_norm", prog.hidden);
+    if (r.flag("carries")) {
+        if (!s.pre.present()) r.fail("carries", "without a norm");
+        std::swap(s.pre, s.carry);
+    }
     s.residual_scale = r.number("residual_scale");
     s.beside = r.flag("beside");
     s.deep = r.integer("deep", 0, prog.deep);
@@ -135,6 +140,13 @@ Program parse_program(const char* names, const double* values, int64_t count, co
     prog.head_scale = r.number("head_scale");
     prog.softcap = r.number("softcap");
     prog.embed = r.linear("embed", prog.vocab, prog.hidden, true);
+    prog.chunk = r.integer("chunk", CHUNK, 1 << 20);
+    if (r.has("encoder")) {
+        const Record added = r.record("encoder");
+        prog.positions = added.vector("positions", added.integer("position_rows", 0, LIMIT) * prog.hidden);
+        prog.types = added.vector("types", added.integer("type_rows", 0, LIMIT) * prog.hidden);
+        prog.offset = added.integer("offset", 0, LIMIT);
+    }
     const int64_t sublayers = r.integer("sublayers", 0, 1 << 16);
     for (int64_t i = 0; i < sublayers; i++) prog.sublayers.push_back(read_sublayer(r.entry("sublayers", i), prog));
     for (Sublayer& s : prog.sublayers)

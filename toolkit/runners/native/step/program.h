@@ -90,6 +90,7 @@ struct Attention {
     float scale, softcap;
     Vector alibi;            // slopes of heads, divided by `scale` unless rounded
     float alibi_rounded = 0; // what rounded products are multiplied by; 0 = they are not rounded
+    bool mutual = false;     // tokens see those behind them too, within the window
     float clip = 0;          // projections stay within it; 0 = none
     bool norm_last = false;  // q and k are normed when they are turned
     int q_form = 0;          // what queries are multiplied by, by position: 0 nothing, 1 "floor", 2 "log" (QueryScale)
@@ -225,6 +226,7 @@ using Mixer = std::variant<Attention, Latent, Cross, ShortConv, Delta, Mamba, Ml
 
 struct Sublayer {
     Norm pre, post;
+    Norm carry;  // in place of `pre`: what it gives becomes the residual
     float residual_scale = 1;
     bool beside = false;  // reads what the sublayers before it in the layer read, not what they made of it
     bool saves = false;   // what it reads is read beside it too
@@ -269,6 +271,9 @@ struct Program {
     Linear embed, head;
     Norm final_norm;
     float embed_scale, head_scale, softcap;
+    Vector positions, types;     // rows that are added to embeddings, by position and by type of the token; may be absent
+    int64_t offset = 0;          // which row is that of position 0
+    int64_t chunk = 0;           // tokens that go through the layers together, at most
     Input head_in;
     std::vector<Linear> sites;     // linears by their sites
     std::vector<bool> of_experts;  // of each site whether it is one of an expert

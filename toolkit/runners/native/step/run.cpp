@@ -19,14 +19,16 @@ int64_t phases_of(const Program& p, int64_t head_blocks) {
     return n;
 }
 
-// Rows of the residual that sublayers beside this one read when it has added to them.
+// What comes before a sublayer's input is prepared: where its norm's result becomes the residual, that; and rows of the residual
+// that sublayers beside this one read when it has added to them.
 void Run::save_rows(const Sublayer& s, Range rows) const {
+    for (int64_t t = rows.first; s.carry.present() && t < rows.last; t++) norm_row(s.carry, w.x + t * w.hidden_ld, w.x + t * w.hidden_ld);
     if (s.saves && rows.last > rows.first)
         memcpy(w.block + rows.first * w.hidden_ld, w.x + rows.first * w.hidden_ld, size_t(rows.last - rows.first) * size_t(w.hidden_ld) * 4);
 }
 
 void Run::save(const Sublayer& s) {
-    if (s.saves) share(P_OTHER, count, 1, [&](Range r) { save_rows(s, r); });
+    if (s.saves || s.carry.present()) share(P_OTHER, count, 1, [&](Range r) { save_rows(s, r); });
 }
 
 Run::Prepared Run::prepare(const Input& in, const Norm& norm, const float* from, int64_t ld, int64_t rows) {
@@ -111,6 +113,8 @@ void Run::embed_rows(Range r) {
         ops.matrix_row(changed && changed->whole.present() ? changed->whole.w : p.embed.w, id, p.embed_scale, x);
         if (p.embed.turned && !(changed && changed->whole.present())) ops.hadamard(x, p.hidden);
         if (changed && changed->low()) embed_low(*changed, id, p.embed_scale, x);
+        if (p.types) ops.add_scaled(x, p.types.data + (in.types ? in.types[at] : 0) * p.hidden, 1.0f, p.hidden);
+        if (p.positions) ops.add_scaled(x, p.positions.data + (in.positions[at] + p.offset) * p.hidden, 1.0f, p.hidden);
     }
     for (int64_t i = 0; i < in.embeds_size; i++) {
         const int64_t t = in.embed_index[i] - first;

@@ -90,6 +90,8 @@ private:
         int64_t rows = 0;
         for (const Columns& c : parts) rows = std::max(rows, c.rows);
         meetings++;
+        const bool traced = thread == 0 && model.trace;
+        const double begun = traced ? seconds() : 0;
         uint8_t* place = model.link->place(model.meetings + meetings);
         auto each = [&](int64_t t, auto&& copy) {
             int64_t at = 0;
@@ -111,6 +113,11 @@ private:
             },
             [&] { model.link->arrive(); });
         model.link->wait(model.meetings + meetings);
+        if (traced) {
+            int64_t bytes = 0;
+            for (const Columns& c : parts) bytes += c.rows * (c.own.last - c.own.first);
+            model.trace->push_back({begun, seconds(), double(bytes)});
+        }
         share(P_GATHER, rows, 1, [&](Range r) {
             for (int64_t t = r.first; t < r.last; t++)
                 each(t, [](const Columns& c, uint8_t* mine, const uint8_t* all) {
@@ -122,7 +129,9 @@ private:
     void gather(const std::vector<Columns>& parts) {
         gather(parts, [](int64_t) {});
     }
-    bool codes(const Linear& l, bool wanted) const { return p.ranks > 1 && wanted && !splits(l); }
+    // Whether what `l` reads travels in integers; what adapters read of it has to come as floats.
+    bool codes(const Linear& l, bool wanted) const { return p.ranks > 1 && wanted && !splits(l) && adapters.empty(); }
+    bool codes(const Moe& m) const { return p.ranks > 1 && m.codes && adapters.empty(); }
     void gather_mid(const Linear& l, const Input& mid, bool codes, Range own);
     void gather_hidden(const Sublayer& s, Range tiles);
     int64_t pair_unit() const { return count > SMALL ? 2 : 1; }
@@ -169,7 +178,11 @@ private:
     void store(const Attention& a, int64_t t, int64_t head, const float* key, const float* value);
     int64_t position_of(int64_t seq, int64_t flat) const { return in.seq_lens[seq] - (in.cu_seqlens[seq + 1] - flat); }
     // The position behind the last that a token sees; rows are seen from behind alone.
-    int64_t reach(const Attention& a, int64_t seq, int64_t flat) const { return in.reach && !a.rows ? in.reach[flat] : position_of(seq, flat) + 1; }
+    int64_t reach(const Attention& a, int64_t seq, int64_t flat) const {
+        const int64_t at = position_of(seq, flat);
+        if (!in.reach || a.rows) return at + 1;
+        return a.mutual && a.window ? std::min<int64_t>(in.reach[flat], at + a.window) : in.reach[flat];
+    }
     Range tiles_of(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const;
     // One tile, for tokens [first, last) of a sequence and one kv head.
     struct Piece {

@@ -12,6 +12,7 @@ struct StepArrays {
     const int32_t* from_previous;
     const int32_t* positions;  // [axes, T]
     const int32_t* reach;      // [T] the place behind the last that a token sees; null = each sees up to itself
+    const int32_t* types;      // [T] which row of Program::types is added; null = the first
     const int32_t* cu_seqlens;
     const int32_t* seq_lens;
     const int32_t* const* block_tables;

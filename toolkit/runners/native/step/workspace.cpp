@@ -140,47 +140,47 @@ Workspace::Workspace(const Program& p, const Ops& ops, int thread_count) : threa
     logit_rows = std::clamp<int64_t>(LOGIT_BYTES / (vocab_ld * 4), 8, 64);
     router_ld = w.experts;
     moe_width = w.moe;
-    moe_pairs = CHUNK * w.top_k;
+    moe_pairs = p.chunk * w.top_k;
     experts.expert.resize(size_t(moe_pairs));
     experts.weight.resize(size_t(moe_pairs));
     // floats, which take more than codes with what belongs to them
-    gathered = 4 * std::max({CHUNK * pad16(std::max(w.mid, p.hidden)) + moe_pairs * pad16(w.moe), logit_rows * vocab_ld});
+    gathered = 4 * std::max({p.chunk * pad16(std::max(w.mid, p.hidden)) + moe_pairs * pad16(w.moe), logit_rows * vocab_ld});
     const int64_t rows = std::max(QUERY_ROWS, w.heads);
-    x = take<float>(CHUNK * hidden_ld);
-    tmp = take<float>(CHUNK * hidden_ld);
-    if (w.saves) block = take<float>(CHUNK * hidden_ld);
-    qkv = take<float>(CHUNK * qkv_ld);
+    x = take<float>(p.chunk * hidden_ld);
+    tmp = take<float>(p.chunk * hidden_ld);
+    if (w.saves) block = take<float>(p.chunk * hidden_ld);
+    qkv = take<float>(p.chunk * qkv_ld);
     spread_ld = w.spread;
-    if (spread_ld) spread = take<float>(CHUNK * spread_ld);
+    if (spread_ld) spread = take<float>(p.chunk * spread_ld);
     logits = take<float>(logit_rows * vocab_ld);
-    router = take<float>(CHUNK * router_ld);
+    router = take<float>(p.chunk * router_ld);
     queries_ld = w.queries;
-    queries = take<uint8_t>(CHUNK * queries_ld * 4);
-    in = input(CHUNK, w.in);
-    mid = input(CHUNK, w.mid);
+    queries = take<uint8_t>(p.chunk * queries_ld * 4);
+    in = input(p.chunk, w.in);
+    mid = input(p.chunk, w.mid);
     if (w.top_k) {
         pairs_in = input(moe_pairs, p.hidden);
         pairs_mid = input(moe_pairs, w.moe);
         pairs_out = take<float>(moe_pairs * hidden_ld);
     }
     for (const Rope& r : p.ropes) {
-        cos.push_back(take<float>(CHUNK * r.rotary / 2));
-        sin.push_back(take<float>(CHUNK * r.rotary / 2));
+        cos.push_back(take<float>(p.chunk * r.rotary / 2));
+        sin.push_back(take<float>(p.chunk * r.rotary / 2));
     }
     dummy_cell = take<uint8_t>(w.dpad * 64);
     for (ThreadScratch& t : threads) {
         t.linear = take<uint8_t>(w.scratch);
         if (w.low) {
             t.low.ld = w.low;
-            for (LowScratch::Rows& made : t.low.made) made.x = take<float>(CHUNK * w.low);
-            t.low.gate = take<float>(CHUNK * STRIPE);
+            for (LowScratch::Rows& made : t.low.made) made.x = take<float>(p.chunk * w.low);
+            t.low.gate = take<float>(p.chunk * STRIPE);
         }
-        t.stripe = take<float>(CHUNK * STRIPE);
+        t.stripe = take<float>(p.chunk * STRIPE);
         t.in = input(SMALL, w.in);
         t.mid = input(SMALL, w.mid);
         t.head_row = take<float>(2 * w.dpad);
-        t.keep = take<float>(CHUNK);
-        t.weight = take<float>(CHUNK);
+        t.keep = take<float>(p.chunk);
+        t.weight = take<float>(p.chunk);
         t.logits = take<float>(vocab_ld);
         t.ids = take<int32_t>(vocab_ld);
         AttnScratch& a = t.attention;

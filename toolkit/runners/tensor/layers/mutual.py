@@ -1,6 +1,7 @@
-"""Attention of tokens that see each other both ways: those of a picture, in models that read it so.
+"""Attention of tokens that see each other both ways: those of a picture, in models that read it so, or of a whole text.
 
-They are few, and in prompts alone. So kernels know nothing of them: what they find for such tokens is replaced.
+Those of pictures are few, and in prompts alone: what kernels, which know nothing of them, find for such tokens is
+replaced. Of a text, which an encoder computes in one step, there is nothing else to find.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from toolkit.kernels.reference.cache import dequantize_heads, key_bits, slots_of
 from toolkit.models.spec import AttentionSpec
 from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.cache import LayerCache
+from toolkit.runners.tensor.step.context import StepContext
 
 
 def see_both_ways(
@@ -40,6 +42,38 @@ def see_both_ways(
             mine[None], k[None], v[None], attn_mask=mask, scale=spec.scale, enable_gqa=True
         )
         y[first:stop] = found[0].transpose(0, 1)
+
+
+def see_whole_texts(
+    q: Tensor, cache: LayerCache, step: StepContext, spec: AttentionSpec, scales: tuple[float, float]
+) -> Tensor:
+    """What queries ``q`` [T, heads, head_dim] find in their own texts, all of whose keys are in the cache."""
+    y = torch.empty_like(q)
+    for first, stop, slots in step.texts(spec.group, cache.k.shape[1], q.device):
+        k, v = (_read(cache, side, slots, scale, q.dtype) for side, scale in zip("kv", scales, strict=True))
+        y[first:stop] = functional.scaled_dot_product_attention(
+            q[first:stop].transpose(0, 1)[None],
+            k[None],
+            v[None],
+            attn_mask=_bias(spec, stop - first, q),
+            scale=spec.scale,
+            enable_gqa=spec.heads != spec.kv_heads,
+        )[0].transpose(0, 1)
+    return y
+
+
+def _bias(spec: AttentionSpec, length: int, q: Tensor) -> Tensor | None:
+    """What is added to scores, or which count at all, [1 or heads, length, length]; None = all do as they are."""
+    if spec.window is None and spec.alibi is None:
+        return None
+    at = torch.arange(length, device=q.device)
+    distance = (at - at[:, None]).abs()
+    seen = None if spec.window is None else distance < spec.window
+    if spec.alibi is None:
+        return seen
+    slopes = torch.tensor(spec.alibi.slopes, dtype=torch.float32, device=q.device) * spec.alibi.scale
+    bias = -slopes[:, None, None] * distance
+    return (bias if seen is None else bias.masked_fill(~seen, -torch.inf)).to(q.dtype)
 
 
 def _read(cache: LayerCache, side: str, slots: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

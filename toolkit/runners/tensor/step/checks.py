@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from toolkit.models.spec import DecoderSpec
-from toolkit.runners.base import RunnerError, check_mutual
+from toolkit.runners.base import RunnerError, check_mutual, check_texts
 from toolkit.runners.step import COLUMNS, StepBatch
 
 
@@ -53,6 +53,7 @@ def check_batch(
         if len(views.ptr) != len(views.tokens) + 1 or views.ptr[-1] != len(views.seen):
             raise RunnerError(f"views.ptr: expected {len(views.tokens) + 1} pointers that span seen")
     check_mutual(batch)
+    check_texts(batch, spec)
     for group, blocks in enumerate(num_blocks):
         if spec.cache_groups[group].kind == "state":
             _check_states(batch, new, group, blocks)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from toolkit.models.spec import QueryScale, RopeSpec
@@ -42,3 +44,17 @@ class StepContext:
     deep: tuple[Tensor, ...] = ()
     deep_index: Tensor | None = None
     routes: list[tuple[Tensor, Tensor]] | None = None
+
+    def texts(self, group: int, block_size: int, device: torch.device) -> list[tuple[int, int, Tensor]]:
+        """(first, stop) of each sequence's flat tokens, and the slots of all of its tokens in a group's cache."""
+        key = "texts", group
+        if key not in self.shared:
+            cu, table = self.batch.cu_seqlens.tolist(), self.batch.block_tables[group].astype(np.int64)
+            found = []
+            for row, (first, stop, length) in enumerate(zip(cu, cu[1:], self.batch.seq_lens.tolist(), strict=False)):
+                at = np.arange(length)
+                slots = torch.from_numpy(table[row, at // block_size] * block_size + at % block_size)
+                found.append((first, stop, slots.to(device)))
+            self.shared[key] = found
+        texts: list[tuple[int, int, Tensor]] = self.shared[key]
+        return texts

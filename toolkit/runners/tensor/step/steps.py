@@ -17,7 +17,7 @@ from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError
 from toolkit.runners.step import StepBatch
 from toolkit.runners.tensor.cache import KVCache
-from toolkit.runners.tensor.decoder import Decoder, Moe
+from toolkit.runners.tensor.decoder import Added, Decoder, Moe
 from toolkit.runners.tensor.devices.device import Device, GraphDevice
 from toolkit.runners.tensor.layers.lora import AdapterStep
 from toolkit.runners.tensor.layers.positions import PositionTables
@@ -73,7 +73,9 @@ class Steps:
         self._tile_rows: dict[Kind, dict[Heads, int]] = {(group, kept.window): {} for _, group, kept in spec.paged()}
         self.graphs: Graphs | None = None
         if on_graphs is not None:
-            one = spec.block == 1  # else no step is of one token a sequence, which is what graphs are of
+            one = (
+                spec.block == 1 and not spec.mutual
+            )  # else no step is of one token a sequence, which is what graphs are of
             self.graphs = Graphs(on_graphs, self._decode_body, bool(self._tile_rows), one and _capturable(decoder))
         self._cuts: dict[tuple[Kind, Heads], DecodeCut] = {}  # of the decode step before
         self._pictures: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # by number, what cross layers keep of them
@@ -193,6 +195,8 @@ class Steps:
         adapters = self.adapters.of_tokens(batch)
         arrays = token_arrays(batch, self.spec, self._positions.offset, adapters) | axes_array(batch)
         arrays |= table_arrays(batch)
+        if batch.types is not None:
+            arrays["types"] = batch.types.astype(np.int64)
         if batch.embeds is not None and len(batch.embed_index):
             arrays |= {"embeds": batch.embeds, "embed_index": batch.embed_index.astype(np.int64)}
         if len(batch.routed):
@@ -200,7 +204,7 @@ class Steps:
         t = self.device.put(arrays)
         split = self.decoder.split
         if split is None or split.begins:
-            x = self._embed(t)
+            x = self._embed(t) if self.decoder.added is None else self._embed_text(t, self.decoder.added)
         else:
             x = split.receive((len(batch.token_ids), self.spec.hidden_size), self.device.torch)
         if "embeds" in t and (split is None or split.begins):
@@ -242,6 +246,9 @@ class Steps:
         source = t["source"]
         taken = self._previous.index_select(0, source.clamp(min=0))
         return self.decoder.embed(torch.where(source >= 0, taken, t["ids"]))
+
+    def _embed_text(self, t: dict[str, Tensor], added: Added) -> Tensor:
+        return added(self._embed(t), t["rope"], t.get("types"))
 
     def _plan(
         self,

@@ -262,13 +262,13 @@ class Batches:
                 self._refuse(batch, tally.total)
                 return "failed"
             for id, file in ((batch.output, good), (batch.faults, bad)):
-                store.grow(id, file.size)
+                store.grow(id, file.size, batch.owner)
             if batch.status == "validating":
                 batch.become("in_progress")
             store.save("batches", batch)
 
             def write(line: bytes, fine: bool) -> None:
-                store.grow(batch.output if fine else batch.faults, len(line))
+                store.grow(batch.output if fine else batch.faults, len(line), batch.owner)
                 (good if fine else bad).write(line)
 
             try:

@@ -11,6 +11,7 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,12 +25,13 @@ from toolkit.configs.option import spelled
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.limits import Limits
+from toolkit.serve.openai.batches import leftovers
+from toolkit.serve.openai.batches.leftovers import FOLDERS, LOCK, SALT
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
 _ID = re.compile(r"(file|batch)-[0-9a-f]{24}|batch_[0-9a-f]{24}|(resp|talk)_[0-9a-f]{32}")
-_FOLDERS = ("files", "batches", "responses", "sessions")
-_SALT, _LOCK = "salt", "lock"
+_WHAT = {"max_files": "files", "max_files_bytes": "bytes of files"}
 
 
 class StorageFull(Exception):
@@ -68,19 +70,22 @@ class FileStore:
         self._lock: IO[bytes] | None = None
         self._salt = secrets.token_bytes(32)
         self._files: dict[str, Stored] = {}  # the oldest first
-        self._growing: dict[str, int] = {}  # bytes of each
+        self._growing: dict[str, tuple[str, int]] = {}  # owner and bytes of each that is not kept yet
+        self.shared: Callable[[], bool] = lambda: True  # whether there may be other keys than an owner's own
         self.lasting = directory is not None
         self._writer = ThreadPoolExecutor(1, "toolkit-records")  # of what nobody waits for, in its order
         self.in_use: Callable[[str], bool] = lambda id: False  # whether a file has to stay although its time is over
         if directory is not None:
             self._open(directory.expanduser())
+        else:
+            self._writer.submit(leftovers.clear, Path(tempfile.gettempdir()))
 
     def _open(self, root: Path) -> None:
         try:
-            for folder in (root, *(root / name for name in _FOLDERS)):
+            for folder in (root, *(root / name for name in FOLDERS)):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = (root / _LOCK).open("ab")
-            salt = root / _SALT
+            self._lock = (root / LOCK).open("ab")
+            salt = root / SALT
             if not salt.exists():
                 _write(salt, self._salt)
             self._salt = salt.read_bytes()
@@ -101,7 +106,7 @@ class FileStore:
         """Raises ApiError where no temporary one can be made."""
         if self._root is None:
             try:
-                self._temporary = tempfile.TemporaryDirectory(prefix="toolkit-batches-", ignore_cleanup_errors=True)
+                self._temporary = tempfile.TemporaryDirectory(prefix=leftovers.PREFIX, ignore_cleanup_errors=True)
             except OSError as error:
                 raise no_room(error) from error
             self._open(Path(self._temporary.name))
@@ -142,17 +147,25 @@ class FileStore:
         """Raise ApiError where another file of ``size`` bytes is too many; of a key also where it would have more than
         it leaves to others, so that there is always room for one who has less."""
         self._expire()
-        limits, own = self.limits, self.files(owner) if owner else []
-        for name, used, more, mine, what in (
-            ("max_files", len(self._files), 1, len(own), "files"),
-            ("max_files_bytes", self._used(), size, sum(file.bytes for file in own), "bytes of files"),
-        ):
-            if used + more > (most := getattr(limits, name)):
-                raise limits.refusal(name, None, used + more, f"{what} together (delete some)")
-            if mine and mine + more > (left := most - used):
-                option = f"{spelled(name)} ({most:,})"
-                told = f"found {mine + more:,} {what} of this key, expected at most the {left:,} that are free"
-                raise ApiError(400, f"{told} of the server's {option}; delete some", code="limit_exceeded")
+        self._check("max_files", 1, owner)
+        self._check("max_files_bytes", size, owner)
+
+    def _check(self, name: str, more: int, owner: str) -> None:
+        """Of one limit."""
+        limits, what = self.limits, _WHAT[name]
+        kept = Counter[str]()
+        for file in self._files.values():
+            kept[file.owner] += file.bytes if name == "max_files_bytes" else 1
+        if name == "max_files_bytes":
+            for whose, count in self._growing.values():
+                kept[whose] += count
+        used, mine, most = kept.total(), kept[owner], getattr(limits, name)
+        if used + more > most:
+            raise limits.refusal(name, None, used + more, f"{what} together (delete some)")
+        if owner and mine and mine + more > (left := most - used) and self.shared():
+            option = f"{spelled(name)} ({most:,})"
+            told = f"found {mine + more:,} {what} of this key, expected at most the {left:,} that are free"
+            raise ApiError(400, f"{told} of the server's {option}; delete some", code="limit_exceeded")
 
     def add(self, source: IO[bytes], owner: str, filename: str, purpose: str, seconds: float) -> Stored:
         """Keep a copy of ``source`` for so many seconds. Raises ApiError."""
@@ -181,12 +194,14 @@ class FileStore:
         self._growing.pop(id, None)
         return file
 
-    def grow(self, id: str, size: int) -> None:
-        """Note that so many bytes are about to be added to a file that is not kept yet. Raises StorageFull."""
-        if self._used() + size > self.limits.max_files_bytes:
-            refused = self.limits.refusal("max_files_bytes", None, self._used() + size, "bytes of files together")
-            raise StorageFull(refused.message)
-        self._growing[id] = self._growing.get(id, 0) + size
+    def grow(self, id: str, size: int, owner: str) -> None:
+        """Note that so many bytes are about to be added to a file of ``owner`` that is not kept yet. Raises
+        StorageFull where ``check_room`` would refuse them."""
+        try:
+            self._check("max_files_bytes", size, owner)
+        except ApiError as error:
+            raise StorageFull(str(error)) from error
+        self._growing[id] = owner, self._growing.get(id, ("", 0))[1] + size
 
     def drop(self, id: str) -> None:
         """Forget a file."""
@@ -194,9 +209,6 @@ class FileStore:
         self._growing.pop(id, None)
         self.forget("files", id)
         self.path(id).unlink(missing_ok=True)
-
-    def _used(self) -> int:
-        return sum(file.bytes for file in self._files.values()) + sum(self._growing.values())
 
     def _expire(self) -> None:
         now = time.time()

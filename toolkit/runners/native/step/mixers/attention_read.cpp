@@ -75,6 +75,7 @@ Mixer read_attention(const Record& r, Program& prog) {
     a.window = r.integer("window", 0, LIMIT);
     a.chunked = r.flag("chunked");
     if (a.chunked && !a.window) r.fail("chunked", "without a window");
+    a.mutual = r.flag("mutual");
     a.scale = r.number("scale");
     a.softcap = r.number("softcap");
     a.clip = r.number("clip");
@@ -83,6 +84,7 @@ Mixer read_attention(const Record& r, Program& prog) {
         a.alibi = alibi.needed("slopes", a.heads);
         a.alibi_rounded = alibi.number("rounded");
         if (a.softcap > 0) r.fail("alibi", "beside a softcap");
+        if (a.mutual && a.alibi_rounded != 0.0f) r.fail("alibi", "rounded, of tokens that see each other");
     }
     a.norm_last = r.flag("norm_last");
     if (r.has("q_scale")) read_query_scale(r.record("q_scale"), a);

@@ -205,7 +205,7 @@ void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next,
         }
     }
     AttnParams params{a.dpad, a.vpad, a.scale, a.softcap, stored ? a.kv_type : loaded_type(p.bf16)};
-    if (a.alibi) params.slope = s.slope, params.from = s.from, params.rounded = a.alibi_rounded;
+    if (a.alibi) params.slope = s.slope, params.from = s.from, params.rounded = a.alibi_rounded, params.both = a.mutual;
     ops.attn_tile(params, kv, query(a, head, t0 - first), (t1 - t0) * a.per_kv, s.lo, s.hi, to, s.scores);
 }
 

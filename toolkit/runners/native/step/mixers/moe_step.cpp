@@ -226,7 +226,7 @@ void Run::experts(const Moe& m) {
     const ExpertRows& r = w.experts;
     const int64_t pairs = count * m.top_k;
     gather_pairs_mid(m);
-    if (!(p.ranks > 1 && m.codes)) share(P_MOE, pairs + (m.has_shared ? count : 0), 1, [&](Range rows) {
+    if (!codes(m)) share(P_MOE, pairs + (m.has_shared ? count : 0), 1, [&](Range rows) {
         for (int64_t i = rows.first; i < rows.last; i++)
             if (i < pairs) quantize_row(m.experts[size_t(r.expert[size_t(r.pair[size_t(i)])])].mid, w.pairs_mid, i);
             else quantize_row(m.shared.mid, w.mid, i - pairs);
@@ -247,7 +247,7 @@ void Run::gather_pairs_mid(const Moe& m) {
     const Range own = in_tiles(e.up.own, e.mid.width);
     const Range shared = m.has_shared ? in_tiles(m.shared.up.own, m.shared.mid.width) : Range{0, 0};
     std::vector<Columns> parts;
-    if (!m.codes) {
+    if (!codes(m)) {
         parts.push_back(floats(w.pairs_mid.x, pairs, w.pairs_mid.ldx, e.mid.width, own));
         if (m.has_shared) parts.push_back(floats(w.mid.x, count, w.mid.ldx, m.shared.mid.width, shared));
         return gather(parts);
@@ -296,7 +296,7 @@ void Run::use_pairs(const Moe& m, const Mlp& e) {
     static const Adapters none;
     if (adapters.empty()) return;
     if (&e == &m.shared) use_adapters(adapters);
-    else if (model.adapters.changes_experts) use_adapters(w.experts.adapters, 0, CHUNK);
+    else if (model.adapters.changes_experts) use_adapters(w.experts.adapters, 0, p.chunk);
     else use_adapters(none);
 }
 

@@ -1,0 +1,86 @@
+"""How long a sum over two ranks takes on links of 1, 10 and 100 Gbit/s beside what docs/distributed.md predicts:
+python scripts/bench/links.py
+
+Two network namespaces stand for machines (veth and tbf; needs root, ip and tc).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+ADDRESSES = ("10.97.6.1", "10.97.6.2")
+RATES = {"no limit": None, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "100 Gbit/s": 1e11}
+SIZES = (8 << 10, 64 << 10, 1 << 20, 8 << 20)  # bytes: of a token's row of 2048 floats, of 8, of 128, of 1024
+PORT = 29533
+
+
+def rank_main(rank: int) -> None:
+    """Sums of all sizes; the first rank prints seconds of each, the median."""
+    import torch
+    import torch.distributed as dist
+
+    from toolkit.parallel.group import Group
+    from toolkit.parallel.layout import Layout
+    from toolkit.parallel.part import Part
+
+    layout = Layout(tp=2)
+    group = Group(rank, layout, Part(None, {}, (0, 0), (1, 1), {}), 1)  # type: ignore[arg-type]  # nothing is computed
+    if rank == 0:
+        store = dist.TCPStore(ADDRESSES[0], PORT, is_master=True, wait_for_workers=False)
+        group.meet(store, ADDRESSES[0], 60)
+    else:
+        group.join_at(ADDRESSES[0], PORT, ADDRESSES[1], 60)
+    for size in SIZES:
+        x, taken = torch.zeros(size // 4), []
+        for _ in range(25 if size < 1 << 20 else 9):
+            begun = time.perf_counter()
+            group.sum(x)
+            taken.append(time.perf_counter() - begun)
+        if rank == 0:
+            print(sorted(taken[2:])[len(taken[2:]) // 2], flush=True)
+
+
+def main() -> None:
+    names = [f"links-{os.getpid()}-{i}" for i in (1, 2)]
+    ends = [f"ln{os.getpid() % 100000}{side}" for side in "ab"]
+
+    def run(*command: str) -> None:
+        subprocess.run(command, check=True)
+
+    try:
+        for name in names:
+            run("ip", "netns", "add", name)
+        run("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for name, end, address in zip(names, ends, ADDRESSES, strict=True):
+            run("ip", "link", "set", end, "netns", name)
+            run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", end)
+            for one in (end, "lo"):
+                run("ip", "-n", name, "link", "set", one, "up")
+        free: list[float] = []
+        for told, rate in RATES.items():
+            for name, end in zip(names, ends, strict=True):
+                if rate is not None:
+                    limit = ("rate", f"{rate:.0f}bit", "burst", f"{max(64_000, rate / 8e3):.0f}", "latency", "200ms")
+                    run("tc", "-n", name, "qdisc", "replace", "dev", end, "root", "tbf", *limit)
+            command = [sys.executable, __file__]
+            ranks = [
+                subprocess.Popen(["ip", "netns", "exec", name, *command, str(i)], stdout=subprocess.PIPE, text=True)
+                for i, name in enumerate(names)
+            ]
+            said = [rank.communicate(timeout=120)[0] for rank in ranks]
+            found = [float(line) for line in said[0].split()]
+            free = free or found
+            for size, seconds, bare in zip(SIZES, found, free, strict=True):
+                wire = 0.0 if rate is None else 8 * size / rate  # 2 (N - 1) / N of it, of two ranks
+                predicted = "" if rate is None else f"{1e3 * max(bare, free[0] + wire):10.3f} ms predicted"
+                print(f"{told:>11} {size >> 10:6} KiB {1e3 * seconds:10.3f} ms {predicted}", flush=True)
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+if __name__ == "__main__":
+    rank_main(int(sys.argv[1])) if len(sys.argv) > 1 else main()

@@ -1,0 +1,179 @@
+"""What a folder says of the vectors and scores that are made of a text: its sentence-transformers modules, or the head
+of a classifier. In an artifact it is ``text_head.json`` with the layers' numbers beside it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.artifacts.json_file import read_json, read_json_object
+from toolkit.artifacts.weight_files.safetensors_file import map_arrays
+from toolkit.base.record import plain, read
+from toolkit.errors import ToolkitError
+from toolkit.models.registry import find_family, text_head
+from toolkit.models.spec import HeadActivation, HeadLayer, Pooling, TextHead
+
+HEAD, NUMBERS, MODULES = "text_head.json", "text_head.safetensors", "modules.json"
+# What sentence-transformers keeps in a folder of its own; the first that is there counts.
+POOLING_CONFIGS = ("pooling_config.json", "1_Pooling/config.json")
+_MODES: dict[str, Pooling] = {
+    "cls_token": "cls",
+    "cls": "cls",
+    "lasttoken": "last",
+    "mean_tokens": "mean",
+    "mean": "mean",
+}
+_ACTIVATIONS: dict[str, HeadActivation] = {
+    "Identity": "none",
+    "Tanh": "tanh",
+    "GELU": "gelu",
+    "ReLU": "relu",
+    "SiLU": "silu",
+    "Sigmoid": "sigmoid",
+}
+_WITHOUT_EFFECT = ("Transformer", "Pooling", "Normalize", "Dropout")
+Arrays = dict[str, NDArray[np.float32]]
+
+
+def find_head(directory: Path, pooling: Pooling | None = None) -> TextHead | None:
+    """What the folder says of its vectors or scores; None where it says nothing. ``pooling``: what embeddings are made
+    by, whatever the folder says. Raises ToolkitError for what cannot be computed here."""
+    if (file := directory / HEAD).is_file():
+        try:
+            return read(TextHead, read_json_object(file))
+        except ValueError as error:
+            raise ToolkitError(f"{file}: {error}; convert the model again") from error
+    config = directory / "config.json"
+    if config.is_file() and (head := text_head(read_json_object(config), str(config))) is not None:
+        return head
+    layers = tuple(_dense(directory, entry) for entry in _modules(directory, "Dense"))
+    pooling = pooling or _pooling(directory)
+    return None if pooling is None and not layers else TextHead(pooling or default_pooling(directory), layers)
+
+
+def default_pooling(directory: Path) -> Pooling:
+    """Where a folder says nothing: a reader's first token, a writer's last one."""
+    return "cls" if reads_alone(directory) else "last"
+
+
+def reads_alone(directory: Path) -> bool:
+    """Whether the model in the folder writes no texts."""
+    config = directory / "config.json"
+    try:
+        return find_family(read_json_object(config), str(config)).encodes
+    except ToolkitError:
+        return False
+
+
+def head_numbers(directory: Path, head: TextHead) -> Arrays:
+    """The layers' numbers, float32: "0.weight", "0.bias", "1.weight" … Raises ToolkitError where they are missing."""
+    if (file := directory / NUMBERS).is_file():
+        return {name: np.array(array, np.float32) for name, array in map_arrays(file).items()}
+    found: Arrays = {}
+    for i, layer in enumerate(head.layers):
+        arrays = _of_file(directory / layer.file) if layer.file else _of_model(directory, layer)
+        names = [n for n in (layer.name, *layer.others) if f"{n}.weight" in arrays]
+        if not names:
+            raise ToolkitError(
+                f"{directory / layer.file}: tensor {layer.name}.weight is missing; fetch the model again"
+            )
+        for part in ("weight", "bias"):
+            if f"{names[0]}.{part}" in arrays:
+                found[f"{i}.{part}"] = arrays[f"{names[0]}.{part}"]
+    return found
+
+
+def write_head(source: Path, target: Path) -> list[str]:
+    """Write what ``source`` says to an artifact; returns the files' names. What is said by the pooling alone is left to
+    its own file."""
+    head = find_head(source)
+    if head is None or not head.layers:
+        return []
+    from safetensors.numpy import save_file
+
+    save_file(head_numbers(source, head), target / NUMBERS)
+    bare = replace(head, layers=tuple(replace(layer, file="", others=()) for layer in head.layers))
+    (target / HEAD).write_text(json.dumps(plain(bare), indent=2) + "\n")
+    return [HEAD, NUMBERS]
+
+
+def pooling_config(directory: Path) -> Path | None:
+    """The file of a model's directory that says how its embeddings are pooled, None where there is none."""
+    named = [f"{entry['path']}/config.json" for entry in _modules(directory, "Pooling")]
+    return next((file for name in (*POOLING_CONFIGS, *named) if (file := directory / name).is_file()), None)
+
+
+def _pooling(directory: Path) -> Pooling | None:
+    file = pooling_config(directory)
+    if file is None:
+        return None
+    values = read_json_object(file)
+    told = values.get("pooling_mode")
+    modes = [told] if isinstance(told, str) else told if isinstance(told, list) else None
+    if modes is None:
+        begin = "pooling_mode_"
+        modes = [name.removeprefix(begin) for name, on in values.items() if name.startswith(begin) and on is True]
+    if len(modes) != 1 or modes[0] not in _MODES:
+        shown = ", ".join(map(str, modes)) or "none"
+        raise ToolkitError(f"{file}: pooling_mode: expected cls_token, mean_tokens or lasttoken, found {shown:.80}")
+    return _MODES[modes[0]]
+
+
+def _modules(directory: Path, kind: str) -> list[dict[str, Any]]:
+    """The entries of ``modules.json`` of this kind."""
+    file = directory / MODULES
+    entries = read_json(file) if file.is_file() else []
+    found = []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        if (
+            not isinstance(entry, dict)
+            or not isinstance(entry.get("type"), str)
+            or not isinstance(entry.get("path"), str)
+        ):
+            raise ToolkitError(f"{file}: expected a list of modules with type and path, found {entry!r:.60}")
+        name = entry["type"].rpartition(".")[2]
+        if name not in (*_WITHOUT_EFFECT, "Dense"):
+            raise ToolkitError(f"{file}: type: found {name:.60}, expected {', '.join((*_WITHOUT_EFFECT, 'Dense'))}")
+        if Path(entry["path"]).is_absolute() or ".." in Path(entry["path"]).parts:
+            raise ToolkitError(f"{file}: path: expected a folder inside, found {entry['path']!r:.60}")
+        if name == kind:
+            found.append(entry)
+    return found
+
+
+def _dense(directory: Path, entry: dict[str, Any]) -> HeadLayer:
+    folder = directory / entry["path"]
+    config = read_json_object(folder / "config.json")
+    told = str(config.get("activation_function") or "torch.nn.modules.activation.Tanh").rpartition(".")[2]
+    if told not in _ACTIVATIONS:
+        expected = ", ".join(_ACTIVATIONS)
+        raise ToolkitError(f"{folder / 'config.json'}: activation_function: found {told:.60}, expected {expected}")
+    if not (folder / "model.safetensors").is_file():
+        raise ToolkitError(f"{folder}: expected model.safetensors; write the module in that form")
+    return HeadLayer("linear", activation=_ACTIVATIONS[told], file=f"{entry['path']}/model.safetensors")
+
+
+def _of_file(file: Path) -> Arrays:
+    """Tensors of a small file."""
+    return {name: _wide(array) for name, array in map_arrays(file).items()}
+
+
+def _of_model(directory: Path, layer: HeadLayer) -> Arrays:
+    """A layer's tensors among the weights of a model."""
+    from toolkit.artifacts.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(directory)
+    names = [f"{name}.{part}" for name in (layer.name, *layer.others) for part in ("weight", "bias")]
+    return {name: checkpoint.tensor(name).float().numpy() for name in names if name in checkpoint}
+
+
+def _wide(array: NDArray[Any]) -> NDArray[np.float32]:
+    """float32; what is bfloat16 comes as its bits."""
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return np.array(array, np.float32)

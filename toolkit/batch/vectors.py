@@ -1,0 +1,112 @@
+"""The vectors of a batch's answers as one file, in the order of the lines: .npy, Parquet, or JSON lines."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from toolkit.base import extras
+from toolkit.errors import ToolkitError, UsageError
+
+FORMS = (".npy", ".parquet", ".jsonl")
+ROWS = 4096  # of a Parquet file that are written at once
+Vectors = NDArray[np.float32]
+
+
+def answers_file(target: Path) -> Path:
+    """Where a run keeps its answers until all are there: beside the target, hidden."""
+    return target.with_name(f".{target.name}.partial.jsonl")
+
+
+def check_target(target: Path) -> None:
+    """Raise UsageError for a file of another kind."""
+    if target.suffix not in FORMS:
+        raise UsageError(f"{target}: expected a file that ends in {', '.join(FORMS)}, found {target.suffix or 'none'}")
+    if target.exists() and not target.is_file():
+        raise UsageError(f"{target}: expected a file for the vectors, found something else")
+    if target.suffix == ".parquet":
+        extras.require("pyarrow", "a .parquet file of vectors")
+
+
+def collect(answers: Path, target: Path) -> tuple[int, int]:
+    """Write what the answers hold to ``target``, whole or not at all. (vectors, numbers in each). Lines that failed
+    are rows of NaN in .npy, null in the others. Raises ToolkitError where there is no vector at all."""
+    places = sorted((number, at) for number, at in _lines(answers))
+    width = next((len(v) for _, at in places if (v := _read(answers, at)[1]) is not None), 0)
+    if not width:
+        raise ToolkitError(f"{answers}: no line has a vector; its lines say why")
+    made = target.with_name(f".{target.name}.writing")
+    rows = (_read(answers, at) for _, at in places)
+    _WRITERS[target.suffix](made, rows, len(places), width)
+    os.replace(made, target)
+    return len(places), width
+
+
+def _lines(answers: Path) -> Iterator[tuple[int, int]]:
+    """(number of a line of the input, where its answer begins)."""
+    with answers.open("rb") as file:
+        at = 0
+        for line in file:
+            head = line[: line.index(b'"', len(b'{"id":"'))]
+            yield int(head.rpartition(b"batch_req_")[2].partition(b"_")[0]), at
+            at += len(line)
+
+
+def _read(answers: Path, at: int) -> tuple[str, Vectors | None]:
+    """(custom_id, the vector or None) of the answer that begins there."""
+    with answers.open("rb") as file:
+        file.seek(at)
+        answer = orjson.loads(file.readline())
+    body = (answer["response"] or {}).get("body") or {}
+    data = body.get("data")
+    name = answer["custom_id"] or ""
+    return name, np.frombuffer(base64.b64decode(data[0]["embedding"]), "<f4") if data else None
+
+
+Rows = Iterator[tuple[str, Vectors | None]]
+
+
+def _npy(file: Path, rows: Rows, count: int, width: int) -> None:
+    made = np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=(count, width))
+    for i, (_, row) in enumerate(rows):
+        made[i] = np.nan if row is None else row
+    made.flush()
+
+
+def _jsonl(file: Path, rows: Rows, count: int, width: int) -> None:
+    with file.open("wb") as out:
+        for name, row in rows:
+            line = {"custom_id": name, "embedding": row}
+            out.write(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
+
+
+def _parquet(file: Path, rows: Rows, count: int, width: int) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    vector = pa.list_(pa.float32(), width)
+    schema = pa.schema([("custom_id", pa.string()), ("embedding", vector)])
+    with parquet.ParquetWriter(file, schema) as out:
+        held: list[tuple[str, Vectors | None]] = []
+
+        def write() -> None:
+            names = pa.array([name for name, _ in held], pa.string())
+            vectors = pa.array([None if row is None else row.tolist() for _, row in held], vector)
+            out.write_table(pa.table([names, vectors], schema=schema))
+            held.clear()
+
+        for row in rows:
+            held.append(row)
+            if len(held) == ROWS:
+                write()
+        if held:
+            write()
+
+
+_WRITERS: dict[str, Callable[[Path, Rows, int, int], None]] = {".npy": _npy, ".parquet": _parquet, ".jsonl": _jsonl}

@@ -1,0 +1,40 @@
+"""What a model has that reads a text as a whole and writes none: BERT and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.models.spec import sound
+
+
+@dataclass(frozen=True)
+class EncoderSpec:
+    """What such a model adds to the embeddings of tokens.
+
+    ``positions`` names a matrix of ``position_rows`` rows, of which a token at position p is given number p +
+    ``offset``; ``types`` one of ``type_rows``, of which the tokens of a text are given number 0, and those of the
+    second text of a pair number 1. None: the model has no such matrix.
+    """
+
+    positions: str | None = None
+    position_rows: int = 0
+    offset: int = 0
+    types: str | None = None
+    type_rows: int = 0
+
+    def vectors(self, hidden: int) -> dict[str, int]:
+        """Its parameters: name → numbers in it."""
+        return {name: rows * hidden for name, (rows, _) in self.shapes(hidden).items()}
+
+    def shapes(self, hidden: int) -> dict[str, tuple[int, int]]:
+        """As checkpoints store them: name → shape."""
+        both = (self.positions, self.position_rows), (self.types, self.type_rows)
+        return {name: (rows, hidden) for name, rows in both if name is not None}
+
+    def check(self, max_position: int) -> None:
+        """Raise ValueError for numbers that cannot be."""
+        for name, rows in (("positions", self.position_rows), ("types", self.type_rows)):
+            given = getattr(self, name)
+            sound.expect(name, bool(rows) == (given is not None), given, f"a name, as there are {rows} rows")
+        least = max_position + self.offset if self.positions else 0
+        sound.expect("position_rows", self.position_rows >= least, self.position_rows, f"at least {least}")
