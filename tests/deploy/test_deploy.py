@@ -176,7 +176,7 @@ def test_other_engines_get_a_script_and_a_container(to: str, models: dict[str, P
 
 
 def test_dynamo_s_graph(models: dict[str, Path], tmp_path: Path) -> None:
-    deploy(str(models["fp8"]), tmp_path / "out", to="dynamo", asked=Deployment(replicas="3", secret="hub"))
+    deploy(str(models["fp8"]), tmp_path / "out", to="dynamo", asked=Deployment(replicas=3, secret="hub"))
     (graph,) = read(tmp_path / "out/graph.yaml")
     front, worker = graph["spec"]["components"]
     assert (front["type"], worker["type"], worker["replicas"]) == ("frontend", "worker", 3)
@@ -214,9 +214,8 @@ def test_a_device_that_an_artifact_is_not_packed_for(models: dict[str, Path], tm
     ("flags", "message"),
     [
         (["--to", "nowhere"], "--to: expected one of docker, compose, k8s"),
-        (["--to", "k8s", "--replicas", "3:1"], "--replicas: expected MIN:MAX with MIN no larger than MAX, found 3:1"),
-        (["--to", "k8s", "--replicas", "1:3"], "--replicas: k8s takes one number"),
-        (["--to", "k8s", "--replicas", "0"], "--replicas: expected 1 or more"),
+        (["--to", "k8s", "--replicas", "1:3"], "Invalid value for '--replicas'"),
+        (["--to", "k8s", "--replicas", "0"], "Invalid value for '--replicas'"),
         (["--to", "k8s", "--name", "A_b"], "--name: expected lower-case letters"),
         (["--to", "k8s", "--image", "a b"], "--image: expected the name of an image"),
         (["--to", "k8s", "--memory", "much"], "--memory: expected a size such as"),

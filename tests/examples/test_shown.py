@@ -33,6 +33,7 @@ FOREIGN = {
     "--rm",
     "--set",
     "--shm-size",
+    "--standalone",
 }  # llama.cpp, gdb, lm-eval, docker, helm, torchrun, systemctl
 SHOWN = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]")
 

@@ -148,3 +148,12 @@ def test_a_config_imports_its_family_alone():
 def test_what_a_spec_cannot_say_is_refused_with_what_is_missing(name):
     with pytest.raises(ToolkitError, match=f"{name} needs {LACKING[name]}, which no runner here computes"):
         build({"architectures": [name], "model_type": "x"})
+
+
+@pytest.mark.parametrize("kind", [dict(rope_type="yarn", factor=4.0), dict(type="linear", factor=2.0)])
+def test_rope_scaling_overrides_both_spellings_alike(kind):
+    """A config of transformers 5 keeps its base in ``rope_parameters``, which stays."""
+    named = dict(CONFIG, architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    spelled = ({"rope_theta": 1e6}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
+    old, new = (build(apply_overrides({**named, **rope}, {"rope_scaling": kind}))[0] for rope in spelled)
+    assert old == new and new.ropes()[0].theta == 1e6

@@ -50,7 +50,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_measured_engine(run: Run, profile: Path, tmp_path: Path) -> None:
-    load = ["--request-rate", 12, "--num-prompts", 300, "--random-input-len", 128, "--random-output-len", "16:64"]
+    load = ["--request-rate", 12, "--num-prompts", 100, "--random-input-len", 128, "--random-output-len", "16:64"]
     files = ["--json", tmp_path / "a.json", "--csv", tmp_path / "a.csv", "--plot", tmp_path / "a.png"]
     goals = ["--slo", "ttft:400", "--slo", "tpot:p50:30", "--price", 0.5, "--max-batch-size", 16]
     done = run("--profile", profile, *load, *goals, *files)
@@ -67,7 +67,7 @@ def test_a_measured_engine(run: Run, profile: Path, tmp_path: Path) -> None:
 
 
 def test_the_number_is_the_smallest_that_keeps_the_goals(profile: Path) -> None:
-    demand = Demand(request_rate=15.0, num_prompts=300, random_output_len="32", slo=("ttft:300",), max_batch_size=16)
+    demand = Demand(request_rate=15.0, num_prompts=100, random_output_len="32", slo=("ttft:300",), max_batch_size=16)
     machine = Machine("m", None, TIME, Limits(16), "measured")
     (answer,) = plan(demand, [machine])
     assert answer.replicas is not None and answer.replicas > 1
@@ -93,7 +93,7 @@ def test_machines_to_choose_from(run: Run, tmp_path: Path, profile: Path) -> Non
     slow = H200 | {"name": "slow", "bandwidth_gb_s": 1000, "tflops": 300, "memory_gb": 80, "price": 1.5}
     machines = [H200, slow, {"name": "old", "price": 0.2, "profile": "loops.json"}]
     (tmp_path / "machines.json").write_text(json.dumps({"model": MODEL, "machines": machines}))
-    flags = ["--request-rate", 40, "--num-prompts", 400, "--random-output-len", 64, "--slo", "tpot:50", "--json", "-"]
+    flags = ["--request-rate", 12, "--num-prompts", 80, "--random-output-len", 32, "--slo", "ttft:500", "--json", "-"]
     done = run("--machines", tmp_path / "machines.json", *flags)
     assert done.returncode == 0, done.stderr
     fast, slow_row, old = json.loads(done.stdout)
@@ -112,7 +112,7 @@ def test_a_predicted_step_is_that_of_the_documentation() -> None:
     ("flags", "code", "message"),
     [
         (["--slo", "ttft:5"], 1, "p99 ttft of 5 ms: a request alone on an engine takes"),
-        (["--slo", "ttft:300", "--replicas", "1:2"], 1, "--replicas 2: p99 ttft of 300 ms is missed,"),
+        (["--slo", "ttft:600", "--replicas", "1:2"], 1, "--replicas 2: p99 ttft of 600 ms is missed,"),
         (["--kv-tokens", "100"], 1, "memory: a request of 384 tokens, the KV cache holds 100"),
         (["--slo", "speed:5"], 2, "--slo: expected ttft, tpot, e2e with milliseconds"),
         (["--replicas", "5:2"], 2, "--replicas: expected MIN:MAX with 1 <= MIN <= MAX, found '5:2'"),
@@ -127,7 +127,7 @@ def test_a_predicted_step_is_that_of_the_documentation() -> None:
     ],
 )
 def test_what_cannot_be(flags: list[str], code: int, message: str, run: Run, profile: Path) -> None:
-    done = run("--profile", profile, "--request-rate", 30, "--num-prompts", 200, *flags)
+    done = run("--profile", profile, "--request-rate", 30, "--num-prompts", 60, *flags)
     assert (done.returncode, message in done.stderr) == (code, True), done.stderr
 
 

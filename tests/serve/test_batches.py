@@ -489,15 +489,15 @@ def test_folders_of_killed_servers_are_removed_and_no_others(tmp_path: Path, mon
         folder.chmod(mode)
         return folder
 
-    living = FileStore(None, Limits())
-    os.utime(living.root / "lock", (old, old))
     young = left("young")
     os.utime(young / "lock")
     linked = tmp_path / "toolkit-batches-linked"
     linked.symlink_to(left("target", lock=False))
-    kept = [living.root, young, linked, left("unlocked", lock=False), left("open", mode=0o755), left("more", notes="x")]
+    kept = [young, linked, left("unlocked", lock=False), left("open", mode=0o755), left("more", notes="x")]
     killed = left("killed", salt="x")
+    living = FileStore(None, Limits())
+    os.utime(living.root / "lock", (old, old))
     FileStore(None, Limits()).close()
-    assert not killed.exists() and all(folder.exists() for folder in kept)
-    assert (living.root / "salt").exists()
+    assert (living.root / "salt").exists() and all(folder.exists() for folder in kept)
     living.close()
+    assert not killed.exists()

@@ -26,9 +26,28 @@ def blocks(page: Path, *languages: str) -> list[str]:
 
 
 def whole_lines(block: str) -> list[str]:
-    """The lines of a shell block, those that end in a backslash joined, without comments and empty ones."""
-    joined = (line.strip() for line in block.replace("\\\n", " ").splitlines())
-    return [line for line in joined if line and not line.startswith("#")]
+    """The lines of a shell block, without comments and empty ones; joined: those that end in a backslash or in a quote
+    that is still open."""
+    found: list[str] = []
+    held = ""
+    for line in block.replace("\\\n", " ").splitlines():
+        text = f"{held} {line.strip()}".strip()
+        held = ""
+        if text and not text.startswith("#"):
+            if _is_open(text):
+                held = text
+            else:
+                found.append(text)
+    return [*found, held] if held else found
+
+
+def _is_open(line: str) -> bool:
+    """Whether a quote of the line is not closed."""
+    try:
+        shlex.split(line, comments=True)
+    except ValueError:
+        return True
+    return False
 
 
 def lines(block: str) -> list[list[str]]:

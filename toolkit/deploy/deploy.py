@@ -52,8 +52,6 @@ def deploy(
         raise UsageError(f"--to: expected one of {', '.join(TARGETS)}, found {to!r}")
     asked.check()
     target = TARGETS[to]
-    if asked.most > asked.least and not target.scales:
-        raise UsageError(f"replicas: {to} takes one number, found {asked.replicas}; MIN:MAX is for ray and kuberay")
     path = resolve_model(model).absolute()
     artifact = open_artifact(path)
     _check_path(artifact.file)
@@ -157,9 +155,7 @@ def _facts(
         "cpus": asked.cpus,
         "mib": memory.host >> 20,
         "gpu_mib": None if memory.gpu is None else memory.gpu >> 20,
-        "replicas": asked.least,
-        "least": asked.least,
-        "most": asked.most,
+        "replicas": asked.replicas,
         "secret": asked.secret,
         "claim": asked.claim,
         "source": str(artifact.file),

@@ -30,7 +30,7 @@ class Deployment:
     )
     max_batch_size: int | None = option(None, "Requests at a time. Default: 8, or what --memory holds.", min=1)
     quant_policy: int = same_option(CommonEngineConfig, "quant_policy")
-    replicas: str = option("1", "How many run; with ray and kuberay MIN:MAX, as many as are needed.")
+    replicas: int = option(1, "How many run (k8s, dynamo). As many as are needed: `tool serve ray`.", min=1)
     secret: str = option("toolkit-keys", "Secret of Kubernetes whose TOOLKIT_API_KEYS are the clients' keys.")
     claim: str = option("toolkit-model", "Volume claim of Kubernetes on which the model lies.")
 
@@ -48,33 +48,11 @@ class Deployment:
                 raise UsageError(f"{field}: expected {told}, found {value!r:.80}")
         if self.image is not None and not re.fullmatch(r"[A-Za-z0-9][\w.:/@-]*", self.image):
             raise UsageError(f"image: expected the name of an image, found {self.image!r:.80}")
-        _ = self.least, self.memory_bytes
+        _ = self.memory_bytes
 
     @property
     def memory_bytes(self) -> int | None:
         return None if self.memory is None else read_size("memory", self.memory)
-
-    @property
-    def _bounds(self) -> tuple[int, int]:
-        found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", self.replicas)
-        if found is None:
-            raise UsageError(f"replicas: expected a number, or MIN:MAX, found {self.replicas!r:.40}")
-        least, most = int(found[1]), int(found[2] or found[1])
-        if not 1 <= least:
-            raise UsageError(f"replicas: expected 1 or more, found {self.replicas}")
-        if least > most:
-            raise UsageError(f"replicas: expected MIN:MAX with MIN no larger than MAX, found {self.replicas}")
-        return least, most
-
-    @property
-    def least(self) -> int:
-        """Replicas that always run."""
-        return self._bounds[0]
-
-    @property
-    def most(self) -> int:
-        """Replicas at most."""
-        return self._bounds[1]
 
 
 def name_of(stem: str) -> str:

@@ -11,7 +11,6 @@ OURS = ("engine", "hf", "awq", "gptq", "gptq_v2", "auto_round", "compressed-tens
 class Target:
     """``reads``: weight formats, as `tool convert --to` calls them. ``files``: name to write → template; "{name}" is
     the service's. ``next``: the command that starts it, {out} being the directory, {absolute} its whole path.
-    ``scales``: takes MIN:MAX.
 
     Of another engine ``image``; ``program``: what has to be installed; ``command``: its words, in which {model},
     {name}, {port}, {length} and {batch} stand for the deployment's, {context} for length × batch. ``key``: the
@@ -22,7 +21,6 @@ class Target:
     reads: tuple[str, ...]
     files: dict[str, str]
     next: str
-    scales: bool = False
     image: str = ""
     program: str = ""
     command: tuple[str, ...] = ()

@@ -273,6 +273,15 @@ def apply_overrides(
     for key, value in (hf_overrides or {}).items():
         old = result.get(key)
         result[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else copy.deepcopy(value)
+    scaling, rope = (hf_overrides or {}).get("rope_scaling"), result.get("rope_parameters")
+    if isinstance(scaling, dict) and isinstance(rope, dict) and "rope_scaling" not in config:
+        # the config spells it as transformers 5 does: what turns it beside the scaling, as its base, stays
+        result.pop("rope_scaling")
+        flat = not any(kind in rope for kind in LAYER_TYPES)
+        full = rope if flat else rope.get("full_attention") or {}
+        kept = {key: full[key] for key in ("rope_theta", "partial_rotary_factor", "mrope_section") if key in full}
+        made = {**kept, **copy.deepcopy(scaling)}
+        result["rope_parameters"] = made if flat else {**rope, "full_attention": made}
     if rope_scaling_factor:
         text = next((result[name] for name in LANGUAGE_PARTS if isinstance(result.get(name), dict)), result)
         name = "rope_parameters" if text.get("rope_parameters") and not text.get("rope_scaling") else "rope_scaling"

@@ -44,7 +44,7 @@ GREET_SECONDS = 10.0  # that one who has come may take to prove that it knows th
 class Nodes:
     """``count`` machines, of which this is ``rank``; the first waits at ``host``:``port``. ``launched``: they are
     processes that torchrun has started, a rank each, ``launched`` of them on this machine. ``store``: at the address
-    is torchrun's own store, in which the first says where it waits. ``host``: "" = Ray is to find machines."""
+    is torchrun's own store, in which the first says where it waits."""
 
     count: int
     rank: int
@@ -52,11 +52,6 @@ class Nodes:
     port: int
     launched: int = 0
     store: bool = False
-
-    @property
-    def by_ray(self) -> bool:
-        """Ray is to find the machines, and where this one waits for them."""
-        return not self.host
 
     @staticmethod
     def of(count: int, rank: int, address: str | None, layout: Layout) -> Nodes | None:

@@ -41,17 +41,12 @@ class RankedRunner:
     backend: Backend = "pytorch"
     asynchronous = False
     _homes: Homes | None = None  # of several copies, where there is a cache
-    _give_back: Callable[[], None] = staticmethod(lambda: None)  # machines that Ray has lent
     _store: Any = None  # where ranks of several machines met
 
     def __init__(self, model: Model, layout: Layout, nodes: Nodes | None = None) -> None:
         """Open the model and start the ranks, or wait for those of other ``nodes``; no weights are loaded. Raises
         ToolkitError or UsageError, one line."""
         whole, world = open_whole(model, layout), layout.world
-        if nodes is not None and nodes.by_ray:
-            from toolkit.parallel.on_ray import start
-
-            nodes, self._give_back = start(model, layout, nodes.count)
         here = world if nodes is None else nodes.here(world)
         threads = max(1, (model.options.threads or torch.get_num_threads()) // here)
         options = replace(model.options, threads=threads)
@@ -291,7 +286,6 @@ class RankedRunner:
         self._group.leave()
         self._ranks.close()
         self._local.close()
-        self._give_back()
 
 
 def shared_out(sizes: Sequence[int], world: int) -> list[list[int]]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from toolkit.engine.cache.block_manager import blocks_for
-from toolkit.engine.pace import ALONE_LEAST, LEAST, LEAST_SHARE, LONG, LONG_STEP, MOST_MS, SHARED, STRETCH
+from toolkit.engine.pace import HASTY, LONG_STEP, SERVED, SHARED, Pace
+from toolkit.engine.plan import Plan
 from toolkit.engine.turns import LEAST_TOKENS, split
 from toolkit.planner.step_time import Features, StepTime, features
 from toolkit.planner.traffic import Ask
@@ -45,7 +47,8 @@ class Job:
     produced: int = 0
     first: float = 0.0
     end: float = 0.0
-    fed: int = -1
+    fed: int = -1  # step in which its last turn ended
+    taken: int = 0  # tokens of the present one
     at_start: Features | None = None
     at_first: Features | None = None
     at_end: Features | None = None
@@ -86,6 +89,7 @@ class Engine:
     busy: float = 0.0
     steps: int = 0
     preemptions: int = 0
+    _pace: Pace = field(default_factory=lambda: Pace(None))
     _total: Features | None = None
     _unseen: bool = False  # a request waits that the next step was made without
 
@@ -125,6 +129,10 @@ class Engine:
         self.steps += steps
         if self.keeps_features:
             self._total = self._sum() + self._contents(stretch)
+        if self.limits.paced:
+            chunks: list[Any] = [(job, job.computed, count) for job, count in stretch.chunks]
+            plan = Plan(decodes=list(stretch.decodes), chunks=chunks, submitted=stretch.start)  # type: ignore[arg-type]
+            self._pace.ended(plan, stretch.start + stretch.first)
         for job in stretch.decodes:
             job.computed += steps
             job.produced += steps
@@ -132,7 +140,9 @@ class Engine:
         ready = []
         for job, count in stretch.chunks:
             job.computed += count
-            job.fed = self.steps
+            job.taken += count
+            if job.taken >= LEAST_TOKENS:  # its turn is over
+                job.fed, job.taken = self.steps, 0
             if job.computed == job.length:
                 job.produced += 1
                 job.length += 1
@@ -189,21 +199,16 @@ class Engine:
             self.waiting.appendleft(victim)
 
     def _budget(self, seen: float) -> int:
-        """Prompt tokens of a step, as ``Scheduler`` and ``Pace`` have it, with times that are known."""
-        decodes = self.decoding
-        most = max(1, self.limits.max_prefill_token_num - len(decodes))
-        if not self.limits.paced or not (self.prompts or (self.waiting and self.waiting[0].came <= seen)):
+        """Prompt tokens of a step, as ``Scheduler`` has it; ``Pace`` learns from the simulated steps."""
+        most = max(1, self.limits.max_prefill_token_num - len(self.decoding))
+        waits = [job for job in self.waiting if job.came <= seen] if self.limits.paced else []
+        if not self.limits.paced or not (self.prompts or waits):
             return most
         before = max((job.computed for job in self.prompts), default=0)
-        context = float(sum(job.length for job in decodes))
-        alone = self.time.seconds(len(decodes), context) if decodes else 0.0
-        seconds, least = MOST_MS / 1000 * SHARED, ALONE_LEAST
-        if decodes:
-            least = LEAST
-            seconds = max(MOST_MS / 1000 - alone, MOST_MS / 1000 * LEAST_SHARE)
-            seconds = min(seconds, (STRETCH - 1) * alone) if before < LONG else seconds
-        fits = self.time.fitting(len(decodes), before, seconds)
-        return max(1, min(most, max(least, int(min(fits, most)))))
+        starts = [*self.prompts, *waits]
+        hasty = any(job.left <= LEAST_TOKENS for job in starts)
+        times = SERVED if self.running + len(waits) < 2 else HASTY if hasty else SHARED
+        return self._pace.budget(len(self.decoding), before, most, times)
 
     def _admit(self, seen: float) -> None:
         self._unseen = False
@@ -228,7 +233,7 @@ class Engine:
         prompts = self.prompts
         if not prompts:
             return []
-        order = sorted(prompts, key=lambda job: job.fed) if len(prompts) * LEAST_TOKENS > budget else prompts
+        order = sorted(prompts, key=lambda job: job.fed)
         parts = split(budget, [(job.left, 1.0) for job in order])
         return [(job, part) for job, part in zip(order, parts, strict=True) if part]
 

@@ -19,7 +19,7 @@ from toolkit.planner.engine import Engine, Limits
 from toolkit.planner.fleet import closed
 from toolkit.planner.step_time import Features, StepTime, made, non_negative
 
-ROUNDS = 6
+ROUNDS = 10
 GUESS = StepTime(0.01, (), (0.001,))
 
 
@@ -96,10 +96,11 @@ def _read(where: str, row: Any) -> Measured:
 
 def fit(rows: Sequence[Measured], limits: Limits) -> Fit:
     """The times of steps with which the simulated runs are nearest to the measured ones, by relative error."""
-    knots = tuple(float(k) for k in sorted({min(row.at_once, limits.max_batch_size) for row in rows}))
+    knots = _knots(rows, limits)
     time = replace(GUESS, knots=knots, slopes=(*(0.0 for _ in knots), GUESS.slopes[0]))
     target = np.array([seconds for row in rows for seconds in (row.ttft, row.decode)])
     served = np.array([[float(row.served), 0.0] for row in rows]).ravel()
+    best = Fit(time, [np.inf])
     for turn in range(ROUNDS):
         matrix = np.array([line for row in rows for line in _contents(row, time, limits)])
         whole = np.column_stack([matrix, served])
@@ -108,8 +109,18 @@ def fit(rows: Sequence[Measured], limits: Limits) -> Fit:
         found = found if turn == 0 else (found + before) / 2
         *coefficients, wait = found.tolist()
         time = made(knots, coefficients, wait)
-    simulated = np.array([s for row in rows for s in _seconds(row, time, limits)])
-    return Fit(time, (simulated / target - 1).tolist())
+        simulated = np.array([s for row in rows for s in _seconds(row, time, limits)])
+        now = Fit(time, (simulated / target - 1).tolist())
+        best = min(best, now, key=lambda one: sum(error * error for error in one.errors))
+    return best
+
+
+def _knots(rows: Sequence[Measured], limits: Limits) -> tuple[float, ...]:
+    """Where the line of a step's tokens may bend: at the largest batch, and where there are many more figures than
+    coefficients at some smaller ones, evenly among those that were measured."""
+    sizes = sorted({min(row.at_once, limits.max_batch_size) for row in rows})
+    count = max(1, min(len(sizes), (2 * len(rows) - 5) // 3))
+    return tuple(float(sizes[-1 - i * len(sizes) // count]) for i in reversed(range(count)))
 
 
 def _simulated(row: Measured, time: StepTime, limits: Limits) -> Engine:

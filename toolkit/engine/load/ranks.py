@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from toolkit.base.ray import check_ray
 from toolkit.configs.engine import EngineConfig, TurbomindEngineConfig
 from toolkit.errors import UsageError
 from toolkit.parallel.layout import WORLD_SIZE, Layout
@@ -35,9 +34,6 @@ def nodes_of(config: EngineConfig, layout: Layout) -> Nodes | None:
         if config.nnodes > 1:
             raise UsageError(f"nnodes={config.nnodes}: expected tp, pp or dp above 1 to lay out over so many machines")
         return None
-    if config.distributed_executor_backend == "ray":
-        _check_ray(config)
-        return Nodes(config.nnodes, 0, "", 0)
     address = config.dist_init_addr
     if config.master_addr is not None or config.master_port is not None:
         if address is not None:
@@ -46,21 +42,14 @@ def nodes_of(config: EngineConfig, layout: Layout) -> Nodes | None:
     return Nodes.of(config.nnodes, config.node_rank, address, layout)
 
 
-def _check_ray(config: EngineConfig) -> None:
-    """Raise UsageError for what Ray cannot be asked."""
-    check_ray("distributed_executor_backend: ray")
-    if config.nnodes == 1:
-        raise UsageError("distributed_executor_backend: ray starts ranks on other machines; say by nnodes on how many")
-    for name in ("node_rank", "dist_init_addr", "master_addr", "master_port"):
-        if getattr(config, name) not in (0, None):
-            raise UsageError(f"{name}: Ray sees to it (distributed_executor_backend); leave it out")
-
-
 def check(config: EngineConfig) -> None:
     """Raise UsageError where the model cannot be laid out as it is asked."""
     layout = layout_of(config)
     nodes = nodes_of(config, layout)
     executor = config.distributed_executor_backend
+    if executor == "ray":
+        instead = "leave it out, with nnodes for several machines, or start the command by torchrun"
+        raise UsageError(f"distributed_executor_backend: ray does not start ranks yet; {instead}")
     if layout.world == 1:
         return
     if executor == "uni":
