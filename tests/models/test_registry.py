@@ -153,7 +153,7 @@ def test_what_a_spec_cannot_say_is_refused_with_what_is_missing(name):
 @pytest.mark.parametrize("kind", [dict(rope_type="yarn", factor=4.0), dict(type="linear", factor=2.0)])
 def test_rope_scaling_overrides_both_spellings_alike(kind):
     """A config of transformers 5 keeps its base in ``rope_parameters``, which stays."""
-    named = dict(CONFIG, architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    named = dict(CONFIG, num_key_value_heads=2, architectures=["Qwen3ForCausalLM"], model_type="qwen3")
     spelled = ({"rope_theta": 1e6}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
     old, new = (build(apply_overrides({**named, **rope}, {"rope_scaling": kind}))[0] for rope in spelled)
     assert old == new and new.ropes()[0].theta == 1e6
