@@ -152,6 +152,8 @@ def test_bad_value_of_a_family(configs, family, field, value):
 @pytest.mark.every_family
 def test_special_tokens_and_dtypes_that_are_fine(configs, family):
     fine = {"bos_token_id": -1, "pad_token_id": -1, "eos_token_id": [2, 319], "dtype": "half", "torch_dtype": None}
+    if family == "roberta":  # counts positions from the padding on
+        del fine["pad_token_id"]
     assert build({**configs[family], **fine}) == build(configs[family])
 
 

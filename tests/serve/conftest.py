@@ -144,6 +144,7 @@ class FakeEngine:
         progress: bool = False,
         whose: Any = None,
         prediction: Sequence[int] = (),
+        second: int = 0,
     ) -> AsyncIterator[Response]:
         assert request_id is not None and request_id not in self.running
         self.adapters.append(adapter)
