@@ -6,6 +6,7 @@ Two network namespaces stand for machines (veth and tbf; needs root, ip and tc).
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -83,4 +84,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    rank_main(int(sys.argv[1])) if len(sys.argv) > 1 else main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rank", nargs="?", type=int, help="used by the script itself: run as this rank")
+    rank = parser.parse_args().rank
+    main() if rank is None else rank_main(rank)
