@@ -49,6 +49,9 @@ class ByteTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
+    def encode_beginning(self, text: str, most: int) -> list[int]:
+        return self.encode(text)[:most]
+
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 

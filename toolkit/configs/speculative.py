@@ -22,11 +22,13 @@ MODES = ("auto", "off")
 @dataclass(frozen=True)
 class Speculation:
     """``most``: tokens that a guess has. ``shared``: whose answers are looked up besides a request's own text: of the
-    same user, of all, of nobody. ``always``: guess whether it pays or not. ``draft_model``: the path of one."""
+    same user, of all, of nobody. ``always``: guess whether it pays or not. ``asked``: an algorithm was named, so that
+    runners guess whose last bits depend on what a step has. ``draft_model``: the path of one."""
 
     most: int = MOST
     shared: Share = "user"
     always: bool = False
+    asked: bool = False
     draft_model: str | None = None
 
 
@@ -90,4 +92,5 @@ def speculation_of(config: Any) -> Speculation | None:
     if config.speculative == "off":
         return None
     most = config.speculative_num_draft_tokens or MOST
-    return Speculation(most, config.speculative_shared, draft_model=config.speculative_draft_model)
+    asked = config.speculative_algorithm is not None
+    return Speculation(most, config.speculative_shared, asked=asked, draft_model=config.speculative_draft_model)
