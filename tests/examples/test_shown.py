@@ -34,6 +34,8 @@ FOREIGN = {
     "--set",
     "--shm-size",
     "--standalone",
+    "--address",
+    "--head",
 }  # llama.cpp, gdb, lm-eval, docker, helm, torchrun, systemctl
 SHOWN = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]")
 

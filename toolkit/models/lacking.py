@@ -49,7 +49,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
         "MoshiForCausalLM", "MusicgenForCausalLM", "MusicgenMelodyForCausalLM",
         "MossTranscribeDiarizeForConditionalGeneration", "Phi4MultimodalForCausalLM",
     ),
-    "a tower, or tokens of pictures, of their own": (
+    "a vision encoder, or image tokens, of their own": (
         "AriaTextForCausalLM", "CohereCompassForCausalLM", "Emu3ForCausalLM", "FuyuForCausalLM",
         "GotOcr2ForConditionalGeneration", "Apertus1p5TextForCausalLM",
     ),
