@@ -82,7 +82,10 @@ def test_a_model_s_template_that_is_greedy_costs_one_line(tokenizer_dirs: dict[s
     template = ChatTemplate.open(Tokenizer.open(tokenizer_dirs["byte_level"]), "m", str(file))
     assert template.render("hi") == "ok"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    with pytest.raises(ToolkitError, match=r"greedy.jinja.* fails: it takes more than .* MiB of memory"):
+    # which of its two limits it meets first is the machine's matter
+    with pytest.raises(
+        ToolkitError, match=r"greedy.jinja.* fails: it takes more than .*(MiB of memory|s of processor time)"
+    ):
         template.render(turns)
     assert template.render("hi") == "ok"
 
