@@ -67,7 +67,7 @@ def _config(engine: EngineFlags) -> Any:
     engine.check_unused_template("prompts are measured as they are")
     engine.enable_prefix_caching = engine.prefix_caching(default=False)
     engine.no_enable_prefix_caching = not engine.enable_prefix_caching
-    if engine.speculative is None and engine.speculative_algorithm is None:
+    if engine.speculative is None and not (engine.speculative_algorithm or engine.speculative_draft_model):
         engine.speculative = "off"  # answers to random prompts repeat themselves: guesses would be too good
     return engine.config()
 

@@ -142,8 +142,7 @@ class Speculator:
         try:
             self._take(draft, wanted, best)
         except Exception as e:
-            log.error("the draft %s failed and guesses no more: %s", draft.name, e, exc_info=e)
-            self.drafts.remove(draft)
+            self._fail(draft, e)
         if trial:
             now = time.perf_counter()
             self._next_trial = now + TRIAL_REST * (now - started)
@@ -207,6 +206,33 @@ class Speculator:
         self._chosen.pop(seq, None)
         for draft in self.drafts:
             draft.forget(seq)
+
+    def rest(self) -> None:
+        """Give memory back, as the engine sleeps; no request runs."""
+        for draft in self.drafts:
+            draft.rest()
+
+    def wake(self) -> None:
+        """Undo ``rest``, where it was called; a draft that cannot be loaded again guesses no more."""
+        for draft in list(self.drafts):
+            try:
+                draft.wake()
+            except Exception as e:
+                self._fail(draft, e)
+
+    def close(self) -> None:
+        """Nothing is guessed any more."""
+        for draft in self.drafts:
+            draft.close()
+
+    def _fail(self, draft: Draft, error: Exception) -> None:
+        """Go on without a draft, and free its memory."""
+        log.error("the draft %s failed and guesses no more: %s", draft.name, error, exc_info=error)
+        self.drafts.remove(draft)
+        try:
+            draft.close()
+        except Exception as e:
+            log.error("the draft %s cannot be closed: %s", draft.name, e)
 
     @property
     def total(self) -> Count:
