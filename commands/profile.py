@@ -165,6 +165,10 @@ def _print_guesses(guesses: dict[str, Any]) -> None:
         ("Draft tokens", guesses["draft_tokens"]),
         ("Accepted (%)", 100 * guesses["acceptance_rate"]),
         ("Tokens per step with a draft", guesses["tokens_per_step"]),
+        *(
+            (f"Accepted of {name} (%)", 100 * count["accepted"] / max(1, count["tokens"]))
+            for name, count in guesses["by_method"].items()
+        ),
         *((f"Accepted at position {i} (%)", 100 * share) for i, share in enumerate(places, start=1)),
     ]
     stdout().print(table("Speculation", ("", "value"), rows))

@@ -27,19 +27,20 @@ Found = Callable[[Path], tuple[Path, IO[bytes] | None]]
 
 @dataclass(frozen=True)
 class DraftFiles:
-    """``path``: where its weights are read; ``tokenizer_dir``; ``lock``: open as long as ``path`` is to stay."""
+    """``path``: where its weights are read, those of ``source``; ``lock``: open as long as ``path`` is to stay."""
 
     path: Path
     tokenizer_dir: Path
+    source: Path
     lock: IO[bytes] | None = field(default=None, compare=False)
 
     def to_json(self) -> list[str]:
         """Plain values, for another process."""
-        return [str(self.path), str(self.tokenizer_dir)]
+        return [str(self.path), str(self.tokenizer_dir), str(self.source)]
 
     @staticmethod
     def from_json(data: list[str]) -> DraftFiles:
-        return DraftFiles(Path(data[0]), Path(data[1]))
+        return DraftFiles(Path(data[0]), Path(data[1]), Path(data[2]))
 
 
 def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], packed: Found | None) -> DraftFiles | None:
@@ -56,7 +57,7 @@ def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], pack
     with _named():
         path = resolve_model(name, download_dir=config.download_dir)
         weights, lock = (path, None) if packed is None else packed(path)
-        return DraftFiles(weights, tokenizer_dir(path), lock)
+        return DraftFiles(weights, tokenizer_dir(path), path, lock)
 
 
 @contextmanager
@@ -126,15 +127,15 @@ def open_draft(
         runner, _ = open_runner(files.path, backend=backend, options=options, blind=True, families=families)
     try:
         if why := _unfit(runner.spec):
-            raise UsageError(f"{FLAG}: {files.path} {why}; use a decoder with attention alone")
+            raise UsageError(f"{FLAG}: {files.source} {why}; use a decoder with attention alone")
         mine, its = target.memory().weights, runner.memory().weights
         if its > mine:
             sizes = f"{show_bytes(its)} of weights, the model has {show_bytes(mine)}"
             raise UsageError(
-                f"{FLAG}: {files.path} is larger than the model it guesses for ({sizes}); use a smaller one"
+                f"{FLAG}: {files.source} is larger than the model it guesses for ({sizes}); use a smaller one"
             )
         vocabulary = match(tokenizer_dir, files, target.spec.vocab_size, runner.spec.vocab_size)
-        return OpenDraft(files.path, runner, vocabulary)
+        return OpenDraft(files.source, runner, vocabulary)
     except BaseException:
         runner.close()
         raise
@@ -163,7 +164,7 @@ def match(tokenizer_dir: Path, files: DraftFiles, rows: int, draft_rows: int) ->
     vocabulary, share = by_text(mine, its, (rows, draft_rows))
     if share < LEAST:
         raise UsageError(
-            f"{FLAG}: {files.path} has another vocabulary: of the model's {len(mine)} tokens it knows "
+            f"{FLAG}: {files.source} has another vocabulary: of the model's {len(mine)} tokens it knows "
             f"{100 * share:.0f} %, expected {100 * LEAST:.0f} % or more; use a draft of the same family"
         )
     return vocabulary
