@@ -83,7 +83,6 @@ def open_engine(path: Path, rank: tuple[int, int] | None = None) -> EngineArtifa
         spec = DecoderSpec.from_json(data.get("spec") or {})
     except (ValueError, TypeError) as error:
         raise ToolkitError(f"{json_path}: spec: {error}; convert the model again") from error
-    _check_digest(json_path, manifest)
     tiles = _tiles(data.get("ranks", []), json_path)
     if tiles and rank is not None and rank[1] != len(tiles):
         raise UsageError(
@@ -96,6 +95,7 @@ def open_engine(path: Path, rank: tuple[int, int] | None = None) -> EngineArtifa
     artifact = artifact if alone else replace(artifact, infos=read_header(artifact.array_file))
     if target == TORCH_TARGET:
         check_torch(artifact)
+    _check_digest(json_path, manifest)
     if manifest is not None:
         check_tensors(path, manifest, None if whose is None else artifact.array_file.name)
     return artifact
