@@ -346,7 +346,7 @@ def with_experts(
     for number, layer in enumerate(spec.layers):
         for sublayer in layer.sublayers:
             step, moe = steps[at], sublayer.mixer
-            if number in layers and isinstance(moe, MoeSpec):
+            if number in layers and moe.kind == "moe":
                 assert isinstance(step.mixer, Moe)
                 mixer = replace(step.mixer, spec=moe, **builder.experts(moe, number))
                 steps[at] = replace(step, mixer=mixer)
