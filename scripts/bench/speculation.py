@@ -1,0 +1,142 @@
+"""Tokens a second with drafts and without, on five kinds of text.
+
+    python scripts/bench/speculation.py                                   # the demo
+    python scripts/bench/speculation.py MODEL --draft-model DRAFT --batch 1 8 --json speculation.json
+
+The prompts lie in speculation_workloads/. Engines run in turn (off, auto, off, auto …), each answer greedy and once a
+round; time is taken from the first token to the last. No engine looks up its earlier answers, which would be the same.
+Speeds are medians over rounds; *ratio* is the median of each round's, with its lowest and highest. Ends with 1 where
+two engines gave two answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from native import need_native
+
+from toolkit import GenerationConfig, Pipeline, TurbomindEngineConfig, pipeline
+from toolkit.artifacts.output.result_file import check_json
+from toolkit.commands.output import stdout, table, write_json
+
+WORKLOADS = Path(__file__).parent / "speculation_workloads"
+PLAIN = TurbomindEngineConfig(speculative="off", speculative_shared="off")
+WARM_UP = "Count from one to fifty: one, two, three"
+
+
+def configs(draft: str | None) -> dict[str, TurbomindEngineConfig]:
+    """The engines that are compared, the plain one first."""
+    found = {"off": PLAIN, "auto": replace(PLAIN, speculative="auto")}
+    return found if draft is None else found | {"draft model": replace(found["auto"], speculative_draft_model=draft)}
+
+
+def ask(pipe: Pipeline, prompt: str, config: GenerationConfig) -> tuple[str, int, float]:
+    """(answer, tokens behind the first ones, seconds that they took)."""
+    text, first, begun, count = "", 0, 0.0, 0
+    for part in pipe.stream_infer([prompt], gen_config=[config]):
+        text += part.text
+        count = part.generate_token_len
+        if not first and count:
+            first, begun = count, time.perf_counter()
+    return text, count - first, time.perf_counter() - begun
+
+
+def answer(pipe: Pipeline, prompts: list[str], config: GenerationConfig, batch: int) -> tuple[list[str], float]:
+    """The answers, ``batch`` copies of each prompt at a time, and tokens a second."""
+    tokens, seconds, texts = 0, 0.0, list[str]()
+    for prompt in prompts:
+        found: list[tuple[str, int, float]] = []
+        threads = [
+            threading.Thread(target=lambda: found.append(ask(pipe, prompt, config)))  # noqa: B023  # it ends below
+            for _ in range(batch)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        tokens += sum(count for _, count, _ in found)
+        seconds += max(taken for _, _, taken in found)
+        texts += sorted({text for text, _, _ in found})
+    return texts, tokens / seconds
+
+
+def measure(pipes: dict[str, Pipeline], work: dict[str, Any], batch: int, rounds: int) -> dict[str, Any]:
+    """One workload on all engines."""
+    config = GenerationConfig(
+        max_new_tokens=work["max_new_tokens"], do_sample=False, response_format=work.get("response_format")
+    )
+    speeds: dict[str, list[float]] = {name: [] for name in pipes}
+    answers: dict[str, list[str]] = {}
+    for turn in range(rounds + 1):
+        for name, pipe in pipes.items():
+            texts, speed = answer(pipe, work["prompts"], config, batch)
+            answers[name] = texts
+            if turn:  # the first fills the prefix cache, and engines learn what steps cost
+                speeds[name].append(speed)
+    plain = speeds["off"]
+    row: dict[str, Any] = {"workload": work["what"], "batch": batch, "off": statistics.median(plain)}
+    for name in list(pipes)[1:]:
+        ratios = sorted(mine / other for mine, other in zip(speeds[name], plain, strict=True))
+        row[name] = statistics.median(speeds[name])
+        row[f"{name} ratio"] = statistics.median(ratios)
+        row[f"{name} ratios"] = [ratios[0], ratios[-1]]
+        row[f"{name} same"] = answers[name] == answers["off"]
+    return row
+
+
+def show(model: str, rows: list[dict[str, Any]], names: list[str]) -> None:
+    shown = []
+    for row in rows:
+        cells = [row["workload"], str(row["batch"]), f"{row['off']:.1f}"]
+        for name in names:
+            low, high = row[f"{name} ratios"]
+            cells += [f"{row[name]:.1f}", f"{row[f'{name} ratio']:.2f} ({low:.2f}-{high:.2f})"]
+        shown.append(cells)
+    columns = ["", "requests", "off, tok/s", *(part for name in names for part in (f"{name}, tok/s", "ratio"))]
+    stdout().print(table(f"{model}, greedy", columns, shown))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--draft-model")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", help="workloads, by their files' names")
+    parser.add_argument("--tokens", type=int, help="of an answer at most; default: as the workload says")
+    parser.add_argument("--json", help="write the figures here")
+    args = parser.parse_args()
+    need_native()
+    check_json("--json", args.json, ["model"])
+    files = sorted(f for f in WORKLOADS.glob("*.json") if args.only is None or f.stem in args.only)
+    rows = []
+    with ExitStack() as stack:
+        pipes = {
+            name: stack.enter_context(pipeline(args.model, backend_config=config))
+            for name, config in configs(args.draft_model).items()
+        }
+        for pipe in pipes.values():
+            pipe(WARM_UP, gen_config=GenerationConfig(max_new_tokens=64, do_sample=False))
+        for batch in args.batch:
+            for file in files:
+                work = json.loads(file.read_text(encoding="utf-8"))
+                work["max_new_tokens"] = args.tokens or work["max_new_tokens"]
+                rows.append(measure(pipes, work, batch, args.rounds))
+        stats = {name: pipe.engine.stats() for name, pipe in pipes.items()}
+    names = list(pipes)[1:]
+    show(args.model, rows, names)
+    drafts = {name: {k: v for k, v in told.items() if k.startswith("spec_")} for name, told in stats.items()}
+    write_json(args.json, {"model": args.model, "rows": rows, "drafts": drafts})
+    return int(not all(row[f"{name} same"] for row in rows for name in names))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
