@@ -124,12 +124,14 @@ def main() -> int:
             for name, config in configs(args.draft_model).items()
         }
         for pipe in pipes.values():
-            pipe(WARM_UP, gen_config=GenerationConfig(max_new_tokens=64, do_sample=False))
+            pipe(WARM_UP, gen_config=GenerationConfig(max_new_tokens=24, do_sample=False))
         for batch in args.batch:
             for file in files:
                 work = json.loads(file.read_text(encoding="utf-8"))
                 work["max_new_tokens"] = args.tokens or work["max_new_tokens"]
                 rows.append(measure(pipes, work, batch, args.rounds))
+                ratios = ", ".join(f"{name} {rows[-1][f'{name} ratio']:.2f}" for name in list(pipes)[1:])
+                print(f"{work['what']}, {batch} at once: {rows[-1]['off']:.1f} tokens/s; {ratios}", flush=True)
         stats = {name: pipe.engine.stats() for name, pipe in pipes.items()}
     names = list(pipes)[1:]
     show(args.model, rows, names)
