@@ -31,7 +31,7 @@ def another(target: Target, *flags: str, models: tuple[Path, ...] = ()) -> Itera
         with servers.Server(first, [*map(str, others), *named, *keys, *flags], Path(folder) / "log") as server:
 
             def ask(key: str, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-                data = None if body is None else json.dumps(body).encode()
+                data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
                 told = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
                 told |= {name.replace("_", "-"): value for name, value in headers.items()}
                 request = urllib.request.Request(server.url + path, data, told, method=method)
@@ -41,6 +41,7 @@ def another(target: Target, *flags: str, models: tuple[Path, ...] = ()) -> Itera
                 except urllib.error.HTTPError as error:
                     return error.code, json.load(error)
 
+            ask.url = server.url  # type: ignore[attr-defined]
             yield ask
 
 
