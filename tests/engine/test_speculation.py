@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from toolkit.configs.speculative import Speculation
 from toolkit.engine.core import EngineCore
 from toolkit.engine.drafts.cost import StepCost, worth
-from toolkit.engine.drafts.lookup import Lookup
-from toolkit.engine.drafts.search import Answers
+from toolkit.engine.drafts.lookup import USERS, Lookup
+from toolkit.engine.drafts.search import Answers, Seen, pairs
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams, Whose
 from toolkit.engine.sequence import Sequence
 
@@ -80,7 +80,8 @@ def cases(draw: Any) -> dict[str, Any]:
             "prefix_caching": draw(st.booleans()),
         },
         "most": draw(st.integers(1, 9)),
-        "draft": draw(st.sampled_from(["seer", "seer", "lookup", "hooked"])),
+        "always": draw(st.integers(0, 3)) > 0,
+        "draft": draw(st.sampled_from(["seer", "seer", "dear", "lookup", "hooked"])),
         "fails": draw(st.sets(st.integers(0, 30), max_size=1)),
     }
 
@@ -89,7 +90,7 @@ def run(
     fake: Any, seer: Any, case: dict[str, Any], answers: dict[str, list[int]] | None
 ) -> tuple[EngineCore, dict[str, Any]]:
     """``answers`` None: without guesses. Requests come one after the other, some steps between them."""
-    speculation = None if answers is None else Speculation(most=case["most"], always=True)
+    speculation = None if answers is None else Speculation(most=case["most"], always=case["always"])
     core = fake.make_core(
         case["windows"],
         VOCAB,
@@ -101,8 +102,9 @@ def run(
     )
     if answers is not None:
         core.runner.fail_on = case["fails"]
-        if case["draft"] == "seer":
-            core.speculator.drafts = [seer.Seer(answers, case["wrong"], case["seed"], VOCAB)]
+        if case["draft"] in ("seer", "dear"):
+            draft = seer.Seer(answers, case["wrong"], case["seed"], VOCAB, costs=case["draft"] == "dear")
+            core.speculator.drafts = [draft]
     found: dict[str, list[EngineOutput]] = {}
 
     def step() -> None:
@@ -210,8 +212,8 @@ def test_guesses_under_grammars_change_nothing(fake: Any, seer: Any, rule: dict[
     plain, _ = answers(None)
     fast, core = answers({name: told[0] for name, told in plain.items()})
     assert fast == plain
-    assert core.speculator.rounds or wrong == 8
-    assert wrong != 2 or core.speculator.right > 20
+    assert core.speculator.total.drafts or wrong == 8
+    assert wrong != 2 or core.speculator.total.accepted > 20
 
 
 def guessed(
@@ -267,6 +269,24 @@ def test_answers_that_are_written_over_are_not_found(answers: list[list[int]], r
             at, length = kept.find(np.array(answer[:end], np.int32))
             assert kept.tokens[at - length : at].tolist() == answer[end - length : end]
             assert length == 0 or length >= 3
+
+
+def test_answers_of_one_key_push_out_no_others() -> None:
+    """Whoever has a key names as many owners behind it as they like."""
+    lookup = Lookup("user")
+    for owner in ("victim", *(f"greedy/{i:08x}" for i in range(3 * USERS))):
+        seq, _ = guessed(lookup, [1, 2, 3, 30, 31, 32, 33, 34, 35], new=6, whose=Whose(owner=owner))
+        lookup.forget(seq)
+    assert guessed(lookup, [7, 30, 31, 32], whose=Whose(owner="victim"))[1] == [33, 34, 35]
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=60), st.integers(0, 100))
+def test_pairs_that_were_seen_are_known(tokens: list[int], room: int) -> None:
+    found = pairs(np.array(tokens, np.int32))
+    seen = Seen(found[:-1], room)
+    assert all(int(number) in seen for number in found[:-1])
+    seen.add(int(found[-1]))
+    assert int(found[-1]) in seen
 
 
 def test_as_many_guesses_are_verified_as_pay() -> None:
