@@ -19,6 +19,13 @@ class Places:
         self._held: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by user, the one who had a turn last at the end
 
+    def may_wait(self, user: str, most: int) -> bool:
+        """Whether another one of ``user`` may wait where ``most`` do together; also where it has less than an equal
+        part of them, up to twice as many."""
+        waiting = sum(map(len, self._waiting.values()))
+        users = len(self._waiting) + (user not in self._waiting)
+        return waiting < most or (waiting < 2 * most and len(self._waiting.get(user, ())) < most // users)
+
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
         """One for the user whose request this task works for; waits for it."""
