@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
@@ -23,6 +24,9 @@ from toolkit.serve.http.held import NUMBER_BYTES, Held, account
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.http.users import work_of
 from toolkit.serve.openai.batches.loop import Turns
+from toolkit.serve.options import ProxySettings
+from toolkit.serve.proxy.apart import Apart
+from toolkit.serve.proxy.nodes import Lends, Node
 
 KEYS: dict[str, Any] = {"api_keys": ["greedy", "modest"]}
 BODY = {"model": "echo", "prompt": "ab"}
@@ -235,3 +239,26 @@ def test_texts_to_encode_are_bounded_in_number(start: Any) -> None:
         assert client.post("/v1/encode", json={"input": ["a", "b", "c"]}).json()["length"] == [1, 1, 1]
         refused = client.post("/v1/encode", json={"input": ["a"] * 4})
         assert refused.status_code == 400 and "--max-choices" in refused.text
+
+
+def test_a_node_of_a_client_sends_no_node_of_the_operator_anywhere() -> None:
+    """What a lender says of where it lends is an address that the other node would connect to."""
+    lends = Lends("ab" * 16, '{"address": "169.254.169.254:80"}')
+    asked: list[str] = []
+
+    async def link(node: Node, lender: str, lends: Lends) -> bool:
+        asked.append(node.url)
+        return True
+
+    async def go() -> list[str]:
+        state: Any = SimpleNamespace(settings=ProxySettings(), clock=lambda: 0.0, nodes=[])
+        apart = Apart(state, 0)
+        apart._link = link  # type: ignore[method-assign]
+        found = []
+        for trusted, lender in ((True, False), (False, False), (True, True), (False, True)):
+            node = Node(f"http://{trusted}{lender}", role="Decode", trusted=trusted)
+            found.append(await apart.linked(node, Node("http://l", role="Prefill", lends=lends, trusted=lender)))
+        return found
+
+    assert asyncio.run(go()) == ["", lends.engine_id, lends.engine_id, lends.engine_id]
+    assert len(asked) == 3
