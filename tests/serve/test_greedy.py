@@ -251,7 +251,7 @@ def test_a_node_of_a_client_sends_no_node_of_the_operator_anywhere() -> None:
         return True
 
     async def go() -> list[str]:
-        state: Any = SimpleNamespace(settings=ProxySettings(), clock=lambda: 0.0, nodes=[])
+        state: Any = SimpleNamespace(settings=ProxySettings(), clock=lambda: 0.0, nodes=[Node("http://l", lends=lends)])
         apart = Apart(state, 0)
         apart._link = link  # type: ignore[method-assign]
         found = []
