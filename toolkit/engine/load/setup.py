@@ -219,6 +219,9 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
         trained = stretched_from(runner.spec)
         if trained is not None and memory.session_len > trained:
             progress(f"requests of more than {trained} tokens are turned by dynamic NTK (docs/how-to/long-prompts.md)")
+        if config.kv_window is not None:
+            kept = f"the first {config.kv_sinks} tokens and the last {config.kv_window}"
+            progress(f"a text sees keys and values of {kept} alone (docs/how-to/endless-texts.md)")
         if setup.updated is not None:
             runner.use_weights(read(setup.updated))
         if not empty:
@@ -329,6 +332,8 @@ def _read_by(setup: Setup) -> tuple[RunnerOptions, dict[str, Any]]:
         "use_logn_attn": getattr(config, "use_logn_attn", False),
         "session_len": config.session_len,
         "dynamic_rope": config.dynamic_rope,
+        "kv_window": config.kv_window,
+        "kv_sinks": config.kv_sinks,
         "model_format": config.model_format,
         "empty": config.empty_init,
         **_reading(config),
