@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.artifacts.cache_cost import QUALITY
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
+from toolkit.artifacts.engine.adapters import check_adapters, write_adapters
 from toolkit.artifacts.engine.artifact import ENGINE_ARRAYS, EngineArtifact
 from toolkit.artifacts.engine.files import write_engine
 from toolkit.artifacts.json_file import write_json_object
@@ -104,6 +105,8 @@ def convert(
     told |= {} if bits.vision == 16 else {"vision": options.vision}
     told |= {} if options.quant_policy is None else {"quant_policy": options.quant_policy}
     told |= {} if load_format == "auto" else {"load_format": load_format}
+    adapters = {name: resolve_model(where, progress=not quiet) for name, where in (options.adapters or {}).items()}
+    told |= {"adapters": check_adapters(adapters, spec, stored)} if adapters else {}
     if options.quant_policy not in (None, "auto"):
         raise UsageError(f"--quant-policy: expected auto, found {options.quant_policy!r}; others need no measure")
     if options.quant_policy is not None and spec.encoder is not None:
@@ -123,6 +126,7 @@ def convert(
         order = tensor_names(checkpoint, stored) if load_format == "auto" else ()
         with checkpoint.reading_ahead(order):
             params, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, bits)
+        write_adapters(stage.dir, adapters)
         quality = {}
         if chosen.name == CPU_TARGET and bits.head != 16 and spec.encoder is None:
             from toolkit.convert.head_cost import head_cost

@@ -30,4 +30,7 @@ class Packing:
     quant_policy: str | None = option(
         None, "auto: measure what bits of the KV cache cost in each layer, for --quant-policy auto (target cpu)."
     )
+    adapters: dict[str, str] | None = option(
+        None, "NAME=PATH of LoRA adapters that the artifact is to hold too; several may follow."
+    )
     tp: int = option(1, "1: an artifact holds the whole model, and is split when it is run.")

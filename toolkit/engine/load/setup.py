@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from toolkit.artifacts.cache_cost import read_cost
+from toolkit.artifacts.engine.adapters import packed_adapters
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.base import extras
 from toolkit.base.record import read
@@ -174,9 +175,14 @@ def find(model: str, config: EngineConfig | None, backend: Backend | None, packe
         backend = "pytorch" if isinstance(config, PytorchEngineConfig) else "turbomind"
     ranks.check(config)
     path = resolve_model(model, revision=config.revision, download_dir=config.download_dir)
-    if config.adapters:
-        found = {name: str(_adapter_path(name, where)) for name, where in config.adapters.items()}
-        config = replace(config, adapters=found)
+    held = packed_adapters(path)
+    if config.adapters or held:
+        asked = {
+            name: where for name, where in (config.adapters or {}).items() if held.get(name) is None or where != name
+        }
+        found = {name: str(_adapter_path(name, where)) for name, where in asked.items()}
+        order = dict.fromkeys([*(config.adapters or {}), *held])  # those asked for first: chats take the first
+        config = replace(config, adapters={name: (held | found)[name] for name in order})
     weights, lock = (path, None) if packed is None else packed(path)
     return Setup(weights, tokenizer_dir(path), config, backend, lock, source=path)
 
