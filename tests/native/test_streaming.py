@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ def test_what_lies_between_need_not_be_there(drive: Any) -> None:
         driver.sequences[again].blocks[0] = []
 
 
-def test_far_positions_are_as_sharp_as_near_ones(drive: Any, support: Any) -> None:
+def test_far_positions_are_as_sharp_as_near_ones(drive: Any) -> None:
     """A text that is repeated for ever ends in one distribution: places a million tokens on turn as finely."""
     driver, ids = drive("llama", model=LONG, stream=(32, 4)), prompt(120, 3)
     near = fed(driver, ids, 120)[-1]
@@ -103,7 +104,7 @@ def test_far_positions_are_as_sharp_as_near_ones(drive: Any, support: Any) -> No
     batch = driver.batch({number: ids[4:]}, "all")
     moved = batch.positions.copy()
     moved[0] += base  # the window's positions alone move: distances in it stay
-    far = driver.runner.submit(support("steps").replace(batch, positions=moved)).result().logits[-1]
+    far = driver.runner.submit(replace(batch, positions=moved)).result().logits[-1]
     np.testing.assert_allclose(far, near, rtol=2e-3, atol=2e-3)
 
 

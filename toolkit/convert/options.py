@@ -33,4 +33,8 @@ class Packing:
     adapters: dict[str, str] | None = option(
         None, "NAME=PATH of LoRA adapters that the artifact is to hold too; several may follow."
     )
-    tp: int = option(1, "1: an artifact holds the whole model, and is split when it is run.")
+    tp: int = option(
+        1,
+        "Write a file for each of so many ranks, to be run with the same --tp (target cpu). 1: the whole model in one "
+        "file, which any number of ranks cut when they load it.",
+    )
