@@ -71,11 +71,13 @@ def convert(
     revision: str | None = None,
     download_dir: str | None = None,
     progress: Progress | None = None,
+    measuring: Progress | None = None,
     quiet: bool = False,
 ) -> Converted:
     """Pack ``model`` into the engine artifact ``dst_path``; validates everything first, writes atomically.
 
-    Quantized weights keep their scales as stored. ``quiet``: no download progress.
+    Quantized weights keep their scales as stored. ``quiet``: no download progress. ``measuring``: called with
+    (runs done, of how many) of the model while ``quant_policy`` is measured.
     Raises UsageError for a wrong option, ToolkitError for a model that cannot be read or a full disk.
     """
     if options.tp < 1:
@@ -137,7 +139,7 @@ def convert(
             quality = {"head": figures} if figures else {}
         if options.quant_policy is not None:
             artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
-            quality[QUALITY] = measure_cache(artifact, checkpoint.tokenizer_dir)
+            quality[QUALITY] = measure_cache(artifact, checkpoint.tokenizer_dir, measuring)
         if options.tp > 1:
             artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
             write_rank_files(artifact, options.tp)

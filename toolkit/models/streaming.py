@@ -33,18 +33,19 @@ def stream(spec: DecoderSpec, window: int, sinks: int) -> DecoderSpec:
             f"kv_window: found {window} and kv_sinks {sinks}, expected at most {trained} together, the length that the "
             "model was trained for"
         )
+    chosen = {id(mixer) for mixer in whole}
     groups: dict[Rule, list[int]] = {}
     layers = []
     for i, layer in enumerate(spec.layers):
         parts = []
         for part in layer.sublayers:
-            mixer: Any = part.mixer
-            if any(mixer is one for one in whole):
-                mixer = replace(mixer, window=window, sink_tokens=sinks, rope=mixer.rope and _short(mixer.rope))
-            if (kept := mixer.keeps()) is not None:
+            own: Any = part.mixer
+            if id(own) in chosen:
+                own = replace(own, window=window, sink_tokens=sinks, rope=own.rope and _short(own.rope))
+            if (kept := own.keeps()) is not None:
                 groups.setdefault(kept.rule, []).append(i)
-                mixer = replace(mixer, group=list(groups).index(kept.rule))
-            parts.append(replace(part, mixer=mixer))
+                own = replace(own, group=list(groups).index(kept.rule))
+            parts.append(replace(part, mixer=own))
         layers.append(replace(layer, sublayers=tuple(parts)))
     made = tuple(CacheGroup(kind, reach, tuple(members), kept) for (kind, reach, kept), members in groups.items())
     return replace(spec, layers=tuple(layers), cache_groups=made, max_position=max(ENDLESS, spec.max_position))
