@@ -20,7 +20,7 @@ from toolkit.artifacts.json_file import read_json_object, write_json_object
 from toolkit.artifacts.weight_files.safetensors_file import read_header, write_tensors
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import build
-from toolkit.models.spec import AttentionSpec, MlpSpec, RopeSpec
+from toolkit.models.spec import RopeSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,7 +140,7 @@ def read_head_spec(path: Path) -> HeadSpec:
     as_model = {**absent, **inner, "num_hidden_layers": 1, "architectures": [name], "tie_word_embeddings": False}
     spec, _ = build(as_model, str(file))
     attention, mlp = (sub.mixer for sub in spec.layers[0].sublayers)
-    assert isinstance(attention, AttentionSpec) and isinstance(mlp, MlpSpec)
+    assert attention.kind == "attention" and mlp.kind == "mlp"
     if attention.q.bias or attention.o.bias or mlp.up.bias:
         raise ToolkitError(f"{file}: attention_bias, mlp_bias: expected false, found true")
     if mlp.activation != "silu" or attention.rope is None:

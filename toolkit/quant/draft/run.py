@@ -17,7 +17,7 @@ from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import Stage, open_stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, RopeSpec
+from toolkit.models.spec import DecoderSpec, RopeSpec
 from toolkit.quant.draft.features import features
 from toolkit.quant.draft.plot import plot_curve
 from toolkit.quant.draft.text import LENGTH, Writer
@@ -86,9 +86,8 @@ def _check(options: DraftHead) -> None:
 
 def _head_of(spec: DecoderSpec, options: DraftHead) -> HeadSpec:
     """A layer like the model's own, as far as those are such."""
-    mixers = [sub.mixer for layer in spec.layers for sub in layer.sublayers]
-    attention = next((m for m in mixers if isinstance(m, AttentionSpec)), None)
-    mlp = next((m for m in mixers if isinstance(m, MlpSpec)), None)
+    attention = next((a for _, a in spec.attention_layers()), None)
+    mlp = next((m for _, mixer in spec.mixers() if mixer.kind == "mlp" for m in mixer.mlps()), None)
     hidden = spec.hidden_size
     head_dim = 64 if attention is None else attention.head_dim
     heads = max(1, hidden // head_dim) if attention is None else attention.heads
