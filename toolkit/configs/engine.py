@@ -242,6 +242,7 @@ class CommonEngineConfig:
     ep: int = option(
         1, "Ranks (tp x dp) that whole experts are shared out over (pytorch only).", allowed=Bounds(1, 1024, "int32")
     )
+    enable_eplb: bool = option(False, "With --ep: move experts to where they are chosen less (pytorch only).")
     empty_init: bool = option(False, "Read no weights: they come by /update_weights (Pipeline.update_weights).")
     attn_tp_size: int | None = option(None, "LMDeploy's: what --tp says.", hidden=True)
     mlp_tp_size: int | None = option(None, "LMDeploy's: what --tp says.", hidden=True)
@@ -329,7 +330,6 @@ class PytorchEngineConfig(CommonEngineConfig):
     num_cpu_blocks: int = 0
     thread_safe: bool = False
     enable_microbatch: bool = False
-    enable_eplb: bool = False
     enable_mp_engine: bool = False
     enable_return_routed_experts: bool = False
     mp_engine_backend: str = "mp"
