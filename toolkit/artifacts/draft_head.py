@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from toolkit.artifacts.json_file import read_json_object, write_json_object
-from toolkit.artifacts.weight_files.safetensors_file import read_header, write_tensors
+from toolkit.artifacts.weight_files.safetensors_file import map_arrays, read_header, write_tensors
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import build
 from toolkit.models.spec import RopeSpec
@@ -187,14 +190,12 @@ def _layers(config: Mapping[str, Any], file: Path) -> tuple[int, ...]:
     return tuple(found)
 
 
-def read_head(path: Path, layers: int) -> tuple[HeadSpec, dict[str, Tensor]]:
+def read_head(path: Path, layers: int) -> tuple[HeadSpec, dict[str, NDArray[Any]]]:
     """The head in a directory, for a model of ``layers`` layers, and its tensors by the names of ``HeadSpec.shapes``,
-    ``embed_tokens.weight`` and ``d2t`` where they are there. Raises ToolkitError that names file and tensor for one
-    that is missing or of another shape."""
-    from toolkit.artifacts.weight_files.tensor_file import TensorFile
-
-    spec, file = read_head_spec(path), path / WEIGHTS
-    found, old = read_header(file), "midlayer."
+    ``embed_tokens.weight`` and ``d2t`` where they are there, mapped, as they are stored (of bfloat16 the bits, uint16).
+    Raises ToolkitError that names file and tensor for one that is missing or of another shape or type."""
+    spec, file, old = read_head_spec(path), path / WEIGHTS, "midlayer."
+    found = read_header(file)
     stored = {f"layers.0.{name[len(old) :]}" if name.startswith(old) else name: name for name in found}
     wanted = spec.shapes(len(spec.fused(layers)))
     if "embed_tokens.weight" in stored:
@@ -204,21 +205,26 @@ def read_head(path: Path, layers: int) -> tuple[HeadSpec, dict[str, Tensor]]:
     for name, shape in wanted.items():
         if name not in stored:
             raise ToolkitError(f"{file}: expected a tensor {name} {list(shape)}, found none")
-        if (there := tuple(found[stored[name]].shape)) != shape:
-            raise ToolkitError(f"{file}: tensor {name}: expected {list(shape)}, found {list(there)}")
-    tensors = TensorFile(file)
-    read = {name: tensors[stored[name]] for name in wanted}
+        info = found[stored[name]]
+        if tuple(info.shape) != shape:
+            raise ToolkitError(f"{file}: tensor {name}: expected {list(shape)}, found {list(info.shape)}")
+        types = ("I64", "I32") if name == "d2t" else ("F32", "F16", "BF16")
+        if info.dtype not in types:
+            raise ToolkitError(f"{file}: tensor {name}: expected {', '.join(types)}, found {info.dtype}")
+    arrays = map_arrays(file)
+    read = {name: arrays[stored[name]] for name in wanted}
     if "d2t" in read:
-        _check_map(read["d2t"], spec, file)
+        ids = read["d2t"] + np.arange(spec.draft_vocab_size)
+        if int(ids.min()) < 0 or int(ids.max()) >= spec.vocab_size:
+            raise ToolkitError(f"{file}: tensor d2t: expected ids below {spec.vocab_size}, found {int(ids.max())}")
     return spec, read
 
 
-def _check_map(d2t: Tensor, spec: HeadSpec, file: Path) -> None:
-    import torch
-
-    ids = d2t.long() + torch.arange(spec.draft_vocab_size)
-    if int(ids.min()) < 0 or int(ids.max()) >= spec.vocab_size:
-        raise ToolkitError(f"{file}: tensor d2t: expected ids below {spec.vocab_size}, found {int(ids.max())}")
+def widened(stored: NDArray[Any]) -> NDArray[np.float32]:
+    """Float32 of float16, float32 or the bits of bfloat16."""
+    if stored.dtype == np.uint16:
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32)
 
 
 def write_head(

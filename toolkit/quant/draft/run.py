@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from toolkit.artifacts.output.replace import check_directory_target
 from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import Stage, open_stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.base import extras
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import DecoderSpec, RopeSpec
 from toolkit.quant.draft.features import features
@@ -71,7 +73,10 @@ def draft(
         source.check_finite()
         text, held = _prepare(source, stage, head, options, samples, place, progress)
         quality = _train(source, stage, head, options, text, held, place, progress)
-        plot_curve(quality["acceptance"], stage.dir / CURVE)
+        if find_spec("matplotlib") is None:
+            notice(f"no {CURVE} without matplotlib; for one: {extras.command('plot')}")
+        else:
+            plot_curve(quality["acceptance"], stage.dir / CURVE)
         stage.finish(quality)
     return Result(work_dir, told, quality, False)
 
