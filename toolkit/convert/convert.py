@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.cache_cost import QUALITY
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
@@ -103,7 +103,8 @@ def convert(
     if spec.encoder is not None and chosen.head_bits is not None:
         asked = asked or 16  # no head is multiplied: rows of the embedding are looked up, at no cost of their own
     bits = Bits(_head_bits(chosen, asked), _vision_bits(chosen, spec, options.vision))
-    told = {"target": chosen.name, "dtype": options.dtype} | ({} if bits.head is None else {"head_bits": bits.head})
+    told: dict[str, Any] = {"target": chosen.name, "dtype": options.dtype}
+    told |= {} if bits.head is None else {"head_bits": bits.head}
     told |= {} if bits.vision == 16 else {"vision": options.vision}
     told |= {} if options.quant_policy is None else {"quant_policy": options.quant_policy}
     told |= {} if load_format == "auto" else {"load_format": load_format}
