@@ -99,7 +99,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def root(
-    version: bool = typer.Option(False, "--version", "-v", help="Print the version and exit."),
+    version: bool = typer.Option(False, "--version", "-v", help="Print version, commit and build, and exit."),
     debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error (works after any command)."),
     custom_module_map: str = typer.Option(
         None,
@@ -113,7 +113,9 @@ def root(
     MODEL is a local directory, a Hugging Face id, a .gguf file, one of our artifacts, or `demo`.
     """
     if version:
-        print(f"tool {__version__}")
+        from toolkit.base.build_info import build_info
+
+        print(f"tool {__version__} ({build_info()})")
         raise typer.Exit
 
 
