@@ -28,7 +28,8 @@ def run(
     to: Annotated[
         str,
         typer.Option(
-            help="docker, compose, k8s, systemd; or another engine: vllm, sglang, lmdeploy, llama.cpp, dynamo."
+            help="docker, compose, k8s, kuberay, ray, systemd; or another engine: vllm, sglang, lmdeploy, "
+            "llama.cpp, dynamo."
         ),
     ],
     dst_path: Annotated[str, typer.Option(help="Directory to write to.")],

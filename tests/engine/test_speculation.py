@@ -80,7 +80,8 @@ def cases(draw: Any) -> dict[str, Any]:
             "prefix_caching": draw(st.booleans()),
         },
         "most": draw(st.integers(1, 9)),
-        "draft": draw(st.sampled_from(["seer", "seer", "lookup", "hooked"])),
+        "always": draw(st.integers(0, 3)) > 0,
+        "draft": draw(st.sampled_from(["seer", "seer", "dear", "lookup", "hooked"])),
         "fails": draw(st.sets(st.integers(0, 30), max_size=1)),
     }
 
@@ -89,7 +90,7 @@ def run(
     fake: Any, seer: Any, case: dict[str, Any], answers: dict[str, list[int]] | None
 ) -> tuple[EngineCore, dict[str, Any]]:
     """``answers`` None: without guesses. Requests come one after the other, some steps between them."""
-    speculation = None if answers is None else Speculation(most=case["most"], always=True)
+    speculation = None if answers is None else Speculation(most=case["most"], always=case["always"])
     core = fake.make_core(
         case["windows"],
         VOCAB,
@@ -101,8 +102,9 @@ def run(
     )
     if answers is not None:
         core.runner.fail_on = case["fails"]
-        if case["draft"] == "seer":
-            core.speculator.drafts = [seer.Seer(answers, case["wrong"], case["seed"], VOCAB)]
+        if case["draft"] in ("seer", "dear"):
+            draft = seer.Seer(answers, case["wrong"], case["seed"], VOCAB, costs=case["draft"] == "dear")
+            core.speculator.drafts = [draft]
     found: dict[str, list[EngineOutput]] = {}
 
     def step() -> None:
@@ -210,8 +212,8 @@ def test_guesses_under_grammars_change_nothing(fake: Any, seer: Any, rule: dict[
     plain, _ = answers(None)
     fast, core = answers({name: told[0] for name, told in plain.items()})
     assert fast == plain
-    assert core.speculator.rounds or wrong == 8
-    assert wrong != 2 or core.speculator.right > 20
+    assert core.speculator.total.drafts or wrong == 8
+    assert wrong != 2 or core.speculator.total.accepted > 20
 
 
 def guessed(

@@ -50,7 +50,7 @@ def run(runner: Any, seer: Any, answers: dict[str, list[int]] | None, wrong: int
             found.setdefault(output.id, []).append(output)
     if answers is not None:
         assert core.speculator is not None
-        tried, right = core.speculator.guessed, core.speculator.right
+        tried, right = core.speculator.total.tokens, core.speculator.total.accepted
         assert tried and (wrong or right == tried), (tried, right)
     return {name: seer.told(outputs) for name, outputs in found.items()}
 

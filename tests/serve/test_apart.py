@@ -15,8 +15,10 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import uvicorn
+from safetensors.torch import load_file
 
 from toolkit import TurbomindEngineConfig
+from toolkit.artifacts.weight_files.new_weight_files import WeightFiles
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.serve.options import ProxySettings
 from toolkit.serve.proxy.app import create_app
@@ -47,14 +49,14 @@ def engines(packed: Path, key: str) -> Iterator[Any]:
     """``engines(role, …)``: engines of one tiny model."""
     with contextlib.ExitStack() as stack:
 
-        def make(role: str = "hybrid", **more: Any) -> AsyncEngine:
+        def make(role: str = "hybrid", path: Path = packed, **more: Any) -> AsyncEngine:
             if role != "hybrid":
                 more = {"kv_transfer_key": key, **more}
             if role == "prefill":
                 more = {"kv_transfer_address": "127.0.0.1:0", **more}
             common: dict[str, Any] = {"cache_max_entry_count": 200, "cache_block_seq_len": 16, "threads": 1}
             config = TurbomindEngineConfig(role=role, **(common | more))
-            return stack.enter_context(AsyncEngine.open(packed, backend_config=config))
+            return stack.enter_context(AsyncEngine.open(path, backend_config=config))
 
         yield make
 
@@ -144,6 +146,29 @@ def test_engines_that_differ_are_refused_by_name(engines: Any, server_on: Any, c
         assert asked(url, path, body, PROMPT) == asked(c.url, path, body, PROMPT)
         assert second.stats().get("moved_tokens", 0) == 0
     assert "quant_policy: 8 here, 0 there" in caplog.text
+
+
+def test_with_new_weights_nothing_is_handed_over(engines: Any, server_on: Any, tiny_models: Any) -> None:
+    """Neither is a server asked for a prompt that it would not lend; all answers are those of the new weights."""
+    more = {"path": tiny_models("llama"), "device": "cpu", "dtype": "float32"}
+    first, second, alone = engines("prefill", **more), engines("decode", **more), engines(**more)
+    path, body = REQUESTS[1]
+    with server_on(first) as a, server_on(second) as b, server_on(alone) as c, proxy(a.url, b.url) as (url, state):
+        assert asked(url, path, body, PROMPT) == asked(c.url, path, body, PROMPT)
+        moved = second.stats()["moved_tokens"]
+        assert moved == 80
+        tensors = {k: v * 1.5 for k, v in load_file(more["path"] / "model.safetensors").items()}
+        for i, engine in enumerate((alone, first, second)):
+            files = WeightFiles()
+            files.add_tensors(tensors.items())
+            engine.update_weights(files)
+            assert httpx.get(f"{[c, a, b][i].url}/distserve/engine_info").status_code == (200 if i else 403)
+        while any("role" in node for node in httpx.get(f"{url}/nodes/status").json().values()):
+            pass
+        for i in range(4):
+            assert asked(url, path, body, [3 + i, *PROMPT]) == asked(c.url, path, body, [3 + i, *PROMPT])
+        assert 'prompts_total{how="lent"} 1.0' in state.metrics.render().decode()  # that of before
+        assert second.stats().get("moved_tokens", 0) in (0, moved)
 
 
 def test_the_parts_by_hand(engines: Any, server_on: Any) -> None:

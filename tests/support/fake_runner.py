@@ -131,7 +131,7 @@ class FakeRunner:
         self.windows = windows
         self.spec = fake_spec(windows, vocab_size)
         self.options = RunnerOptions(block_size=block_size)
-        self.asynchronous = asynchronous
+        self.batch_invariant, self.asynchronous = True, asynchronous
         self.notes: list[str] = []
         self.cheap = cheap  # constant tokens, no checks: for timing the engine itself
         self.queue: list[Handle] = []

@@ -7,25 +7,32 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.engine.drafts.draft import Guess
+from toolkit.engine.drafts.draft import Draft, Guess, Outlook
 from toolkit.engine.request import EngineOutput
 from toolkit.engine.sequence import Sequence
 
 HOSTILE = 8
 
 
-class Seer:
-    """``wrong``: of eight tokens; 7: its chances are no numbers either; ``HOSTILE``: all tokens are drawn at random,
-    some of no vocabulary, and there are more than were asked for."""
+class Seer(Draft):
+    """``costs``: as of ``Draft``. ``wrong``: of eight tokens; 7: its chances are no numbers either; ``HOSTILE``: all
+    tokens are drawn at random, some of no vocabulary, and there are more than were asked for."""
 
-    name, seconds = "seer", 0.0
+    name = "seer"
 
-    def __init__(self, answers: dict[str, list[int]], wrong: int, seed: int, vocab_size: int) -> None:
+    def __init__(
+        self, answers: dict[str, list[int]], wrong: int, seed: int, vocab_size: int, costs: bool = False
+    ) -> None:
         self.answers, self.wrong, self.vocab_size = answers, wrong, vocab_size
+        self.costs = costs
         self.rng = np.random.default_rng(seed)
 
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
         return [self.of(seq, most) for seq, most in asked]
+
+    def outlook(self, asked: Seq[tuple[Sequence, int]]) -> Outlook:
+        most = max(most for _, most in asked)
+        return Outlook(self.rng.uniform(0, 1, len(asked)), 1e-4 * np.arange(most + 1))
 
     def of(self, seq: Sequence, most: int) -> Guess:
         known = seq.known - seq.prompt_len
@@ -39,8 +46,6 @@ class Seer:
 
     def learn(self, seq: Sequence, guessed: int, right: int) -> None:
         assert 0 <= right <= guessed
-
-    def forget(self, seq: Sequence) -> None: ...
 
 
 def told(outputs: list[EngineOutput]) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from toolkit.runners.base import RunnerOptions
 class Together:
     """A runner of ranks for ``support.steps.Driver``; what they draw is compared after every step."""
 
-    name, asynchronous, device = "tensor", False, "several"
+    name, batch_invariant, asynchronous, device = "tensor", False, False, "several"
 
     def __init__(self, path: Path, layout: Layout, options: RunnerOptions, **how: Any) -> None:
         whole = open_whole(Model(str(path), options, how), layout)

@@ -14,13 +14,13 @@ from typing import Any
 from toolkit.artifacts.manifest import describe_parent
 from toolkit.artifacts.output.stage import open_stage
 from toolkit.artifacts.source import resolve_model
-from toolkit.deploy.facts import Artifact, Memory, open_artifact, plan_memory
+from toolkit.deploy import ray_serve
+from toolkit.deploy.facts import GRACE, Artifact, Memory, open_artifact, plan_memory
 from toolkit.deploy.options import Deployment, name_of
 from toolkit.deploy.targets import OURS, TARGETS, TURNED, Target
 from toolkit.errors import ToolkitError, UsageError
 
 USER = 10001  # of our images
-GRACE = 30  # seconds that running requests get to end
 IMAGES = {"cpu": "toolkit:cpu", "cuda": "toolkit:cuda"}  # as deploy/docker makes them
 MOUNTED = "/model"
 
@@ -148,7 +148,7 @@ def _facts(
     return {
         **words,
         "target": target,
-        "image": asked.image or target.image or IMAGES[device],
+        "image": asked.image or target.image or IMAGES[device] + target.tag,
         "gpu": device == "cuda",
         "user": USER,
         "grace": GRACE,
@@ -169,6 +169,7 @@ def _facts(
             where: [word.format(model=model, **words) for word in target.command]
             for where, model in (("outside", str(artifact.file)), ("inside", inside))
         },
+        "ray": ray_serve.facts(artifact, asked, device, memory, name, inside),
         "tool": str(Path(sysconfig.get_path("scripts")) / "tool"),
         "python": sys.executable,
     }
@@ -178,7 +179,13 @@ def _render(template: str, known: dict[str, Any]) -> str:
     from jinja2 import Environment, StrictUndefined
 
     made = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    made.filters |= {"json": _json, "shell": _shell, "unit": _unit, "dollars": lambda text: text.replace("$", "$$")}
+    made.filters |= {
+        "json": _json,
+        "lines": _lines,
+        "shell": _shell,
+        "unit": _unit,
+        "dollars": lambda text: text.replace("$", "$$"),
+    }
     text = files("toolkit.deploy").joinpath("files", f"{template}.jinja").read_text(encoding="utf-8")
     return made.from_string(text).render(known)
 
@@ -186,6 +193,11 @@ def _render(template: str, known: dict[str, Any]) -> str:
 def _json(value: Any) -> str:
     """A value as YAML has it, for JSON is YAML."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def _lines(value: Any) -> str:
+    """The same, to be read by people too."""
+    return json.dumps(value, ensure_ascii=False, indent=2)
 
 
 def _shell(words: list[str]) -> str:

@@ -19,6 +19,7 @@ from toolkit.runners.choose import open_runner
 NAMES = {"auto-round": "auto_round", "smooth_quant": "w8a8"}  # quant_method → as `tool convert --to` calls it
 PROCESSES = 768 << 20  # bytes of the two processes of a server beside weights and cache: Python, tokenizer, requests
 GPU_HOST = 4 << 30  # bytes of the host beside the weights that pass through it, where a GPU computes
+GRACE = 30  # seconds that running requests get to end
 ROUND = 64 << 20
 LONGEST, BATCH = 8192, 8  # where nothing is said
 PLENTY = 1 << 60

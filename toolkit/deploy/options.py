@@ -30,7 +30,7 @@ class Deployment:
     )
     max_batch_size: int | None = option(None, "Requests at a time. Default: 8, or what --memory holds.", min=1)
     quant_policy: int = same_option(CommonEngineConfig, "quant_policy")
-    replicas: int = option(1, "How many run (k8s, dynamo). As many as are needed: `tool serve ray`.", min=1)
+    replicas: int = option(1, "How many run (k8s, kuberay, ray, dynamo).", min=1)
     secret: str = option("toolkit-keys", "Secret of Kubernetes whose TOOLKIT_API_KEYS are the clients' keys.")
     claim: str = option("toolkit-model", "Volume claim of Kubernetes on which the model lies.")
 

@@ -15,7 +15,7 @@ class Target:
     Of another engine ``image``; ``program``: what has to be installed; ``command``: its words, in which {model},
     {name}, {port}, {length} and {batch} stand for the deployment's, {context} for length × batch. ``key``: the
     environment variable of the clients' key; ``key_option``: where the engine takes it as an option alone.
-    ``python``: whether its image has that.
+    ``python``: whether its image has that. ``tag``: of our image, behind the device's.
     """
 
     reads: tuple[str, ...]
@@ -27,6 +27,7 @@ class Target:
     key: str = "TOOLKIT_API_KEYS"
     key_option: str = ""
     python: bool = True
+    tag: str = ""
 
 
 _PEER = {"run.sh": "run.sh", "compose.yaml": "peer-compose.yaml"}
@@ -38,6 +39,8 @@ TARGETS: dict[str, Target] = {
     "docker": Target(OURS, {"Dockerfile": "Dockerfile", "run.sh": "docker-run.sh"}, "bash {out}/run.sh"),
     "compose": Target(OURS, {"compose.yaml": "compose.yaml"}, _COMPOSE),
     "k8s": Target(OURS, {"server.yaml": "k8s.yaml"}, "kubectl apply -f {out}/server.yaml"),
+    "kuberay": Target(OURS, {"service.yaml": "kuberay.yaml"}, "kubectl apply -f {out}/service.yaml", tag="-ray"),
+    "ray": Target(OURS, {"serve.yaml": "serve.yaml"}, "serve deploy {out}/serve.yaml"),
     "systemd": Target(OURS, {"{name}.service": "systemd.service"}, "systemctl enable --now {absolute}/{name}.service"),
     "vllm": Target(
         _VLLM, _PEER, "bash {out}/run.sh", image="vllm/vllm-openai:latest", program="vllm", key="VLLM_API_KEY",

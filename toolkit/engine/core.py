@@ -267,7 +267,7 @@ class EngineCore:
     def _forget_kept(self) -> None:
         """Other weights come: what is kept is not theirs, and of them nothing is kept."""
         if self.keeper is not None:
-            log.info("the KV cache of new weights is not kept on disk")
+            log.info("the KV cache of new weights is not kept on disk, nor handed over to other engines")
             self._end_keeping()
 
     def close(self) -> None:

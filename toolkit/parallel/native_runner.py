@@ -63,7 +63,7 @@ class NativeRanks(RankedRunner):
     name = "native"
     backend: Backend = "turbomind"
     device = "cpu"
-    asynchronous = True
+    batch_invariant = asynchronous = True
 
     def __init__(self, model: Model, world: int, opened: Opened | None = None) -> None:
         """Open the model and start the ranks; no weights are loaded. ``opened``: what ``open_native`` has of it, which

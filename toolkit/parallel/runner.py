@@ -39,7 +39,7 @@ class RankedRunner:
 
     name = "tensor"
     backend: Backend = "pytorch"
-    asynchronous = False
+    batch_invariant = asynchronous = False
     _homes: Homes | None = None  # of several copies, where there is a cache
     _store: Any = None  # where ranks of several machines met
 

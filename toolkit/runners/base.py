@@ -72,6 +72,7 @@ class Runner(Protocol):
     device: str
     dtype: str
     options: RunnerOptions
+    batch_invariant: bool  # the bits of a row do not depend on what else its step has
     asynchronous: bool  # ``submit`` returns while the step runs, so that the caller can prepare the next one
     notes: list[str]  # what a user should hear of how the model runs, one line each; whole once weights are loaded
 

@@ -20,8 +20,8 @@ def speculator(runner: Runner, options: EngineOptions) -> Speculator | None:
     chosen, spec = options.speculation, runner.spec
     if chosen is None or spec.mask_token is not None:
         return None
-    if runner.name == "tensor" and not (chosen.asked or chosen.always):
-        return None  # its sums depend on how many rows a step has: unasked, a guess shall change no bit
+    if not (runner.batch_invariant or chosen.asked or chosen.always):
+        return None  # unasked, a guess shall change no bit
     states = any(group.kind == "state" for group in spec.cache_groups)
     rows = max(options.max_batch_size, options.max_logit_bytes // (4 * spec.vocab_size))
     drafts: list[Draft] = [Forced(), Lookup(chosen.shared)]

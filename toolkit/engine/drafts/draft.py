@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.engine.sequence import Sequence
 
@@ -21,21 +24,44 @@ class Guess:
 NO_GUESS = Guess([], [])
 
 
-class Draft(Protocol):
-    """``seconds``: what a token of a guess takes to make, of all requests of a step together; 0 where that is nothing
-    beside a step. One engine's thread owns a draft."""
+@dataclass(frozen=True)
+class Outlook:
+    """What guesses promise and cost before they are made, of some requests together.
 
-    name: str
-    seconds: float
+    ``chances``: of each request's tokens, given that those before are right, [requests]. ``seconds``: what guesses of
+    0, 1, 2 … tokens take to make, [most + 1].
+    """
+
+    chances: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+
+
+class Draft:
+    """``name``: of the method, in metrics. ``costs``: guesses take time to make, so that ``outlook`` is asked before
+    ``propose`` is. One engine's thread owns a draft."""
+
+    name: ClassVar[str]
+    costs: bool = False
+
+    def outlook(self, asked: Seq[tuple[Sequence, int]]) -> Outlook:
+        """What guesses of up to so many tokens for all of these requests promise; only where they cost."""
+        raise NotImplementedError
 
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
         """For each request a guess of up to so many tokens behind its known ones, ``tokens[:known]``."""
-        ...
+        raise NotImplementedError
 
     def learn(self, seq: Sequence, guessed: int, right: int) -> None:
-        """A step has verified ``guessed`` tokens of this request, of which the first ``right`` were."""
-        ...
+        """A step has verified ``guessed`` tokens of this draft's guess, of which the first ``right`` came true."""
 
     def forget(self, seq: Sequence) -> None:
         """The request has ended."""
-        ...
+
+    def rest(self) -> None:
+        """Give memory back, as the engine sleeps; no request runs."""
+
+    def wake(self) -> None:
+        """Undo ``rest``. Raises RunnerError or MemoryError where that fails."""
+
+    def close(self) -> None:
+        """Nothing is asked any more."""

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from toolkit.engine.drafts.draft import NO_GUESS, Guess
+from toolkit.engine.drafts.draft import NO_GUESS, Draft, Guess
 from toolkit.engine.sequence import Sequence
 
 _KEEP = 0.95  # what a guess still counts after the next one
 _FIRST = 4.0, 3.6  # guesses, and right ones, before any was made
 
 
-class Forced:
+class Forced(Draft):
     """The text is certain, its tokens are not: a model may cut it otherwise, and the last one may go on beyond it."""
 
     name = "grammar"
-    seconds = 0.0
 
     def __init__(self) -> None:
         self._tried, self._right = [_FIRST[0]] * 2, [_FIRST[1]] * 2  # of tokens within a text, of its last one
@@ -24,9 +23,6 @@ class Forced:
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
         """The text that the grammar forces next, as tokens."""
         return [self._of(seq, most) for seq, most in asked]
-
-    def learn(self, seq: Sequence, guessed: int, right: int) -> None:
-        """Nothing: tokens are compared as they come."""
 
     def forget(self, seq: Sequence) -> None:
         """Nothing more comes."""

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.configs.speculative import Share
-from toolkit.engine.drafts.draft import NO_GUESS, Guess
-from toolkit.engine.drafts.odds import Kind, Odds
+from toolkit.engine.drafts.draft import NO_GUESS, Draft, Guess
+from toolkit.engine.drafts.odds import Kind, Odds, lookup_odds, place
 from toolkit.engine.drafts.search import BORDER, LONGEST, Answers, longest, pair, pairs
 from toolkit.engine.sequence import Sequence
 
@@ -24,24 +24,20 @@ USERS = 64  # whose answers are kept, those that last asked
 _NOTHING = np.zeros(0, np.int32)
 
 
-class Lookup:
+class Lookup(Draft):
     """``share``: whose answers are looked up: of the same user, of all, of nobody."""
 
     name = "lookup"
-    seconds = 0.0
 
     def __init__(self, share: Share = "user") -> None:
         self._share = share
-        self._odds = Odds()
+        self._odds = lookup_odds()
         self._copies: dict[Sequence, Copy] = {}
         self._answers: OrderedDict[tuple[int, str], Answers] = OrderedDict()  # by adapter and owner
 
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
         """Behind what each request's known tokens ended with before."""
         return [self._of(seq).guess(most) for seq, most in asked]
-
-    def learn(self, seq: Sequence, guessed: int, right: int) -> None:
-        """Nothing: tokens are compared as they come."""
 
     def forget(self, seq: Sequence) -> None:
         """Keep its answer for others."""
@@ -81,7 +77,7 @@ class Copy:
         self.kind: Kind | None = None
         self.at = self.agreed = 0
         self._others = others
-        self._odds = Odds(odds)
+        self._odds = Odds(above=odds)
         self._text = Kind.OWN  # that is copied: ``kind``, but where it was resumed
         self._predicted = np.array(seq.request.prediction, np.int32)
         self._reached = 0  # in the predicted answer
@@ -105,7 +101,7 @@ class Copy:
         if self.kind is None or most < 1:
             return NO_GUESS
         tokens = self._next(most)
-        return Guess(tokens, [self._odds.of(self.kind, self.agreed + i) for i in range(len(tokens))])
+        return Guess(tokens, [self._odds.of(place(self.kind, self.agreed + i)) for i in range(len(tokens))])
 
     def _source(self) -> NDArray[np.int32]:
         if self._text == Kind.OWN:
@@ -135,7 +131,7 @@ class Copy:
                 self.kind = None
                 continue
             right = bool(source[self.at] == token)
-            self._odds.note(self.kind, self.agreed, right)
+            self._odds.note(place(self.kind, self.agreed), right)
             self.at += 1
             if self._text == Kind.PREDICTED:
                 self._reached = self.at

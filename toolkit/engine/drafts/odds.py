@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence as Seq
 from enum import IntEnum
 
 
@@ -17,37 +18,39 @@ class Kind(IntEnum):
 
 
 _STEPS = (2, 3, 4, 6, 9, 17)  # tokens that agree before a guess, from which it counts as surer
-_CLASSES = len(_STEPS) + 1
 _FIRST = (0.15, 0.3, 0.45, 0.55, 0.7, 0.8, 0.9)  # what is thought before anything was seen
 _WEIGHT = 4.0  # guesses that what was thought before counts as
 SHORT, LONG = 0.9, 0.995  # what a guess still counts after the next one: of a request, of all
 
 
 class Odds:
-    """``above``: of all requests, None for that itself."""
+    """``first``: of each class of guesses what is thought before any was seen; or ``above``: of all requests."""
 
-    def __init__(self, above: Odds | None = None) -> None:
+    def __init__(self, first: Seq[float] = (), above: Odds | None = None) -> None:
         self._above = above
+        self._first: Seq[float] = first if above is None else above._first
         self._keep = LONG if above is None else SHORT
-        self._right = [0.0] * (len(Kind) * _CLASSES)
-        self._tried = [0.0] * (len(Kind) * _CLASSES)
+        self._right = [0.0] * len(self._first)
+        self._tried = [0.0] * len(self._first)
 
-    def note(self, kind: Kind, agreed: int, right: bool) -> None:
-        """A token was guessed where ``agreed`` tokens before it were alike."""
-        at = _class(kind, agreed)
+    def note(self, at: int, right: bool) -> None:
+        """A token of class ``at`` was guessed."""
         self._right[at] = self._right[at] * self._keep + right
         self._tried[at] = self._tried[at] * self._keep + 1
         if self._above is not None:
-            self._above.note(kind, agreed, right)
+            self._above.note(at, right)
 
-    def of(self, kind: Kind, agreed: int) -> float:
+    def of(self, at: int) -> float:
         """The chance that such a token is right."""
-        return self._of(_class(kind, agreed))
-
-    def _of(self, at: int) -> float:
-        before = _FIRST[at % _CLASSES] if self._above is None else self._above._of(at)
+        before = self._first[at] if self._above is None else self._above.of(at)
         return (self._right[at] + _WEIGHT * before) / (self._tried[at] + _WEIGHT)
 
 
-def _class(kind: Kind, agreed: int) -> int:
-    return kind * _CLASSES + bisect_right(_STEPS, agreed)
+def lookup_odds() -> Odds:
+    """Of guesses by ``place``, of all requests."""
+    return Odds(_FIRST * len(Kind))
+
+
+def place(kind: Kind, agreed: int) -> int:
+    """The class of a token where ``agreed`` tokens before it were alike."""
+    return kind * len(_FIRST) + bisect_right(_STEPS, agreed)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from operator import mul
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +19,43 @@ from toolkit.engine.drafts.draft import Draft, Guess
 from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
 
+log = logging.getLogger(__name__)
+
 HOST_SECONDS = 0.005  # at most between two steps: what is more, nobody had work
+TRIAL = 2  # tokens of guesses that are made to see whether they would pay
+TRIAL_REST = 100.0  # times as long as such a trial takes until the next one
+Asked = tuple[Sequence, int]  # a request, and of how many tokens a guess for it may be
+
+
+class Found(NamedTuple):
+    """A guess, and whose it is."""
+
+    guess: Guess
+    draft: Draft
+
+
+class Depth(NamedTuple):
+    """``tokens``: that guesses are to have, ``which``: for which requests; ``trial``: to see whether they
+    would pay."""
+
+    tokens: int
+    which: list[bool]
+    trial: bool = False
+
+
+@dataclass
+class Count:
+    """Guesses of one draft that were verified, their tokens, and those that came true."""
+
+    drafts: int = 0
+    tokens: int = 0
+    accepted: int = 0
+
+    def add(self, guessed: int, right: int) -> None:
+        """One more guess."""
+        self.drafts += 1
+        self.tokens += guessed
+        self.accepted += right
 
 
 class Speculator:
@@ -32,26 +72,35 @@ class Speculator:
         self._vocab_size = vocab_size
         self._border = border
         self._rows = rows
-        self._ended = 0.0
-        self.rounds = self.guessed = self.right = 0
-        self.by_place = np.zeros(
-            options.most, np.int64
-        )  # of guesses' first tokens, second ones …: those that were right
+        self._ended = self._drafting = self._next_trial = 0.0
+        self._chosen: dict[Sequence, Draft] = {}  # whose guess the step under way verifies
+        self.counts: dict[str, Count] = {}  # by the drafts' names
+        self.by_place = np.zeros(options.most, np.int64)  # of guesses' first tokens, second ones …: those right
 
     def tempted(self, running: Collection[Sequence]) -> bool:
         """Whether guesses would pay in the step behind that in flight, so that its tokens should be waited for."""
         ready = [s for s in running if s.decodes and not s.ending]
         if not any(s.pending for s in ready):
             return False
-        guesses = {s: g for s, g in self._guesses(ready, ahead=1).items() if len(g.tokens) > 1}
-        behind = [_behind(g) for g in guesses.values()]
-        return any(self._worth(behind, len(ready)))
+        asked = self._asked(ready)
+        guesses = self._at_once(asked, ahead=1).items()
+        behind = {s: Found(_behind(guess), draft) for s, (guess, draft) in guesses if len(guess.tokens) > 1}
+        if any(self._worth([guess for guess, _ in behind.values()], len(ready))):
+            return True
+        return any(d.costs and self._depth(d, asked, behind, len(ready))[0] for d in self.drafts)
 
     def choose(self, ready: Collection[Sequence]) -> dict[Sequence, list[int]]:
         """The guesses of a step in which the requests ``ready`` go on, by request."""
-        guesses = self._guesses([s for s in ready if not s.pending])
-        counts = self._worth(list(guesses.values()), len(ready))
-        return {s: g.tokens[:n] for (s, g), n in zip(guesses.items(), counts, strict=True) if n}
+        asked = self._asked([s for s in ready if not s.pending])
+        guesses = self._at_once(asked)
+        started = time.perf_counter()
+        for draft in [d for d in self.drafts if d.costs]:
+            self._draft(draft, asked, guesses, len(ready))
+        self._drafting = time.perf_counter() - started
+        counts = self._worth([g for g, _ in guesses.values()], len(ready))
+        chosen = {s: (f.guess.tokens[:n], f.draft) for (s, f), n in zip(guesses.items(), counts, strict=True) if n}
+        self._chosen = {s: draft for s, (_, draft) in chosen.items()}
+        return {s: tokens for s, (tokens, _) in chosen.items()}
 
     def _worth(self, guesses: list[Guess], rows: int) -> list[int]:
         room = self._rows - rows
@@ -65,16 +114,62 @@ class Speculator:
             return counts
         return worth([g.chances for g in guesses], rows, room, self.cost)
 
-    def _guesses(self, ready: Iterable[Sequence], ahead: int = 0) -> dict[Sequence, Guess]:
-        """``ahead``: tokens in flight, which a guess begins with."""
-        asked = [(s, most + ahead) for s in ready if may(s) and (most := self._most(s)) > 0]
-        best: dict[Sequence, Guess] = {}
+    def _asked(self, ready: Iterable[Sequence]) -> list[Asked]:
+        return [(s, most) for s in ready if may(s) and (most := self._most(s)) > 0]
+
+    def _at_once(self, asked: list[Asked], ahead: int = 0) -> dict[Sequence, Found]:
+        """The best guesses that take no time to make. ``ahead``: tokens in flight, which they begin with."""
+        best: dict[Sequence, Found] = {}
         for draft in self.drafts:
-            for (seq, most), guess in zip(asked, draft.propose(asked), strict=True):
-                found = self._sound(seq, guess, most)
-                if _expected(found) > (_expected(best[seq]) if seq in best else 0.0):
-                    best[seq] = found
+            if not draft.costs:
+                self._take(draft, [(s, most + ahead) for s, most in asked], best)
         return best
+
+    def _take(self, draft: Draft, asked: list[Asked], best: dict[Sequence, Found]) -> None:
+        """Have a draft make guesses; they take the place of those in ``best`` that promise less."""
+        for (seq, most), guess in zip(asked, draft.propose(asked), strict=True):
+            found = self._sound(seq, guess, most)
+            if _expected(found) > (_expected(best[seq].guess) if seq in best else 0.0):
+                best[seq] = Found(found, draft)
+
+    def _draft(self, draft: Draft, asked: list[Asked], best: dict[Sequence, Found], rows: int) -> None:
+        """Have a draft make guesses where that pays, or else now and then, to see whether it would."""
+        count, which, trial = self._depth(draft, asked, best, rows)
+        if not count:
+            return
+        started = time.perf_counter()
+        wanted = [(s, min(most, count)) for (s, most), chosen in zip(asked, which, strict=True) if chosen]
+        try:
+            self._take(draft, wanted, best)
+        except Exception as e:
+            log.error("the draft %s failed and guesses no more: %s", draft.name, e, exc_info=e)
+            self.drafts.remove(draft)
+        if trial:
+            now = time.perf_counter()
+            self._next_trial = now + TRIAL_REST * (now - started)
+
+    def _depth(self, draft: Draft, asked: list[Asked], best: dict[Sequence, Found], rows: int) -> Depth:
+        """How many tokens its guesses are to have so that a step gives most tokens a second."""
+        if not asked or not (self.options.always or self.cost.known):
+            return Depth(0, [])
+        most = min(max(m for _, m in asked), self.options.most)
+        counts = np.minimum(np.arange(most + 1), np.array([[m] for _, m in asked]))  # [requests, most + 1]
+        outlook = draft.outlook(asked)
+        chances = np.clip(outlook.chances, 0.0, 0.999)[:, None]
+        gains = chances * (1 - chances**counts) / (1 - chances)
+        there = np.array(
+            [[_expected(best[s].guess), len(best[s].guess.tokens)] if s in best else [0.0, 0] for s, _ in asked]
+        )
+        better = gains > there[:, :1]
+        if self.options.always:
+            return Depth(most, better[:, most].tolist())
+        tokens = rows + np.where(better, gains, there[:, :1]).sum(0)
+        verified = rows + np.where(better, counts, there[:, 1:]).sum(0)
+        seconds = self.cost.of(verified.astype(np.int64)) + outlook.seconds[: most + 1]
+        count = int(np.argmax(tokens / seconds))
+        if not count and time.perf_counter() >= self._next_trial:
+            return Depth(min(TRIAL, most), [True] * len(asked), trial=True)
+        return Depth(count, better[:, count].tolist())
 
     def _most(self, seq: Sequence) -> int:
         most = min(self.options.most, seq.left - seq.pending - 1)
@@ -94,33 +189,39 @@ class Speculator:
 
     def verified(self, seq: Sequence, guessed: int, right: int) -> None:
         """Of a guess of so many tokens the first ``right`` came true."""
-        self.rounds += 1
-        self.guessed += guessed
-        self.right += right
         self.by_place[:right] += 1
         seq.guessed += guessed
         seq.guessed_right += right
-        for draft in self.drafts:
+        if (draft := self._chosen.pop(seq, None)) is not None:
+            self.counts.setdefault(draft.name, Count()).add(guessed, right)
             draft.learn(seq, guessed, right)
 
     def step_ended(self, plan: Plan, rows: int, now: float) -> None:
         """A step is over (``time.perf_counter``), the one before it when this was told last."""
         if not plan.prompts:
-            self.cost.note(rows, now - max(self._ended, plan.submitted - HOST_SECONDS))
-        self._ended = now
+            self.cost.note(rows, now - max(self._ended + self._drafting, plan.submitted - HOST_SECONDS))
+        self._ended, self._drafting = now, 0.0
 
     def forget(self, seq: Sequence) -> None:
         """The request has ended."""
+        self._chosen.pop(seq, None)
         for draft in self.drafts:
             draft.forget(seq)
 
-    def stats(self) -> dict[str, int | list[int]]:
+    @property
+    def total(self) -> Count:
+        """Of all drafts together."""
+        counts = self.counts.values()
+        return Count(sum(c.drafts for c in counts), sum(c.tokens for c in counts), sum(c.accepted for c in counts))
+
+    def stats(self) -> dict[str, Any]:
         """As ``EngineCore.stats`` has them."""
         return {
-            "spec_drafts": self.rounds,
-            "spec_draft_tokens": self.guessed,
-            "spec_accepted_tokens": self.right,
+            "spec_drafts": self.total.drafts,
+            "spec_draft_tokens": self.total.tokens,
+            "spec_accepted_tokens": self.total.accepted,
             "spec_accepted_by_place": self.by_place.tolist(),
+            "spec_by_method": {name: asdict(count) for name, count in self.counts.items()},
         }
 
 

@@ -152,6 +152,10 @@ class Facts:
     lends_by_tls: bool = False
     in_common: dict[str, str] = field(default_factory=dict)
 
+    def alone(self) -> Facts:
+        """Of an engine that hands no blocks over."""
+        return replace(self, engine_id="", lends_at="", lends_by_tls=False, in_common={})
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

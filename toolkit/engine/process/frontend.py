@@ -137,8 +137,9 @@ class AsyncEngine:
     # -- facts ----------------------------------------------------------------------------------
 
     def _facts_now(self) -> Facts:
-        """Of the engine's present start."""
-        return self._loop.facts if isinstance(self._loop, ProcessLoop) else self._facts
+        """Of the engine's present start; with other weights than its files hold it hands nothing over."""
+        found = self._loop.facts if isinstance(self._loop, ProcessLoop) else self._facts
+        return found if self._new_weights is None else found.alone()
 
     @property
     def plan(self) -> MemoryPlan:

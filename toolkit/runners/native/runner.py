@@ -92,7 +92,7 @@ class NativeRunner:
     name = "native"
     backend: Backend = "turbomind"
     device = "cpu"
-    asynchronous = True
+    batch_invariant = asynchronous = True
 
     def __init__(
         self,

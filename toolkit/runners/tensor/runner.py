@@ -82,7 +82,7 @@ class TensorRunner:
             torch.set_num_threads(options.threads)
         self.spec, self.options = spec, options
         self.backend: Backend = "pytorch" if graphs is None else "turbomind"
-        self.asynchronous = graphs is not None
+        self.batch_invariant, self.asynchronous = False, graphs is not None
         self._weights, self._graphs, self._split = weights, graphs, split
         self._on: Device = graphs or open_device(options.device)
         self._adapters, self._adapter_step = adapters, AdapterStep(len(adapters))

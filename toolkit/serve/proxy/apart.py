@@ -55,13 +55,17 @@ class Apart:
         status, said = await ask(self._state.http, node.url + INFO, self._state.key_headers(node))
         if status == 401:
             logger.warning("%s: its role is not known: it asks for a key, which --node-key tells", node.url)
-        node.role, node.lends = _read(said, node) if status == 200 else ("", None)
+        role, node.lends = _read(said, node) if status == 200 else ("", None)
+        if node.role and not role:
+            logger.warning("%s: hands no blocks over any more; it does prompts and answers", node.url)
+        node.role = role
 
     def split(self, nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]:
         """(those that compute prompts, those that write answers). Where one kind lacks, the other does both."""
         lending = [node for node in nodes if node.role == PREFILL]
         others = [node for node in nodes if node.role != PREFILL]
-        return (lending if others else []), others or lending
+        taken = any(node.role == DECODE for node in others)
+        return (lending if taken else []), others or lending
 
     def wants(self, request: Incoming) -> bool:
         """Whether a request's prompt is worth a node of its own."""
@@ -134,10 +138,13 @@ class Apart:
 
 
 def _read(said: bytes, node: Node) -> tuple[str, Lends | None]:
-    """Role, and what it lends, of an answer of engine_info. Raises OddAnswer for one that is none."""
+    """Role, and what it lends, of an answer of engine_info; no role where it hands nothing over, as with new weights.
+    Raises OddAnswer for one that is none."""
     try:
         found = from_json(said)
         role, info = found["role"], from_json(found["endpoint_info"])
+        if not found["engine_id"]:
+            return "", None
         host, _, port = info["address"].rpartition(":")
         if host.strip("[]") in WILD and port:  # the node knows not by which address it is reached
             name = urlsplit(node.url).hostname or ""
