@@ -123,8 +123,8 @@ def _pack_vector(name: str, value: Tensor) -> PackedTensor:
 
 
 def outlines(spec: DecoderSpec, weights: Mapping[str, Weight | Tensor]) -> dict[str, PackedTensor]:
-    """What ``pack_model`` makes of canonical weights, told from their headers, without bytes. Of 8-bit codes with stored
-    zero points, which may all be in the middle, it is what takes most."""
+    """What ``pack_model`` makes of canonical weights, told from their headers, without bytes. Of 8-bit codes with
+    stored zero points, which may all be in the middle, it is what takes most."""
     return dict(pack_model(spec, ((name, info_of(weights, name)) for name in weights), None, []))
 
 
