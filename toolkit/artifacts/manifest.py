@@ -139,11 +139,12 @@ def describe_file(directory: Path, file: Path, boot: str = "") -> FileEntry:
     return FileEntry(name, file.stat().st_size, pending(boot) if later else file_digest(file), header)
 
 
-def check_tensors(directory: Path, manifest: Manifest) -> None:
+def check_tensors(directory: Path, manifest: Manifest, only: str | None = None) -> None:
     """What is checked whenever an artifact is opened: the size of every file of tensors, and the digest of its header.
-    Other files may be edited: a chat template, a context length. Raises ToolkitError, one line."""
+    Other files may be edited: a chat template, a context length. ``only``: one file of them. Raises ToolkitError, one
+    line."""
     for entry in manifest.files:
-        if not entry.name.endswith(TENSORS):
+        if not entry.name.endswith(TENSORS) or only not in (None, entry.name):
             continue
         file = directory / entry.name
         _check_size(file, entry.size)
