@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from hypothesis import strategies as st
 
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.engine.process.frontend import AsyncEngine
-from toolkit.errors import UsageError
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.models.pictures import Picture
 from toolkit.parallel import balance, wire
@@ -305,6 +308,29 @@ def test_what_does_not_divide_is_said_before_weights_are_read(
     path = tiny_models(family, **overrides)
     with pytest.raises(UsageError, match=rf"tp={world}: .*{message}"):
         RankedRunner(Model(str(path), options(), {}), Layout(tp=world))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, which needs root")
+@pytest.mark.parametrize(("size", "told"), [
+    ("size=64k,nr_inodes=1", "ranks meet in a folder of .* where none can be: No space left"),
+    ("size=64k", "tp=2: the ranks have not met: .*No space left"),
+])  # fmt: skip
+def test_a_full_disk_is_told(
+    size: str, told: str, tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(str(tiny_models("llama")), options(), {})
+    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(tmp_path)], check=True)
+    try:
+        if "inodes" not in size:
+            with suppress(OSError):
+                (tmp_path / "fill").write_bytes(bytes(1 << 20))
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        with pytest.raises(ToolkitError, match=told):
+            RankedRunner(model, Layout(tp=2))
+        assert not list(tmp_path.glob("toolkit-ranks-*"))
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 @pytest.mark.parametrize(("config", "message"), [
