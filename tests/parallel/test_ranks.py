@@ -9,12 +9,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,6 +94,19 @@ def test_pictures_are_shared_out(tiny_models: Any, pair: Any) -> None:
     for a, b in zip(expected, found, strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5)
     assert shared_out([4, 6, 2], 2) == [[1], [0, 2]]
+
+
+def test_threads_of_ranks_are_not_what_another_runner_has_left(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    try:
+        with closing(RankedRunner(Model(str(tiny_models("llama")), options(), {}), Layout(tp=2))) as runner:
+            assert "threads of each: 2" in runner.notes[0] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_messages_of_a_layer_are_two_sums(tiny_models: Any, pair: Any) -> None:
