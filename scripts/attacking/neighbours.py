@@ -57,7 +57,12 @@ def others_responses(target: Target) -> Iterator[str]:
         id = ask("victim", "POST", "/v1/responses", body)[1]["id"]
         digest = hashlib.sha256(b"victim").hexdigest()
         for headers in ({}, said(digest), said(digest[:32])):
-            tries = [("GET", "", None), ("GET", "/input_items", None), ("POST", "/cancel", {}), ("DELETE", "", None)]
+            tries: list[tuple[str, str, Any]] = [
+                ("GET", "", None),
+                ("GET", "/input_items", None),
+                ("POST", "/cancel", {}),
+                ("DELETE", "", None),
+            ]
             found = [
                 ask("greedy", method, f"/v1/responses/{id}{path}", data, **headers) for method, path, data in tries
             ]
