@@ -20,7 +20,7 @@ SCHEMA_VERSION = 1
 EYES = "mmproj*.gguf"  # what a GGUF file's model sees with, in the same directory
 TENSORS = (".safetensors", ".gguf")  # how names of files of tensors end
 _LONGEST_NAME, _DEEPEST = 255, 16  # bytes of a part of a file's name, and parts
-KINDS = ("checkpoint", "quantized", "engine", "calibration", "deployment")
+KINDS = ("checkpoint", "quantized", "engine", "calibration", "deployment", "draft")
 
 # What counts as content of a model directory, beside weights of torch.save where it has no others; anything else in it
 # (notes, caches) does not.
