@@ -399,7 +399,7 @@ def test_a_draft_that_costs_is_asked_for_what_pays(chance: float, seconds: float
     seq.computed = 2
     speculator.choose([seq])
     assert draft.asked[0] in (2, asked), "the first is a trial where it does not pay"
-    draft.asked = [0]
+    draft.asked, speculator._next_trial = [0], np.inf
     guesses = speculator.choose([seq])
     assert draft.asked == [asked]
     assert len(guesses.get(seq, [])) <= asked
