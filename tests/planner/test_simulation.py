@@ -48,7 +48,7 @@ def test_prompts_on_engines_of_their_own() -> None:
     there, here = TIME.seconds(100, 0, 100 * 50), TIME.seconds(36, 0, 36 * 82)
     later = sum(TIME.seconds(1, 101 + i) for i in range(4))
     assert one.ttft == pytest.approx(there + here + 2 * TIME.wait) and one.e2e == pytest.approx(one.ttft + later)
-    asks = [Ask(i / 4, 2000 if i % 4 == 0 else 64, 64) for i in range(80)]
+    asks = [Ask(i / 2, 2000 if i % 4 == 0 else 129, 64) for i in range(80)]
     together, apart = simulate(asks, TIME, Limits(), 2), simulate(asks, TIME, Limits(), 1, prefills=1)
     assert apart.percentile("tpot", 99) < together.percentile("tpot", 99)
     assert (apart.input_tokens, apart.output_tokens) == (together.input_tokens, together.output_tokens)
