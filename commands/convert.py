@@ -95,7 +95,7 @@ def _pack(model: str, dst_path: str, flags: ConvertFlags) -> None:
         ("size", f"{done.manifest.size_bytes / 2**20:.1f} MiB"),
         *(("note", note) for note in done.notes),
         ("time", f"{time.perf_counter() - started:.1f} s"),
-        ("try it", f"tool chat {done.path}"),
+        ("try it", f"tool chat {done.path}" + (f" --tp {flags.tp}" if flags.tp > 1 else "")),
     ]
     _report(flags, {**done.manifest.to_json(), "notes": done.notes}, done.path, done.already_there, rows)
 

@@ -21,8 +21,8 @@ from toolkit.commands.lite_options import (
     with_lite_flags,
 )
 from toolkit.commands.options import with_flags, with_lmdeploy_flags
-from toolkit.commands.output import stderr, table, write_json
-from toolkit.quant.options import AutoRound, Awq, BlockedFp8, Gptq, Search, SmoothQuant
+from toolkit.commands.output import stderr, stdout, table, write_json
+from toolkit.quant.options import AutoRound, Awq, BlockedFp8, DraftHead, Gptq, Search, SmoothQuant
 
 if TYPE_CHECKING:
     from toolkit.quant.run import Result
@@ -177,6 +177,44 @@ def merge(
     count = run(model, adapter, work_dir, overwrite)
     stderr().print(f"{work_dir}: {count} modules changed", markup=False, soft_wrap=True)
     say_next(f"tool convert {work_dir} --dst-path {work_dir}-engine")
+
+
+@app.command("draft")
+@with_flags("options", DraftHead)
+def draft(
+    model: Model,
+    options: DraftHead,
+    work_dir: WorkDir = Path("work_dir"),
+    device: Annotated[str, typer.Option("--device", help="Where it is trained: auto, cpu, cuda, cuda:N.")] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
+    json: Annotated[
+        str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")
+    ] = None,
+) -> None:
+    """A head that guesses next tokens (EAGLE-3), trained on text that the model writes; vLLM reads it too.
+
+    Example: tool lite draft demo --work-dir demo-head
+    """
+    from toolkit.artifacts.output.result_file import check_json
+    from toolkit.quant.draft.run import draft as train
+
+    check_json("--json", json, ("path", "options"))
+    notice = lambda line: stderr().print(line, markup=False, soft_wrap=True)  # noqa: E731
+    with progress_bar() as progress:
+        result = train(model, work_dir, options, overwrite=overwrite, device=device, progress=progress, notice=notice)
+    if result.already_there:
+        notice(f"{result.path}: already there")
+    found = result.quality
+    if json != "-":
+        last = found["acceptance"][-1]
+        rows = [
+            (str(i), f"{100 * a:.1f} %", f"{100 * b:.1f} %")
+            for i, (a, b) in enumerate(zip(last["accepted"], last["best"], strict=True), 1)
+        ]
+        title = f"Held-out acceptance, {found['held_out_tokens']:,} tokens"
+        stdout().print(table(title, ("token", "of drawn text", "of the likeliest"), rows))
+        stdout().print(f"written to {result.path} ({found['parameters'] / 1e6:.1f} M parameters)", markup=False)
+    write_json(json, {"path": str(result.path), "options": result.options, "quality": found})
 
 
 @app.command("calibrate")

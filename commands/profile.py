@@ -67,7 +67,7 @@ def _config(engine: EngineFlags) -> Any:
     engine.check_unused_template("prompts are measured as they are")
     engine.enable_prefix_caching = engine.prefix_caching(default=False)
     engine.no_enable_prefix_caching = not engine.enable_prefix_caching
-    if engine.speculative is None and engine.speculative_algorithm is None:
+    if engine.speculative is None and not (engine.speculative_algorithm or engine.speculative_draft_model):
         engine.speculative = "off"  # answers to random prompts repeat themselves: guesses would be too good
     return engine.config()
 
@@ -165,6 +165,10 @@ def _print_guesses(guesses: dict[str, Any]) -> None:
         ("Draft tokens", guesses["draft_tokens"]),
         ("Accepted (%)", 100 * guesses["acceptance_rate"]),
         ("Tokens per step with a draft", guesses["tokens_per_step"]),
+        *(
+            (f"Accepted of {name} (%)", 100 * count["accepted"] / max(1, count["tokens"]))
+            for name, count in guesses["by_method"].items()
+        ),
         *((f"Accepted at position {i} (%)", 100 * share) for i, share in enumerate(places, start=1)),
     ]
     stdout().print(table("Speculation", ("", "value"), rows))

@@ -110,13 +110,12 @@ def test_overrides_reach_the_config() -> None:
 
 
 def test_options_without_effect_are_taken_with_one_notice_each(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--enable-eplb", "--cache-chunk-size", "4", "--communicator", "native", "--dp", "1"]
+    given = ["--cache-chunk-size", "4", "--communicator", "native", "--dp", "1"]
     assert engine_flags(*given).config() == engine_flags().config()
     said = capsys.readouterr().err.splitlines()
     assert sorted(line.partition(":")[0] for line in said) == [
         "--cache-chunk-size",
         "--communicator",
-        "--enable-eplb",
     ]
     assert engine_flags("--backend", "pytorch", "--trust-remote-code").config() == PytorchEngineConfig()
     assert "never run" in capsys.readouterr().err

@@ -259,7 +259,7 @@ def test_values_beyond_float16_are_named(tiny_checkpoint: Any, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"options": Packing(tp=2)}, "--tp"),
+        ({"options": Packing(tp=0)}, "--tp"),
         ({"options": Packing(dtype="int8")}, "--dtype"),
         ({"options": Packing(target="abacus")}, "--target"),
         ({"options": Packing(model_format="awq")}, "holds hf"),

@@ -15,7 +15,9 @@ from toolkit.configs.speculative import Speculation
 from toolkit.engine.core import EngineCore
 from toolkit.engine.drafts.cost import StepCost, worth
 from toolkit.engine.drafts.lookup import Lookup
+from toolkit.engine.drafts.model import DraftModel
 from toolkit.engine.drafts.search import Answers
+from toolkit.engine.drafts.vocabulary import equal
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams, Whose
 from toolkit.engine.sequence import Sequence
 
@@ -55,7 +57,7 @@ def seer(support: Any) -> Any:
 
 
 @st.composite
-def cases(draw: Any) -> dict[str, Any]:
+def cases(draw: Any, drafts: tuple[str, ...] = ("seer", "seer", "dear", "lookup", "hooked")) -> dict[str, Any]:
     shared = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20))
     requests = []
     for i in range(draw(st.integers(1, 6))):
@@ -81,7 +83,9 @@ def cases(draw: Any) -> dict[str, Any]:
         },
         "most": draw(st.integers(1, 9)),
         "always": draw(st.integers(0, 3)) > 0,
-        "draft": draw(st.sampled_from(["seer", "seer", "dear", "lookup", "hooked"])),
+        "draft": draw(st.sampled_from(drafts)),
+        "draft_blocks": draw(st.sampled_from([3, 12, 60])),
+        "twin": draw(st.booleans()),
         "fails": draw(st.sets(st.integers(0, 30), max_size=1)),
     }
 
@@ -105,6 +109,8 @@ def run(
         if case["draft"] in ("seer", "dear"):
             draft = seer.Seer(answers, case["wrong"], case["seed"], VOCAB, costs=case["draft"] == "dear")
             core.speculator.drafts = [draft]
+        if case["draft"] == "model":
+            core.speculator.drafts = [drafting(fake, core, case)]
     found: dict[str, list[EngineOutput]] = {}
 
     def step() -> None:
@@ -126,9 +132,36 @@ def run(
     return core, {name: seer.told(outputs) for name, outputs in found.items()}
 
 
+def drafting(fake: Any, core: EngineCore, case: dict[str, Any]) -> DraftModel:
+    """A draft model that computes what its target does, or something else."""
+    windows = tuple(w for w in case["windows"] if w != "state") or (None,)
+    runner = fake.FakeRunner(windows if case["twin"] else (5,), VOCAB, 4, asynchronous=case["asynchronous"])
+    if not case["twin"]:
+        runner.nan_on, runner.fail_on = {case["seed"] % VOCAB}, {40}
+    blocks = (case["draft_blocks"],) * len(runner.windows)
+    runner.allocate_cache(blocks)
+    return DraftModel(runner, blocks, core.options.max_batch_size, 56, equal(VOCAB, VOCAB))
+
+
+def check_drafts(core: EngineCore, case: dict[str, Any]) -> None:
+    """Of one that computes what its target does all is right, and no block stays with anybody."""
+    if case["draft"] != "model":
+        return
+    assert core.speculator.drafts or not case["twin"], "it failed"
+    if not core.speculator.drafts:
+        return
+    (draft,) = core.speculator.drafts
+    draft.blocks.check_integrity()
+    assert not draft._followers and all(pool.available == pool.size for pool in draft.blocks.pools)
+    whole = not any(r.params.ngram_size for r in case["requests"])
+    if case["twin"] and whole and "state" not in case["windows"]:
+        assert core.speculator.total.accepted == core.speculator.total.tokens
+
+
 def check(fake: Any, seer: Any, case: dict[str, Any]) -> None:
     _, plain = run(fake, seer, case, None)
-    _, fast = run(fake, seer, case, {name: answer[0] for name, answer in plain.items()})
+    core, fast = run(fake, seer, case, {name: answer[0] for name, answer in plain.items()})
+    check_drafts(core, case)
     for name, answer in fast.items():
         if int(name) in case["aborted"] and answer[2] == "abort":
             assert answer[0] == plain[name][0][: len(answer[0])]
@@ -138,13 +171,20 @@ def check(fake: Any, seer: Any, case: dict[str, Any]) -> None:
 
 
 @given(case=cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=70, deadline=None)
 def test_any_guesses_change_nothing(fake: Any, seer: Any, case: dict[str, Any]) -> None:
     check(fake, seer, case)
 
 
+@given(case=cases(("model",)))
+@settings(max_examples=80, deadline=None)
+def test_any_draft_model_changes_nothing(fake: Any, seer: Any, case: dict[str, Any]) -> None:
+    """One that computes what its target does is always right, whatever comes, goes, and gives up its blocks."""
+    check(fake, seer, case)
+
+
 @pytest.mark.slow
-@given(case=cases())
+@given(case=cases(("seer", "dear", "lookup", "hooked", "model")))
 @settings(max_examples=10_000, deadline=None)
 def test_ten_thousand_guesses_change_nothing(fake: Any, seer: Any, case: dict[str, Any]) -> None:
     check(fake, seer, case)

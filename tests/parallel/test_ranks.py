@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.models.pictures import Picture
+from toolkit.parallel import balance, wire
 from toolkit.parallel import ranks as timing
-from toolkit.parallel import wire
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
 from toolkit.parallel.runner import RankedRunner, shared_out
@@ -211,6 +213,60 @@ def test_copies_give_what_one_process_gives(family: str, layout: Layout, tiny_mo
     assert len(several.runner.export_block(0, block)) == one.runner.memory().block_bytes[0]
 
 
+@pytest.mark.parametrize("layout", [Layout(dp=2, ep=2, eplb=True), Layout(tp=2, ep=2, pp=2, eplb=True)], ids=str)
+def test_experts_move_to_where_less_is_chosen(
+    layout: Layout, tiny_models: Any, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With prompts of two tokens alone, which choose a few experts again and again; numbers stay those of one process,
+    also of requests that began before."""
+    monkeypatch.setattr(balance, "TOKENS", 64)
+    monkeypatch.setattr(balance, "WORTH", 0.999)
+    one, several = pair(tiny_models("qwen2_moe"), layout)
+    moved: list[dict[int, Any]] = []
+    better = balance.better
+    monkeypatch.setattr(balance, "better", lambda loads, held: moved.append(better(loads, held)) or moved[-1])
+    group, begun = several.runner._group, [driver.add() for driver in (one, several)]
+    for driver, number in zip((one, several), begun, strict=True):
+        driver.step({number: PROMPT[:9]})
+    skewed = [{i: [5 + i % 2] * 30 for i in range(1, 4)} for _ in range(2)]
+    for new in skewed:
+        for driver in (one, several):
+            numbers = [driver.add() for _ in new]
+            driver.step(dict(zip(numbers, new.values(), strict=True)))
+    assert any(moved) and all(group.held[layer] == seats for layer, seats in moved[-1].items())
+    a, b = begun
+    expected, found = one.step({a: PROMPT[9:]}, "all"), several.step({b: PROMPT[9:]}, "all")
+    np.testing.assert_allclose(found.logits, expected.logits, **CLOSE)
+    assert several.generate(PROMPT, 12) == one.generate(PROMPT, 12)
+
+
+def test_experts_that_cannot_be_moved_lose_the_ranks(
+    tiny_models: Any, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(balance, "TOKENS", 8)
+    monkeypatch.setattr(balance, "better", lambda loads, held: {0: held[0][::-1]})
+    _, several = pair(tiny_models("qwen2_moe"), Layout(dp=2, ep=2, eplb=True))
+
+    def full(*_: Any) -> None:
+        raise RunnerError("no room for experts")
+
+    monkeypatch.setattr(several.runner._local, "place_experts", full)
+    with pytest.raises(RunnerLost, match="a rank of the model is lost: no room for experts"):
+        several.step({several.add(): PROMPT})
+
+
+@given(st.integers(2, 5), st.lists(st.integers(0, 1000), min_size=5, max_size=40))
+def test_a_balance_keeps_all_experts_and_is_never_worse_by_much(seats: int, load: list[int]) -> None:
+    held = balance.evenly(len(load), seats)
+    found = balance.balanced(load, held)
+    assert sorted(expert for experts in found for expert in experts) == list(range(len(load)))
+    assert [len(experts) for experts in found] == [len(experts) for experts in held]
+    best = max(*load, -(-sum(load) // seats))  # no placement has less
+    assert best <= balance.busiest(load, found)
+    moves = balance.better({0: load}, {0: held})
+    assert not moves or balance.busiest(load, moves[0]) < balance.busiest(load, held)
+
+
 def test_an_engine_of_copies_answers_as_one_of_one(tiny_models: Any) -> None:
     """Prompts that share what others have begun with, which is brought to where they are."""
     path, answers = tiny_models("qwen2_moe"), []
@@ -255,6 +311,7 @@ def test_what_does_not_divide_is_said_before_weights_are_read(
     (TurbomindEngineConfig(tp=9), r"tp=9: .*heads .*turbomind's native runner does not split it: .* would do"),
     (TurbomindEngineConfig(tp=2, pp=2), "tp=2, pp=2: turbomind splits by tp alone"),
     (PytorchEngineConfig(tp=2, ep=3), "ep=3: .*expected 2, tp × dp, or 1"),
+    (PytorchEngineConfig(tp=2, enable_eplb=True), "enable_eplb: .*ep=1"),
     (PytorchEngineConfig(tp=2, attn_tp_size=1), "attn_tp_size: found 1, expected 2"),
     (PytorchEngineConfig(dp=2, ep=2), "ep=2: .*no experts to share out"),
     (PytorchEngineConfig(pp=99, device_type="cpu"), "pp=99: .*layers are fewer than 99 stages"),

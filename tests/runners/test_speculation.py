@@ -9,6 +9,8 @@ import pytest
 
 from toolkit.configs.speculative import Speculation
 from toolkit.engine.core import EngineCore
+from toolkit.engine.drafts.model import DraftModel
+from toolkit.engine.drafts.vocabulary import equal
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.runners.base import RunnerOptions
@@ -17,13 +19,13 @@ from toolkit.runners.choose import open_runner
 NEW = 24
 
 
-def run(runner: Any, seer: Any, answers: dict[str, list[int]] | None) -> dict[str, list[int]]:
+def run(runner: Any, seer: Any, answers: dict[str, list[int]] | None, draft: Any = None) -> dict[str, list[int]]:
     counts = (48,) * len(runner.spec.cache_groups)
     runner.allocate_cache(counts)
     speculation = None if answers is None else Speculation(most=5, always=True)
     core = EngineCore(runner, EngineOptions(128, 4, 23, counts, check=True, speculation=speculation), None)
     if core.speculator is not None:
-        core.speculator.drafts = [seer.Seer(answers, 2, 5, runner.spec.vocab_size)]
+        core.speculator.drafts = [draft or seer.Seer(answers, 2, 5, runner.spec.vocab_size)]
     rng, found = np.random.default_rng(2), {str(i): list[int]() for i in range(4)}
     for i, length in enumerate((33, 7, 50, 16)):
         prompt = rng.integers(5, runner.spec.vocab_size, length).tolist()
@@ -44,3 +46,14 @@ def test_same_tokens_in_float32(tiny_models: Any, support: Any, family: str) -> 
     runner.load_weights()
     plain = run(runner, support("seer"), None)
     assert run(runner, support("seer"), plain) == plain
+
+
+def test_a_model_that_is_its_own_draft(tiny_models: Any, support: Any) -> None:
+    options = RunnerOptions(device="cpu", dtype="float32", block_size=16, threads=1)
+    runner, twin = (open_runner(tiny_models("llama"), backend="pytorch", options=options)[0] for _ in range(2))
+    for one in (runner, twin):
+        one.load_weights()
+        one.allocate_cache((48,))
+    size = runner.spec.vocab_size
+    draft = DraftModel(twin, (48,), 4, 128, equal(size, size))
+    assert run(runner, support("seer"), {}, draft) == run(runner, support("seer"), None)

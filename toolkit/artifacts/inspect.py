@@ -9,6 +9,7 @@ from typing import Any
 
 from toolkit.artifacts.cache_cost import read_cost
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
+from toolkit.artifacts.engine.artifact import EngineArtifact, rank_file
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.manifest import Manifest, check_files, hub_origin, read_manifest
 from toolkit.artifacts.weight_files.find import PICKLED
@@ -107,9 +108,16 @@ def _engine_facts(path: Path) -> list[tuple[str, str]]:
         ("layers", str(len(spec.layers))),
         *([] if spec.vision is None else [("vision", _vision(spec.vision))]),
         ("target", artifact.target),
+        *([] if artifact.ranks == 1 else [("ranks", _ranks(artifact))]),
         ("weights", ", ".join(f"{count} {form}" for form, count in forms.most_common())),
         *([] if known is None else [(f"KV cache, {what}", told) for what, told in known.rows()]),
     ]
+
+
+def _ranks(artifact: EngineArtifact) -> str:
+    files = [artifact.path / rank_file(rank, artifact.ranks) for rank in range(artifact.ranks)]
+    sizes = ", ".join(f"{file.stat().st_size / 2**20:.1f}" if file.is_file() else "none" for file in files)
+    return f"{artifact.ranks}, a file each ({sizes} MiB); it runs with --tp {artifact.ranks}"
 
 
 def _vision(spec: VisionSpec) -> str:

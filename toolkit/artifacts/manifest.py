@@ -20,7 +20,7 @@ SCHEMA_VERSION = 1
 EYES = "mmproj*.gguf"  # what a GGUF file's model sees with, in the same directory
 TENSORS = (".safetensors", ".gguf")  # how names of files of tensors end
 _LONGEST_NAME, _DEEPEST = 255, 16  # bytes of a part of a file's name, and parts
-KINDS = ("checkpoint", "quantized", "engine", "calibration", "deployment")
+KINDS = ("checkpoint", "quantized", "engine", "calibration", "deployment", "draft")
 
 # What counts as content of a model directory, beside weights of torch.save where it has no others; anything else in it
 # (notes, caches) does not.
@@ -139,11 +139,12 @@ def describe_file(directory: Path, file: Path, boot: str = "") -> FileEntry:
     return FileEntry(name, file.stat().st_size, pending(boot) if later else file_digest(file), header)
 
 
-def check_tensors(directory: Path, manifest: Manifest) -> None:
+def check_tensors(directory: Path, manifest: Manifest, only: str | None = None) -> None:
     """What is checked whenever an artifact is opened: the size of every file of tensors, and the digest of its header.
-    Other files may be edited: a chat template, a context length. Raises ToolkitError, one line."""
+    Other files may be edited: a chat template, a context length. ``only``: one file of them. Raises ToolkitError, one
+    line."""
     for entry in manifest.files:
-        if not entry.name.endswith(TENSORS):
+        if not entry.name.endswith(TENSORS) or only not in (None, entry.name):
             continue
         file = directory / entry.name
         _check_size(file, entry.size)

@@ -222,11 +222,18 @@ class CommonEngineConfig:
         "auto: guess tokens and verify them, where that is faster; off. Default: auto, in profile off.",
         allowed=MODES,
     )
-    speculative_algorithm: str | None = option(None, "How: lookup (or ngram), which is the default.")
+    speculative_algorithm: str | None = option(None, "How: lookup (or ngram), which is the default; draft_model.")
     speculative_num_draft_tokens: int | None = option(
         None, "Tokens of a guess at most. Default: 16.", allowed=Bounds(1, MOST_ASKED, "int32"), hidden=True
     )
-    speculative_draft_model: str | None = None
+    speculative_draft_model: str | None = option(
+        None,
+        "A smaller model of the same vocabulary that guesses.",
+        "--speculative-draft-model",
+        "--draft-model",
+        "-md",
+        metavar="MODEL",
+    )
     speculative_shared: str = option(
         "user", "Whose answers are looked up too: of the same key (user), of all, none (off).", allowed=SHARES
     )
@@ -242,6 +249,7 @@ class CommonEngineConfig:
     ep: int = option(
         1, "Ranks (tp x dp) that whole experts are shared out over (pytorch only).", allowed=Bounds(1, 1024, "int32")
     )
+    enable_eplb: bool = option(False, "With --ep: move experts to where they are chosen less (pytorch only).")
     empty_init: bool = option(False, "Read no weights: they come by /update_weights (Pipeline.update_weights).")
     attn_tp_size: int | None = option(None, "LMDeploy's: what --tp says.", hidden=True)
     mlp_tp_size: int | None = option(None, "LMDeploy's: what --tp says.", hidden=True)
@@ -329,7 +337,6 @@ class PytorchEngineConfig(CommonEngineConfig):
     num_cpu_blocks: int = 0
     thread_safe: bool = False
     enable_microbatch: bool = False
-    enable_eplb: bool = False
     enable_mp_engine: bool = False
     enable_return_routed_experts: bool = False
     mp_engine_backend: str = "mp"

@@ -75,10 +75,10 @@ def _refused(why: str, default: Any = None) -> Theirs:
 
 _ONE = "a model is split by tp, pp, dp and ep alone"
 _SPLIT = "attention, MLPs and experts are all split by tp"
-_EXPERTS = "experts are shared out evenly, and rows go to them by all-to-all over gloo"
 _CACHE = "engines share blocks of the cache by kv_cache_dir"
 _CHECKPOINTS = "states are kept at block borders by themselves, and evicted like blocks"
 _WHOLE = "whole blocks of every prompt are cached"
+_EXPERTS = "rows go to experts by all-to-all over gloo"
 _DRAFT = "models and heads that guess are not run yet"
 _MOVED = "blocks go over by shared memory or TCP, as --migration-backend of the servers says"
 _STEPS = "a step's tokens are bounded by max_prefill_token_num"
@@ -94,7 +94,7 @@ OPTIONS: dict[str, Theirs] = {
     # engine configs
     "dtype": _works("float32 too"),
     "model_format": _works("w8a8, gguf, meta_llama and engine too; checked against what the model holds"),
-    "tp": _works("ranks on CPUs (docs/distributed.md); `convert` takes 1 alone"),
+    "tp": _works("ranks on CPUs (docs/distributed.md); `convert` writes a file a rank"),
     "dp": _works("copies of `tp` ranks each, under one scheduler (docs/distributed.md)"),
     "ep": _works("tp x dp, or 1"),
     **{name: _works("as tp and ep have it") for name in ("attn_tp_size", "mlp_tp_size", "moe_tp_size")},
@@ -138,7 +138,7 @@ OPTIONS: dict[str, Theirs] = {
     "cache_prompt_boundary_skip": _notice(_WHOLE, 1),
     "communicator": _notice("ranks speak by gloo", "nccl", "nccl", "native", "cuda-ipc"),
     "cudagraph_capture_batch_sizes": _notice(_GRAPHS, None, list),
-    "enable_eplb": _notice(_EXPERTS, False),
+    "enable_eplb": _works("whole experts move between ranks by the load that is seen; no copies of them"),
     "enable_return_routed_experts": _notice("each request that says return_routed_experts is told", False),
     "enable_microbatch": _notice(_ONE, False),
     "enable_transfer_obj_ref": _notice("results come as arrays, through no object store", False),
@@ -169,8 +169,8 @@ OPTIONS: dict[str, Theirs] = {
     "allow_credentials": _notice(_CORS, False),
     "allow_methods": _notice(_CORS, "*", str),
     "allow_headers": _notice(_CORS, "*", str),
-    "speculative_algorithm": _works("lookup (ngram); no models and heads yet"),
-    "speculative_draft_model": _refused(_DRAFT),
+    "speculative_algorithm": _works("lookup (ngram) and draft_model; no heads yet"),
+    "speculative_draft_model": _works("a smaller model of the same vocabulary"),
     "speculative_num_draft_tokens": _works("at most; 16 unless told otherwise"),
     "speculative_dflash_block_size": _refused(_DRAFT),
     "serving_strategy": _works(),

@@ -11,9 +11,12 @@ from toolkit.errors import UsageError
 MOST = 16  # tokens that a step verifies of a request, where nothing else is said
 MOST_ASKED = 64  # that may be asked for
 # LMDeploy's and vLLM's names of ways to guess: ours, or None where there is none yet
-ALGORITHMS = {"lookup": "lookup", "ngram": "lookup", "prompt_lookup": "lookup"} | dict.fromkeys(
-    ("draft_model", "eagle", "eagle3", "mtp", "deepseek_mtp", "hy3_mtp", "qwen3_5_mtp", "dflash", "medusa"), None
-)
+ALGORITHMS = {
+    "lookup": "lookup",
+    "ngram": "lookup",
+    "prompt_lookup": "lookup",
+    "draft_model": "draft_model",
+} | dict.fromkeys(("eagle", "eagle3", "mtp", "deepseek_mtp", "hy3_mtp", "qwen3_5_mtp", "dflash", "medusa"), None)
 Share = Literal["user", "all", "off"]
 SHARES = ("user", "all", "off")
 MODES = ("auto", "off")
@@ -22,14 +25,13 @@ MODES = ("auto", "off")
 @dataclass(frozen=True)
 class Speculation:
     """``most``: tokens that a guess has. ``shared``: whose answers are looked up besides a request's own text: of the
-    same user, of all, of nobody. ``always``: guess whether it pays or not. ``asked``: an algorithm was named, so that
-    runners guess whose last bits depend on what a step has. ``draft_model``: the path of one."""
+    same user, of all, of nobody. ``always``: guess whether it pays or not. ``asked``: a way or a model was named, so
+    that runners guess whose last bits depend on what a step has."""
 
     most: int = MOST
     shared: Share = "user"
     always: bool = False
     asked: bool = False
-    draft_model: str | None = None
 
 
 @named()
@@ -59,7 +61,7 @@ class SpeculativeConfig:
         }
 
 
-NOT_YET = "models and heads that guess are not run yet"
+NOT_YET = "heads that guess are not run yet"
 
 
 def check_algorithm(what: str, name: Any) -> None:
@@ -92,5 +94,5 @@ def speculation_of(config: Any) -> Speculation | None:
     if config.speculative == "off":
         return None
     most = config.speculative_num_draft_tokens or MOST
-    asked = config.speculative_algorithm is not None
-    return Speculation(most, config.speculative_shared, asked=asked, draft_model=config.speculative_draft_model)
+    asked = config.speculative_algorithm is not None or config.speculative_draft_model is not None
+    return Speculation(most, config.speculative_shared, asked=asked)

@@ -59,6 +59,8 @@ def _known(path: Path, tell: Callable[[str], None], *, by_layer: bool) -> CacheC
     if manifest is None or manifest.kind != "engine":
         raise ToolkitError("the model is not packed for this CPU (tool convert)")
     artifact = open_engine(path)
+    if artifact.ranks > 1:
+        raise ToolkitError("it is packed for ranks; `tool convert --quant-policy auto` measures before it cuts")
     if artifact.target != CPU_TARGET:
         raise ToolkitError(f"measured on CPUs alone, and this artifact is for {artifact.target}")
     tell(f"measuring what bits of the KV cache cost{' in each layer' if by_layer else ''}, once for this model")

@@ -31,6 +31,8 @@ from toolkit.models.registry import load_spec
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.runners.native.library import explain_mapped_faults
 from toolkit.runners.native.packing.artifact import CPU_TARGET
+from toolkit.runners.native.rank_files import write_rank_files
+from toolkit.runners.native.share import unsupported
 from toolkit.runners.native.towers.tower import uncovered
 from toolkit.runners.weights.checkpoint import CheckpointWeights
 from toolkit.runners.weights.rounded import BITS, check_load_format, rounded
@@ -75,10 +77,8 @@ def convert(
     Quantized weights keep their scales as stored. ``quiet``: no download progress.
     Raises UsageError for a wrong option, ToolkitError for a model that cannot be read or a full disk.
     """
-    if options.tp != 1:
-        raise UsageError(
-            f"--tp: expected 1, found {options.tp}: an artifact holds the whole model, and is split when it is run"
-        )
+    if options.tp < 1:
+        raise UsageError(f"--tp: expected a number of ranks from 1 up, found {options.tp}")
     if options.dtype not in DTYPES:
         raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {options.dtype!r}")
     path = resolve_model(model, revision=revision, download_dir=download_dir, progress=not quiet)
@@ -104,6 +104,7 @@ def convert(
     told |= {} if bits.vision == 16 else {"vision": options.vision}
     told |= {} if options.quant_policy is None else {"quant_policy": options.quant_policy}
     told |= {} if load_format == "auto" else {"load_format": load_format}
+    told |= {} if options.tp == 1 else {"tp": _ranks(options.tp, chosen, spec)}
     if options.quant_policy not in (None, "auto"):
         raise UsageError(f"--quant-policy: expected auto, found {options.quant_policy!r}; others need no measure")
     if options.quant_policy is not None and spec.encoder is not None:
@@ -133,7 +134,22 @@ def convert(
         if options.quant_policy is not None:
             artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
             quality[QUALITY] = measure_cache(artifact, checkpoint.tokenizer_dir)
+        if options.tp > 1:
+            artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
+            write_rank_files(artifact, options.tp)
         return Converted(Path(dst_path), chosen.name, stage.finish(quality), False, notes)
+
+
+def _ranks(tp: int, chosen: Target, spec: DecoderSpec) -> int:
+    """``tp`` where the target can be written for so many."""
+    if chosen.name != CPU_TARGET:
+        raise UsageError(
+            f"--tp: files of ranks are for target {CPU_TARGET}, this is {chosen.name}; leave the option out: ranks cut "
+            "the artifact when they load it"
+        )
+    if (reason := unsupported(spec, tp)) is not None:
+        raise UsageError(f"--tp {tp}: {reason}")
+    return tp
 
 
 def _needed(checkpoint: Checkpoint, stored: list[StoredTensor], options: Packing, bits: Bits) -> int:
@@ -144,7 +160,8 @@ def _needed(checkpoint: Checkpoint, stored: list[StoredTensor], options: Packing
     rounded = sum(info.end - info.start for info in found) * max(0, 16 - (bits.head or 16)) // 16
     if options.dtype != "auto":  # float32 may become half of it
         held //= 2
-    return int((held - rounded) * _SHARE.get(options.load_format, 0.2))
+    files = 1 if options.tp == 1 else 2  # the whole, and what ranks have of it
+    return int((held - rounded) * _SHARE.get(options.load_format, 0.2)) * files
 
 
 def write_packed(

@@ -30,4 +30,8 @@ class Packing:
     quant_policy: str | None = option(
         None, "auto: measure what bits of the KV cache cost in each layer, for --quant-policy auto (target cpu)."
     )
-    tp: int = option(1, "1: an artifact holds the whole model, and is split when it is run.")
+    tp: int = option(
+        1,
+        "Write a file for each of so many ranks, to be run with the same --tp (target cpu). 1: the whole model in one "
+        "file, which any number of ranks cut when they load it.",
+    )

@@ -28,6 +28,7 @@ from toolkit.engine.cache.told import Listener, Told
 from toolkit.engine.canvas import Canvas
 from toolkit.engine.constraints.request import Building, Built, Constraints
 from toolkit.engine.drafts.choose import speculator
+from toolkit.engine.drafts.draft import Draft
 from toolkit.engine.nap import Nap
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.pictures.sight import Sight
@@ -78,11 +79,13 @@ class EngineCore:
         shelf: Shelf | None = None,
         adapters: Seq[str] = (),
         moving: Moving | None = None,
+        drafts: Seq[Draft] = (),
     ) -> None:
         """``open_tokenizer``: for bad words and grammars, which are all that it is for here. ``read_weights``: of a
         directory of new weights what the runner is to load. ``empty``: the runner has no weights yet, and no cache.
         ``shelf``: where blocks are kept beside the cache; ``adapters``: what tells each one's blocks from others'
-        there. ``moving``: how blocks go to other engines and come from them."""
+        there. ``moving``: how blocks go to other engines and come from them.
+        ``drafts``: models that guess, beside what guesses in any case."""
         spec = runner.spec
         size = runner.options.block_size
         self.runner = runner
@@ -105,7 +108,7 @@ class EngineCore:
         self.builder = StepBuilder(self.blocks, options.max_batch_size, spec.vocab_size, axes, growth)
         self.sight = Sight(runner, options.pictures_together, options.pictures_kept)
         self.results = StepResults(spec.vocab_size, self.builder)
-        self.speculator = speculator(runner, options)
+        self.speculator = speculator(runner, options, drafts)
         if self.speculator is not None:
             self.scheduler.guesses, self.results.verified = self.speculator.choose, self.speculator.verified
         self.constraints = Constraints(open_tokenizer, spec.vocab_size)
@@ -202,12 +205,16 @@ class EngineCore:
         if self.keeper is not None:
             self.keeper.flush()
         self._nap.begin()
+        if self.speculator is not None:
+            self.speculator.rest()
         return self._nap.gone
 
     def wake(self, *parts: str) -> list[str]:
         """Load what ``sleep`` gave back: "weights", "kv_cache". Returns what is still gone. Raises ToolkitError where
         that fails."""
         self._nap.end(parts)
+        if self.speculator is not None and not self._nap.gone:
+            self.speculator.wake()
         return self._nap.gone
 
     def update_weights(self, files: str, keep: bool) -> list[str]:
@@ -278,6 +285,8 @@ class EngineCore:
     def close(self) -> None:
         """No step comes any more: write what is to be kept, free the model."""
         self._end_keeping()
+        if self.speculator is not None:
+            self.speculator.close()
         self.runner.close()
 
     def _end_keeping(self) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.parallel.balance import Held, evenly
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.part import Part
 
@@ -38,12 +39,21 @@ class Group:
         self.seat, self.seats = layout.seat(rank), layout.ep
         self.sums = self.gathers = self.handed = self.exchanges = 0
         self.broken = ""
+        self.held: dict[int, Held] = {}  # by layer, where experts are not placed evenly
         self.trace: list[Event] | None = None  # where somebody wants to know of them
         self._sizes = part.head
         self._peers: Any = None  # those of the same layers; a ProcessGroupGloo, of which torch's stubs know no methods
         self._stages: Any = None  # those of the same part, stage by stage
         self._seats: Any = None  # those that experts are shared out over
         self._sent: list[tuple[Any, Tensor]] = []  # under way
+
+    def experts(self, layer: int, count: int) -> Held:
+        """Of each seat, of ``count`` in all."""
+        return self.held.get(layer) or evenly(count, self.seats)
+
+    @property
+    def counts(self) -> bool:
+        return self.layout.eplb
 
     @property
     def messages(self) -> int:

@@ -13,13 +13,14 @@ WORLD_SIZE = "WORLD_SIZE"  # torchrun's
 @dataclass(frozen=True)
 class Layout:
     """``tp`` ranks share each layer, ``pp`` stages have some layers each, one behind the other, and each request is one
-    of ``dp`` copies' of all that. ``ep``: over how many ranks whole experts are shared out, 1: each is split by ``tp``.
-    Ranks are counted stage by stage, in those copy by copy."""
+    of ``dp`` copies' of all that. ``ep``: over how many ranks whole experts are shared out, 1: each is split by ``tp``;
+    ``eplb``: by how often they are chosen. Ranks are counted stage by stage, in those copy by copy."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     ep: int = 1
+    eplb: bool = False
 
     @property
     def world(self) -> int:
@@ -47,6 +48,8 @@ class Layout:
         if self.ep not in (1, self.tp * self.dp):
             whole = f"{self.tp * self.dp}, tp × dp, or 1" if self.tp * self.dp > 1 else "1, or a larger tp or dp"
             raise UsageError(f"ep={self.ep}: experts are shared out over all ranks of a stage; expected {whole}")
+        if self.eplb and self.ep == 1:
+            raise UsageError("enable_eplb: expected whole experts on ranks, found ep=1; give ep, or leave it out")
 
     def __str__(self) -> str:
         sizes = (("tp", self.tp), ("pp", self.pp), ("dp", self.dp), ("ep", self.ep))

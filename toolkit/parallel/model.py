@@ -96,7 +96,7 @@ class RankRunner(TensorRunner):
         dense: bool | None,
         here: int | None = None,
     ) -> None:
-        self._whole, self._rank = whole, layout.part(rank)
+        self._whole, self._rank, self._number = whole, layout.part(rank), rank
         self._part = part = part_of(whole.spec, rank, layout, whole.unit)
         self.group = Group(rank, layout, part, here or layout.world)
         adapters = [cut_adapter(adapter, part.cuts) for adapter in whole.adapters]
@@ -107,6 +107,17 @@ class RankRunner(TensorRunner):
         """Load the weights in ``files`` from now on, by the names of the checkpoint ``named_by``; None: its own."""
         whole, own = self._whole, named_by is None or files is None
         self.use_weights(self._cut(whole.weights if own else whole.renewed(Path(str(named_by)), Path(str(files)))))
+
+    def chosen_experts(self) -> list[list[Any]]:
+        """``chosen`` as a list."""
+        return [[layer, load] for layer, load in self.chosen().items()]
+
+    def move_experts(self, held: list[list[Any]]) -> None:
+        """Have the experts that ``held`` says from now on: [layer, those of each seat] of some layers."""
+        group = self.group
+        group.held |= {layer: seats for layer, seats in held}
+        self._part = part_of(self._whole.spec, self._number, group.layout, self._whole.unit, group.held)
+        self.place_experts(self._part.spec, [layer for layer, _ in held])
 
     def need(self) -> list[int]:
         """``memory()`` of this rank as numbers: weights, activations of a token, free, and blocks of each group."""
@@ -149,5 +160,4 @@ class RankRunner(TensorRunner):
             raise RunnerError(f"the step failed: {e}") from e
 
     def _cut(self, weights: Callable[[], Weights]) -> Callable[[], Weights]:
-        part = self._part
-        return lambda: PartWeights(weights(), part, self._rank)
+        return lambda: PartWeights(weights(), self._part, self._rank)

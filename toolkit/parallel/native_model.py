@@ -17,6 +17,7 @@ from toolkit.parallel.group import Event
 from toolkit.parallel.model import Model
 from toolkit.runners.choose import Opened, changes_of, native_unsupported, open_model
 from toolkit.runners.native.arrays import Arrays
+from toolkit.runners.native.packing.artifact import of_first_alone
 from toolkit.runners.native.runner import NativeRunner
 from toolkit.runners.native.share import Share, unsupported
 from toolkit.runners.step import StepOutput
@@ -24,10 +25,11 @@ from toolkit.runners.weights.info import info_of
 from toolkit.runners.weights.new import open_new_weights
 
 
-def open_native(model: Model, world: int) -> tuple[Opened, str | None]:
-    """The model, without reading weights, and why the native runner does not split it over ``world`` ranks, or None.
-    Raises ToolkitError or UsageError where it cannot be opened."""
-    opened = open_model(Path(model.path), **model.how, device="cpu", families=from_files(model.family_files))
+def open_native(model: Model, world: int, rank: int = 0) -> tuple[Opened, str | None]:
+    """The model as ``rank`` has it, without reading weights, and why the native runner does not split it over ``world``
+    ranks, or None. Raises ToolkitError or UsageError where it cannot be opened."""
+    families = from_files(model.family_files)
+    opened = open_model(Path(model.path), **model.how, device="cpu", families=families, rank=(rank, world))
     if model.options.dtype == "float16" and not opened.spec.float16:
         raise UsageError("dtype: this model is not stable in float16, its authors say; use bfloat16, float32 or auto")
     return opened, native_unsupported(opened, model.options) or unsupported(opened.spec, world)
@@ -69,7 +71,7 @@ class NativeRank(NativeRunner):
 def signature(opened: Opened, path: Path) -> int:
     """Of the model's spec, and of the names, forms and files of its weights: alike where ranks have opened the same."""
     weights: Mapping[str, Any] = opened.weights()
-    forms = sorted((name, str(_form(info_of(weights, name)))) for name in weights)
+    forms = sorted((name, str(_form(info_of(weights, name)))) for name in weights if not of_first_alone(name))
     files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
     found = [
         opened.spec.to_json(),

@@ -39,7 +39,7 @@ def main(fd: int) -> None:
             if told["cores"]:
                 os.sched_setaffinity(0, told["cores"][told["rank"]])
             model = Model.from_json(told["model"])
-            opened, reason = open_native(model, told["world"])
+            opened, reason = open_native(model, told["world"], told["rank"])
             if reason is not None:
                 raise ToolkitError(f"{model.path}: {reason}")
             memory = os.open(told["memory"], os.O_RDWR)

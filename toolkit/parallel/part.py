@@ -13,6 +13,7 @@ from toolkit.artifacts.adapter import LowRank
 from toolkit.artifacts.canonical import Weight
 from toolkit.models.routed import Routed, routed_tensors
 from toolkit.models.spec import Cut, DecoderSpec, LayerSpec, Share, Unit, Units, portion
+from toolkit.parallel.balance import Held, evenly
 from toolkit.parallel.layout import Layout
 from toolkit.runners.weights.info import info_of
 
@@ -78,22 +79,24 @@ def stage_of(spec: DecoderSpec, stage: int, stages: int) -> tuple[DecoderSpec, f
     return replace(spec, layers=layers), frozenset(gone)
 
 
-def part_of(spec: DecoderSpec, rank: int, layout: Layout, unit: Unit) -> Part:
-    """What rank ``rank`` computes and reads of a model that ``unsupported`` has no word against."""
+def part_of(spec: DecoderSpec, rank: int, layout: Layout, unit: Unit, held: Mapping[int, Held] | None = None) -> Part:
+    """What rank ``rank`` computes and reads of a model that ``unsupported`` has no word against. ``held``: of layers by
+    number where whole experts are, if not evenly."""
     spec, gone = stage_of(spec, layout.stage(rank), layout.pp)
     if layout.tp == layout.ep == 1:
         return Part(spec, {}, (0, spec.vocab_size), (spec.head_size,), {}, gone)
     seat, rank, world = layout.seat(rank), layout.part(rank), layout.tp
 
-    def share(mixer: Any) -> Share:
+    def share(mixer: Any, layer: int) -> Share:
         if mixer.kind == "moe" and layout.ep > 1:
-            return mixer.share_seats(seat, layout.ep, rank, world, unit)
+            placed = (held or {}).get(layer) or evenly(len(mixer.experts), layout.ep)
+            return mixer.share_seats(placed[seat], rank, world, unit)
         return mixer.share(rank, world, unit) if world > 1 else Share(mixer)
 
     cuts: dict[str, Cut] = {}
     layers = []
-    for layer in spec.layers:
-        shares = [share(s.mixer) for s in layer.sublayers]
+    for number, layer in enumerate(spec.layers):
+        shares = [share(s.mixer, number) for s in layer.sublayers]
         for one in shares:
             cuts |= one.cuts
         own: Any = [replace(s, mixer=one.mixer) for s, one in zip(layer.sublayers, shares, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from toolkit.base.record import plain
 from toolkit.errors import ToolkitError
 from toolkit.models.pictures import Picture
+from toolkit.parallel import balance
 from toolkit.parallel import ranks as timing
 from toolkit.parallel.group import Event
 from toolkit.parallel.homes import Homes
@@ -32,6 +34,8 @@ from toolkit.runners.tensor.cache import block_bytes
 from toolkit.runners.tensor.step.pending import Failed
 from toolkit.runners.weights.new import NewWeights
 
+log = logging.getLogger(__name__)
+
 
 class RankedRunner:
     """Implements ``toolkit.runners.base.Runner``: ``local`` is the first rank's part of the model, ``ranks`` have the
@@ -42,6 +46,7 @@ class RankedRunner:
     batch_invariant = asynchronous = False
     _homes: Homes | None = None  # of several copies, where there is a cache
     _store: Any = None  # where ranks of several machines met
+    _chosen = 0  # tokens that have chosen experts since these were last placed
 
     def __init__(self, model: Model, layout: Layout, nodes: Nodes | None = None) -> None:
         """Open the model and start the ranks, or wait for those of other ``nodes``; no weights are loaded. Raises
@@ -221,11 +226,36 @@ class RankedRunner:
             outputs = self._outcome(batches[0], parts, before)
             if self._homes is not None:
                 self._homes.written(batch, shares)
+            if self._group.layout.eplb:
+                self._place_experts(len(batch.token_ids))
             return Done(joined(batch, [x for x in outputs if x is not None], [share for share in shares if share]))
         except RunnerLost:
             raise
         except RunnerError as e:
             return Failed(e)
+
+    def _place_experts(self, tokens: int) -> None:
+        """After so many more: where a rank has more to do than others by much, experts move."""
+        self._chosen += tokens
+        if self._chosen < balance.TOKENS:
+            return
+        self._chosen = 0
+        mine, others = self._all("chosen_experts")
+        loads: dict[int, list[int]] = {}
+        for layer, load in itertools.chain(mine, *others):
+            loads[layer] = [a + b for a, b in zip(loads.get(layer, [0] * len(load)), load, strict=True)]
+        held = {layer: self._group.experts(layer, len(load)) for layer, load in loads.items()}
+        if moves := balance.better(loads, held):
+            before, after = (
+                max(balance.busiest(loads[i], x[i]) * self._group.seats / max(sum(loads[i]), 1) for i in moves)
+                for x in (held, moves)
+            )
+            try:
+                self._all("move_experts", [[layer, seats] for layer, seats in moves.items()])
+            except (RunnerError, ToolkitError) as e:  # on some ranks, perhaps
+                raise self._lose(str(e)) from None
+            log.info("experts of %d layers moved: the busiest rank had %.2f × the mean load, now %.2f ×",
+                     len(moves), before, after)  # fmt: skip
 
     def _placed(self, batch: StepBatch) -> list[Share]:
         """The sequences of each copy, which then has the blocks that they need."""

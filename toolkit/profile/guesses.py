@@ -22,4 +22,5 @@ def guesses_row(stats: Mapping[str, Any]) -> dict[str, Any]:
         "acceptance_rate": round(right / tokens, 4),
         "tokens_per_step": round(1 + right / guesses, 3),
         "acceptance_by_position": places,
+        "by_method": stats.get("spec_by_method", {}),
     }

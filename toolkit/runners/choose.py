@@ -59,6 +59,7 @@ def open_model(
     blind: bool = False,
     empty: bool = False,
     families: Sequence[Family] = (),
+    rank: tuple[int, int] | None = None,
 ) -> Opened:
     """Open and validate a checkpoint, GGUF file or engine artifact without reading its weights.
 
@@ -68,7 +69,7 @@ def open_model(
     ``model_format`` is checked against what the checkpoint holds. ``load_format`` "int8" and "int4" round the dense
     linears of a checkpoint while they are read; "dummy" reads config.json alone, and makes random weights on
     ``device``, where weights packed for a GPU are unpacked too. ``empty``: a checkpoint need not have weights, since
-    others will be loaded. ``families``: of the caller's, asked before the known ones.
+    others will be loaded. ``families``: of the caller's, asked before the known ones. ``rank``: as of ``open_engine``.
     Raises ToolkitError or UsageError, one line.
     """
     if empty:
@@ -76,7 +77,9 @@ def open_model(
     if empty and path.is_dir() and not has_weights(path):
         opened = _open_dummy(path, hf_overrides, rope_scaling_factor, device, families)
     else:
-        opened = _open_any(path, hf_overrides, rope_scaling_factor, model_format, load_format, device, blind, families)
+        opened = _open_any(
+            path, hf_overrides, rope_scaling_factor, model_format, load_format, device, blind, families, rank
+        )
     spec = opened.spec
     if blind:
         from toolkit.models.towers import without_sight
@@ -106,6 +109,7 @@ def _open_any(
     device: str,
     blind: bool,
     families: Sequence[Family],
+    rank: tuple[int, int] | None,
 ) -> Opened:
     from toolkit.artifacts.manifest import read_manifest
 
@@ -117,7 +121,7 @@ def _open_any(
     if manifest is not None and manifest.kind == "engine":
         if load_format != "auto":
             raise UsageError(f"load_format: found {load_format!r}, but {path} is packed already; leave it out")
-        return _open_engine(path, hf_overrides, rope_scaling_factor, model_format, device, families)
+        return _open_engine(path, hf_overrides, rope_scaling_factor, model_format, device, families, rank)
     return _open_checkpoint(path, hf_overrides, rope_scaling_factor, model_format, load_format, blind, families)
 
 
@@ -199,19 +203,20 @@ def _open_engine(
     model_format: str | None,
     device: str,
     families: Sequence[Family],
+    rank: tuple[int, int] | None,
 ) -> Opened:
     from toolkit.artifacts.engine.files import open_engine
 
-    artifact = open_engine(path)
+    artifact = open_engine(path, rank)
     if model_format not in (None, "engine"):
         _check_format(path, model_format, _made_of(path))
     spec, config = artifact.spec, path / "config.json"
     if hf_overrides or rope_scaling_factor:
         spec = _with_positions(spec, config, hf_overrides, rope_scaling_factor, families)
     if artifact.target == "cpu":
-        from toolkit.runners.native.packing.artifact import open_packed
+        from toolkit.runners.native.rank_files import open_rank
 
-        packed = open_packed(artifact)
+        packed = open_rank(artifact)
         return Opened(spec, lambda: packed, artifact.target, config=config)
     if artifact.target.startswith("cuda-"):
         from toolkit.runners.tensor.cuda_artifact import CudaWeights

@@ -4,12 +4,13 @@ imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo, map_arrays
+from toolkit.errors import UsageError
 from toolkit.models.spec import DecoderSpec
 
 ENGINE_JSON = "engine.json"
@@ -18,21 +19,43 @@ ENGINE_SCHEMA = 1
 TORCH_TARGET = "torch"
 
 Arrays = Iterator[tuple[str, Any, str | None]]
+Tiles = Mapping[str, tuple[int, int]]
+"""Of matrices that a rank has a part of, by name: which tiles, (first, end)."""
+
+
+def rank_file(rank: int, ranks: int) -> str:
+    """The name of a rank's arrays in an artifact that was packed for so many."""
+    return f"rank-{rank}-of-{ranks}.safetensors"
 
 
 @dataclass(frozen=True)
 class EngineArtifact:
-    """An open artifact. ``params``: canonical name → {"form", …}, what its arrays mean (see the target's packer)."""
+    """An open artifact. ``params``: canonical name → {"form", …}, what its arrays mean (see the target's packer).
+
+    ``ranks``: for how many ranks it is packed, 1: its arrays are the whole model, in one file. Else each rank has a
+    file, ``tiles`` say of each rank what of matrices is in it, and ``rank`` whose is opened here, None: no one's.
+    """
 
     path: Path
     spec: DecoderSpec
     target: str
     params: dict[str, dict[str, Any]]
     infos: dict[str, TensorInfo]
+    ranks: int = 1
+    rank: int | None = None
+    tiles: tuple[Tiles, ...] = field(default=())
 
     @property
     def array_file(self) -> Path:
-        return self.path / ENGINE_ARRAYS
+        """Raises UsageError where that depends on the rank, and none was opened."""
+        if self.ranks == 1:
+            return self.path / ENGINE_ARRAYS
+        if self.rank is None:
+            raise UsageError(
+                f"{self.path}: packed in a file for each of {self.ranks} ranks of the native runner; start it with "
+                f"--tp {self.ranks} and nothing else that splits it, or convert the model again"
+            )
+        return self.path / rank_file(self.rank, self.ranks)
 
     def arrays(self) -> dict[str, Any]:
         """Every array as a read-only, page-aligned numpy view of the mapped file (BF16 as uint16)."""

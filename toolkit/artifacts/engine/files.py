@@ -1,7 +1,7 @@
 """The engine artifact: a spec as JSON and weights packed for one target, in a file that a runner maps.
 
     engine.json          schema_version, target, spec, params: name → how its arrays make a weight
-    engine.safetensors   the arrays, each at a page border
+    engine.safetensors   the arrays, each at a page border; packed for N ranks, rank-R-of-N.safetensors instead
     manifest.json, tokenizer files, config.json, generation_config.json, chat template
 
 ``torch_target`` packs for target ``torch``, other targets pack with their runner. Importing this imports no torch.
@@ -9,16 +9,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.artifacts.engine.artifact import ENGINE_ARRAYS, ENGINE_JSON, ENGINE_SCHEMA, TORCH_TARGET, EngineArtifact
+from toolkit.artifacts.engine.artifact import (
+    ENGINE_ARRAYS,
+    ENGINE_JSON,
+    ENGINE_SCHEMA,
+    TORCH_TARGET,
+    EngineArtifact,
+    Tiles,
+)
 from toolkit.artifacts.engine.torch_check import check_torch
 from toolkit.artifacts.json_file import read_json_object, write_json_object
 from toolkit.artifacts.manifest import Manifest, check_tensors, file_digest, require_kind
 from toolkit.artifacts.weight_files.safetensors_file import read_header, write_arrays
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import DecoderSpec
 
 
@@ -36,14 +44,28 @@ def write_engine(
     may fill it on the way. OSError passes through.
     """
     write_arrays(directory / ENGINE_ARRAYS, arrays, {"format": "toolkit-engine", "target": target})
+    describe_engine(directory, spec, target, params)
+
+
+def describe_engine(
+    directory: Path,
+    spec: DecoderSpec,
+    target: str,
+    params: Mapping[str, dict[str, Any]],
+    tiles: Sequence[Tiles] = (),
+) -> None:
+    """Write engine.json. ``tiles``: of each rank, where each has a file."""
     data = {"schema_version": ENGINE_SCHEMA, "target": target, "spec": spec.to_json(), "params": dict(params)}
+    data |= {"ranks": [dict(one) for one in tiles]} if tiles else {}
     write_json_object(directory / ENGINE_JSON, data)
 
 
-def open_engine(path: Path) -> EngineArtifact:
-    """Open an engine artifact from its JSON and the header of its arrays.
+def open_engine(path: Path, rank: tuple[int, int] | None = None) -> EngineArtifact:
+    """Open an engine artifact from its JSON and the header of its arrays. ``rank``: which of how many opens it, None:
+    it is not split, or only described; of an artifact that was packed for ranks that one's file is opened.
 
-    Raises ToolkitError, one line, if it is none, is broken, or is of a newer schema.
+    Raises ToolkitError, one line, if it is none, is broken, or is of a newer schema; UsageError where it was packed for
+    another number of ranks.
     """
     manifest = require_kind(path, ("engine",), "the engine")
     json_path = path / ENGINE_JSON
@@ -61,13 +83,32 @@ def open_engine(path: Path) -> EngineArtifact:
         spec = DecoderSpec.from_json(data.get("spec") or {})
     except (ValueError, TypeError) as error:
         raise ToolkitError(f"{json_path}: spec: {error}; convert the model again") from error
-    artifact = EngineArtifact(path, spec, target, params, read_header(path / ENGINE_ARRAYS))
+    tiles = _tiles(data.get("ranks", []), json_path)
+    if tiles and rank is not None and rank[1] != len(tiles):
+        raise UsageError(
+            f"{path}: packed in files for --tp {len(tiles)}, found --tp {rank[1]}; give --tp {len(tiles)}, or convert "
+            f"the model again with --tp {rank[1]} (without --tp any number of ranks can cut it)"
+        )
+    whose = rank[0] if tiles and rank is not None else None
+    artifact = EngineArtifact(path, spec, target, params, {}, max(len(tiles), 1), whose, tiles)
+    alone = whose is None and bool(tiles)  # described: no file of arrays is asked for
+    artifact = artifact if alone else replace(artifact, infos=read_header(artifact.array_file))
     if target == TORCH_TARGET:
         check_torch(artifact)
     _check_digest(json_path, manifest)
     if manifest is not None:
-        check_tensors(path, manifest)
+        check_tensors(path, manifest, None if whose is None else artifact.array_file.name)
     return artifact
+
+
+def _tiles(found: Any, json_path: Path) -> tuple[Tiles, ...]:
+    def pair(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and all(type(x) is int for x in value)
+
+    good = isinstance(found, list) and len(found) != 1
+    if not good or not all(isinstance(one, dict) and all(map(pair, one.values())) for one in found):
+        raise ToolkitError(f"{json_path}: ranks: expected tiles of each rank; convert the model again")
+    return tuple({name: (first, end) for name, (first, end) in one.items()} for one in found)
 
 
 def _check_digest(json_path: Path, manifest: Manifest | None) -> None:

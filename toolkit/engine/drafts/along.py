@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,28 +47,41 @@ def places(seq: Sequence, count: int, words: int, among: int) -> list[Place]:
     that could not come, and those behind them. What it is drawn by is left as it was. ``words``: of a mask; ``among``:
     grammars of this step."""
     guess = seq.tokens[seq.length : seq.length + count].tolist()
+    found: list[Place] = []
+    with supposing(seq) as supposed:
+        for i in range(count + 1):
+            mask = None
+            if seq.grammar is not None:
+                mask = np.full((1, words), -1, np.int32)
+                seq.grammar.fill(mask, 0, among, seq.left - i)
+            found.append(_place(seq, seq.left - i, None if mask is None else mask[0]))
+            if i == count or (seq.grammar is not None and not _goes_on(seq, guess[i], found[-1])):
+                break
+            if seq.history is not None:
+                seq.history.add(guess[i])
+            if seq.bad_words is not None:
+                seq.bad_words.add(guess[i])
+            supposed.append(guess[i])
+    return found
+
+
+@contextmanager
+def supposing(seq: Sequence) -> Iterator[list[int]]:
+    """What a request's tokens are drawn by is at the end what it was before. To the list go the tokens that are added
+    to its history meanwhile."""
     history = None if seq.history is None else seq.history.copy()
     bad_words = None if seq.bad_words is None else seq.bad_words.mark()
-    found: list[Place] = []
-    for i in range(count + 1):
-        mask = None
-        if seq.grammar is not None:
-            mask = np.full((1, words), -1, np.int32)
-            seq.grammar.fill(mask, 0, among, seq.left - i)
-        found.append(_place(seq, seq.left - i, None if mask is None else mask[0]))
-        if i == count or (seq.grammar is not None and not _goes_on(seq, guess[i], found[-1])):
-            break
-        if seq.history is not None:
-            seq.history.add(guess[i])
-        if seq.bad_words is not None:
-            seq.bad_words.add(guess[i])
-    if seq.history is not None and history is not None:
-        seq.history.back(history, guess[: len(found) - 1])
-    if seq.bad_words is not None and bad_words is not None:
-        seq.bad_words.back(bad_words)
-    if seq.grammar is not None and (mark := found[0].mark) is not None:
-        seq.grammar.back(mark)
-    return found
+    mark = None if seq.grammar is None else seq.grammar.mark()
+    added: list[int] = []
+    try:
+        yield added
+    finally:
+        if seq.history is not None and history is not None:
+            seq.history.back(history, added)
+        if seq.bad_words is not None and bad_words is not None:
+            seq.bad_words.back(bad_words)
+        if seq.grammar is not None and mark is not None:
+            seq.grammar.back(mark)
 
 
 def _place(seq: Sequence, left: int, mask: NDArray[np.int32] | None) -> Place:

@@ -125,12 +125,14 @@ class Speculator:
                 self._take(draft, [(s, most + ahead) for s, most in asked], best)
         return best
 
-    def _take(self, draft: Draft, asked: list[Asked], best: dict[Sequence, Found]) -> None:
-        """Have a draft make guesses; they take the place of those in ``best`` that promise less."""
-        for (seq, most), guess in zip(asked, draft.propose(asked), strict=True):
+    def _take(self, draft: Draft, asked: list[Asked], best: dict[Sequence, Found]) -> bool:
+        """Have a draft make guesses; they take the place of those in ``best`` that promise less. Whether any came."""
+        guesses = draft.propose(asked)
+        for (seq, most), guess in zip(asked, guesses, strict=True):
             found = self._sound(seq, guess, most)
             if _expected(found) > (_expected(best[seq].guess) if seq in best else 0.0):
                 best[seq] = Found(found, draft)
+        return any(guess.tokens for guess in guesses)
 
     def _draft(self, draft: Draft, asked: list[Asked], best: dict[Sequence, Found], rows: int) -> None:
         """Have a draft make guesses where that pays, or else now and then, to see whether it would."""
@@ -139,14 +141,14 @@ class Speculator:
             return
         started = time.perf_counter()
         wanted = [(s, min(most, count)) for (s, most), chosen in zip(asked, which, strict=True) if chosen]
+        made = False  # it may have to read first
         try:
-            self._take(draft, wanted, best)
+            made = self._take(draft, wanted, best)
         except Exception as e:
-            log.error("the draft %s failed and guesses no more: %s", draft.name, e, exc_info=e)
-            self.drafts.remove(draft)
+            self._fail(draft, e)
         if trial:
             now = time.perf_counter()
-            self._next_trial = now + TRIAL_REST * (now - started)
+            self._next_trial = now + (TRIAL_REST if made else 1.0) * (now - started)
 
     def _depth(self, draft: Draft, asked: list[Asked], best: dict[Sequence, Found], rows: int) -> Depth:
         """How many tokens its guesses are to have so that a step gives most tokens a second."""
@@ -207,6 +209,33 @@ class Speculator:
         self._chosen.pop(seq, None)
         for draft in self.drafts:
             draft.forget(seq)
+
+    def rest(self) -> None:
+        """Give memory back, as the engine sleeps; no request runs."""
+        for draft in self.drafts:
+            draft.rest()
+
+    def wake(self) -> None:
+        """Undo ``rest``, where it was called; a draft that cannot be loaded again guesses no more."""
+        for draft in list(self.drafts):
+            try:
+                draft.wake()
+            except Exception as e:
+                self._fail(draft, e)
+
+    def close(self) -> None:
+        """Nothing is guessed any more."""
+        for draft in self.drafts:
+            draft.close()
+
+    def _fail(self, draft: Draft, error: Exception) -> None:
+        """Go on without a draft, and free its memory."""
+        log.error("the draft %s failed and guesses no more: %s", draft.name, error, exc_info=error)
+        self.drafts.remove(draft)
+        try:
+            draft.close()
+        except Exception as e:
+            log.error("the draft %s cannot be closed: %s", draft.name, e)
 
     @property
     def total(self) -> Count:

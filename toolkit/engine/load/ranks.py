@@ -13,7 +13,7 @@ from toolkit.runners.choose import gpu_is_likely
 
 def layout_of(config: EngineConfig) -> Layout:
     """How the model is split over ranks. Raises UsageError where the numbers do not go together."""
-    layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp, ep=config.ep)
+    layout = Layout(tp=config.tp, pp=config.pp, dp=config.dp, ep=config.ep, eplb=config.enable_eplb)
     layout.check()
     _check_sizes(config, layout)
     return layout

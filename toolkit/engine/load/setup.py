@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,9 @@ from toolkit.base.record import read
 from toolkit.configs.engine import AUTO, EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.option import read_size
 from toolkit.engine.core import EngineCore
+from toolkit.engine.drafts.draft import Draft
 from toolkit.engine.load import ranks
+from toolkit.engine.load.draft import DraftFiles, OpenDraft, find_draft, open_draft
 from toolkit.engine.load.kept import adapter_digests, open_shelf
 from toolkit.engine.load.memory_plan import MemoryPlan, Wishes, plan
 from toolkit.engine.load.moving import open_moving
@@ -53,7 +55,7 @@ class Setup:
     ``EngineOptions``. ``source``: the model that ``path`` is a packed copy of, else ``path`` too. ``updated``: where
     the weights are that have taken the place of the model's. ``loaded``: adapters that have come since by their
     numbers, ``unloaded``: those that have gone. ``sources``: the engines that lend, by their ids: where, and whether
-    they speak TLS.
+    they speak TLS. ``draft``: the model that guesses.
     """
 
     path: Path
@@ -67,6 +69,13 @@ class Setup:
     loaded: dict[int, str] = field(default_factory=dict)
     unloaded: tuple[int, ...] = ()
     sources: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    draft: DraftFiles | None = None
+
+    @property
+    def locks(self) -> list[IO[bytes]]:
+        """Those of all that is read."""
+        found = (self.lock, None if self.draft is None else self.draft.lock)
+        return [lock for lock in found if lock is not None]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for another process."""
@@ -83,6 +92,7 @@ class Setup:
             "loaded": list(self.loaded.items()),
             "unloaded": list(self.unloaded),
             "sources": {engine: list(at) for engine, at in self.sources.items()},
+            "draft": None if self.draft is None else self.draft.to_json(),
         }
 
     @staticmethod
@@ -93,7 +103,8 @@ class Setup:
         adapters = {int(number): str(where) for number, where in data["loaded"]}, tuple(data["unloaded"])
         sources = {engine: (str(at), bool(secure)) for engine, (at, secure) in data["sources"].items()}
         together = data["pictures_together"]
-        return Setup(*paths, config, data["backend"], None, together, source, updated, *adapters, sources)
+        draft = None if data["draft"] is None else DraftFiles.from_json(data["draft"])
+        return Setup(*paths, config, data["backend"], None, together, source, updated, *adapters, sources, draft)
 
 
 def set_up_after(name: str, arguments: list[Any], setup: Setup) -> Setup:
@@ -182,7 +193,8 @@ def find(model: str, config: EngineConfig | None, backend: Backend | None, packe
         found = {name: str(_adapter_path(name, where)) for name, where in config.adapters.items()}
         config = replace(config, adapters=found)
     weights, lock = (path, None) if packed is None else packed(path)
-    return Setup(weights, tokenizer_dir(path), config, backend, lock, source=path)
+    draft = find_draft(config, tokenizer_dir, packed)
+    return Setup(weights, tokenizer_dir(path), config, backend, lock, source=path, draft=draft)
 
 
 def _adapter_path(name: str, where: str) -> Path:
@@ -213,11 +225,27 @@ def tokenizer_dir(path: Path) -> Path:
 @extras.named()
 def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress: Progress) -> tuple[EngineCore, Facts]:
     """Open the runner, plan memory, load weights, allocate the cache. Raises ToolkitError or UsageError, one line."""
+    with ExitStack() as opened:
+        started = _start(setup, open_tokenizer, progress, opened)
+        opened.pop_all()
+    return started
+
+
+def _start(
+    setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress: Progress, opened: ExitStack
+) -> tuple[EngineCore, Facts]:
+    """``opened``: gets what is to be closed where this fails."""
     config, empty = setup.config, setup.config.empty_init and setup.updated is None
     runner, why = _open(setup, progress)
+    opened.callback(runner.close)
     read = partial(_new_weights, setup, runner.spec)
+    drafts: list[Draft] = []
     try:
-        memory = _plan(setup, runner)
+        draft = None
+        if setup.draft is not None:
+            draft = open_draft(setup.draft, runner, setup.tokenizer_dir, config, setup.backend)
+            opened.callback(draft.runner.close)
+        memory = _plan(setup, runner, draft)
         for notice in memory.notices:
             progress(notice)
         trained = stretched_from(runner.spec)
@@ -227,22 +255,16 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
             runner.use_weights(read(setup.updated))
         if not empty:
             _load(runner, memory, progress)
+        if draft is not None:
+            progress(f"loading the draft model with the {draft.runner.name} runner")
+            drafts.append(draft.load(memory))
     except MemoryError as e:
-        runner.close()
         raise ToolkitError(f"{setup.path}: out of memory while loading ({e}); close other programs or quantize") from e
     except RunnerError as e:
-        runner.close()
         advice = "a smaller --cache-max-entry-count or --session-len may help"
         raise ToolkitError(f"{setup.path}: the {runner.name} runner cannot start: {e}; {advice}") from e
-    except BaseException:
-        runner.close()
-        raise
-    try:
-        shelf, moving = open_shelf(setup, runner, progress), open_moving(setup, runner, progress)
-        adapters = () if shelf is None and moving is None else adapter_digests(setup)
-    except BaseException:
-        runner.close()
-        raise
+    shelf, moving = open_shelf(setup, runner, progress), open_moving(setup, runner, progress)
+    adapters = () if shelf is None and moving is None else adapter_digests(setup)
     core = EngineCore(
         runner,
         EngineOptions(
@@ -264,6 +286,7 @@ def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress
         shelf=shelf,
         adapters=adapters,
         moving=moving,
+        drafts=drafts,
     )
     _load_adapters(setup, core)
     _use_sources(setup, core)
@@ -376,7 +399,7 @@ def _new_weights(setup: Setup, spec: DecoderSpec, files: Path) -> Callable[[], M
     return open_new_weights(setup.source or setup.path, files, spec, **_reading(setup.config), families=families)
 
 
-def _plan(setup: Setup, runner: Runner) -> MemoryPlan:
+def _plan(setup: Setup, runner: Runner, draft: OpenDraft | None) -> MemoryPlan:
     """How memory is shared out. Raises UsageError for blocks that do not fill the cache's, ToolkitError where a picture
     that is computed whole does not fit."""
     config, spec = setup.config, runner.spec
@@ -389,9 +412,8 @@ def _plan(setup: Setup, runner: Runner) -> MemoryPlan:
             raise UsageError(
                 f"session_len: found {asked}, expected at most {longest}: this model reads {longest - 1} tokens"
             )
-    memory = plan(
-        runner.memory(),
-        spec.cache_groups,
+    share_out = partial(
+        plan,
         block_size=config.block_size,
         vocab_size=spec.vocab_size,
         max_position=longest,
@@ -407,6 +429,8 @@ def _plan(setup: Setup, runner: Runner) -> MemoryPlan:
             EngineOptions.pictures_kept * patches,
         ),
     )
+    need, groups = runner.memory(), spec.cache_groups
+    memory = share_out(need, groups) if draft is None else draft.plan(need, groups, share_out)
     if memory.max_prefill_token_num < spec.together:
         found = f"{memory.max_prefill_token_num} prompt tokens a step fit, a picture of this model has {spec.together}"
         raise ToolkitError(f"not enough memory: {found}; free some memory or use a smaller max_batch_size")

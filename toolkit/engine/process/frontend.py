@@ -77,7 +77,7 @@ class AsyncEngine:
         self._loop: Loop
         self.peers: Peers
         self._facts: Facts
-        self._weights_lock: IO[bytes] | None = None
+        self._locks: list[IO[bytes]] = []  # on packed weights
 
     @classmethod
     def open(
@@ -120,7 +120,7 @@ class AsyncEngine:
             if begun is not None:
                 begun.kill()
             raise
-        engine._weights_lock = setup.lock
+        engine._locks = setup.locks
         engine._empty = setup.config.empty_init
         engine._asleep = frozenset(PARTS) if engine._empty else frozenset()
         if begun is not None:
@@ -413,8 +413,8 @@ class AsyncEngine:
             return
         self._closed = True
         self._loop.close()
-        if self._weights_lock is not None:
-            self._weights_lock.close()
+        for lock in self._locks:
+            lock.close()
         if self._new_weights is not None:
             self._new_weights.close()
         self._fail_all("the engine was closed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
@@ -10,7 +11,7 @@ from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.parts import LinearSpec
-from toolkit.models.spec.share import Cut, Share, Unit, portion
+from toolkit.models.spec.share import Cut, Share, Unit
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,10 @@ class MoeSpec(MixerSpec):
         experts = mlps[: len(self.experts)]
         return Share(replace(self, experts=experts, shared=None if self.shared is None else mlps[-1]), cuts)
 
-    def share_seats(self, seat: int, seats: int, rank: int, world: int, unit: Unit) -> Share:
-        """Whole experts, those of ``seat``; of the shared one a part."""
-        first, stop = portion(len(self.experts), seat, seats)
+    def share_seats(self, own: Sequence[int], rank: int, world: int, unit: Unit) -> Share:
+        """Whole experts, those of numbers ``own``; of the shared one a part."""
         shared = Share(None) if self.shared is None else self.shared.share(rank, world, unit)
-        return Share(replace(self, experts=self.experts[first:stop], shared=shared.mixer), shared.cuts)
+        return Share(replace(self, experts=tuple(self.experts[i] for i in own), shared=shared.mixer), shared.cuts)
 
     def check(self, hidden: int) -> None:
         sound.expect("experts", bool(self.experts), 0, "at least one")

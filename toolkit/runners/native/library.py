@@ -250,10 +250,11 @@ def tensor_records(tensors: Sequence[PackedTensor]) -> Any:
 
 
 def _record(tensor: PackedTensor) -> TensorRecord:
-    m, perm = tensor.meta, tensor.perm
+    m, perm, data = tensor.meta, tensor.perm, address(tensor.data)
+    part = tensor.data.nbytes < m.nbytes and data is not None  # of a rank, which reads no other tiles (rank_files.py)
     return TensorRecord(
-        data=address(tensor.data),
-        bytes=tensor.data.nbytes,
+        data=data - tensor.first * m.tile_bytes if part and data is not None else data,
+        bytes=m.nbytes if part else tensor.data.nbytes,
         rows=m.rows,
         cols=m.cols,
         perm_size=0 if perm is None else perm.size,

@@ -16,9 +16,8 @@ from toolkit.artifacts.weight_files.safetensors_file import forget_pages
 from toolkit.base.threads import usable_cores
 from toolkit.errors import UsageError
 from toolkit.models.pictures import Picture
-from toolkit.models.routed import ROUTED
 from toolkit.models.spec import DecoderSpec, Latent, Paged
-from toolkit.models.vision import PREFIX, patch_numbers
+from toolkit.models.vision import patch_numbers
 from toolkit.runners.base import (
     QUANT_POLICIES,
     QUANT_POLICIES_TOLD,
@@ -33,6 +32,7 @@ from toolkit.runners.native.adapters import PackedAdapter, Shelf, pack_adapter, 
 from toolkit.runners.native.arrays import Arrays, outputs_for
 from toolkit.runners.native.library import StepResults
 from toolkit.runners.native.mixers import state_numbers
+from toolkit.runners.native.packing.artifact import of_first_alone
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.native.program import Program, build_program
 from toolkit.runners.native.program import unsupported as no_program
@@ -257,7 +257,7 @@ class NativeRunner:
         from toolkit.runners.native.packing.pack_model import gathered, pack_model
 
         notes: list[str] = []
-        own = [name for name in found if not name.startswith(PREFIX) or name.startswith(ROUTED)]
+        own = [name for name in found if not of_first_alone(name)]
         language = ((name, found[name]) for name in own)
         parts = Parts(self.spec, {} if self.share.ranks == 1 else self._outlines(found), self.share)
         with reading_ahead(found, set(own)):
@@ -345,8 +345,7 @@ class NativeRunner:
             from toolkit.runners.native.packing.pack_model import pack_model
 
             held = found
-            own = (name for name in held if name.startswith(PREFIX) and not name.startswith(ROUTED))
-            seeing = ((name, held[name]) for name in own)
+            seeing = ((name, held[name]) for name in held if of_first_alone(name))
             tower = pack_model(self.spec, seeing, None, [], 32 if exact else 16)
             found = {name: tensor.in_memory() for name, tensor in tower}
         return open_encoder(vision, found, bf16=not exact, threads=self.options.threads or usable_cores())

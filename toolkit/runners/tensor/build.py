@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -30,7 +30,6 @@ from toolkit.models.spec import (
     MoeSpec,
     NormSpec,
     ShortConvSpec,
-    portion,
 )
 from toolkit.runners.tensor.decoder import Added, Attention, Decoder, Mixer, Mlp, Moe, RoundingNorm, Step
 from toolkit.runners.tensor.layers.cross import Cross
@@ -248,27 +247,29 @@ class _Builder:
         )
 
     def moe(self, spec: MoeSpec, layer: int) -> Moe:
-        stacked = stack_experts(spec, self.matrix, self.info, self.tensor, self.place, self.ops)
         return Moe(
             spec=spec,
+            **self.experts(spec, layer),
             router=self.linear(spec.router),
             routing=self.routing(spec),
-            stacked=stacked,
-            experts=() if stacked is not None else self.mlps(spec.experts),
             shared=None if spec.shared is None else self.mlps((spec.shared,))[0],
             shared_gate=None if spec.shared_gate is None else self.linear(spec.shared_gate),
             ops=self.ops,
             split=self.split,
-            placed=self.placed(spec),
         )
 
-    def placed(self, spec: MoeSpec) -> Placed | None:
+    def experts(self, spec: MoeSpec, layer: int) -> dict[str, Any]:
+        """Fields of ``Moe``: those that are here, and where all are."""
+        stacked = stack_experts(spec, self.matrix, self.info, self.tensor, self.place, self.ops)
+        alone = () if stacked is not None else self.mlps(spec.experts)
+        return {"stacked": stacked, "experts": alone, "placed": self.placed(spec, layer)}
+
+    def placed(self, spec: MoeSpec, layer: int) -> Placed | None:
         """Where experts are that are not split but shared out."""
         if self.split is None or self.split.seats == 1:
             return None
-        count, seats = spec.router.out_features, self.split.seats
-        held = [range(*portion(count, seat, seats)) for seat in range(seats)]
-        return Placed.by(held, count, self.split, self.place.device)
+        count = spec.router.out_features
+        return Placed.by(self.split.experts(layer, count), count, self.split, self.place.device)
 
     def routing(self, spec: MoeSpec) -> dict[str, Any]:
         if not routes_specially(spec):
@@ -334,6 +335,23 @@ def _codes_into(mixer: Mixer) -> torch.dtype | None:
         case Mlp() if mixer.seen is None:
             return codes_of(mixer.gate_up)
     return None
+
+
+def with_experts(
+    decoder: Decoder, spec: DecoderSpec, layers: Collection[int], weights: Weights, place: Placement
+) -> Decoder:
+    """The same decoder with the experts of ``spec`` in some layers."""
+    builder = _Builder(weights, place, decoder.ops, (), AdapterStep(0), {}, decoder.split)
+    steps, at = list(decoder.steps), 0
+    for number, layer in enumerate(spec.layers):
+        for sublayer in layer.sublayers:
+            step, moe = steps[at], sublayer.mixer
+            if number in layers and moe.kind == "moe":
+                assert isinstance(step.mixer, Moe)
+                mixer = replace(step.mixer, spec=moe, **builder.experts(moe, number))
+                steps[at] = replace(step, mixer=mixer)
+            at += 1
+    return replace(decoder, spec=spec, steps=tuple(steps))
 
 
 def for_kernels(weight: GroupInt) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -327,6 +327,15 @@ class Decoder:
         for s in self.steps:
             if isinstance(s.mixer, Moe):
                 s.mixer.idle(x)
+
+    def placed(self) -> Iterator[tuple[int, Placed]]:
+        """Layers, by number, with whole experts on ranks."""
+        mixers = iter(self.steps)
+        for layer, spec in enumerate(self.spec.layers):
+            for _ in spec.sublayers:
+                mixer = next(mixers).mixer
+                if isinstance(mixer, Moe) and mixer.placed is not None:
+                    yield layer, mixer.placed
 
     def remember(self, rows: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """What cross layers keep of a picture's ``rows`` [rows, hidden], by the number of the layer."""

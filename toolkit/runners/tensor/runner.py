@@ -7,7 +7,7 @@ waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,7 @@ from toolkit.runners.base import (
     StepHandle,
 )
 from toolkit.runners.step import StepBatch
-from toolkit.runners.tensor.build import build_decoder
+from toolkit.runners.tensor.build import build_decoder, with_experts
 from toolkit.runners.tensor.cache import KVCache, block_bytes, cache_traits
 from toolkit.runners.tensor.decoder import Decoder
 from toolkit.runners.tensor.devices.device import Device, GraphDevice
@@ -173,6 +173,25 @@ class TensorRunner:
         """What ``load_weights`` is to load from now on; returns what it would have loaded."""
         before, self._weights = self._weights, weights
         return before
+
+    def place_experts(self, spec: DecoderSpec, layers: Collection[int]) -> None:
+        """Load those of ``spec`` in some layers in place of what is there, between two steps. Raises RunnerError where
+        memory runs out."""
+        self.spec = spec
+        if self._decoder is not None:
+            with self._working("while experts were moved"):
+                self._decoder = with_experts(self._decoder, spec, layers, self._weights(), self._place)
+                self._steps = None
+
+    def chosen(self) -> dict[int, list[int]]:
+        """Of each layer with whole experts how often each was chosen here, since this was last called."""
+        found = {}
+        with torch.inference_mode():
+            for layer, placed in () if self._decoder is None else self._decoder.placed():
+                if placed.load is not None:
+                    found[layer] = placed.load.tolist()
+                    placed.load.zero_()
+        return found
 
     def release_weights(self) -> None:
         """Forget the model; ``load_weights`` brings it back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +27,13 @@ class Split(Protocol):
     parts: int
     seat: int
     seats: int
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is to be known how often experts are chosen."""
+
+    def experts(self, layer: int, count: int) -> Sequence[Sequence[int]]:
+        """Of ``count`` experts of a layer those that each seat has, in its order."""
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of what all ranks give, of one shape and dtype; the same bytes on every rank."""

@@ -68,6 +68,12 @@ FROM_ENGINE = {
     "step_seconds": (CounterMetricFamily, "engine_step_seconds", "Time spent in them"),
 }
 
+BY_METHOD = (  # name, which count of a draft's, what it is
+    ("spec_decode_drafts_by_method", "drafts", "Drafts that steps have verified, by their kind"),
+    ("spec_decode_draft_tokens_by_method", "tokens", "Draft tokens that steps have verified, by the draft's kind"),
+    ("spec_decode_accepted_tokens_by_method", "accepted", "Draft tokens that were accepted, by the draft's kind"),
+)
+
 # What other servers call the same, so that dashboards, autoscalers and routers made for them work: ours -> theirs
 OTHERS = {
     "num_requests_running": ("vllm:num_requests_running", "lmdeploy:num_requests_running"),
@@ -124,6 +130,11 @@ class _EngineCollector(Collector):
         for place, count in enumerate(values.get("spec_accepted_by_place", ())):
             placed.add_metric([str(place)], float(count))
         yield placed
+        for name, what, text in BY_METHOD:
+            told = CounterMetricFamily(PREFIX + name, text, labels=["method"])
+            for method, count in values.get("spec_by_method", {}).items():
+                told.add_metric([method], float(count[what]))
+            yield told
 
 
 class _AllNames(Collector):

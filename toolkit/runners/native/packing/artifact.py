@@ -14,6 +14,7 @@ import numpy as np
 from toolkit.artifacts.engine.artifact import ENGINE_JSON, Arrays, EngineArtifact
 from toolkit.base.record import read
 from toolkit.errors import ToolkitError
+from toolkit.models.routed import ROUTED
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.vision import PREFIX, sizes
 from toolkit.runners.native.packing.packed import (
@@ -68,13 +69,18 @@ def _describe(meta: PackedMeta) -> dict[str, Any]:
 
 
 def open_packed(artifact: EngineArtifact) -> PackedWeights:
-    """The artifact's parameters over the mapped file.
+    """The artifact's parameters over the mapped file, or what one rank's file has of them.
 
     Raises ToolkitError for one that is missing, misshapen or of another layout: nothing of it is used then.
     """
     arrays = artifact.arrays()
-    found = {name: _read(artifact, name, entry, arrays) for name, entry in artifact.params.items()}
+    absent = of_first_alone if artifact.rank else lambda name: False
+    own = {} if artifact.rank is None else artifact.tiles[artifact.rank]
+    entries = ((name, entry) for name, entry in artifact.params.items() if not absent(name))
+    found = {name: _read(artifact, name, entry, arrays, own.get(name)) for name, entry in entries}
     for name, rows, cols, kinds in _wanted(artifact.spec):
+        if absent(name):
+            continue
         tensor = found.get(name)
         if tensor is None:
             raise ToolkitError(f"{artifact.path / ENGINE_JSON}: params: {name} is missing; convert the model again")
@@ -88,6 +94,11 @@ def open_packed(artifact: EngineArtifact) -> PackedWeights:
                 "convert the model again"
             )
     return found
+
+
+def of_first_alone(name: str) -> bool:
+    """Whether of several ranks only the first has it: what pictures are read with."""
+    return name.startswith(PREFIX) and not name.startswith(ROUTED)
 
 
 def _wanted(spec: DecoderSpec) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
@@ -106,20 +117,29 @@ def _wanted(spec: DecoderSpec) -> Iterator[tuple[str, int, int, tuple[int, ...]]
             yield name, size, 1, one
 
 
-def _read(artifact: EngineArtifact, name: str, entry: Any, arrays: Mapping[str, Any]) -> PackedTensor:
+def _read(
+    artifact: EngineArtifact, name: str, entry: Any, arrays: Mapping[str, Any], own: tuple[int, int] | None
+) -> PackedTensor:
+    """``own``: which tiles of it the file has, None: all."""
     where = f"{artifact.path / ENGINE_JSON}: params: {name}"
     meta = _meta(where, entry)
     data, perm = arrays.get(name), arrays.get(f"{name}.perm")
-    if data is None or data.dtype != np.uint8 or data.nbytes != meta.nbytes:
+    first, end = own or (0, meta.tiles)
+    size = meta.nbytes if own is None else (end - first) * meta.tile_bytes
+    if not 0 <= first <= end <= meta.tiles or (own is not None and meta.kind == VECTOR):
+        raise ToolkitError(f"{where}: ranks: found tiles {first} to {end}; convert the model again")
+    if data is None or data.dtype != np.uint8 or data.nbytes != size:
         found = "nothing" if data is None else f"{data.nbytes} bytes of {data.dtype}"
         raise ToolkitError(
-            f"{artifact.array_file}: {name}: expected {meta.nbytes} bytes, found {found}; convert the model again"
+            f"{artifact.array_file}: {name}: expected {size} bytes, found {found}; convert the model again"
         )
     if perm is not None and (perm.dtype != np.int32 or sorted(perm.tolist()) != list(range(meta.cols))):
         raise ToolkitError(
             f"{artifact.array_file}: {name}.perm: no permutation of {meta.cols}; convert the model again"
         )
-    return PackedTensor(data.reshape(-1), meta, perm)
+    if not size:  # of a matrix with fewer tiles than ranks: memory that is never touched
+        return PackedTensor(np.empty(meta.nbytes, np.uint8), meta, perm)
+    return PackedTensor(data.reshape(-1), meta, perm, first)
 
 
 def _meta(where: str, entry: Any) -> PackedMeta:

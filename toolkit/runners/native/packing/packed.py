@@ -68,11 +68,13 @@ class PackedMeta:
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """``data``: uint8, flat. ``perm``: int32 [cols] or None: column k of the packed matrix is input perm[k]."""
+    """``data``: uint8, flat. ``perm``: int32 [cols] or None: column k of the packed matrix is input perm[k]. ``first``:
+    the tile that ``data`` begins with, where a rank's tiles alone are there."""
 
     data: NDArray[np.uint8]
     meta: PackedMeta
     perm: NDArray[np.int32] | None = None
+    first: int = 0
 
     def described(self, meta: PackedMeta) -> Self:
         """The same bytes under another ``meta``."""

@@ -16,12 +16,13 @@ Run = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x, chosen of this rank's ex
 @dataclass(frozen=True)
 class Placed:
     """``seat``, ``slot`` [experts, copies]: which rank has an expert, and which of its own that is; of fewer ``copies``
-    [experts] the rest is no rank's."""
+    [experts] the rest is no rank's. ``load`` [experts], where it is counted: how often rows of this rank chose each."""
 
     seat: Tensor
     slot: Tensor
     copies: Tensor
     split: Split
+    load: Tensor | None = None
 
     @staticmethod
     def by(held: Sequence[Sequence[int]], count: int, split: Split, device: torch.device) -> Placed:
@@ -32,7 +33,9 @@ class Placed:
                 found[expert].append((seat, slot))
         most = max(map(len, found))
         table = torch.tensor([[*pairs, *[(0, 0)] * (most - len(pairs))] for pairs in found], device=device)
-        return Placed(table[..., 0], table[..., 1], torch.tensor([len(pairs) for pairs in found], device=device), split)
+        copies = torch.tensor([len(pairs) for pairs in found], device=device)
+        load = torch.zeros(count, dtype=torch.int64, device=device) if split.counts else None
+        return Placed(table[..., 0], table[..., 1], copies, split, load)
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor, run: Run) -> Tensor:
         """Of ranks that have the same rows each asks for some of them, so that the others are zeros; their sum is
@@ -40,6 +43,8 @@ class Placed:
         split, width = self.split, chosen.shape[1]
         rows = torch.arange(split.part, len(x), split.parts, device=x.device)
         source, wanted = rows.repeat_interleave(width), chosen[rows].flatten().long()
+        if self.load is not None:
+            self.load.add_(torch.bincount(wanted, minlength=len(self.load)))
         turn = source % self.copies[wanted]
         seat, slot = self.seat[wanted, turn], self.slot[wanted, turn]
         order = seat.argsort(stable=True)

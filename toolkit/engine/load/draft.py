@@ -1,0 +1,170 @@
+"""The draft model of an engine: found, checked against its target, planned for and loaded beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from toolkit.engine.drafts.model import TOKENS, DraftModel
+from toolkit.engine.drafts.vocabulary import LEAST, Vocabulary, by_text, equal
+from toolkit.engine.load.memory_plan import MemoryPlan, show_bytes
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.registry import from_files
+from toolkit.models.spec import CacheGroup, DecoderSpec
+from toolkit.runners.base import Backend, MemoryNeed, Runner, RunnerError
+
+if TYPE_CHECKING:
+    from toolkit.configs.engine import EngineConfig
+
+FLAG = "speculative_draft_model"
+ShareOut = Callable[[MemoryNeed, Seq[CacheGroup]], MemoryPlan]
+Found = Callable[[Path], tuple[Path, IO[bytes] | None]]
+
+
+@dataclass(frozen=True)
+class DraftFiles:
+    """``path``: where its weights are read, those of ``source``; ``lock``: open as long as ``path`` is to stay."""
+
+    path: Path
+    tokenizer_dir: Path
+    source: Path
+    lock: IO[bytes] | None = field(default=None, compare=False)
+
+    def to_json(self) -> list[str]:
+        """Plain values, for another process."""
+        return [str(self.path), str(self.tokenizer_dir), str(self.source)]
+
+    @staticmethod
+    def from_json(data: list[str]) -> DraftFiles:
+        return DraftFiles(Path(data[0]), Path(data[1]), Path(data[2]))
+
+
+def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], packed: Found | None) -> DraftFiles | None:
+    """Where the draft model is that a config asks for, fetched where needed. Raises ToolkitError or UsageError."""
+    from toolkit.artifacts.source import resolve_model
+
+    name = config.speculative_draft_model
+    if name is None:
+        return None
+    if (config.tp, config.pp, config.dp, config.ep) != (1, 1, 1, 1):
+        raise UsageError(f"{FLAG}: runs in one process; leave it out, or tp, pp, dp and ep")
+    if config.empty_init:
+        raise UsageError(f"{FLAG}: not with empty_init: nothing is known of the weights that it is to guess for")
+    with _named():
+        path = resolve_model(name, download_dir=config.download_dir)
+        weights, lock = (path, None) if packed is None else packed(path)
+        return DraftFiles(weights, tokenizer_dir(path), path, lock)
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Errors say that they are about the draft model."""
+    try:
+        yield
+    except ToolkitError as e:
+        if str(e).startswith(FLAG):
+            raise
+        raise type(e)(f"{FLAG}: {e}") from e
+
+
+@dataclass
+class OpenDraft:
+    """A draft model that is not loaded yet. ``blocks``: of its cache, once they are planned."""
+
+    path: Path
+    runner: Runner
+    vocabulary: Vocabulary
+    blocks: tuple[int, ...] = ()
+
+    def plan(self, need: MemoryNeed, groups: Seq[CacheGroup], share_out: ShareOut) -> MemoryPlan:
+        """How memory is shared out among a target that needs ``need`` and this. Raises ToolkitError."""
+        mine = self.runner.memory()
+        both = replace(
+            need,
+            weights=need.weights + mine.weights,
+            activations_per_token=need.activations_per_token + mine.activations_per_token,
+            block_bytes=(*need.block_bytes, *mine.block_bytes),
+        )
+        try:
+            plan = share_out(both, (*groups, *self.runner.spec.cache_groups))
+        except ToolkitError as e:
+            share_out(need, groups)  # without it there is not enough either: then it is not about it
+            size = show_bytes(mine.weights)
+            raise ToolkitError(f"{FLAG}: no room for {self.path} (weights {size}) and its KV cache: {e}") from e
+        self.blocks = plan.num_blocks[len(groups) :]
+        cache = sum(n * size for n, size in zip(self.blocks, mine.block_bytes, strict=True))
+        taken = {"weights": mine.weights, "KV cache": cache}
+        rows = [(what, size - taken.get(what, 0), told) for what, size, told in plan.rows]
+        counts = "/".join(map(str, self.blocks))
+        rows.append(("draft model", mine.weights, str(self.path)))
+        rows.append(("its KV cache", cache, f"{counts} blocks of {plan.block_size} tokens"))
+        return replace(plan, num_blocks=plan.num_blocks[: len(groups)], rows=tuple(rows))
+
+    def load(self, plan: MemoryPlan) -> DraftModel:
+        """Weights, cache, and what guesses with them. Raises ToolkitError."""
+        try:
+            self.runner.load_weights()
+            self.runner.allocate_cache(self.blocks)
+            self.runner.warm_up(plan.max_batch_size, plan.session_len, TOKENS)
+        except (RunnerError, MemoryError) as e:
+            raise ToolkitError(f"{FLAG}: {self.path}: cannot be loaded: {e}; use a smaller one") from e
+        return DraftModel(self.runner, self.blocks, plan.max_batch_size, plan.session_len, self.vocabulary)
+
+
+def open_draft(
+    files: DraftFiles, target: Runner, tokenizer_dir: Path, config: EngineConfig, backend: Backend | None
+) -> OpenDraft:
+    """The draft of ``target``, without weights. Raises ToolkitError or UsageError where it is none for it."""
+    from toolkit.runners.choose import open_runner
+
+    families = from_files(getattr(config, "family_files", ()))
+    options = replace(target.options, adapters=(), adapter_memory=0, kv_layers=())
+    with _named():
+        runner, _ = open_runner(files.path, backend=backend, options=options, blind=True, families=families)
+    try:
+        if why := _unfit(runner.spec):
+            raise UsageError(f"{FLAG}: {files.source} {why}; use a decoder with attention alone")
+        mine, its = target.memory().weights, runner.memory().weights
+        if its > mine:
+            sizes = f"{show_bytes(its)} of weights, the model has {show_bytes(mine)}"
+            raise UsageError(
+                f"{FLAG}: {files.source} is larger than the model it guesses for ({sizes}); use a smaller one"
+            )
+        vocabulary = match(tokenizer_dir, files, target.spec.vocab_size, runner.spec.vocab_size)
+        return OpenDraft(files.source, runner, vocabulary)
+    except BaseException:
+        runner.close()
+        raise
+
+
+def _unfit(spec: DecoderSpec) -> str:
+    """Why a model cannot guess, "" if it can."""
+    if any(group.kind == "state" for group in spec.cache_groups):
+        return "keeps recurrent states, which cannot be cut back to the tokens that came true"
+    if spec.mask_token is not None or spec.encoder is not None or spec.mutual:
+        return "does not write a text token by token"
+    return ""
+
+
+def match(tokenizer_dir: Path, files: DraftFiles, rows: int, draft_rows: int) -> Vocabulary:
+    """How the tokens of a draft are those of its target, which have so many. Raises UsageError where too few are."""
+    from toolkit.artifacts.text.tokenizer import Tokenizer
+
+    names = tokenizer_dir / "tokenizer.json", files.tokenizer_dir / "tokenizer.json"
+    if all(name.is_file() for name in names) and names[0].read_bytes() == names[1].read_bytes():
+        return equal(rows, draft_rows)
+    with _named():
+        mine, its = (Tokenizer.open(where).token_bytes for where in (tokenizer_dir, files.tokenizer_dir))
+    if mine == its:
+        return equal(rows, draft_rows)
+    vocabulary, share = by_text(mine, its, (rows, draft_rows))
+    if share < LEAST:
+        raise UsageError(
+            f"{FLAG}: {files.source} has another vocabulary: of the model's {len(mine)} tokens it knows "
+            f"{100 * share:.0f} %, expected {100 * LEAST:.0f} % or more; use a draft of the same family"
+        )
+    return vocabulary

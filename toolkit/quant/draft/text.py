@@ -1,0 +1,138 @@
+"""What a head is trained on: answers and texts that the model writes itself, seeded, a part at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.chat.template import ChatTemplate
+from toolkit.configs.engine import TurbomindEngineConfig
+from toolkit.engine.process.frontend import AsyncEngine
+from toolkit.errors import ToolkitError
+from toolkit.messages import GenerationConfig
+from toolkit.quant.text.selftext import openings
+from toolkit.runners.choose import gpu_is_likely
+from toolkit.runners.native import library
+
+LENGTH = 256  # tokens of a sample, where the model reads as many
+PIECE = 320  # new tokens of an answer, at most
+HELD_BACK = 15  # openings of texts that are not trained on
+TOGETHER = 64  # requests that run at a time
+ASKED = (  # what users ask, about an opening
+    "{}",
+    "Continue this text: {}",
+    "Write a short story that begins so: {}",
+    "Explain to a child what this is about: {}",
+    "Answer with a numbered list: what could come next? {}",
+    "Rewrite this in plain words: {}",
+)
+TEMPERATURE = 0.7  # of answers; texts without a question are drawn as the model has them
+
+
+class Writer:
+    """Writes parts of text; a context manager. ``model``: a directory, opened when the first part is asked for."""
+
+    def __init__(self, model: Path, tokenizer: Tokenizer, seed: int, session_len: int) -> None:
+        self._model, self._tokenizer, self._seed = model, tokenizer, seed
+        self._room = session_len - 1
+        self._template = ChatTemplate.open(tokenizer, model) if _has_template(tokenizer, model) else None
+        starts = openings()
+        random.Random(seed).shuffle(starts)
+        self._held, self._starts = starts[:HELD_BACK], starts[HELD_BACK:]
+        self._loop = asyncio.Runner()
+        self._engine: AsyncEngine | None = None
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._loop.close()
+
+    def part(self, number: int, samples: int, length: int, progress: Callable[[int], None]) -> Tensor:
+        """Token ids, int64 [samples, length]; ``number`` -1: of openings that no other part begins with.
+        ``progress``: told how many tokens there are. Raises ToolkitError where the model writes none."""
+        return self._loop.run(self._write(number, samples * length, progress)).view(samples, length)
+
+    async def _write(self, number: int, count: int, progress: Callable[[int], None]) -> Tensor:
+        engine = self._open()
+        pieces: dict[int, list[int]] = {}
+        asked, made = iter(range(1 << 30)), 0
+        enough = False
+
+        async def write() -> None:
+            nonlocal made, enough
+            while not enough:
+                index = next(asked)
+                pieces[index] = await self._piece(engine, number, index)
+                made += len(pieces[index])
+                progress(min(made, count))
+                enough = _whole(pieces, count)
+
+        await asyncio.gather(*(write() for _ in range(min(TOGETHER, 1 + count // LENGTH))))
+        ids = [i for index in sorted(pieces) for i in pieces[index]]
+        return torch.tensor(ids[:count], dtype=torch.int64)
+
+    def _open(self) -> AsyncEngine:
+        if self._engine is None:
+            rounded = library.available() is None and not gpu_is_likely()  # as for calibration text
+            how = TurbomindEngineConfig(load_format="int8" if rounded else "auto", session_len=self._room + 1)
+            self._engine = AsyncEngine.open(self._model, backend_config=how, progress=lambda line: None)
+        return self._engine
+
+    async def _piece(self, engine: AsyncEngine, number: int, index: int) -> list[int]:
+        starts = self._held if number < 0 else self._starts
+        draw = random.Random(f"{self._seed} {number} {index}")
+        opening, asks = draw.choice(starts), self._template is not None and draw.random() < 0.75
+        seed = draw.getrandbits(32)
+        if asks:
+            assert self._template is not None
+            text = draw.choice(ASKED).format(opening)
+            said = self._template.render([{"role": "user", "content": text}], add_generation_prompt=True)
+            ids = self._tokenizer.encode(said, add_special_tokens=False)
+        else:
+            ids = self._tokenizer.encode(opening)
+        ids = ids[: max(1, self._room // 2)]
+        config = GenerationConfig(
+            max_new_tokens=max(1, min(PIECE, self._room - len(ids))),
+            do_sample=True,
+            temperature=TEMPERATURE if asks else 1.0,
+            top_k=0,
+            top_p=1.0 if asks else 0.95,
+            random_seed=seed,
+        )
+        new: list[int] = []
+        reason = None
+        async for delta in engine.generate(ids, config):
+            if delta.finish_reason == "error":
+                raise ToolkitError(f"{self._model}: the model cannot write its own text: {delta.error_message}")
+            new += delta.token_ids
+            reason = delta.finish_reason or reason
+        eos = self._tokenizer.eos_ids
+        if reason == "stop" and eos and (not new or new[-1] not in eos):
+            new.append(min(eos))
+        return ids + new
+
+
+def _whole(pieces: dict[int, list[int]], count: int) -> bool:
+    """Whether the pieces before the first that is missing are enough, whichever ended first."""
+    total = index = 0
+    while index in pieces:
+        total += len(pieces[index])
+        index += 1
+    return total >= count
+
+
+def _has_template(tokenizer: Tokenizer, model: Path) -> bool:
+    try:
+        ChatTemplate.open(tokenizer, model).render([{"role": "user", "content": "a"}], add_generation_prompt=True)
+    except ToolkitError:
+        return False
+    return True
