@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -45,10 +46,9 @@ def dynamo(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
                 finally:
                     process.kill()
 
-        def make(*workers: list[str]) -> tuple[httpx.Client, list[subprocess.Popen[bytes]]]:
-            front = ["-m", "dynamo.frontend", "--http-port", "0", "--discovery-backend", "file", "--router-mode", "kv"]
+        def make(*workers: list[Any]) -> tuple[httpx.Client, list[subprocess.Popen[bytes]]]:
             port = _free_port()
-            front[front.index("0")] = str(port)
+            front = ["-m", "dynamo.frontend", "--http-port", port, "--discovery-backend", "file", "--router-mode", "kv"]
             stack.enter_context(running("front", sys.executable, *front))
             serve = [*TOOL, "serve", "dynamo", packed, "--discovery-backend", "file", "--model-name", "m", *FLAGS]
             started = [stack.enter_context(running(f"worker-{i}", *serve, *more)) for i, more in enumerate(workers)]
@@ -61,8 +61,6 @@ def dynamo(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return int(sock.getsockname()[1])
 
