@@ -137,7 +137,7 @@ class Engine(LLMEngine):
                     left -= 1
                     if self._config.role == EngineRole.Prefill:
                         chunk["disaggregated_params"] = lent(engine.peers.info())
-                yield chunk  # type: ignore[misc]
+                yield chunk
         finally:
             for task in tasks:  # without waiting: Dynamo may drop this generator as it is
                 task.cancel()
