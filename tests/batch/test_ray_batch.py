@@ -68,35 +68,16 @@ def test_each_line_is_answered_once_though_an_actor_is_killed(model: Path, tmp_p
     alone, shared = tmp_path / "alone.jsonl", tmp_path / "shared.jsonl"
     subprocess.run([*TOOL, "batch", source, alone, "--model", model, *FLAGS], check=True, timeout=300)
     command = [*TOOL, "batch", source, shared, "--model", model, *FLAGS, "--ray", "2"]
-    assert "80 of 80 lines answered" in killed_meanwhile(command, shared)
-    assert texts(shared) == texts(alone)
-
-
-def test_rows_of_a_parquet_file_likewise(model: Path, tmp_path: Path) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    source, shared = tmp_path / "in.parquet", tmp_path / "shared.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist([{"custom_id": f"row {i}", "n": i} for i in range(60)]), source)
-    rows = ["--prompt", "number {n}", "--endpoint", "/v1/completions", "--max-tokens", "200", "--ignore-eos"]
-    alone = tmp_path / "alone.parquet"
-    subprocess.run([*TOOL, "batch", source, alone, "--model", model, *FLAGS, *rows], check=True, timeout=300)
-    command = [*TOOL, "batch", source, shared, "--model", model, *FLAGS, *rows, "--ray", "2"]
-    killed_meanwhile(command, shared.with_name("shared.parquet.jsonl"))
-    found, right = (parquet.read_table(path).to_pylist() for path in (shared, alone))
-    assert [row["custom_id"] for row in found] == [f"row {i}" for i in range(60)]
-    assert [row["text"] for row in found] == [row["text"] for row in right]
-
-
-def killed_meanwhile(command: list[Any], kept: Path) -> str:
-    """What the command says, of which an engine is killed once there are some answers in ``kept``."""
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 300
-    while process.poll() is None and (not kept.exists() or kept.read_bytes().count(b"\n") < 8):
+    while process.poll() is None and (not shared.exists() or shared.read_bytes().count(b"\n") < 8):
         assert time.monotonic() < end
         time.sleep(0.02)
     os.kill(min(actors(process.pid)), signal.SIGKILL)
     _, told = process.communicate(timeout=400)
     assert process.returncode == 0, told
-    return told
+    assert texts(shared) == texts(alone)
+    assert "80 of 80 lines answered" in told
 
 
 def test_what_keeps_an_engine_from_loading_is_said_in_one_line(tmp_path: Path) -> None:

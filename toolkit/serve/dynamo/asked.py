@@ -20,8 +20,8 @@ _RULES = {"regex": "regex_schema", "choice": "choice", "grammar": "grammar"}
 _REFUSED = {"use_beam_search": False, "length_penalty": 1, "best_of": 1}  # and what asks for nothing
 
 
-def config_of(request: Mapping[str, Any], defaults: GenerationConfig) -> tuple[GenerationConfig, int]:
-    """(how to generate, choices). Stop texts are the front end's. Raises UsageError for what is not done here."""
+def config_of(request: Mapping[str, Any], defaults: GenerationConfig) -> GenerationConfig:
+    """How to generate. Stop texts are the front end's. Raises UsageError for what is not done here."""
     sampling = _given(request, "sampling_options")
     stops, output = _given(request, "stop_conditions"), _given(request, "output_options")
     if request.get("multi_modal_data"):
@@ -34,11 +34,8 @@ def config_of(request: Mapping[str, Any], defaults: GenerationConfig) -> tuple[G
         typed["top_k"] = max(0, typed["top_k"])
     if "ignore_eos" in stops:
         typed["ignore_eos"] = bool(stops["ignore_eos"])
-    count = sampling.get("n", 1)
-    if type(count) is not int or not 1 <= count <= 128:
-        raise UsageError(f"n: expected 1 to 128, found {count!r:.40}")
-    if count > 1 and "temperature" not in typed:  # greedy choices would be one and the same
-        defaults = replace(defaults, do_sample=True)
+    if sampling.get("n", 1) != 1:
+        raise UsageError(f"n: expected 1, for Dynamo ends an answer with its first choice, found {sampling['n']!r:.40}")
     found = settings.change(defaults, **typed)
     return replace(
         found,
@@ -49,7 +46,7 @@ def config_of(request: Mapping[str, Any], defaults: GenerationConfig) -> tuple[G
         prompt_logprobs=output.get("prompt_logprobs"),
         response_format=_rule(sampling.get("guided_decoding")),
         migration_request=_handed(request),
-    ), count
+    )
 
 
 def _given(request: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -80,9 +77,9 @@ def lent(info: Mapping[str, Any]) -> dict[str, Any]:
     return {name: info[name] for name in ("engine_id", "address", "tls", "in_common")}
 
 
-def chunk_of(delta: Response, index: int, tokens: Any) -> dict[str, Any]:
+def chunk_of(delta: Response, tokens: Any) -> dict[str, Any]:
     """A delta that is no error. ``tokens``: of an id its text."""
-    chunk: dict[str, Any] = {"token_ids": delta.token_ids, "index": index}
+    chunk: dict[str, Any] = {"token_ids": delta.token_ids, "index": 0}
     if delta.logprobs:
         pairs = list(zip(delta.token_ids, delta.logprobs, strict=True))
         chunk["log_probs"] = [float(probabilities[token]) for token, probabilities in pairs]

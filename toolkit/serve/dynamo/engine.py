@@ -28,7 +28,6 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.serve.dynamo.asked import chunk_of, config_of, lent
 from toolkit.serve.dynamo.options import DynamoSettings
-from toolkit.serve.generation.sampling import choice_config
 
 logger = logging.getLogger("toolkit.serve")
 LOOK_S = 1.0  # between two looks at how full the cache is
@@ -104,43 +103,22 @@ class Engine(LLMEngine):
     async def generate(self, request: GenerateRequest, context: Any) -> AsyncGenerator[GenerateChunk, None]:
         engine, tokens = self._opened, token_ids_to_list(request["token_ids"])
         try:
-            config, count = config_of(request, self._defaults)
+            config = config_of(request, self._defaults)
             if self._config.role == EngineRole.Prefill:
-                config, count = GenerationConfig(max_new_tokens=1, with_cache=True), 1
+                config = GenerationConfig(max_new_tokens=1, with_cache=True)
             await self._link(request)
         except UsageError as error:
             raise InvalidArgument(str(error)) from error
         model = request.get("model")
         adapter = model if model in engine.adapters else None
-        found: asyncio.Queue[tuple[int, Response | BaseException]] = asyncio.Queue()
-
-        async def one(index: int) -> None:
-            try:
-                deltas = engine.generate(tokens, choice_config(config, index), adapter=adapter)
-                async with aclosing(deltas):
-                    async for delta in deltas:
-                        found.put_nowait((index, delta))
-            except Exception as error:
-                found.put_nowait((index, error))
-
-        tasks = [asyncio.create_task(one(index)) for index in range(count)]
-        try:
-            left = count
-            while left:
-                index, delta = await found.get()
-                if isinstance(delta, BaseException):
-                    raise InvalidArgument(str(delta)) if isinstance(delta, UsageError) else Unknown(str(delta))
+        async with aclosing(engine.generate(tokens, config, adapter=adapter)) as deltas:
+            async for delta in deltas:
                 if delta.finish_reason == "error":
                     raise _error(delta)
-                chunk = chunk_of(delta, index, self._text)
-                if delta.finish_reason is not None:
-                    left -= 1
-                    if self._config.role == EngineRole.Prefill:
-                        chunk["disaggregated_params"] = lent(engine.peers.info())
+                chunk = chunk_of(delta, self._text)
+                if delta.finish_reason is not None and self._config.role == EngineRole.Prefill:
+                    chunk["disaggregated_params"] = lent(engine.peers.info())
                 yield chunk
-        finally:
-            for task in tasks:  # without waiting: Dynamo may drop this generator as it is
-                task.cancel()
 
     async def _link(self, request: GenerateRequest) -> None:
         """Take blocks from the engine that has computed the prompt; without it the prompt is computed here."""
