@@ -24,7 +24,7 @@ from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.errors import UsageError
 
 MODEL = bytes(range(32))
-WINDOWS = [(None,), (None, 6), (None, "state"), (None, 6, "state"), (6,)]
+WINDOWS = [(None,), (None, 6), (None, "state"), (None, 6, "state"), (6,), ((6, 5),)]
 SIZE = 4  # of blocks
 KEY = bytes(32)
 SEALED = bytes([5]) * 32  # another model

@@ -32,7 +32,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import EngineRole, MigrationBackend
 
 SECRET = bytes(range(32))
-WINDOWS = [(None,), (None, 6), (None, "state"), (None, 6, "state"), (6,)]
+WINDOWS = [(None,), (None, 6), (None, "state"), (None, 6, "state"), (6,), ((6, 5),)]
 SIZE = 4  # of blocks
 PEM = Path(__file__).parents[1] / "serve" / "localhost.pem"
 
