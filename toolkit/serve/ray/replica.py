@@ -30,8 +30,8 @@ END_S = 5.0  # that an application gets to see that its client has gone
 
 
 class Replica:
-    """``app``: what answers. ``model``, ``settings``: a ``plan.Model`` and ``RaySettings`` as JSON has them; ``tag``:
-    what the replica is called. Raises ToolkitError, UsageError."""
+    """``model``, ``settings``: a ``plan.Model`` and ``RaySettings`` as JSON has them; ``tag``: what the replica is
+    called. Raises ToolkitError, UsageError."""
 
     def __init__(self, model: dict[str, Any], settings: dict[str, Any], tag: str = "") -> None:
         told, given = read(Model, model), read(RaySettings, settings)
@@ -51,7 +51,7 @@ class Replica:
             pictures_together=own.vision_max_batch_size,
         )
         try:
-            self.app = app_of(self._engine, own, chat_template=told.chat_template, renderer=renderer)
+            self._app = app_of(self._engine, own, chat_template=told.chat_template, renderer=renderer)
         except BaseException:
             self._engine.close()
             raise
@@ -61,8 +61,8 @@ class Replica:
     async def answer(self, asked: Asked) -> AsyncGenerator[list[Message], None]:
         """The application's messages, as many at a time as there are."""
         if self._folder is not None and self._watch is None:
-            self._watch = asyncio.create_task(Watch(self.app.state.server, self._folder).keep())
-        async for messages in answered(self.app, asked):
+            self._watch = asyncio.create_task(Watch(self._app.state.server, self._folder).keep())
+        async for messages in answered(self._app, asked):
             for message in messages:
                 if message["type"] == "http.response.start":  # the front names the request itself
                     kept = [(k, v) for k, v in message["headers"] if k != REQUEST_ID.encode()]
@@ -71,7 +71,7 @@ class Replica:
 
     async def metrics(self) -> tuple[str, bytes]:
         """(what it is called, what Prometheus scrapes)."""
-        return self._tag.decode(), self.app.state.server.metrics.render() + PROCESS % os.getpid()
+        return self._tag.decode(), self._app.state.server.metrics.render() + PROCESS % os.getpid()
 
     def check_health(self) -> None:
         """Called by Ray Serve from time to time. Raises ToolkitError where the engine is gone for good."""
