@@ -153,7 +153,8 @@ class EngineCore:
             if (built := self.constraints.find(request.params)) is not None:
                 self._accept(request, list(processors), built)
             else:
-                self._held[request.id] = (self.constraints.begin(request.params), request, list(processors))
+                building = self.constraints.begin(request.params, request.whose.user)
+                self._held[request.id] = (building, request, list(processors))
         except Exception as e:
             self._refuse(request, e)
 
