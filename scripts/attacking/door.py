@@ -26,10 +26,10 @@ def taken_places(target: Target) -> Iterator[str]:
         tokens = list(range(100, 140)) * 50
         ways: dict[str, tuple[str, dict[str, Any], int]] = {
             "a full queue": ("/v1/completions", {**BODY, "max_tokens": 400, "ignore_eos": True}, 60),
-            "bodies": ("/v1/completions", {**BODY, "max_tokens": 400, "ignore_eos": True, "user": "x" * 900_000}, 12),
+            "bodies": ("/v1/completions", {**BODY, "max_tokens": 100, "ignore_eos": True, "user": "x" * 900_000}, 8),
             "texts to tokenize": ("/tokenize", {"model": "target", "prompt": "the quick brown fox " * 12_000}, 100),
             "texts to encode": ("/v1/encode", {"input": ["a"] * 2_000, "do_preprocess": True}, 30),
-            "many texts to encode": ("/v1/encode", {"input": ["a"] * 60_000, "do_preprocess": True}, 30),
+            "many texts to encode": ("/v1/encode", {"input": ["a"] * 60_000, "do_preprocess": True}, 6),
             "token ids": ("/detokenize", {"tokens": tokens}, 100),
             "wrong predictions": ("/v1/chat/completions", {**_chat(), "prediction": _prediction()}, 30),
         }
