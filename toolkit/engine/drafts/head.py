@@ -95,11 +95,12 @@ class DraftHead(Draft):
     def outlook(self, asked: Seq[tuple[Sequence, int]]) -> Outlook:
         """By how often its tokens came true of late, and how long it takes."""
         followers = [self._followers.get(seq) for seq, _ in asked]
-        chances = [0.0 if f is None else f.odds.of(_ANY) for f in followers]
+        chances = np.array([0.0 if f is None else f.odds.of(_ANY) for f in followers])
         steps = np.arange(1 + max(most for _, most in asked))
         if not self.cost.known:
-            return Outlook(np.array(chances), np.where(steps, np.inf, 0.0))
-        return Outlook(np.array(chances), steps * float(self.cost.of(np.array([len(asked)]))[0]))
+            return Outlook(chances, np.where(steps, np.inf, 0.0))
+        seconds = steps * self.cost.of(np.array([len(asked)]))[0]
+        return Outlook(chances, seconds.astype(np.float64))
 
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
         """Its likeliest tokens, one after another for all requests together."""
