@@ -7,13 +7,19 @@ Without a compiler, or if it fails, the installation goes on: other kernels then
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import subprocess
 import sys
+import sysconfig
+import time
 from pathlib import Path
 
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 from setuptools.extension import Extension
 
 ROOT = Path(__file__).resolve().parent
@@ -60,6 +66,41 @@ class BuildNative(build_ext):
             self.copy_file(str(note), str(ROOT / "kernels" / "cuda" / note.name))
 
 
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def note_build(package: Path) -> None:
+    """Write what toolkit/base/build_info.py reads. The commit: of the clone, or what a source distribution has noted,
+    or TOOLKIT_COMMIT where only the files of a commit are there."""
+    noted = ROOT / "toolkit" / "_build.json"
+    if (ROOT / ".git").exists():
+        commit = _git("rev-parse", "--short=10", "HEAD") or None
+        told = {"commit": commit, "changed": bool(_git("status", "--porcelain", "--untracked-files=no"))}
+    elif noted.exists():
+        told = json.loads(noted.read_text(encoding="utf-8"))
+    else:
+        told = {"commit": os.environ.get("TOOLKIT_COMMIT"), "changed": False}
+    built = time.gmtime(float(os.environ.get("SOURCE_DATE_EPOCH") or time.time()))
+    told |= {"built": time.strftime("%Y-%m-%d", built), "platform": sysconfig.get_platform()}
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "_build.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
+
+
+class NotedBuild(build_py):
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            note_build(Path(self.build_lib, "toolkit"))
+
+
+class NotedSource(sdist):
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        note_build(Path(base_dir, "toolkit"))
+
+
 class BinaryDistribution(Distribution):
     """A wheel with the library in it is for one platform."""
 
@@ -76,6 +117,6 @@ class AnyPython(bdist_wheel):
 
 setup(
     ext_modules=[Extension(name, sources=[], optional=True) for name in BUILDERS],
-    cmdclass={"build_ext": BuildNative, "bdist_wheel": AnyPython},
+    cmdclass={"build_py": NotedBuild, "build_ext": BuildNative, "bdist_wheel": AnyPython, "sdist": NotedSource},
     distclass=BinaryDistribution,
 )

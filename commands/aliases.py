@@ -5,7 +5,9 @@ In the help they would only take room. LMDeploy's names are the options' own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from toolkit.configs.checks import nearest
 
 _ENGINE = {
     "--max-model-len": "--session-len",
@@ -100,3 +102,27 @@ def of_command(argv: Sequence[str]) -> dict[str, str]:
     """The aliases of the command that ``argv`` runs."""
     words = tuple(word.replace("-", "_") for word in argv[:2])
     return ALIASES.get(words) or ALIASES.get(words[:1]) or {}
+
+
+def option_meant(typed: str, argv: Sequence[str], own: Iterable[str]) -> str:
+    """What to add to a message about an unknown flag: what does its job, or the flag of which it is a slip of the pen.
+    ``argv``: the command's words; ``own``: its options."""
+    if typed in INSTEAD:
+        return f"; {INSTEAD[typed]}"
+    own, ours = list(own), of_command(argv)
+    found = nearest(typed, [*own, *ours, *INSTEAD])
+    if found in ours:
+        return f"; did you mean {found}, here {ours[found]}?"
+    if found in INSTEAD:
+        return f"; did you mean {found}? {INSTEAD[found]}"
+    return f"; did you mean {found}?" if found else ""
+
+
+def command_meant(typed: str, own: Iterable[str]) -> str:
+    """The same for an unknown command. ``own``: those that there are."""
+    if typed in INSTEAD_OF_COMMANDS:
+        return f"; {INSTEAD_OF_COMMANDS[typed]}"
+    found = nearest(typed, [*own, *COMMANDS, *INSTEAD_OF_COMMANDS])
+    if found in INSTEAD_OF_COMMANDS:
+        return f"; did you mean {found}? {INSTEAD_OF_COMMANDS[found]}"
+    return f"; did you mean {COMMANDS.get(found, found)}?" if found else ""

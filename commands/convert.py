@@ -88,6 +88,7 @@ def _pack(model: str, dst_path: str, flags: ConvertFlags) -> None:
             flags.packing(),
             overwrite=flags.overwrite,
             progress=partial(progress.update, f"converting {model}"),
+            measuring=partial(progress.update, "measuring the KV cache"),
         )
     rows = [
         ("artifact", str(done.path)),

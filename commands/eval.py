@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.base.progress import Progress
+from toolkit.commands.eval_haystack import needle, passkey
 from toolkit.commands.groups import Group
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import stderr, stdout, table, write_json
@@ -70,6 +71,7 @@ def ppl(
             raise UsageError("--reference: it is --backend pytorch --dtype float32; leave other ones out")
         engine.backend, engine.dtype = "pytorch", "float32"
     config = engine.config()
+    say = partial(stderr().print, markup=False, soft_wrap=True)
     with Progress() as bar:
         found = perplexity(
             model,
@@ -78,8 +80,9 @@ def ppl(
             stride=stride,
             max_tokens=max_tokens,
             config=config,
-            packed=engine.packed(config, lambda line: stderr().print(line, markup=False, soft_wrap=True)),
+            packed=engine.packed(config, say),
             progress=partial(bar.update, "scoring"),
+            tell=say,
         )
     if json != "-":
         stdout().print(table("Perplexity", ("", "value"), [(k, v) for k, v in found.items()]))
@@ -182,6 +185,10 @@ def _model(pipe: Pipeline) -> Model:
         return [reply.text for reply in pipe.infer(batch, greedy)]
 
     return Model(pipe.tokenizer.encode, lambda ids: pipe.engine.score(ids).tolist(), answer)
+
+
+app.command("passkey")(passkey)
+app.command("needle")(needle)
 
 
 @app.command("lm_eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

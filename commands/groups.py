@@ -7,7 +7,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
-from toolkit.commands.aliases import INSTEAD_OF_COMMANDS
+from toolkit.commands.aliases import command_meant
 from toolkit.configs.checks import did_you_mean
 
 
@@ -22,10 +22,9 @@ class Group(TyperGroup):
             return super().resolve_command(ctx, args)
         except TyperException as error:
             name = args[0].replace("-", "_")
-            told = did_you_mean(name, self.list_commands(ctx))
+            known = self.list_commands(ctx)
+            told = command_meant(name, known) if ctx.parent is None else did_you_mean(name, known)
             if ctx.info_name == "serve" and not told:  # as `vllm serve MODEL` and `ollama serve` have it
                 told = f"; a model is served by: tool serve api_server {args[0]}"
-            elif ctx.parent is None and name in INSTEAD_OF_COMMANDS:
-                told = f"; {INSTEAD_OF_COMMANDS[name]}"
             error.message = f"No such command: {args[0]}{told}"
             raise

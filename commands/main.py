@@ -21,7 +21,6 @@ from toolkit.base import extras
 from toolkit.commands import aliases
 from toolkit.commands.groups import Group
 from toolkit.commands.interrupt import INTERRUPTED, Watch
-from toolkit.configs.checks import did_you_mean
 from toolkit.configs.lmdeploy import flag_of
 from toolkit.errors import ToolkitError, UsageError
 
@@ -100,7 +99,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def root(
-    version: bool = typer.Option(False, "--version", "-v", help="Print the version and exit."),
+    version: bool = typer.Option(False, "--version", "-v", help="Print version, commit and build, and exit."),
     debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error (works after any command)."),
     custom_module_map: str = typer.Option(
         None,
@@ -114,7 +113,9 @@ def root(
     MODEL is a local directory, a Hugging Face id, a .gguf file, one of our artifacts, or `demo`.
     """
     if version:
-        print(f"tool {__version__}")
+        from toolkit.base.build_info import build_info
+
+        print(f"tool {__version__} ({build_info()})")
         raise typer.Exit
 
 
@@ -185,13 +186,13 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return str(error), error.exit_code
     if isinstance(error, TyperException) and hasattr(error, "format_message"):
         ctx, option = getattr(error, "ctx", None), getattr(error, "option_name", "")
-        near = getattr(error, "possibilities", None)
-        if instead := aliases.INSTEAD.get(option):
-            text = f"{error.message}; {instead}"
-        elif near is not None and (here := flag_of(str(option))) is not None:
+        if ctx is None or not hasattr(error, "possibilities"):  # any other misuse than an unknown option
+            text = error.format_message()
+        elif option not in aliases.INSTEAD and (here := flag_of(option)) is not None:
             text = f"{error.message}; did you mean {here}?"
         else:
-            text = error.message + did_you_mean(option, list(near)) if near else error.format_message()
+            own = [name for parameter in ctx.command.params for name in (*parameter.opts, *parameter.secondary_opts)]
+            text = error.message + aliases.option_meant(option, ctx.command_path.split()[1:], own)
         return text.rstrip(".") + (f" (see: {ctx.command_path} --help)" if ctx else ""), 2
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"{error.filename or 'the target'}: the disk is full; free some space and run the command again", 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,7 +48,7 @@ class Watch:
     def __init__(self, model: str, total: int) -> None:
         self.progress = Progress()
         self.console = self.progress.console
-        self.done, self.total = 0, total
+        self.model, self.done, self.total = model, 0, total
         self.progress.update(f"loading {model}")
 
     def start(self, engine: AsyncEngine) -> None:
@@ -60,6 +61,20 @@ class Watch:
     def advance(self, record: object) -> None:
         self.done += 1
         self.progress.update("requests", self.done, self.total)
+
+    def run(self, measure: Callable[..., Any], wish: object, engine: EngineFlags, config: Any, **more: Any) -> Any:
+        """What ``measure`` of ``toolkit.profile`` finds."""
+        with self.progress:
+            return measure(
+                self.model,
+                wish,
+                engine_config=config,
+                packed=engine.packed(config, self.note),
+                progress=self.progress.update,
+                on_start=self.start,
+                on_done=self.advance,
+                **more,
+            )
 
 
 def _config(engine: EngineFlags) -> Any:
@@ -113,17 +128,7 @@ def throughput(
     result_file.check_plot("--plot", plot)
     load = replace(load, sampling=_drawing(sampling))
     watch, guesses = Watch(model, load.num_prompts), dict[str, Any]()
-    with watch.progress:
-        result = runner.measure(
-            model,
-            load,
-            engine_config=config,
-            packed=engine.packed(config, watch.note),
-            progress=watch.progress.update,
-            on_start=watch.start,
-            on_done=watch.advance,
-            on_end=guesses.update,
-        )
+    result = watch.run(runner.measure, load, engine, config, on_end=guesses.update)
     if failed := len(result.records) - int(result.summary["completed"]):
         watch.console.print(f"{failed} of {len(result.records)} requests failed; they count in no figure")
     write_json(json_file, result.summary | ({"speculation": guesses} if guesses else {}))
@@ -205,17 +210,7 @@ def generation(
 
     grid = replace(grid, sampling=_drawing(sampling))
     watch, guesses = Watch(model, sum(grid.concurrency) * grid.rounds), dict[str, Any]()
-    with watch.progress:
-        rows = runner.measure(
-            model,
-            grid,
-            engine_config=config,
-            packed=engine.packed(config, watch.note),
-            progress=watch.progress.update,
-            on_start=watch.start,
-            on_done=watch.advance,
-            on_end=guesses.update,
-        )
+    rows = watch.run(runner.measure, grid, engine, config, on_end=guesses.update)
     write_json(json_file, rows)
     if plot is not None:
         from toolkit.profile.plot import plot_generation
@@ -251,17 +246,8 @@ def ranks(
     result_file.check_plot("--plot", plot)
     from toolkit.profile import ranks as runner
 
-    watch = Watch(model, wish.concurrency)
-    with watch.progress:
-        found = runner.measure(
-            model,
-            replace(wish, sampling=_drawing(sampling)),
-            engine_config=config,
-            packed=engine.packed(config, watch.note),
-            progress=watch.progress.update,
-            on_start=watch.start,
-            on_done=watch.advance,
-        )
+    wish = replace(wish, sampling=_drawing(sampling))
+    found = Watch(model, wish.concurrency).run(runner.measure, wish, engine, config)
     write_json(json_file, found.rows)
     if plot is not None:
         from toolkit.profile.plot import plot_ranks

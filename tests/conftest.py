@@ -33,6 +33,9 @@ os.environ.pop("TERMINAL_WIDTH", None)  # goes before the width that a test give
 # A job in the background may run with SIGINT ignored, and what it starts would inherit that: tests interrupt programs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What tests write need not outlive a loss of power, and waiting for the disk takes a share of their time.
+os.fsync = os.fdatasync = os.fstat  # type: ignore[assignment]  # which still wants an open file
+
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "measure": {"engine", "runners", "artifacts", "kernels"} | BASE,
     "convert": {"measure", "runners", "models", "artifacts"} | BASE,
     "deploy": {"engine", "runners", "models", "artifacts"} | BASE,
-    "eval": {"measure"} | BASE,
+    "eval": {"measure", "artifacts"} | BASE,
     "quant": {"measure", "engine", "runners", "models", "artifacts", "kernels", "chat", "vision"} | BASE,
     "serve": {"engine", "chat", "vision", "models", "parsers", "artifacts"} | BASE,
     "batch": {"serve", "engine", "chat"} | BASE,

@@ -175,6 +175,24 @@ def test_what_has_no_twin_is_answered_with_what_does_the_job(tool: Any, typed: s
     assert (code, out) == (2, "") and told in err and "did you mean" not in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("chat M --session-le 8", "; did you mean --session-len?"),
+        ("chat M --ctx-siz 8", "; did you mean --ctx-size, here --session-len?"),
+        ("batch A B --model M --max-mode-len 8", "; did you mean --max-model-len, here --session-len?"),
+        ("serve api_server M --hos x", "; did you mean --host, here --server-name?"),
+        ("serve api_server M --gpu-memory-utilisation .9", "; did you mean --gpu-memory-utilization? --cache-max-"),
+        ("lite auto_awq M --ctx_siz 8", "; did you mean --ctx-size? the longest context is --session-len"),
+        ("quantise M", "; did you mean quantize? tool lite auto_awq MODEL quantizes"),
+        ("rnu M", "; did you mean chat?"),
+    ],
+)
+def test_slips_of_other_tools_words_are_understood_too(tool: Any, typed: str, told: str) -> None:
+    code, out, err = tool(*typed.split())
+    assert (code, out) == (2, "") and told in err and err.count("\n") == 1
+
+
 def test_dashes_make_no_flags_alike(tool: Any) -> None:
     for flag in ("--zzz", "--qq"):
         assert "did you mean" not in tool("chat", "M", flag, "1")[2]

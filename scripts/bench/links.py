@@ -13,7 +13,8 @@ import sys
 import time
 
 ADDRESSES = ("10.97.6.1", "10.97.6.2")
-RATES = {"no limit": None, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "100 Gbit/s": 1e11}
+# bits a second, and bytes that pass at once: the fewest that a timer can keep up with, for a link lets none pass so
+RATES = {"no limit": None, "1 Gbit/s": (1e9, 3200), "10 Gbit/s": (1e10, 70_000), "100 Gbit/s": (1e11, 1 << 20)}
 SIZES = (8 << 10, 64 << 10, 1 << 20, 8 << 20)  # bytes: of a token's row of 2048 floats, of 8, of 128, of 1024
 PORT = 29533
 
@@ -61,10 +62,10 @@ def main() -> None:
             for one in (end, "lo"):
                 run("ip", "-n", name, "link", "set", one, "up")
         free: list[float] = []
-        for told, rate in RATES.items():
+        for told, link in RATES.items():
             for name, end in zip(names, ends, strict=True):
-                if rate is not None:
-                    limit = ("rate", f"{rate:.0f}bit", "burst", f"{max(64_000, rate / 8e3):.0f}", "latency", "200ms")
+                if link is not None:
+                    limit = ("rate", f"{link[0]:.0f}bit", "burst", str(link[1]), "latency", "200ms")
                     run("tc", "-n", name, "qdisc", "replace", "dev", end, "root", "tbf", *limit)
             command = [sys.executable, __file__]
             ranks = [
@@ -75,8 +76,10 @@ def main() -> None:
             found = [float(line) for line in said[0].split()]
             free = free or found
             for size, seconds, bare in zip(SIZES, found, free, strict=True):
-                wire = 0.0 if rate is None else 8 * size / rate  # 2 (N - 1) / N of it, of two ranks
-                predicted = "" if rate is None else f"{1e3 * max(bare, free[0] + wire):10.3f} ms predicted"
+                wire = 0.0 if link is None else 8 * size / link[0]  # 2 (N - 1) / N of it, of two ranks
+                told_before = max(bare, free[0] + wire)  # a message takes no less than without a limit
+                off = f" ({100 * (seconds / told_before - 1):+.0f} %)"
+                predicted = "" if link is None else f"{1e3 * told_before:10.3f} ms predicted{off}"
                 print(f"{told:>11} {size >> 10:6} KiB {1e3 * seconds:10.3f} ms {predicted}", flush=True)
     finally:
         for name in names:

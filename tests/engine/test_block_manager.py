@@ -18,9 +18,11 @@ SIZE = 4
 ROOT = root_key(0, -1, "")
 
 
-def groups(*windows: int | str | None) -> tuple[CacheGroup, ...]:
+def groups(*windows: int | str | tuple[int, int] | None) -> tuple[CacheGroup, ...]:
+    """A pair: a window and the tokens at the start that are kept beside it."""
     kinds: dict[Any, Any] = {None: ("full", None), "state": ("state", None)}
-    return tuple(CacheGroup(*kinds.get(w, ("window", w)), (i,)) for i, w in enumerate(windows))
+    pairs = [w if isinstance(w, tuple) else (w, 0) for w in windows]
+    return tuple(CacheGroup(*kinds.get(w, ("window", w)), (i,), s) for i, (w, s) in enumerate(pairs))
 
 
 def keys_of(tokens: list[int]) -> list[bytes]:
@@ -43,7 +45,20 @@ class Books(RuleBasedStateMachine):
     """Rows that are opened, grown, cut back, released and kept for sessions; the books must hold throughout."""
 
     @initialize(
-        windows=st.sampled_from([(None,), (5,), (None, 3), (9, None, 2), ("state",), (None, "state"), ("state", 5)]),
+        windows=st.sampled_from(
+            [
+                (None,),
+                (5,),
+                (None, 3),
+                (9, None, 2),
+                ("state",),
+                (None, "state"),
+                ("state", 5),
+                ((5, 3),),
+                (None, (6, 9)),
+                ((3, 1), 7),
+            ]
+        ),
         blocks=st.integers(4, 24),
     )
     def begin(self, windows: tuple[Any, ...], blocks: int) -> None:
@@ -78,7 +93,8 @@ class Books(RuleBasedStateMachine):
             self.m.label(row, keys_of(self.rows[row]), end)
             for g, window in enumerate(self.m.windows):
                 low = 0 if window is None else max(0, start - window + 1)
-                seen = self.m.tables[g][row, low // SIZE : blocks_for(end, SIZE)]
+                heads = self.m.tables[g][row, : min(self.m._heads[g], low // SIZE)]
+                seen = np.concatenate([heads, self.m.tables[g][row, low // SIZE : blocks_for(end, SIZE)]])
                 if self.m.states[g]:
                     seen = seen[[0, -1]] if start and len(seen) > 1 else seen[-1:]
                 assert (seen >= 0).all() and len(set(seen.tolist())) == len(seen)
@@ -177,11 +193,11 @@ def test_the_blocks_released_longest_ago_are_evicted_first_and_the_end_of_a_pref
 
 
 def test_a_window_group_gives_back_what_no_token_can_see() -> None:
-    m = BlockManager(groups(6), [window_blocks(6, 1, SIZE)], SIZE, rows=1, max_len=400)
+    m = BlockManager(groups(6), [window_blocks(groups(6)[0], 1, SIZE)], SIZE, rows=1, max_len=400)
     m.open(0, [], 0)
     for p in range(400):
         assert m.grow(0, p, p + 1), p
-        assert (m.tables[0][0] >= 0).sum() <= window_blocks(6, 1, SIZE)
+        assert (m.tables[0][0] >= 0).sum() <= window_blocks(groups(6)[0], 1, SIZE)
 
 
 def test_of_states_a_prefix_is_found_where_a_step_has_ended() -> None:
@@ -252,4 +268,28 @@ def test_a_session_holds_its_blocks_until_pressure_or_its_end() -> None:
 def test_window_blocks_is_the_most_that_is_ever_needed(window: int) -> None:
     for new in (1, 3, 4, 9):
         worst = max(blocks_for(p + new, SIZE) - max(0, p - window + 1) // SIZE for p in range(400))
-        assert worst <= window_blocks(window, new, SIZE) <= worst + 1
+        assert worst <= window_blocks(groups(window)[0], new, SIZE) <= worst + 1
+
+
+def test_first_tokens_stay_beside_a_window_and_a_prefix_needs_them() -> None:
+    """The middle goes back to the pool, so that a row of any length takes as many blocks as it ever needs."""
+    (group,) = groups((6, 5))
+    most = window_blocks(group, 1, SIZE)
+    m = BlockManager([group], [most], SIZE, rows=1, max_len=400)
+    tokens = list(range(400))
+    keys = keys_of(tokens)
+    m.open(0, keys, 0)
+    for end in range(1, 401):
+        assert m.grow(0, end - 1, end)
+        m.label(0, keys, end)
+        held = np.flatnonzero(m.tables[0][0] >= 0).tolist()
+        assert held[:2] == [0, 1][: len(held)] and len(held) <= most
+        m.check_integrity()
+    assert m.restart(0, 400) == 400 and m.restart(0, 391) is None
+    m.keep_for_session("s", 0, keys)
+    m.release(0)
+    assert m.match(keys, 399) == 99 and m.needed(99) == [(0, 0), (0, 1), (0, 97), (0, 98)]
+    m.end_session("s")
+    m.forget(keys[1])
+    assert m.match(keys, 399) == 1  # what the first block is enough for
+    m.check_integrity()

@@ -14,6 +14,7 @@ from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams, 
 
 VOCAB = 61
 WINDOWS = [(None,), (6,), (None, 6), (None, 5, 11), (1, None), ("state",), (None, "state"), ("state", 5)]
+WINDOWS += [((5, 3),), (None, (3, 9))]  # beside sink tokens
 RELAXED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 

@@ -160,7 +160,7 @@ def test_texts_that_close_nothing_are_read_once(text: str) -> None:
     began = time.thread_time()
     least_seconds({"type": "grammar", "grammar": (text * (1 << 18))[: 1 << 18]})
     least_seconds({"type": "json_schema", "json_schema": {"allOf": [{"pattern": pattern}] * 31}})
-    assert time.thread_time() - began < 1.0
+    assert time.thread_time() - began < 20, "hours, if each were looked at from each place"
 
 
 def test_counts_of_very_many_digits_are_counts() -> None:

@@ -12,7 +12,7 @@ from toolkit.engine.core import BROKEN_AFTER
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
 
 VOCAB, REFUSED = 61, 60
-WINDOWS: list[tuple[Any, ...]] = [(None,), (6,), (None, 5), ("state",), ("state", None)]
+WINDOWS: list[tuple[Any, ...]] = [(None,), (6,), (None, 5), ("state",), ("state", None), ((5, 3),)]
 RELAXED = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )

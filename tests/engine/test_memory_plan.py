@@ -89,7 +89,7 @@ def test_a_number_of_blocks_is_taken_as_it_is() -> None:
 
 def test_window_groups_get_no_more_than_their_windows() -> None:
     p = make(need(1000 * GIB, block=(MIB, MIB)), MIXED, max_prefill_token_num=512)
-    assert p.num_blocks == (64 * 128, 64 * window_blocks(1024, 512, 64))
+    assert p.num_blocks == (64 * 128, 64 * window_blocks(MIXED[1], 512, 64))
 
 
 def test_a_request_has_a_state_and_a_copy_of_it() -> None:
@@ -165,4 +165,4 @@ def test_a_plan_never_exceeds_what_is_free(
     for group, n in zip(groups, p.num_blocks, strict=True):
         assert n >= p.max_batch_size
         alone = n * 64 >= p.session_len
-        assert alone or (group.reach is not None and n >= window_blocks(group.reach, 1, 64))
+        assert alone or (group.reach is not None and n >= window_blocks(group, 1, 64))

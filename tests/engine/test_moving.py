@@ -32,7 +32,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import EngineRole, MigrationBackend
 
 SECRET = bytes(range(32))
-WINDOWS = [(None,), (None, 6), (None, "state"), (None, 6, "state"), (6,)]
+WINDOWS = [(None,), (None, 6), (None, "state"), (None, 6, "state"), (6,), ((6, 5),)]
 SIZE = 4  # of blocks
 PEM = Path(__file__).parents[1] / "serve" / "localhost.pem"
 
@@ -252,7 +252,7 @@ def test_a_peer_that_lies_changes_no_answer(
         second.use_source(first.moving.id, liar.address, False)
         begun = time.monotonic()
         assert ask(fake, second, tokens, source=first.moving.id) == answer(fake, (None,), tokens)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 25, "it waited for a peer that hangs"
         assert start > 40 or second.stats()["moved_tokens"] < 40  # beyond, each new connection brings some blocks more
         assert not second.keeper.reading
         assert second.blocks.usage() == 0

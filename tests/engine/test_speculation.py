@@ -22,7 +22,7 @@ from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams, 
 from toolkit.engine.sequence import Sequence
 
 VOCAB = 64
-WINDOWS: list[tuple[Any, ...]] = [(None,), (6,), (None, 6), ("state",), (None, "state")]
+WINDOWS: list[tuple[Any, ...]] = [(None,), (6,), (None, 6), ("state",), (None, "state"), ((6, 5),)]
 
 
 def params_of(draw: Any) -> SamplingParams:

@@ -33,7 +33,7 @@ SEEING = {  # page → the model that it shows, the tiny one in its place, and w
 PAGES = (
     "add-a-model", "distributed", "formats", "install", "lmdeploy", "quantization", "figures/quantization",
     "tools-and-thoughts", "how-to/adapters", "how-to/answer-a-batch", "how-to/debug", "how-to/deploy",
-    "how-to/embed-and-rank", "how-to/evaluate", "how-to/opencompass", "how-to/long-prompts",
+    "how-to/embed-and-rank", "how-to/evaluate", "how-to/opencompass", "how-to/long-prompts", "how-to/endless-texts",
     "how-to/measure-a-server", "how-to/quantize-on-a-laptop", "how-to/run-an-artifact-elsewhere",
     "how-to/serve-a-model", "how-to/serve-an-agent",
     "how-to/several-models", "how-to/several-servers", "how-to/show-pictures", "how-to/use-a-gpu", "vision",
@@ -67,6 +67,7 @@ HERE = {
     "--tasks gsm8k": "--tasks toolkit_passkey --limit 1 --include_path tasks",
     "--num-prompts 200": "--num-prompts 4",
     "--limit 20": "--limit 1",
+    "--lengths 1000,2000": "--lengths 200",
     "--calib-samples 64 --calib-self-samples 64": "",  # the tiny model has too few tokens to write
     "tales=DIR": "tales=./tales",
     "OWNER/NAME": "./verse",

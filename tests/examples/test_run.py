@@ -107,7 +107,13 @@ def test_examples_of_help_run(
         "--calib-dataset": "book.txt", "--calib-samples": "4", "--calib-seqlen": "32", "--eval-tokens": "128",
         "--window": "64", "--random-input-len": "8", "--random-output-len": "4", "--session-len": "256",
     }  # fmt: skip
-    changed = {"--iters": "1", "--prompt-tokens": "8", "--completion-tokens": "4", "--num-prompts": "4"}
+    changed = {
+        "--iters": "1",
+        "--prompt-tokens": "8",
+        "--completion-tokens": "4",
+        "--num-prompts": "4",
+        "--lengths": "200",
+    }
     monkeypatch.chdir(tmp_path)
     made = {"pull": 0, "lite": 1, "convert": 2}  # what others read is made first
     for words in sorted(examples, key=lambda words: made.get(words[0], 3)):

@@ -78,7 +78,10 @@ def quantize_groups() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def drive(tiny_models: Any, steps: Any) -> Any:
-    """``drive(family, weights="dense" | "bf16" | "int4" | "int8", model={…}, **options) -> Driver``, native runner."""
+    """``drive(family, weights="dense" | "bf16" | "int4" | "int8", model={…}, **options) -> Driver``, native runner.
+
+    ``stream``: (window, sink tokens) of ``kv_window`` and ``kv_sinks``.
+    """
     from toolkit.artifacts.canonical import ChannelInt8, Dense
     from toolkit.runners.base import RunnerOptions
     from toolkit.runners.choose import open_model
@@ -99,10 +102,12 @@ def drive(tiny_models: Any, steps: Any) -> Any:
         model: dict[str, Any] | None = None,
         blocks: int = 64,
         scattered: bool = True,
+        stream: tuple[int, int] | None = None,
         **options: Any,
     ):
         settings = {"dtype": "float32", "block_size": 16, "threads": 2} | options
-        opened = open_model(tiny_models(family, **(model or {})))
+        kept = {} if stream is None else {"kv_window": stream[0], "kv_sinks": stream[1]}
+        opened = open_model(tiny_models(family, **(model or {})), **kept)
         names = {x.name for x in opened.spec.linears() if x.shard != "replicated" or "gate" not in x.name}
 
         def load() -> dict[str, Any]:

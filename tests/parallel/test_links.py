@@ -105,30 +105,37 @@ def server(tiny_models: Any, support: Any, tmp_path: Path) -> Iterator[Server]:
             made.end()
 
 
-def test_a_link_that_is_slow_cut_or_down(server: Server) -> None:
+def test_a_link_that_is_slow_gives_the_same(server: Server) -> None:
     expected = server.answer()
     server.cable.throttle("1mbit", "4kb")
     assert server.answer() == expected
-    server.cable.mend()
-    for prompt in (4, 200):  # while tokens are drawn; in the midst of the messages of a long prompt
-        if prompt > 4:
-            server.cable.throttle("4mbit", "8kb")
-        clients = [server.stream(1000, prompt), server.stream(1000, prompt)]
-        if prompt == 4:
-            for client in clients:
-                assert client.stdout is not None and client.stdout.readline()
-        else:
-            time.sleep(1.5)
-        begun = time.monotonic()
-        server.cable.cut()
+
+
+@pytest.mark.parametrize("prompt", [4, 200])  # while tokens are drawn; in the midst of the messages of a long prompt
+def test_a_link_that_is_cut_under_streams_is_told(prompt: int, server: Server) -> None:
+    expected = server.answer()
+    if prompt > 4:
+        server.cable.throttle("4mbit", "8kb")
+    clients = [server.stream(1000, prompt), server.stream(1000, prompt)]
+    if prompt > 4:
+        time.sleep(1.5)
+    else:
         for client in clients:
-            last = read(client)[-1]
-            assert last[0] == "error" and "a rank of the model is lost" in last[1], (last, server.log.read_text())
-        assert time.monotonic() - begun < 10 * TIMEOUT
-        server.cable.mend()
-        server.wait()
-        assert server.answer() == expected
-    server.cable.cut()  # nothing is under way
+            assert client.stdout is not None and client.stdout.readline()
+    begun = time.monotonic()
+    server.cable.cut()
+    for client in clients:
+        last = read(client)[-1]
+        assert last[0] == "error" and "a rank of the model is lost" in last[1], (last, server.log.read_text())
+    assert time.monotonic() - begun < 10 * TIMEOUT
+    server.cable.mend()
+    server.wait()
+    assert server.answer() == expected
+
+
+def test_a_link_that_is_cut_while_nothing_is_under_way(server: Server) -> None:
+    expected = server.answer()
+    server.cable.cut()
     time.sleep(5 * TIMEOUT)
     server.cable.mend()
     found = read(server.stream(24))

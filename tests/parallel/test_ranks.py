@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.engine.process.frontend import AsyncEngine
-from toolkit.errors import UsageError
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.models.pictures import Picture
 from toolkit.parallel import balance, wire
@@ -90,6 +94,19 @@ def test_pictures_are_shared_out(tiny_models: Any, pair: Any) -> None:
     for a, b in zip(expected, found, strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-5)
     assert shared_out([4, 6, 2], 2) == [[1], [0, 2]]
+
+
+def test_threads_of_ranks_are_not_what_another_runner_has_left(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    try:
+        with closing(RankedRunner(Model(str(tiny_models("llama")), options(), {}), Layout(tp=2))) as runner:
+            assert "threads of each: 2" in runner.notes[0] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_messages_of_a_layer_are_two_sums(tiny_models: Any, pair: Any) -> None:
@@ -307,6 +324,29 @@ def test_what_does_not_divide_is_said_before_weights_are_read(
         RankedRunner(Model(str(path), options(), {}), Layout(tp=world))
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, which needs root")
+@pytest.mark.parametrize(("size", "told"), [
+    ("size=64k,nr_inodes=1", "ranks meet in a folder of .* where none can be: No space left"),
+    ("size=64k", "tp=2: the ranks have not met: .*No space left"),
+])  # fmt: skip
+def test_a_full_disk_is_told(
+    size: str, told: str, tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(str(tiny_models("llama")), options(), {})
+    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(tmp_path)], check=True)
+    try:
+        if "inodes" not in size:
+            with suppress(OSError):
+                (tmp_path / "fill").write_bytes(bytes(1 << 20))
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        with pytest.raises(ToolkitError, match=told):
+            RankedRunner(model, Layout(tp=2))
+        assert not list(tmp_path.glob("toolkit-ranks-*"))
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
 @pytest.mark.parametrize(("config", "message"), [
     (TurbomindEngineConfig(tp=9), r"tp=9: .*heads .*turbomind's native runner does not split it: .* would do"),
     (TurbomindEngineConfig(tp=2, pp=2), "tp=2, pp=2: turbomind splits by tp alone"),
@@ -393,7 +433,7 @@ async def _crash(engine: AsyncEngine) -> str:
 def test_a_rank_that_stands_still_is_told_after_a_while(
     tiny_models: Any, pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "STEP_SECONDS", 2.0)
+    monkeypatch.setattr(timing, "STEP_SECONDS", 5.0)  # an honest step takes less, also where much else runs
     monkeypatch.setattr(timing, "GRACE_SECONDS", 0.5)
     _, several = pair(tiny_models("llama"), 2)
     (pid,) = several.runner.pids

@@ -313,7 +313,7 @@ def test_batches_that_run_are_counted(start: Any) -> None:
 
 
 def test_old_files_and_batches_go(start: Any) -> None:
-    client = client_of(start(limits=Limits(file_seconds=1.0)).v1)
+    client = client_of(start(limits=Limits(file_seconds=4.0)).v1)  # enough for a batch
     batch = ended(client, create(client, [line("a")]).id)
     end = time.monotonic() + 60
     while list(client.files.list()) or list(client.batches.list()):

@@ -14,8 +14,12 @@ import safetensors.numpy
 
 from tests.serve.test_lifecycle import post
 from tests.serve.test_tools import Echo
-from toolkit.serve.http import answers
+from toolkit.serve.http import answers as common
 from toolkit.serve.http.limits import Limits
+from toolkit.serve.llama_cpp import answers as llama_cpp
+from toolkit.serve.lmdeploy import answers as lmdeploy
+from toolkit.serve.ollama import answers as ollama
+from toolkit.serve.openai.batches import answers as batches
 
 TALK = [{"role": "user", "content": "Hello, you."}]
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -94,8 +98,9 @@ def documented(document: Any, path: str, body: Any) -> dict[str, Any]:
 
 
 def model_of(response: dict[str, Any]) -> Any:
-    """The class in ``answers`` that a documented response refers to."""
-    return getattr(answers, response["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2])
+    """The class of answers that a documented response refers to."""
+    name = response["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    return next(getattr(one, name) for one in (common, batches, ollama, llama_cpp, lmdeploy) if hasattr(one, name))
 
 
 def test_answers_and_errors_are_as_documented(start: Any) -> None:

@@ -1081,7 +1081,7 @@ def test_an_answer_that_cannot_be_passed_on_is_asked_for_elsewhere(said: bytes, 
 def test_a_node_that_goes_silent_has_failed() -> None:
     async def go() -> None:
         silent, good = FakeNode(go_on=asyncio.Semaphore(0)), FakeNode()
-        async with world(silent, node_timeout=0.5) as w:
+        async with world(silent, node_timeout=1.5) as w:
             reply = await w.ask()
             assert reply.status_code == 503 and "ReadTimeout" in reply.json()["error"]["message"]
             broken = await w.ask(stream=True)

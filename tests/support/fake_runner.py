@@ -43,21 +43,33 @@ def first_layer(tokens: NDArray, positions: NDArray, rope_set: int) -> U64:
     )
 
 
-Window = int | str | None
-"""Of a cache group: its window, None for a full one, "state"."""
+Window = int | str | tuple[int, int] | None
+"""Of a cache group: its window, None for a full one, "state"; a pair: the window and the first tokens beside it."""
+
+
+def _pair(window: Window) -> tuple[int | None, int]:
+    if isinstance(window, tuple):
+        return window
+    return (window if isinstance(window, int) else None), 0
 
 
 def window_sums(values: U64, start: int, stop: int, window: Window) -> U64:
     """For each position p in [start, stop): the sum of values[q] over visible q <= p; values begin at position 0."""
     with np.errstate(over="ignore"):
         total = np.concatenate([np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)])
-        low = 0 if window in (None, "state") else np.maximum(np.arange(start, stop) - window + 1, 0)
-        return total[start + 1 : stop + 1] - total[low]
+        size, sinks = _pair(window)
+        low = 0 if size is None else np.maximum(np.arange(start, stop) - size + 1, 0)
+        return total[start + 1 : stop + 1] - total[low] + total[np.minimum(low, sinks)]
 
 
 def fake_groups(*windows: Window) -> tuple[CacheGroup, ...]:
     kinds = {None: ("full", None), "state": ("state", None)}
-    return tuple(CacheGroup(*kinds.get(w, ("window", w)), (i,)) for i, w in enumerate(windows))
+
+    def group(i: int, window: Window) -> CacheGroup:
+        size, sinks = _pair(window)
+        return CacheGroup(*(("window", size) if size is not None else kinds[window]), (i,), sinks)
+
+    return tuple(group(i, w) for i, w in enumerate(windows))
 
 
 def fake_spec(windows: tuple[Window, ...], vocab_size: int, max_position: int = 1 << 20) -> DecoderSpec:
@@ -262,13 +274,13 @@ class FakeRunner:
                         total[new] += mix(sums + np.uint64(g + salt))
                     cache[g][write] = sums[-1]
                     continue
-                low = 0 if window is None else max(0, start - window + 1)
-                at = np.arange(low, stop)
+                width, sinks = _pair(window)
+                low = 0 if width is None else max(0, start - width + 1)
+                at = np.concatenate([np.arange(min(sinks, low)), np.arange(low, stop)])
                 blocks = b.block_tables[g][s, at // size]
                 assert (blocks >= 0).all(), f"sequence {s} reads a block that is not there"
-                values = np.concatenate(
-                    [np.zeros(low, np.uint64), cache[g][blocks.astype(np.int64) * size + at % size]]
-                )
+                values = np.zeros(stop, np.uint64)
+                values[at] = cache[g][blocks.astype(np.int64) * size + at % size]
                 with np.errstate(over="ignore"):
                     total[new] += mix(window_sums(values, start, stop, window) + np.uint64(g + salt))
         return total

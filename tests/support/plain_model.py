@@ -65,6 +65,7 @@ def _attention(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
     if a.clip is not None:
         q, k, v = (y.clamp(-a.clip, a.clip) for y in (q, k, v))
     q, k, v = (y.view(len(x), -1, a.head_dim) for y in (q, k, v))
+    plain = [_norm(n, w, y.flatten(1)).view(y.shape) for n, y in ((a.q_norm, q), (a.k_norm, k))]
     for normed in (not a.norm_last, a.norm_last):
         if normed:
             q, k = (_norm(n, w, y.flatten(1)).view(y.shape) for n, y in ((a.q_norm, q), (a.k_norm, k)))
@@ -87,13 +88,34 @@ def _attention(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:
         scores = scores - a.alibi.scale * (far + risen[:, None])  # in place of what was added
     reach = torch.full((len(x),), len(x) if a.window is None else a.window)
     reach = torch.arange(len(x)) % a.window + 1 if a.chunked else reach
+    full = a.sink_tokens and a.sink_tokens + a.window
+    reach[:full] = torch.arange(len(reach[:full])) + 1
     ahead = a.block - 1 - torch.arange(len(x)) % a.block  # tokens of its own block behind each
     unseen = age.abs() >= reach[:, None] if a.mutual else (age < -ahead[:, None]) | (age >= reach[:, None])
     scores = scores.masked_fill(unseen, float("-inf"))
+    for at in range(full, len(x)) if full else ():
+        scores[:, at, : at + 1] = _streamed(a, *plain, at)
     sink = torch.full((a.heads,), float("-inf")) if a.sinks is None else w[a.sinks]
     shares = torch.cat([scores, sink.view(-1, 1, 1).expand(-1, len(x), 1)], -1).softmax(-1)[..., :-1]
     y = torch.einsum("hqk,khd->qhd", shares, v).flatten(1)
     return _linear(a.o, w, y if a.gate is None else y * torch.sigmoid(_linear(a.gate, w, x)))
+
+
+def _streamed(a: Any, q: Tensor, k: Tensor, at: int) -> Tensor:
+    """Scores of the query at ``at`` where the first tokens and a window are kept: all turn by their places in the
+    cache, as the paper has it (Xiao et al. 2023)."""
+    kept = torch.tensor([*range(a.sink_tokens), *range(at - a.window + 1, at + 1)])
+    q, k, places = q[at][None], k[kept], torch.arange(len(kept))
+    if a.rope is not None:
+        frequencies, factor = inv_freq(a.rope)
+        angle = places[:, None, None] * torch.from_numpy(frequencies).double()
+        k = _turn(k, angle.cos() * factor, angle.sin() * factor)
+        q = _turn(q, angle[-1:].cos() * factor, angle[-1:].sin() * factor)
+    scores = torch.einsum("hd,khd->hk", q[0], k.repeat_interleave(a.heads // a.kv_heads, 1)) * a.scale
+    scores = scores if a.softcap is None else a.softcap * torch.tanh(scores / a.softcap)
+    if a.alibi is not None:
+        scores = scores + a.alibi.scale * torch.tensor(a.alibi.slopes).double()[:, None] * places
+    return torch.full((a.heads, at + 1), float("-inf")).double().index_copy(1, kept, scores)
 
 
 def _latent(a: Any, w: dict[str, Tensor], x: Tensor) -> Tensor:

@@ -110,6 +110,8 @@ class Driver:
                 start = lens[i] - (cu[i + 1] - cu[i])
                 first = 0 if cache.window is None else max(0, start + 1 - cache.window) // size
                 table[i, first : len(row)] = row[first:]
+                heads = min(first, -(-cache.sink_tokens // size))
+                table[i, :heads] = row[:heads]
             tables.append(table)
         every = np.arange(len(tokens), dtype=np.int32) if want == "all" else np.zeros(0, np.int32)
         fields: dict[str, Any] = {

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 
 from toolkit import __version__
+from toolkit.base.build_info import build_info
 from toolkit.base.threads import usable_cores
 from toolkit.errors import ToolkitError
 from toolkit.runners.host_memory import free_host_bytes
@@ -76,6 +77,7 @@ def versions() -> dict[str, str | None]:
     """Package -> version, None where it is not installed. Imports none of them."""
     found: dict[str, str | None] = {
         "toolkit": __version__,
+        "build": str(build_info()),
         "python": platform.python_version(),
         "platform": platform.platform(),
     }

@@ -50,12 +50,17 @@ def number(what: str, value: Any, low: float, high: float, *, whole: bool = Fals
         raise UsageError(f"{what}: expected {'an integer' if whole else 'a number'} in {span}, found {shown(value)}")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What to add to a message about an unknown ``name``: the known one that is most like it, if one is. Dashes before
-    flags make none of them alike."""
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known one that is most like ``name``, if one is. Dashes before flags make none of them alike."""
     bare = {other.lstrip("-"): other for other in known}
     close = get_close_matches(name.lstrip("-"), bare, n=1)
-    return f"; did you mean {bare[close[0]]}?" if close else ""
+    return bare[close[0]] if close else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What to add to a message about an unknown ``name``."""
+    found = nearest(name, known)
+    return f"; did you mean {found}?" if found else ""
 
 
 def bounded(what: str, value: Any, bounds: Bounds) -> None:

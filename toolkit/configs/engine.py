@@ -17,6 +17,7 @@ DTYPES = ("auto", "float16", "bfloat16", "float32")
 MODEL_FORMATS = ("hf", "meta_llama", "awq", "gptq", "compressed-tensors", "fp8", "mxfp4", "w8a8", "gguf", "engine")
 LOAD_FORMATS = ("auto", "int8", "int4", "dummy")
 AUTO = "auto"
+MOST_SINKS = 128  # first tokens that a layer keeps beside its window, at most
 POLICY_NAMES = {"none": 0, "int4": 4, "int8": 8, "fp8": 16, "fp8_e5m2": 17}  # LMDeploy's
 EXECUTORS = ("uni", "mp", "ray")
 UNMASKING = ("low_confidence_dynamic", "low_confidence_static", "sequential")
@@ -52,6 +53,8 @@ def _check_engine(config: EngineConfig, block: str) -> None:
     _check_adapters(config.adapters)
     _check_kept(config)
     check_moving(config)
+    if config.kv_window is None and config.kv_sinks != CommonEngineConfig.kv_sinks:
+        raise UsageError(f"kv_sinks: found {config.kv_sinks} without kv_window; give that too")
     if config.adapter_memory is not None:
         read_size("adapter_memory", config.adapter_memory)
     _check_dllm(config)
@@ -202,6 +205,14 @@ class CommonEngineConfig:
         "Dynamic NTK turns requests beyond the trained length by the session's (session) or their own (request: "
         "exact, but the prefix cache serves equal lengths alone).",
         allowed=("session", "request"),
+    )
+    kv_window: int | None = option(
+        None,
+        "For endless texts: keep keys and values of so many last tokens alone, and of the first (turbomind on a CPU).",
+        allowed=Bounds(1, 1 << 30, "int32"),
+    )
+    kv_sinks: int = option(
+        4, "With --kv-window: how many first tokens are kept.", allowed=Bounds(0, MOST_SINKS, "int32")
     )
     adapters: dict[str, str] | None = option(
         None, "NAME=PATH of LoRA adapters (directory or hub id); several may follow."

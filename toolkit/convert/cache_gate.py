@@ -15,12 +15,14 @@ from toolkit.configs.engine import AUTO, EngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.native.packing.artifact import CPU_TARGET, open_packed
 
+Progress = Callable[[int, int], None]
 BROKEN = 1.5  # % of perplexity from which a precision is refused
 
 
-def measure_cache(artifact: EngineArtifact, tokenizer_dir: Path) -> dict[str, Any]:
-    """Of each layer, as a manifest has it. Raises ToolkitError where the model cannot be measured."""
-    return to_json(_measured(artifact, tokenizer_dir, by_layer=True))
+def measure_cache(artifact: EngineArtifact, tokenizer_dir: Path, progress: Progress | None = None) -> dict[str, Any]:
+    """Of each layer, as a manifest has it. ``progress``: see ``cache_cost``. Raises ToolkitError where the model cannot
+    be measured."""
+    return to_json(_measured(artifact, tokenizer_dir, by_layer=True, progress=progress))
 
 
 def check_cache(path: Path, config: EngineConfig, tell: Callable[[str], None], *, force: bool) -> None:
@@ -69,7 +71,12 @@ def _known(path: Path, tell: Callable[[str], None], *, by_layer: bool) -> CacheC
     return found
 
 
-def _measured(artifact: EngineArtifact, tokenizer_dir: Path, *, by_layer: bool) -> CacheCost:
+def _measured(
+    artifact: EngineArtifact, tokenizer_dir: Path, *, by_layer: bool, progress: Progress | None = None
+) -> CacheCost:
     from toolkit.convert.cache_cost import cache_cost
 
-    return cache_cost(artifact.spec, open_packed(artifact), Tokenizer.open(tokenizer_dir), by_layer=by_layer)
+    packed, tokenizer = open_packed(artifact), Tokenizer.open(tokenizer_dir)
+    return cache_cost(
+        artifact.spec, packed, tokenizer, by_layer=by_layer, progress=progress or (lambda done, total: None)
+    )

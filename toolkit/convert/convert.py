@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.cache_cost import QUALITY
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
+from toolkit.artifacts.engine.adapters import check_adapters, write_adapters
 from toolkit.artifacts.engine.artifact import ENGINE_ARRAYS, EngineArtifact
 from toolkit.artifacts.engine.files import write_engine
 from toolkit.artifacts.json_file import write_json_object
@@ -70,11 +71,13 @@ def convert(
     revision: str | None = None,
     download_dir: str | None = None,
     progress: Progress | None = None,
+    measuring: Progress | None = None,
     quiet: bool = False,
 ) -> Converted:
     """Pack ``model`` into the engine artifact ``dst_path``; validates everything first, writes atomically.
 
-    Quantized weights keep their scales as stored. ``quiet``: no download progress.
+    Quantized weights keep their scales as stored. ``quiet``: no download progress. ``measuring``: called with
+    (runs done, of how many) of the model while ``quant_policy`` is measured.
     Raises UsageError for a wrong option, ToolkitError for a model that cannot be read or a full disk.
     """
     if options.tp < 1:
@@ -100,10 +103,13 @@ def convert(
     if spec.encoder is not None and chosen.head_bits is not None:
         asked = asked or 16  # no head is multiplied: rows of the embedding are looked up, at no cost of their own
     bits = Bits(_head_bits(chosen, asked), _vision_bits(chosen, spec, options.vision))
-    told = {"target": chosen.name, "dtype": options.dtype} | ({} if bits.head is None else {"head_bits": bits.head})
+    told: dict[str, Any] = {"target": chosen.name, "dtype": options.dtype}
+    told |= {} if bits.head is None else {"head_bits": bits.head}
     told |= {} if bits.vision == 16 else {"vision": options.vision}
     told |= {} if options.quant_policy is None else {"quant_policy": options.quant_policy}
     told |= {} if load_format == "auto" else {"load_format": load_format}
+    adapters = {name: resolve_model(where, progress=not quiet) for name, where in (options.adapters or {}).items()}
+    told |= {"adapters": check_adapters(adapters, spec, stored)} if adapters else {}
     told |= {} if options.tp == 1 else {"tp": _ranks(options.tp, chosen, spec)}
     if options.quant_policy not in (None, "auto"):
         raise UsageError(f"--quant-policy: expected auto, found {options.quant_policy!r}; others need no measure")
@@ -124,6 +130,7 @@ def convert(
         order = tensor_names(checkpoint, stored) if load_format == "auto" else ()
         with checkpoint.reading_ahead(order):
             params, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, bits)
+        write_adapters(stage.dir, adapters)
         quality = {}
         if chosen.name == CPU_TARGET and bits.head != 16 and spec.encoder is None:
             from toolkit.convert.head_cost import head_cost
@@ -133,7 +140,7 @@ def convert(
             quality = {"head": figures} if figures else {}
         if options.quant_policy is not None:
             artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
-            quality[QUALITY] = measure_cache(artifact, checkpoint.tokenizer_dir)
+            quality[QUALITY] = measure_cache(artifact, checkpoint.tokenizer_dir, measuring)
         if options.tp > 1:
             artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
             write_rank_files(artifact, options.tp)

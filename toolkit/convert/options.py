@@ -30,6 +30,9 @@ class Packing:
     quant_policy: str | None = option(
         None, "auto: measure what bits of the KV cache cost in each layer, for --quant-policy auto (target cpu)."
     )
+    adapters: dict[str, str] | None = option(
+        None, "NAME=PATH of LoRA adapters that the artifact is to hold too; several may follow."
+    )
     tp: int = option(
         1,
         "Write a file for each of so many ranks, to be run with the same --tp (target cpu). 1: the whole model in one "

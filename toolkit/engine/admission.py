@@ -95,7 +95,7 @@ def longest_request(runner: Runner, options: EngineOptions) -> int:
     """Tokens that one request may have when it is alone: the session length, or less if the KV cache holds less."""
     size, longest = runner.options.block_size, options.session_len
     for group, blocks in zip(runner.spec.cache_groups, options.num_blocks, strict=True):
-        if group.reach is None or blocks < window_blocks(group.reach, 1, size):
+        if group.reach is None or blocks < window_blocks(group, 1, size):
             longest = min(longest, blocks * size)
     return longest
 

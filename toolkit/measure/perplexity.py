@@ -26,13 +26,14 @@ def perplexity(
     config: EngineConfig | None = None,
     packed: Packed | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """exp of the mean negative log-likelihood of the tokens of the text file ``data`` ("heldout": the packaged text).
 
     Windows of ``window`` tokens start ``stride`` apart (None: half of it); each token is scored once. ``max_tokens``:
     so many from the start of the text, None = all. ``config`` None: as the model would be served here.
-    ``progress`` is called with (tokens scored, tokens in all). Returns perplexity, tokens (scored ones), window,
-    stride, backend, runner, dtype. Raises UsageError or ToolkitError, one line.
+    ``progress`` is called with (tokens scored, tokens in all), ``tell`` with lines about loading. Returns perplexity,
+    tokens (scored ones), window, stride, backend, runner, dtype. Raises UsageError or ToolkitError, one line.
     """
     if window < 2:
         raise UsageError(f"--window: expected 2 or more tokens, found {window}")
@@ -44,15 +45,18 @@ def perplexity(
     text = read_text(Path(data).expanduser())
     if config is None:
         config = TurbomindEngineConfig()
-    if config.session_len is not None and config.session_len <= window:
-        raise UsageError(f"--session-len {config.session_len}: expected more than --window ({window}); leave it out")
+    if config.session_len is not None and config.session_len < window:
+        raise UsageError(f"--session-len {config.session_len}: expected --window ({window}) or more; leave it out")
     if config.max_batch_size is None:
         config.max_batch_size = 1  # windows go one by one: the cache need hold no more
     if config.target_step_ms is None:
         config.target_step_ms = 0.0  # nobody waits for a step's end
-    with AsyncEngine.open(model, backend_config=config, progress=lambda line: None, packed=packed) as engine:
+    with AsyncEngine.open(model, backend_config=config, progress=tell, packed=packed) as engine:
         if engine.session_len < window:
-            raise UsageError(f"--window {window}: longer than the longest context here, {engine.session_len} tokens")
+            raise UsageError(
+                f"--window {window}: longer than the longest context here, {engine.session_len} tokens; --session-len "
+                f"{window} stretches the positions"
+            )
         ids = engine.tokenizer.encode(text)[:max_tokens]
         if len(ids) < 2:
             raise UsageError(f"--data {data}: expected at least 2 tokens, found {len(ids)}")

@@ -248,7 +248,9 @@ def assemble(dims: Dims, layers: Sequence[LayerSpec], final_norm: NormSpec, **ex
         hidden_size=dims.hidden,
         layers=tuple(placed),
         final_norm=final_norm,
-        cache_groups=tuple(CacheGroup(*rule, tuple(members)) for rule, members in groups.items()),
+        cache_groups=tuple(
+            CacheGroup(kind, window, tuple(members), sinks) for (kind, window, sinks), members in groups.items()
+        ),
         max_position=max_position,
         tied=dims.tied,
         **extra,

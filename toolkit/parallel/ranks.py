@@ -55,7 +55,13 @@ class Ranks:
         not come."""
         self._hosts: dict[int, dict[str, Any]] = {}  # by rank: what those of other machines say
         door = None if nodes is None else Door(nodes)
-        self.folder = Path(tempfile.mkdtemp(prefix="toolkit-ranks-"))
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix="toolkit-ranks-"))
+        except OSError as e:
+            if door is not None:
+                door.close()
+            where = tempfile.gettempdir()
+            raise ToolkitError(f"ranks meet in a folder of {where} (TMPDIR), where none can be: {e.strerror}") from e
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         env = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}

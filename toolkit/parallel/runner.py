@@ -15,13 +15,14 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from toolkit.base.record import plain
+from toolkit.base.threads import usable_cores
 from toolkit.errors import ToolkitError
 from toolkit.models.pictures import Picture
 from toolkit.parallel import balance
 from toolkit.parallel import ranks as timing
 from toolkit.parallel.group import Event
 from toolkit.parallel.homes import Homes
-from toolkit.parallel.layout import Layout
+from toolkit.parallel.layout import Layout, number_of
 from toolkit.parallel.micro import Share, in_a_row, joined, layers_of_all, select
 from toolkit.parallel.model import Model, RankRunner, open_whole
 from toolkit.parallel.nodes import Nodes, about
@@ -53,7 +54,9 @@ class RankedRunner:
         ToolkitError or UsageError, one line."""
         whole, world = open_whole(model, layout), layout.world
         here = world if nodes is None else nodes.here(world)
-        threads = max(1, (model.options.threads or torch.get_num_threads()) // here)
+        # not what torch has now, which another runner of this process may have set
+        every = model.options.threads or number_of("OMP_NUM_THREADS", 0) or usable_cores()
+        threads = max(1, every // here)
         options = replace(model.options, threads=threads)
         local = RankRunner(whole, 0, layout, options, None, here)
         self._local: Any = local

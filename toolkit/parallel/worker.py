@@ -11,7 +11,8 @@ import os
 import signal
 import socket
 import zlib
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def main(fd: int) -> None:
     ended = False
     if _address(fd):
         child_process.end_with_parent()  # the first rank, far away, would not notice
-    with Connection(fd) as pipe, suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    with Connection(fd) as pipe, _until_it_is_gone():
         told = wire.unpack(pipe.recv_bytes())
         line = f"%(asctime)s %(levelname)s rank {told['rank']}: %(message)s"
         logging.basicConfig(level=told["log_level"], format=line)
@@ -55,6 +56,17 @@ def main(fd: int) -> None:
         else:
             ended = _serve(pipe, runner)
     os._exit(0 if ended else 1)  # what is left of a broken group would end this with an abort
+
+
+@contextmanager
+def _until_it_is_gone() -> Iterator[None]:
+    """What is done for the first rank, which may go without a word, or behind a link that fails."""
+    try:
+        yield
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass
+    except OSError as e:
+        log.warning("the first rank is lost: %s", e)
 
 
 def _address(fd: int) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import TYPE_CHECKING, Any
 
+from toolkit.configs.engine import VisionConfig
+from toolkit.configs.speculative import SpeculativeConfig
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig
 from toolkit.pipeline.session import Session
@@ -12,6 +15,7 @@ from toolkit.pipeline.session import Session
 if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
 
+LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
 RENAMED = {  # arguments of older releases -> what to write now
     "request_output_len": "gen_config=GenerationConfig(max_new_tokens=…)",
     **{
@@ -89,3 +93,27 @@ def refuse_unknown(where: str, kwargs: dict[str, Any]) -> None:
     for name in kwargs:
         hint = f"; write {RENAMED[name]}" if name in RENAMED else ""
         raise UsageError(f"{name}: {where} knows no such argument{hint}")
+
+
+def check(speculative_config: Any, gen_config: Any, max_log_len: Any, vision: Any) -> None:
+    """Raise UsageError for an argument of ``Pipeline`` that means nothing."""
+    if not isinstance(speculative_config, (SpeculativeConfig, type(None))):
+        wanted = "a SpeculativeConfig"
+        raise UsageError(f"speculative_config: expected {wanted}, found {type(speculative_config).__name__}")
+    if gen_config is not None and not isinstance(gen_config, GenerationConfig):
+        raise UsageError(f"gen_config: expected a GenerationConfig, found {type(gen_config).__name__}")
+    if max_log_len is not None and (not isinstance(max_log_len, int) or max_log_len < 0):
+        raise UsageError(f"max_log_len: expected a number of characters, found {max_log_len!r}")
+    if not isinstance(vision, VisionConfig):
+        raise UsageError(f"vision_config: expected a VisionConfig, found {type(vision).__name__}")
+
+
+def set_log_level(logger: logging.Logger, level: str) -> None:
+    """Also where nobody has set up logging. Raises UsageError."""
+    if level not in LOG_LEVELS:
+        raise UsageError(f"log_level: expected one of {', '.join(LOG_LEVELS)}, found {level!r}")
+    logger.setLevel(level)
+    if not logger.handlers and not logging.getLogger().handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        logger.addHandler(handler)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.engine.request import Only
@@ -144,3 +145,12 @@ def _asked(job: Job) -> Asked:
 
 def _longest_first(jobs: Sequence[Job]) -> list[int]:
     return sorted(range(len(jobs)), key=lambda i: -len(jobs[i].token_ids))
+
+
+def shape(results: list[Response], count: int, single: bool, jobs: list[Job]) -> Any:
+    """Responses -> one a prompt (a list of choices where n > 1), and a bare one for a single prompt."""
+    rows: list[list[Response]] = [[] for _ in range(count)]
+    for job, result in zip(jobs, results, strict=True):
+        rows[job.key[0]].append(result)
+    shaped = [row if len(row) > 1 else row[0] for row in rows]
+    return shaped[0] if single else shaped

@@ -9,11 +9,10 @@ with pipeline("demo") as pipe:
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
@@ -38,7 +37,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig, GenerationConfig, Response
 from toolkit.models.pictures import Picture
 from toolkit.pipeline import arguments
-from toolkit.pipeline.jobs import Job, JobRunner
+from toolkit.pipeline.jobs import Job, JobRunner, shape
 from toolkit.pipeline.prompts import Prompt, as_batch
 from toolkit.pipeline.results import with_tensors
 from toolkit.pipeline.session import Session
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline", "Session", "pipeline"]
 
 logger = logging.getLogger("toolkit")
-LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
 Weights = str | Path | Mapping[str, Any] | Iterable[tuple[str, Any]]
 GenConfigs = GenerationConfig | list[GenerationConfig] | None
 
@@ -104,9 +102,9 @@ class Pipeline:
             sampling=media_sampling(media_io_kwargs),
         )
         arguments.refuse_unknown("pipeline()", kwargs)
-        _check(speculative_config, gen_config, max_log_len, vision)
+        arguments.check(speculative_config, gen_config, max_log_len, vision)
         ChatTemplate.check(chat_template_config)
-        _set_log_level(log_level)
+        arguments.set_log_level(logger, log_level)
         if trust_remote_code:
             logger.warning("%s", notice(OPTIONS["trust_remote_code"], "trust_remote_code"))
         if speculative_config is not None:
@@ -191,7 +189,7 @@ class Pipeline:
                 found[i] = answer
                 if bar:
                     bar.update("answers", len(found), len(jobs))
-        return _shape([found[i] for i in range(len(jobs))], len(batch), single, jobs)
+        return shape([found[i] for i in range(len(jobs))], len(batch), single, jobs)
 
     __call__ = infer
     batch_infer = infer  # an older name
@@ -207,7 +205,7 @@ class Pipeline:
         """``infer`` for asyncio, kwargs too; cancelling it stops the requests."""
         batch, single = as_batch(prompts)
         jobs = self._jobs(batch, gen_config, do_preprocess, adapter_name, None, kwargs)
-        return _shape(await self._runner.gather(jobs), len(batch), single, jobs)
+        return shape(await self._runner.gather(jobs), len(batch), single, jobs)
 
     def stream_infer(
         self,
@@ -357,33 +355,14 @@ class Pipeline:
         ``tool batch --help``), and fields of requests that do not give them (``max_tokens=64, temperature=0``). A line
         that fails says so itself. Raises UsageError where files or arguments do not fit.
         """
-        from toolkit.batch import run
-        from toolkit.batch.options import BatchSettings, Filling
-        from toolkit.serve.app import create_app
+        from toolkit.batch import from_python
         from toolkit.serve.http.limits import Limits
 
         self._check_open()
-        if isinstance(schema := kwargs.get("json_schema"), Mapping):
-            kwargs["json_schema"] = json.dumps(schema)
-        named = {f.name for f in fields(Filling)} - {"defaults"}
-        own = {name: kwargs.pop(name) for name in named & kwargs.keys()}
-        filling = Filling(prompt=prompt, **own, defaults=kwargs)
-        limits = limits or Limits()
-        files = run.open_files(source, target, filling, self.model_path, limits, overwrite=overwrite)
-        with closing(files):
-            settings = BatchSettings().server(limits)
-            settings = replace(settings, model_name=self.engine.model_name, adapters=tuple(self.engine.adapters))
-            templates = self._templates
-            app = create_app(self.engine, self.chat_template, settings, of_adapters=templates)
-            with Progress(keep=True) if use_tqdm else nullcontext() as bar:
-
-                def told(tally: Tally) -> None:
-                    if bar:
-                        bar.update("lines", tally.done, tally.total)
-
-                tally = run.answer(run.Answerer.of(app), files, told)
-                files.finish()
-                return tally
+        how = (self.engine, self.chat_template, self._templates, self.model_path)
+        return from_python.answer(
+            *how, source, target, prompt, limits or Limits(), kwargs, overwrite=overwrite, show=use_tqdm
+        )
 
     def update_weights(self, weights: Weights, mode: str = "wait") -> None:
         """Go on with other weights of the same model, as of a training step.
@@ -508,35 +487,3 @@ class Pipeline:
 
 
 pipeline = Pipeline  # LMDeploy's name of what makes one
-
-
-def _shape(results: list[Response], count: int, single: bool, jobs: list[Job]) -> Any:
-    """Responses -> one a prompt (a list of choices where n > 1), and a bare one for a single prompt."""
-    rows: list[list[Response]] = [[] for _ in range(count)]
-    for job, result in zip(jobs, results, strict=True):
-        rows[job.key[0]].append(result)
-    shaped = [row if len(row) > 1 else row[0] for row in rows]
-    return shaped[0] if single else shaped
-
-
-def _check(speculative_config: Any, gen_config: Any, max_log_len: Any, vision: Any) -> None:
-    """Raise UsageError for an argument of ``Pipeline`` that means nothing."""
-    if not isinstance(speculative_config, (SpeculativeConfig, type(None))):
-        wanted = "a SpeculativeConfig"
-        raise UsageError(f"speculative_config: expected {wanted}, found {type(speculative_config).__name__}")
-    if gen_config is not None and not isinstance(gen_config, GenerationConfig):
-        raise UsageError(f"gen_config: expected a GenerationConfig, found {type(gen_config).__name__}")
-    if max_log_len is not None and (not isinstance(max_log_len, int) or max_log_len < 0):
-        raise UsageError(f"max_log_len: expected a number of characters, found {max_log_len!r}")
-    if not isinstance(vision, VisionConfig):
-        raise UsageError(f"vision_config: expected a VisionConfig, found {type(vision).__name__}")
-
-
-def _set_log_level(level: str) -> None:
-    if level not in LOG_LEVELS:
-        raise UsageError(f"log_level: expected one of {', '.join(LOG_LEVELS)}, found {level!r}")
-    logger.setLevel(level)
-    if not logger.handlers and not logging.getLogger().handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-        logger.addHandler(handler)

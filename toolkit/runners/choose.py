@@ -53,6 +53,8 @@ def open_model(
     use_logn_attn: bool = False,
     session_len: int | None = None,
     dynamic_rope: str = "session",
+    kv_window: int | None = None,
+    kv_sinks: int = 4,
     model_format: str | None = None,
     load_format: str = "auto",
     device: str = "cpu",
@@ -65,7 +67,8 @@ def open_model(
 
     ``hf_overrides`` and ``rope_scaling_factor`` change config.json's fields, ``use_logn_attn`` has queries grow beyond
     its length, ``session_len`` says how far dynamic rope is to reach, and ``dynamic_rope`` "request" that it
-    reaches as far as each request is long (``toolkit.models.positions``), ``blind`` leaves out what it sees with;
+    reaches as far as each request is long (``toolkit.models.positions``), ``kv_window`` and ``kv_sinks`` which tokens
+    layers keep that see all (``toolkit.models.streaming``), ``blind`` leaves out what it sees with;
     ``model_format`` is checked against what the checkpoint holds. ``load_format`` "int8" and "int4" round the dense
     linears of a checkpoint while they are read; "dummy" reads config.json alone, and makes random weights on
     ``device``, where weights packed for a GPU are unpacked too. ``empty``: a checkpoint need not have weights, since
@@ -89,7 +92,11 @@ def open_model(
         from toolkit.models.positions import grow_queries
 
         spec = grow_queries(spec)
-    if session_len is not None and spec.encoder is None:
+    if kv_window is not None:
+        from toolkit.models.streaming import stream
+
+        spec = stream(spec, kv_window, kv_sinks)
+    elif session_len is not None and spec.encoder is None:
         from toolkit.models.positions import reach
 
         spec = reach(spec, session_len)
@@ -290,6 +297,8 @@ def open_runner(
     use_logn_attn: bool = False,
     session_len: int | None = None,
     dynamic_rope: str = "session",
+    kv_window: int | None = None,
+    kv_sinks: int = 4,
     model_format: str | None = None,
     load_format: str = "auto",
     blind: bool = False,
@@ -312,6 +321,8 @@ def open_runner(
         use_logn_attn=use_logn_attn,
         session_len=session_len,
         dynamic_rope=dynamic_rope,
+        kv_window=kv_window,
+        kv_sinks=kv_sinks,
         model_format=model_format,
         load_format=load_format,
         device=_weights_device(options),
@@ -326,6 +337,8 @@ def open_runner(
         fast, why = _fast_runner(opened, options)
         if fast is not None:
             return fast, why
+    if why and kv_window is not None and kv_sinks:
+        raise UsageError(f"kv_window: {why.removesuffix('; pytorch stands in')}; leave it out, or give kv_sinks 0")
     from toolkit.runners.tensor.runner import TensorRunner
 
     runner = TensorRunner(opened.spec, canonical(opened), options, read_adapters(opened, options))

@@ -2,8 +2,9 @@
 
 A request is known by its *row* (0 … rows-1) while it runs. Row r of ``tables[g]`` is its block table in group g: entry
 j holds positions [j·block_size, (j+1)·block_size), -1 where there is no block. In a window group the entries before the
-window fall back to -1 and their blocks to the pool. In a state group entry j is the slot of the state at the newest
-computed position of block j: there are that of the block being filled and that of the full one before it, a copy.
+window, but for those of sink tokens, fall back to -1 and their blocks to the pool. In a state group entry j is the slot
+of the state at the newest computed position of block j: there are that of the block being filled and that of the full
+one before it, a copy.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ def blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-def window_blocks(window: int, new_tokens: int, block_size: int) -> int:
+def window_blocks(group: CacheGroup, new_tokens: int, block_size: int) -> int:
     """Most blocks a window group needs while ``new_tokens`` tokens are computed in one step, wherever they stand."""
-    return blocks_for(window - 1 + new_tokens + block_size - 1, block_size)
+    assert group.reach is not None
+    sliding = blocks_for(group.reach - 1 + new_tokens + block_size - 1, block_size)
+    return sliding + blocks_for(group.sink_tokens, block_size)
 
 
 class BlockManager:
@@ -47,6 +50,8 @@ class BlockManager:
     ) -> None:
         self.block_size = block_size
         self.windows = [g.reach for g in groups]
+        self._least = [0 if g.reach is None else window_blocks(g, 1, block_size) for g in groups]
+        self._heads = [blocks_for(g.sink_tokens, block_size) for g in groups]  # entries at the start that stay
         self.states = [g.kind == "state" for g in groups]
         self.has_states = any(self.states)
         self.pools = [BlockPool(n) for n in num_blocks]
@@ -64,14 +69,15 @@ class BlockManager:
     def match(self, keys: Sequence[bytes], max_tokens: int, also: Elsewhere = NOWHERE) -> int:
         """Blocks at the start of a request that are cached in every group, holding at most ``max_tokens`` tokens.
 
-        A window group needs only what the first token after the hit can see. ``also``: says of (group, key) whether
-        such a block could be had though it is not cached.
+        A window group needs only what the first token after the hit can see, sink tokens included. ``also``: says of
+        (group, key) whether such a block could be had though it is not cached.
         """
         best = self.known(keys[: max_tokens // self.block_size], also)
         bounded = [(g, w) for g, w in enumerate(self.windows) if w]
         runs = [self._runs(g, keys[:best], also) for g, _ in bounded]
         while best and any(
-            r[best] < best - self._visible_from(w, best) for r, (_, w) in zip(runs, bounded, strict=True)
+            r[best] < best - self._visible_from(w, best) or r[h := min(self._heads[g], best)] < h
+            for r, (g, w) in zip(runs, bounded, strict=True)
         ):
             best -= 1
         return best
@@ -101,7 +107,7 @@ class BlockManager:
     def needed(self, hit: int) -> list[tuple[int, int]]:
         """(group, entry) of the blocks that a request which starts on ``hit`` blocks has, by entry."""
         firsts = [self._visible_from(window, hit) if window else 0 for window in self.windows]
-        return [(g, j) for j in range(hit) for g, first in enumerate(firsts) if j >= first]
+        return [(g, j) for j in range(hit) for g, first in enumerate(firsts) if j >= first or j < self._heads[g]]
 
     def fits_more(self, blocks: int) -> bool:
         """Whether so many blocks of every token could be brought."""
@@ -122,6 +128,10 @@ class BlockManager:
                 pool.drop(block)
         return True
 
+    def _entries(self, group: int, first: int, stop: int) -> list[int]:
+        """Entries below ``stop`` that have a block where those before ``first`` have been given back."""
+        return [*range(min(self._heads[group], first, stop)), *range(first, stop)]
+
     def labelled(self, row: int) -> int:
         """Blocks at the start of a row that later requests can find."""
         return self._labelled[row]
@@ -133,7 +143,8 @@ class BlockManager:
         for j in range(self._labelled[row], full):
             ended = (j + 1) * self.block_size == computed
             for g, pool in enumerate(self.pools):
-                if j >= self._first[g][row] and (ended or not self.states[g]):
+                held = j >= self._first[g][row] or j < self._heads[g]
+                if held and (ended or not self.states[g]):
                     pool.label(int(self.tables[g][row, j]), keys[j])
         self._labelled[row] = max(full, self._labelled[row])
 
@@ -144,7 +155,7 @@ class BlockManager:
         assert self._count[row] == 0, f"row {row} is in use"
         for g, (pool, window) in enumerate(zip(self.pools, self.windows, strict=True)):
             first = self._visible_from(window, hit) if window else 0
-            for j in range(first, hit):
+            for j in self._entries(g, first, hit):
                 block = pool.find(keys[j])
                 assert block is not None
                 pool.hold(block)
@@ -174,9 +185,8 @@ class BlockManager:
 
     def _can_start(self, group: int, row: int, end: int, promised: int) -> bool:
         need = blocks_for(end, self.block_size) - self._count[row]
-        window = self.windows[group]
-        if window is not None:
-            return min(need, window_blocks(window, 1, self.block_size)) <= self.pools[group].available
+        if self.windows[group] is not None:
+            return min(need, self._least[group]) <= self.pools[group].available
         return need + promised <= self.pools[group].available
 
     def fitting(self, row: int, start: int, end: int) -> int:
@@ -210,7 +220,7 @@ class BlockManager:
         window = self.windows[group]
         if window is None:
             return 0
-        first, stop = self._first[group][row], self._stale(row, window, start)
+        first, stop = max(self._first[group][row], self._heads[group]), self._stale(row, window, start)
         pool = self.pools[group]
         return sum(b >= 0 and pool.references(b) == 1 for b in self.tables[group][row, first:stop].tolist())
 
@@ -261,7 +271,7 @@ class BlockManager:
 
     def _shed(self, group: int, row: int, stop: int) -> None:
         table, first = self.tables[group], self._first[group]
-        for j in range(first[row], stop):
+        for j in range(max(first[row], self._heads[group]), stop):
             self._drop(group, int(table[row, j]))
             table[row, j] = -1
         first[row] = max(stop, first[row])
@@ -278,7 +288,8 @@ class BlockManager:
         for g, window in enumerate(self.windows):
             if window is not None:
                 stale = self._stale(row, window, at)
-                if self._first[g][row] > stale or (at and self.states[g] and self.tables[g][row, stale] < 0):
+                spoilt = at and self.states[g] and self.tables[g][row, stale] < 0
+                if self._first[g][row] > max(stale, self._heads[g]) or spoilt:
                     return None
         return at
 
@@ -286,8 +297,8 @@ class BlockManager:
         """Give up a row. Later blocks go first, so that of a cached prefix its end is evicted before its start."""
         self.end_guess(row)
         for g in range(len(self.pools)):
-            first, count = self._first[g][row], self._count[row]
-            for block in reversed(self.tables[g][row, first:count].tolist()):
+            count = self._count[row]
+            for block in reversed(self.tables[g][row, self._entries(g, self._first[g][row], count)].tolist()):
                 self._drop(g, block)
                 if block in self._copies[g]:
                     self._drop(g, self._copies[g].pop(block))
@@ -365,7 +376,8 @@ class BlockManager:
         """Hold the row's findable blocks on behalf of a session, in place of what it held before."""
         held: list[list[int]] = []
         for g, pool in enumerate(self.pools):
-            found = (pool.find(keys[j]) for j in range(self._first[g][row], min(self._labelled[row], len(keys))))
+            entries = self._entries(g, self._first[g][row], min(self._labelled[row], len(keys)))
+            found = (pool.find(keys[j]) for j in entries)
             held.append([b for b in found if b is not None])
             for block in held[-1]:
                 pool.hold(block)
@@ -409,7 +421,10 @@ class BlockManager:
             held: Counter[int] = Counter()
             for row, count in enumerate(self._count):
                 first, table = self._first[g][row], self.tables[g][row]
-                assert (table[:first] == -1).all() and (table[count:] == -1).all(), f"row {row}: entries outside"
+                heads = min(self._heads[g], count, first)
+                assert (table[:heads] >= 0).all(), f"row {row}: sink tokens are gone"
+                held.update(table[:heads].tolist())
+                assert (table[heads:first] == -1).all() and (table[count:] == -1).all(), f"row {row}: entries outside"
                 there = table[first:count] >= 0
                 if self.states[g]:
                     assert there.sum() <= 2 and (not count or there[-1]), f"row {row}: no state, or one too many"

@@ -264,8 +264,7 @@ class _Planner:
 
     def _least(self, group: CacheGroup) -> int:
         """Blocks that let a window or state group serve a request of any length, token by token."""
-        assert group.reach is not None
-        return window_blocks(group.reach, 1, self.size)
+        return window_blocks(group, 1, self.size)
 
     def _most(self, group: CacheGroup, length: int, tokens: int) -> int:
         """Blocks a request of ``length`` tokens can use in a group, whole chunks at a time."""
@@ -273,7 +272,7 @@ class _Planner:
         if group.reach is None:
             return whole
         step = 1 if group.kind == "state" else tokens  # blocks that a step goes past have no state
-        return min(whole, window_blocks(group.reach, step, self.size))
+        return min(whole, window_blocks(group, step, self.size))
 
     def _one(self, length: int, tokens: int) -> list[int]:
         return [self._most(g, length, tokens) for g in self.groups]

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from toolkit.artifacts.cache_cost import read_cost
 from toolkit.artifacts.draft_head import is_head
+from toolkit.artifacts.engine.adapters import packed_adapters
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.base import extras
 from toolkit.base.record import read
@@ -191,9 +192,14 @@ def find(model: str, config: EngineConfig | None, backend: Backend | None, packe
         backend = "pytorch" if isinstance(config, PytorchEngineConfig) else "turbomind"
     ranks.check(config)
     path = resolve_model(model, revision=config.revision, download_dir=config.download_dir)
-    if config.adapters:
-        found = {name: str(_adapter_path(name, where)) for name, where in config.adapters.items()}
-        config = replace(config, adapters=found)
+    held = packed_adapters(path)
+    if config.adapters or held:
+        asked = {
+            name: where for name, where in (config.adapters or {}).items() if held.get(name) is None or where != name
+        }
+        found = {name: str(_adapter_path(name, where)) for name, where in asked.items()}
+        order = dict.fromkeys([*(config.adapters or {}), *held])  # those asked for first: chats take the first
+        config = replace(config, adapters={name: (held | found)[name] for name in order})
     weights, lock = (path, None) if packed is None else packed(path)
     draft = find_draft(config, tokenizer_dir, packed)
     return Setup(weights, tokenizer_dir(path), config, backend, lock, source=path, draft=draft)
@@ -253,6 +259,9 @@ def _start(
         trained = stretched_from(runner.spec)
         if trained is not None and memory.session_len > trained:
             progress(f"requests of more than {trained} tokens are turned by dynamic NTK (docs/how-to/long-prompts.md)")
+        if config.kv_window is not None:
+            kept = f"the first {config.kv_sinks} tokens and the last {config.kv_window}"
+            progress(f"a text sees keys and values of {kept} alone (docs/how-to/endless-texts.md)")
         if setup.updated is not None:
             runner.use_weights(read(setup.updated))
         if not empty:
@@ -358,6 +367,8 @@ def _read_by(setup: Setup) -> tuple[RunnerOptions, dict[str, Any]]:
         "use_logn_attn": getattr(config, "use_logn_attn", False),
         "session_len": config.session_len,
         "dynamic_rope": config.dynamic_rope,
+        "kv_window": config.kv_window,
+        "kv_sinks": config.kv_sinks,
         "model_format": config.model_format,
         "empty": config.empty_init,
         **_reading(config),

@@ -26,6 +26,8 @@ class AttentionSpec(MixerSpec):
     positions too, which begin at a multiple of b, those behind it included (SDAR).
     ``mutual``: p sees every key of the text, with a ``window`` w those in (p - w, p + w); ``alibi`` then
     lowers scores by the distance on both sides (BERT, ModernBERT, jina v2).
+    ``sink_tokens`` s: beside a window w of (p - w, p], where p is s + w or more, the first s positions are seen, as by
+    a query at s + w - 1: as if they stood right before the window; below, p sees all (StreamingLLM).
     """
 
     q: LinearSpec
@@ -51,6 +53,7 @@ class AttentionSpec(MixerSpec):
     gate: LinearSpec | None = later(None)  # noqa: RUF009 (a field, as the others are)
     block: int = later(1)
     mutual: bool = later(False)
+    sink_tokens: int = later(0)
     kind: Literal["attention"] = "attention"
 
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -79,7 +82,8 @@ class AttentionSpec(MixerSpec):
 
     def keeps(self) -> Paged:
         # a text whose tokens see each other is computed in one step: nothing of it leaves a window
-        return Paged(self.kv_heads, self.head_dim, None if self.mutual else self.window, self.chunked)
+        window = None if self.mutual else self.window
+        return Paged(self.kv_heads, self.head_dim, window, self.chunked, self.sink_tokens)
 
     def unshared(self, world: int, unit: Unit) -> str | None:
         if (reason := unfit_heads(self.heads, self.kv_heads, world)) is not None:
@@ -132,6 +136,9 @@ class AttentionSpec(MixerSpec):
         for name, limit in (("softcap", self.softcap), ("clip", self.clip)):
             sound.expect(name, limit is None or limit > 0, limit, "a number above 0")
         sound.expect("chunked", not self.chunked or self.window is not None, self.chunked, "false without a window")
+        alone = self.window is not None and not (self.chunked or self.mutual or self.norm_last or self.q_scale)
+        found = f"{self.sink_tokens} beside a window that slides, positions as they are and no norm behind the rope"
+        sound.expect("sink_tokens", not self.sink_tokens or alone, self.sink_tokens, f"0, or {found}")
         sound.expect("block", self.block == 1 or self.window is None, self.block, "1 beside a window")
         odd = self.chunked or self.block > 1 or self.softcap is not None or self.sinks is not None
         sound.expect("mutual", not (self.mutual and odd), self.mutual, "false beside chunked, block, softcap or sinks")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Integer fields that may be zero; every other one is a size or a count.
 _MAY_BE_ZERO = {"group", "original_max_position", "max_position", "offset", "head_rows", "mask_token"}
-_MAY_BE_ZERO |= {"position_rows", "type_rows"}
+_MAY_BE_ZERO |= {"position_rows", "type_rows", "sink_tokens"}
 # Stages of a projector that give other widths than they take.
 WIDENING = ("linear", "matrix", "gated", "resample", "attend")
 _MAY_BE_ZERO_IN_VISION = {"grid", "window", "full", "inputs", "outputs", "image_token", "most_tiles", "layer"}
@@ -133,9 +133,11 @@ def _groups(spec: DecoderSpec) -> None:
     for layer, group, kept in spec.keepers():
         sound.expect("group", group < len(members), group, f"below {len(members)}, the number of cache_groups")
         members[group].append(layer)
-        kind, window = kept.rule
+        kind, window, sinks = kept.rule
         found = spec.cache_groups[group]
         sound.expect("window", window == found.window, window, f"{found.window}, as its cache group has it")
+        alike = sinks == found.sink_tokens
+        sound.expect("sink_tokens", alike, sinks, f"{found.sink_tokens}, as its cache group has it")
         sound.expect("kind", kind == found.kind, found.kind, f"{kind}, as its layers have it")
     for cache, layers in zip(spec.cache_groups, members, strict=True):
         sound.expect("cache_groups", list(cache.layers) == layers, cache.layers, f"layers {layers}"[:60])

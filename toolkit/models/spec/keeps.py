@@ -10,9 +10,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from toolkit.base.record import later
+
 GroupKind = Literal["full", "window", "chunk", "state"]
-Rule = tuple[GroupKind, int | None]
-"""Kind of a cache group, and its window."""
+Rule = tuple[GroupKind, int | None, int]
+"""Kind of a cache group, its window, and how many tokens at the start are kept beside it."""
 
 
 @dataclass(frozen=True)
@@ -20,15 +22,17 @@ class CacheGroup:
     """Layers whose caches live by one rule and share one block table.
 
     ``kind``: "full" keeps every token, and a prefix is reused from any of its blocks on; "window" keeps the last
-    ``window`` tokens, and a prefix is reused where the blocks are there that the token behind it sees; "chunk" does as
-    "window" does, though of these tokens some may be seen no more. "state" keeps what all tokens so far have come to:
-    its blocks are slots. That of position p stands in the slot of p's block; steps end on block borders where they
-    reach one, so that the slot of a full block is a copy of the state there, from which a prefix can be reused.
+    ``window`` tokens, and a prefix is reused where the blocks are there that the token behind it sees; "chunk" does
+    as "window" does, though of these tokens some may be seen no more. A window may keep the first ``sink_tokens``
+    too. "state" keeps what all tokens so far have come to: its blocks are slots. That of position p stands in the
+    slot of p's block; steps end on block borders where they reach one, so that the slot of a full block is a copy of
+    the state there, from which a prefix can be reused.
     """
 
     kind: GroupKind
     window: int | None
     layers: tuple[int, ...]
+    sink_tokens: int = later(0)
 
     @property
     def reach(self) -> int | None:
@@ -40,17 +44,20 @@ class CacheGroup:
 @dataclass(frozen=True)
 class Paged:
     """Of each token ``heads`` keys and as many values of ``head_dim`` numbers; with a ``window`` w those that position
-    p sees: (p - w, p], or where ``chunked`` those from the last multiple of w on."""
+    p sees: (p - w, p], or where ``chunked`` those from the last multiple of w on; and the first ``sink_tokens``."""
 
     heads: int
     head_dim: int
     window: int | None = None
     chunked: bool = False
+    sink_tokens: int = 0
     kind: Literal["paged"] = "paged"
 
     @property
     def rule(self) -> Rule:
-        return ("full", None) if self.window is None else ("chunk" if self.chunked else "window", self.window)
+        if self.window is None:
+            return "full", None, 0
+        return "chunk" if self.chunked else "window", self.window, self.sink_tokens
 
     def refuses(self, quant_policy: int) -> str | None:
         """Why its numbers cannot be stored by this policy, with what can be done, or None."""
@@ -70,7 +77,7 @@ class Latent:
 
     @property
     def rule(self) -> Rule:
-        return "full", None
+        return "full", None, 0
 
     def refuses(self, quant_policy: int) -> str | None:
         """As of ``Paged``."""
@@ -102,7 +109,7 @@ class State:
 
     @property
     def rule(self) -> Rule:
-        return "state", None
+        return "state", None, 0
 
     def refuses(self, quant_policy: int) -> str | None:
         """As of ``Paged``: states are never rounded."""

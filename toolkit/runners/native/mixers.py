@@ -178,6 +178,7 @@ def attention(a: AttentionSpec, t: Tensors) -> Record:
         "rope": t.rope(a.rope),
         "window": a.window or 0,
         "chunked": a.chunked,
+        "sink_tokens": a.sink_tokens,
         "mutual": a.mutual,
         "group": a.group,
         "scale": a.scale,

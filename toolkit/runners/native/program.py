@@ -104,7 +104,10 @@ def build_program(
         "cache_type": KV_TYPES[quant_policy or dtype],
         "deep": 0 if spec.vision is None else len(spec.vision.deep),
         "bfloat16": dtype == "bfloat16",
-        "groups": [{"window": g.window or 0, "state": g.kind == "state"} for g in spec.cache_groups],
+        "groups": [
+            {"window": g.window or 0, "sink_tokens": g.sink_tokens, "state": g.kind == "state"}
+            for g in spec.cache_groups
+        ],
         "chunk": max(CHUNK, spec.max_position if spec.mutual else 0),
         "encoder": None if spec.encoder is None else _encoder(spec.encoder, tensors),
         "ropes": [_rope(rope, tensors) for rope in spec.ropes()],

@@ -303,6 +303,8 @@ class TensorRunner:
 
 
 def _check(spec: DecoderSpec, options: RunnerOptions) -> None:
+    if any(group.sink_tokens for group in spec.cache_groups):
+        raise UsageError("kv_window: the tensor runner keeps no first tokens; give kv_sinks 0, or --backend turbomind")
     if options.kv_layers:
         raise UsageError("quant_policy auto: the tensor runner has one precision for all layers; give 0, 8 or 4")
     if options.quant_policy not in QUANT_POLICIES:

@@ -40,6 +40,8 @@ def unsupported(
 
     Kernels without which it does not run are tested, compiled for this GPU, on a small case.
     """
+    if any(group.sink_tokens for group in spec.cache_groups):
+        return "its layers keep no first tokens beside a window (kv_window)"
     if any(mixer.kind == "cross" for _, mixer in spec.mixers()):
         return "its steps hold no layers that look at pictures"
     if importlib.util.find_spec("triton") is None:

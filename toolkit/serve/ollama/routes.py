@@ -16,10 +16,10 @@ from toolkit.serve.generation.chat import Chat
 from toolkit.serve.generation.plain import Plain
 from toolkit.serve.generation.pooling import as_numbers, embed
 from toolkit.serve.generation.read import encode_beginning, parse, translated
-from toolkit.serve.http.answers import OllamaChat, OllamaEmbedding, OllamaEmbeddings, OllamaShown, OllamaText
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.replies import EventReply, JsonReply, Wire, json_response, line
 from toolkit.serve.http.schema import OLLAMA_ERRORS, describe
+from toolkit.serve.ollama.answers import OllamaChat, OllamaEmbedding, OllamaEmbeddings, OllamaShown, OllamaText
 from toolkit.serve.ollama.asked import bare_prompt, chat_request, prompt_in_chat
 from toolkit.serve.ollama.cards import Abilities, Listed, shown
 from toolkit.serve.ollama.fields import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +102,6 @@ class Plan:
         if not plan.models:
             raise UsageError("args: models: expected at least one")
         return plan
-
-    def with_keys(self, keys: Sequence[str]) -> Plan:
-        return replace(self, settings=replace(self.settings, api_keys=list(keys)))
 
     def config_file(self) -> str:
         """For ``serve deploy``: JSON, which is YAML too."""

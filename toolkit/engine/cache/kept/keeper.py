@@ -60,7 +60,7 @@ class Keeper:
 
     def __init__(self, shelf: Shelf | None, runner: Runner, blocks: BlockManager, lender: Lender | None = None) -> None:
         """``shelf`` None: nothing is kept here. ``lender``: of blocks that others are to have."""
-        self._shelf, self._runner, self._blocks = shelf, runner, blocks
+        self._shelf, self._runner, self._blocks, self._size = shelf, runner, blocks, blocks.block_size
         self.lender = lender
         self.sources: dict[str, Source] = {}
         self._noted: OrderedDict[bytes, list[Block]] = OrderedDict()
@@ -84,10 +84,7 @@ class Keeper:
             return
         for j in range(first, stop):
             if len(self._noted) < NOTED and seq.keys[j] not in self._noted:
-                self._noted[seq.keys[j]] = [self._block(seq, g, j) for g, _ in enumerate(self._blocks.pools)]
-
-    def _block(self, seq: Sequence, group: int, entry: int) -> Block:
-        return block_of(seq, group, entry, self._blocks.block_size)
+                self._noted[seq.keys[j]] = [block_of(seq, g, j, self._size) for g, _ in enumerate(self._blocks.pools)]
 
     @property
     def pending(self) -> bool:
@@ -130,7 +127,7 @@ class Keeper:
         tokens in all, are being read."""
         if seq.id in self._fetches:
             return True
-        last = min(most // self._blocks.block_size, len(seq.keys))
+        last = min(most // self._size, len(seq.keys))
         while seq.fetches < TRIES and last > hit and self._blocks.fits_more(last - hit):
             source = self.sources.get(seq.request.source) if not seq.fetches else None
             source = source or self._shelf
@@ -146,7 +143,7 @@ class Keeper:
                 return True
             best = self._blocks.match(seq.keys, most, also=found)
             if own and not seq.fetches:
-                self.looked_up_tokens += max(0, most - hit * self._blocks.block_size)
+                self.looked_up_tokens += max(0, most - hit * self._size)
             if best > hit:
                 self._fetch(seq, source, best, hit)
                 return True
@@ -162,14 +159,14 @@ class Keeper:
         """What of a request is on the shelf."""
         assert self._shelf is not None
         shelf, places = self._shelf, {key: j for j, key in enumerate(seq.keys)}
-        return lambda group, key: shelf.has(self._block(seq, group, places[key]))
+        return lambda group, key: shelf.has(block_of(seq, group, places[key], self._size))
 
     def _there(self, seq: Sequence, source: Source, last: int) -> Elsewhere | None:
         """What of its first ``last`` blocks another engine has; None as long as that has not answered."""
         if seq.id not in self._asking:
             pools = list(enumerate(self._blocks.pools))
             lacking = [(g, j) for j in range(last) for g, pool in pools if pool.find(seq.keys[j]) is None]
-            blocks = [self._block(seq, g, j) for g, j in lacking]
+            blocks = [block_of(seq, g, j, self._size) for g, j in lacking]
             self._asking[seq.id] = seq, self._far.submit(source.which, blocks)
         if not self._asking[seq.id][1].done():
             return None
@@ -181,8 +178,8 @@ class Keeper:
         pools, wanted = self._blocks.pools, self._blocks.needed(best)
         lacking = [(g, j) for g, j in wanted if pools[g].find(seq.keys[j]) is None]
         lacking.sort(key=lambda at: (self._blocks.windows[at[0]] is None, at[1]))  # without a state all is in vain
-        todo = deque(self._block(seq, g, j) for g, j in lacking)
-        fetch = self._fetches[seq.id] = Fetch(seq, source, todo, (best - hit) * self._blocks.block_size)
+        todo = deque(block_of(seq, g, j, self._size) for g, j in lacking)
+        fetch = self._fetches[seq.id] = Fetch(seq, source, todo, (best - hit) * self._size)
         self._blocks.keep_cached(fetch.name, [(g, seq.keys[j]) for g, j in wanted])
         self._read(fetch)
 

@@ -122,15 +122,9 @@ def _pack_vector(name: str, value: Tensor) -> PackedTensor:
     return vector(_bits_of(value.to(TORCH_TYPES[dtype])), dtype)
 
 
-def packed_bytes(spec: DecoderSpec, weights: Mapping[str, Weight | Tensor]) -> int:
-    """Bytes of what ``pack_model`` makes of canonical weights, told from their headers. Of 8-bit codes with stored zero
-    points, which may all be in the middle, it is what they take at most.
-    """
-    return sum(packed.meta.nbytes for packed in outlines(spec, weights).values())
-
-
 def outlines(spec: DecoderSpec, weights: Mapping[str, Weight | Tensor]) -> dict[str, PackedTensor]:
-    """What ``pack_model`` makes of canonical weights, without bytes."""
+    """What ``pack_model`` makes of canonical weights, told from their headers, without bytes. Of 8-bit codes with
+    stored zero points, which may all be in the middle, it is what takes most."""
     return dict(pack_model(spec, ((name, info_of(weights, name)) for name in weights), None, []))
 
 

@@ -58,6 +58,8 @@ void check_group(const Program& p, const StepArrays& in, int64_t g) {
         if (group.window > 0 && length - fresh - group.window + 1 > 0) first = (length - fresh - group.window + 1) / bs;
         const int64_t last = (length + bs - 1) / bs;
         if (last > first) within("block_tables", table + s * width + first, last - first, 0, group.blocks);
+        const int64_t head = std::min((group.sink_tokens + bs - 1) / bs, first);
+        if (head > 0) within("block_tables", table + s * width, head, 0, group.blocks);
     }
 }
 

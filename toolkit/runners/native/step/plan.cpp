@@ -190,12 +190,20 @@ int64_t chunk_end(const StepArrays& in, int64_t first) {
 }
 
 int64_t partial_floats(const Program& p, const StepArrays& in, const Cut& cut) {
-    int64_t tiles = 0, widest = 0;
+    int64_t most = 0;
     if (cut.count > SMALL) return 0;
-    for (int64_t t = 0; t < cut.count; t++) tiles += in.seq_lens[cut.seq_of[size_t(t)]] / KV_TILE + 1;
-    for (const Sublayer& s : p.sublayers)
-        if (const Attention* a = s.attends()) widest = std::max(widest, a->heads * (a->vpad + 2));
-    return tiles * widest;
+    for (const Sublayer& s : p.sublayers) {
+        const Attention* a = s.attends();
+        if (!a) continue;
+        int64_t tiles = 0;
+        for (int64_t t = 0; t < cut.count; t++) {
+            const int64_t length = in.seq_lens[cut.seq_of[size_t(t)]];
+            // of a window a tile at each end is seen in part, and that of the sink tokens is one more
+            tiles += a->sink_tokens ? std::min(length, a->window + a->sink_tokens) / KV_TILE + 3 : length / KV_TILE + 1;
+        }
+        most = std::max(most, tiles * a->heads * (a->vpad + 2));
+    }
+    return most;
 }
 
 }  // namespace tk

@@ -131,6 +131,7 @@ Program parse_program(const char* names, const double* values, int64_t count, co
         Group group;
         const Record entry = r.entry("groups", g);
         group.window = entry.integer("window", 0, LIMIT);
+        group.sink_tokens = entry.integer("sink_tokens", 0, KV_TILE);
         group.state = entry.flag("state");
         prog.groups.push_back(group);
     }

@@ -86,6 +86,8 @@ struct Attention {
     int64_t rope;    // index into Program::ropes or -1
     int64_t window;  // 0 = none
     bool chunked = false;  // windows begin at multiples of `window`, they do not slide
+    int64_t sink_tokens = 0;  // first positions that are seen beside a window, from the place right before it
+    std::vector<float> sink_cos, sink_sin;  // how queries turn that look at those
     int64_t group;
     float scale, softcap;
     Vector alibi;            // slopes of heads, divided by `scale` unless rounded
@@ -105,8 +107,10 @@ struct Attention {
     // The oldest position that one at `position` sees.
     int64_t oldest(int64_t position) const {
         if (!window) return 0;
-        return chunked ? position / window * window : position < window ? 0 : position - window + 1;
+        return chunked ? position / window * window : position < window + sink_tokens ? 0 : position - window + 1;
     }
+    // Whether one at `position` sees the sink tokens apart from its window.
+    bool sinks_apart(int64_t position) const { return sink_tokens && position >= window + sink_tokens; }
     bool wide(const Norm& n) const { return n.present() && n.size > head_dim; }  // over all heads at once
     bool settles() const { return clip > 0 || norm_last || wide(q_norm) || wide(k_norm); }  // all heads before each
 };
@@ -254,7 +258,7 @@ struct Rope {
 
 struct Group {
     bool state = false;  // its blocks are slots
-    int64_t window = 0;
+    int64_t window = 0, sink_tokens = 0;
     int64_t block_bytes = 0;
     int64_t blocks = 0;
     uint8_t* data = nullptr;
@@ -267,6 +271,7 @@ struct Program {
     int64_t kept = 0;  // bytes of each 16 rows of a picture that are looked at
     int64_t mixtures = 0, most_chosen = 0;  // mixtures of experts, and the most that one of them chooses
     int64_t deep;  // branches whose rows stand beside those that take the places of tokens
+    bool endless = false;  // texts may be far longer than what the model was trained for
     bool bf16;  // products of bfloat16: attention on such cells, linears with such weights
     Linear embed, head;
     Norm final_norm;

@@ -169,6 +169,8 @@ static void stretched(const Rope& rope, int64_t length, std::vector<float>& freq
 void Run::turn_table(size_t i, Range r) const {
     const Rope& rope = p.ropes[i];
     const int64_t half = rope.rotary / 2;
+    // far into an endless text products of floats would be off by more than neighbours are apart
+    auto far = [&](int32_t position) { return p.endless && position >= 1 << 18; };
     std::vector<float> own;  // frequencies of the length of the token before
     int64_t known = 0;
     for (int64_t t = r.first; t < r.last; t++) {
@@ -181,7 +183,9 @@ void Run::turn_table(size_t i, Range r) const {
         }
         for (int64_t d = 0; d < half; d++) {
             const int64_t axis = in.axes == 1 ? 0 : int64_t(rope.axis.data[d]);
-            const float angle = float(at[axis * in.tokens]) * freq[d];
+            const int32_t position = at[axis * in.tokens];
+            float angle = float(position) * freq[d];
+            if (far(position)) angle = float(std::remainder(double(position) * double(freq[d]), 2 * M_PI));
             w.cos[i][t * half + d] = cosf(angle) * rope.factor[set];
             w.sin[i][t * half + d] = sinf(angle) * rope.factor[set];
         }

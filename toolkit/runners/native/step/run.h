@@ -191,7 +191,12 @@ private:
     struct Piece {
         int64_t seq, head, first, last, tile;
     };
-    Range seen(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const;
+    struct Sight {
+        bool apart;
+        Range tokens;
+        int64_t tile;
+    };
+    Sight sight(const Attention& a, const Piece& piece) const;
     void find_cells(const Attention& a, int64_t seq, int64_t head, int64_t tile, Range tokens, KvTile* to) const;
     void load_cells(const Attention& a, int64_t tile, Range tokens, const KvTile* ahead, KvTile* cells);
     bool reads_stored(const Attention& a) const;
@@ -201,6 +206,7 @@ private:
     void merge_split(const Attention& a, InputBuffer& to, Range heads);
     void finish_rows(const Attention& a, int64_t head, int64_t t, const AttnState& s, int64_t row, float* to);
     const uint8_t* query(const Attention& a, int64_t head, int64_t t) const;
+    const uint8_t* sink_query(const Attention& a, int64_t head, int64_t t) const;
     void put_query(const Attention& a, const float* row, uint8_t* to) const;
     float* result(const Attention& a, int64_t t) const { return a.rows ? w.spread + t * w.spread_ld : w.mid.x + t * w.mid.ldx; }
     void attend_all(const Attention& a, const std::vector<uint8_t>& skipped = {});

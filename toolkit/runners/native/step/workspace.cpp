@@ -59,7 +59,7 @@ struct Widths {
         qkv = std::max(qkv, total);
     }
     void attention(const Attention& a) {
-        queries = std::max(queries, a.heads * a.dpad);
+        queries = std::max(queries, (a.sink_tokens ? 2 : 1) * a.heads * a.dpad);
         heads = std::max(heads, a.heads);
         dpad = std::max(dpad, a.dpad);
     }

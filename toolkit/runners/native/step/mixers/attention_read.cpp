@@ -1,5 +1,6 @@
 // Attention and latent attention, read.
 #include <algorithm>
+#include <cmath>
 
 #include "step/read.h"
 #include "step/workspace.h"
@@ -17,6 +18,7 @@ void keep(Attention& a, const Record& r, Program& prog) {
     Group& g = prog.groups[size_t(a.group)];
     if (g.state) r.fail("group", "one of states, not of tokens");
     if (g.window > 0 && (a.window == 0 || a.window > g.window)) r.fail("window", "sees further back than its cache group keeps");
+    if (a.sink_tokens > g.sink_tokens) r.fail("sink_tokens", "more than its cache group keeps");
     a.layer_offset = g.block_bytes;
     g.block_bytes += a.kv_heads * a.head_bytes;
 }
@@ -25,6 +27,17 @@ int64_t read_rope_of(const Record& r, const Program& prog, int64_t dims) {
     const int64_t rope = r.integer("rope", 0, int64_t(prog.ropes.size()) - 1);
     if (prog.ropes[size_t(rope)].rotary > dims) r.fail("rope", "turns more than the head has");
     return rope;
+}
+
+// Cosines and sines of the place from which sink tokens are seen, that of a query where they and a window are full.
+void turn_for_sinks(Attention& a, const Program& prog) {
+    if (!a.sink_tokens || a.rope < 0) return;
+    const Rope& rope = prog.ropes[size_t(a.rope)];
+    for (int64_t d = 0; d < rope.rotary / 2; d++) {
+        const float angle = float(a.window + a.sink_tokens - 1) * rope.freq[0].data[d];
+        a.sink_cos.push_back(cosf(angle) * rope.factor[0]);
+        a.sink_sin.push_back(sinf(angle) * rope.factor[0]);
+    }
 }
 
 void read_query_scale(const Record& r, Attention& a) {
@@ -75,6 +88,10 @@ Mixer read_attention(const Record& r, Program& prog) {
     a.window = r.integer("window", 0, LIMIT);
     a.chunked = r.flag("chunked");
     if (a.chunked && !a.window) r.fail("chunked", "without a window");
+    a.sink_tokens = r.integer("sink_tokens", 0, KV_TILE);
+    if (a.sink_tokens && (!a.window || a.chunked)) r.fail("sink_tokens", "without a window that slides");
+    turn_for_sinks(a, prog);
+    prog.endless |= a.sink_tokens > 0;
     a.mutual = r.flag("mutual");
     a.scale = r.number("scale");
     a.softcap = r.number("softcap");
@@ -88,6 +105,8 @@ Mixer read_attention(const Record& r, Program& prog) {
     }
     a.norm_last = r.flag("norm_last");
     if (r.has("q_scale")) read_query_scale(r.record("q_scale"), a);
+    if (a.sink_tokens && (a.norm_last || a.q_form || a.mutual || a.alibi_rounded != 0.0f))
+        r.fail("sink_tokens", "beside what no query can have at two places");
     const int64_t hidden = prog.hidden;
     a.q = r.routed("q", a.heads * a.head_dim, hidden);
     a.k = r.routed("k", a.kv_heads * a.head_dim, hidden);

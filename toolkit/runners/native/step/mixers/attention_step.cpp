@@ -47,6 +47,11 @@ const uint8_t* Run::query(const Attention& a, int64_t head, int64_t t) const {
     return w.queries + (hand.first * w.queries_ld + (head * rows + t - hand.first) * a.per_kv * a.dpad) * (p.bf16 ? 2 : 4);
 }
 
+// Of those that look at sink tokens apart; they lie behind the others.
+const uint8_t* Run::sink_query(const Attention& a, int64_t head, int64_t t) const {
+    return query(a, a.kv_heads + head, t);
+}
+
 void Run::put_query(const Attention& a, const float* row, uint8_t* to) const {
     if (p.bf16) ops.to_bf16(row, reinterpret_cast<uint16_t*>(to), a.dpad);
     else std::memcpy(to, row, size_t(a.dpad) * 4);
@@ -88,20 +93,26 @@ void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
     std::memset(row, 0, size_t(a.dpad) * 8);
     const int64_t half = a.rope >= 0 && !a.norm_last ? p.ropes[size_t(a.rope)].rotary / 2 : 0;
     const float factor = query_scale(a, position_of(seq, flat));
-    auto load = [&](const float* from, const Norm& norm, int64_t of_head) {
+    const bool apart = a.sinks_apart(position_of(seq, flat));
+    auto load = [&](const float* from, const Norm& norm, int64_t of_head, const float* cos, const float* sin) {
         if (norm.present() && !a.wide(norm)) norm_row(norm, from, row, of_head);
         else std::memcpy(row, from, size_t(hd) * 4);
-        if (half) ops.rope(row, w.cos[size_t(a.rope)] + t * half, w.sin[size_t(a.rope)] + t * half, 2 * half);
+        if (half) ops.rope(row, cos, sin, 2 * half);
         if (turns_keys(a.kv_type)) ops.hadamard(row, hd);
     };
+    const float *cos = half ? w.cos[size_t(a.rope)] + t * half : nullptr, *sin = half ? w.sin[size_t(a.rope)] + t * half : nullptr;
     uint8_t* to = const_cast<uint8_t*>(query(a, head, t));
-    for (int64_t i = 0; i < a.per_kv; i++, to += a.dpad * (p.bf16 ? 2 : 4)) {
-        const int64_t h = a.first_head + head * a.per_kv + i;
-        load(q + h * hd, a.q_norm, h);
+    uint8_t* from_sinks = const_cast<uint8_t*>(sink_query(a, head, t));
+    for (int64_t i = 0; i < a.per_kv; i++) {
+        const int64_t h = a.first_head + head * a.per_kv + i, at = i * a.dpad * (p.bf16 ? 2 : 4);
+        load(q + h * hd, a.q_norm, h, cos, sin);
         if (a.q_form) std::for_each(row, row + hd, [&](float& x) { x *= factor; });
-        put_query(a, row, to);
+        put_query(a, row, to + at);
+        if (!apart) continue;
+        load(q + h * hd, a.q_norm, h, a.sink_cos.data(), a.sink_sin.data());
+        put_query(a, row, from_sinks + at);
     }
-    load(k + (a.first_kv + head) * hd, a.k_norm, a.first_kv + head);
+    load(k + (a.first_kv + head) * hd, a.k_norm, a.first_kv + head, cos, sin);
     std::memcpy(value, v + (a.first_kv + head) * hd, size_t(hd) * 4);
     store(a, t, head, row, value);
 }
@@ -121,9 +132,10 @@ void Run::store(const Attention& a, int64_t t, int64_t head, const float* key, c
                  kp + cell * a.cell.k_params, vp + cell * a.cell.v_params, lane, last);
 }
 
-// Tiles that tokens [t0, t1) of a sequence see.
+// Tiles that tokens [t0, t1) of a sequence see; where sink tokens are seen apart the one before the first stands for them.
 Range Run::tiles_of(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const {
-    return {a.oldest(position_of(seq, t0)) / KV_TILE, (reach(a, seq, t1 - 1) - 1) / KV_TILE + 1};
+    const int64_t apart = a.sinks_apart(position_of(seq, t1 - 1));
+    return {a.oldest(position_of(seq, t0)) / KV_TILE - apart, (reach(a, seq, t1 - 1) - 1) / KV_TILE + 1};
 }
 
 // Where a tile's cells lie in the cache; only cells with tokens in `tokens` (absolute) are looked up.
@@ -176,37 +188,43 @@ bool Run::reads_stored(const Attention& a) const {
     return !a.rows && reads_cells(a.kv_type, p.bf16, ops.bf16_dot);
 }
 
-// Tokens that tokens [t0, t1) of a sequence see, as absolute positions.
-Range Run::seen(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const {
-    return {a.oldest(position_of(seq, t0)), reach(a, seq, t1 - 1)};
+// Whether a piece is that of sink tokens seen apart; what it sees, as absolute positions, and in which tile of them.
+Run::Sight Run::sight(const Attention& a, const Piece& piece) const {
+    const int64_t oldest = a.oldest(position_of(piece.seq, piece.first));
+    if (piece.tile < oldest / KV_TILE) return {true, {0, a.sink_tokens}, 0};
+    return {false, {oldest, reach(a, piece.seq, piece.last - 1)}, piece.tile};
 }
 
 // One piece of attention into a fresh state; `next` is the one that this thread takes on afterwards, or null.
 void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next, const AttnState& to) {
-    const auto [seq, head, t0, t1, tile] = piece;
+    const int64_t seq = piece.seq, head = piece.head, t0 = piece.first, t1 = piece.last;
     AttnScratch& s = own.attention;
+    const auto [apart, tokens, tile] = sight(a, piece);
     const int64_t base = tile * KV_TILE;
-    const Range tokens = seen(a, seq, t0, t1);
     KvTile kv, ahead;
     find_cells(a, seq, head, tile, tokens, &kv);
-    if (next) find_cells(a, next->seq, next->head, next->tile, seen(a, next->seq, next->first, next->last), &ahead);
+    if (next) {
+        const Sight then = sight(a, *next);
+        find_cells(a, next->seq, next->head, then.tile, then.tokens, &ahead);
+    }
     const bool stored = reads_stored(a);
     if (stored) kv.next = next ? &ahead : nullptr;
     else load_cells(a, tile, tokens, next && t1 - t0 == 1 ? &ahead : nullptr, &kv);
     for (int64_t t = t0; t < t1; t++) {
-        const int64_t pos = position_of(seq, t), low = a.oldest(pos) - base, high = reach(a, seq, t) - base;
+        const int64_t pos = position_of(seq, t), low = apart ? 0 : a.oldest(pos) - base;
+        const int64_t high = !apart ? reach(a, seq, t) - base : a.sinks_apart(pos) ? a.sink_tokens : 0;
         for (int64_t i = 0; i < a.per_kv; i++) {
             const int64_t r = (t - t0) * a.per_kv + i;
             s.lo[r] = int32_t(std::clamp<int64_t>(low, 0, KV_TILE));
             s.hi[r] = int32_t(std::clamp<int64_t>(high, 0, KV_TILE));
             if (!a.alibi) continue;
             s.slope[r] = a.alibi.data[a.first_head + head * a.per_kv + i];
-            s.from[r] = int32_t(a.alibi_rounded != 0.0f ? base : base - pos);
+            s.from[r] = int32_t(a.alibi_rounded != 0.0f ? base : base - (apart ? a.window + a.sink_tokens - 1 : pos));
         }
     }
     AttnParams params{a.dpad, a.vpad, a.scale, a.softcap, stored ? a.kv_type : loaded_type(p.bf16)};
     if (a.alibi) params.slope = s.slope, params.from = s.from, params.rounded = a.alibi_rounded, params.both = a.mutual;
-    ops.attn_tile(params, kv, query(a, head, t0 - first), (t1 - t0) * a.per_kv, s.lo, s.hi, to, s.scores);
+    ops.attn_tile(params, kv, apart ? sink_query(a, head, t0 - first) : query(a, head, t0 - first), (t1 - t0) * a.per_kv, s.lo, s.hi, to, s.scores);
 }
 
 // State rows of one token and kv head, from `row` on, to their places in the token's output row.

@@ -1,0 +1,175 @@
+"""What a model finds again in a long text, by the text's length and the depth at which it stands.
+
+``passkey`` asks as LMDeploy's script does: a number between sentences that say nothing (Mohtashami & Jaggi, "Landmark
+Attention", 2023). ``needle`` hides a sentence in a book and scores answers as OpenCompass's NeedleBench does (Li et
+al. 2024, after G. Kamradt's test): 100 where the keyword is in the answer, else a fifth of how like it is to the
+sentence. Depths are percent of the text before what is hidden. What is asked depends on the seed, the length, the depth
+and the round alone.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from toolkit.configs.checks import number
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.eval.tasks import CITIES, PEOPLE
+
+Kind = Literal["passkey", "needle"]
+ANSWER = {"passkey": 16, "needle": 64}  # tokens that an answer may take
+SPARE = 4  # tokens: where template and text meet they may be cut otherwise
+LEAST = 64  # tokens of text, at least: less holds nothing to look for
+TASK = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you "
+    "about the important information there."
+)
+GARBAGE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+QUIZ = "What is the pass key? The pass key is"
+THINGS = ("silver key", "old map", "red lantern", "glass ship", "brass clock", "blue violin", "ivory box", "green lamp")
+
+Encode = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """``prompt``: what the user says. ``hidden``: the sentence to be found; ``keyword``: what its answer has."""
+
+    prompt: str
+    hidden: str
+    keyword: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a model answers to texts of users, greedy, each of at most so many tokens: the text, and how many tokens the
+    prompt took with its template."""
+
+    encode: Encode
+    answer: Callable[[list[str], int], list[tuple[str, int]]]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """``lengths``: tokens of prompt, template and answer together. ``depths``: percent. ``rounds``: questions each."""
+
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    rounds: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        number("--rounds", self.rounds, 1, 10_000, whole=True)
+        if not self.lengths or min(self.lengths) < 1:
+            raise UsageError(f"--lengths: expected numbers of tokens, found {', '.join(map(str, self.lengths))}")
+        if not self.depths or not all(0 <= depth <= 100 for depth in self.depths):
+            raise UsageError(f"--depths: expected percent, 0 to 100, found {', '.join(f'{d:g}' for d in self.depths)}")
+
+    @property
+    def cells(self) -> list[tuple[int, float]]:
+        return [(length, depth) for length in self.lengths for depth in self.depths]
+
+
+def passkey(encode: Encode, room: int, depth: float, draw: random.Random) -> Question:
+    """A question of at most ``room`` tokens."""
+    key = str(draw.randrange(1, 50_000))
+    told = f"The pass key is {key}. Remember it. {key} is the pass key."
+
+    def written(times: int) -> str:
+        before = round(times * depth / 100)
+        lines = [TASK, *[GARBAGE] * before, told, *[GARBAGE] * (times - before), QUIZ]
+        return " ".join(lines)
+
+    most = max(0, (room - len(encode(written(0)))) // max(1, len(encode(f" {GARBAGE}")) - 1) + 1)
+    return Question(written(_fitting(encode, written, most, room)), told, key)
+
+
+def needle(encode: Encode, text: str, room: int, depth: float, draw: random.Random) -> Question:
+    """A question of at most ``room`` tokens, about a sentence between those of ``text``, which is repeated if short."""
+    who, thing = draw.choice(PEOPLE), draw.choice(THINGS)
+    city = draw.choice([name for name in CITIES if name not in text] or list(CITIES))
+    told = f"{who} hid the {thing} in {city}."
+    sentences = re.split(r"(?<=[.!?])\s+", text.strip())
+    first = draw.randrange(len(sentences))
+    sentences = sentences[first:] + sentences[:first]
+
+    def written(count: int) -> str:
+        before = round(count * depth / 100)
+        taken = [sentences[i % len(sentences)] for i in range(count)]
+        book = " ".join([*taken[:before], told, *taken[before:]])
+        return (
+            "Answer the question about this document, concisely, and of nothing else.\n"
+            f"The document:\n{book}\n\nThe question: In which city did {who} hide the {thing}?"
+        )
+
+    return Question(written(_fitting(encode, written, room, room)), told, city)
+
+
+def _fitting(encode: Encode, written: Callable[[int], str], most: int, room: int) -> int:
+    """How many pieces, ``most`` at most, fit into ``room`` tokens."""
+    low, high = 0, 1
+    while high < most and len(encode(written(high))) <= room:
+        low, high = high, high * 2
+    high = min(high, most)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if len(encode(written(middle))) <= room else (low, middle - 1)
+    return low
+
+
+def likeness(answer: str, hidden: str) -> float:
+    """1 − (letters to change, Levenshtein) / (those of the longer), blanks left out."""
+    a, b = re.sub(r"\s+", "", answer), re.sub(r"\s+", "", hidden)
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        before, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (x != y))
+    return 1.0 - row[-1] / max(len(a), len(b), 1)
+
+
+def score(kind: Kind, answer: str, question: Question) -> float:
+    """0 to 100."""
+    if kind == "passkey":
+        return 100.0 * (re.findall(r"\d+", answer)[:1] == [question.keyword])
+    return 100.0 if question.keyword in answer else 20.0 * likeness(answer, question.hidden)
+
+
+def search(kind: Kind, model: Asked, grid: Grid, text: str = "") -> Iterator[dict[str, Any]]:
+    """Of each length and depth {"length", "depth", "rounds", "score", "found", "tokens", "seconds"}: the mean score, 0
+    to 100, how many rounds had it, the longest prompt's tokens with its template, and the time.
+
+    ``text``: what needles are hidden in. Raises UsageError for a length without room, ToolkitError where the model
+    fails.
+    """
+    (_, bare), *_ = model.answer(["."], 1)
+    extra = bare - len(model.encode("."))  # what the template takes
+    for length in grid.lengths:
+        if (least := extra + ANSWER[kind] + LEAST + len(model.encode(TASK + QUIZ))) > length:
+            raise UsageError(f"--lengths {length}: expected {least} tokens or more, of prompt, template and answer")
+    for length, depth in grid.cells:
+        room = length - extra - ANSWER[kind] - SPARE
+        draws = [random.Random(f"{kind} {grid.seed} {length} {depth:g} {i}") for i in range(grid.rounds)]
+        if kind == "passkey":
+            asked = [passkey(model.encode, room, depth, draw) for draw in draws]
+        else:
+            asked = [needle(model.encode, text, room, depth, draw) for draw in draws]
+        started = time.perf_counter()
+        answers = model.answer([question.prompt for question in asked], ANSWER[kind])
+        seconds = time.perf_counter() - started
+        if any(tokens + ANSWER[kind] > length for _, tokens in answers):
+            raise ToolkitError(f"--lengths {length}: the chat template takes more than it took of a short prompt")
+        scores = [score(kind, answer, question) for (answer, _), question in zip(answers, asked, strict=True)]
+        yield {
+            "length": length,
+            "depth": depth,
+            "rounds": grid.rounds,
+            "score": sum(scores) / len(scores),
+            "found": sum(one == 100.0 for one in scores),
+            "tokens": max(tokens for _, tokens in answers),
+            "seconds": round(seconds, 3),
+        }

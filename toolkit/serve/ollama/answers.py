@@ -1,0 +1,73 @@
+"""What Ollama's API answers, for /openapi.json alone (``toolkit.serve.http.answers``)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+
+class OllamaVersion(BaseModel):
+    version: str
+
+
+class OllamaModel(BaseModel):
+    name: str
+    model: str
+    size: int
+    digest: str
+    details: dict[str, Any]
+    modified_at: str | None = None
+    expires_at: str | None = None
+    size_vram: int | None = None
+    context_length: int | None = None
+
+
+class OllamaModels(BaseModel):
+    models: list[OllamaModel]
+
+
+class OllamaShown(BaseModel):
+    modelfile: str
+    parameters: str
+    template: str
+    details: dict[str, Any]
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+
+
+class OllamaEnd(BaseModel):
+    model: str
+    created_at: str
+    done: bool
+    done_reason: Literal["stop", "length", "load"]
+    total_duration: int | None = None
+    load_duration: int | None = None
+    prompt_eval_count: int | None = None
+    prompt_eval_cached_count: int | None = None
+    prompt_eval_duration: int | None = None
+    eval_count: int | None = None
+    eval_duration: int | None = None
+    logprobs: list[dict[str, Any]] | None = None
+
+
+class OllamaChat(OllamaEnd):
+    message: dict[str, Any]
+
+
+class OllamaText(OllamaEnd):
+    response: str
+    thinking: str | None = None
+
+
+class OllamaEmbeddings(BaseModel):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(BaseModel):
+    embedding: list[float]
