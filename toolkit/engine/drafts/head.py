@@ -84,6 +84,9 @@ class DraftHead(Draft):
 
     def _keep(self, seq: Sequence, start: int, states: F32) -> None:
         follower = self._followers.get(seq)
+        if start >= self._longest:  # no guess is asked for any more
+            self._followers.pop(seq, None)
+            return
         if follower is None or start > follower.end:  # a prefix from the cache, whose states nobody has
             odds = Odds(above=self._odds) if follower is None else follower.odds
             follower = self._followers[seq] = Follower(KeysValues(self.head.spec, start + 1), odds)
