@@ -78,6 +78,10 @@ def _load(demand: Demand) -> str:
     return f"{demand.request_rate:g} requests/s of {sizes}"
 
 
+def _count(replicas: int, prefills: int) -> str:
+    return f"{replicas:,} and {prefills:,} for prompts" if prefills else f"{replicas:,}"
+
+
 def _show(demand: Demand, answers: list[Answer]) -> None:
     from toolkit.planner.plan import met
 
@@ -95,7 +99,7 @@ def _show(demand: Demand, answers: list[Answer]) -> None:
 
     lines: list[tuple[str, list[str]]] = [
         ("Times of steps", [answer.machine.how for answer in answers]),
-        ("Engines", ["none will do" if a.replicas is None else f"{a.replicas:,}" for a in answers]),
+        ("Engines", ["none will do" if a.replicas is None else _count(a.replicas, a.prefills) for a in answers]),
         ("Price of an hour", [money(a.price) for a in answers]),
         ("Cost of 10⁶ output tokens", [money(None if a.run is None else a.cost(a.run.output_tokens)) for a in answers]),
         (
@@ -115,7 +119,10 @@ def _show(demand: Demand, answers: list[Answer]) -> None:
         ("One fails: requests lost", ["" if a.run is None else f"{a.run.queued:.1f} on average" for a in answers]),
         (
             "Engines for twice the load",
-            ["" if a.replicas is None else str(a.doubled or "more than --replicas") for a in answers],
+            [
+                "" if a.replicas is None else _count(a.doubled, 2 * a.prefills) if a.doubled else "more than --replicas"
+                for a in answers
+            ],
         ),
     ]
     shown = [(name, *values) for name, values in lines if any(values)]

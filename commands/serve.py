@@ -12,6 +12,7 @@ from toolkit.commands.groups import Group
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags, with_lmdeploy_flags
 from toolkit.commands.output import show_engine, stderr
 from toolkit.commands.sampling_options import SamplingFlags, with_answer_flags
+from toolkit.commands.serve_dynamo import dynamo
 from toolkit.commands.serve_gradio import gradio
 from toolkit.commands.serve_proxy import proxy
 from toolkit.commands.serve_ray import ray
@@ -114,6 +115,7 @@ def serve_several(models: list[str], settings: ServerSettings, config: EngineCon
 
 app.command("proxy")(proxy)
 app.command("ray")(ray)
+app.command("dynamo")(dynamo)
 app.command("gradio")(gradio)
 
 

@@ -1,4 +1,5 @@
-"""Is `tool plan` right? One server, then two behind a proxy, under a Poisson load, beside what is simulated.
+"""Is `tool plan` right? One server, two behind a proxy, and two of which one computes prompts and one writes answers,
+under a Poisson load, beside what is simulated.
 
 The step times come from closed loops on the same servers (a fixed number of requests at a time); what is compared are
 runs at rates that no closed loop has seen. Needs a machine that does nothing else, for some five minutes.
@@ -79,14 +80,14 @@ def poisson(url: str, model: str, out: Path, rates: list[float], count: int, nam
 
 
 def compared(
-    rows: list[dict[str, Any]], fitted: Fit, replicas: int, count: int
+    rows: list[dict[str, Any]], fitted: Fit, replicas: int, prefills: int, count: int
 ) -> list[tuple[float, str, float, float]]:
     """(rate, figure, measured, simulated)."""
     found = []
     for row in rows:
         mean_in = row["total_input_tokens"] // row["completed"]
         asks = drawn(0, count, row["request_rate"], str(mean_in), str(SHAPES[0][1]), 0)
-        run = simulate(asks, fitted.time, Limits(max_batch_size=BATCH), replicas)
+        run = simulate(asks, fitted.time, Limits(max_batch_size=BATCH), replicas, prefills=prefills)
         found += [(row["request_rate"], name, row[name], figure(run, name)) for name in FIGURES]
     return found
 
@@ -110,29 +111,40 @@ def main() -> None:
     parser.add_argument("model", help="an artifact that `tool convert` wrote for a CPU")
     parser.add_argument("--out", type=Path, required=True, help="directory of the measured figures; it is made")
     parser.add_argument("--count", type=int, default=150, help="requests at each rate")
-    parser.add_argument("--parts", default="one,two", help="one, two (servers), or both by a comma")
+    parser.add_argument("--parts", default="one,two", help="of one, two (servers) and apart, by commas")
     parser.add_argument("--again", action="store_true", help="measure nothing: compare what --out has")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    engine = ["--max-batch-size", BATCH, "--session-len", LENGTH]
     for part in given.parts.split(","):
-        servers, most = (1, 16) if part == "one" else (2, 8)
-        file = given.out / f"poisson-{servers}.json"
-        if not given.again:
-            threads = [] if servers == 1 else ["--threads", 1]
-            with contextlib.ExitStack() as stack:
-                started = [running(23401 + i, "api_server", given.model, *engine, *threads) for i in range(servers)]
-                urls = [stack.enter_context(one) for one in started]
-                files = loops(urls, given.model, given.out, most)
-                best = [json.loads(one[0].read_text())[-1]["request_throughput"] for one in files]
-                target = urls[0]
-                if servers > 1:
-                    nodes = [word for url in urls for word in ("--node", url)]
-                    target = stack.enter_context(running(23400, "proxy", *nodes))
-                poisson(target, given.model, given.out, [0.5 * sum(best), 0.75 * sum(best)], given.count, file.stem)
-        rows = [row for one in sorted(given.out.glob(f"loops-{servers}-*.json")) for row in read_profile(one)]
-        fitted = fit(rows, Limits(max_batch_size=BATCH))
-        told(f"{servers} server(s)", fitted, compared(json.loads(file.read_text()), fitted, servers, given.count))
+        _check(part, given)
+
+
+def _check(part: str, given: argparse.Namespace) -> None:
+    servers, most = (1, 16) if part == "one" else (2, 8)
+    prefills = 1 if part == "apart" else 0
+    file = given.out / f"poisson-{part}.json"
+    if not given.again:
+        engine = ["--max-batch-size", BATCH, "--session-len", LENGTH]
+        engine += [] if servers == 1 else ["--threads", 1]
+        roles = [["--role", "prefill"], ["--role", "decode"]] if prefills else [[]] * servers
+        with contextlib.ExitStack() as stack:
+            started = [running(23401 + i, "api_server", given.model, *engine, *role) for i, role in enumerate(roles)]
+            urls = [stack.enter_context(one) for one in started]
+            if not prefills or not list(given.out.glob("loops-2-*.json")):
+                loops(urls, given.model, given.out, most)
+            best = [json.loads(one.read_text())[-1] for one in sorted(given.out.glob(f"loops-{servers}-*-0.json"))]
+            target = urls[0]
+            if servers > 1:
+                nodes = [word for url in urls for word in ("--node", url)]
+                apart = ["--serving-strategy", "DistServe", "--prefill-min-bytes", 0] if prefills else []
+                target = stack.enter_context(running(23400, "proxy", *nodes, *apart))
+                time.sleep(3)  # it looks at its nodes
+            whole = sum(one["request_throughput"] for one in best)
+            poisson(target, given.model, given.out, [0.5 * whole, 0.75 * whole], given.count, file.stem)
+    rows = [row for one in sorted(given.out.glob(f"loops-{servers}-*.json")) for row in read_profile(one)]
+    fitted = fit(rows, Limits(max_batch_size=BATCH))
+    found = compared(json.loads(file.read_text()), fitted, servers - prefills, prefills, given.count)
+    told(f"{servers} server(s), {part}", fitted, found)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,7 @@ INSIDE = {
         "llama_cpp": {"", "fields", "generation", "http", "openai"},
         "ollama": {"", "fields", "generation", "http", "openai", "llama_cpp"},
         "gradio": {""},
+        "dynamo": {"", "generation"},
         "ray": {"", "generation", "http", "ollama", "page", "proxy", "watch"},
         "proxy": {"", "fields", "generation", "http", "lmdeploy", "ollama", "page"},
         "fleet": {"", "generation", "http", "ollama", "page", "proxy", "watch"},

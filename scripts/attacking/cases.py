@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from attacking.connections import half_heads, half_requests, no_http, smuggling
+from attacking.door import batches, taken_places
 from attacking.engine import killed_engine, stopped_engine, truncated_file
 from attacking.neighbours import others_responses, pushed_out, swapped
 from attacking.pictures import fetched_pictures, large_pictures, large_videos, tiny_pictures
@@ -54,6 +55,8 @@ ATTACKS: dict[str, tuple[str, Callable[[Target], Iterator[str]], bool]] = {
     "hostile node": ("", hostile_node, False),
     "others' responses": ("39.2", others_responses, False),
     "pushed out": ("39.11", pushed_out, False),
+    "taken places": ("39.1", taken_places, False),
+    "batches": ("39.11", batches, False),
     "swapped": ("39.8", swapped, False),
     "held answers": ("39.10", held_answers, False),
     "forged roles": ("39.13", forged_roles, False),

@@ -31,7 +31,7 @@ def another(target: Target, *flags: str, models: tuple[Path, ...] = ()) -> Itera
         with servers.Server(first, [*map(str, others), *named, *keys, *flags], Path(folder) / "log") as server:
 
             def ask(key: str, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-                data = None if body is None else json.dumps(body).encode()
+                data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
                 told = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
                 told |= {name.replace("_", "-"): value for name, value in headers.items()}
                 request = urllib.request.Request(server.url + path, data, told, method=method)
@@ -41,6 +41,7 @@ def another(target: Target, *flags: str, models: tuple[Path, ...] = ()) -> Itera
                 except urllib.error.HTTPError as error:
                     return error.code, json.load(error)
 
+            ask.url = server.url  # type: ignore[attr-defined]
             yield ask
 
 
@@ -56,7 +57,12 @@ def others_responses(target: Target) -> Iterator[str]:
         id = ask("victim", "POST", "/v1/responses", body)[1]["id"]
         digest = hashlib.sha256(b"victim").hexdigest()
         for headers in ({}, said(digest), said(digest[:32])):
-            tries = [("GET", "", None), ("GET", "/input_items", None), ("POST", "/cancel", {}), ("DELETE", "", None)]
+            tries: list[tuple[str, str, Any]] = [
+                ("GET", "", None),
+                ("GET", "/input_items", None),
+                ("POST", "/cancel", {}),
+                ("DELETE", "", None),
+            ]
             found = [
                 ask("greedy", method, f"/v1/responses/{id}{path}", data, **headers) for method, path, data in tries
             ]

@@ -84,6 +84,28 @@ def test_one_grammar_beside_many_lists_of_words_takes_one_thread() -> None:
     assert begun.qsize() == 2 * THREADS - 1
 
 
+def test_threads_that_build_go_round_by_user() -> None:
+    """However many lists of one user wait, another's is built."""
+    constraints, go_on = Constraints(None, len(VOCABULARY)), threading.Event()
+    begun: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def build(params: SamplingParams, ticket: Ticket) -> Any:
+        begun.put(params.bad_words[0])
+        assert params.bad_words == ["modest"] or go_on.wait(60)
+
+    constraints.build = build  # type: ignore[method-assign]
+    many = [constraints.begin(SamplingParams(1, bad_words=[str(i)]), "greedy") for i in range(3 * THREADS)]
+    modest = constraints.begin(SamplingParams(1, bad_words=["modest"]), "modest")
+    modest.wait(60)
+    assert modest.done and not any(building.done for building in many)
+    go_on.set()
+    for building in many:
+        while not building.started:
+            constraints.proceed()
+        building.wait(60)
+    assert begun.qsize() == 3 * THREADS + 1
+
+
 def test_hashes_that_meet_ban_nothing_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bad_words, "_BASE", np.uint64(0))  # only the last byte counts
     state = BadWordState(BadWords(VOCABULARY).list_of(["ab"]))

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from toolkit.configs.speculative import Speculation
 from toolkit.engine.core import EngineCore
 from toolkit.engine.drafts.cost import StepCost, worth
-from toolkit.engine.drafts.lookup import Lookup
+from toolkit.engine.drafts.lookup import USERS, Lookup
 from toolkit.engine.drafts.model import DraftModel
-from toolkit.engine.drafts.search import Answers
+from toolkit.engine.drafts.search import Answers, Seen, pairs
 from toolkit.engine.drafts.vocabulary import equal
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams, Whose
 from toolkit.engine.sequence import Sequence
@@ -309,6 +309,24 @@ def test_answers_that_are_written_over_are_not_found(answers: list[list[int]], r
             at, length = kept.find(np.array(answer[:end], np.int32))
             assert kept.tokens[at - length : at].tolist() == answer[end - length : end]
             assert length == 0 or length >= 3
+
+
+def test_answers_of_one_key_push_out_no_others() -> None:
+    """Whoever has a key names as many owners behind it as they like."""
+    lookup = Lookup("user")
+    for owner in ("victim", *(f"greedy/{i:08x}" for i in range(3 * USERS))):
+        seq, _ = guessed(lookup, [1, 2, 3, 30, 31, 32, 33, 34, 35], new=6, whose=Whose(owner=owner))
+        lookup.forget(seq)
+    assert guessed(lookup, [7, 30, 31, 32], whose=Whose(owner="victim"))[1] == [33, 34, 35]
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=60), st.integers(0, 100))
+def test_pairs_that_were_seen_are_known(tokens: list[int], room: int) -> None:
+    found = pairs(np.array(tokens, np.int32))
+    seen = Seen(found[:-1], room)
+    assert all(int(number) in seen for number in found[:-1])
+    seen.add(int(found[-1]))
+    assert int(found[-1]) in seen
 
 
 def test_as_many_guesses_are_verified_as_pay() -> None:

@@ -44,6 +44,7 @@ ELSEWHERE = {
     "add-a-kernel": "test_snippets.py",
     "other-apis": "settings of other programs",
     "serving": "scripts that take minutes",
+    "how-to/a-worker-of-dynamo": "a front end of Dynamo: tests/serve",
     "how-to/add-a-device": "a device that is not here; tests/runners has a stand-in",
     "how-to/check-a-gpu": "tests/scripts",
     "how-to/plan-a-fleet": "tests/planner",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from toolkit.artifacts.adapter import _modules
+from toolkit.artifacts.adapter import _modules, read_changes
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import get, names
 from toolkit.quant.merge import merge
@@ -209,6 +209,26 @@ class Hostile:
 
 
 FAMILIES = [name for name in names() if get(name).recipe is None and not get(name).encodes]
+
+
+def test_modules_of_a_model_that_sees_are_known_by_transformers_names_too(
+    tiny_models: Any, support: Any, tmp_path: Path
+) -> None:
+    """PEFT writes model.language_model.layers…, where checkpoints have language_model.model.layers…."""
+    model = tiny_models("gemma3")
+    made = support("adapters").write_adapter(tmp_path / "a", model, "language_model.*(?:q_proj|v_proj)")
+    opened = open_model(model)
+    expected = read_changes(made, opened.spec, opened.stored)
+    assert expected and any("language_model" in name for name in load_file(made / "adapter_model.safetensors"))
+    for begin in ("language_model.model.", "model.language_model."):
+        tensors = {
+            re.sub(r"(?<=^base_model\.model\.)(language_model\.model|model\.language_model)\.", begin, name): tensor
+            for name, tensor in load_file(made / "adapter_model.safetensors").items()
+        }
+        save_file(tensors, made / "adapter_model.safetensors")
+        found = read_changes(made, opened.spec, opened.stored)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name].a, change.a) for name, change in expected.items())
 
 
 @pytest.mark.slow

@@ -73,7 +73,8 @@ def test_equals_peft(family: str, form: str, tiny_models: Any, support: Any, tmp
     assert get(family) is not None
     model = tiny_models(family, **({"tie_word_embeddings": False} if "head" in form or "whole" in form else {}))
     ids = [int(x) for x in np.random.default_rng(0).integers(3, 100, 40)]
-    expected = trained(model, tmp_path / "adapter", FORMS[form], ids)
+    parts = {"target_modules": r".*language_model\..*_proj"} if family == "gemma3" else {}  # not what it sees with
+    expected = trained(model, tmp_path / "adapter", FORMS[form] | parts, ids)
     options = RunnerOptions(device="cpu", dtype="float32", block_size=16, adapters=(("a", str(tmp_path / "adapter")),))
     runner, why = open_runner(model, backend="turbomind", options=options)
     assert runner.name == "native", why

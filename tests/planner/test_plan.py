@@ -79,6 +79,15 @@ def test_the_number_is_the_smallest_that_keeps_the_goals(profile: Path) -> None:
     )
 
 
+def test_engines_for_prompts_are_paid_for() -> None:
+    more = {"slo": ("tpot:40",), "max_batch_size": 16, "prefill": 2, "random_input_len": "500"}
+    demand = Demand(request_rate=4.0, num_prompts=60, random_output_len="32", **more)
+    (answer,) = plan(demand, [Machine("m", 0.5, TIME, Limits(16), "measured")])
+    assert answer.replicas is not None and answer.price == 0.5 * (answer.replicas + 2)
+    assert answer.run == simulate(demand.asks(), TIME, Limits(16), answer.replicas, prefills=2)
+    assert answer.row(demand.slos)["prefill_replicas"] == 2
+
+
 def test_twice_the_load_is_twice_the_requests_in_the_same_time() -> None:
     asks = drawn(0, 50, 3.0, "10:20", "5", 0)
     twice = doubled(asks)

@@ -42,6 +42,19 @@ def test_one_request_takes_the_time_of_its_steps() -> None:
     assert cut == pytest.approx(TIME.seconds(40, 0, 40 * 80) + TIME.wait)
 
 
+def test_prompts_on_engines_of_their_own() -> None:
+    """A request computes its prompt there, and what fills no block once more; answers are not held up by prompts."""
+    (one,) = simulate([Ask(1.0, 100, 5)], TIME, Limits(), 1, prefills=1).served
+    there, here = TIME.seconds(100, 0, 100 * 50), TIME.seconds(36, 0, 36 * 82)
+    later = sum(TIME.seconds(1, 101 + i) for i in range(4))
+    assert one.ttft == pytest.approx(there + here + 2 * TIME.wait) and one.e2e == pytest.approx(one.ttft + later)
+    asks = [Ask(i / 2, 2000 if i % 4 == 0 else 129, 64) for i in range(80)]
+    together, apart = simulate(asks, TIME, Limits(), 2), simulate(asks, TIME, Limits(), 1, prefills=1)
+    assert apart.percentile("tpot", 99) < together.percentile("tpot", 99)
+    assert (apart.input_tokens, apart.output_tokens) == (together.input_tokens, together.output_tokens)
+    assert len(apart.served) == 80 and 0 < apart.busy < 1
+
+
 @pytest.mark.parametrize(("budget", "batch"), [(64, 4), (7, 3), (200, 16)])
 def test_steps_are_as_many_as_the_engine_s(budget: int, batch: int, fake: Any) -> None:
     """The same requests at once, each of its own user as over HTTP, in the real engine loop: within 3 %."""

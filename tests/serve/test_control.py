@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from toolkit.configs.option import spelled
-from toolkit.serve.state import ServerState
+from toolkit.serve.state import Running, ServerState
 
 ALL = {"allow_terminate_by_client": True, "enable_abort_handling": True, "enable_sleep_mode": True}
 
@@ -152,7 +152,7 @@ def test_terminate_is_a_gentle_signal(start: Any, monkeypatch: pytest.MonkeyPatc
 
 def test_what_follows_a_cut_thought_is_aborted_by_its_request() -> None:
     ended: list[str] = []
-    running = {"chatcmpl-1-0-answer": None, "chatcmpl-1-1": None, "chatcmpl-10-0": None}
+    running = dict.fromkeys(("chatcmpl-1-0-answer", "chatcmpl-1-1", "chatcmpl-10-0"), Running())
     state: Any = SimpleNamespace(active=running, engine=SimpleNamespace(abort=ended.append))
     assert ServerState.abort(state, "chatcmpl-1") == 2 and ended == ["chatcmpl-1-0-answer", "chatcmpl-1-1"]
     assert ServerState.abort(state, "chatcmpl") == 0

@@ -318,7 +318,7 @@ def test_more_requests_than_are_answered_at_once_wait(tmp_path: Path) -> None:
         two = [asyncio.create_task(use(found, name, over)) for name in ("a", "a")]
         await until(lambda: found.models[0].users == 2)
         third = asyncio.create_task(use(found, "b"))
-        await until(lambda: bool(found._slots._waiters))  # type: ignore[union-attr]
+        await until(lambda: bool(found._slots._waiting))  # type: ignore[union-attr]
         assert log == ["load a"] and not third.done()
         over.set()
         await asyncio.gather(*two, third)

@@ -106,6 +106,40 @@ def test_a_request_goes_to_its_models_replicas_and_its_answer_comes_back() -> No
     run(go())
 
 
+def test_users_have_turns_at_the_places_of_replicas() -> None:
+    """Ray itself serves first come, first served; and a full queue has room for who has little of it."""
+
+    @dataclass
+    class Held(Fake):
+        door: asyncio.Event = field(default_factory=asyncio.Event)
+        order: list[str] = field(default_factory=list)
+
+        async def stream(self, asked: Asked) -> AsyncGenerator[list[Message], None]:
+            self.order.append(json.loads(asked.body)["user"])
+            await self.door.wait()
+            yield whole()
+
+    async def go() -> None:
+        model, keys = Held("a"), ApiKeys(["greedy", "modest"])
+        app = create_app(RaySettings(max_ongoing_requests=1, limits=Limits(max_queue=4)), keys, {"a": model})
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as http:
+
+            async def ask(key: str) -> int:
+                asked = {"model": "a", "messages": [], "user": key}
+                return (await http.post(CHAT, json=asked, headers={"authorization": f"Bearer {key}"})).status_code
+
+            tasks = [asyncio.create_task(ask("greedy")) for _ in range(7)]
+            while sum(task.done() for task in tasks) < 2:
+                await asyncio.sleep(0.001)
+            tasks.append(asyncio.create_task(ask("modest")))
+            await asyncio.sleep(0.02)
+            model.door.set()
+            assert sorted(await asyncio.gather(*tasks)) == [200] * 6 + [429] * 2
+            assert model.order[:3].count("modest") == 1
+
+    run(go())
+
+
 def test_keys_are_asked_for_at_the_front() -> None:
     async def go() -> None:
         async with client(Fake("a", [whole()]), key="secret") as http:

@@ -43,6 +43,11 @@ _NAME = re.compile(
     rf"(?:base_model\.model\.)?(?P<module>.+?)(?:\.(?P<side>{'|'.join(_SIDES)}))?(?:\.default)?(?:\.weight)?"
 )
 _BASE = ".base_layer.weight"  # how the base's own weights are named that PEFT may save beside an adapter
+# Models that see: how transformers calls what reads texts since 4.52, and how checkpoints may call it.
+_AS_STORED = {
+    "model.language_model.": ("language_model.model.", "model.", "language_model."),
+    "lm_head": ("language_model.lm_head",),
+}
 # Fields that change what an adapter means, and the value at which they do not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "lora_bias": (None, False),
@@ -147,7 +152,7 @@ def _by_module(
     pairs = _pairs(file, next(file_headers([file]))[1])
     _check_promised(path / CONFIG, file, scaling, pairs)
     for module, sides in pairs.items():
-        target = modules.get(module)
+        target = modules.get(module) or modules.get(_as_stored(module, modules))
         if target is None:
             known = _modules(spec, stored, wide=True)
             raise ToolkitError(
@@ -225,6 +230,15 @@ def _pairs(file: Path, infos: Mapping[str, TensorInfo]) -> dict[str, dict[str, T
     if not pairs:
         raise ToolkitError(f"{file}: expected low-rank matrices, found no tensors")
     return pairs
+
+
+def _as_stored(module: str, modules: Mapping[str, StoredTensor]) -> str:
+    """What the checkpoint calls a module that PEFT names as transformers does."""
+    for begin, others in _AS_STORED.items():
+        names = (f"{other}{module.removeprefix(begin)}" for other in others if module.startswith(begin))
+        if (found := next((name for name in names if name in modules), None)) is not None:
+            return found
+    return module
 
 
 def _modules(spec: DecoderSpec, stored: Sequence[StoredTensor], wide: bool = False) -> dict[str, StoredTensor]:

@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 from toolkit.errors import ToolkitError, UsageError
 
 _MODULES = {
+    "dynamo": "ai-dynamo",
     "google": "protobuf",
     "opentelemetry": "opentelemetry-sdk",
 }  # import names that are not their distribution's

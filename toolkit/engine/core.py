@@ -24,6 +24,7 @@ from toolkit.engine.cache.kept.keeper import Keeper
 from toolkit.engine.cache.kept.moving import Moving
 from toolkit.engine.cache.kept.shelf import Shelf
 from toolkit.engine.cache.prefix import root_key
+from toolkit.engine.cache.told import Listener, Told
 from toolkit.engine.canvas import Canvas
 from toolkit.engine.constraints.request import Building, Built, Constraints
 from toolkit.engine.drafts.choose import speculator
@@ -153,7 +154,8 @@ class EngineCore:
             if (built := self.constraints.find(request.params)) is not None:
                 self._accept(request, list(processors), built)
             else:
-                self._held[request.id] = (self.constraints.begin(request.params), request, list(processors))
+                building = self.constraints.begin(request.params, request.whose.user)
+                self._held[request.id] = (building, request, list(processors))
         except Exception as e:
             self._refuse(request, e)
 
@@ -177,6 +179,10 @@ class EngineCore:
     def end_session(self, name: str) -> None:
         """Let the session's blocks be evicted like any other cached block."""
         self.blocks.end_session(name)
+
+    def tell_blocks(self, listener: Listener) -> None:
+        """Tell which whole blocks the prefix cache has from now on."""
+        self.scheduler.told = Told(self.blocks, listener)
 
     def use_source(self, engine_id: str, address: str, secure: bool) -> None:
         """Take blocks of requests whose ``source`` is ``engine_id`` from the engine that lends them at ``address``, or

@@ -22,6 +22,7 @@ from toolkit.engine.cache.coming import Coming
 from toolkit.engine.cache.followers import Followers
 from toolkit.engine.cache.kept.keeper import Keeper
 from toolkit.engine.cache.prefix import extend_keys
+from toolkit.engine.cache.told import Told
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.pace import ALONE, HASTY, SERVED, SHARED, Pace
 from toolkit.engine.plan import Plan
@@ -46,6 +47,7 @@ class Scheduler:
     ) -> None:
         self.blocks = blocks
         self.keeper = keeper
+        self.told: Told | None = None  # whom cached blocks are told to
         self.guesses: Guesses | None = None
         self.options = options
         self.followers = Followers(blocks, options.max_batch_size)
@@ -123,6 +125,8 @@ class Scheduler:
         self.followers.note(seq, before, self.blocks.labelled(seq.row))
         if self.keeper is not None:
             self.keeper.note(seq, before, self.blocks.labelled(seq.row))
+        if self.told is not None and before < self.blocks.labelled(seq.row):
+            self.told.note(seq, self.blocks.labelled(seq.row))
 
     def preempt(self, seq: Sequence) -> None:
         """Give up a running request's blocks and queue it again in its turn."""

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from toolkit.planner.engine import Engine, Job, Limits
+from toolkit.planner.engine import BLOCK, Engine, Job, Limits
 from toolkit.planner.step_time import StepTime
 from toolkit.planner.traffic import Ask
 
@@ -47,9 +47,41 @@ class Run:
         return float(np.percentile(values, percent)) if values else 0.0
 
 
-def simulate(asks: Sequence[Ask], time: StepTime, limits: Limits, replicas: int, way: float = 0.0) -> Run:
+def simulate(
+    asks: Sequence[Ask], time: StepTime, limits: Limits, replicas: int, way: float = 0.0, prefills: int = 0
+) -> Run:
     """``asks``, by arrival, on so many engines; each request goes where fewest are (the proxy's default). ``way``:
-    seconds that a proxy takes for a request. Each must fit into an engine's cache."""
+    seconds that a proxy takes for a request. Each must fit into an engine's cache. ``prefills``: engines that compute
+    prompts alone; the others then begin with what these lend, the whole blocks of a prompt, at no further cost."""
+    engines: list[Engine] = []
+    came = {id(ask): ask.arrival for ask in asks}
+    if prefills:
+        heads = [Ask(a.arrival, a.input_len, 1, a.cached) for a in asks]
+        engines, _ = _run(heads, time, limits, prefills, way)
+        ends = {id(job.ask): job.end for engine in engines for job in engine.done}
+        handed = [
+            Ask(ends[id(head)], ask.input_len, ask.output_len, (ask.input_len - 1) // BLOCK * BLOCK)
+            for head, ask in zip(heads, asks, strict=True)
+        ]
+        came = {id(ask): head.arrival for ask, head in zip(handed, heads, strict=True)}
+        asks = sorted(handed, key=lambda ask: ask.arrival)
+    writing, queued = _run(asks, time, limits, replicas, way)
+    engines += writing
+    jobs = [job for engine in writing for job in engine.done]
+    seconds = max(job.end for job in jobs) - min(came.values())
+    return Run(
+        [_served(job, came[id(job.ask)]) for job in jobs],
+        sum(ask.input_len for ask in asks),
+        sum(ask.output_len for ask in asks),
+        seconds,
+        sum(engine.busy for engine in engines) / seconds / len(engines),
+        queued / len(asks),
+        sum(engine.preemptions for engine in engines),
+    )
+
+
+def _run(asks: Sequence[Ask], time: StepTime, limits: Limits, replicas: int, way: float) -> tuple[list[Engine], int]:
+    """(the engines when all is done, how many requests each has found before it, in all)."""
     engines = [Engine(time, limits) for _ in range(replicas)]
     events: list[tuple[float, int, int]] = []  # when a stretch ends, whose, and which version of it
     version = [0] * replicas
@@ -91,24 +123,12 @@ def simulate(asks: Sequence[Ask], time: StepTime, limits: Limits, replicas: int,
         if made == version[i]:
             engines[i].run()
             note(i)
-    jobs = [job for engine in engines for job in engine.done]
-    last = max(job.end for job in jobs)
-    seconds = last - asks[0].arrival
-    return Run(
-        [_served(job, delay) for job in jobs],
-        sum(ask.input_len for ask in asks),
-        sum(ask.output_len for ask in asks),
-        seconds,
-        sum(engine.busy for engine in engines) / seconds / replicas,
-        queued / len(asks),
-        sum(engine.preemptions for engine in engines),
-    )
+    return engines, queued
 
 
-def _served(job: Job, delay: float) -> Served:
+def _served(job: Job, came: float) -> Served:
     later = job.ask.output_len - 1
-    e2e = job.end - job.ask.arrival
-    return Served(job.first - job.came + delay, (job.end - job.first) / later if later else None, e2e)
+    return Served(job.first - came, (job.end - job.first) / later if later else None, job.end - came)
 
 
 def closed(count: int, input_len: int, output_len: int, at_once: int, time: StepTime, limits: Limits) -> Engine:

@@ -42,6 +42,7 @@ class Demand:
         (), "NAME:MS or NAME:pNN:MS, what 99 % (NN %) of the requests may take: ttft, tpot, e2e; repeatable."
     )
     replicas: str = option("1:1024", "MIN:MAX engines to look among, or how many there are.")
+    prefill: int = option(0, "Engines that compute prompts alone; the others begin with what these lend.", min=0)
     max_batch_size: int = option(64, "Requests that an engine runs at a time.", min=1)
     max_prefill_token_num: int = option(8192, "Prompt tokens of a step at most.", min=1)
     kv_tokens: int | None = option(None, "Tokens that an engine's KV cache holds. Default: enough for all.", min=1)

@@ -18,7 +18,8 @@ PERCENTS = (50, 99)
 @dataclass(frozen=True)
 class Answer:
     """For one kind of machine. ``replicas`` None: no number will do, ``why`` says which limit; ``one_less``: the load
-    on one engine fewer; ``doubled``: engines for twice the load, None where even the most do not do."""
+    on one engine fewer; ``doubled``: engines for twice the load, None where even the most do not do. ``prefills``: more
+    of them, which compute prompts; twice as many for twice the load."""
 
     machine: Machine
     replicas: int | None
@@ -26,11 +27,14 @@ class Answer:
     one_less: Run | None
     doubled: int | None
     why: str = ""
+    prefills: int = 0
 
     @property
     def price(self) -> float | None:
         """Of an hour of all of them."""
-        return None if self.machine.price is None or self.replicas is None else self.machine.price * self.replicas
+        if self.machine.price is None or self.replicas is None:
+            return None
+        return self.machine.price * (self.replicas + self.prefills)
 
     def cost(self, tokens: int) -> float | None:
         """Of a million ``tokens`` of the run."""
@@ -45,6 +49,7 @@ class Answer:
             "machine": self.machine.name,
             "times": self.machine.how,
             "replicas": self.replicas,
+            "prefill_replicas": self.prefills,
             "why_not": self.why or None,
             "price_an_hour": self.price,
             "cost_million_output_tokens": None if run is None else self.cost(run.output_tokens),
@@ -92,9 +97,9 @@ def _answer(demand: Demand, asks: list[Ask], machine: Machine, progress: Callabl
         return Answer(machine, None, None, None, None, why)
     low, high = demand.bounds
 
-    def look(load: list[Ask], count: int) -> Run:
+    def look(load: list[Ask], count: int, times: int = 1) -> Run:
         progress(f"{machine.name}: {count} engines")
-        return simulate(load, machine.time, machine.limits, count)
+        return simulate(load, machine.time, machine.limits, count, prefills=times * demand.prefill)
 
     found, last = _least(lambda n: look(asks, n), low, high, slos, _busy(asks, machine))
     if found is None:
@@ -102,9 +107,9 @@ def _answer(demand: Demand, asks: list[Ask], machine: Machine, progress: Callabl
         value = last.percentile(missed.name, missed.percent) * 1000
         return Answer(machine, None, last, None, None, f"--replicas {high}: {missed} is missed, {value:.0f} ms")
     twice = doubled(asks)
-    more, _ = _least(lambda n: look(twice, n), found, max(high, 2 * found), slos, _busy(twice, machine))
+    more, _ = _least(lambda n: look(twice, n, 2), found, max(high, 2 * found), slos, _busy(twice, machine))
     less = look(asks, found - 1) if found > 1 else None
-    return Answer(machine, found, last, less, more)
+    return Answer(machine, found, last, less, more, prefills=demand.prefill)
 
 
 def _busy(asks: Sequence[Ask], machine: Machine) -> float:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response as HttpResponse
 
+from toolkit.configs.checks import shown
 from toolkit.configs.option import spelled
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.control_routes import allowed
@@ -19,6 +20,7 @@ from toolkit.serve.http.answers import AdapterChanged
 from toolkit.serve.http.errors import ApiError, bad_field
 from toolkit.serve.http.replies import json_response
 from toolkit.serve.http.schema import FORBIDDEN, describe
+from toolkit.serve.model_cards import MOST_NAME, good_name
 from toolkit.serve.state import ServerState
 
 log = logging.getLogger(__name__)
@@ -85,6 +87,8 @@ def _answer(state: ServerState, error: ToolkitError) -> ApiError:
 
 def load(state: ServerState, name: str, path: Path) -> None:
     """Have requests use the adapter in a folder by ``name``. Raises UsageError, ToolkitError."""
+    if not good_name(name):
+        raise UsageError(f"lora_name: expected up to {MOST_NAME} visible characters, found {shown(name)}")
     if name in state.model_names:
         raise UsageError(f"lora_name: {name!r} is taken; unload that one first, or choose another name")
     if not path.is_dir():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from toolkit.serve.http.handed import HandedOver
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.layers import add_layers
+from toolkit.serve.http.places import Places
 from toolkit.serve.http.proxies import Proxies
 from toolkit.serve.http.replies import json_response
 from toolkit.serve.http.schema import ERRORS, add_schemas, answered
@@ -98,7 +98,7 @@ def create_app(
         formats=read_by(template),
         of_adapters={name: (own, read_by(own)) for name, own in (of_adapters or {}).items()},
         kept=Store(settings.limits, files),
-        slots=asyncio.Semaphore(limit) if limit else None,
+        slots=Places(limit) if limit else None,
     )
     state.talks.restore(files)
     app = FastAPI(

@@ -27,7 +27,7 @@ DRAIN_LOOK_S = 0.02  # how often it is looked whether the last request has ended
 
 
 class AbortRequest(Strict):
-    """Which requests are to end: one by the ``id`` of its answer, those of a ``session_id``, or all."""
+    """Which of one's own key's requests are to end: one by the ``id`` of its answer, a ``session_id``'s, or all."""
 
     session_id: int | str | None = None
     request_id: str | None = Field(None, validation_alias=AliasChoices("request_id", "rid"))
@@ -52,8 +52,7 @@ async def abort_request(raw: Request) -> HttpResponse:
     state = allowed(raw, "enable_abort_handling")
     request, _ = await parse(raw, state, AbortRequest)
     if request.abort_all:
-        found = len(state.active)
-        state.abort_all()
+        found = state.abort(everything=True)
     elif not (found := state.abort(request.request_id, request.session_id)):
         raise bad_field("request_id" if request.request_id else "session_id", "no request of it is running")
     return json_response({"aborted": found})

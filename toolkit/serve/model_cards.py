@@ -6,6 +6,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+MOST_NAME = 256  # characters
+
+
+def good_name(name: Any) -> bool:
+    """Whether it can stand in lists, logs and metrics: nothing in it is invisible, breaks a line or turns its way."""
+    return isinstance(name, str) and 0 < len(name) <= MOST_NAME and name.isprintable() and name == name.strip()
+
 
 def card(name: str, created: int, **more: Any) -> dict[str, Any]:
     """One model; ``created``: seconds since 1970; ``more``: what is ours."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from toolkit.serve.generation.cache_report import Prompts
 from toolkit.serve.generation.turn import behind
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.lanes import Lanes
+from toolkit.serve.http.places import Places
 from toolkit.serve.http.quotas import Quotas
 from toolkit.serve.http.users import current_user
 from toolkit.serve.lmdeploy.talks import Talks
@@ -59,12 +61,21 @@ def image_rules(settings: ServerSettings) -> Rules:
     )
 
 
+@dataclass(frozen=True)
+class Running:
+    """An engine request in flight: its ``owner``, and the session_id that its client has given it."""
+
+    owner: str = ""
+    label: int | str | None = None
+
+
 @dataclass
 class ServerState:
     """``of_adapters``: of those that have a template of their own. ``head``: what becomes of hidden states that
-    embeddings and scores are made of. ``eyes``: None where it reads text alone. ``active``: ids of the
-    engine requests in flight, each with its client's session_id. ``admitted``: HTTP requests under way, those whose
-    prompts are not tokens yet too; ``of_batches``: those of them that are lines of batches. ``nap``: held while the
+    embeddings and scores are made of. ``eyes``: None where it reads text alone. ``active``: the
+    engine requests in flight, by their ids. ``admitted``: HTTP requests under way, those whose
+    prompts are not tokens yet too; ``of_batches``: those of them that are lines of batches; ``of_users``: how many of
+    them each user has. ``nap``: held while the
     model goes to sleep, wakes or gets other weights. ``to_sleep``: it will sleep once they have ended.
     ``draining``: once they have, it gets other weights; ``new_weights``: the parts of them that have come. ``closing``:
     the server is on its way down. ``loaded``: adapters that came since the start, ``unloaded``: those of the settings
@@ -81,10 +92,11 @@ class ServerState:
     head: Head
     of_adapters: dict[str, tuple[ChatTemplate, Formats]] = field(default_factory=dict)
     eyes: Eyes | None = None
-    slots: asyncio.Semaphore | None = None
-    active: dict[str, int | str | None] = field(default_factory=dict)
+    slots: Places | None = None
+    active: dict[str, Running] = field(default_factory=dict)
     admitted: set[asyncio.Task[Any]] = field(default_factory=set)
     of_batches: set[asyncio.Task[Any]] = field(default_factory=set)
+    of_users: Counter[str] = field(default_factory=Counter)
     nap: asyncio.Lock = field(default_factory=asyncio.Lock)
     to_sleep: bool = False
     draining: bool = False
@@ -101,11 +113,8 @@ class ServerState:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Room for one HTTP request under --max-concurrent-requests; waits for it."""
-        if self.slots is None:
-            yield
-            return
-        async with self.slots:
+        """Room for one HTTP request under --max-concurrent-requests; waits for its user's turn."""
+        async with nullcontext() if self.slots is None else self.slots.place():
             yield
 
     @property
@@ -128,18 +137,38 @@ class ServerState:
             raise ApiError(503, str(outage), code="engine_unavailable")
         if not waits:
             return
-        places = self.settings.max_concurrent_requests or self.engine.max_batch_size
-        waiting = len(self.admitted) - min(places, self.engine.max_batch_size)
-        if waiting >= self.settings.limits.max_queue:
-            limit = spelled("max_queue")
-            text = f"{waiting} requests wait already (the server's {limit}); try again later"
-            raise ApiError(429, text, code="too_many_requests")
+        user = current_user()
+        self._check_queue(user.id)
         if not behind.get():
-            self.quotas.enter(current_user())
+            self.quotas.enter(user)
         if (task := asyncio.current_task()) is not None:  # that of the HTTP request, up to the end of its answer
+            self.of_users[user.id] += task not in self.admitted
             for tasks in (self.admitted, *([self.of_batches] if behind.get() else ())):
                 tasks.add(task)
-                task.add_done_callback(tasks.discard)
+            task.add_done_callback(lambda task: self._leave(task, user.id))
+
+    def _check_queue(self, user_id: str) -> None:
+        """Raise ApiError where the queue is full: 429. One who has less of it than an equal part gets in yet, so that
+        nobody's requests are all that it has; it may become twice as long so."""
+        places = self.settings.max_concurrent_requests or self.engine.max_batch_size
+        waiting = len(self.admitted) - min(places, self.engine.max_batch_size)
+        most = self.settings.limits.max_queue
+        if waiting < most:
+            return
+        users = len(self.of_users) + (user_id not in self.of_users)
+        if not behind.get() and waiting < 2 * most and self.of_users[user_id] < most // users:
+            return
+        text = f"{waiting} requests wait already (the server's {spelled('max_queue')}); try again later"
+        raise ApiError(429, text, code="too_many_requests")
+
+    def _leave(self, task: asyncio.Task[Any], user_id: str) -> None:
+        if task not in self.admitted:
+            return
+        self.admitted.discard(task)
+        self.of_batches.discard(task)
+        self.of_users[user_id] -= 1
+        if not self.of_users[user_id]:
+            del self.of_users[user_id]
 
     def priority(self, asked: int | None) -> int:
         """That of a request which asks for ``asked``. Raises ApiError where its client may not."""
@@ -187,13 +216,19 @@ class ServerState:
         """The adapter that a request's ``model`` names, None for the model itself."""
         return model if model in self.adapters else None
 
-    def abort(self, request_id: str | None = None, label: int | str | None = None) -> int:
-        """End the choices of a request, or of a client's session; how many there were. Each client is told."""
+    def abort(self, request_id: str | None = None, label: int | str | None = None, *, everything: bool = False) -> int:
+        """End the choices of a request, of a client's session, or ``everything``, as far as they belong to the one who
+        asks; how many there were. Each client is told."""
+        owner = current_user().owner
         found = [
             engine_id
-            for engine_id, session in self.active.items()
-            if (request_id is not None and request_of(engine_id) == request_id)
-            or (label is not None and session == label)
+            for engine_id, running in self.active.items()
+            if running.owner == owner
+            and (
+                everything
+                or (request_id is not None and request_of(engine_id) == request_id)
+                or (label is not None and running.label == label)
+            )
         ]
         for engine_id in found:
             self.engine.abort(engine_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 FREE_SWEEPS, IDLE_SWEEPS = 2, 11  # sweeps from which on an unused block, a cached one, is given back
 
@@ -12,6 +13,7 @@ class BlockPool:
 
     A block is *free* (no holder, no key), *idle* (no holder, its key still finds it: evicted when nothing is free, the
     one released longest ago first) or *held*. A key names the content: a digest of every token up to the block's end.
+    ``forgotten``: called with each key that is found no more.
     """
 
     def __init__(self, size: int) -> None:
@@ -23,6 +25,7 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._held = 0
         self._sweeps = 0
+        self.forgotten: Callable[[bytes], None] | None = None
         self._released: dict[int, int] = {}  # of blocks that nobody holds and whose memory is in use: the sweep before
 
     @property
@@ -139,3 +142,5 @@ class BlockPool:
         if key is not None:
             del self._by_key[key]
             self._keys[block] = None
+            if self.forgotten is not None:
+                self.forgotten(key)

@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from toolkit.engine.constraints.grammar import Grammars
 
 PATIENCE = 120.0  # seconds that building a request's constraints may take, waiting for a thread included
+OF_ONE = 12  # threads that build at once for one user
 THREADS = 16  # that build at once; most only wait for a box, and more than may wait there for a longer turn
 
 
@@ -69,29 +71,38 @@ class Constraints:
                 return None
         return Built(words, grammar)
 
-    def begin(self, params: SamplingParams) -> Building:
-        """Have it built; requests that ask for the same share one ``Building``."""
+    def begin(self, params: SamplingParams, user: str = "") -> Building:
+        """Have it built for ``user``; requests that ask for the same share one ``Building``."""
         wanted = _grammar(params)
         content = (tuple(params.bad_words), None if wanted is None else json.dumps(wanted, default=repr))
         building = self._under_way.get(content)
         if building is None or building.over:
             building = self._under_way[content] = Building(self, params, content[1])
-        building.join()
+        building.join(user)
         self.proceed()
         return building
 
     def proceed(self) -> None:
-        """Start what waits for a thread, in order of arrival; of those with the same grammar one at a time, for the
-        others would only wait for it."""
+        """Start what waits for a thread: the next is of the user who has fewest, and of theirs the first that came. Of
+        those with the same grammar one at a time, for the others would only wait for it. Some threads are for others
+        than the one who has most."""
         self._under_way = {content: b for content, b in self._under_way.items() if not b.over}
         self._running = [b for b in self._running if b.running]
-        compiling = {b.grammar for b in self._running}
-        for building in self._under_way.values():
-            if len(self._running) >= THREADS:
+        compiling = {b.grammar for b in self._running if b.grammar is not None}
+        used = Counter(user for b in self._running for user in b.users)
+
+        def has(building: Building) -> int:
+            return min(used[user] for user in building.users)
+
+        while len(self._running) < THREADS:
+            waiting = (b for b in self._under_way.values() if not b.started and b.grammar not in compiling)
+            building = min(waiting, key=has, default=None)
+            if building is None or has(building) >= OF_ONE:
                 return
-            if not building.started and (building.grammar is None or building.grammar not in compiling):
-                building.start()
-                self._running.append(building)
+            building.start()
+            self._running.append(building)
+            used.update(building.users)
+            if building.grammar is not None:
                 compiling.add(building.grammar)
 
     def fields(self, request: EngineRequest, built: Built) -> dict[str, Any]:
@@ -155,11 +166,12 @@ class Constraints:
 
 class Building:
     """Constraints on their way, for all requests that joined. All but ``_build`` is the engine thread's. ``grammar``:
-    what is compiled for them, as text."""
+    what is compiled for them, as text; ``users``: whose requests they are."""
 
     def __init__(self, constraints: Constraints, params: SamplingParams, grammar: str | None) -> None:
         self.started = False
         self.grammar = grammar
+        self.users: set[str] = set()
         self._constraints = constraints
         self._params = params
         self._requests = 0
@@ -184,9 +196,10 @@ class Building:
         """Whether it has a thread."""
         return self.started and not self._ended.is_set()
 
-    def join(self) -> None:
-        """Another request wants the result."""
+    def join(self, user: str) -> None:
+        """Another request, of ``user``, wants the result."""
         self._requests += 1
+        self.users.add(user)
 
     def leave(self) -> None:
         """One of those does not want it any more."""

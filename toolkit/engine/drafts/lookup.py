@@ -7,7 +7,7 @@ what would have been guessed, guessed or not, so the chances are known without a
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from toolkit.configs.speculative import Share
 from toolkit.engine.drafts.draft import NO_GUESS, Draft, Guess
 from toolkit.engine.drafts.odds import Kind, Odds, lookup_odds, place
-from toolkit.engine.drafts.search import BORDER, LONGEST, Answers, longest, pair, pairs
+from toolkit.engine.drafts.search import BORDER, LONGEST, Answers, Seen, longest, pair, pairs
 from toolkit.engine.sequence import Sequence
 
 LEAST = 2  # tokens that have to agree in a text of the request's own: a pair
@@ -49,8 +49,15 @@ class Lookup(Draft):
         if key not in self._answers:
             self._answers[key] = Answers()
             if len(self._answers) > USERS:
-                self._answers.popitem(last=False)
+                self._make_room()
         self._answers[key].add(seq.tokens[: seq.prompt_len], answer)
+
+    def _make_room(self) -> None:
+        """Forget the answers that were used longest ago of the API key that has most: behind one there may be many
+        owners, for whoever has it can name some."""
+        kept = Counter(_key_of(owner) for _, owner in self._answers)
+        most = max(kept.values())
+        del self._answers[next(name for name in self._answers if kept[_key_of(name[1])] == most)]
 
     def _of(self, seq: Sequence) -> Copy:
         copy = self._copies.get(seq)
@@ -64,6 +71,10 @@ class Lookup(Draft):
 
     def _key(self, seq: Sequence) -> tuple[int, str]:
         return seq.request.adapter, "" if self._share == "all" else seq.request.whose.owner
+
+
+def _key_of(owner: str) -> str:
+    return owner.partition("/")[0]
 
 
 class Copy:
@@ -83,8 +94,9 @@ class Copy:
         self._reached = 0  # in the predicted answer
         self._seen = seq.prompt_len
         prompt = pairs(seq.tokens[: seq.prompt_len])
-        self._pair = prompt.pop() if prompt else -1  # the last two tokens; most have never stood side by side before
-        self._pairs, self._predicted_pairs = set(prompt), set(pairs(self._predicted))
+        self._pair = int(prompt[-1]) if len(prompt) else -1  # the last two; most have never stood side by side before
+        self._pairs = Seen(prompt[:-1], seq.prompt_len + seq.left)
+        self._predicted_pairs = Seen(pairs(self._predicted))
         if len(self._predicted):
             self._text = self.kind = Kind.PREDICTED
             self.agreed = LONGEST

@@ -15,6 +15,8 @@ LONGEST = 32  # tokens that are compared at most
 _PLACES = 4096  # that are looked at, the last ones: of a token that is everywhere
 _GRAM = 3
 _BITS = 21  # of a token id, in a key of three
+_ODD, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
+_PLACES_BITS = 18  # of the table of an ``Answers``: some places are taken by others' threes, which are compared
 BORDER = -1  # between two answers, in an ``Answers``
 _LEAD = 8  # tokens of the prompt that stand before an answer
 
@@ -45,11 +47,37 @@ def pair(first: int, second: int) -> int:
     return (first << _BITS) + second
 
 
-def pairs(tokens: IDs) -> list[int]:
+def pairs(tokens: IDs) -> NDArray[np.int64]:
     """All of a text, in order."""
     ids = tokens.astype(np.int64)
-    found: list[int] = ((ids[:-1] << _BITS) + ids[1:]).tolist()
-    return found
+    return (ids[:-1] << _BITS) + ids[1:]
+
+
+class Seen:
+    """Which numbers have been seen, with room for so many: perhaps one in four more than were. A byte takes the place
+    of a number in a set, which would take a hundred, and milliseconds of each long prompt."""
+
+    def __init__(self, numbers: NDArray[np.int64], room: int = 0) -> None:
+        self._bits = max(10, (4 * max(room, len(numbers))).bit_length())
+        self._table = np.zeros(1 << self._bits, np.bool_)
+        self._table[_spread(numbers, self._bits)] = True
+
+    def add(self, number: int) -> None:
+        self._table[_place(number, self._bits)] = True
+
+    def __contains__(self, number: int) -> bool:
+        return bool(self._table[_place(number, self._bits)])
+
+
+def _spread(numbers: NDArray[np.int64], bits: int) -> NDArray[np.uint64]:
+    """A place of ``bits`` bits for each number."""
+    spread: NDArray[np.uint64] = numbers.astype(np.uint64) * np.uint64(_ODD)
+    return spread >> np.uint64(64 - bits)
+
+
+def _place(number: int, bits: int) -> int:
+    """The same of one."""
+    return (number * _ODD & _WORD) >> (64 - bits)
 
 
 class Answers:
@@ -58,7 +86,7 @@ class Answers:
     def __init__(self, room: int = 1 << 16) -> None:
         self.tokens: IDs = np.full(room, BORDER, np.int32)
         self._end = 0
-        self._places: dict[int, int] = {}  # behind the last of three tokens: the newest place
+        self._places: IDs = np.zeros(1 << _PLACES_BITS, np.int32)  # of three tokens: the newest place behind them
 
     def add(self, prompt: IDs, answer: IDs) -> None:
         """Keep an answer behind the end of its prompt."""
@@ -72,9 +100,7 @@ class Answers:
             self.tokens[self._end] = BORDER
         ids = new.astype(np.int64)
         keys = (ids[:-3] << 2 * _BITS) + (ids[1:-2] << _BITS) + ids[2:-1]
-        self._places.update(zip(keys.tolist(), range(start + _GRAM, self._end), strict=False))
-        if len(self._places) > 2 * room:
-            self._places = {key: at for key, at in self._places.items() if self._is(key, at)}
+        self._places[_spread(keys, _PLACES_BITS)] = np.arange(start + _GRAM, start + _GRAM + len(keys))
 
     def _is(self, key: int, at: int) -> bool:
         a, b, c = self.tokens[at - _GRAM : at].tolist()
@@ -86,7 +112,7 @@ class Answers:
             return 0, 0
         a, b, c = tail[-_GRAM:].tolist()
         key = (a << 2 * _BITS) + (b << _BITS) + c
-        at = self._places.get(key, 0)
+        at = int(self._places[_place(key, _PLACES_BITS)])
         if not at or not self._is(key, at):
             return 0, 0
         length, most = _GRAM, min(LONGEST, len(tail), at)

@@ -23,6 +23,7 @@ from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weight_files.new_weight_files import WeightFiles
 from toolkit.configs.engine import EngineConfig
 from toolkit.configs.lmdeploy import notices
+from toolkit.engine.cache.told import Listener
 from toolkit.engine.constraints.grammar_cost import HopelessError, Hostility
 from toolkit.engine.load.memory_plan import MemoryPlan
 from toolkit.engine.load.ranks import leads
@@ -340,6 +341,13 @@ class AsyncEngine:
         """Let the KV blocks kept for a session be used for others."""
         if not self._closed:
             self._loop.end_session(session)
+
+    def tell_blocks(self, listener: Listener) -> None:
+        """Have ``listener`` told which whole blocks the prefix cache has. Raises UsageError for an engine in another
+        process."""
+        if isinstance(self._loop, ProcessLoop):
+            raise UsageError("tell_blocks: expected an engine in this process (process=False)")
+        self._loop.call("tell_blocks", [listener]).result()
 
     def sleep(self) -> None:
         """Give the model's memory back until ``wake``; what still runs ends in an error, as does what comes meanwhile.

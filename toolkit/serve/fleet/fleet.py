@@ -16,6 +16,7 @@ from toolkit.configs.option import spelled
 from toolkit.errors import ToolkitError
 from toolkit.serve.fleet.catalog import Listed
 from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.places import Places
 
 logger = logging.getLogger("toolkit.serve")
 LOOK_S = 0.02  # how often it is looked whether a model's last request has ended
@@ -83,8 +84,8 @@ class Fleet:
     """``budget``: bytes that loaded models may take together, None = no limit. The one used longest ago goes to sleep
     first: its process stays, so that it is soon there again. ``idle_timeout``: seconds after which an unused model's
     process ends; 0 = never. ``swap_patience``: seconds that a model which makes room waits for requests that came after
-    the one it makes room for; 0 = until they are done. ``at_once``: requests that are answered together, more wait;
-    None = no limit."""
+    the one it makes room for; 0 = until they are done. ``at_once``: requests that are answered together, more wait for
+    their users' turn; None = no limit."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class Fleet:
         self._idle_timeout = idle_timeout
         self._patience = swap_patience
         self._clock = clock
-        self._slots = asyncio.Semaphore(at_once) if at_once else nullcontext()
+        self._slots = Places(at_once) if at_once else None
         self._turn = asyncio.Lock()  # models come and go one at a time
         self._tasks: set[asyncio.Task[None]] = set()  # loads under way
         self.on_end: Callable[[str], object] = lambda url: None  # gets the URL of each server that has ended
@@ -130,7 +131,7 @@ class Fleet:
         """The server of a model, loaded where it is not; it stays meanwhile. Raises ApiError, Swapped where it has to
         go before the end."""
         model, guest = self.find(name), None
-        async with self._slots:
+        async with nullcontext() if self._slots is None else self._slots.place():
             if model.state != "loaded" or model.closed or model.server is None or not model.server.alive():
                 await self._in_turn(model)
             else:

@@ -17,9 +17,9 @@ from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.turn import behind
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.handed import handed
-from toolkit.serve.http.held import TOKEN_BYTES, account, entries_bytes
+from toolkit.serve.http.held import NUMBER_BYTES, TOKEN_BYTES, account, entries_bytes, stays
 from toolkit.serve.http.users import current_user
-from toolkit.serve.state import ServerState, request_of
+from toolkit.serve.state import Running, ServerState, request_of
 from toolkit.serve.watch.metrics import RequestClock
 
 logger = logging.getLogger("toolkit.serve")
@@ -146,11 +146,11 @@ def _run(state: ServerState, engine_id: str, choice: Choice) -> AsyncGenerator[R
 
 
 async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncGenerator[Response, None]:
-    user = current_user()
+    user, rejected = current_user(), 0
     clock = RequestClock(state.metrics, len(choice.token_ids), user.name)
     share = state.settings.key_share if user.rules.share is None else user.rules.share
     reason, cached = "abort", 0
-    state.active[engine_id] = choice.label
+    state.active[engine_id] = Running(user.owner, choice.label)
     stream = state.engine.generate(
         choice.token_ids,
         _config(choice),
@@ -169,9 +169,11 @@ async def _run_one(state: ServerState, engine_id: str, choice: Choice) -> AsyncG
         async for response in stream:
             cached = response.cached_tokens
             clock.tokens_arrived(len(response.token_ids), cached)
-            if (held := account.get()) is not None:
-                held.add(_bytes(response))
-            state.quotas.spend(user, len(response.token_ids))
+            if (held := account.get() or (stays.get() if response.routed_experts is not None else None)) is not None:
+                held.add(_bytes(response), user.id)
+            wrong = response.rejected_tokens - rejected if choice.prediction else 0  # computed for nothing, as it asked
+            rejected = response.rejected_tokens
+            state.quotas.spend(user, len(response.token_ids) + wrong)
             if response.finish_reason is not None:
                 reason = response.finish_reason
                 _raise_if_failed(response, state.closing)
@@ -202,7 +204,10 @@ def _config(choice: Choice) -> GenerationConfig:
 def _bytes(response: Response) -> int:
     """What a delta takes as a part of an answer."""
     entries = (*(response.logprobs or ()), *(response.prompt_logprobs or ()))
-    return TOKEN_BYTES * len(response.token_ids) + sum(entries_bytes(len(entry or ())) for entry in entries)
+    arrays = (response.last_hidden_state, response.routed_experts)
+    numbers = sum(array.size for array in arrays if array is not None)
+    texts = TOKEN_BYTES * len(response.token_ids) + NUMBER_BYTES * numbers
+    return texts + sum(entries_bytes(len(entry or ())) for entry in entries)
 
 
 def _most_bytes(choice: Choice, session_len: int) -> int:

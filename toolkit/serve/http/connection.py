@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from toolkit.configs.option import spelled
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.framing import HttpState, Refusal
-from toolkit.serve.http.intake import BYTES_A_SECOND, LINGER
+from toolkit.serve.http.intake import BYTES_A_SECOND, LINGER, REFUSED
 from toolkit.serve.http.limits import Limits
 
 logger = logging.getLogger("toolkit.serve")
@@ -29,7 +29,8 @@ HEALTH_PLACES = 16  # connections beyond the most, which may ask for HEALTH alon
 class Connection(H11Protocol):
     """Closes itself where the head of a request does not arrive within ``read_timeout``, the rest of one that was
     answered early within ``LINGER``, or where the client does not take its answer within ``write_timeout``; answers
-    what is no HTTP with 400. One too many takes the place of the one that has waited longest for a head; where there
+    what is no HTTP with 400. One too many takes the place of the one that has waited longest for a head, else of one
+    whose request was refused before its body had come, or whose body has been coming for ``SHORT_HEAD_S``; where there
     is none, it may ask for HEALTH alone, or is refused. Half-done TLS handshakes count as connections.
 
     A connection that rests between requests is uvicorn's to end; it costs a timer.
@@ -37,6 +38,7 @@ class Connection(H11Protocol):
 
     limits: Limits  # set in a subclass, one for each server
     heads: dict[Connection, None]  # likewise; those that wait for a request's head, the longest first
+    bodies: dict[Connection, float]  # likewise; those whose request has a head but no whole body, and since when
     handshakes: dict[asyncio.Task[Any], asyncio.TimerHandle]  # likewise; TLS that is still agreed on, and their ends
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -79,6 +81,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait_for("")
+        self.bodies.pop(self, None)
         self._stop_waiting_for_reader()
         self._quietly(super().connection_lost, exc)
 
@@ -118,12 +121,23 @@ class Connection(H11Protocol):
         return 503, f"{most:,} connections are open already (the server's {spelled('max_connections')})"
 
     def _make_room(self) -> bool:
-        """End the connection that has waited longest for a head; whether there was one."""
-        if (longest := next(iter(self.heads), None)) is None:
+        """End the connection that has waited longest for a head, else for a body; whether there was one."""
+        old = self.loop.time() - SHORT_HEAD_S
+        late = (one for one, since in self.bodies.items() if since < old or one._is_refused)
+        if (longest := next(iter(self.heads), None) or next(late, None)) is None:
             return False
-        longest._give_up(*self._full())
+        if longest in self.bodies:
+            longest._refuse(*self._full())
+        else:
+            longest._give_up(*self._full())
         longest.transport.abort()  # what is written is on its way; TLS would wait for the other side
         return True
+
+    @property
+    def _is_refused(self) -> bool:
+        return self.cycle is not None and (
+            self.cycle.response_complete or self.scope.get("state", {}).get(REFUSED, False)
+        )
 
     def _refusal(self, request: h11.Request) -> Refusal | None:
         if self._spare and len(self.connections) <= self.limits.max_connections:
@@ -133,6 +147,10 @@ class Connection(H11Protocol):
 
     def _watch(self) -> None:
         """Set or stop the clocks, by what the client has yet to send, or to take before the connection can close."""
+        if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
+            self.bodies.setdefault(self, self.loop.time())
+        else:
+            self.bodies.pop(self, None)
         if self.transport.is_closing():
             self._wait_for("")
             if self.transport.get_write_buffer_size():
@@ -207,4 +225,4 @@ class Connection(H11Protocol):
 
 def connection_class(limits: Limits) -> type[Connection]:
     """For uvicorn's ``http``: it makes the connections itself."""
-    return type("LimitedConnection", (Connection,), {"limits": limits, "heads": {}, "handshakes": {}})
+    return type("LimitedConnection", (Connection,), {"limits": limits, "heads": {}, "bodies": {}, "handshakes": {}})

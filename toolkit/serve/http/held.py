@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,6 +13,7 @@ from toolkit.serve.http.limits import Limits
 
 # Measured with tracemalloc up to the last byte of a chat's JSON, which takes most: some bytes too many for other APIs.
 TOKEN_BYTES = 64  # of text and token ids
+NUMBER_BYTES = 24  # of a vector, or of an expert that a token went to: as it comes, as an object, in JSON
 ENTRY_BYTES = 600  # of a log-probability, of which a token has its own and those of alternatives
 
 
@@ -21,7 +23,7 @@ def entries_bytes(entries: int) -> int:
 
 
 class Held:
-    """What all answers hold. Beyond ``max_held_bytes`` the one that holds most is ended."""
+    """What all answers hold. Beyond ``max_held_bytes`` the largest one is ended of the user whose answers hold most."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -33,25 +35,30 @@ class Held:
         """The account of a request, which this task and those that it starts find in ``account``."""
         own = Account(self, self._limits)
         self._answers.add(own)
-        token = account.set(own)
+        tokens = account.set(own), stays.set(own)
         try:
             yield
         finally:
-            account.reset(token)
+            account.reset(tokens[0])
+            stays.reset(tokens[1])
             self._answers.discard(own)
             self._total -= own.bytes
 
     def grow(self, size: int) -> None:
         self._total += size
         if self._total > self._limits.max_held_bytes:
-            max(self._answers, key=lambda answer: answer.bytes).over = True
+            of_users: Counter[str] = Counter()
+            for answer in self._answers:
+                of_users[answer.user] += answer.bytes
+            max(self._answers, key=lambda answer: (of_users[answer.user], answer.bytes)).over = True
 
 
 class Account:
-    """``bytes``: what one answer holds; ``over``: it has to end."""
+    """``bytes``: what one answer holds, to ``user``; ``over``: it has to end."""
 
     def __init__(self, held: Held, limits: Limits) -> None:
         self.bytes = 0
+        self.user = ""
         self.over = False
         self._held = held
         self._limits = limits
@@ -61,14 +68,16 @@ class Account:
         if size > self._limits.max_held_bytes:
             raise self._limits.refusal("max_held_bytes", None, size, f"bytes of one answer ({_FEWER})")
 
-    def add(self, size: int) -> None:
-        """Count ``size`` more. Raises ApiError: 400 for an answer that is too much alone, 429 for one that holds most
-        of all where they are too much together."""
+    def add(self, size: int, user: str = "") -> None:
+        """Count ``size`` more of ``user``'s. Raises ApiError: 400 for an answer that is too much alone, 429 for the
+        largest of the user who has most, where all are too much together."""
         self.bytes += size
+        self.user = user
         self._held.grow(size)
         self.expect(self.bytes)
         if self.over:
-            text = f"the answers under way fill the server's {spelled('max_held_bytes')}, and this one holds most"
+            full = spelled("max_held_bytes")
+            text = f"the answers under way fill the server's {full}, and this one is the largest of who has most"
             raise ApiError(
                 429, f"{text} ({self.bytes:,} bytes): {_FEWER}, or try again later", code="too_many_requests"
             )
@@ -76,3 +85,4 @@ class Account:
 
 _FEWER = "answers x max_tokens x logprobs: ask for fewer, or for a stream"
 account: ContextVar[Account | None] = ContextVar("toolkit_held", default=None)  # None: it is sent as it comes
+stays: ContextVar[Account | None] = ContextVar("toolkit_stays", default=None)  # what is held though it is a stream

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 
 from starlette.datastructures import Headers
@@ -15,10 +17,12 @@ from toolkit.serve.http.held import Held
 from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.http.replies import send_error
+from toolkit.serve.http.users import current_user
 
 FORM = 1 << 14  # bytes that a form has besides its file
 BYTES_A_SECOND = 1 << 16  # a body may take so much longer as it is larger
 UPLOADS = "/v1/files"  # bodies of POST here go to disk as they come
+REFUSED = "toolkit.refused"  # in a request's state: it has its answer, though a part of its body is still to come
 LINGER = 5.0  # seconds in which the rest of a body that was refused is thrown away
 
 
@@ -26,15 +30,19 @@ class Intake:
     """Refuses bodies that are too large (413), too slow (408) or too many at once (503), while they arrive, and packed
     ones (415).
 
-    A body counts until its request is answered, unless it goes to disk. What its answer holds has an account. Memory
+    A body counts until its request is answered, unless it goes to disk. Of several keys none may have more beyond one
+    body than it leaves to others. What its answer holds has an account. Memory
     that a large one took goes back to the system afterwards.
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits, lanes: Lanes) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, lanes: Lanes, shared: Callable[[], bool] = lambda: False) -> None:
+        """``shared``: whether there may be several keys."""
         self._app = app
         self._limits = limits
         self._lanes = lanes
+        self._shared = shared
         self._pending = 0  # bytes of all bodies
+        self._of_users: Counter[str] = Counter()  # of those of each key
         self._held = Held(limits)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,16 +51,26 @@ class Intake:
             return
         to_disk = scope["method"] == "POST" and scope["path"] == UPLOADS
         body = _Body(self._limits, receive, Headers(scope=scope), "max_file_bytes" if to_disk else "max_body_bytes")
-        held = 0  # bytes that count
+        held, whose = 0, ""  # bytes that count, and the key that they count for
 
         async def counted() -> Message:
-            nonlocal held
+            nonlocal held, whose
             before = body.size
             try:
                 message = await body.next()
             finally:  # one part too many counts too, until it is given back below
                 more = 0 if to_disk else body.size - before
                 held, self._pending = held + more, self._pending + more
+                if user := current_user().name and current_user().id:
+                    whose = user
+                    self._of_users[user] += more
+            mine = self._of_users[whose] if whose and more and self._shared() else 0
+            if mine > held and mine + self._pending > self._limits.max_pending_bytes:
+                full = spelled("max_pending_bytes")
+                text = (
+                    f"the bodies of this key's requests fill what it may have of the server's {full}; try again later"
+                )
+                raise ApiError(429, text, code="too_many_requests")
             if self._pending > self._limits.max_pending_bytes:
                 full = spelled("max_pending_bytes")
                 text = f"the bodies of requests that are being answered fill the server's {full}; try again later"
@@ -61,6 +79,7 @@ class Intake:
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
+                scope.get("state", {})[REFUSED] = not body.whole
                 if message["status"] == 408:
                     message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
                 else:
@@ -76,6 +95,10 @@ class Intake:
                         await self._app(scope, counted, answer)
             finally:
                 self._pending -= held
+                if whose:
+                    self._of_users[whose] -= held
+                    if not self._of_users[whose]:
+                        del self._of_users[whose]
                 used.body = body.size
 
 
@@ -92,12 +115,12 @@ class _Body:
         self._receive = receive
         self._asks_first = "expect" in headers
         self._packed = headers.get("content-encoding", "identity").strip().lower()
-        self._whole = not self.declared and "transfer-encoding" not in headers
+        self.whole = not self.declared and "transfer-encoding" not in headers
         self._started = asyncio.get_running_loop().time()
 
     async def next(self) -> Message:
         """The next part; then the client's leaving, whenever that may be."""
-        if self._whole:
+        if self.whole:
             return await self._receive()
         end = self._started + self._limits.read_timeout + self.size / BYTES_A_SECOND
         try:
@@ -107,7 +130,7 @@ class _Body:
             text = f"The request's body did not arrive in time (the server's {spelled('read_timeout')})"
             raise ApiError(408, text, code="read_timeout") from error
         self.size += len(message.get("body", b""))
-        self._whole = not message.get("more_body", False)
+        self.whole = not message.get("more_body", False)
         if self.size > self._most:
             raise self.too_large()
         return message
@@ -118,8 +141,8 @@ class _Body:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER):
-                while not self._whole:
-                    self._whole = not (await self._receive()).get("more_body", False)
+                while not self.whole:
+                    self.whole = not (await self._receive()).get("more_body", False)
 
     def refusal(self) -> ApiError | None:
         """Why it cannot be taken, by the request's head."""

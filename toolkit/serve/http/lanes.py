@@ -1,11 +1,12 @@
-"""Where work is done whose time grows with a request: in threads, large requests in a lane of their own."""
+"""Where work is done whose time grows with a request: in threads, large requests in a lane of their own; in each lane
+users take turns."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,6 +15,8 @@ from toolkit.base import libc
 from toolkit.configs.option import spelled
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.limits import Limits
+from toolkit.serve.http.places import Places
+from toolkit.serve.http.users import current_user
 
 T = TypeVar("T")
 LARGE = 1 << 18  # bytes or characters from which on requests are handled one after the other
@@ -35,6 +38,33 @@ class Used:
 _used: contextvars.ContextVar[Used] = contextvars.ContextVar("used")
 
 
+class Lane:
+    """``count`` threads. Work for users who have little here comes before that of those who have much."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix=f"toolkit-{name}")
+        self._places = Places(count)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """``work()``. It has its thread to its end, though the caller may go before."""
+        loop, user = asyncio.get_running_loop(), current_user().id
+        await self._places.take(user)
+
+        def leave(_: Future[T]) -> None:
+            try:
+                loop.call_soon_threadsafe(self._places.leave, user)
+            except RuntimeError:  # its event loop has been closed: nobody waits
+                self._places.leave(user)
+
+        done = self._pool.submit(work)
+        done.add_done_callback(leave)
+        return await asyncio.wrap_future(done)
+
+    def behind(self, work: Callable[[], object]) -> None:
+        """``work()``, once a thread is free, whoever waits."""
+        self._pool.submit(work)
+
+
 class Lanes:
     """Threads of one server. A large request never waits in front of a small one, and a core is all that large ones
     take together. What waits for other hosts holds up neither, nor do pictures and videos: each of a request's is
@@ -42,12 +72,10 @@ class Lanes:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._small = ThreadPoolExecutor(4, thread_name_prefix="toolkit-requests")
-        self._large = ThreadPoolExecutor(1, thread_name_prefix="toolkit-large-requests")
-        self._fetching = ThreadPoolExecutor(FETCHING, thread_name_prefix="toolkit-fetching")
-        self._pictures = ThreadPoolExecutor(PICTURES, thread_name_prefix="toolkit-pictures")
-        self._large_pictures = ThreadPoolExecutor(1, thread_name_prefix="toolkit-large-pictures")
-        self._videos = ThreadPoolExecutor(VIDEOS, thread_name_prefix="toolkit-videos")
+        self._small, self._large = Lane(4, "requests"), Lane(1, "large-requests")
+        self._fetching = Lane(FETCHING, "fetching")
+        self._pictures, self._large_pictures = Lane(PICTURES, "pictures"), Lane(1, "large-pictures")
+        self._videos = Lane(VIDEOS, "videos")
 
     async def run(self, work: Callable[[], T], size: int) -> T:
         """``work()``, by the ``size`` of the request. It sees the caller's context. Raises ApiError where it is not
@@ -64,7 +92,7 @@ class Lanes:
         by_size = self._large_pictures if pixels > LARGE_PICTURE else self._pictures
         return await self._run(self._videos if video else by_size, work, seconds)
 
-    async def _run(self, pool: ThreadPoolExecutor, work: Callable[[], T], seconds: float) -> T:
+    async def _run(self, lane: Lane, work: Callable[[], T], seconds: float) -> T:
         began = False
 
         def begin() -> T:
@@ -75,7 +103,7 @@ class Lanes:
         context = contextvars.copy_context()
         try:
             async with asyncio.timeout(seconds):
-                return await asyncio.get_running_loop().run_in_executor(pool, context.run, begin)
+                return await lane.run(lambda: context.run(begin))
         except TimeoutError as error:
             limit = f"{self._limits.prompt_timeout:g} s (the server's {spelled('prompt_timeout')})"
             text = f"the request was not read and tokenized within {limit}"
@@ -102,4 +130,4 @@ class Lanes:
         """Hand memory that was freed back to the system, behind the work that waits."""
         trim = libc.function("malloc_trim")
         if trim is not None:
-            self._large.submit(trim, 0)
+            self._large.behind(lambda: trim(0))

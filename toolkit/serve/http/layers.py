@@ -59,7 +59,7 @@ def add_layers(
     app.add_middleware(Users, keys=keys, trusted=trusted or Proxies(()), digest=digest)
     if keys or under:
         app.add_middleware(ApiKeyMiddleware, keys=keys, under=under)
-    app.add_middleware(Intake, limits=limits, lanes=lanes)
+    app.add_middleware(Intake, limits=limits, lanes=lanes, shared=lambda: len(keys) > 1 or bool(trusted))
     if origins:
         app.add_middleware(cors, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(PlainPaths)

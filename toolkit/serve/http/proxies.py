@@ -21,6 +21,9 @@ class Proxies:
                 told = f"expected an address such as 10.0.0.5 or 10.0.0.0/24, found {text!r:.60}"
                 raise UsageError(f"{spelled('trusted_proxy')}: {told}") from None
 
+    def __bool__(self) -> bool:
+        return bool(self._networks)
+
     def __contains__(self, client: object) -> bool:
         try:
             address = ipaddress.ip_address(str(client))

@@ -3,6 +3,7 @@ them), /v1/encode as LMDeploy has it."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -136,17 +137,18 @@ async def tokenizer_info(raw: Request) -> HttpResponse:
 @router.post("/v1/encode", **describe(EncodeRequest, "Token ids of one text or several", Encoded))
 async def encode(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
-    request, size = await parse(raw, state, EncodeRequest)
+    request, _ = await parse(raw, state, EncodeRequest)
     _checked_model(state, request.model)
     special = request.add_bos is not False
+    texts = [request.input] if isinstance(request.input, str) else request.input
+    state.settings.limits.check_prompts("input", len(texts))
 
-    def work() -> list[list[int]]:
-        texts = [request.input] if isinstance(request.input, str) else request.input
+    def work(text: str) -> list[int]:
         if request.do_preprocess:
-            return [state.template.encode(text) for text in texts]
-        return [state.engine.tokenizer.encode(text, special) for text in texts]
+            return state.template.encode(text)
+        return state.engine.tokenizer.encode(text, special)
 
-    rows = await state.lanes.run(work, size)
+    rows = [await state.lanes.run(partial(work, text), len(text)) for text in texts]  # others' turns come between
     lengths = [len(row) for row in rows]
     single = isinstance(request.input, str)
     return json_response({"input_ids": rows[0] if single else rows, "length": lengths[0] if single else lengths})

@@ -100,9 +100,10 @@ class Apart:
             work.cancel()
 
     async def linked(self, node: Node, lender: Node) -> str:
-        """The id of the lender's engine where ``node`` takes blocks from it, "" where not."""
+        """The id of the lender's engine where ``node`` takes blocks from it, "" where not. The operator's nodes connect
+        to no address that a client's says."""
         lends = lender.lends
-        if lends is None or node.role != DECODE:
+        if lends is None or node.role != DECODE or node.trusted > lender.trusted:
             return ""
         name, now = (node.url, lends.engine_id), self._state.clock()
         if name not in self._linked or (self._linked[name] < now):

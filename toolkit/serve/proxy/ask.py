@@ -10,11 +10,12 @@ from typing import Any
 import httpx2 as httpx
 from pydantic_core import from_json
 
+from toolkit.serve.model_cards import MOST_NAME, good_name
+
 MOST_BYTES = 1 << 20  # of an answer
 PATIENCE_S = 5.0  # for the whole of it
 MEETING_S = 10.0
 MOST_MODELS = 4096  # of one node
-MOST_NAME = 256  # characters of a model's name
 MOST_PROXIES = 64  # that a node may say it leads to
 _ID = re.compile(r"[0-9a-f]{32}")
 
@@ -67,11 +68,6 @@ def check(reply: httpx.Response) -> None:
 def plain(text: str) -> str:
     """What a node has had a part in, as it may stand in a line."""
     return "".join(sign if sign.isprintable() else " " for sign in text[:MOST_NAME])
-
-
-def good_name(name: Any) -> bool:
-    """Whether it can stand in lists, logs and metrics: nothing in it is invisible, breaks a line or turns its way."""
-    return isinstance(name, str) and 0 < len(name) <= MOST_NAME and name.isprintable() and name == name.strip()
 
 
 def model_names(body: bytes) -> list[str] | None:

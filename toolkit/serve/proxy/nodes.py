@@ -18,7 +18,8 @@ from toolkit.artifacts.output.stage import write_file
 from toolkit.base.record import read
 from toolkit.configs.checks import shown
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.serve.proxy.ask import MOST_MODELS, MOST_NAME, good_name
+from toolkit.serve.model_cards import MOST_NAME, good_name
+from toolkit.serve.proxy.ask import MOST_MODELS
 
 ELSEWHERE = (429, 502, 503, 504, 508)  # answers of a node that another may do better
 NO_FAULT = (429, 508)  # of these, those that say nothing against the node

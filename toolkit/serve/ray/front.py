@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,12 +18,14 @@ from starlette.types import Send
 
 from toolkit import __version__
 from toolkit.configs.checks import shown
+from toolkit.configs.option import spelled
 from toolkit.serve.generation.read import read_body
 from toolkit.serve.http.docs_page import add_docs
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.layers import add_layers
+from toolkit.serve.http.places import Places
 from toolkit.serve.http.replies import Reply, event, json_response, line, send_error
 from toolkit.serve.http.users import asks_for, current_user
 from toolkit.serve.model_cards import listed
@@ -64,10 +66,13 @@ class Replicas(Protocol):
 
 
 class Fleet:
-    """Models by their names, adapters' and aliases' among them. Raises ApiError for a name that is none."""
+    """Models by their names, adapters' and aliases' among them. Raises ApiError for a name that is none. ``places``: of
+    all replicas of a model, for which requests wait here, where users have turns; ``most``: that may wait."""
 
-    def __init__(self, models: Mapping[str, Replicas]) -> None:
+    def __init__(self, models: Mapping[str, Replicas], places: int, most: int) -> None:
         self.models = dict(models)
+        self._places = {name: Places(places) for name in models}
+        self._most = most
         self._names: dict[str, str] = {}  # adapters and others, and whose they are
         self._looked = float("-inf")
 
@@ -89,6 +94,16 @@ class Fleet:
 
     def _owner(self, name: str) -> str | None:
         return name if name in self.models else self._names.get(name)
+
+    @asynccontextmanager
+    async def place(self, model: str) -> AsyncIterator[None]:
+        """One for the user who asks. Raises ApiError 429 where too many wait."""
+        places, user = self._places[model], current_user().id
+        if not places.may_wait(user, self._most):
+            text = f"{model}: {self._most:,} requests wait already (the server's {spelled('max_queue')})"
+            raise ApiError(429, f"{text}; try again later", code="too_many_requests")
+        async with places.place():
+            yield
 
     async def cards(self) -> list[dict[str, Any]]:
         """What each model's replicas say of it in /v1/models. Raises ApiError 503 where one does not answer."""
@@ -127,7 +142,8 @@ class Forward(Reply):
     async def produce(self, send: Send) -> None:
         try:
             model, replicas = await self._fleet.find(self._incoming.model_among(self._fleet.names))
-            status = await self._answered(replicas, send)
+            async with self._fleet.place(model):
+                status = await self._answered(replicas, send)
             self._metrics.requests.labels(model, str(status)).inc()
         except ApiError as error:
             self._metrics.requests.labels("", str(error.status)).inc()
@@ -176,7 +192,8 @@ class Forward(Reply):
 
 def create_app(settings: RaySettings, keys: ApiKeys, models: Mapping[str, Replicas]) -> FastAPI:
     """The application in front of the replicas of some models."""
-    fleet, metrics, lanes = Fleet(models), FrontMetrics(), Lanes(settings.limits)
+    limits, places = settings.limits, settings.bounds[1] * settings.max_ongoing_requests
+    fleet, metrics, lanes = Fleet(models, places, limits.max_queue), FrontMetrics(), Lanes(limits)
     docs = not settings.disable_fastapi_docs
     app = FastAPI(
         title="toolkit on Ray",

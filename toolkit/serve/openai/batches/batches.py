@@ -6,12 +6,17 @@ import asyncio
 import logging
 import re
 import time
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
+from toolkit.configs.option import spelled
 from toolkit.errors import ToolkitError
 from toolkit.serve.generation.turn import LAST, behind
+from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.places import Places
 from toolkit.serve.http.shares import Shares
 from toolkit.serve.http.users import work_of
 from toolkit.serve.openai.batches import loop, results
@@ -27,7 +32,7 @@ if TYPE_CHECKING:
     from toolkit.serve.state import ServerState
 
 logger = logging.getLogger("toolkit.serve")
-UPLOADS_AT_ONCE = 4  # files on their way in are on disk twice
+UPLOADS_AT_ONCE, OF_ONE = 8, 2  # of all keys, of each: files on their way in are on disk twice
 ENDED = ("completed", "failed", "expired", "cancelled")
 _SALT = b"toolkit"
 _WINDOW = re.compile(r"([1-9]\d{0,2})h")
@@ -108,9 +113,17 @@ class Batches:
         self._all: dict[str, Batch] = {batch.id: batch for batch in store.records("batches", Batch)}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.turns = Turns(self._room)
-        self.uploads = asyncio.Semaphore(UPLOADS_AT_ONCE)
+        self._uploads = Places(UPLOADS_AT_ONCE)
+        self._uploads_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         store.in_use = lambda id: self.reading(id) is not None
         store.tidy({id for batch in self._all.values() if not batch.ended for id in (batch.output, batch.faults)})
+
+    @asynccontextmanager
+    async def upload(self, owner: str) -> AsyncIterator[None]:
+        """A place for a file on its way in; waits for it. However slowly a key sends, others have theirs."""
+        own = self._uploads_of.setdefault(owner, asyncio.Semaphore(OF_ONE))
+        async with own, self._uploads.place():
+            yield
 
     def _room(self) -> int:
         """Lines that may be answered at once: others' requests always find free places."""
@@ -154,8 +167,14 @@ class Batches:
         """Begin a batch of the lines of ``file``. Raises ApiError where there are too many."""
         limits = self.store.limits
         self._expire()
-        if (running := sum(not batch.ended for batch in self._all.values())) >= limits.max_batches:
-            raise limits.refusal("max_batches", None, running + 1, "batches that wait or run", 429)
+        owners = [batch.owner for batch in self._all.values() if not batch.ended]
+        running, mine, what = len(owners), owners.count(file.owner), "batches that wait or run"
+        if running >= limits.max_batches:
+            raise limits.refusal("max_batches", None, running + 1, what, 429)
+        if file.owner and mine and mine + 1 > (left := limits.max_batches - running) and self.store.shared():
+            told = f"found {mine + 1} {what} of this key, expected at most the {left} that are free"
+            option = f"{spelled('max_batches')} ({limits.max_batches:,})"
+            raise ApiError(429, f"{told} of the server's {option}", code="limit_exceeded")
         now = int(time.time())
         batch = Batch(
             new_id("batch_"),

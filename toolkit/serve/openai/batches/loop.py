@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp
 from toolkit.errors import UsageError
 from toolkit.serve.generation.read import SMALL
 from toolkit.serve.http.replies import as_json
+from toolkit.serve.http.users import work_of
 from toolkit.serve.openai.batches import results
 from toolkit.serve.openai.batches.ask import Answer, ask
 from toolkit.serve.openai.batches.lines import Asked, Line, LineFault, Source
@@ -65,23 +67,38 @@ class Tally:
 
 
 class Turns:
-    """As many lines at once as ``most()`` says from time to time, in the order in which they ask: batches that run
-    beside each other have theirs in turn."""
+    """As many lines at once as ``most()`` says from time to time. The next is of the owner who has fewest, and of the
+    batch that has asked first: owners have theirs in turn, and batches of one owner."""
 
     def __init__(self, most: Callable[[], int]) -> None:
         self.running = 0
         self._most = most
-        self._door = asyncio.Lock()
+        self._of: Counter[str] = Counter()
+        self._given = 0
+        self._last: Counter[str] = Counter()  # ``_given`` when an owner last had a turn
+        self._asking: list[list[str]] = []  # of each that waits its owner
         self._left = asyncio.Event()
 
     async def begin(self) -> None:
-        async with self._door:
-            while self.running >= self._most():
+        owner = work_of.get() or ""
+        place = [owner]
+        self._asking.append(place)
+        try:
+            while self.running >= self._most() or self._next() is not place:
                 self._left.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S):
                         await self._left.wait()
-            self.running += 1
+        finally:
+            self._asking = [other for other in self._asking if other is not place]
+            self._left.set()
+        self.running += 1
+        self._of[owner] += 1
+        self._given += 1
+        self._last[owner] = self._given
+
+    def _next(self) -> list[str]:
+        return min(self._asking, key=lambda place: (self._of[place[0]], self._last[place[0]]))
 
     async def opened(self) -> None:
         """Returns when lines may be asked at all."""
@@ -90,6 +107,7 @@ class Turns:
 
     def end(self) -> None:
         self.running -= 1
+        self._of[work_of.get() or ""] -= 1
         self._left.set()
 
 

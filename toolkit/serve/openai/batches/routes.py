@@ -80,7 +80,7 @@ async def upload(raw: Request) -> HttpResponse:
     batches.store.check_room(owner, int(declared) if declared.isdecimal() else 0)
     if not raw.headers.get("content-type", "").startswith("multipart/form-data"):
         raise ApiError(415, "Content-Type: expected multipart/form-data with file and purpose", code="content_type")
-    async with batches.uploads, raw.form(max_files=1, max_fields=8, max_part_size=1 << 12) as form:
+    async with batches.upload(owner), raw.form(max_files=1, max_fields=8, max_part_size=1 << 12) as form:
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
             raise bad_field("file", "required, but missing", "missing_field")

@@ -1,0 +1,81 @@
+"""So many at a time; who waits for a place gets one in turn, round by user."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from toolkit.serve.http.users import current_user
+
+
+class Places:
+    """``count`` of them. One that gets free is for the waiting user who has fewest; of equals, for the one who has not
+    had a turn for longest. Of one event loop."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._held: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by user, the one who had a turn last at the end
+
+    def may_wait(self, user: str, most: int) -> bool:
+        """Whether another one of ``user`` may wait where ``most`` do together; also where it has less than an equal
+        part of them, up to twice as many."""
+        waiting = sum(map(len, self._waiting.values()))
+        users = len(self._waiting) + (user not in self._waiting)
+        return waiting < most or (waiting < 2 * most and len(self._waiting.get(user, ())) < most // users)
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """One for the user whose request this task works for; waits for it."""
+        user = current_user().id
+        await self.take(user)
+        try:
+            yield
+        finally:
+            self.leave(user)
+
+    async def take(self, user: str) -> None:
+        """Wait for a place of ``user``'s, who has it until ``leave``."""
+        if self._free > 0 and not self._waiting:
+            self._give(user)
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(user, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.leave(user)
+            elif turn in (turns := self._waiting.get(user, deque())):
+                turns.remove(turn)
+                if not turns:
+                    del self._waiting[user]
+            raise
+
+    def leave(self, user: str) -> None:
+        """Give a place back."""
+        self._free += 1
+        self._held[user] -= 1
+        if not self._held[user]:
+            del self._held[user]
+        while self._free > 0 and self._waiting:
+            self._turn_of(self._next())
+
+    def _next(self) -> str:
+        without = (user for user in self._waiting if user not in self._held)
+        return next(without, min(self._waiting, key=self._held.__getitem__))
+
+    def _turn_of(self, user: str) -> None:
+        turns = self._waiting.pop(user)
+        turn = turns.popleft()
+        if turns:
+            self._waiting[user] = turns
+        if not turn.done():
+            self._give(user)
+            turn.set_result(None)
+
+    def _give(self, user: str) -> None:
+        self._free -= 1
+        self._held[user] += 1
