@@ -214,6 +214,7 @@ def draft(
         title = f"Held-out acceptance, {found['held_out_tokens']:,} tokens"
         stdout().print(table(title, ("token", "of drawn text", "of the likeliest"), rows))
         stdout().print(f"written to {result.path} ({found['parameters'] / 1e6:.1f} M parameters)", markup=False)
+        say_next(f"tool chat {model} --speculative-algorithm eagle3 --speculative-draft-model {result.path}")
     write_json(json, {"path": str(result.path), "options": result.options, "quality": found})
 
 

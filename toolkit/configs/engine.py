@@ -233,13 +233,15 @@ class CommonEngineConfig:
         "auto: guess tokens and verify them, where that is faster; off. Default: auto, in profile off.",
         allowed=MODES,
     )
-    speculative_algorithm: str | None = option(None, "How: lookup (or ngram), which is the default; draft_model.")
+    speculative_algorithm: str | None = option(
+        None, "How: lookup (or ngram), which is the default; draft_model; eagle3."
+    )
     speculative_num_draft_tokens: int | None = option(
         None, "Tokens of a guess at most. Default: 16.", allowed=Bounds(1, MOST_ASKED, "int32"), hidden=True
     )
     speculative_draft_model: str | None = option(
         None,
-        "A smaller model of the same vocabulary that guesses.",
+        "A smaller model of the same vocabulary that guesses, or an EAGLE-3 head.",
         "--speculative-draft-model",
         "--draft-model",
         "-md",

@@ -16,7 +16,8 @@ ALGORITHMS = {
     "ngram": "lookup",
     "prompt_lookup": "lookup",
     "draft_model": "draft_model",
-} | dict.fromkeys(("eagle", "eagle3", "mtp", "deepseek_mtp", "hy3_mtp", "qwen3_5_mtp", "dflash", "medusa"), None)
+    "eagle3": "eagle3",
+} | dict.fromkeys(("eagle", "mtp", "deepseek_mtp", "hy3_mtp", "qwen3_5_mtp", "dflash", "medusa"), None)
 Share = Literal["user", "all", "off"]
 SHARES = ("user", "all", "off")
 MODES = ("auto", "off")
@@ -38,7 +39,7 @@ class Speculation:
 @dataclass
 class SpeculativeConfig:
     """How tokens are guessed that a step then verifies; LMDeploy's record. ``method``: "lookup" (or "ngram"),
-    "draft_model"; ``model``: of the latter. ``num_speculative_tokens``: that a guess has at most.
+    "draft_model", "eagle3"; ``model``: of the latter two. ``num_speculative_tokens``: that a guess has at most.
     """
 
     method: str = "lookup"
@@ -61,7 +62,7 @@ class SpeculativeConfig:
         }
 
 
-NOT_YET = "heads that guess are not run yet"
+NOT_YET = "it does not run yet"
 
 
 def check_algorithm(what: str, name: Any) -> None:
@@ -80,11 +81,11 @@ def check_speculative(config: Any) -> None:
         check_algorithm("speculative_algorithm", name)
     if model is not None and not (isinstance(model, str) and model.strip()):
         raise UsageError(f"speculative_draft_model: expected a path or hub id, found {shown(model)}")
-    drafted = name is not None and ALGORITHMS[name] == "draft_model"
+    drafted = name is not None and ALGORITHMS[name] in ("draft_model", "eagle3")
     if drafted and model is None:
-        raise UsageError("speculative_algorithm: draft_model needs speculative_draft_model, the model that guesses")
+        raise UsageError(f"speculative_algorithm: {name} needs speculative_draft_model, what guesses")
     if model is not None and name is not None and not drafted:
-        raise UsageError(f"speculative_draft_model: {name} takes none; use draft_model, or leave it out")
+        raise UsageError(f"speculative_draft_model: {name} takes none; use draft_model or eagle3, or leave it out")
     if config.speculative == "off" and (name or model):
         raise UsageError("speculative: off, but speculative_algorithm or speculative_draft_model asks for it")
 

@@ -111,6 +111,7 @@ class EngineCore:
         self.speculator = speculator(runner, options, drafts)
         if self.speculator is not None:
             self.scheduler.guesses, self.results.verified = self.speculator.choose, self.speculator.verified
+            self.builder.aux_layers = self.speculator.aux_layers
         self.constraints = Constraints(open_tokenizer, spec.vocab_size)
         self._sequences: dict[str, Sequence] = {}
         self._held: dict[str, tuple[Building, EngineRequest, list[LogitsProcessor]]] = {}  # constraints not built yet
@@ -507,6 +508,8 @@ class EngineCore:
                 self._end(seq, keep=output.finish_reason != "error")
         for seq in step.plan.sequences():
             self.scheduler.label(seq, stored[seq])
+        if self.speculator is not None:
+            self.speculator.observe(step, result)
 
     def _lend(self, seq: Sequence, output: EngineOutput) -> None:
         if seq.request.lend:

@@ -104,6 +104,7 @@ class StepBuilder:
         self._logprobs = np.full(rows, -1, np.int32)
         self._host_fields = np.zeros(rows, bool)  # has penalties, biases or a grammar
         self._known: tuple[NDArray[np.intp], Step] | None = None  # rows and step of those that decoded last
+        self.aux_layers: tuple[int, ...] = ()  # whose inputs come back from every step, for who guesses by them
 
     def enter(self, seq: Sequence) -> None:
         """Fill the arrays for a request that has just been given its row."""
@@ -225,6 +226,8 @@ class StepBuilder:
             hidden_index=_EMPTY_I32,
             target_index=_EMPTY_I32,
             target_ids=_EMPTY_I32,
+            aux_layers=self.aux_layers,
+            aux_index=np.arange(cu[-1] if self.aux_layers else 0, dtype=np.int32),
             mutual=np.array(mutual, np.int32).reshape(-1, 3),
             types=self._types(plan, places, cu),
             rope_length=self._rope_length(owners, places),

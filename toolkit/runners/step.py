@@ -143,6 +143,10 @@ class StepBatch:
     target_index: I32  # flat tokens t for which log p(target) comes back …
     target_ids: I32  # … of this token
     routes_index: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # those whose chosen experts come back
+    aux_layers: tuple[
+        int, ...
+    ] = ()  # what goes into these layers (at most 8; their number: out of the last) comes back …
+    aux_index: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # … of these flat tokens
     embeds: F32 | None = None  # [E, hidden, and more for deep branches] rows that replace the embedding of …
     embed_index: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # … these flat tokens
     routed: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # flat tokens with linears of their own
@@ -172,6 +176,7 @@ class StepOutput:
     hidden: F32  # [len(hidden_index), hidden]
     target_logprobs: F32  # [len(target_index)]
     routes: U16 = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint16))  # [len(routes_index), layers, chosen]
+    aux: F32 = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))  # [len(aux_index), aux_layers, hidden]
     bad_rows: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # sampled rows with no number to draw by
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from toolkit.engine.step_builder import Step
+    from toolkit.runners.step import StepOutput
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,12 @@ class Outlook:
 
 class Draft:
     """``name``: of the method, in metrics. ``costs``: guesses take time to make, so that ``outlook`` is asked before
-    ``propose`` is. One engine's thread owns a draft."""
+    ``propose`` is. ``aux_layers``: of the model whose inputs come back from every step, for ``observe``. One engine's
+    thread owns a draft."""
 
     name: ClassVar[str]
     costs: bool = False
+    aux_layers: tuple[int, ...] = ()
 
     def outlook(self, asked: Seq[tuple[Sequence, int]]) -> Outlook:
         """What guesses of up to so many tokens for all of these requests promise; only where they cost."""
@@ -50,6 +56,9 @@ class Draft:
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
         """For each request a guess of up to so many tokens behind its known ones, ``tokens[:known]``."""
         raise NotImplementedError
+
+    def observe(self, step: Step, out: StepOutput) -> None:
+        """A step's tokens have been given to its requests, those of guesses too."""
 
     def learn(self, seq: Sequence, guessed: int, right: int) -> None:
         """A step has verified ``guessed`` tokens of this draft's guess, of which the first ``right`` came true."""

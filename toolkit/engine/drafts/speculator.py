@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from operator import mul
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,10 @@ from toolkit.engine.drafts.cost import StepCost, worth
 from toolkit.engine.drafts.draft import Draft, Guess
 from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from toolkit.engine.step_builder import Step
+    from toolkit.runners.step import StepOutput
 
 log = logging.getLogger(__name__)
 
@@ -197,6 +201,19 @@ class Speculator:
         if (draft := self._chosen.pop(seq, None)) is not None:
             self.counts.setdefault(draft.name, Count()).add(guessed, right)
             draft.learn(seq, guessed, right)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Whose inputs a draft reads."""
+        return next((draft.aux_layers for draft in self.drafts if draft.aux_layers), ())
+
+    def observe(self, step: Step, out: StepOutput) -> None:
+        """A step's tokens have been given to its requests."""
+        for draft in list(self.drafts):
+            try:
+                draft.observe(step, out)
+            except Exception as e:
+                self._fail(draft, e)
 
     def step_ended(self, plan: Plan, rows: int, now: float) -> None:
         """A step is over (``time.perf_counter``), the one before it when this was told last."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from toolkit.artifacts.draft_head import is_head
 from toolkit.engine.drafts.model import TOKENS, DraftModel
 from toolkit.engine.drafts.vocabulary import LEAST, Vocabulary, by_text, equal
 from toolkit.engine.load.memory_plan import MemoryPlan, show_bytes
@@ -56,6 +57,10 @@ def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], pack
         raise UsageError(f"{FLAG}: not with empty_init: nothing is known of the weights that it is to guess for")
     with _named():
         path = resolve_model(name, download_dir=config.download_dir)
+        if config.speculative_algorithm == "eagle3" or is_head(path):
+            if config.speculative_algorithm == "draft_model":
+                raise UsageError(f"{path} is a head, no model; use eagle3")
+            return DraftFiles(path, path, path)
         weights, lock = (path, None) if packed is None else packed(path)
         return DraftFiles(weights, tokenizer_dir(path), path, lock)
 
@@ -103,6 +108,15 @@ class OpenDraft:
         rows.append(("draft model", mine.weights, str(self.path)))
         rows.append(("its KV cache", cache, f"{counts} blocks of {plan.block_size} tokens"))
         return replace(plan, num_blocks=plan.num_blocks[: len(groups)], rows=tuple(rows))
+
+    @property
+    def told(self) -> str:
+        """For who waits while it is loaded."""
+        return f"loading the draft model with the {self.runner.name} runner"
+
+    def close(self) -> None:
+        """Free what was opened."""
+        self.runner.close()
 
     def load(self, plan: MemoryPlan) -> DraftModel:
         """Weights, cache, and what guesses with them. Raises ToolkitError."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from toolkit.artifacts.cache_cost import read_cost
+from toolkit.artifacts.draft_head import is_head
 from toolkit.artifacts.engine.adapters import packed_adapters
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.base import extras
@@ -21,6 +22,7 @@ from toolkit.engine.core import EngineCore
 from toolkit.engine.drafts.draft import Draft
 from toolkit.engine.load import ranks
 from toolkit.engine.load.draft import DraftFiles, OpenDraft, find_draft, open_draft
+from toolkit.engine.load.head import OpenHead, open_head
 from toolkit.engine.load.kept import adapter_digests, open_shelf
 from toolkit.engine.load.memory_plan import MemoryPlan, Wishes, plan
 from toolkit.engine.load.moving import open_moving
@@ -247,10 +249,10 @@ def _start(
     read = partial(_new_weights, setup, runner.spec)
     drafts: list[Draft] = []
     try:
-        draft = None
+        draft: OpenDraft | OpenHead | None = None
         if setup.draft is not None:
-            draft = open_draft(setup.draft, runner, setup.tokenizer_dir, config, setup.backend)
-            opened.callback(draft.runner.close)
+            draft = _open_draft(setup, setup.draft, runner)
+            opened.callback(draft.close)
         memory = _plan(setup, runner, draft)
         for notice in memory.notices:
             progress(notice)
@@ -265,7 +267,7 @@ def _start(
         if not empty:
             _load(runner, memory, progress)
         if draft is not None:
-            progress(f"loading the draft model with the {draft.runner.name} runner")
+            progress(draft.told)
             drafts.append(draft.load(memory))
     except MemoryError as e:
         raise ToolkitError(f"{setup.path}: out of memory while loading ({e}); close other programs or quantize") from e
@@ -410,7 +412,13 @@ def _new_weights(setup: Setup, spec: DecoderSpec, files: Path) -> Callable[[], M
     return open_new_weights(setup.source or setup.path, files, spec, **_reading(setup.config), families=families)
 
 
-def _plan(setup: Setup, runner: Runner, draft: OpenDraft | None) -> MemoryPlan:
+def _open_draft(setup: Setup, files: DraftFiles, runner: Runner) -> OpenDraft | OpenHead:
+    if setup.config.speculative_algorithm == "eagle3" or is_head(files.path):
+        return open_head(files.path, runner)
+    return open_draft(files, runner, setup.tokenizer_dir, setup.config, setup.backend)
+
+
+def _plan(setup: Setup, runner: Runner, draft: OpenDraft | OpenHead | None) -> MemoryPlan:
     """How memory is shared out. Raises UsageError for blocks that do not fill the cache's, ToolkitError where a picture
     that is computed whole does not fit."""
     config, spec = setup.config, runner.spec

@@ -21,7 +21,8 @@ def features(
     progress: Callable[[int], None],
 ) -> Tensor:
     """Hidden states, bfloat16 [samples, length, len(layers) + 1, hidden], of ``ids`` [samples, length]: what goes into
-    each of ``layers``, and what the last layer gives. ``progress``: told how many layers are behind.
+    each of ``layers`` (their number: out of the last), and what the last layer gives. ``progress``: told how many
+    layers are behind.
 
     Raises ToolkitError that names the layer where they are not finite.
     """
@@ -40,5 +41,7 @@ def features(
             keep(layers.index(i))
         flow.advance(i, layer, source.layer(i, device))
         progress(i + 1)
+    if len(spec.layers) in layers:
+        keep(layers.index(len(spec.layers)))
     keep(len(layers))
     return found

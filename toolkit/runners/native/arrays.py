@@ -60,6 +60,11 @@ class Arrays:
         s.target_size = len(batch.target_index)
         put("logits_index", batch.logits_index, I32, s.logits_size)
         put("hidden_index", batch.hidden_index, I32, s.hidden_size)
+        s.aux_size = len(batch.aux_index)
+        put("aux_index", batch.aux_index, I32, s.aux_size)
+        s.aux_sublayers_size = len(batch.aux_layers)
+        before_each = _sublayers_before(spec, batch.aux_layers) if batch.aux_layers else None
+        put("aux_layers", before_each, I32, s.aux_sublayers_size, "aux_sublayers")
         put("target_index", batch.target_index, I32, s.target_size)
         put("target_ids", batch.target_ids, I32, s.target_size)
         s.routes_size = len(batch.routes_index)
@@ -167,6 +172,14 @@ def _reach(batch: StepBatch, spec: DecoderSpec) -> np.ndarray[Any, np.dtype[np.i
     return reach.astype(np.int32)
 
 
+def _sublayers_before(spec: DecoderSpec, layers: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """How many sublayers are before each of ``layers``."""
+    counts = np.cumsum([0, *(len(layer.sublayers) for layer in spec.layers)])
+    if max(layers) >= len(counts) or min(layers) < 0:
+        raise RunnerError(f"aux_layers: expected numbers up to {len(counts) - 1}, found {layers}")
+    return counts[list(layers)].astype(np.int32)
+
+
 def outputs_for(batch: StepBatch, spec: DecoderSpec) -> tuple[StepOutput, StepResults, ctypes.Array[ctypes.c_int32]]:
     """Outputs of the step's sizes, of which the library writes every number; the structure that points at them; and
     which sampled rows it can draw no token for, [N] 0 or 1.
@@ -183,6 +196,8 @@ def outputs_for(batch: StepBatch, spec: DecoderSpec) -> tuple[StepOutput, StepRe
         hidden=np.empty((len(batch.hidden_index), spec.hidden_size), np.float32),
         target_logprobs=np.empty(len(batch.target_index), np.float32),
     )
+    if batch.aux_layers:
+        output.aux = np.empty((len(batch.aux_index), len(batch.aux_layers), spec.hidden_size), np.float32)
     if asked := len(batch.routes_index):  # by mixture as yet
         output.routes = np.empty((asked, len(spec.mixtures()), width_of(spec)), np.uint16)
     bad = (ctypes.c_int32 * max(rows, 1))()
@@ -194,6 +209,7 @@ def outputs_for(batch: StepBatch, spec: DecoderSpec) -> tuple[StepOutput, StepRe
         top_logprobs=address(output.top_logprobs),
         logits=address(output.logits),
         hidden=address(output.hidden),
+        aux=address(output.aux),
         target_logprobs=address(output.target_logprobs),
         routes=address(output.routes),
         bad=ctypes.addressof(bad),

@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 26  # tk_version of api.cpp, which says when both are raised
+VERSION = 27  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -67,13 +67,14 @@ class PackSource(Structure):
 _STEP_FIELDS = (
     "tokens! seqs! rows! groups! axes! token_ids from_previous positions reach types cu_seqlens seq_lens block_tables "
     "table_width slot_mapping rope_set rope_length adapter sample_index logits_size! logits_index hidden_size! "
-    "hidden_index target_size! target_index target_ids routes_size! routes_index embeds_size! embeds embed_index "
+    "hidden_index aux_size! aux_index aux_sublayers_size! aux_sublayers "
+    "target_size! target_index target_ids routes_size! routes_index embeds_size! embeds embed_index "
     "routed_size! routed rows_size! picture_rows "
     "new_size! new_pictures gone_size! gone views_size! views view_ptr seen_size! seen copies_size copies "
     f"{' '.join(COLUMNS)} position history_size! history_ptr history_ids history_count bias_size! bias_ptr bias_ids "
     "bias_values logprobs grammar"
 )
-_RESULT_FIELDS = "top_width! tokens logprob top_ids top_logprobs logits hidden target_logprobs routes bad"
+_RESULT_FIELDS = "top_width! tokens logprob top_ids top_logprobs logits hidden aux target_logprobs routes bad"
 
 
 def _fields(names: str) -> list[tuple[str, Any]]:

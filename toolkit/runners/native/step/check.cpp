@@ -152,13 +152,16 @@ void check_step(const Program& p, const StepArrays& in, const StepResults& out, 
     within("sample_index", in.sample_index, in.rows, 0, in.tokens);
     within("logits_index", in.logits_index, in.logits_size, 0, in.tokens);
     within("hidden_index", in.hidden_index, in.hidden_size, 0, in.tokens);
+    within("aux_index", in.aux_index, in.aux_size, 0, in.tokens);
+    within("aux_layers", in.aux_sublayers, in.aux_sublayers_size, 0, int64_t(p.sublayers.size()) + 1);
+    if (in.aux_sublayers_size > MOST_AUX) throw Error("aux_layers: expected at most " + std::to_string(MOST_AUX));
     within("target_index", in.target_index, in.target_size, 0, in.tokens);
     within("target_ids", in.target_ids, in.target_size, 0, p.vocab);
     within("routes_index", in.routes_index, in.routes_size, 0, in.tokens);
     within("embed_index", in.embed_index, in.embeds_size, 0, in.tokens);
     within("routed", in.routed, in.routed_size, 0, in.tokens);
     if (in.embeds_size > 0 && !in.embeds) throw Error("embeds: missing");
-    if ((in.logits_size && !out.logits) || (in.hidden_size && !out.hidden) || (in.target_size && !out.target_logprobs) ||
+    if ((in.logits_size && !out.logits) || (in.hidden_size && !out.hidden) || (in.aux_size && in.aux_sublayers_size && !out.aux) || (in.target_size && !out.target_logprobs) ||
         (in.routes_size && p.mixtures && !out.routes))
         throw Error("outputs: an array is missing");
     check_views(p, in);

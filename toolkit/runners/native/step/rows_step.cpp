@@ -76,12 +76,14 @@ void Run::layers_by_parts() {
             if (from == 0 && !attend) embed_rows(part.rows);
             for (size_t k = from; k < end; k++) {
                 const Sublayer& s = p.sublayers[k];
+                if (!attention(k)) tap(k, part.rows);
                 if (s.sees && part.first_look == part.last_look) save_rows(s, part.rows);
                 else if (const Attention* a = attention(k)) attend_rows(s, *a, part);
                 else if (const Cross* c = std::get_if<Cross>(&s.mixer)) cross_rows(s, *c, part);
                 else mlp_rows(s, std::get<Mlp>(s.mixer), part.rows);
                 if (s.deep) add_deep(s, part.rows);
             }
+            if (more) tap(end, part.rows);
             if (more) project_rows(p.sublayers[end], *attention(end), part.rows);
         });
         mark(P_OTHER);

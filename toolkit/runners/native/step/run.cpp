@@ -13,7 +13,7 @@
 namespace tk {
 
 int64_t phases_of(const Program& p, int64_t head_blocks) {
-    int64_t n = 4 + head_blocks * 6;
+    int64_t n = 4 + MOST_AUX + head_blocks * 6;
     for (const Sublayer& s : p.sublayers)
         n += std::visit([](const auto& m) { return std::decay_t<decltype(m)>::PHASES; }, s.mixer) + (s.deep > 0) + (p.ranks > 1 ? 6 : 0);
     return n;
@@ -124,6 +124,30 @@ void Run::embed_rows(Range r) {
     for (size_t i = 0; i < p.ropes.size(); i++) turn_table(i, r);
 }
 
+// Whether the residual stream comes back as it is before sublayer k.
+bool Run::tapped(size_t k) const {
+    if (in.aux_size)
+        for (int64_t i = 0; i < in.aux_sublayers_size; i++)
+            if (in.aux_sublayers[i] == int64_t(k)) return true;
+    return false;
+}
+
+void Run::tap(size_t k, Range rows) const {
+    for (int64_t l = 0; l < in.aux_sublayers_size; l++) {
+        if (in.aux_sublayers[l] != int64_t(k)) continue;
+        for (int64_t i = 0; i < in.aux_size; i++) {
+            const int64_t t = in.aux_index[i] - first;
+            if (t >= rows.first && t < rows.last)
+                memcpy(out.aux + (i * in.aux_sublayers_size + l) * p.hidden, w.x + t * w.hidden_ld, size_t(p.hidden) * 4);
+        }
+    }
+}
+
+// The same as a phase of its own.
+void Run::tap_all(size_t k) {
+    if (tapped(k)) share(P_OTHER, count, 1, [&](Range r) { tap(k, r); });
+}
+
 // Rows of pictures that are added behind this sublayer.
 void Run::add_deep(const Sublayer& s, Range rows) {
     for (int64_t i = 0; i < in.embeds_size; i++) {
@@ -172,6 +196,7 @@ void Run::layers() {
     if (parts.empty()) {
         share(P_EMBED, count, 1, [&](Range r) { embed_rows(r); });
         for (const Sublayer& s : p.sublayers) {
+            tap_all(size_t(&s - p.sublayers.data()));
             if (s.sees && looks.empty()) save(s);
             else std::visit([&](const auto& m) { mix(s, m); }, s.mixer);
             if (s.deep && in.embeds_size) share(P_OTHER, count, 1, [&](Range r) { add_deep(s, r); });
@@ -179,6 +204,7 @@ void Run::layers() {
     } else {
         layers_by_parts();
     }
+    tap_all(p.sublayers.size());
     // rows that someone asks for leave the chunk, normed
     share(P_OTHER, int64_t(plan.rows.size()), 1, [&](Range r) {
         for (int64_t i = r.first; i < r.last; i++) {

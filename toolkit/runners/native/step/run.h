@@ -82,6 +82,9 @@ private:
         to.push_back({of.scale[0], rows, of.lds * 4, width / group * 4, numbers});
         to.push_back({of.sum[0], rows, of.lds * 4, width / group * 4, numbers});
     }
+    bool tapped(size_t k) const;
+    void tap(size_t k, Range rows) const;
+    void tap_all(size_t k);
     void quantize_own(InputBuffer& of, int64_t t, int64_t group, Range own) const;
     // Of each array what the other ranks have made. `before`: what is first done to row t of all.
     template <class Before>

@@ -26,6 +26,10 @@ struct StepArrays {
     const int32_t* logits_index;
     int64_t hidden_size;
     const int32_t* hidden_index;
+    int64_t aux_size;
+    const int32_t* aux_index;  // flat tokens whose residual stream comes back …
+    int64_t aux_sublayers_size;
+    const int32_t* aux_sublayers;  // … before each of these sublayers; their number: behind the last
     int64_t target_size;
     const int32_t* target_index;
     const int32_t* target_ids;
@@ -79,12 +83,14 @@ struct StepResults {
     float* top_logprobs;    // [N, top_width]
     float* logits;          // [logits_size, vocab]
     float* hidden;          // [hidden_size, hidden]
+    float* aux;             // [aux_size, aux_sublayers_size, hidden]
     float* target_logprobs; // [target_size]
     uint16_t* routes;       // [routes_size, mixtures, the most that one chooses] heaviest first; NO_EXPERT fills
     int32_t* bad;           // [N] 1 where no token can be drawn: the logits or the row's parameters are no numbers to draw by
 };
 
 constexpr uint16_t NO_EXPERT = 0xffff;
+constexpr int64_t MOST_AUX = 8;  // sublayers before which the stream comes back
 
 struct Program;
 

@@ -1,0 +1,224 @@
+"""A draft head in the engine: its guesses are those of the text however steps were cut, and change no answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+
+from toolkit.artifacts.draft_head import HeadSpec
+from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.configs.speculative import Speculation, SpeculativeConfig
+from toolkit.engine.core import EngineCore
+from toolkit.engine.drafts.draft import Guess
+from toolkit.engine.drafts.head import DraftHead
+from toolkit.engine.options import EngineOptions
+from toolkit.engine.request import EngineRequest, SamplingParams
+from toolkit.engine.sequence import Sequence
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.spec import RopeSpec
+from toolkit.quant.draft.features import features
+from toolkit.quant.layers.source import LayerSource
+from toolkit.runners.base import RunnerOptions
+from toolkit.runners.choose import open_runner
+from toolkit.runners.head import Head, KeysValues, Rows
+from toolkit.runners.native import library
+
+pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library is not here")
+LAYERS = (1, 2, 4)
+SPEC = HeadSpec(64, 96, 4, 2, 16, 320, 150, 1e-5, RopeSpec(16, 1e4), LAYERS, norm_before_residual=True)
+PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 40, 150)]
+
+
+def random_head(spec: HeadSpec = SPEC, scale: float = 0.3) -> Head:
+    draw = np.random.default_rng(7)
+    weights = {
+        name: (np.ones(shape) if len(shape) == 1 else draw.normal(size=shape) * scale).astype(np.float32)
+        for name, shape in spec.shapes(len(spec.layers)).items()
+    }
+    embed = draw.normal(size=(spec.vocab_size, spec.hidden_size)).astype(np.float32)
+    ids = np.sort(draw.choice(spec.vocab_size, spec.draft_vocab_size, replace=False))
+    return Head(spec, weights, embed, ids - np.arange(spec.draft_vocab_size))
+
+
+class Told(DraftHead):
+    """Keeps what it guesses, and says in its place what comes, as far as ``answers`` has it; every third is wrong."""
+
+    def __init__(self, answers: dict[str, list[int]]) -> None:
+        super().__init__(random_head(), LAYERS, 400)
+        self.answers, self.made = answers, list[tuple[list[int], list[int]]]()
+
+    def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
+        found = []
+        for (seq, most), guess in zip(asked, super().propose(asked), strict=True):
+            if not guess.tokens:
+                found.append(guess)
+                continue
+            self.made.append((seq.tokens[: seq.known].tolist(), guess.tokens))
+            right = self.answers[seq.id][seq.known - seq.prompt_len :][:most]
+            if len(self.made) % 3 == 0 and right:
+                right[-1] = (right[-1] + 1) % 320
+            found.append(Guess(right, [0.9] * len(right)))
+        return found
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models: Any) -> Path:
+    return tiny_models("llama", num_hidden_layers=4)
+
+
+def answers_of(model: Path, drafts: list[DraftHead] | None, **options: Any) -> dict[str, list[int]]:
+    runner, _ = open_runner(model, backend="turbomind", options=RunnerOptions(dtype="float32", threads=1))
+    runner.load_weights()
+    blocks = (options.pop("blocks", 60),)
+    runner.allocate_cache(blocks)
+    words = {"session_len": 300, "max_batch_size": 4, "max_prefill_token_num": 64, "num_blocks": blocks} | options
+    speculation = None if drafts is None else Speculation(most=5, always=True, shared="off")
+    core = EngineCore(runner, EngineOptions(**words, speculation=speculation), None, drafts=drafts or ())
+    if drafts is not None and core.speculator is not None:
+        core.speculator.drafts = list(drafts)
+    found: dict[str, list[int]] = {}
+    for i, prompt in enumerate(PROMPTS):
+        params = SamplingParams(40, temperature=0.7 * (i % 2), seed=i)
+        core.add(EngineRequest(str(i), prompt, params))
+    while core.has_work:
+        for output in core.step():
+            assert output.error is None
+            found.setdefault(output.id, []).extend(output.token_ids)
+    core.check_integrity()
+    core.close()
+    return found
+
+
+def guess_anew(source: LayerSource, head: Head, tokens: list[int], count: int) -> list[int]:
+    """What follows a text, from the hidden states of the model's float32 forward pass over all of it."""
+    states = features(source, torch.tensor([tokens[:-1]]), LAYERS, torch.device("cpu"), 1, lambda done: None)
+    fused = head.fuse(states[0, :, :-1].float().numpy())
+    kept = KeysValues(head.spec, 1)
+    hidden = head.run(np.array(tokens[1:]), fused, [Rows(kept, len(tokens) - 1)])[-1:]
+    found: list[int] = []
+    while True:
+        found.append(int(head.ids[head.logits(hidden)[0].argmax()]))
+        if len(found) == count:
+            return found
+        hidden = head.run(np.array(found[-1:]), hidden, [Rows(kept, 1)])
+
+
+@pytest.mark.parametrize("chunk", [9, 300])
+def test_guesses_are_those_of_the_text(model: Path, chunk: int) -> None:
+    """Whatever was guessed before, came true or did not, and however the prompt was cut."""
+    plain = answers_of(model, None)
+    told = Told(plain)
+    assert answers_of(model, [told], max_prefill_token_num=chunk) == plain
+    source, head = LayerSource(model), random_head()
+    made = told.made[:: max(1, len(told.made) // 24)]
+    same = [guess_anew(source, head, tokens, len(guess)) == guess for tokens, guess in made]
+    assert len(told.made) > 20 and np.mean(same) > 0.7  # a state is rounded to bfloat16 there
+    assert np.mean([guess_anew(source, head, tokens, 1) == guess[:1] for tokens, guess in made]) > 0.85
+
+
+@pytest.mark.parametrize("options", [{"blocks": 5}, {"prefix_caching": False}, {"max_batch_size": 1}], ids=str)
+def test_answers_stay_what_they_are(model: Path, options: dict[str, Any]) -> None:
+    plain = answers_of(model, None)
+    assert answers_of(model, [Told(plain)], **options) == plain
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, 1e30])
+def test_a_broken_head_changes_no_answer(model: Path, wrong: float) -> None:
+    head = random_head()
+    head._w["lm_head.weight"] = np.full_like(head._w["lm_head.weight"], wrong)
+    with np.errstate(all="ignore"):
+        assert answers_of(model, [DraftHead(head, LAYERS, 400)]) == answers_of(model, None)
+
+
+def test_there_is_no_more_room(model: Path) -> None:
+    draft = DraftHead(random_head(), LAYERS, 400, room=0)
+    assert answers_of(model, [draft]) == answers_of(model, None)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"norm_before_residual": False},
+        {"norm_output": True},
+        {"qk_norm": True},
+        {"fc_norm": True},
+        {"norm_before_fc": True},
+    ],
+    ids=str,
+)
+def test_rows_one_by_one_are_rows_together(flags: dict[str, bool]) -> None:
+    """Of two texts at once, in pieces, and each alone."""
+    fields = {name: getattr(SPEC, name) for name in SPEC.__dataclass_fields__} | flags
+    spec, draw = HeadSpec(**fields), np.random.default_rng(2)
+    head, ids = random_head(spec), [draw.integers(0, 320, n) for n in (300, 7)]
+    states = [head.fuse(draw.normal(size=(len(x), 3, 64)).astype(np.float32)) for x in ids]
+    whole: list[NDArray[np.float32]] = []
+    for x, state in zip(ids, states, strict=True):
+        kept = KeysValues(spec, 1)
+        parts = [
+            head.run(x[a : a + 100], state[a : a + 100], [Rows(kept, len(x[a : a + 100]))])
+            for a in range(0, len(x), 100)
+        ]
+        whole.append(np.concatenate(parts))
+    rows = [Rows(KeysValues(spec, 1), len(x)) for x in ids]
+    together = head.run(np.concatenate(ids), np.concatenate(states), rows)
+    np.testing.assert_allclose(together, np.concatenate(whole), rtol=2e-3, atol=2e-3)
+
+
+def write(path: Path, spec: HeadSpec = SPEC, **fields: Any) -> Path:
+    """A head in the form of its authors, with an embedding."""
+    path.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "vocab_size": spec.vocab_size,
+        "draft_vocab_size": spec.draft_vocab_size,
+        "max_position_embeddings": 512,
+        "eagle_aux_hidden_state_layer_ids": list(spec.layers),
+    }
+    (path / "config.json").write_text(json.dumps(config | fields))
+    tensors = {name: torch.randn(shape) for name, shape in spec.shapes(len(spec.layers)).items()}
+    tensors |= {"embed_tokens.weight": torch.randn(spec.vocab_size, spec.hidden_size)}
+    tensors |= {"d2t": torch.zeros(spec.draft_vocab_size, dtype=torch.int64)}
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def test_heads_of_other_models_are_refused(model: Path, tiny_models: Any, tmp_path: Path) -> None:
+    from toolkit import pipeline
+
+    def opened(path: Path, config: Any = TurbomindEngineConfig, on: Path = model, **fields: Any) -> None:
+        fields = {"speculative_algorithm": "eagle3", "speculative_draft_model": str(path)} | fields
+        pipeline(str(on), backend_config=config(session_len=64, **fields)).close()
+
+    made = write(tmp_path / "head")
+    opened(made)
+    opened(made, speculative_algorithm=None)  # what it is its files say
+    with pytest.raises(UsageError, match=r"is of a model of width 64, the model has 96"):
+        opened(made, on=tiny_models("llama", num_hidden_layers=4, hidden_size=96))
+    with pytest.raises(UsageError, match=r"is of a model of 320 tokens, the model has 400"):
+        opened(made, on=tiny_models("llama", num_hidden_layers=4, vocab_size=400))
+    with pytest.raises(UsageError, match=r"reads layer 4, the model has 2"):
+        opened(made, on=tiny_models("llama"))
+    with pytest.raises(UsageError, match="heads run on the native runner"):
+        opened(made, PytorchEngineConfig)
+    with pytest.raises(ToolkitError, match=r"expected an EAGLE-3 head .* found a model; use draft_model"):
+        opened(model)
+    with pytest.raises(UsageError, match="is a head, no model; use eagle3"):
+        opened(made, speculative_algorithm="draft_model")
+    with pytest.raises(UsageError, match="eagle3 needs speculative_draft_model"):
+        TurbomindEngineConfig(speculative_algorithm="eagle3")
+    assert SpeculativeConfig("eagle3", "x").fields()["speculative_draft_model"] == "x"

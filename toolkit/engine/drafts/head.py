@@ -1,0 +1,192 @@
+"""Guesses by a draft head: a layer that reads what the model's own layers have made of the tokens that are known.
+
+Hidden states come back from every step and are kept until a guess is asked for. What a request's tokens turned out to
+be is compared with what was guessed, so that it is known how often guesses come true.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.engine.drafts.cost import StepCost
+from toolkit.engine.drafts.draft import NO_GUESS, Draft, Guess, Outlook
+from toolkit.engine.drafts.odds import Odds
+from toolkit.engine.sequence import Sequence
+from toolkit.engine.step_builder import Step
+from toolkit.runners.head import F32, Head, KeysValues, Rows
+from toolkit.runners.step import StepOutput
+
+ROOM = 1 << 30  # bytes of states, keys and values of all requests; those that it holds no more for get no guesses
+_SURE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # its own chances of a token, from which one is surer
+_FIRST = (0.1, 0.15, 0.25, 0.35, 0.45, 0.5, 0.6, 0.7, 0.75, 0.85, 0.9, 0.5)  # what is thought before; last of any
+_ANY = len(_SURE) + 1
+_LEAST = 0.1  # chance that a guess is right so far, below which it goes no further
+
+
+@dataclass
+class Follower:
+    """What is kept of a request: keys and values of rows, and behind them the fused states of further ones. Row i is of
+    the state at place i − 1 and the token at i. ``known``: tokens when the last guess, ``guessed``, was made."""
+
+    kept: KeysValues
+    odds: Odds
+    states: list[F32] = field(default_factory=list)  # [rows, hidden] each
+    rows: int = 0  # of all of them
+    known: int = 0
+    guessed: list[int] = field(default_factory=list)
+    sure: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """The place whose state is to come next."""
+        return self.kept.first - 1 + self.kept.length + self.rows
+
+    def nbytes(self, width: int) -> int:
+        """Of its keys, values and states, which have ``width`` numbers."""
+        return self.kept.nbytes + 4 * width * self.rows
+
+
+class DraftHead(Draft):
+    """``layers``: whose inputs it reads, as ``StepBatch.aux_layers``; ``longest``: tokens of a text, at most."""
+
+    name = "eagle3"
+    costs = True
+
+    def __init__(self, head: Head, layers: tuple[int, ...], longest: int, room: int = ROOM) -> None:
+        self.head, self.aux_layers = head, layers
+        self.cost = StepCost()
+        self._longest, self._room = longest, room
+        self._odds = Odds(_FIRST)
+        self._followers: dict[Sequence, Follower] = {}
+
+    def observe(self, step: Step, out: StepOutput) -> None:
+        """Keep the hidden states of a step whose tokens the requests have been given."""
+        batch = step.batch
+        if not len(out.aux):
+            return
+        cu, ends = batch.cu_seqlens.tolist(), batch.seq_lens.tolist()
+        for i, seq in enumerate(step.plan.sequences()):
+            if seq.finished:
+                continue
+            first, stop = cu[i], cu[i + 1]
+            start = ends[i] - (stop - first)
+            count = min(stop - first, seq.known - start)
+            came = seq.tokens[start : start + count]
+            right = (batch.token_ids[first : first + count] == came) | (batch.from_previous[first : first + count] >= 0)
+            count = count if right.all() else int(np.argmin(right))
+            self._keep(seq, start, out.aux[first : first + count])
+
+    def _keep(self, seq: Sequence, start: int, states: F32) -> None:
+        follower = self._followers.get(seq)
+        if start >= self._longest:  # no guess is asked for any more
+            self._followers.pop(seq, None)
+            return
+        if follower is None or start > follower.end:  # a prefix from the cache, whose states nobody has
+            odds = Odds(above=self._odds) if follower is None else follower.odds
+            follower = self._followers[seq] = Follower(KeysValues(self.head.spec, start + 1), odds)
+        new = states[follower.end - start :]
+        if len(new):
+            follower.states.append(self.head.fuse(new))
+            follower.rows += len(new)
+
+    def outlook(self, asked: Seq[tuple[Sequence, int]]) -> Outlook:
+        """By how often its tokens came true of late, and how long it takes."""
+        followers = [self._followers.get(seq) for seq, _ in asked]
+        chances = np.array([0.0 if f is None else f.odds.of(_ANY) for f in followers])
+        steps = np.arange(1 + max(most for _, most in asked))
+        if not self.cost.known:
+            return Outlook(chances, np.where(steps, np.inf, 0.0))
+        seconds = steps * self.cost.of(np.array([len(asked)]))[0]
+        return Outlook(chances, seconds.astype(np.float64))
+
+    def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
+        """Its likeliest tokens, one after another for all requests together."""
+        going = [(seq, f, most) for seq, most in asked if (f := self._ready(seq)) is not None]
+        found = {seq: Guess([], []) for seq, _, _ in going}
+        if going:
+            self._draw(going, found)
+        return [found.get(seq, NO_GUESS) for seq, _ in asked]
+
+    def rest(self) -> None:
+        """No request runs."""
+        self._followers.clear()
+
+    def forget(self, seq: Sequence) -> None:
+        """Nothing more comes."""
+        self._followers.pop(seq, None)
+
+    def _ready(self, seq: Sequence) -> Follower | None:
+        """What there is of a request all of whose states but its last token's are there."""
+        follower = self._followers.get(seq)
+        if follower is None:
+            return None
+        self._compare(follower, seq)
+        if follower.end != seq.known - 1 or seq.known >= self._longest or not follower.states:
+            return None
+        width = self.head.spec.hidden_size
+        if sum(f.nbytes(width) for f in self._followers.values()) > self._room:
+            del self._followers[seq]
+            return None
+        return follower
+
+    @staticmethod
+    def _compare(follower: Follower, seq: Sequence) -> None:
+        came = seq.tokens[follower.known : seq.known].tolist()
+        for guess, sure, token in zip(follower.guessed, follower.sure, came, strict=False):
+            for place in (sure, _ANY):
+                follower.odds.note(place, guess == token)
+            if guess != token:
+                break
+        follower.guessed, follower.sure = [], []
+
+    def _draw(self, going: list[tuple[Sequence, Follower, int]], found: dict[Sequence, Guess]) -> None:
+        ids, states, rows = [], [], []
+        for seq, follower, _ in going:
+            place = follower.kept.first + follower.kept.length
+            new = np.concatenate(follower.states)
+            ids.append(seq.tokens[place : place + len(new)].astype(np.int64))
+            states.append(new)
+            rows.append(Rows(follower.kept, len(new)))
+            follower.states, follower.rows, follower.known = [], 0, seq.known
+        hidden = self.head.run(np.concatenate(ids), np.concatenate(states), rows)
+        hidden = hidden[np.cumsum([r.count for r in rows]) - 1]
+        whole = {seq: follower.kept.length for seq, follower, _ in going}
+        everyone = going
+        while going:
+            started, count = time.perf_counter(), len(going)
+            drawn = self._take(going, hidden, found)
+            on = [i for i, (seq, _, most) in enumerate(going) if self._goes_on(found[seq], most)]
+            going = [going[i] for i in on]
+            if going:
+                ids_next = np.array([drawn[i] for i in on], np.int64)
+                hidden = self.head.run(ids_next, hidden[on], [Rows(f.kept, 1) for _, f, _ in going])
+            self.cost.note(count, time.perf_counter() - started)
+        for seq, follower, _ in everyone:
+            follower.kept.length = whole[seq]
+
+    def _take(
+        self, going: list[tuple[Sequence, Follower, int]], hidden: F32, found: dict[Sequence, Guess]
+    ) -> NDArray[np.int64]:
+        """A token more for each, in the model's vocabulary."""
+        logits = self.head.logits(hidden)
+        best = logits.argmax(1)
+        top = logits[np.arange(len(best)), best]
+        sure = 1 / np.exp(logits - top[:, None]).sum(1)
+        drawn = self.head.ids[best]
+        for (seq, follower, _), token, own in zip(going, drawn.tolist(), sure.tolist(), strict=True):
+            kind = bisect_right(_SURE, own)
+            found[seq].tokens.append(token)
+            found[seq].chances.append(follower.odds.of(kind))
+            follower.guessed.append(token)
+            follower.sure.append(kind)
+        return drawn
+
+    @staticmethod
+    def _goes_on(guess: Guess, most: int) -> bool:
+        return len(guess.tokens) < most and float(np.prod(guess.chances)) > _LEAST

@@ -1,0 +1,91 @@
+"""The draft head of an engine: checked against its model, planned for and loaded beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from toolkit.artifacts.draft_head import HeadSpec, read_head, widened
+from toolkit.engine.drafts.head import ROOM, DraftHead
+from toolkit.engine.load.memory_plan import MemoryPlan, show_bytes
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.spec import CacheGroup
+from toolkit.runners.base import MemoryNeed, Runner
+from toolkit.runners.head import Head
+
+FLAG = "speculative_draft_model"
+ShareOut = Callable[[MemoryNeed, Seq[CacheGroup]], MemoryPlan]
+
+
+@dataclass
+class OpenHead:
+    """A head whose file is mapped. ``layers``: of its model whose inputs it reads."""
+
+    path: Path
+    spec: HeadSpec
+    tensors: dict[str, NDArray[Any]]
+    layers: tuple[int, ...]
+
+    @property
+    def told(self) -> str:
+        """For who waits while it is loaded."""
+        return "loading the draft head"
+
+    def plan(self, need: MemoryNeed, groups: Seq[CacheGroup], share_out: ShareOut) -> MemoryPlan:
+        """How memory is shared out among a model that needs ``need`` and this. Raises ToolkitError."""
+        weights = sum(4 * tensor.size for name, tensor in self.tensors.items() if name != "embed_tokens.weight")
+        try:
+            plan = share_out(replace(need, weights=need.weights + weights + ROOM), groups)
+        except ToolkitError as e:
+            share_out(need, groups)  # without it there is not enough either: then it is not about it
+            size = f"weights {show_bytes(weights)}, up to {show_bytes(ROOM)} of states"
+            raise ToolkitError(f"{FLAG}: no room for {self.path} ({size}): {e}") from e
+        taken = {"weights": weights + ROOM}
+        rows = [(what, size - taken.get(what, 0), told) for what, size, told in plan.rows]
+        rows.append(("draft head", weights, str(self.path)))
+        rows.append(("its states", ROOM, "at most"))
+        return replace(plan, rows=tuple(rows))
+
+    def load(self, plan: MemoryPlan) -> DraftHead:
+        """Its weights in float32, and what guesses with them."""
+        tensors = dict(self.tensors)
+        embed, d2t = tensors.pop("embed_tokens.weight"), tensors.pop("d2t", None)
+        weights = {name: widened(tensor) for name, tensor in tensors.items()}
+        return DraftHead(Head(self.spec, weights, embed, d2t), self.layers, plan.session_len)
+
+    def close(self) -> None:
+        """Nothing is held but the mapped file."""
+
+
+def open_head(path: Path, target: Runner) -> OpenHead:
+    """The head in a directory, for the model of ``target``. Raises ToolkitError or UsageError where it is none for
+    it."""
+    spec = target.spec
+    layers = len(spec.layers)
+    try:
+        head, tensors = read_head(path, layers)
+    except ToolkitError as e:
+        raise type(e)(f"{FLAG}: {e}") from e
+    if target.name != "native":
+        raise UsageError(f"{FLAG}: {path}: heads run on the native runner, the model on the {target.name} one")
+    if head.hidden_size != spec.hidden_size:
+        raise UsageError(
+            f"{FLAG}: {path} is of a model of width {head.hidden_size}, the model has {spec.hidden_size}; "
+            "train one with `tool lite draft`"
+        )
+    if head.vocab_size != spec.vocab_size:
+        raise UsageError(
+            f"{FLAG}: {path} is of a model of {head.vocab_size} tokens, the model has {spec.vocab_size}; "
+            "train one with `tool lite draft`"
+        )
+    fused = head.fused(layers)
+    if max(fused) > layers:
+        raise UsageError(f"{FLAG}: {path} reads layer {max(fused)}, the model has {layers}")
+    if "embed_tokens.weight" not in tensors:
+        raise ToolkitError(f"{FLAG}: {path}: expected a tensor embed_tokens.weight (speculators' form), found none")
+    return OpenHead(path, head, tensors, fused)
