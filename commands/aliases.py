@@ -17,6 +17,8 @@ _ENGINE = {
     "--max-num-batched-tokens": "--max-prefill-token-num",
     "--tensor-parallel-size": "--tp",
     "--block-size": "--cache-block-seq-len",
+    "--draft-model": "--speculative-draft-model",
+    "--model-draft": "--speculative-draft-model",
 }
 _DRAWN = {"--temp": "--temperature", "--repeat-penalty": "--repetition-penalty"}
 _WRITTEN = {"--n-predict": "--max-new-tokens", "--predict": "--max-new-tokens", "--max-tokens": "--max-new-tokens"}

@@ -242,9 +242,6 @@ class CommonEngineConfig:
     speculative_draft_model: str | None = option(
         None,
         "A smaller model of the same vocabulary that guesses, or an EAGLE-3 head.",
-        "--speculative-draft-model",
-        "--draft-model",
-        "-md",
         metavar="MODEL",
     )
     speculative_shared: str = option(
