@@ -14,9 +14,10 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
@@ -222,8 +223,22 @@ def _unlike(own: dict[str, Any], hello: dict[str, Any]) -> str:
     ):
         if own[name] != hello[name]:
             told = f": {hello[name]}, here {own[name]}" if name == "version" else ""
+            if name == "options":
+                told = "".join(f" ({x})" for x in islice(_differences(own[name], hello[name], ""), 3))
             return f"it has {what}{told}; all machines need the same"
     return ""
+
+
+def _differences(own: Any, other: Any, name: str) -> Iterator[str]:
+    """What differs between two plain values, by the names that lead there."""
+    if isinstance(own, dict) and isinstance(other, dict):
+        for key in [*own, *(other.keys() - own.keys())]:
+            yield from _differences(own.get(key), other.get(key), key)
+    elif isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
+        for one, two in zip(own, other, strict=True):
+            yield from _differences(one, two, name)
+    elif own != other:
+        yield f"{name}: {other!r:.60}, here {own!r:.60}"
 
 
 def limit(end: socket.socket | Connection, seconds: float) -> None:
