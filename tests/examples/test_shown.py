@@ -36,7 +36,9 @@ FOREIGN = {
     "--standalone",
     "--address",
     "--head",
-}  # llama.cpp, gdb, lm-eval, docker, helm, torchrun, systemctl
+    "--http-port",
+    "--router-mode",
+}  # llama.cpp, gdb, lm-eval, docker, helm, torchrun, systemctl, ray, Dynamo
 SHOWN = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]")
 
 

@@ -70,6 +70,8 @@ class FakeNode:
         return [seen for seen in self.seen if seen[0] not in ("/health", "/v1/models")]
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self.server.is_serving():  # it was killed while this connection waited for its turn
+            return writer.transport.abort()
         self.writers.add(writer)
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while await self.one(reader, writer):

@@ -45,6 +45,6 @@ def better(loads: Mapping[int, Sequence[int]], held: Mapping[int, Held]) -> dict
     found = {}
     for layer, load in loads.items():
         new = balanced(load, held[layer])
-        if busiest(load, new) <= WORTH * busiest(load, held[layer]):
+        if any(load) and busiest(load, new) <= WORTH * busiest(load, held[layer]):
             found[layer] = new
     return found
