@@ -54,33 +54,8 @@ def options(**fields: Any) -> RunnerOptions:
     return RunnerOptions(**{"dtype": "float32", "block_size": 16, "device": "cpu", "threads": 1} | fields)
 
 
-class Together:
-    """Ranks of one process, which run steps at the same time; each has a thread for that."""
-
-    def __init__(self, runners: list[NativeRunner]) -> None:
-        self.runners, self.spec, self.options = runners, runners[0].spec, runners[0].options
-
-    def load_weights(self) -> None:
-        for runner in self.runners:
-            runner.load_weights()
-
-    def allocate_cache(self, num_blocks: tuple[int, ...]) -> None:
-        for runner in self.runners:
-            runner.allocate_cache(num_blocks)
-
-    def submit(self, batch: Any) -> Any:
-        handles = [runner.submit(batch) for runner in self.runners]
-        outputs = [handle.result() for handle in handles]
-        for other in outputs[1:]:
-            assert vars(other).keys() == vars(outputs[0]).keys()
-            for name, value in vars(outputs[0]).items():
-                np.testing.assert_array_equal(getattr(other, name), value)
-        handles[0].result = lambda: outputs[0]  # type: ignore[method-assign]
-        return handles[0]
-
-
 @pytest.fixture
-def pair(steps: Any, tiny_models: Any) -> Iterator[Callable[..., Any]]:
+def pair(steps: Any, support: Any, tiny_models: Any) -> Iterator[Callable[..., Any]]:
     """``pair(family, ranks, load_format, sizes, options…)``: drivers of one process and of ranks over one model."""
     opened: list[NativeRunner] = []
     memory = os.memfd_create("ranks")
@@ -94,7 +69,7 @@ def pair(steps: Any, tiny_models: Any) -> Iterator[Callable[..., Any]]:
             for r in range(ranks)
         ]
         opened.extend(made)
-        return steps.Driver(made[0]), steps.Driver(Together(made[1:]))
+        return steps.Driver(made[0]), steps.Driver(support("native_together").Together(made[1:]))
 
     yield make
     for runner in opened:

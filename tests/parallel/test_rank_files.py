@@ -42,36 +42,6 @@ def packed(tiny_models: Any, tmp_path: Path) -> Any:
     return make
 
 
-class Together:
-    """Ranks of one process, each of which maps its own file."""
-
-    def __init__(self, path: Path, ranks: int, memory: int) -> None:
-        self.runners = []
-        for rank in range(ranks):
-            opened = open_model(path, rank=(rank, ranks))
-            self.runners.append(NativeRunner(opened.spec, opened.weights, OPTIONS, share=Share(rank, ranks, memory)))
-        self.spec, self.options = self.runners[0].spec, OPTIONS
-
-    def load_weights(self) -> None:
-        for runner in self.runners:
-            runner.load_weights()
-
-    def allocate_cache(self, num_blocks: tuple[int, ...]) -> None:
-        for runner in self.runners:
-            runner.allocate_cache(num_blocks)
-
-    def submit(self, batch: Any) -> Any:
-        handles = [runner.submit(batch) for runner in self.runners]
-        outputs = [handle.result() for handle in handles]
-        assert all(np.array_equal(output.logits, outputs[0].logits) for output in outputs)
-        handles[0].result = lambda: outputs[0]  # type: ignore[method-assign]
-        return handles[0]
-
-    def close(self) -> None:
-        for runner in self.runners:
-            runner.close()
-
-
 # heads that ranks share; experts, and a shared one; latent rows; more ranks than tiles
 @pytest.mark.parametrize(("family", "ranks", "fields"), [
     ("llama", 2, {"load_format": "int4"}), ("qwen2_moe", 2, {}), ("deepseek_v2", 2, {"load_format": "int8"}),
@@ -82,7 +52,14 @@ def test_ranks_with_files_give_the_bits_of_one_process(
 ) -> None:
     steps, memory = support("steps"), os.memfd_create("ranks")
     runner, _ = open_runner(packed(family, 1, **fields), backend="turbomind", options=OPTIONS)
-    together = Together(packed(family, ranks, **fields), ranks, memory)
+    path = packed(family, ranks, **fields)
+    opened = [open_model(path, rank=(rank, ranks)) for rank in range(ranks)]
+    together = support("native_together").Together(
+        [
+            NativeRunner(model.spec, model.weights, OPTIONS, share=Share(rank, ranks, memory))
+            for rank, model in enumerate(opened)
+        ]
+    )
     one, several = steps.Driver(runner), steps.Driver(together)
     a, b = one.add(), several.add()
     for start, stop in ((0, 20), (20, 22), (22, 45)):

@@ -7,7 +7,6 @@ be is compared with what was guessed, so that it is known how often guesses come
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -16,16 +15,14 @@ from numpy.typing import NDArray
 
 from toolkit.engine.drafts.cost import StepCost
 from toolkit.engine.drafts.draft import NO_GUESS, Draft, Guess, Outlook
-from toolkit.engine.drafts.odds import Odds
+from toolkit.engine.drafts.odds import ANY, Odds, compare, sureness
 from toolkit.engine.sequence import Sequence
 from toolkit.engine.step_builder import Step
 from toolkit.runners.head import F32, Head, KeysValues, Rows
 from toolkit.runners.step import StepOutput
 
 ROOM = 1 << 30  # bytes of states, keys and values of all requests; those that it holds no more for get no guesses
-_SURE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # its own chances of a token, from which one is surer
 _FIRST = (0.1, 0.15, 0.25, 0.35, 0.45, 0.5, 0.6, 0.7, 0.75, 0.85, 0.9, 0.5)  # what is thought before; last of any
-_ANY = len(_SURE) + 1
 _LEAST = 0.1  # chance that a guess is right so far, below which it goes no further
 
 
@@ -98,7 +95,7 @@ class DraftHead(Draft):
     def outlook(self, asked: Seq[tuple[Sequence, int]]) -> Outlook:
         """By how often its tokens came true of late, and how long it takes."""
         followers = [self._followers.get(seq) for seq, _ in asked]
-        chances = np.array([0.0 if f is None else f.odds.of(_ANY) for f in followers])
+        chances = np.array([0.0 if f is None else f.odds.of(ANY) for f in followers])
         steps = np.arange(1 + max(most for _, most in asked))
         if not self.cost.known:
             return Outlook(chances, np.where(steps, np.inf, 0.0))
@@ -126,7 +123,8 @@ class DraftHead(Draft):
         follower = self._followers.get(seq)
         if follower is None:
             return None
-        self._compare(follower, seq)
+        compare(follower.odds, follower.guessed, follower.sure, seq.tokens[follower.known : seq.known].tolist())
+        follower.guessed, follower.sure = [], []
         if follower.end != seq.known - 1 or seq.known >= self._longest or not follower.states:
             return None
         width = self.head.spec.hidden_size
@@ -134,16 +132,6 @@ class DraftHead(Draft):
             del self._followers[seq]
             return None
         return follower
-
-    @staticmethod
-    def _compare(follower: Follower, seq: Sequence) -> None:
-        came = seq.tokens[follower.known : seq.known].tolist()
-        for guess, sure, token in zip(follower.guessed, follower.sure, came, strict=False):
-            for place in (sure, _ANY):
-                follower.odds.note(place, guess == token)
-            if guess != token:
-                break
-        follower.guessed, follower.sure = [], []
 
     def _draw(self, going: list[tuple[Sequence, Follower, int]], found: dict[Sequence, Guess]) -> None:
         ids, states, rows = [], [], []
@@ -180,7 +168,7 @@ class DraftHead(Draft):
         sure = 1 / np.exp(logits - top[:, None]).sum(1)
         drawn = self.head.ids[best]
         for (seq, follower, _), token, own in zip(going, drawn.tolist(), sure.tolist(), strict=True):
-            kind = bisect_right(_SURE, own)
+            kind = sureness(own)
             found[seq].tokens.append(token)
             found[seq].chances.append(follower.odds.of(kind))
             follower.guessed.append(token)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_right
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from toolkit.engine.cache.prefix import extend_keys
 from toolkit.engine.drafts.along import supposing
 from toolkit.engine.drafts.cost import StepCost
 from toolkit.engine.drafts.draft import NO_GUESS, Draft, Guess, Outlook
-from toolkit.engine.drafts.odds import Odds
+from toolkit.engine.drafts.odds import ANY, Odds, compare, sureness
 from toolkit.engine.drafts.vocabulary import Vocabulary
 from toolkit.engine.plan import Plan
 from toolkit.engine.request import EngineRequest
@@ -33,9 +32,7 @@ from toolkit.runners.step import StepOutput
 
 TOKENS = 512  # that a step of the draft has at most: of what it has not read yet, some at a time
 ROUNDS = 64  # guesses over which the time to read a prompt is spread, at most
-_SURE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # its own chances of a token, from which one is surer
 _FIRST = (0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.65, 0.7, 0.8, 0.9, 0.95, 0.7)  # of each what is thought before; of any
-_ANY = len(_SURE) + 1
 _LEAST = 0.2  # chance that a guess is right so far, below which it goes no further
 
 
@@ -82,7 +79,7 @@ class DraftModel(Draft):
         chances, behind, rounds = [], 0, 1
         for seq, most in asked:
             follower = self._followers.get(seq)
-            chances.append((self._odds if follower is None else follower.odds).of(_ANY))
+            chances.append((self._odds if follower is None else follower.odds).of(ANY))
             new = seq.known - (0 if follower is None else min(follower.own.computed, follower.known))
             behind += max(0, new - 1 - most)  # of tokens that have come since the last guess few are read in one step
             rounds = max(rounds, min(seq.left, ROUNDS))
@@ -161,10 +158,10 @@ class DraftModel(Draft):
                 return None
             follower = self._followers[seq] = self._open(seq)
         own, start = follower.own, follower.known
-        came = self.vocabulary.read(seq.tokens[start : seq.known])
-        right = self._compare(follower, came.tolist())
+        tokens = self.vocabulary.read(seq.tokens[start : seq.known]).tolist()
+        right = compare(follower.odds, follower.guessed, follower.sure, tokens)
         own.length = start
-        own.suppose(came.tolist())
+        own.suppose(tokens)
         own.length = follower.known = seq.known
         own.computed = max(0, min(own.computed, start + right, seq.known - 1))
         follower.guessed, follower.sure = [], []
@@ -173,18 +170,6 @@ class DraftModel(Draft):
             self.blocks.label(own.row, own.keys, own.computed)
         self._builder.reached(own)
         return follower
-
-    @staticmethod
-    def _compare(follower: Follower, came: list[int]) -> int:
-        """How many of the tokens that came were guessed."""
-        for i, (guess, sure) in enumerate(zip(follower.guessed, follower.sure, strict=True)):
-            if i == len(came):
-                return i
-            for place in (sure, _ANY):
-                follower.odds.note(place, guess == came[i])
-            if guess != came[i]:
-                return i
-        return len(follower.guessed)
 
     def _open(self, seq: Sequence) -> Follower:
         """Begin to follow a request, with what the cache has of its beginning."""
@@ -268,7 +253,7 @@ class DraftModel(Draft):
                 continue
             sure = math.exp(min(0.0, float(out.logprob[i, 0])))
             follower.guessed.append(token)
-            follower.sure.append(bisect_right(_SURE, sure))
+            follower.sure.append(sureness(sure))
             so_far = chances.setdefault(seq, [])
             so_far.append(follower.odds.of(follower.sure[-1]))
             own.expect()

@@ -1,4 +1,7 @@
-"""How often guesses come true, by how they were made: of a request, and of all as long as it has few."""
+"""How often guesses come true, by how they were made: of a request, and of all as long as it has few.
+
+A lookup's guesses are classed by ``place``; those of a model or a head by its own chance of a token, ``sureness``.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ _STEPS = (2, 3, 4, 6, 9, 17)  # tokens that agree before a guess, from which it 
 _FIRST = (0.15, 0.3, 0.45, 0.55, 0.7, 0.8, 0.9)  # what is thought before anything was seen
 _WEIGHT = 4.0  # guesses that what was thought before counts as
 SHORT, LONG = 0.9, 0.995  # what a guess still counts after the next one: of a request, of all
+_SURE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # a draft's chance of a token, from which one is surer
+ANY = len(_SURE) + 1  # the class of tokens of any sureness
 
 
 class Odds:
@@ -54,3 +59,19 @@ def lookup_odds() -> Odds:
 def place(kind: Kind, agreed: int) -> int:
     """The class of a token where ``agreed`` tokens before it were alike."""
     return kind * len(_FIRST) + bisect_right(_STEPS, agreed)
+
+
+def sureness(chance: float) -> int:
+    """The class of a token to which its draft gives that chance."""
+    return bisect_right(_SURE, chance)
+
+
+def compare(odds: Odds, guessed: Seq[int], sure: Seq[int], came: Seq[int]) -> int:
+    """Note of each token guessed, of the classes ``sure``, whether it came, up to the first that did not; returns how
+    many did."""
+    for i, (guess, kind, token) in enumerate(zip(guessed, sure, came, strict=False)):
+        for at in (kind, ANY):
+            odds.note(at, guess == token)
+        if guess != token:
+            return i
+    return min(len(guessed), len(came))

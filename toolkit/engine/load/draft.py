@@ -57,12 +57,17 @@ def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], pack
         raise UsageError(f"{FLAG}: not with empty_init: nothing is known of the weights that it is to guess for")
     with _named():
         path = resolve_model(name, download_dir=config.download_dir)
-        if config.speculative_algorithm == "eagle3" or is_head(path):
+        if means_head(config, path):
             if config.speculative_algorithm == "draft_model":
                 raise UsageError(f"{path} is a head, no model; use eagle3")
             return DraftFiles(path, path, path)
         weights, lock = (path, None) if packed is None else packed(path)
         return DraftFiles(weights, tokenizer_dir(path), path, lock)
+
+
+def means_head(config: EngineConfig, path: Path) -> bool:
+    """Whether what is to guess is a head, no model."""
+    return config.speculative_algorithm == "eagle3" or is_head(path)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,14 +11,12 @@ from numpy.typing import NDArray
 
 from toolkit.artifacts.draft_head import HeadSpec, read_head, widened
 from toolkit.engine.drafts.head import ROOM, DraftHead
+from toolkit.engine.load.draft import FLAG, ShareOut
 from toolkit.engine.load.memory_plan import MemoryPlan, show_bytes
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import CacheGroup
 from toolkit.runners.base import MemoryNeed, Runner
 from toolkit.runners.head import Head
-
-FLAG = "speculative_draft_model"
-ShareOut = Callable[[MemoryNeed, Seq[CacheGroup]], MemoryPlan]
 
 
 @dataclass

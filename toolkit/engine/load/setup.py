@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from toolkit.artifacts.cache_cost import read_cost
-from toolkit.artifacts.draft_head import is_head
 from toolkit.artifacts.engine.adapters import packed_adapters
 from toolkit.artifacts.recipe import open_recipe
 from toolkit.base import extras
@@ -21,7 +20,7 @@ from toolkit.configs.option import read_size
 from toolkit.engine.core import EngineCore
 from toolkit.engine.drafts.draft import Draft
 from toolkit.engine.load import ranks
-from toolkit.engine.load.draft import DraftFiles, OpenDraft, find_draft, open_draft
+from toolkit.engine.load.draft import DraftFiles, OpenDraft, find_draft, means_head, open_draft
 from toolkit.engine.load.head import OpenHead, open_head
 from toolkit.engine.load.kept import adapter_digests, open_shelf
 from toolkit.engine.load.memory_plan import MemoryPlan, Wishes, plan
@@ -413,7 +412,7 @@ def _new_weights(setup: Setup, spec: DecoderSpec, files: Path) -> Callable[[], M
 
 
 def _open_draft(setup: Setup, files: DraftFiles, runner: Runner) -> OpenDraft | OpenHead:
-    if setup.config.speculative_algorithm == "eagle3" or is_head(files.path):
+    if means_head(setup.config, files.path):
         return open_head(files.path, runner)
     return open_draft(files, runner, setup.tokenizer_dir, setup.config, setup.backend)
 
