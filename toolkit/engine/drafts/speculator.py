@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from toolkit.configs.speculative import Speculation
-from toolkit.engine.drafts.cost import StepCost, worth
+from toolkit.engine.drafts.cost import StepCost, fastest, worth
 from toolkit.engine.drafts.draft import Draft, Guess
 from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 HOST_SECONDS = 0.005  # at most between two steps: what is more, nobody had work
 TRIAL = 2  # tokens of guesses that are made to see whether they would pay
-TRIAL_REST = 100.0  # times as long as such a trial takes until the next one
+TRIAL_REST = 100.0  # times as long as such a trial takes until the next one; and a step without guesses likewise
 Asked = tuple[Sequence, int]  # a request, and of how many tokens a guess for it may be
 
 
@@ -76,7 +77,8 @@ class Speculator:
         self._vocab_size = vocab_size
         self._border = border
         self._rows = rows
-        self._ended = self._drafting = self._next_trial = 0.0
+        self._ended = self._drafting = self._next_trial = self._trying = 0.0
+        self._next_plain = math.inf  # when a step has no guesses, to see what it takes
         self._chosen: dict[Sequence, Draft] = {}  # whose guess the step under way verifies
         self.counts: dict[str, Count] = {}  # by the drafts' names
         self.by_place = np.zeros(options.most, np.int64)  # of guesses' first tokens, second ones …: those right
@@ -84,7 +86,7 @@ class Speculator:
     def tempted(self, running: Collection[Sequence]) -> bool:
         """Whether guesses would pay in the step behind that in flight, so that its tokens should be waited for."""
         ready = [s for s in running if s.decodes and not s.ending]
-        if not any(s.pending for s in ready):
+        if self._plain_due() or not any(s.pending for s in ready):
             return False
         asked = self._asked(ready)
         guesses = self._at_once(asked, ahead=1).items()
@@ -95,6 +97,8 @@ class Speculator:
 
     def choose(self, ready: Collection[Sequence]) -> dict[Sequence, list[int]]:
         """The guesses of a step in which the requests ``ready`` go on, by request."""
+        if self._plain_due():
+            return {}
         asked = self._asked([s for s in ready if not s.pending])
         guesses = self._at_once(asked)
         started = time.perf_counter()
@@ -105,6 +109,10 @@ class Speculator:
         chosen = {s: (f.guess.tokens[:n], f.draft) for (s, f), n in zip(guesses.items(), counts, strict=True) if n}
         self._chosen = {s: draft for s, (_, draft) in chosen.items()}
         return {s: tokens for s, (tokens, _) in chosen.items()}
+
+    def _plain_due(self) -> bool:
+        """Whether a step without guesses is to be measured again, with which all others are compared."""
+        return not self.options.always and time.perf_counter() >= self._next_plain
 
     def _worth(self, guesses: list[Guess], rows: int) -> list[int]:
         room = self._rows - rows
@@ -152,7 +160,10 @@ class Speculator:
             self._fail(draft, e)
         if trial:
             now = time.perf_counter()
-            self._next_trial = now + (TRIAL_REST if made else 1.0) * (now - started)
+            self._trying += now - started
+            self._next_trial = now + (TRIAL_REST * self._trying if made else now - started)
+            if made:
+                self._trying = 0.0
 
     def _depth(self, draft: Draft, asked: list[Asked], best: dict[Sequence, Found], rows: int) -> Depth:
         """How many tokens its guesses are to have so that a step gives most tokens a second."""
@@ -172,7 +183,7 @@ class Speculator:
         tokens = rows + np.where(better, gains, there[:, :1]).sum(0)
         verified = rows + np.where(better, counts, there[:, 1:]).sum(0)
         seconds = self.cost.of(verified.astype(np.int64)) + outlook.seconds[: most + 1]
-        count = int(np.argmax(tokens / seconds))
+        count = fastest(tokens / seconds)
         if not count and time.perf_counter() >= self._next_trial:
             return Depth(min(TRIAL, most), [True] * len(asked), trial=True)
         return Depth(count, better[:, count].tolist())
@@ -218,7 +229,10 @@ class Speculator:
     def step_ended(self, plan: Plan, rows: int, now: float) -> None:
         """A step is over (``time.perf_counter``), the one before it when this was told last."""
         if not plan.prompts:
-            self.cost.note(rows, now - max(self._ended + self._drafting, plan.submitted - HOST_SECONDS))
+            seconds = now - max(self._ended + self._drafting, plan.submitted - HOST_SECONDS)
+            self.cost.note(rows, seconds)
+            if not plan.guesses:
+                self._next_plain = now + TRIAL_REST * seconds
         self._ended, self._drafting = now, 0.0
 
     def forget(self, seq: Sequence) -> None:
