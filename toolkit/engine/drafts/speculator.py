@@ -13,6 +13,7 @@ from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.configs.speculative import Speculation
 from toolkit.engine.drafts.cost import StepCost, fastest, worth
@@ -174,9 +175,7 @@ class Speculator:
         outlook = draft.outlook(asked)
         chances = np.clip(outlook.chances, 0.0, 0.999)[:, None]
         gains = chances * (1 - chances**counts) / (1 - chances)
-        there = np.array(
-            [[_expected(best[s].guess), len(best[s].guess.tokens)] if s in best else [0.0, 0] for s, _ in asked]
-        )
+        there = self._there(asked, best, rows)
         better = gains > there[:, :1]
         if self.options.always:
             return Depth(most, better[:, most].tolist())
@@ -187,6 +186,13 @@ class Speculator:
         if not count and time.perf_counter() >= self._next_trial:
             return Depth(min(TRIAL, most), [True] * len(asked), trial=True)
         return Depth(count, better[:, count].tolist())
+
+    def _there(self, asked: list[Asked], best: dict[Sequence, Found], rows: int) -> NDArray[np.float64]:
+        """What would be verified of the guesses that there are, were there no more: of each request the tokens that may
+        come true, and all of them, [requests, 2]."""
+        counts = dict(zip(best, self._worth([guess for guess, _ in best.values()], rows), strict=True))
+        there = [(0.0, 0) if s not in best else (_expected(best[s].guess, counts[s]), counts[s]) for s, _ in asked]
+        return np.array(there)
 
     def _most(self, seq: Sequence) -> int:
         most = min(self.options.most, seq.left - seq.pending - 1)
@@ -291,9 +297,9 @@ def may(seq: Sequence) -> bool:
     return not (seq.canvas is not None or seq.wants_all or seq.wants_rows or seq.request.only)
 
 
-def _expected(guess: Guess) -> float:
-    """Tokens of it that may come true."""
-    return sum(accumulate(guess.chances, mul))
+def _expected(guess: Guess, most: int | None = None) -> float:
+    """How many of its first ``most`` tokens may come true."""
+    return sum(accumulate(guess.chances[:most], mul))
 
 
 def _behind(guess: Guess) -> Guess:
