@@ -128,6 +128,7 @@ def plot(model: str, rows: list[dict[str, Any]], names: list[str], file: Path) -
             ylabel="tokens/s",
             title=f"{model}, {batch} at once, greedy" if batch > 1 else f"{model}, one request, greedy",
         )
+        axes.margins(y=0.12)
         axes.legend(fontsize=8)
     figure.tight_layout()
     save_plot("--plot", figure, file, dpi=120)

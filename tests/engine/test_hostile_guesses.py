@@ -22,7 +22,9 @@ VOCAB, NEW = 64, 40
 class Fixed(StepCost):
     """A step takes 1 s, and 0.1 s more with each row."""
 
-    known = True  # type: ignore[assignment]
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = True
 
     def note(self, rows: int, seconds: float) -> None:
         """No clock."""
@@ -78,7 +80,7 @@ def test_answers_that_lie_are_followed_no_more() -> None:
     def right(lies: bool) -> int:
         lookup = Lookup("all")
         for i in range(1, 30) if lies else ():
-            tokens = [39, i, *phrase[:3], *rng.integers(52, VOCAB, 9).tolist()]
+            tokens = [39, i, *phrase[:2], *rng.integers(52, VOCAB, 9).tolist()]
             bad = Sequence(request("bad", "bad"), order=0, max_len=999, rope_set=0, keys_root=None)
             for token in tokens:
                 bad.expect()
@@ -93,7 +95,7 @@ def test_answers_that_lie_are_followed_no_more() -> None:
             good.arrive(token)
         return count
 
-    assert right(lies=True) >= 0.9 * right(lies=False) > 200
+    assert right(lies=True) >= 0.97 * right(lies=False) > 200
 
 
 def test_of_a_new_user_most_others_are_believed() -> None:

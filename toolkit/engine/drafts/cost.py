@@ -24,6 +24,7 @@ class StepCost:
         self._seconds = np.zeros(MOST_ROWS + 1)  # 0: not measured
         self._steps = np.zeros(MOST_ROWS + 1)  # that were measured, as far as they count
         self._curve: Curve | None = None
+        self.known = False  # whether any step was measured
 
     def note(self, rows: int, seconds: float) -> None:
         """A step of so many rows has taken so long, the time between steps included."""
@@ -36,7 +37,7 @@ class StepCost:
             self._seconds *= (after / before) ** _DRIFT  # and back again as it goes back, so no entry runs away
         else:
             after = min(seconds, _SURPRISE * float(self.of(np.array([rows]))[0])) if self.known else seconds
-        self._seconds[rows] = after
+        self._seconds[rows], self.known = after, True
         self._steps[rows] = min(self._steps[rows] + 1, 1 / _NEW)
         self._curve = None
 
@@ -52,11 +53,6 @@ class StepCost:
             each = (times[-1] - times[0]) / (last - first)
         found = np.interp(rows, known, times)
         return found + np.maximum(rows - last, 0) * each
-
-    @property
-    def known(self) -> bool:
-        """Whether any step was measured."""
-        return bool(self._seconds.any())
 
 
 def rising(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -160,8 +160,10 @@ class Copy:
             return
         known = self.seq.tokens[: self.seq.known]
         tail = known[-LONGEST:]
-        least = max(LEAST - 1, self.agreed if self.kind == Kind.RESUMED else 0)
         best = (0.0, 0)  # chance, tokens alike
+        if self.kind == Kind.RESUMED:
+            best = self._odds.of(place(self.kind, self.agreed)), self.agreed
+        chosen: tuple[Kind, int, int] | None = None
         for text in (Kind.PREDICTED, Kind.OWN, Kind.SHARED):
             if text == Kind.PREDICTED:
                 at, agreed = longest(self._predicted, tail, self._reached)
@@ -169,8 +171,8 @@ class Copy:
                 at, agreed = longest(known, tail)
             else:
                 at, agreed = (0, 0) if self._others is None else self._others.find(tail)
-            if agreed > least and (rank := (self._odds.of(place(text, agreed)), agreed)) > best:
-                best, found = rank, (text, at, agreed)
-        if best[1]:
-            self.kind, self.at, self.agreed = found
-            self._text = self.kind
+            if agreed >= LEAST and (rank := (self._odds.of(place(text, agreed)), agreed)) > best:
+                best, chosen = rank, (text, at, agreed)
+        if chosen is not None:
+            self.kind, self.at, self.agreed = chosen
+            self._text = chosen[0]

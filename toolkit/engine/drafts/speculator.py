@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 HOST_SECONDS = 0.005  # at most between two steps: what is more, nobody had work
 TRIAL = 2  # tokens of guesses that are made to see whether they would pay
 TRIAL_REST = 100.0  # times as long as such a trial takes until the next one; and a step without guesses likewise
+LOOK_REST = 8  # steps, until it is computed again whether guesses pay that did not: that takes time, too
 Asked = tuple[Sequence, int]  # a request, and of how many tokens a guess for it may be
 
 
@@ -79,6 +80,7 @@ class Speculator:
         self._border = border
         self._rows = rows
         self._ended = self._drafting = self._next_trial = self._trying = 0.0
+        self._resting = 0  # steps without guesses that take time to make
         self._next_plain = math.inf  # when a step has no guesses, to see what it takes
         self._chosen: dict[Sequence, Draft] = {}  # whose guess the step under way verifies
         self.counts: dict[str, Count] = {}  # by the drafts' names
@@ -98,6 +100,7 @@ class Speculator:
 
     def choose(self, ready: Collection[Sequence]) -> dict[Sequence, list[int]]:
         """The guesses of a step in which the requests ``ready`` go on, by request."""
+        self._resting = max(0, self._resting - 1)
         if self._plain_due():
             return {}
         asked = self._asked([s for s in ready if not s.pending])
@@ -168,7 +171,7 @@ class Speculator:
 
     def _depth(self, draft: Draft, asked: list[Asked], best: dict[Sequence, Found], rows: int) -> Depth:
         """How many tokens its guesses are to have so that a step gives most tokens a second."""
-        if not asked or not (self.options.always or self.cost.known):
+        if not asked or not (self.options.always or self.cost.known) or self._resting:
             return Depth(0, [])
         most = min(max(m for _, m in asked), self.options.most)
         counts = np.minimum(np.arange(most + 1), np.array([[m] for _, m in asked]))  # [requests, most + 1]
@@ -185,6 +188,7 @@ class Speculator:
         count = fastest(tokens / seconds)
         if not count and time.perf_counter() >= self._next_trial:
             return Depth(min(TRIAL, most), [True] * len(asked), trial=True)
+        self._resting = 0 if count else LOOK_REST
         return Depth(count, better[:, count].tolist())
 
     def _there(self, asked: list[Asked], best: dict[Sequence, Found], rows: int) -> NDArray[np.float64]:
