@@ -78,6 +78,28 @@ class PlainTemplate:
 
 
 @dataclass
+class FakeWeights:
+    running: dict[str, bool]  # the engine's
+    asleep: bool = False
+    empty: bool = False
+    updates: list[tuple[set[str], str]] = field(default_factory=list)  # names of tensors, and mode
+
+    def sleep(self) -> None:
+        assert not self.running
+        self.asleep = True
+
+    def wake(self, parts: Any) -> None:
+        self.asleep = "kv_cache" not in parts
+
+    def update(self, files: Any, mode: str) -> None:
+        self.updates.append((set(files.names), mode))
+        if "wrong" in files.names:
+            files.close()
+            raise ToolkitError("update_weights: tensor wrong: expected none")
+        files.close()
+
+
+@dataclass
 class FakeEngine:
     tokenizer: ByteTokenizer
     delay: float = 0.0
@@ -100,33 +122,19 @@ class FakeEngine:
     sessions: list[str | None] = field(default_factory=list)  # likewise
     predicted: list[list[int]] = field(default_factory=list)  # likewise
     ended_sessions: list[str] = field(default_factory=list)
-    asleep: bool = False
-    empty: bool = False
-    updates: list[tuple[set[str], str]] = field(default_factory=list)  # names of tensors, and mode
     blind: bool = False
     plan: Any = field(
         default_factory=lambda: SimpleNamespace(total=1 << 20, longer=lambda *names: " ".join((*names, "raise it")))
     )
+
+    def __post_init__(self) -> None:
+        self.weights = FakeWeights(self.running)
 
     def stats(self) -> dict[str, float]:
         return {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions": 2}
 
     def end_session(self, name: str) -> None:
         self.ended_sessions.append(name)
-
-    def sleep(self) -> None:
-        assert not self.running
-        self.asleep = True
-
-    def wake(self, parts: Any) -> None:
-        self.asleep = "kv_cache" not in parts
-
-    def update_weights(self, files: Any, mode: str) -> None:
-        self.updates.append((set(files.names), mode))
-        if "wrong" in files.names:
-            files.close()
-            raise ToolkitError("update_weights: tensor wrong: expected none")
-        files.close()
 
     def abort(self, request_id: str) -> None:
         self.aborted.add(request_id)

@@ -141,7 +141,7 @@ class Pipeline:
                 None if self._eyes is None else self._eyes.recipe.written,
             )
             self._templates = ChatTemplate.of_adapters(
-                self.engine.adapters, self.engine.tokenizer, self.model_path, self.chat_template.picture
+                self.engine.adapters.names, self.engine.tokenizer, self.model_path, self.chat_template.picture
             )
             if (forgery := self.chat_template.forgery) is not None:
                 logger.info("chat template (%s): %s", self.chat_template.note, forgery)
@@ -384,7 +384,7 @@ class Pipeline:
         except BaseException:
             files.close()
             raise
-        self.engine.update_weights(files, mode)
+        self.engine.weights.update(files, mode)
 
     def close(self) -> None:
         """Stop everything and free the model. May be called twice."""
@@ -477,8 +477,8 @@ class Pipeline:
                 yield with_tensors(piece)
 
     def _check_adapter(self, name: str) -> None:
-        if name not in self.engine.adapters:
-            known = ", ".join(self.engine.adapters) or "none: give the engine config adapters={name: path}"
+        if name not in self.engine.adapters.names:
+            known = ", ".join(self.engine.adapters.names) or "none: give the engine config adapters={name: path}"
             raise UsageError(f"adapter_name: expected one of the model's adapters ({known}), found {name!r:.80}")
 
     def _check_open(self) -> None:

@@ -120,7 +120,7 @@ class ServerState:
     @property
     def sleeping(self) -> bool:
         """The model sleeps, or will. The engine alone knows: one that dies asleep comes back awake."""
-        return self.to_sleep or self.engine.asleep
+        return self.to_sleep or self.engine.weights.asleep
 
     def check_ready(self, model: str, waits: bool = True) -> None:
         """Raise ApiError unless ``model`` is served here and the engine can take requests; else let the request in.
@@ -130,7 +130,7 @@ class ServerState:
         if self.closing:
             raise ApiError(503, "The server is shutting down", code="shutting_down")
         if self.sleeping:
-            raise ApiError(503, EMPTY if self.engine.empty else ASLEEP, code="sleeping")
+            raise ApiError(503, EMPTY if self.engine.weights.empty else ASLEEP, code="sleeping")
         if self.draining:
             raise ApiError(503, UPDATING, code="updating")
         if (outage := self.engine.outage) is not None:

@@ -110,7 +110,7 @@ class Engine(LLMEngine):
         except UsageError as error:
             raise InvalidArgument(str(error)) from error
         model = request.get("model")
-        adapter = model if model in engine.adapters else None
+        adapter = model if model in engine.adapters.names else None
         async with aclosing(engine.generate(tokens, config, adapter=adapter)) as deltas:
             async for delta in deltas:
                 if delta.finish_reason == "error":
