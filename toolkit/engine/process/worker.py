@@ -17,7 +17,8 @@ from typing import Any
 from toolkit.base import child_process
 from toolkit.base.json_lines import JsonLines
 from toolkit.engine.core import INTAKE_SECONDS
-from toolkit.engine.load.setup import Setup, start
+from toolkit.engine.load.setup import Setup
+from toolkit.engine.load.start import start
 from toolkit.engine.process import records
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.pictures import Picture
