@@ -62,10 +62,9 @@ def test_tokens_are_the_same_whenever_blocks_are_given_back(
     fake: Any, rounds: list[list[tuple[int, int, int]]], asynchronous: bool
 ) -> None:
     plain, _ = make_core(fake)
-    sweeping, given_back = make_core(fake, asynchronous=asynchronous)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "SWEEP_SECONDS", 0.0)
-        sweeping._next_sweep = 0.0
+        sweeping, given_back = make_core(fake, asynchronous=asynchronous)
         for asked in rounds:
             requests = [([(17 * base + 5 * j) % 61 for j in range(length)], n) for base, length, n in asked]
             assert tokens(sweeping, requests) == tokens(plain, requests)
