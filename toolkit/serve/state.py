@@ -128,7 +128,7 @@ class ServerState:
         if model not in self.model_names:
             raise self.not_served(model)
         if self.closing:
-            raise ApiError(503, "The server is shutting down", code="shutting_down")
+            raise ApiError(503, "the server is shutting down; ask again later", code="shutting_down")
         if self.sleeping:
             raise ApiError(503, EMPTY if self.engine.weights.empty else ASLEEP, code="sleeping")
         if self.draining:

@@ -380,7 +380,7 @@ class AsyncEngine:
 
         def send() -> None:
             if self._closed:
-                raise ToolkitError("the engine is closed")
+                raise ToolkitError("the engine was closed; open another")
             if why := self.weights.why_not:
                 raise ToolkitError(why)
             self._loop.add(request, processors)

@@ -55,7 +55,7 @@ class Engine(LLMEngine):
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Engine, WorkerConfig]:
-        raise UsageError("this worker is started by `tool serve dynamo MODEL`, which has its options")
+        raise UsageError("dynamo: this worker is started by `tool serve dynamo MODEL`, which has its options")
 
     def worker(self) -> WorkerConfig:
         given = self._settings
