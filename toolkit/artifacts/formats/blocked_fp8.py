@@ -94,8 +94,8 @@ def config(layouts: Mapping[str, Layout | None], *, scale_fmt: str | None = None
     """``quantization_config`` of linears by name (None: left dense). ``scale_fmt``: "ue8m0" for powers of two."""
     blocks = {layout.block for layout in layouts.values() if layout}
     if len(blocks) != 1 or (block := next(iter(blocks))) is None:
-        found = ", ".join(sorted(map(str, blocks))) or "none"
-        raise ToolkitError(f"blocked fp8: expected one tile size for the whole model, found {found}")
+        sizes = ", ".join(sorted(map(str, blocks))) or "none"
+        raise ToolkitError(f"blocked fp8: expected one tile size for the whole model, found {sizes}")
     found: dict[str, Any] = {
         "quant_method": METHOD,
         "fmt": "e4m3",
