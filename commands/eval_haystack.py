@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,8 +25,12 @@ MODEL = "A directory, a hub id, a .gguf file, an artifact, or `demo`."
 
 @dataclass(frozen=True)
 class Haystack:
-    lengths: tuple[int, ...] = option((1000, 2000, 4000), "Tokens of prompt, template and answer together, separated by commas.")
-    depths: tuple[float, ...] = option((0, 25, 50, 75, 100), "Percent of the text before what is hidden, separated by commas.")
+    lengths: tuple[int, ...] = option(
+        (1000, 2000, 4000), "Tokens of prompt, template and answer together, separated by commas."
+    )
+    depths: tuple[float, ...] = option(
+        (0, 25, 50, 75, 100), "Percent of the text before what is hidden, separated by commas."
+    )
     rounds: int = option(1, "Questions of each length and depth.")
     seed: int = option(0, "Other questions with another one.")
     plot: str | None = option(None, "Draw a heat map into this PNG file.")

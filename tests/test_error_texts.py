@@ -90,7 +90,8 @@ def told_in(path: Path) -> Iterator[Told]:
 
 @pytest.fixture(scope="module")
 def catalogue() -> list[Told]:
-    return [told for path in sorted((ROOT / "toolkit").rglob("*.py")) for told in told_in(path)]
+    paths = sorted(path for folder in ("toolkit", "commands") for path in (ROOT / folder).rglob("*.py"))
+    return [told for path in paths for told in told_in(path)]
 
 
 def test_nearly_every_text_is_in_the_catalogue(catalogue: list[Told]) -> None:
