@@ -21,8 +21,10 @@ import numpy as np
 import pytest
 import uvicorn
 
+from toolkit.chat.template import ChatTemplate
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
+from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.engine.process.outage import Outage
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
@@ -231,7 +233,7 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(app: Any, engine: FakeEngine, keep_alive: int = 60, certificate: Path | None = None) -> Iterator[Running]:
+def running(app: Any, engine: Any, keep_alive: int = 60, certificate: Path | None = None) -> Iterator[Running]:
     """``keep_alive``: seconds that a connection may rest; long, for clients use one again after any pause.
     ``certificate``: of a server over TLS."""
     sock = socket.create_server(("127.0.0.1", 0))
@@ -289,6 +291,22 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
             return stack.enter_context(running(app, fake, keep_alive, certificate))
 
         yield begin
+
+
+@pytest.fixture(scope="session")
+def serve_tiny() -> Any:
+    """``with serve_tiny(model, config, **settings) as (server, engine, template)``: a server of a real engine, whose
+    model is called "tiny"."""
+
+    @contextlib.contextmanager
+    def begin(model: Path, config: Any, **settings: Any) -> Iterator[tuple[Running, AsyncEngine, ChatTemplate]]:
+        with AsyncEngine.open(model, backend_config=config) as engine:
+            template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path)
+            app = create_app(engine, template, ServerSettings(model_name="tiny", **settings))
+            with running(app, engine) as server:
+                yield server, engine, template
+
+    return begin
 
 
 @pytest.fixture

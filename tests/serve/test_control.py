@@ -12,19 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.serve.asking import ask
 from toolkit.configs.option import spelled
 from toolkit.serve.state import Running, ServerState
 
 ALL = {"allow_terminate_by_client": True, "enable_abort_handling": True, "enable_sleep_mode": True}
-
-
-def ask(url: str, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, data, method=method), timeout=60) as reply:
-            return reply.status, json.load(reply)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
 
 
 @pytest.mark.parametrize(

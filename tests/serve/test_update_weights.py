@@ -7,27 +7,17 @@ import json
 import pickle
 import shutil
 import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save, save_file
 
+from tests.serve.asking import ask
 from toolkit import TurbomindEngineConfig
 from toolkit.engine.process.frontend import AsyncEngine
 
 ALL = {"enable_weight_updates": True}
-
-
-def ask(url: str, path: str, body: Any = None) -> tuple[int, Any]:
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, data), timeout=60) as reply:
-            return reply.status, json.load(reply)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
 
 
 def part(*names: str, **more: Any) -> dict[str, Any]:
