@@ -14,7 +14,7 @@ from typing import Any
 
 from toolkit import GenerationConfig
 
-SERVER = Path(__file__).with_name("peer_llama_server.py")
+SERVER = Path(__file__).parent / "peers" / "peer_llama_server.py"
 Ask = Callable[[str, GenerationConfig], tuple[str, int, float]]
 
 
