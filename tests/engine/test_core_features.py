@@ -575,7 +575,7 @@ def test_requests_that_pour_in_do_not_hold_up_those_that_run(
         worker._serve(theirs, core)
     else:
         go_on = threading.Event()
-        thread = loop.ThreadLoop(core, lambda outputs: None, lambda outage: None)
+        thread = loop.ThreadLoop(core, None, lambda outputs: None, lambda outage: None)  # type: ignore[arg-type]
         thread._inbox.put(go_on.wait)
         for request in requests:
             thread.add(request, ())
