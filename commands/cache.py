@@ -22,7 +22,7 @@ KvCacheDir = Annotated[
 ]
 
 app = new_app(
-    "What is kept between runs: models packed for this processor that were never converted, and KV caches.",
+    help="What is kept between runs: models packed for this processor that were never converted, and KV caches.",
     no_args_is_help=True,
 )
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 JSON = Annotated[str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")]
 DATA = "A text file (UTF-8), or `heldout`: the text that `tool lite` measures on."
 
-app = new_app("Measure the quality of a model.", no_args_is_help=True)
+app = new_app(help="Measure the quality of a model.", no_args_is_help=True)
 
 
 @app.command("ppl")

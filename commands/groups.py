@@ -31,8 +31,6 @@ class Group(TyperGroup):
             raise
 
 
-def new_app(help: str | None = None, cls: type[TyperGroup] = Group, **more: Any) -> typer.Typer:
+def new_app(cls: type[TyperGroup] = Group, **more: Any) -> typer.Typer:
     """An application, or a group of its commands, as all here are."""
-    return typer.Typer(
-        cls=cls, help=help, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False, **more
-    )
+    return typer.Typer(cls=cls, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False, **more)

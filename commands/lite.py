@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from toolkit.quant.run import Result
 
 app = new_app(
-    "Quantize a model, layer by layer, on a CPU if need be. A killed run goes on where it was.", no_args_is_help=True
+    help="Quantize a model, layer by layer, on a CPU if need be. A killed run goes on where it was.",
+    no_args_is_help=True,
 )
 
 

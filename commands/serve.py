@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from toolkit.configs.engine import EngineConfig
 
 SERVERS = "the server's sampling"
-app = new_app("Serve a model over HTTP.", no_args_is_help=True)
+app = new_app(help="Serve a model over HTTP.", no_args_is_help=True)
 
 
 @app.callback()
