@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from toolkit.engine.drafts.cost import StepCost
 from toolkit.engine.drafts.draft import NO_GUESS, Draft, Guess, Outlook
-from toolkit.engine.drafts.odds import ANY, Odds, compare, sureness
+from toolkit.engine.drafts.odds import ANY, Odds, Users, compare, sureness
 from toolkit.engine.sequence import Sequence
 from toolkit.engine.step_builder import Step
 from toolkit.runners.head import F32, Head, KeysValues, Rows
@@ -59,7 +59,7 @@ class DraftHead(Draft):
         self.head, self.aux_layers = head, layers
         self.cost = StepCost()
         self._longest, self._room = longest, room
-        self._odds = Odds(_FIRST)
+        self._users = Users(_FIRST)
         self._followers: dict[Sequence, Follower] = {}
 
     def observe(self, step: Step, out: StepOutput) -> None:
@@ -85,7 +85,7 @@ class DraftHead(Draft):
             self._followers.pop(seq, None)
             return
         if follower is None or start > follower.end:  # a prefix from the cache, whose states nobody has
-            odds = Odds(above=self._odds) if follower is None else follower.odds
+            odds = Odds(above=self._users.of(seq.request.whose.user)) if follower is None else follower.odds
             follower = self._followers[seq] = Follower(KeysValues(self.head.spec, start + 1), odds)
         new = states[follower.end - start :]
         if len(new):
