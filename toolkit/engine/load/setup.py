@@ -25,6 +25,7 @@ from toolkit.engine.load.head import OpenHead, open_head
 from toolkit.engine.load.kept import adapter_digests, open_shelf
 from toolkit.engine.load.memory_plan import MemoryPlan, Wishes, plan
 from toolkit.engine.load.moving import open_moving
+from toolkit.engine.load.mtp import OpenMtp, open_mtp_layer
 from toolkit.engine.load.verify import verify_tensors
 from toolkit.engine.options import EngineOptions
 from toolkit.errors import ToolkitError, UsageError
@@ -248,11 +249,16 @@ def _start(
     read = partial(_new_weights, setup, runner.spec)
     drafts: list[Draft] = []
     try:
-        draft: OpenDraft | OpenHead | None = None
-        if setup.draft is not None:
-            draft = _open_draft(setup, setup.draft, runner)
+        draft = _open_draft(setup, runner)
+        if draft is not None:
             opened.callback(draft.close)
-        memory = _plan(setup, runner, draft)
+        try:
+            memory = _plan(setup, runner, draft)
+        except ToolkitError as e:
+            if not isinstance(draft, OpenMtp) or draft.asked:
+                raise
+            progress(f"{e}; the model runs without it")
+            draft, memory = None, _plan(setup, runner, None)
         for notice in memory.notices:
             progress(notice)
         trained = stretched_from(runner.spec)
@@ -411,13 +417,17 @@ def _new_weights(setup: Setup, spec: DecoderSpec, files: Path) -> Callable[[], M
     return open_new_weights(setup.source or setup.path, files, spec, **_reading(setup.config), families=families)
 
 
-def _open_draft(setup: Setup, files: DraftFiles, runner: Runner) -> OpenDraft | OpenHead:
+def _open_draft(setup: Setup, runner: Runner) -> OpenDraft | OpenHead | OpenMtp | None:
+    files = setup.draft
+    if files is None:
+        families = from_files(getattr(setup.config, "family_files", ()))
+        return open_mtp_layer(setup.path, setup.config, runner, families)
     if means_head(setup.config, files.path):
         return open_head(files.path, runner)
     return open_draft(files, runner, setup.tokenizer_dir, setup.config, setup.backend)
 
 
-def _plan(setup: Setup, runner: Runner, draft: OpenDraft | OpenHead | None) -> MemoryPlan:
+def _plan(setup: Setup, runner: Runner, draft: OpenDraft | OpenHead | OpenMtp | None) -> MemoryPlan:
     """How memory is shared out. Raises UsageError for blocks that do not fill the cache's, ToolkitError where a picture
     that is computed whole does not fit."""
     config, spec = setup.config, runner.spec
