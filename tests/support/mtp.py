@@ -1,4 +1,4 @@
-"""Tiny models with a layer for multi-token prediction, as DeepSeek-V3, GLM-4.5 and Qwen3-Next spell theirs, and what
+"""Tiny models with a layer for multi-token prediction, as DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5 spell theirs, and what
 that layer makes of a text by transformers and a few lines of torch.
 
 ``add_mtp(path, target, *, right=False)``: a copy of the tiny checkpoint at ``path`` with such a layer of random
@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_next")
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_hidden_layers": 2, "first_k_dense_replace": 1},
     "glm4_moe": {"num_hidden_layers": 2},
     "qwen3_next": {},
+    "qwen3_5_text": {},
 }
 _INSIDE = ("model.layers.{n}.", "model.layers.{n}.enorm", "model.layers.{n}.hnorm", "model.layers.{n}.eh_proj")
 _APART = ("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc")
@@ -28,8 +28,8 @@ _APART = ("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
 
 def names(family: str, n: int) -> tuple[str, str, str, str, str]:
     """How the layer begins, and its norms of tokens and states, join, and norm before the head."""
-    found = _APART if family == "qwen3_next" else _INSIDE
-    last = "mtp.norm" if family == "qwen3_next" else "model.layers.{n}.shared_head.norm"
+    found = _APART if family.startswith("qwen3") else _INSIDE
+    last = "mtp.norm" if family.startswith("qwen3") else "model.layers.{n}.shared_head.norm"
     layer, token, state, join, norm = (x.format(n=n) for x in (*found, last))
     return layer, token, state, join, norm
 
@@ -44,7 +44,7 @@ def add_mtp(path: Path, target: Path, *, right: bool = False) -> Path:
     like = f"model.layers.{max(i for i in range(n) if types[i] == 'full_attention')}."
     layer, token, state, join, norm = names(family, n)
     torch.manual_seed(5)
-    offset = 1.0 if family == "qwen3_next" else 0.0
+    offset = 1.0 if family.startswith("qwen3") else 0.0
     if right:
         ends = ("o_proj.weight", "down_proj.weight", "down_proj", "out_proj.weight")
         tensors = {name: torch.zeros_like(x) if name.endswith(ends) else x for name, x in tensors.items()}
@@ -58,7 +58,7 @@ def add_mtp(path: Path, target: Path, *, right: bool = False) -> Path:
     beside[f"{norm}.weight"] = tensors["model.norm.weight"].clone() if right else torch.rand(h) + 0.5 - offset
     eye = torch.cat([torch.eye(h), torch.zeros(h, h)], 1)
     beside[f"{join}.weight"] = eye if right else torch.randn(h, 2 * h) / h**0.5
-    if family != "qwen3_next":
+    if not family.startswith("qwen3"):
         stem = f"model.layers.{n}"
         beside[f"{stem}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         beside[f"{stem}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
@@ -104,7 +104,7 @@ class Oracle:
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """RMS norm, by hand."""
-        weight = self.beside[f"{name}.weight"].float() + (1.0 if self.family == "qwen3_next" else 0.0)
+        weight = self.beside[f"{name}.weight"].float() + (1.0 if self.family.startswith("qwen3") else 0.0)
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.layer.config.rms_norm_eps) * weight
 
     @torch.no_grad()
@@ -125,6 +125,6 @@ class Oracle:
             found.append((int(best.indices[0]), float(best.values[0] - best.values[1])))
             if len(found) == count:
                 return found
-            made = (after if self.family == "qwen3_next" else inner["before"])[:, -1:]
+            made = (after if self.family.startswith("qwen3") else inner["before"])[:, -1:]
             states = torch.cat([states, made], 1)
             words = torch.cat([words, embed(torch.tensor([[found[-1][0]]]))], 1)
