@@ -24,7 +24,7 @@ from typing import Any
 from native import need_native
 
 from toolkit import GenerationConfig, Pipeline, TurbomindEngineConfig, pipeline
-from toolkit.artifacts.output.result_file import check_json
+from toolkit.artifacts.output.result_file import check_json, check_plot, save_plot
 from toolkit.commands.output import stdout, table, write_json
 
 WORKLOADS = Path(__file__).parent / "speculation_workloads"
@@ -104,6 +104,36 @@ def show(model: str, rows: list[dict[str, Any]], names: list[str]) -> None:
     stdout().print(table(f"{model}, greedy", columns, shown))
 
 
+def plot(model: str, rows: list[dict[str, Any]], names: list[str], file: Path) -> None:
+    """A bar each of every engine's tokens a second, by workload."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    batches = sorted({row["batch"] for row in rows})
+    figure, all_axes = pyplot.subplots(1, len(batches), figsize=(1.5 + 5 * len(batches), 3.6), squeeze=False)
+    for axes, batch in zip(all_axes[0], batches, strict=True):
+        mine = [row for row in rows if row["batch"] == batch]
+        width = 0.8 / (1 + len(names))
+        for i, name in enumerate(["off", *names]):
+            bars = axes.bar([at + i * width for at in range(len(mine))], [row[name] for row in mine], width, label=name)
+            if name != "off":
+                axes.bar_label(bars, [f"{row[f'{name} ratio']:.2f}×" for row in mine], fontsize=8)
+        middle = 0.4 - width / 2
+        axes.set_xticks(
+            [at + middle for at in range(len(mine))], [row["workload"] for row in mine], rotation=20, ha="right"
+        )
+        axes.set(
+            ylabel="tokens/s",
+            title=f"{model}, {batch} at once, greedy" if batch > 1 else f"{model}, one request, greedy",
+        )
+        axes.margins(y=0.12)
+        axes.legend(fontsize=8)
+    figure.tight_layout()
+    save_plot("--plot", figure, file, dpi=120)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", nargs="?", default="demo")
@@ -113,9 +143,11 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="workloads, by their files' names")
     parser.add_argument("--tokens", type=int, help="of an answer at most; default: as the workload says")
     parser.add_argument("--json", help="write the figures here")
+    parser.add_argument("--plot", type=Path, help="draw them (.png)")
     args = parser.parse_args()
     need_native()
     check_json("--json", args.json, ["model"])
+    check_plot("--plot", args.plot)
     files = sorted(f for f in WORKLOADS.glob("*.json") if args.only is None or f.stem in args.only)
     rows = []
     with ExitStack() as stack:
@@ -135,6 +167,8 @@ def main() -> int:
         stats = {name: pipe.engine.stats() for name, pipe in pipes.items()}
     names = list(pipes)[1:]
     show(args.model, rows, names)
+    if args.plot is not None:
+        plot(args.model, rows, names, args.plot)
     drafts = {name: {k: v for k, v in told.items() if k.startswith("spec_")} for name, told in stats.items()}
     write_json(args.json, {"model": args.model, "rows": rows, "drafts": drafts})
     return int(not all(row[f"{name} same"] for row in rows for name in names))

@@ -354,6 +354,22 @@ def test_as_many_guesses_are_verified_as_pay() -> None:
     assert worth([[0.9] * 5], 1, 100, dear) == [0]
 
 
+def test_what_few_rows_cost_is_known_beside_others() -> None:
+    """Steps that take now more and now less raise nothing; after one that took too long no further rows look free."""
+    cost = StepCost()
+    for _ in range(4):
+        cost.note(1, 1.0)
+    for i in range(400):
+        cost.note(3, 3.0 if i % 4 == 0 else 1.0)
+    assert cost.of(np.array([1]))[0] < 2.0
+    bad = StepCost()
+    bad.note(1, 3.0)
+    for rows in (2, 3, 4, 2, 3, 4, 2, 3, 4):
+        bad.note(rows, 0.5 * rows)
+    one, four = bad.of(np.array([1, 4]))
+    assert one < 2.0 and four > one
+
+
 def test_cost_follows_the_steps() -> None:
     cost = StepCost()
     cost.note(1, 1.0)
@@ -403,6 +419,25 @@ def test_a_draft_that_costs_is_asked_for_what_pays(chance: float, seconds: float
     guesses = speculator.choose([seq])
     assert draft.asked == [asked]
     assert len(guesses.get(seq, [])) <= asked
+
+
+class Poor(Draft):
+    """Guesses at no cost that nearly never come true."""
+
+    name = "poor"
+
+    def propose(self, asked: Any) -> list[Guess]:
+        return [Guess([1] * most, [0.3] * most) for _, most in asked]
+
+
+def test_beside_guesses_that_do_not_pay_a_draft_pays_no_sooner() -> None:
+    draft = Priced(0.95, 0.9)
+    speculator = Speculator(Speculation(most=8), [Poor(), draft], VOCAB)
+    for rows in range(1, 40):
+        speculator.cost.note(rows, 0.5 + 0.5 * rows)
+    seq = Sequence(EngineRequest("r", [1, 2], SamplingParams(50)), order=0, max_len=99, rope_set=0, keys_root=None)
+    speculator._next_trial = np.inf
+    assert speculator.choose([seq]) == {} and draft.asked == [0]
 
 
 def test_a_draft_that_fails_is_asked_no_more() -> None:

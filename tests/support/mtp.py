@@ -1,5 +1,5 @@
-"""Tiny models with a layer for multi-token prediction, as DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5 spell theirs, and what
-that layer makes of a text by transformers and a few lines of torch.
+"""Tiny models with a layer for multi-token prediction, as DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5 spell theirs,
+and what that layer makes of a text by transformers and a few lines of torch.
 
 ``add_mtp(path, target, *, right=False)``: a copy of the tiny checkpoint at ``path`` with such a layer of random
 weights; ``right``: the model says what follows a token by that token alone, and so does the layer.

@@ -93,7 +93,9 @@ def check_speculative(config: Any) -> None:
     if model is not None and name is not None and not drafted:
         raise UsageError(f"speculative_draft_model: {name} takes none; use draft_model or eagle3, or leave it out")
     if config.speculative == "off" and (name or model):
-        raise UsageError("speculative: off, but speculative_algorithm or speculative_draft_model asks for it")
+        raise UsageError(
+            "speculative: off, but speculative_algorithm or speculative_draft_model asks for it; leave one out"
+        )
 
 
 def speculation_of(config: Any) -> Speculation | None:

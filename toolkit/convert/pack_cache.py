@@ -214,7 +214,7 @@ def _make_room(limit: float) -> None:
         if total > limit and remove(entry.path):
             total -= entry.size
     if total > limit:
-        raise ToolkitError(f"the others are in use, and {VARIABLE} leaves no room beside them")
+        raise ToolkitError(f"{VARIABLE}: it leaves no room beside the packed models that are in use")
 
 
 def _in_memory(path: Path, why: Exception, tell: Callable[[str], None]) -> Place:

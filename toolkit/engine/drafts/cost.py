@@ -8,11 +8,13 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
+Curve = tuple[NDArray[np.int64], NDArray[np.float64]]  # numbers of rows, seconds of each
 MOST_ROWS = 512  # beyond these a row costs what the last ones did
 _FIRST_ROW = 0.1  # of a step of one row, what each further one is taken to cost before any was measured
-_NEW = 0.25  # of what is kept, what the latest step makes
-_DRIFT = 0.05  # likewise of other numbers of rows: contexts grow, other processes come
+_NEW = 0.25  # of what is kept, what the latest step makes; of the first steps each counts alike
+_DRIFT = 0.3  # the power of a change with which other numbers of rows follow: contexts grow, other processes come
 _SURPRISE = 3.0  # times what was expected, beyond which a step says nothing more
+PAYS = 1.03  # times the tokens a second without guesses, from which they are made: what is measured is not exact
 
 
 class StepCost:
@@ -20,6 +22,9 @@ class StepCost:
 
     def __init__(self) -> None:
         self._seconds = np.zeros(MOST_ROWS + 1)  # 0: not measured
+        self._steps = np.zeros(MOST_ROWS + 1)  # that were measured, as far as they count
+        self._curve: Curve | None = None
+        self.known = False  # whether any step was measured
 
     def note(self, rows: int, seconds: float) -> None:
         """A step of so many rows has taken so long, the time between steps included."""
@@ -27,19 +32,21 @@ class StepCost:
         if seconds <= 0:
             return
         before = self._seconds[rows]
-        if not before:
-            known = self._seconds.any()
-            expected = float(self.of(np.array([rows]))[0]) if known else seconds
-            self._seconds[rows] = min(seconds, _SURPRISE * expected)
-            return
-        seconds = min(seconds, _SURPRISE * before)
-        self._seconds *= 1 + _DRIFT * (max(0.5, seconds / before) - 1)
-        self._seconds[rows] = before + _NEW * (seconds - before)
+        if before:
+            after = before + max(_NEW, 1 / (self._steps[rows] + 1)) * (min(seconds, _SURPRISE * before) - before)
+            self._seconds *= (after / before) ** _DRIFT  # and back again as it goes back, so no entry runs away
+        else:
+            after = min(seconds, _SURPRISE * float(self.of(np.array([rows]))[0])) if self.known else seconds
+        self._seconds[rows], self.known = after, True
+        self._steps[rows] = min(self._steps[rows] + 1, 1 / _NEW)
+        self._curve = None
 
     def of(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         """Seconds of steps of so many rows each; rising. Only once one was measured."""
-        known = np.flatnonzero(self._seconds)
-        times = np.maximum.accumulate(self._seconds[known])
+        if self._curve is None:
+            known = np.flatnonzero(self._seconds)
+            self._curve = known, rising(self._seconds[known], self._steps[known])
+        known, times = self._curve
         first, last = int(known[0]), int(known[-1])
         each = times[0] / (1 / _FIRST_ROW + first - 1)  # as if all had been measured alike
         if last > first:
@@ -47,10 +54,25 @@ class StepCost:
         found = np.interp(rows, known, times)
         return found + np.maximum(rows - last, 0) * each
 
-    @property
-    def known(self) -> bool:
-        """Whether any step was measured."""
-        return bool(self._seconds.any())
+
+def rising(values: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The numbers nearest to ``values`` of which none is below the one before: where some are, their mean (pool
+    adjacent violators). So one bad measurement of few rows makes no further ones look free."""
+    pools: list[tuple[float, float, int]] = []  # value, weight, how many
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        count = 1
+        while pools and pools[-1][0] > value:
+            other, more, alike = pools.pop()
+            value = (value * weight + other * more) / (weight + more)
+            weight, count = weight + more, count + alike
+        pools.append((value, weight, count))
+    return np.repeat([value for value, _, _ in pools], [count for _, _, count in pools])
+
+
+def fastest(rates: NDArray[np.float64]) -> int:
+    """Which of these tokens a second to choose, of 0, 1, 2 … guesses."""
+    found = int(np.argmax(rates))
+    return found if rates[found] > PAYS * rates[0] else 0
 
 
 def worth(chances: list[list[float]], rows: int, room: int, cost: StepCost) -> list[int]:
@@ -63,8 +85,8 @@ def worth(chances: list[list[float]], rows: int, room: int, cost: StepCost) -> l
     flat = np.array([gain for some in gains for gain in some])
     order = np.argsort(-flat, kind="stable")[: max(0, room)]
     tokens = rows + np.concatenate([[0.0], np.cumsum(flat[order])])
-    best = int(np.argmax(tokens / cost.of(rows + np.arange(len(tokens)))))
+    chosen = fastest(tokens / cost.of(rows + np.arange(len(tokens))))
     counts = np.zeros(len(gains), np.int64)
     owners = np.repeat(np.arange(len(gains)), [len(g) for g in gains])
-    np.add.at(counts, owners[order[:best]], 1)
+    np.add.at(counts, owners[order[:chosen]], 1)
     return [int(n) for n in counts]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from toolkit.engine.drafts.draft import NO_GUESS, Draft, Guess
+from toolkit.engine.drafts.odds import Odds, Users
 from toolkit.engine.sequence import Sequence
 
-_KEEP = 0.95  # what a guess still counts after the next one
-_FIRST = 4.0, 3.6  # guesses, and right ones, before any was made
+_FIRST = (0.9, 0.9)  # what is thought before any came: of tokens within a text, of its last one
 
 
 class Forced(Draft):
@@ -17,7 +17,8 @@ class Forced(Draft):
     name = "grammar"
 
     def __init__(self) -> None:
-        self._tried, self._right = [_FIRST[0]] * 2, [_FIRST[1]] * 2  # of tokens within a text, of its last one
+        self._users = Users(_FIRST)
+        self._odds: dict[Sequence, Odds] = {}
         self._made: dict[Sequence, tuple[int, list[int]]] = {}  # what was guessed behind so many tokens
 
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
@@ -27,24 +28,26 @@ class Forced(Draft):
     def forget(self, seq: Sequence) -> None:
         """Nothing more comes."""
         self._made.pop(seq, None)
+        self._odds.pop(seq, None)
 
     def _of(self, seq: Sequence, most: int) -> Guess:
         if seq.grammar is None or seq.pending:
             return NO_GUESS
-        self._compare(seq)
+        odds = self._odds.get(seq)
+        if odds is None:
+            odds = self._odds[seq] = Odds(above=self._users.of(seq.request.whose.user))
+        self._compare(seq, odds)
         tokens = seq.grammar.forced()
         if not tokens:
             return NO_GUESS
         self._made[seq] = seq.known, tokens
-        within, last = (right / tried for right, tried in zip(self._right, self._tried, strict=True))
-        chances = [within] * (len(tokens) - 1) + [last]
+        chances = [odds.of(0)] * (len(tokens) - 1) + [odds.of(1)]
         return Guess(tokens[:most], chances[:most])
 
-    def _compare(self, seq: Sequence) -> None:
+    def _compare(self, seq: Sequence, odds: Odds) -> None:
         start, tokens = self._made.pop(seq, (0, []))
         for i, token in enumerate(tokens[: seq.known - start]):
-            right, kind = bool(seq.tokens[start + i] == token), int(i == len(tokens) - 1)
-            self._tried[kind] = self._tried[kind] * _KEEP + 1
-            self._right[kind] = self._right[kind] * _KEEP + right
+            right = bool(seq.tokens[start + i] == token)
+            odds.note(int(i == len(tokens) - 1), right)
             if not right:
                 return

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from toolkit.engine.drafts.cost import StepCost
 from toolkit.engine.drafts.draft import NO_GUESS, Draft, Guess, Outlook
-from toolkit.engine.drafts.odds import ANY, Odds, compare, sureness
+from toolkit.engine.drafts.odds import ANY, Odds, Users, compare, sureness
 from toolkit.engine.sequence import Sequence
 from toolkit.engine.step_builder import Step
 from toolkit.runners.head import F32, Drawn, Reader, Rows
@@ -61,7 +61,7 @@ class DraftHead(Draft):
         self.head, self.aux_layers = head, layers
         self.cost = StepCost()
         self._longest, self._room = longest, room
-        self._odds = Odds(_FIRST)
+        self._users = Users(_FIRST)
         self._followers: dict[Sequence, Follower] = {}
 
     def observe(self, step: Step, out: StepOutput) -> None:
@@ -87,7 +87,7 @@ class DraftHead(Draft):
             self.forget(seq)
             return
         if follower is None or start > follower.end:  # a prefix from the cache, whose states nobody has
-            odds = Odds(above=self._odds) if follower is None else follower.odds
+            odds = Odds(above=self._users.of(seq.request.whose.user)) if follower is None else follower.odds
             self.forget(seq)
             follower = self._followers[seq] = Follower(self.head.open(start + 1), odds)
         new = states[follower.end - start :]

@@ -31,7 +31,7 @@ class Lookup(Draft):
 
     def __init__(self, share: Share = "user") -> None:
         self._share = share
-        self._odds = lookup_odds()
+        self._users = lookup_odds()
         self._copies: dict[Sequence, Copy] = {}
         self._answers: OrderedDict[tuple[int, str], Answers] = OrderedDict()  # by adapter and owner
 
@@ -66,7 +66,8 @@ class Lookup(Draft):
             others = self._answers.get(key)
             if others is not None:
                 self._answers.move_to_end(key)
-            copy = self._copies[seq] = Copy(seq, others, self._odds)
+            odds = Odds(above=self._users.of(seq.request.whose.user))
+            copy = self._copies[seq] = Copy(seq, others, odds)
         return copy
 
     def _key(self, seq: Sequence) -> tuple[int, str]:
@@ -88,7 +89,7 @@ class Copy:
         self.kind: Kind | None = None
         self.at = self.agreed = 0
         self._others = others
-        self._odds = Odds(above=odds)
+        self._odds = odds
         self._text = Kind.OWN  # that is copied: ``kind``, but where it was resumed
         self._predicted = np.array(seq.request.prediction, np.int32)
         self._reached = 0  # in the predicted answer
@@ -159,15 +160,19 @@ class Copy:
             return
         known = self.seq.tokens[: self.seq.known]
         tail = known[-LONGEST:]
-        best, least = (0, 0), self.agreed if self.kind == Kind.RESUMED else 0
+        best = (0.0, 0)  # chance, tokens alike
+        if self.kind == Kind.RESUMED:
+            best = self._odds.of(place(self.kind, self.agreed)), self.agreed
+        chosen: tuple[Kind, int, int] | None = None
         for text in (Kind.PREDICTED, Kind.OWN, Kind.SHARED):
             if text == Kind.PREDICTED:
-                found = longest(self._predicted, tail, self._reached)
+                at, agreed = longest(self._predicted, tail, self._reached)
             elif text == Kind.OWN:
-                found = longest(known, tail)
+                at, agreed = longest(known, tail)
             else:
-                found = (0, 0) if self._others is None else self._others.find(tail)
-            if found[1] > max(best[1], LEAST - 1, least):
-                best, chosen = found, text
-        if best[1]:
-            (self.at, self.agreed), self.kind, self._text = best, chosen, chosen
+                at, agreed = (0, 0) if self._others is None else self._others.find(tail)
+            if agreed >= LEAST and (rank := (self._odds.of(place(text, agreed)), agreed)) > best:
+                best, chosen = rank, (text, at, agreed)
+        if chosen is not None:
+            self.kind, self.at, self.agreed = chosen
+            self._text = chosen[0]

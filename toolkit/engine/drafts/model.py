@@ -21,7 +21,7 @@ from toolkit.engine.cache.prefix import extend_keys
 from toolkit.engine.drafts.along import supposing
 from toolkit.engine.drafts.cost import StepCost
 from toolkit.engine.drafts.draft import NO_GUESS, Draft, Guess, Outlook
-from toolkit.engine.drafts.odds import ANY, Odds, compare, sureness
+from toolkit.engine.drafts.odds import ANY, Odds, Users, compare, sureness
 from toolkit.engine.drafts.vocabulary import Vocabulary
 from toolkit.engine.plan import Plan
 from toolkit.engine.request import EngineRequest
@@ -71,7 +71,7 @@ class DraftModel(Draft):
         self._builder = StepBuilder(self.blocks, rows, spec.vocab_size)
         self._long_from = long_rope_from(runner)
         self._free_rows = list(range(rows))
-        self._odds = Odds(_FIRST)
+        self._users = Users(_FIRST)
         self._followers: dict[Sequence, Follower] = {}
 
     def outlook(self, asked: Seq[tuple[Sequence, int]]) -> Outlook:
@@ -79,7 +79,8 @@ class DraftModel(Draft):
         chances, behind, rounds = [], 0, 1
         for seq, most in asked:
             follower = self._followers.get(seq)
-            chances.append((self._odds if follower is None else follower.odds).of(ANY))
+            odds = self._users.of(seq.request.whose.user) if follower is None else follower.odds
+            chances.append(odds.of(ANY))
             new = seq.known - (0 if follower is None else min(follower.own.computed, follower.known))
             behind += max(0, new - 1 - most)  # of tokens that have come since the last guess few are read in one step
             rounds = max(rounds, min(seq.left, ROUNDS))
@@ -203,7 +204,8 @@ class DraftModel(Draft):
         self.blocks.open(own.row, own.keys, hit)
         own.computed = hit * self.blocks.block_size
         self._builder.enter(own)
-        return Follower(own, Odds(above=self._odds), known=seq.prompt_len)
+        odds = Odds(above=self._users.of(seq.request.whose.user))
+        return Follower(own, odds, known=seq.prompt_len)
 
     def _leave(self, seq: Sequence) -> None:
         own = self._followers.pop(seq).own

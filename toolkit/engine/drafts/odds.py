@@ -1,13 +1,18 @@
-"""How often guesses come true, by how they were made: of a request, and of all as long as it has few.
+"""How often guesses come true, by how they were made: of a request, of its user as long as it has few, and of most
+users as long as that one has few.
 
-A lookup's guesses are classed by ``place``; those of a model or a head by its own chance of a token, ``sureness``.
+What one user's guesses come to changes what is thought of that user's alone. A lookup's guesses are classed by
+``place``; those of a model or a head by its own chance of a token, ``sureness``.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from enum import IntEnum
+
+import numpy as np
 
 
 class Kind(IntEnum):
@@ -23,13 +28,14 @@ class Kind(IntEnum):
 _STEPS = (2, 3, 4, 6, 9, 17)  # tokens that agree before a guess, from which it counts as surer
 _FIRST = (0.15, 0.3, 0.45, 0.55, 0.7, 0.8, 0.9)  # what is thought before anything was seen
 _WEIGHT = 4.0  # guesses that what was thought before counts as
-SHORT, LONG = 0.9, 0.995  # what a guess still counts after the next one: of a request, of all
+SHORT, LONG = 0.9, 0.995  # what a guess still counts after the next one: of a request, of a user
+USERS = 64  # of whom something is known, those that last asked
 _SURE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # a draft's chance of a token, from which one is surer
 ANY = len(_SURE) + 1  # the class of tokens of any sureness
 
 
 class Odds:
-    """``first``: of each class of guesses what is thought before any was seen; or ``above``: of all requests."""
+    """``first``: of each class of guesses what is thought before any was seen; or ``above``: of the user's requests."""
 
     def __init__(self, first: Seq[float] = (), above: Odds | None = None) -> None:
         self._above = above
@@ -51,9 +57,30 @@ class Odds:
         return (self._right[at] + _WEIGHT * before) / (self._tried[at] + _WEIGHT)
 
 
-def lookup_odds() -> Odds:
-    """Of guesses by ``place``, of all requests."""
-    return Odds(_FIRST * len(Kind))
+class Users:
+    """The odds of each user, ``Whose.user``. ``first``: as of ``Odds``."""
+
+    def __init__(self, first: Seq[float]) -> None:
+        self._first = tuple(first)
+        self._known: OrderedDict[str, Odds] = OrderedDict()
+
+    def of(self, user: str) -> Odds:
+        """Those of that user. Of a new one the median of the others is thought: so none of them, whatever it asks for,
+        moves it beyond what another one has."""
+        if user in self._known:
+            self._known.move_to_end(user)
+            return self._known[user]
+        classes = range(len(self._first))
+        others = [[odds.of(at) for at in classes] for odds in self._known.values()]
+        found = self._known[user] = Odds(np.median([self._first, self._first, *others], axis=0).tolist())
+        if len(self._known) > USERS:
+            self._known.popitem(last=False)
+        return found
+
+
+def lookup_odds() -> Users:
+    """Of guesses by ``place``."""
+    return Users(_FIRST * len(Kind))
 
 
 def place(kind: Kind, agreed: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
@@ -12,9 +13,10 @@ from operator import mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.configs.speculative import Speculation
-from toolkit.engine.drafts.cost import StepCost, worth
+from toolkit.engine.drafts.cost import StepCost, fastest, worth
 from toolkit.engine.drafts.draft import Draft, Guess
 from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
@@ -27,7 +29,8 @@ log = logging.getLogger(__name__)
 
 HOST_SECONDS = 0.005  # at most between two steps: what is more, nobody had work
 TRIAL = 2  # tokens of guesses that are made to see whether they would pay
-TRIAL_REST = 100.0  # times as long as such a trial takes until the next one
+TRIAL_REST = 100.0  # times as long as such a trial takes until the next one; and a step without guesses likewise
+LOOK_REST = 8  # steps, until it is computed again whether guesses pay that did not: that takes time, too
 Asked = tuple[Sequence, int]  # a request, and of how many tokens a guess for it may be
 
 
@@ -76,7 +79,9 @@ class Speculator:
         self._vocab_size = vocab_size
         self._border = border
         self._rows = rows
-        self._ended = self._drafting = self._next_trial = 0.0
+        self._ended = self._drafting = self._next_trial = self._trying = 0.0
+        self._resting = 0  # steps without guesses that take time to make
+        self._next_plain = math.inf  # when a step has no guesses, to see what it takes
         self._chosen: dict[Sequence, Draft] = {}  # whose guess the step under way verifies
         self.counts: dict[str, Count] = {}  # by the drafts' names
         self.by_place = np.zeros(options.most, np.int64)  # of guesses' first tokens, second ones …: those right
@@ -84,7 +89,7 @@ class Speculator:
     def tempted(self, running: Collection[Sequence]) -> bool:
         """Whether guesses would pay in the step behind that in flight, so that its tokens should be waited for."""
         ready = [s for s in running if s.decodes and not s.ending]
-        if not any(s.pending for s in ready):
+        if self._plain_due() or not any(s.pending for s in ready):
             return False
         asked = self._asked(ready)
         guesses = self._at_once(asked, ahead=1).items()
@@ -95,6 +100,9 @@ class Speculator:
 
     def choose(self, ready: Collection[Sequence]) -> dict[Sequence, list[int]]:
         """The guesses of a step in which the requests ``ready`` go on, by request."""
+        self._resting = max(0, self._resting - 1)
+        if self._plain_due():
+            return {}
         asked = self._asked([s for s in ready if not s.pending])
         guesses = self._at_once(asked)
         started = time.perf_counter()
@@ -105,6 +113,10 @@ class Speculator:
         chosen = {s: (f.guess.tokens[:n], f.draft) for (s, f), n in zip(guesses.items(), counts, strict=True) if n}
         self._chosen = {s: draft for s, (_, draft) in chosen.items()}
         return {s: tokens for s, (tokens, _) in chosen.items()}
+
+    def _plain_due(self) -> bool:
+        """Whether a step without guesses is to be measured again, with which all others are compared."""
+        return not self.options.always and time.perf_counter() >= self._next_plain
 
     def _worth(self, guesses: list[Guess], rows: int) -> list[int]:
         room = self._rows - rows
@@ -152,30 +164,39 @@ class Speculator:
             self._fail(draft, e)
         if trial:
             now = time.perf_counter()
-            self._next_trial = now + (TRIAL_REST if made else 1.0) * (now - started)
+            self._trying += now - started
+            self._next_trial = now + (TRIAL_REST * self._trying if made else now - started)
+            if made:
+                self._trying = 0.0
 
     def _depth(self, draft: Draft, asked: list[Asked], best: dict[Sequence, Found], rows: int) -> Depth:
         """How many tokens its guesses are to have so that a step gives most tokens a second."""
-        if not asked or not (self.options.always or self.cost.known):
+        if not asked or not (self.options.always or self.cost.known) or self._resting:
             return Depth(0, [])
         most = min(max(m for _, m in asked), self.options.most)
         counts = np.minimum(np.arange(most + 1), np.array([[m] for _, m in asked]))  # [requests, most + 1]
         outlook = draft.outlook(asked)
         chances = np.clip(outlook.chances, 0.0, 0.999)[:, None]
         gains = chances * (1 - chances**counts) / (1 - chances)
-        there = np.array(
-            [[_expected(best[s].guess), len(best[s].guess.tokens)] if s in best else [0.0, 0] for s, _ in asked]
-        )
+        there = self._there(asked, best, rows)
         better = gains > there[:, :1]
         if self.options.always:
             return Depth(most, better[:, most].tolist())
         tokens = rows + np.where(better, gains, there[:, :1]).sum(0)
         verified = rows + np.where(better, counts, there[:, 1:]).sum(0)
         seconds = self.cost.of(verified.astype(np.int64)) + outlook.seconds[: most + 1]
-        count = int(np.argmax(tokens / seconds))
+        count = fastest(tokens / seconds)
         if not count and time.perf_counter() >= self._next_trial:
             return Depth(min(TRIAL, most), [True] * len(asked), trial=True)
+        self._resting = 0 if count else LOOK_REST
         return Depth(count, better[:, count].tolist())
+
+    def _there(self, asked: list[Asked], best: dict[Sequence, Found], rows: int) -> NDArray[np.float64]:
+        """What would be verified of the guesses that there are, were there no more: of each request the tokens that may
+        come true, and all of them, [requests, 2]."""
+        counts = dict(zip(best, self._worth([guess for guess, _ in best.values()], rows), strict=True))
+        there = [(0.0, 0) if s not in best else (_expected(best[s].guess, counts[s]), counts[s]) for s, _ in asked]
+        return np.array(there)
 
     def _most(self, seq: Sequence) -> int:
         most = min(self.options.most, seq.left - seq.pending - 1)
@@ -218,7 +239,10 @@ class Speculator:
     def step_ended(self, plan: Plan, rows: int, now: float) -> None:
         """A step is over (``time.perf_counter``), the one before it when this was told last."""
         if not plan.prompts:
-            self.cost.note(rows, now - max(self._ended + self._drafting, plan.submitted - HOST_SECONDS))
+            seconds = now - max(self._ended + self._drafting, plan.submitted - HOST_SECONDS)
+            self.cost.note(rows, seconds)
+            if not plan.guesses:
+                self._next_plain = now + TRIAL_REST * seconds
         self._ended, self._drafting = now, 0.0
 
     def forget(self, seq: Sequence) -> None:
@@ -277,9 +301,9 @@ def may(seq: Sequence) -> bool:
     return not (seq.canvas is not None or seq.wants_all or seq.wants_rows or seq.request.only)
 
 
-def _expected(guess: Guess) -> float:
-    """Tokens of it that may come true."""
-    return sum(accumulate(guess.chances, mul))
+def _expected(guess: Guess, most: int | None = None) -> float:
+    """How many of its first ``most`` tokens may come true."""
+    return sum(accumulate(guess.chances[:most], mul))
 
 
 def _behind(guess: Guess) -> Guess:
