@@ -111,7 +111,7 @@ def _rewrite(model: str, dst_path: str, flags: ConvertFlags) -> None:
         if f.name != "dtype" and getattr(flags, f.name) != f.default:
             raise UsageError(f"{spelled(f.name)}: only for engine artifacts, not with --to; leave it out")
     if flags.calibration is not None and (flags.to != "gguf" or gguf_type in ("auto", "f32", "f16", "bf16", "q8_0")):
-        raise UsageError("--calibration: only with --to gguf and a --gguf-type whose scales are searched (q4_k_m, …)")
+        raise UsageError("--calibration: only with --to gguf and a --gguf-type such as q4_k_m; leave it out")
     path = flags.fetch(model)
     started = time.perf_counter()
     with Progress() as progress:

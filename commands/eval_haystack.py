@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,8 +25,12 @@ MODEL = "A directory, a hub id, a .gguf file, an artifact, or `demo`."
 
 @dataclass(frozen=True)
 class Haystack:
-    lengths: str = option("1000,2000,4000", "Tokens of prompt, template and answer together, separated by commas.")
-    depths: str = option("0,25,50,75,100", "Percent of the text before what is hidden, separated by commas.")
+    lengths: tuple[int, ...] = option(
+        (1000, 2000, 4000), "Tokens of prompt, template and answer together, separated by commas."
+    )
+    depths: tuple[float, ...] = option(
+        (0, 25, 50, 75, 100), "Percent of the text before what is hidden, separated by commas."
+    )
     rounds: int = option(1, "Questions of each length and depth.")
     seed: int = option(0, "Other questions with another one.")
     plot: str | None = option(None, "Draw a heat map into this PNG file.")
@@ -35,16 +39,8 @@ class Haystack:
     def grid(self) -> Grid:
         from toolkit.eval.haystack import Grid
 
-        lengths = [_number("--lengths", word, int) for word in self.lengths.split(",")]
-        depths = [_number("--depths", word, float) for word in self.depths.split(",")]
-        return Grid(tuple(dict.fromkeys(lengths)), tuple(dict.fromkeys(depths)), self.rounds, self.seed)
-
-
-def _number(flag: str, word: str, kind: type) -> Any:
-    try:
-        return kind(word)
-    except ValueError:
-        raise UsageError(f"{flag}: expected numbers separated by commas, found {word!r:.40}") from None
+        lengths, depths = tuple(dict.fromkeys(self.lengths)), tuple(dict.fromkeys(self.depths))
+        return Grid(lengths, depths, self.rounds, self.seed)
 
 
 @with_engine_flags

@@ -40,7 +40,7 @@ def run(
     from toolkit.parsers.thinking import Begun
 
     if parser is None and reasoning_parser is None:
-        raise UsageError("expected --parser, --reasoning-parser, or both")
+        raise UsageError("--parser, --reasoning-parser: expected one of them, or both, found none")
     states: dict[str | None, Begun] = {"true": "open", "false": "closed", None: None}
     if enable_thinking not in states:
         raise UsageError(f"--enable-thinking: expected true or false, found {enable_thinking!r}")

@@ -66,9 +66,9 @@ def api_server(
     settings = replace(settings, api_keys=keys, limits=limits)
     if settings.models_dir is not None or len(model or ()) != 1:
         if engine.adapters is not None:
-            raise UsageError("--adapters: only for a server of one model")
+            raise UsageError("--adapters: only for a server of one model; leave the option out")
         if config.role != EngineRole.Hybrid:
-            raise UsageError("--role: only for a server of one model")
+            raise UsageError("--role: only for a server of one model; leave the option out")
         serve_several(model or [], settings, config, engine.chat_template)
     else:
         serve_one((model or [""])[0], settings, engine, config)

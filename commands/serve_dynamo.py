@@ -31,7 +31,7 @@ def dynamo(
     if not path.is_dir():
         raise UsageError(f"{path}: expected a directory with tokenizer.json: Dynamo's front end reads that itself")
     if engine.chat_template is not None:
-        raise UsageError("--chat-template: Dynamo's front end writes prompts, by the template in the model's directory")
+        raise UsageError("--chat-template: Dynamo's front end renders prompts; leave the option out")
     config = engine.config()
     from toolkit.serve.dynamo import engine as worker
 

@@ -19,7 +19,7 @@ from toolkit.commands.interrupt import WITHIN
 
 SLACK = 30.0  # seconds on top of the promise, for machines that do much else: it is a hang that is looked for
 QUICK = ("lite auto_awq", "convert", "chat", "serve api_server")
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "bench" / "interrupt.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "bench" / "serving" / "interrupt.py"
 
 
 def script() -> Any:

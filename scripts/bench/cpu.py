@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hog import KINDS, beside
-from limits import PROBE, Needs, needs_of, product_rate
+from machine.hog import KINDS, beside
+from machine.limits import PROBE, Needs, needs_of, product_rate
 from native import need_native
 
 from toolkit.artifacts.source import resolve_model
@@ -30,10 +30,10 @@ from toolkit.runners.choose import open_model
 HERE = Path(__file__).resolve().parent
 METRICS = ("prefill_throughput", "decode_throughput", "output_throughput", "peak_memory_mib")
 PEER_OF = {
-    "llama.cpp": "peer_llama_cpp.py",
-    "ik_llama.cpp": "peer_ik_llama_cpp.py",
-    "openvino": "peer_openvino.py",
-    "vllm": "peer_vllm.py",
+    "llama.cpp": "peers/peer_llama_cpp.py",
+    "ik_llama.cpp": "peers/peer_ik_llama_cpp.py",
+    "openvino": "peers/peer_openvino.py",
+    "vllm": "peers/peer_vllm.py",
 }
 
 
@@ -80,7 +80,7 @@ def prepare(args: argparse.Namespace) -> dict[str, list[str]]:
         commands["vllm"] = [args.vllm_python, str(HERE / PEER_OF["vllm"]), str(work / "w8a8-ct")]
     if args.torch:
         commands["ours, pytorch"] = ["tool", "profile", "generation", source, "--backend", "pytorch", "--json", "-"]
-        commands["transformers"] = [sys.executable, str(HERE / "peer_transformers.py"), source]
+        commands["transformers"] = [sys.executable, str(HERE / "peers/peer_transformers.py"), source]
     return commands
 
 

@@ -69,7 +69,8 @@ def command_of(args: argparse.Namespace, out: Path) -> list[str]:
         ]  # fmt: skip
     script = "peer_llm_compressor.py" if args.peer == "llm-compressor" else "peer_auto_round.py"
     return [
-        args.peer_python, str(HERE / script), args.model, str(out), "--method", args.method, "--calib", args.calib,
+        args.peer_python, str(HERE / "peers" / script), args.model, str(out), "--method", args.method,
+        "--calib", args.calib,
         "--samples", str(args.samples), "--seqlen", str(args.seqlen), "--group-size", str(args.group_size),
         *(["--iters", str(args.iters), "--bits", str(args.bits)] if args.peer == "auto-round" else []),
     ]  # fmt: skip

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
+import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import psutil
@@ -110,6 +113,26 @@ async def crawl(pids: Sequence[int], seconds: float) -> None:
             await asyncio.sleep(DUTY_S[0])
     finally:
         tell(pids, signal.SIGCONT)
+
+
+def url_of(process: subprocess.Popen[bytes], log: Path, seconds: float) -> str:
+    """Where a process is ready, as its log says within so many seconds. SystemExit where it does not."""
+    end = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < end:
+        if found := re.search(r"ready at (http://[\d.]+:\d+)", log.read_text(errors="replace")):
+            return found[1]
+        time.sleep(0.1)
+    raise SystemExit(f"{log.stem} did not start: {log.read_text(errors='replace')[-2000:]}")
+
+
+def end(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Have it end, by force after so many seconds."""
+    tell(family(process.pid), signal.SIGCONT)
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    process.kill()
+    process.wait()
 
 
 def tell(pids: Sequence[int], number: signal.Signals) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -13,7 +12,7 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
-from drilling.fleet import crawl, family, stand, tell
+from drilling.fleet import crawl, end, family, stand, tell, url_of
 from drilling.relay import Relay
 from traffic.servers import START_S, TOOL, Server
 
@@ -49,11 +48,7 @@ class ProxyFleet:
 
     async def __aexit__(self, *exc: object) -> None:
         if (proxy := getattr(self, "_proxy", None)) is not None:
-            proxy.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                proxy.wait(20)
-            proxy.kill()
-            proxy.wait()
+            await asyncio.to_thread(end, proxy, 20)
         for link in self._links.values():
             await link.close()
         for server in self._up.values():
@@ -71,14 +66,13 @@ class ProxyFleet:
         flags = ["--server-port", "0", "--heartbeat", "1", "--node-timeout", f"{SILENCE_S:g}", *nodes]
         with log.open("wb") as out:
             self._proxy = subprocess.Popen([*TOOL, "serve", "proxy", *flags], stdout=out, stderr=out)
-        end = time.monotonic() + START_S
-        while self._proxy.poll() is None and time.monotonic() < end:
-            if found := re.search(r"ready at (http://[\d.]+:\d+)", log.read_text(errors="replace")):
-                self.url = found[1]
-                with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    return
+        self.url = url_of(self._proxy, log, START_S)
+        until = time.monotonic() + START_S
+        while time.monotonic() < until:
+            with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return
             time.sleep(0.1)
-        raise SystemExit(f"the proxy did not start: {log.read_text()[-2000:]}")
+        raise SystemExit(f"the proxy finds no server: {log.read_text()[-2000:]}")
 
     def servers(self) -> list[str]:
         return [name for name in self._up if name not in self._busy]

@@ -12,7 +12,7 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
-from drilling.fleet import crawl, family, stand, tell
+from drilling.fleet import crawl, end, family, stand, tell, url_of
 from traffic.servers import TOOL
 
 START_S = 300.0
@@ -30,7 +30,6 @@ class RayFleet:
         self._count, self._log = count, folder / "ray.log"
         self._command = [*TOOL, "serve", "ray", str(model), "--model-name", self.model, "--server-port", "0"]
         self._command += ["--replicas", str(count), *HEALTH, *flags]
-        self._names: dict[int, str] = {}
 
     async def __aenter__(self) -> RayFleet:
         with self._log.open("wb") as out:
@@ -43,23 +42,13 @@ class RayFleet:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        tell(family(self._process.pid), signal.SIGCONT)
-        self._process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, 60)
-        self._process.kill()
-        self._process.wait()
+        await asyncio.to_thread(end, self._process, 60)
 
     def _started(self) -> None:
-        end = time.monotonic() + START_S
-        while self._process.poll() is None and time.monotonic() < end:
-            if found := re.search(r"ready at (http://[\d.]+:\d+)", self._log.read_text(errors="replace")):
-                self.url = found[1]
-                while len(self._tags()) < self._count and time.monotonic() < end:
-                    time.sleep(0.5)
-                return
-            time.sleep(0.2)
-        raise SystemExit(f"the deployment did not start: {self._log.read_text()[-2000:]}")
+        self.url = url_of(self._process, self._log, START_S)
+        until = time.monotonic() + START_S
+        while len(self._tags()) < self._count and time.monotonic() < until:
+            time.sleep(0.5)
 
     def _tags(self) -> dict[str, int]:
         """Replicas that answer, and their processes."""
@@ -92,6 +81,6 @@ class RayFleet:
                 await stand(family(pid)[1:], seconds)
             case "slow":
                 await crawl(family(pid), seconds)
-        end = time.monotonic() + START_S
-        while time.monotonic() < end and len(await asyncio.to_thread(self._tags)) < self._count:
+        until = time.monotonic() + START_S
+        while time.monotonic() < until and len(await asyncio.to_thread(self._tags)) < self._count:
             await asyncio.sleep(0.5)

@@ -80,7 +80,8 @@ def engine_config(case: Case, backend: str, device: str) -> Any:
 
 def measure(case: Case, device: str, backend: str) -> Iterator[Row]:
     """A row for each load, tokens a second; one with the error where the engine does not start."""
-    from toolkit.engine.load.setup import Setup, start
+    from toolkit.engine.load.setup import Setup
+    from toolkit.engine.load.start import start
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)

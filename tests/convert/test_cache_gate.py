@@ -15,7 +15,7 @@ from toolkit.convert import cache_cost as measure
 from toolkit.convert.cache_gate import check_cache
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
-from toolkit.engine.load.setup import cache_policy
+from toolkit.engine.load.runner import cache_policy
 from toolkit.errors import UsageError
 from toolkit.runners.native.packing.artifact import open_packed
 

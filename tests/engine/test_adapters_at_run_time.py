@@ -63,50 +63,50 @@ def answer(engine: AsyncEngine, i: int, name: str | None) -> list[int]:
 
 
 def test_loading_and_unloading_under_many_streams(engine: AsyncEngine, adapters: dict[str, Path]) -> None:
-    engine.load_adapter("a", adapters["a"])
+    engine.adapters.load("a", adapters["a"])
     names = [None, "a"]
     expected = {(i, name): answer(engine, i, name) for i in range(4) for name in names}
     assert expected[0, None] != expected[0, "a"]
     with ThreadPoolExecutor(STREAMS) as pool:
         running = [pool.submit(answer, engine, i, names[i % 2]) for i in range(2 * STREAMS)]
         for _ in range(4):
-            engine.load_adapter("b", adapters["b"])
-            engine.unload_adapter("b")
-        engine.load_adapter("b", adapters["b"])
+            engine.adapters.load("b", adapters["b"])
+            engine.adapters.unload("b")
+        engine.adapters.load("b", adapters["b"])
         assert [f.result() for f in running] == [expected[i % 4, names[i % 2]] for i in range(2 * STREAMS)]
         last = [pool.submit(answer, engine, i, "b") for i in range(4)]
         assert all(f.result() for f in last)
     with pytest.raises(UsageError, match="'a' is taken"):
-        engine.load_adapter("a", adapters["b"])
-    engine.unload_adapter("a")
-    assert engine.adapters == ("b",)
+        engine.adapters.load("a", adapters["b"])
+    engine.adapters.unload("a")
+    assert engine.adapters.names == ("b",)
     refused = list(engine.generate_sync([5], SHORT, adapter="a"))[-1]
     assert refused.finish_reason == "error" and "expected one of b, found 'a'" in str(refused.error_message)
     with pytest.raises(UsageError, match="there is no adapter 'a'; there is b"):
-        engine.unload_adapter("a")
+        engine.adapters.unload("a")
 
 
 def test_a_bad_one_changes_nothing(engine: AsyncEngine, adapters: dict[str, Path], tmp_path: Path) -> None:
     before = answer(engine, 0, None)
     with pytest.raises(ToolkitError, match=r"found no adapter_config\.json"):
-        engine.load_adapter("bad", tmp_path)
-    assert engine.adapters == () and answer(engine, 0, None) == before
+        engine.adapters.load("bad", tmp_path)
+    assert engine.adapters.names == () and answer(engine, 0, None) == before
 
 
 def test_a_watched_folder(engine: AsyncEngine, adapters: dict[str, Path], tmp_path: Path) -> None:
     state = State(engine)
     watch = Watch(cast(ServerState, state), tmp_path)
     watch.look()
-    assert engine.adapters == ()
+    assert engine.adapters.names == ()
     shutil.copytree(adapters["a"], tmp_path / "tales")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "adapter_config.json").write_text("{}")
     watch.look()
     watch.look()
-    assert engine.adapters == ("tales",) and answer(engine, 0, "tales")
+    assert engine.adapters.names == ("tales",) and answer(engine, 0, "tales")
     shutil.rmtree(tmp_path / "tales")
     watch.look()
-    assert engine.adapters == ()
+    assert engine.adapters.names == ()
 
 
 def test_another_process_finds_no_blocks_of_another_adapter(
@@ -120,7 +120,7 @@ def test_another_process_finds_no_blocks_of_another_adapter(
         config = TurbomindEngineConfig(session_len=256, dtype="float32", cache_max_entry_count=64, **more)
         with AsyncEngine.open(tiny_models("llama"), backend_config=config) as engine:
             for name in names:
-                engine.load_adapter(name, adapters[name])
+                engine.adapters.load(name, adapters[name])
             deltas = list(engine.generate_sync(prompt, SHORT, adapter=names[-1]))
         return [t for d in deltas for t in d.token_ids], max(d.cached_tokens for d in deltas)
 

@@ -67,7 +67,7 @@ def test_one_request_equals_the_model_without_cache(fake: Any, windows: tuple[An
 @pytest.mark.parametrize("windows", [(None,), (6,), ("state",)])
 def test_arrays_of_requests_that_decode_once_more_equal_those_made_anew(fake: Any, windows: tuple[Any, ...]) -> None:
     core, taken_over = fake.make_core(windows, VOCAB), []
-    builder, again = core.builder, core.builder._again
+    builder, again = core.flight.builder, core.flight.builder._again
 
     def compared(plan: Any, rows: Any, known: Any) -> Any:
         step, anew = again(plan, rows, known), builder._anew(plan)

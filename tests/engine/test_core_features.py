@@ -472,7 +472,7 @@ def test_a_grammar_that_takes_long_to_compile_holds_nobody_else_up(fake: Any, mo
     outputs = fake.run(core)["slow"]
     text = b"".join(LetterTokenizer().token_bytes[t] for t in fake.tokens_of(outputs))
     assert text == b"no<eos>" and outputs[-1].finish_reason == "stop" and outputs[-1].stop_token == VOCAB - 1
-    assert core.constraints.find(SamplingParams(9, grammar=choice)) is not None
+    assert core.intake.constraints.find(SamplingParams(9, grammar=choice)) is not None
     go_on.clear()
     monkeypatch.setattr(constraints, "PATIENCE", 0.01)
     (late,) = fake.ask(core, PROMPT, 9, grammar={"type": "choice", "choice": ["yes"]})

@@ -18,6 +18,7 @@ from toolkit.engine.load.setup import Facts
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.engine.process.loop import ThreadLoop
+from toolkit.engine.request import EngineRequest
 from toolkit.engine.sampling_params import resolve
 from toolkit.engine.text.stream import Asked, Timings
 from toolkit.errors import ToolkitError
@@ -69,7 +70,7 @@ def open_engine(fake: Any) -> Iterator[Callable[..., AsyncEngine]]:
         plan = MemoryPlan(200, 16, 64, 0.0, 4, blocks, 0, (), ())
         engine._facts = Facts(plan, "", "", "fake", "turbomind", "cpu", "float32", VOCAB)
         core = EngineCore(runner, chosen, lambda: tokenizer)
-        engine._loop = ThreadLoop(core, engine._deliver, engine._lost)
+        engine._loop = ThreadLoop(core, engine._streams.deliver, engine._lost)
         opened.append(engine)
         return engine
 
@@ -101,7 +102,7 @@ def test_text_is_the_tokens_text_and_counts_agree(open_engine: Any) -> None:
     r = whole(engine, PROMPT, max_new_tokens=20, ignore_eos=True, bad_token_ids=[EOS, EOS - 1])
     assert r.text == "".join(chr(LETTERS[t]) for t in r.token_ids)
     assert (r.generate_token_len, r.input_token_len, r.finish_reason, len(r.token_ids)) == (20, 6, "length", 20)
-    assert not engine._streams
+    assert engine.stats()["requests"] == 0
 
 
 def test_many_at_once_from_one_event_loop_get_what_each_gets_alone(open_engine: Any) -> None:
@@ -137,7 +138,7 @@ def test_of_several_side_by_side_one_that_fails_ends_itself_alone(open_engine: A
     for i, delta in engine.generate_all(asked):
         found[i].extend(delta)
     assert found[0].finish_reason in ("stop", "length") and "already running" in str(found[2].error_message)
-    assert [r.finish_reason for r in found[1:]] == ["error", "error"] and not engine._streams
+    assert [r.finish_reason for r in found[1:]] == ["error", "error"] and engine.stats()["requests"] == 0
 
 
 def test_what_fails_before_it_begins_ends_itself_alone(open_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,13 +158,13 @@ def test_what_fails_before_it_begins_ends_itself_alone(open_engine: Any, monkeyp
 
 def test_formats_are_hurried_while_hopeless_ones_come(open_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, seen = open_engine(), list[bool]()
-    send = engine._send
+    add = EngineCore.add
 
-    def sent(stream: Any, request: Any, processors: Any) -> None:
+    def added(core: EngineCore, request: EngineRequest, *more: Any) -> None:
         seen.append(request.params.hurried)
-        send(stream, request, processors)
+        add(core, request, *more)
 
-    monkeypatch.setattr(engine, "_send", sent)
+    monkeypatch.setattr(EngineCore, "add", added)
     whole(engine, PROMPT, max_new_tokens=1)
     hopeless = {"type": "regex_schema", "regex_schema": "(ab|cd)?" * 900}
     for _ in range(HOSTILE):
@@ -179,7 +180,7 @@ def test_leaving_several_frees_their_blocks(open_engine: Any) -> None:
     next(deltas)
     deltas.close()
     wait_for(lambda: engine.stats()["running"] == 0)
-    assert not engine._streams
+    assert engine.stats()["requests"] == 0
 
 
 def test_eos_is_counted_but_neither_text_nor_token(open_engine: Any) -> None:
@@ -356,7 +357,7 @@ def test_a_loop_that_breaks_says_so_instead_of_hanging(open_engine: Any, monkeyp
         raise MemoryError("no cache")
 
     engine._loop._core.runner.allocate_cache = no_memory
-    monkeypatch.setattr("toolkit.engine.core.BROKEN_AFTER", 1)
+    monkeypatch.setattr("toolkit.engine.in_flight.BROKEN_AFTER", 1)
     engine._loop._core.runner.fail_on = {3, 4}
     deltas = list(engine.generate_sync(PROMPT, GenerationConfig(max_new_tokens=50, ignore_eos=True)))
     assert deltas[-1].finish_reason == "error" and "MemoryError" in str(deltas[-1].error_message)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.engine import core as core_module
+from toolkit.engine.cache import memory
 from toolkit.engine.cache.block_pool import FREE_SWEEPS, IDLE_SWEEPS, BlockPool
 from toolkit.engine.core import EngineCore
 from toolkit.engine.options import EngineOptions
@@ -62,10 +62,9 @@ def test_tokens_are_the_same_whenever_blocks_are_given_back(
     fake: Any, rounds: list[list[tuple[int, int, int]]], asynchronous: bool
 ) -> None:
     plain, _ = make_core(fake)
-    sweeping, given_back = make_core(fake, asynchronous=asynchronous)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core_module, "SWEEP_SECONDS", 0.0)
-        sweeping._next_sweep = 0.0
+        patch.setattr(memory, "SWEEP_SECONDS", 0.0)
+        sweeping, given_back = make_core(fake, asynchronous=asynchronous)
         for asked in rounds:
             requests = [([(17 * base + 5 * j) % 61 for j in range(length)], n) for base, length, n in asked]
             assert tokens(sweeping, requests) == tokens(plain, requests)
@@ -113,7 +112,7 @@ def test_the_figures_say_what_the_cache_may_take_and_what_it_takes(fake: Any) ->
     assert core.stats()["kv_planned_bytes"] == 2 * 40 << 12 and core.stats()["kv_resident_bytes"] == 0
     tokens(core, [([1] * 10, 3)])
     assert 0 < core.stats()["kv_resident_bytes"] < core.stats()["kv_planned_bytes"]
-    assert core.patience is not None and 0 < core.patience <= core_module.SWEEP_SECONDS
+    assert core.patience is not None and 0 < core.patience <= memory.SWEEP_SECONDS
 
 
 @pytest.mark.parametrize("group", [0, 1])
@@ -123,6 +122,6 @@ def test_what_was_given_back_is_computed_again(fake: Any, group: int) -> None:
     before = tokens(core, [(prompt, 5)])
     for _ in range(IDLE_SWEEPS):
         core.blocks.pools[group].sweep()
-    core._give_back(group, list(range(40)))  # type: ignore[misc]
+    core.runner.discard_blocks(group, list(range(40)))
     assert np.unique(core.runner.first[group]).tolist() == [0xBAD] and given_back  # type: ignore[attr-defined]
     assert tokens(core, [(prompt, 5)]) == before

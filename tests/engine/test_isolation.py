@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from toolkit.engine.core import BROKEN_AFTER
+from toolkit.engine.in_flight import BROKEN_AFTER
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams
 
 VOCAB, REFUSED = 61, 60
@@ -156,8 +156,8 @@ def test_a_grammar_that_fails_ends_its_request_alone(fake: Any, call: str) -> No
     core = fake.make_core((None,), VOCAB)
     for name in ("bad", "good"):
         core.add(EngineRequest(name, [1, 2, 3], SamplingParams(4)))
-    core._sequences["bad"].grammar = Broken()  # type: ignore[assignment]
-    core._sequences["bad"].needs_host = True
+    core.sequences["bad"].grammar = Broken()  # type: ignore[assignment]
+    core.sequences["bad"].needs_host = True
     outputs = fake.run(core)
     assert outputs["bad"][-1].finish_reason == "error" and "RuntimeError" in str(outputs["bad"][-1].error)
     assert fake.tokens_of(outputs["good"]) == undisturbed(fake, (None,), [1, 2, 3], SamplingParams(4))

@@ -450,7 +450,7 @@ def test_sleep_keeps_and_new_weights_do_not(fake: Any, tmp_path: Path) -> None:
     core.wake("weights", "kv_cache")
     assert answers(fake, core, [prompt(50)]) == expected
     assert core.stats()["kept_hit_tokens"] == 48
-    core._forget_kept()
+    core.update_weights("elsewhere", keep=False)
     assert core.keeper is None and answers(fake, core, [prompt(50)]) == expected
 
 

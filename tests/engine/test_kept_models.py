@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
-from toolkit.engine.load.setup import find, start
+from toolkit.engine.load.setup import find
+from toolkit.engine.load.start import start
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.errors import UsageError
 

@@ -400,7 +400,7 @@ def test_a_mac_is_of_no_use_again() -> None:
         ({"role": "reader"}, "role: expected one of Hybrid, Prefill, Decode"),
         ({"role": "decode", "migration_backend": "NIXL"}, "migration_backend: NIXL is not built in"),
         ({"role": "decode", "migration_backend": "Mooncake"}, "mooncake-transfer-engine"),
-        ({"role": "prefill", "kv_transfer_address": "a:1"}, "only with kv_transfer_key"),
+        ({"role": "prefill", "kv_transfer_address": "a:1"}, "expected kv_transfer_key"),
         ({"role": "decode", "kv_transfer_address": "a:1", "kv_transfer_key": "k"}, "only with role prefill"),
         ({"kv_transfer_key": "k"}, "only with role prefill or decode"),
         ({"role": "prefill", "kv_transfer_key": "k", "kv_transfer_cert": "c"}, "only with kv_transfer_address"),

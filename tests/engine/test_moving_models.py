@@ -17,7 +17,8 @@ from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.engine.cache.kept import moving
 from toolkit.engine.core import EngineCore
-from toolkit.engine.load.setup import find, start
+from toolkit.engine.load.setup import find
+from toolkit.engine.load.start import start
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.vision.eyes import Eyes
 

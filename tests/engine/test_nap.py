@@ -33,29 +33,29 @@ def test_the_same_model_wakes(tiny_models: Any, runner: str, process: bool) -> N
         before = answer(engine)
         assert before.finish_reason == "length"
         for tags in (("weights", "kv_cache"), ("weights",)):
-            engine.sleep()
+            engine.weights.sleep()
             refused = answer(engine)
-            assert engine.asleep and refused.error_code == 503 and "wakeup" in (refused.error_message or "")
-            engine.wake(tags)
-            if engine.asleep:
+            assert engine.weights.asleep and refused.error_code == 503 and "wakeup" in (refused.error_message or "")
+            engine.weights.wake(tags)
+            if engine.weights.asleep:
                 assert answer(engine).error_code == 503
-                engine.wake(["kv_cache"])
-            assert not engine.asleep
+                engine.weights.wake(["kv_cache"])
+            assert not engine.weights.asleep
             again = answer(engine)
             assert again.token_ids == before.token_ids and again.cached_tokens == 0
             assert answer(engine).cached_tokens > 0
-        engine.wake()  # nothing to do
+        engine.weights.wake()  # nothing to do
 
 
 def test_the_cache_does_not_come_back_first(tiny_models: Any) -> None:
     with AsyncEngine.open(tiny_models("llama"), backend_config=CONFIGS["native"], process=True) as engine:
-        engine.sleep()
+        engine.weights.sleep()
         with pytest.raises(UsageError, match="weights"):
-            engine.wake(["kv_cache"])
+            engine.weights.wake(["kv_cache"])
         with pytest.raises(UsageError, match="tags"):
-            engine.wake(["dreams"])
-        assert engine.asleep
-        engine.wake()
+            engine.weights.wake(["dreams"])
+        assert engine.weights.asleep
+        engine.weights.wake()
         assert answer(engine).finish_reason == "length"
 
 
@@ -66,13 +66,13 @@ def test_what_runs_ends_in_an_error(tiny_models: Any) -> None:
         async for delta in engine.generate(PROMPT, config):
             found.append(delta)
             if len(found) == 1:
-                await asyncio.to_thread(engine.sleep)
+                await asyncio.to_thread(engine.weights.sleep)
         return found
 
     with AsyncEngine.open(tiny_models("llama"), backend_config=CONFIGS["torch"]) as engine:
         last = asyncio.run(run(engine))[-1]
         assert last.finish_reason == "error" and last.error_code == 503
-        engine.wake()
+        engine.weights.wake()
         assert answer(engine).finish_reason == "length"
 
 
@@ -80,4 +80,4 @@ def test_a_closed_engine_does_not_sleep(tiny_models: Any) -> None:
     engine = AsyncEngine.open(tiny_models("llama"), backend_config=CONFIGS["native"], process=True)
     engine.close()
     with pytest.raises(ToolkitError):
-        engine.sleep()
+        engine.weights.sleep()

@@ -68,14 +68,14 @@ class Machine:
             self.steps.append((decodes, [(name, c) for name, _, c in plan], seconds))
             return submit(batch)
 
-        build = self.core.builder.build
+        build = self.core.flight.builder.build
 
         def built(plan: Any) -> Any:
             self.core.scheduler_plan = [(s.id, start + count, count) for s, start, count in plan.chunks]  # type: ignore
             return build(plan)
 
         monkeypatch.setattr(runner, "submit", timed)
-        monkeypatch.setattr(self.core.builder, "build", built)
+        monkeypatch.setattr(self.core.flight.builder, "build", built)
         monkeypatch.setattr("time.perf_counter", lambda: self.now)
 
     def ask(self, name: str, prompt: int, new: int = 1) -> None:
@@ -216,7 +216,7 @@ def test_alone_a_prompt_takes_larger_steps(machine: Callable[..., Machine]) -> N
 
 def test_what_the_host_does_with_prompts_counts_too(machine: Callable[..., Machine], monkeypatch: Any) -> None:
     m = machine(token=1e-6, decode=0.01)
-    take, times = m.core.results.take, []
+    take, times = m.core.flight.results.take, []
 
     def slow(step: Any, out: Any) -> Any:
         seconds = 4e-4 * sum(count for _, _, count in step.plan.chunks)  # as prompt log-probabilities take
@@ -225,7 +225,7 @@ def test_what_the_host_does_with_prompts_counts_too(machine: Callable[..., Machi
             times.append(seconds)
         return take(step, out)
 
-    monkeypatch.setattr(m.core.results, "take", slow)
+    monkeypatch.setattr(m.core.flight.results, "take", slow)
     m.ask("stream", 20, 5000)
     m.run(10)
     m.ask("long", 20_000)

@@ -103,13 +103,13 @@ def test_it_says_what_an_engine_with_those_weights_says(trained: Any, family: st
         old = said(answer(engine))
         assert old != wanted and answer(engine).cached_tokens > 0
         for _ in range(2):
-            engine.update_weights(files_of(after))
+            engine.weights.update(files_of(after))
             found = answer(engine)
             assert said(found) == wanted and found.cached_tokens == 0
-        engine.sleep()
-        engine.wake()
+        engine.weights.sleep()
+        engine.weights.wake()
         assert said(answer(engine)) == wanted
-        engine.update_weights(files_of(tensors_of(before)))
+        engine.weights.update(files_of(tensors_of(before)))
         assert said(answer(engine)) == old
 
 
@@ -117,7 +117,7 @@ def test_a_process_that_is_started_again_has_them(trained: Any) -> None:
     before, after = trained("llama")
     with AsyncEngine.open(before, backend_config=CONFIGS["native"], process=True) as engine:
         old = said(answer(engine))
-        engine.update_weights(files_of(after))
+        engine.weights.update(files_of(after))
         new = said(answer(engine))
         loop: Any = engine._loop
         os.kill(first := loop.pid, signal.SIGKILL)
@@ -156,10 +156,10 @@ def test_wrong_weights_leave_the_old_ones(trained: Any, runner: str) -> None:
         for match, spoil in WRONG.items():
             files = files_of(spoil(good))
             with pytest.raises(ToolkitError, match=f"update_weights: .*{match}") as caught:
-                engine.update_weights(files, "abort")
+                engine.weights.update(files, "abort")
             assert not files.path.exists() and str(files.path) not in str(caught.value)
         with pytest.raises(UsageError, match="mode"):
-            engine.update_weights(files_of(after), "later")
+            engine.weights.update(files_of(after), "later")
         assert answer(engine).token_ids == old != answer_after(trained, runner)
 
 
@@ -180,9 +180,9 @@ def test_weights_that_fail_while_they_are_loaded_leave_the_old_ones(
 
         monkeypatch.setattr(loop._core.runner, "load_weights", fail_once)
         with pytest.raises(ToolkitError, match="old ones are back: no room"):
-            engine.update_weights(files_of(after))
+            engine.weights.update(files_of(after))
         assert len(calls) == 2 and said(answer(engine)) == old
-        engine.update_weights(files_of(after))
+        engine.weights.update(files_of(after))
         assert said(answer(engine)) != old
 
 
@@ -237,10 +237,10 @@ def interrupted(
 ) -> Response:
     """A long answer during which the weights have been replaced; one that was over before is asked for again."""
     for _ in range(50):
-        engine.update_weights(files_of(before))
+        engine.weights.update(files_of(before))
         files = files_of(after)
         stream = Stream(engine)
-        engine.update_weights(files, mode)
+        engine.weights.update(files, mode)
         if good(found := stream.end()):
             return found
     raise AssertionError("every answer was over before its weights were replaced")
@@ -275,18 +275,18 @@ def test_an_engine_without_weights_waits_for_them(trained: Any, tmp_path: Path, 
     for model in (bare, before):
         config = replace(CONFIGS[runner], empty_init=True)
         with AsyncEngine.open(model, backend_config=config, process=process) as engine:
-            assert engine.asleep and engine.empty
+            assert engine.weights.asleep and engine.weights.empty
             refused = answer(engine)
             assert refused.error_code == 503 and "update_weights" in (refused.error_message or "")
-            engine.wake(["weights"])  # as LMDeploy's users do first
+            engine.weights.wake(["weights"])  # as LMDeploy's users do first
             with pytest.raises(UsageError, match="update_weights"):
-                engine.wake()
+                engine.weights.wake()
             with pytest.raises(ToolkitError, match="is missing"):
-                engine.update_weights(files_of(without(tensors_of(after), NAME)))
-            assert engine.asleep and answer(engine).error_code == 503
-            engine.update_weights(files_of(after))
-            assert not engine.asleep and said(answer(engine)) == wanted
-            engine.wake(["kv_cache"])  # as they do last
+                engine.weights.update(files_of(without(tensors_of(after), NAME)))
+            assert engine.weights.asleep and answer(engine).error_code == 503
+            engine.weights.update(files_of(after))
+            assert not engine.weights.asleep and said(answer(engine)) == wanted
+            engine.weights.wake(["kv_cache"])  # as they do last
 
 
 def test_asleep_they_are_taken_and_the_cache_stays_away(trained: Any) -> None:
@@ -295,18 +295,18 @@ def test_asleep_they_are_taken_and_the_cache_stays_away(trained: Any) -> None:
         wanted = said(answer(fresh))
     with AsyncEngine.open(before, backend_config=CONFIGS["native"]) as engine:
         for awake in ([], ["weights"]):
-            engine.sleep()
-            engine.wake(awake)
-            engine.update_weights(files_of(after))
-            assert engine.asleep and answer(engine).error_code == 503
-            engine.wake(["kv_cache"])
-            assert not engine.asleep and said(answer(engine)) == wanted
+            engine.weights.sleep()
+            engine.weights.wake(awake)
+            engine.weights.update(files_of(after))
+            assert engine.weights.asleep and answer(engine).error_code == 503
+            engine.weights.wake(["kv_cache"])
+            assert not engine.weights.asleep and said(answer(engine)) == wanted
 
 
 def test_what_is_packed_is_refused(packed_model: Path, trained: Any) -> None:
     with AsyncEngine.open(packed_model, backend_config=CONFIGS["native"]) as engine:
         with pytest.raises(UsageError, match="engine artifact is packed"):
-            engine.update_weights(files_of(trained("llama")[1]))
+            engine.weights.update(files_of(trained("llama")[1]))
     with pytest.raises(UsageError, match="engine artifact is packed"):
         AsyncEngine.open(packed_model, backend_config=TurbomindEngineConfig(device="cpu", empty_init=True))
 

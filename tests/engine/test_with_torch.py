@@ -16,7 +16,8 @@ import pytest
 
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.engine.core import EngineCore
-from toolkit.engine.load.setup import Setup, start
+from toolkit.engine.load.setup import Setup
+from toolkit.engine.load.start import start
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.engine.request import EngineRequest, SamplingParams

@@ -120,7 +120,7 @@ def test_the_commands(tiny_models: Any, tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--lengths", "1k"], "--lengths: expected numbers"),
+        (["--lengths", "1k"], "--lengths: expected whole numbers"),
         (["--lengths", "1000", "--session-len", "900"], "--session-len 900"),
         (["--rounds", "0"], "--rounds"),
         (["--depths", "-3"], "--depths"),

@@ -35,7 +35,7 @@ def test_a_refusal_ends_its_request_alone(drive: Any, array: str) -> None:
             core.add(EngineRequest(str(i), list(range(3 + i, 30)), params))
         if bad:
             core.add(EngineRequest("bad", [5, 6, 7], SamplingParams(12)))
-            seq, far = core._sequences["bad"], runner.spec.vocab_size + 7
+            seq, far = core.sequences["bad"], runner.spec.vocab_size + 7
             if array == "bias_ids":
                 seq.biases = Biases(SamplingParams(1, logit_bias={far: 1.0}))
             else:

@@ -51,7 +51,7 @@ def test_parse_by_the_state_of_the_prompt(capsys: Any, monkeypatch: Any) -> None
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "expected --parser, --reasoning-parser, or both"),
+        ([], "expected one of them, or both, found none"),
         (["--parser", "x"], "error: --parser: expected one of command_r"),
         (["--reasoning-parser", "qwen3", "--enable-thinking", "maybe"], "expected true or false, found 'maybe'"),
         (["--parser", "hermes", "--tools", "/nowhere.json"], "--tools /nowhere.json: expected a JSON list of tools"),

@@ -92,7 +92,8 @@ def test_dummy_weights_of_a_config_in_float8_are_bfloat16(tiny_models, tmp_path)
 
 def test_the_flag_reaches_the_engine(tiny_models, tmp_path):
     from toolkit.configs.engine import PytorchEngineConfig
-    from toolkit.engine.load.setup import find, start
+    from toolkit.engine.load.setup import find
+    from toolkit.engine.load.start import start
 
     path = _config(tiny_models, tmp_path / "shape")
     config = PytorchEngineConfig(load_format="dummy", device_type="cpu", session_len=64, max_batch_size=2)

@@ -1,4 +1,4 @@
-"""``scripts/bench/limits``: what a token needs of a model's weights."""
+"""``scripts/bench/machine/limits``: what a token needs of a model's weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from toolkit.runners.choose import open_model
 
-BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
+BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "machine"
 
 
 def test_what_sees_pictures_is_not_read_for_a_token(tiny_models, monkeypatch):

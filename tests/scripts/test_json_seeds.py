@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "json_seeds.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "serving" / "json_seeds.py"
 
 
 @pytest.mark.slow

@@ -15,7 +15,14 @@ from toolkit.runners.native import build, library
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 REFUSED = "made by another version .* build it again with python -m toolkit.runners.native.build"
-ARGUMENTS = {"again": [], "cpu": [], "quota": [], "waiting": ["demo"], "swap": ["a", "b"], "server_peers": ["demo"]}
+ARGUMENTS = {
+    "pictures/again": [],
+    "cpu": [],
+    "machine/quota": [],
+    "serving/waiting": ["demo"],
+    "serving/swap": ["a", "b"],
+    "serving/server_peers": ["demo"],
+}
 
 
 @pytest.fixture
@@ -39,7 +46,9 @@ def stale(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stale_library_is_not_measured(
     name: str, native: ModuleType, stale: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    spec = importlib.util.spec_from_file_location(f"bench_{name}", SCRIPTS / "bench" / f"{name}.py")
+    path = SCRIPTS / "bench" / f"{name}.py"
+    monkeypatch.syspath_prepend(str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"bench_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

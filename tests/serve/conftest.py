@@ -21,8 +21,10 @@ import numpy as np
 import pytest
 import uvicorn
 
+from toolkit.chat.template import ChatTemplate
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
+from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.engine.process.outage import Outage
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
@@ -78,6 +80,28 @@ class PlainTemplate:
 
 
 @dataclass
+class FakeWeights:
+    running: dict[str, bool]  # the engine's
+    asleep: bool = False
+    empty: bool = False
+    updates: list[tuple[set[str], str]] = field(default_factory=list)  # names of tensors, and mode
+
+    def sleep(self) -> None:
+        assert not self.running
+        self.asleep = True
+
+    def wake(self, parts: Any) -> None:
+        self.asleep = "kv_cache" not in parts
+
+    def update(self, files: Any, mode: str) -> None:
+        self.updates.append((set(files.names), mode))
+        if "wrong" in files.names:
+            files.close()
+            raise ToolkitError("update_weights: tensor wrong: expected none")
+        files.close()
+
+
+@dataclass
 class FakeEngine:
     tokenizer: ByteTokenizer
     delay: float = 0.0
@@ -100,33 +124,19 @@ class FakeEngine:
     sessions: list[str | None] = field(default_factory=list)  # likewise
     predicted: list[list[int]] = field(default_factory=list)  # likewise
     ended_sessions: list[str] = field(default_factory=list)
-    asleep: bool = False
-    empty: bool = False
-    updates: list[tuple[set[str], str]] = field(default_factory=list)  # names of tensors, and mode
     blind: bool = False
     plan: Any = field(
         default_factory=lambda: SimpleNamespace(total=1 << 20, longer=lambda *names: " ".join((*names, "raise it")))
     )
+
+    def __post_init__(self) -> None:
+        self.weights = FakeWeights(self.running)
 
     def stats(self) -> dict[str, float]:
         return {"running": len(self.running), "waiting": 0, "kv_usage": 0.25, "preemptions": 2}
 
     def end_session(self, name: str) -> None:
         self.ended_sessions.append(name)
-
-    def sleep(self) -> None:
-        assert not self.running
-        self.asleep = True
-
-    def wake(self, parts: Any) -> None:
-        self.asleep = "kv_cache" not in parts
-
-    def update_weights(self, files: Any, mode: str) -> None:
-        self.updates.append((set(files.names), mode))
-        if "wrong" in files.names:
-            files.close()
-            raise ToolkitError("update_weights: tensor wrong: expected none")
-        files.close()
 
     def abort(self, request_id: str) -> None:
         self.aborted.add(request_id)
@@ -223,7 +233,7 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(app: Any, engine: FakeEngine, keep_alive: int = 60, certificate: Path | None = None) -> Iterator[Running]:
+def running(app: Any, engine: Any, keep_alive: int = 60, certificate: Path | None = None) -> Iterator[Running]:
     """``keep_alive``: seconds that a connection may rest; long, for clients use one again after any pause.
     ``certificate``: of a server over TLS."""
     sock = socket.create_server(("127.0.0.1", 0))
@@ -281,6 +291,22 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
             return stack.enter_context(running(app, fake, keep_alive, certificate))
 
         yield begin
+
+
+@pytest.fixture(scope="session")
+def serve_tiny() -> Any:
+    """``with serve_tiny(model, config, **settings) as (server, engine, template)``: a server of a real engine, whose
+    model is called "tiny"."""
+
+    @contextlib.contextmanager
+    def begin(model: Path, config: Any, **settings: Any) -> Iterator[tuple[Running, AsyncEngine, ChatTemplate]]:
+        with AsyncEngine.open(model, backend_config=config) as engine:
+            template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path)
+            app = create_app(engine, template, ServerSettings(model_name="tiny", **settings))
+            with running(app, engine) as server:
+                yield server, engine, template
+
+    return begin
 
 
 @pytest.fixture

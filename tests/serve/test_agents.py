@@ -10,25 +10,16 @@ from typing import Any
 import pytest
 
 from toolkit import TurbomindEngineConfig
-from toolkit.chat.template import ChatTemplate
-from toolkit.engine.process.frontend import AsyncEngine
-from toolkit.serve.options import ServerSettings
-from toolkit.serve.run import create_app
 
 TURNS = 20
 SHARE = 0.95
 
 
 @pytest.fixture(scope="module")
-def url(tiny_models: Any, request: Any) -> Iterator[str]:
-    conftest = request.config.pluginmanager.get_plugin(str(request.path.parent / "conftest.py"))
+def url(tiny_models: Any, serve_tiny: Any) -> Iterator[str]:
     model = tiny_models("qwen2", max_position_embeddings=32768)
-    config = TurbomindEngineConfig(session_len=24_000, max_batch_size=2)
-    with AsyncEngine.open(model, backend_config=config) as engine:
-        template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path)
-        app = create_app(engine, template, ServerSettings(model_name="tiny"))
-        with conftest.running(app, engine) as it:
-            yield it.url
+    with serve_tiny(model, TurbomindEngineConfig(session_len=24_000, max_batch_size=2)) as (server, *_):
+        yield server.url
 
 
 @pytest.mark.parametrize("name", ["claude_code", "codex", "chat"])

@@ -161,7 +161,7 @@ def test_with_new_weights_nothing_is_handed_over(engines: Any, server_on: Any, t
         for i, engine in enumerate((alone, first, second)):
             files = WeightFiles()
             files.add_tensors(tensors.items())
-            engine.update_weights(files)
+            engine.weights.update(files)
             assert httpx.get(f"{[c, a, b][i].url}/distserve/engine_info").status_code == (200 if i else 403)
         while any("role" in node for node in httpx.get(f"{url}/nodes/status").json().values()):
             pass

@@ -122,7 +122,7 @@ def test_an_engine_that_stands_still(server: Any, model: Path, undisturbed: list
     asking = [threading.Thread(target=lambda: answers.append(attacked.post(body))) for _ in range(4)]
     for thread in asking:
         thread.start()
-    server.wait(lambda: len(server.engine._streams) == 4)
+    server.wait(lambda: server.engine.stats()["requests"] == 4)
     assert attacked.health()[0] == 200
     server.engine._loop._stall.patience = 2.0
     for thread in asking:

@@ -12,19 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.serve.asking import ask
 from toolkit.configs.option import spelled
 from toolkit.serve.state import Running, ServerState
 
 ALL = {"allow_terminate_by_client": True, "enable_abort_handling": True, "enable_sleep_mode": True}
-
-
-def ask(url: str, path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, data, method=method), timeout=60) as reply:
-            return reply.status, json.load(reply)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +33,7 @@ def test_nothing_is_allowed_unasked(start: Any, path: str, method: str, option: 
     server = start(**{**ALL, option: False})
     status, told = ask(server.url, path, {} if method == "POST" else None)
     assert status == 403 and spelled(option) in told["error"]["message"]
-    assert not server.engine.asleep and ask(server.url, "/health")[0] == 200
+    assert not server.engine.weights.asleep and ask(server.url, "/health")[0] == 200
 
 
 def long_request(server: Any, results: list[Any], **fields: Any) -> threading.Thread:
@@ -83,7 +75,7 @@ def test_sleep_waits_for_requests_and_refuses_new_ones(start: Any) -> None:
     assert ask(server.url, "/sleep?level=3", method="POST")[0] == 400
     assert ask(server.url, "/sleep?level=1", method="POST") == (200, {"is_sleeping": True})
     thread.join(60)
-    assert results[0][0] == 200 and server.engine.asleep
+    assert results[0][0] == 200 and server.engine.weights.asleep
     assert ask(server.url, "/is_sleeping") == (200, {"is_sleeping": True})
     assert ask(server.url, "/health") == (200, {"status": "sleeping"})
     status, told = ask(server.url, "/v1/completions", {"model": "echo", "prompt": "a"})
@@ -97,7 +89,7 @@ def test_an_engine_that_died_asleep_comes_back_awake(start: Any) -> None:
     """What sleeps is the engine's to say: a new one has its weights."""
     server = start(**ALL)
     assert ask(server.url, "/sleep", method="POST") == (200, {"is_sleeping": True})
-    server.engine.asleep = False  # as AsyncEngine has it once the process is gone
+    server.engine.weights.asleep = False  # as AsyncEngine has it once the process is gone
     assert ask(server.url, "/is_sleeping") == (200, {"is_sleeping": False})
     assert ask(server.url, "/v1/completions", {"model": "echo", "prompt": "a"})[0] == 200
 
@@ -114,7 +106,7 @@ def test_waking_waits_for_a_sleep_that_waits(start: Any) -> None:
     assert ask(server.url, "/wakeup", method="POST") == (200, {"is_sleeping": False})
     assert not sleeper.join(60) and told[0][0] == 200
     thread.join(60)
-    assert results[0][0] == 200 and not server.engine.asleep
+    assert results[0][0] == 200 and not server.engine.weights.asleep
     assert ask(server.url, "/v1/completions", {"model": "echo", "prompt": "a"})[0] == 200
 
 
@@ -135,7 +127,7 @@ def test_sleep_waits_for_prompts_that_are_no_tokens_yet(start: Any, monkeypatch:
     sleeper = threading.Thread(target=lambda: told.append(ask(server.url, "/sleep", method="POST")))
     sleeper.start()
     server.wait(lambda: ask(server.url, "/is_sleeping")[1]["is_sleeping"])
-    assert order == ["encode"] and not told and not server.engine.asleep
+    assert order == ["encode"] and not told and not server.engine.weights.asleep
     go_on.set()
     sleeper.join(60)
     assert told == [(200, {"is_sleeping": True})] and order == ["encode", "encoded"]

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
+
+from tests.serve.asking import ended
 
 pytest.importorskip("dynamo.common.backend")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -33,25 +35,16 @@ def dynamo(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setenv("HOME", str(tmp_path))  # where the front end keeps what workers tell it
     with ExitStack() as stack:
 
-        @contextmanager
-        def running(name: str, *words: Any) -> Iterator[subprocess.Popen[bytes]]:
+        def running(name: str, *words: Any) -> subprocess.Popen[bytes]:
             with (tmp_path / f"{name}.log").open("wb") as out:
-                process = subprocess.Popen(list(map(str, words)), stdout=out, stderr=out)
-            try:
-                yield process
-            finally:
-                process.terminate()
-                try:
-                    process.wait(60)
-                finally:
-                    process.kill()
+                return stack.enter_context(ended(subprocess.Popen(list(map(str, words)), stdout=out, stderr=out)))
 
         def make(*workers: list[Any]) -> tuple[httpx.Client, list[subprocess.Popen[bytes]]]:
             port = _free_port()
             front = ["-m", "dynamo.frontend", "--http-port", port, "--discovery-backend", "file", "--router-mode", "kv"]
-            stack.enter_context(running("front", sys.executable, *front))
+            running("front", sys.executable, *front)
             serve = [*TOOL, "serve", "dynamo", packed, "--discovery-backend", "file", "--model-name", "m", *FLAGS]
-            started = [stack.enter_context(running(f"worker-{i}", *serve, *more)) for i, more in enumerate(workers)]
+            started = [running(f"worker-{i}", *serve, *more) for i, more in enumerate(workers)]
             http = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, trust_env=False))
             _wait(lambda: len(_instances(tmp_path / "discovery")) == len(workers), tmp_path)
             _wait(lambda: bool(http.get("/v1/models").json()["data"]), tmp_path)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,24 +10,17 @@ import numpy as np
 import openai
 import pytest
 
+from tests.serve.asking import ask
 from toolkit import PytorchEngineConfig
-from toolkit.chat.template import ChatTemplate
-from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.serve.generation.pooling import INSTRUCTION, SYSTEM
-from toolkit.serve.options import ServerSettings
-from toolkit.serve.run import create_app
 
 
 @pytest.fixture(scope="module")
-def served(tiny_models: Any, request: Any) -> Iterator[Any]:
+def served(tiny_models: Any, serve_tiny: Any) -> Iterator[Any]:
     """(url, engine, template) of a server with mean pooling."""
-    conftest = request.config.pluginmanager.get_plugin(str(request.path.parent / "conftest.py"))
     config = PytorchEngineConfig(device_type="cpu", dtype="float32", session_len=500)
-    with AsyncEngine.open(tiny_models("qwen2"), backend_config=config) as engine:
-        template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path)
-        app = create_app(engine, template, ServerSettings(model_name="tiny", pooling="mean"))
-        with conftest.running(app, engine) as it:
-            yield it.url, engine, template
+    with serve_tiny(tiny_models("qwen2"), config, pooling="mean") as (server, engine, template):
+        yield server.url, engine, template
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +36,6 @@ def states(model: Any, ids: list[int]) -> np.ndarray:
 
     with torch.no_grad():
         return model.model(torch.tensor([ids])).last_hidden_state[0].double().numpy()
-
-
-def ask(url: str, path: str, body: Any) -> tuple[int, Any]:
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, json.dumps(body).encode()), timeout=60) as reply:
-            return reply.status, json.load(reply)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
 
 
 def unit(x: np.ndarray) -> np.ndarray:

@@ -15,11 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.serve.asking import ask
 from toolkit import PytorchEngineConfig
-from toolkit.chat.template import ChatTemplate
-from toolkit.engine.process.frontend import AsyncEngine
-from toolkit.serve.options import ServerSettings
-from toolkit.serve.run import create_app
 
 PAIR = {
     "type": "TemplateProcessing",
@@ -57,24 +54,9 @@ def scorer(tiny_checkpoint: Any, tmp_path_factory: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(scorer: Path, request: Any) -> Iterator[Any]:
-    conftest = request.config.pluginmanager.get_plugin(str(request.path.parent / "conftest.py"))
-    config = PytorchEngineConfig(device_type="cpu", dtype="float32")
-    with AsyncEngine.open(scorer, backend_config=config) as engine:
-        template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path)
-        with conftest.running(create_app(engine, template, ServerSettings(model_name="tiny")), engine) as it:
-            yield it.url, engine
-
-
-def ask(url: str, path: str, body: Any) -> tuple[int, Any]:
-    import urllib.error
-    import urllib.request
-
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, json.dumps(body).encode()), timeout=60) as reply:
-            return reply.status, json.load(reply)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+def served(scorer: Path, serve_tiny: Any) -> Iterator[Any]:
+    with serve_tiny(scorer, PytorchEngineConfig(device_type="cpu", dtype="float32")) as (server, engine, _):
+        yield server.url, engine
 
 
 def test_a_cross_encoder_ranks_as_transformers(served: Any, scorer: Path) -> None:

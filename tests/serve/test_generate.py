@@ -10,18 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.serve.asking import ask
 from toolkit.serve.client import APIClient
 from toolkit.serve.http.limits import Limits
-
-
-def ask(url: str, path: str, body: Any, key: str | None = None) -> tuple[int, Any]:
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            return reply.status, json.load(reply)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
 
 
 def lines(url: str, path: str, body: Any) -> list[str]:

@@ -249,10 +249,10 @@ def test_enable_metrics_of_the_engine_decides(kind: Any, wanted: bool, tmp_path:
     engine = SimpleNamespace(
         tokenizer=SimpleNamespace(path=tmp_path),
         model_name="m",
-        adapters=(),
+        adapters=SimpleNamespace(names=()),
         session_len=9,
         blind=False,
-        asleep=False,
+        weights=SimpleNamespace(asleep=False),
         stats=dict,
         end_session=lambda name: None,
         close=lambda: None,

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.serve.test_generate import ask, lines
+from tests.serve.asking import ask
+from tests.serve.test_generate import lines
 from tests.serve.test_openapi import ask as get
 
 

@@ -23,6 +23,8 @@ import openai
 import psutil
 import pytest
 
+from tests.serve.asking import ended
+
 COMMAND = [sys.executable, "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
 PROMPT = [5, 77, 200, 13, 260, 33, 91]
 
@@ -66,16 +68,9 @@ def wait_for_url(process: subprocess.Popen[str]) -> str:
 @contextlib.contextmanager
 def serving(model: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     process = launch(model, *flags)
-    try:
+    assert process.stderr is not None
+    with process.stderr, ended(process):
         yield wait_for_url(process), process
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        finally:
-            process.kill()
-            assert process.stderr is not None
-            process.stderr.close()
 
 
 @pytest.fixture(scope="module")

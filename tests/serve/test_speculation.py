@@ -85,7 +85,7 @@ class Asked:
 
     def __init__(self, engine: AsyncEngine, post: Any) -> None:
         template = ChatTemplate.open(engine.tokenizer, engine.tokenizer.path)
-        settings = ServerSettings(model_name="tiny", adapters=engine.adapters)
+        settings = ServerSettings(model_name="tiny", adapters=engine.adapters.names)
         self.app, self.post, self.stats = create_app(engine, template, settings), post, engine.stats
 
     def ask(self, fields: dict[str, Any], stream: bool = False) -> Any:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.serve.asking import ask
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.chat.template import ChatTemplate
 from toolkit.serve.client import APIClient
@@ -32,15 +30,6 @@ def url(tokenizer: Tokenizer, template: ChatTemplate, request: Any) -> Iterator[
     app = conftest.create_app(engine, template, conftest.ServerSettings(model_name="tiny"))
     with conftest.running(app, engine) as it:
         yield it.url
-
-
-def ask(url: str, path: str, body: Any = None) -> tuple[int, Any]:
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, data), timeout=60) as reply:
-            return reply.status, json.load(reply)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
 
 
 TEXT = "Grüß Gott, 世界"

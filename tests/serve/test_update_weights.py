@@ -7,27 +7,17 @@ import json
 import pickle
 import shutil
 import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save, save_file
 
+from tests.serve.asking import ask
 from toolkit import TurbomindEngineConfig
 from toolkit.engine.process.frontend import AsyncEngine
 
 ALL = {"enable_weight_updates": True}
-
-
-def ask(url: str, path: str, body: Any = None) -> tuple[int, Any]:
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, data), timeout=60) as reply:
-            return reply.status, json.load(reply)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
 
 
 def part(*names: str, **more: Any) -> dict[str, Any]:
@@ -44,10 +34,10 @@ def test_parts_come_one_after_the_other(start: Any) -> None:
     server = start(**ALL)
     assert update(server, part("a")) == (200, '{"updated": false, "tensors": 1}')
     assert update(server, {**part("b"), "serialized_named_tensors": [part("b")["serialized_named_tensors"]]})[0] == 200
-    assert not server.engine.updates
+    assert not server.engine.weights.updates
     assert update(server, part("c", finished=True, mode="keep")) == (200, '{"updated": true, "tensors": 3}')
-    assert server.engine.updates == [({"a", "b", "c"}, "keep")]
-    assert update(server, part("a", finished=True))[0] == 200 and server.engine.updates[1] == ({"a"}, "wait")
+    assert server.engine.weights.updates == [({"a", "b", "c"}, "keep")]
+    assert update(server, part("a", finished=True))[0] == 200 and server.engine.weights.updates[1] == ({"a"}, "wait")
 
 
 def test_what_is_wrong_drops_all_parts(start: Any, tmp_path: Path) -> None:
@@ -78,7 +68,7 @@ def test_what_is_wrong_drops_all_parts(start: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
     late = {"either it or path", "load_format", "mode"}  # a body that is none drops nothing
     kept = [{"a", "x"} if match in late else {"x"} for _, match in wrong]
-    assert [names for names, _ in server.engine.updates if names != {"wrong", "a"}] == kept
+    assert [names for names, _ in server.engine.weights.updates if names != {"wrong", "a"}] == kept
 
 
 def test_files_only_below_the_folder(start: Any, tmp_path: Path) -> None:
@@ -95,7 +85,7 @@ def test_files_only_below_the_folder(start: Any, tmp_path: Path) -> None:
         status, told = update(server, {"path": str(bad)})
         assert status == 400 and f"below {inside}" in told, told
     assert update(server, {"path": str(inside / "nothing")})[0] == 400
-    assert server.engine.updates == [({"a"}, "wait")] * 2
+    assert server.engine.weights.updates == [({"a"}, "wait")] * 2
 
 
 def test_not_unless_the_operator_allows_it(start: Any, tmp_path: Path) -> None:
@@ -115,11 +105,13 @@ def test_it_waits_for_requests_and_refuses_new_ones(start: Any) -> None:
     trainer = threading.Thread(target=lambda: told.append(update(server, part("a", finished=True))))
     trainer.start()
     server.wait(lambda: bool(server.app.state.server.draining))
-    assert ask(server.url, "/v1/completions", body)[1]["error"]["code"] == "updating" and not server.engine.updates
+    assert (
+        ask(server.url, "/v1/completions", body)[1]["error"]["code"] == "updating" and not server.engine.weights.updates
+    )
     server.engine.held = False
     running.join(60)
     trainer.join(60)
-    assert [status for status, _ in told] == [200, 200] and server.engine.updates == [({"a"}, "wait")]
+    assert [status for status, _ in told] == [200, 200] and server.engine.weights.updates == [({"a"}, "wait")]
     assert ask(server.url, "/v1/completions", body)[0] == 200
 
 

@@ -9,7 +9,7 @@ against each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,6 +162,9 @@ class FakeRunner:
     def load_weights(self) -> None: ...
 
     def release_weights(self) -> None: ...
+
+    def use_weights(self, weights: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
+        return weights
 
     def allocate_cache(self, num_blocks: tuple[int, ...]) -> None:
         size = self.options.block_size
@@ -423,7 +426,8 @@ def make_core(
     defaults: dict[str, Any] = {"session_len": 200, "max_batch_size": 8, "max_prefill_token_num": 64, "check": True}
     chosen = EngineOptions(**(defaults | {"num_blocks": (blocks,) * len(windows)} | options))
     runner.allocate_cache(chosen.num_blocks)
-    return EngineCore(runner, chosen, None if tokenizer is None else lambda: tokenizer, shelf=shelf, moving=moving)
+    opened = None if tokenizer is None else lambda: tokenizer
+    return EngineCore(runner, chosen, opened, read_weights=lambda files: dict, shelf=shelf, moving=moving)
 
 
 def run(core: EngineCore, limit: int = 5000) -> dict[str, list[EngineOutput]]:

@@ -46,9 +46,9 @@ def opened(path: Path, kind: Any = PytorchEngineConfig, **more: Any) -> Iterator
 def spelled(pipe: Pipeline, prompt: Any) -> str:
     """The prompt as the tokenizer gets it, each run of a picture's tokens one mark."""
     messages = [{"role": "user", "content": prompt}]
-    text = pipe._seen(messages, pipe.chat_template.render(messages))[1]
-    assert pipe._eyes is not None
-    token = pipe._eyes.recipe.token
+    text = pipe.reader.see(messages, pipe.chat_template.render(messages))[1]
+    assert pipe.reader.eyes is not None
+    token = pipe.reader.eyes.recipe.token
     while token + token in text:
         text = text.replace(token + token, token)
     return text.replace(token, "[PICTURE]")

@@ -22,6 +22,7 @@ from toolkit.convert.convert import convert
 from toolkit.convert.formats import rewrite
 from toolkit.convert.options import Packing
 from toolkit.engine.core import EngineCore
+from toolkit.engine.in_flight import BROKEN_AFTER
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.pictures.spans import axes_of, find_spans, runs_of
 from toolkit.engine.request import EngineRequest, SamplingParams
@@ -301,8 +302,8 @@ def test_an_artifact_keeps_the_towers_type(tiny_models: Any, tmp_path: Path, sup
     assert {types[name] for name in types if name.startswith(PREFIX)} == {(VECTOR, BF16), (DENSE, BF16)}
     assert {dtype for name, (kind, dtype) in types.items() if not name.startswith(PREFIX) and kind == VECTOR} == {F32}
     _, pictures = Seeing("llava", 0, path, support).prompt(PICTURES)
-    expected = opened(path, "pytorch", dtype="bfloat16").sight._runner.encode(pictures)
-    found = opened(tmp_path / "out", "pytorch", dtype="bfloat16").sight._runner.encode(pictures)
+    expected = opened(path, "pytorch", dtype="bfloat16").runner.encode(pictures)
+    found = opened(tmp_path / "out", "pytorch", dtype="bfloat16").runner.encode(pictures)
     assert all((a == b).all() for a, b in zip(found, expected, strict=True))
 
 
@@ -432,10 +433,18 @@ def test_pictures_that_touch_do_not_see_each_other(tiny_models: Any, support: An
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_new_cache_loses_no_picture(backend: str, tiny_models: Any, support: Any) -> None:
-    """What the runner kept of them is not counted on behind it."""
+def test_a_new_cache_loses_no_picture(
+    backend: str, tiny_models: Any, support: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the runner kept of them is not counted on behind it, once it has run nothing for a while."""
     seeing = Seeing("mllama", 0, tiny_models("mllama"), support)
     core, each = opened(seeing.path, backend), seeing.prompt(PICTURES)
     expected = run(core, request("a", *each))["a"][0]
-    core._renew_cache()
+    submit = core.runner.submit
+    monkeypatch.setattr(core.runner, "submit", lambda batch: 1 / 0)
+    for i in range(BROKEN_AFTER):
+        core.add(request(str(i), [7, 8, 9], []))
+    while core.has_work:
+        core.step()
+    monkeypatch.setattr(core.runner, "submit", submit)
     assert run(core, request("b", *each))["b"][0] == expected

@@ -600,12 +600,12 @@ def test_the_videos_of_a_request_have_one_deadline(pipe: Any, monkeypatch: pytes
     files = (base64.b64encode(b"\0\0\0\0ftyp" + bytes([i])).decode() for i in range(2))
     parts = [{"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{file}"}} for file in files]
     messages = [{"role": "user", "content": parts}]
-    pipe._eyes.look(messages, decoding=50.0)
+    pipe.reader.eyes.look(messages, decoding=50.0)
     assert 50 > given[0] > given[1] > 0
     other = base64.b64encode(b"\0\0\0\0ftyp other").decode()
     messages[0]["content"] = [{"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{other}"}}]
     with pytest.raises(UsageError, match=r"content\[0\]: video.*no time left to decode"):
-        pipe._eyes.look(messages, decoding=0.0)
+        pipe.reader.eyes.look(messages, decoding=0.0)
 
 
 def test_the_terminal_shows_videos(pipe: Any, files: dict[str, Path], tmp_path: Path) -> None:

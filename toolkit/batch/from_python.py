@@ -42,7 +42,7 @@ def answer(
     files = run.open_files(source, target, filling, model, limits, overwrite=overwrite)
     with closing(files):
         settings = BatchSettings().server(limits)
-        settings = replace(settings, model_name=engine.model_name, adapters=tuple(engine.adapters))
+        settings = replace(settings, model_name=engine.model_name, adapters=engine.adapters.names)
         app = create_app(engine, template, settings, of_adapters=of_adapters)
         with Progress(keep=True) if show else nullcontext() as bar:
 

@@ -62,7 +62,7 @@ class Conversation:
         while self.turns and self.turns[-1]["role"] != "user":
             self.turns.pop()
         if not self.turns:
-            raise UsageError("/retry: nothing was asked yet")
+            raise UsageError("/retry: nothing was asked yet; write a question first")
 
     def save(self, file: Path, model: str, asked: str = "/save") -> None:
         """Write model, system text, messages and settings as JSON; a file that holds anything else than an earlier

@@ -73,7 +73,7 @@ def named(config: ChatTemplateConfig | str) -> Origin | None:
             raise UsageError(f"chat template 'hf': {next(iter(given))} cannot be set, the template is the model's own")
         return None
     if config.model_path is not None:
-        raise UsageError("model_path: goes with model_name='hf' only, it names the model whose template is used")
+        raise UsageError("model_path: goes with model_name='hf' only, whose template it names; leave it out")
     if (custom := MODELS.get(config.model_name)) is not None:
         return _from_class(custom, config, given)
     return _with_fields(_of_pieces(config, given), config)

@@ -399,5 +399,5 @@ def _infilling(text: str) -> str:
     """Code Llama's prompt for what belongs at ``<FILL>``. Source: "Code Llama" (2023), section 2.3."""
     before, mark, after = text.partition("<FILL>")
     if not mark:
-        raise UsageError("prompt: capability 'infilling' expects the text with <FILL> where it is to be filled in")
+        raise UsageError("prompt: expected a text with <FILL> where it is to be filled in (capability 'infilling')")
     return f"<PRE> {before} <SUF>{after} <MID>"

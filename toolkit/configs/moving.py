@@ -71,8 +71,8 @@ def check_moving(config: EngineConfig) -> None:
                 raise UsageError(f"{name}: only with role prefill, which lends; leave it out")
     if config.kv_transfer_address is not None and config.kv_transfer_key is None:
         raise UsageError(
-            "kv_transfer_address: only with kv_transfer_key, a file of 32 random bytes that both engines have: prompts "
-            "can be read from what goes over"
+            "kv_transfer_address: expected kv_transfer_key too, a file of 32 random bytes that both engines have: "
+            "prompts can be read from what goes over"
         )
     if config.kv_transfer_cert is not None and config.kv_transfer_address is None:
         raise UsageError("kv_transfer_cert: only with kv_transfer_address; name it too, or leave it out")

@@ -59,7 +59,7 @@ def _known(path: Path, tell: Callable[[str], None], *, by_layer: bool) -> CacheC
         return found
     manifest = read_manifest(path) if path.is_dir() else None
     if manifest is None or manifest.kind != "engine":
-        raise ToolkitError("the model is not packed for this CPU (tool convert)")
+        raise ToolkitError("the model is not packed for this CPU; `tool convert` packs it")
     artifact = open_engine(path)
     if artifact.ranks > 1:
         raise ToolkitError("it is packed for ranks; `tool convert --quant-policy auto` measures before it cuts")

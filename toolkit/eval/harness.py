@@ -18,7 +18,7 @@ OURS = "toolkit_"  # how lm-eval's names of our tasks begin
 def check_installed() -> None:
     """Raise UsageError where lm-eval is not."""
     if find_spec("lm_eval") is None:
-        raise UsageError('tool eval lm_eval: lm-eval is not installed: pip install "lm-eval[api]"')
+        raise UsageError('tool eval lm_eval: lm-eval is not installed; pip install "lm-eval[api]"')
 
 
 def run_lm_eval(

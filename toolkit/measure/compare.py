@@ -92,7 +92,7 @@ def _windows(ids: NDArray[np.int32], window: int, names: list[str], runners: lis
 def _figures(found: Divergence) -> dict[str, Any]:
     lost_a, lost_b, kl = (np.concatenate(parts) for parts in (found.lost_a, found.lost_b, found.kl))
     if not math.isfinite(lost_a.sum()) or not math.isfinite(lost_b.sum()):
-        raise ToolkitError("the log-probabilities of a model are not finite; its weights are broken")
+        raise ToolkitError("log-probabilities: some are not finite; the weights of one of the models are broken")
     means = np.array([window.mean() for window in found.kl])
     return {
         "perplexity_a": perplexity_of(float(lost_a.mean())),

@@ -36,7 +36,9 @@ def grow_queries(spec: DecoderSpec) -> DecoderSpec:
         layers.append(replace(layer, sublayers=tuple(parts)))
     found = replace(spec, layers=tuple(layers))
     if not any(attention.q_scale for _, attention in found.attention_layers()):
-        raise UsageError("use_logn_attn: the model has no attention with keys of its own, whose queries could grow")
+        raise UsageError(
+            "use_logn_attn: this model has no attention with keys of its own, whose queries could grow; leave it out"
+        )
     return found
 
 

@@ -39,6 +39,7 @@ from toolkit.models.pictures import Picture
 from toolkit.pipeline import arguments
 from toolkit.pipeline.jobs import Job, JobRunner, shape
 from toolkit.pipeline.prompts import Prompt, as_batch
+from toolkit.pipeline.reader import Reader
 from toolkit.pipeline.results import with_tensors
 from toolkit.pipeline.session import Session
 from toolkit.vision.eyes import Eyes, media_sampling
@@ -111,7 +112,6 @@ class Pipeline:
             kind = PytorchEngineConfig if backend == "pytorch" else TurbomindEngineConfig
             backend_config = replace(backend_config or kind(), **speculative_config.fields())
         self.model_path = str(model_path)
-        self._max_log_len = max_log_len
         self._closed = False
         renderer = Renderer()
         renderer.start()  # it comes up while the model loads
@@ -132,19 +132,20 @@ class Pipeline:
             if self.adapter_name is not None:
                 self._check_adapter(self.adapter_name)
             sees = not self.engine.blind
-            self._eyes = Eyes.open(self.tokenizer.path, rules, self.engine.session_len) if sees else None
-            self.chat_template = ChatTemplate.open(
+            eyes = Eyes.open(self.tokenizer.path, rules, self.engine.session_len) if sees else None
+            template = ChatTemplate.open(
                 self.engine.tokenizer,
                 self.model_path,
                 chat_template_config,
                 renderer,
-                None if self._eyes is None else self._eyes.recipe.written,
+                None if eyes is None else eyes.recipe.written,
             )
-            self._templates = ChatTemplate.of_adapters(
-                self.engine.adapters, self.engine.tokenizer, self.model_path, self.chat_template.picture
+            templates = ChatTemplate.of_adapters(
+                self.engine.adapters.names, self.engine.tokenizer, self.model_path, template.picture
             )
-            if (forgery := self.chat_template.forgery) is not None:
-                logger.info("chat template (%s): %s", self.chat_template.note, forgery)
+            self.reader = Reader(self.tokenizer, template, templates, eyes, max_log_len)
+            if (forgery := template.forgery) is not None:
+                logger.info("chat template (%s): %s", template.note, forgery)
             self.gen_config: GenerationConfig = gen_config or settings.of_model(self.tokenizer.path)
         except BaseException:
             self.engine.close()
@@ -154,6 +155,11 @@ class Pipeline:
             logger.info("sampling where a call says nothing of it: %s", settings.describe(self.gen_config))
         self._runner = JobRunner(self.engine)
         self._warned: set[str] = set()
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The model's, or the one asked for (``render``, ``encode``)."""
+        return self.reader.template
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -275,8 +281,7 @@ class Pipeline:
 
     def context(self, messages: list[Message]) -> tuple[int, int]:
         """(tokens that a conversation takes once templated, tokens that fit). Raises ToolkitError."""
-        _, text = self._seen(messages, self.chat_template.render(messages))
-        return len(self.tokenizer.encode(text, add_special_tokens=False)), self.engine.session_len
+        return self.reader.count(messages), self.engine.session_len
 
     def longer(self) -> str:
         """What helps a user of the command line whose conversation does not fit."""
@@ -285,14 +290,14 @@ class Pipeline:
     def checked_image(self, source: str) -> str:
         """The URL by which messages may name the picture in a file or at a URL: of a file one that holds it. Raises
         UsageError where it cannot be read, or the model reads text alone."""
-        if self._eyes is None:
+        if self.reader.eyes is None:
             mend = "leave out --disable-vision-encoder" if self.engine.blind else "load a model that sees"
             raise UsageError(f"image: {self.model_path} reads text alone; {mend}")
-        return as_url(source, self._eyes.rules)
+        return as_url(source, self.reader.eyes.rules)
 
     def checked_video(self, source: str) -> str:
         """Likewise of a video, which is not decoded yet."""
-        if self._eyes is None or self._eyes.recipe.video is None:
+        if self.reader.eyes is None or self.reader.eyes.recipe.video is None:
             raise UsageError(f"video: {self.model_path} takes no videos; load a model that does, or show it images")
         return video_url(source)
 
@@ -359,7 +364,7 @@ class Pipeline:
         from toolkit.serve.http.limits import Limits
 
         self._check_open()
-        how = (self.engine, self.chat_template, self._templates, self.model_path)
+        how = (self.engine, self.chat_template, self.reader.templates, self.model_path)
         return from_python.answer(
             *how, source, target, prompt, limits or Limits(), kwargs, overwrite=overwrite, show=use_tqdm
         )
@@ -384,7 +389,7 @@ class Pipeline:
         except BaseException:
             files.close()
             raise
-        self.engine.update_weights(files, mode)
+        self.engine.weights.update(files, mode)
 
     def close(self) -> None:
         """Stop everything and free the model. May be called twice."""
@@ -422,44 +427,20 @@ class Pipeline:
         for line in {line for config in configs for line in config.without_effect(self._of_model)} - self._warned:
             self._warned.add(line)
             logger.warning("%s; give do_sample=True too, or leave it out", line)
-        jobs, template = [], self._templates.get(adapter_name or "", self.chat_template)
+        jobs, template = [], self.reader.template_of(adapter_name)
         for i, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
             session = sessions[i] if sessions else None
-            token_ids, pictures, error = self._encode(i, prompt, session, template if do_preprocess else None, options)
+            token_ids, pictures, error = list[int](), list[Picture](), None
+            try:
+                how = template if do_preprocess else None
+                token_ids, pictures = self.reader.read(i, prompt, session, how, options)
+            except ToolkitError as e:  # this one request ends with it
+                error = e
             config = template.with_stops(config) if do_preprocess else config
             for choice, one in enumerate(arguments.choices(config)):
                 name = uuid4().hex
                 jobs.append(Job((i, choice), token_ids, one, session, error, name, adapter_name, pictures=pictures))
         return jobs
-
-    def _encode(
-        self, i: int, prompt: Prompt, session: Session | None, template: ChatTemplate | None, options: dict[str, Any]
-    ) -> tuple[list[int], list[Picture], ToolkitError | None]:
-        """Token ids of a prompt and its pictures, or the error that this one request ends with."""
-        pictures: list[Picture] = []
-        try:
-            if template is None:
-                if not isinstance(prompt, str):
-                    raise UsageError("messages need the chat template: leave out do_preprocess=False, or pass text")
-                text, ids = prompt, self.tokenizer.encode(prompt)
-            else:
-                if session is not None:
-                    before = session.messages()
-                    prompt = before + ([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-                text = template.render(prompt, **options)
-                pictures, whole = self._seen(prompt, text)
-                ids = self.tokenizer.encode(whole, add_special_tokens=False)
-        except ToolkitError as e:
-            return [], [], e
-        logger.info("prompt %d, %d tokens: %r", i, len(ids), text[: self._max_log_len])
-        return ids, pictures, None
-
-    def _seen(self, prompt: Prompt, text: str) -> tuple[list[Picture], str]:
-        """The pictures of a prompt, and its rendered ``text`` with their places spelled out."""
-        if self._eyes is None:
-            return [], text
-        pictures = self._eyes.look(prompt)
-        return pictures, self._eyes.spell(text, pictures)
 
     def _turn(self, session: Session, prompt: str | tuple[Any, ...], jobs: list[Job]) -> Iterator[Response]:
         session.prompt, session.response = prompt, Response()
@@ -477,8 +458,8 @@ class Pipeline:
                 yield with_tensors(piece)
 
     def _check_adapter(self, name: str) -> None:
-        if name not in self.engine.adapters:
-            known = ", ".join(self.engine.adapters) or "none: give the engine config adapters={name: path}"
+        if name not in self.engine.adapters.names:
+            known = ", ".join(self.engine.adapters.names) or "none: give the engine config adapters={name: path}"
             raise UsageError(f"adapter_name: expected one of the model's adapters ({known}), found {name!r:.80}")
 
     def _check_open(self) -> None:

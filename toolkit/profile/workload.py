@@ -47,7 +47,7 @@ def random_prompts(rng: np.random.Generator, tokenizer: Encoder, count: int, len
     """``count`` prompts of ``length`` uniformly drawn token ids, none of them special. Fresh at every call."""
     plain = np.setdiff1d(np.arange(tokenizer.vocab_size), np.fromiter(tokenizer.special_ids, np.int64))
     if not len(plain):
-        raise ToolkitError("the tokenizer has no plain tokens to draw random prompts from")
+        raise ToolkitError("tokenizer: all of its tokens are special, so that no random prompt can be drawn")
     return rng.choice(plain, (count, length)).tolist()
 
 

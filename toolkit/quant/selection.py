@@ -46,7 +46,7 @@ def select(source: LayerSource, skip: Sequence[str] = (), include: Sequence[str]
         for part in item.parts
     }
     if not head and all(x.name in dense for x in source.quantizable()):
-        raise UsageError("--skip, --include: no linear is left to quantize")
+        raise UsageError("--skip, --include: no linear is left to quantize; leave some of them out")
     return Selection(frozenset(dense), head)
 
 

@@ -93,7 +93,7 @@ def load(state: ServerState, name: str, path: Path) -> None:
         raise UsageError(f"lora_name: {name!r} is taken; unload that one first, or choose another name")
     if not path.is_dir():
         raise UsageError(f"lora_path: {path}: no such directory")
-    state.engine.load_adapter(name, path)
+    state.engine.adapters.load(name, path)
     if name in state.settings.adapters:
         state.unloaded.discard(name)
     else:
@@ -102,7 +102,7 @@ def load(state: ServerState, name: str, path: Path) -> None:
 
 def unload(state: ServerState, name: str) -> None:
     """Take no more requests for it. Raises UsageError, ToolkitError."""
-    state.engine.unload_adapter(name)
+    state.engine.adapters.unload(name)
     if state.loaded.pop(name, None) is None:
         state.unloaded.add(name)
 

@@ -81,7 +81,7 @@ async def sleep(raw: Request, level: str = "1") -> HttpResponse:
         try:
             while state.admitted:
                 await asyncio.sleep(DRAIN_LOOK_S)
-            await asyncio.to_thread(state.engine.sleep)
+            await asyncio.to_thread(state.engine.weights.sleep)
         finally:
             state.to_sleep = False
     return _is_sleeping(state)
@@ -94,7 +94,7 @@ async def sleep(raw: Request, level: str = "1") -> HttpResponse:
 async def wakeup(raw: Request) -> HttpResponse:
     state = allowed(raw, "enable_sleep_mode")
     async with state.nap:
-        await asyncio.to_thread(state.engine.wake, raw.query_params.getlist("tags") or PARTS)
+        await asyncio.to_thread(state.engine.weights.wake, raw.query_params.getlist("tags") or PARTS)
     return _is_sleeping(state)
 
 

@@ -285,10 +285,10 @@ def app_of(
     picture = None if recipe is None else recipe.written
     template = ChatTemplate.open(engine.tokenizer, directory, chat_template, renderer, picture)
     name = settings.model_name or engine.model_name
-    if name in engine.adapters:
+    if name in engine.adapters.names:
         raise UsageError(f"--adapters: expected names other than the model's, found {name!r}")
-    own = replace(settings, model_name=name, adapters=engine.adapters)
-    others = ChatTemplate.of_adapters(engine.adapters, engine.tokenizer, directory, picture)
+    own = replace(settings, model_name=name, adapters=engine.adapters.names)
+    others = ChatTemplate.of_adapters(engine.adapters.names, engine.tokenizer, directory, picture)
     for one in (template, *others.values()):
         one.parse_special |= settings.parse_special
     if (forgery := template.forgery) is not None:

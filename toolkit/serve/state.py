@@ -120,7 +120,7 @@ class ServerState:
     @property
     def sleeping(self) -> bool:
         """The model sleeps, or will. The engine alone knows: one that dies asleep comes back awake."""
-        return self.to_sleep or self.engine.asleep
+        return self.to_sleep or self.engine.weights.asleep
 
     def check_ready(self, model: str, waits: bool = True) -> None:
         """Raise ApiError unless ``model`` is served here and the engine can take requests; else let the request in.
@@ -128,9 +128,9 @@ class ServerState:
         if model not in self.model_names:
             raise self.not_served(model)
         if self.closing:
-            raise ApiError(503, "The server is shutting down", code="shutting_down")
+            raise ApiError(503, "the server is shutting down; ask again later", code="shutting_down")
         if self.sleeping:
-            raise ApiError(503, EMPTY if self.engine.empty else ASLEEP, code="sleeping")
+            raise ApiError(503, EMPTY if self.engine.weights.empty else ASLEEP, code="sleeping")
         if self.draining:
             raise ApiError(503, UPDATING, code="updating")
         if (outage := self.engine.outage) is not None:

@@ -112,6 +112,6 @@ async def _replace(state: ServerState, files: WeightFiles, mode: str) -> None:
     try:
         while state.draining and state.admitted:
             await asyncio.sleep(DRAIN_LOOK_S)
-        await asyncio.to_thread(state.engine.update_weights, files, mode)
+        await asyncio.to_thread(state.engine.weights.update, files, mode)
     finally:
         state.draining = False

@@ -93,8 +93,9 @@ def write_linear(name: str, weight: Weight) -> dict[str, Tensor]:
 def config(layouts: Mapping[str, Layout | None], *, scale_fmt: str | None = None) -> dict[str, Any]:
     """``quantization_config`` of linears by name (None: left dense). ``scale_fmt``: "ue8m0" for powers of two."""
     blocks = {layout.block for layout in layouts.values() if layout}
-    if len(blocks) != 1 or (block := blocks.pop()) is None:
-        raise ToolkitError("blocked fp8 states one tile size for the whole model")
+    if len(blocks) != 1 or (block := next(iter(blocks))) is None:
+        sizes = ", ".join(sorted(map(str, blocks))) or "none"
+        raise ToolkitError(f"blocked fp8: expected one tile size for the whole model, found {sizes}")
     found: dict[str, Any] = {
         "quant_method": METHOD,
         "fmt": "e4m3",

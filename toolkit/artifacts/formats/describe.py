@@ -84,7 +84,7 @@ def common_layout(layouts: Mapping[str, Layout | None]) -> Layout:
     """The layout that most quantized linears have. Raises ToolkitError if none is quantized."""
     counts = Counter(x for x in layouts.values() if x)
     if not counts:
-        raise ToolkitError("no linear is quantized, so there is nothing to state in quantization_config")
+        raise ToolkitError("quantization_config: expected at least one quantized linear, found none")
     rows = [replace(x, group_size=x.in_features) for x in counts if x.group_size == -1]
     return max([*counts, *rows], key=lambda base: sum(n for x, n in counts.items() if layout_fits(x, base)))
 

@@ -158,7 +158,9 @@ class Constraints:
 
     def _text(self) -> Tokenizer:
         if self._open_tokenizer is None:
-            raise UsageError("bad_words and response_format need a tokenizer, and this engine was opened without one")
+            raise UsageError(
+                "bad_words, response_format: not with this engine, which was opened without a tokenizer; leave them out"
+            )
         if self._tokenizer is None:
             self._tokenizer = self._open_tokenizer()
         return self._tokenizer

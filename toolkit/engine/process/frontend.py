@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -20,21 +18,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
-from toolkit.artifacts.weight_files.new_weight_files import WeightFiles
 from toolkit.configs.engine import EngineConfig
 from toolkit.configs.lmdeploy import notices
 from toolkit.engine.cache.told import Listener
 from toolkit.engine.constraints.grammar_cost import HopelessError, Hostility
 from toolkit.engine.load.memory_plan import MemoryPlan
 from toolkit.engine.load.ranks import leads
-from toolkit.engine.load.setup import Facts, Packed, Progress, find, lend, start
-from toolkit.engine.nap import ASLEEP, EMPTY, PARTS, UPDATING
+from toolkit.engine.load.setup import Facts, Packed, Progress, find
+from toolkit.engine.load.start import lend, start
+from toolkit.engine.process.adapter_names import AdapterNames
 from toolkit.engine.process.loop import Loop, ThreadLoop
 from toolkit.engine.process.outage import PATIENCE, Outage
 from toolkit.engine.process.peers import Peers
 from toolkit.engine.process.process_loop import Child, ProcessLoop
+from toolkit.engine.process.streams import Streams, polled
 from toolkit.engine.process.wakeup import Bell
-from toolkit.engine.request import EngineOutput, EngineRequest, Only, Whose
+from toolkit.engine.process.weights import Weights
+from toolkit.engine.request import EngineRequest, Only, Whose
 from toolkit.engine.sampling_params import resolve
 from toolkit.engine.text.stream import Asked, RequestStream, Timings
 from toolkit.errors import ToolkitError, UsageError
@@ -43,8 +43,6 @@ from toolkit.models.pictures import Picture
 from toolkit.runners.base import Backend
 
 log = logging.getLogger(__name__)
-MODES = ("wait", "abort", "keep")  # what becomes of running requests when weights are replaced; as vLLM calls it
-DRAIN_LOOK_S = 0.02  # how often it is looked whether the last request has ended
 NOBODYS = Whose()
 SCORED = GenerationConfig(max_new_tokens=1, prompt_logprobs=0)  # what a request asks for whose prompt alone is scored
 
@@ -53,27 +51,23 @@ class AsyncEngine:
     """One model that serves many requests at once, from any number of threads and event loops.
 
     ``plan``: how memory was shared out. ``runner_why``: why the model runs otherwise than was asked for or is fastest,
-    ``runner_note``: what else there is to say of its runner; "" each. ``adapters``: names of its LoRA adapters.
-    ``outage``: why the engine is down and whether it comes back, as it may where it runs in a process of its own; None
-    while it is up. ``peers``: other engines that it hands blocks over to, or takes them from."""
+    ``runner_note``: what else there is to say of its runner; "" each. ``outage``: why the engine is down and whether it
+    comes back, as it may where it runs in a process of its own; None while it is up. ``adapters``: its LoRA adapters.
+    ``weights``: whether they are there, and how they go and come. ``peers``: other engines that it hands blocks over
+    to, or takes them from."""
 
-    def __init__(self, tokenizer: Tokenizer, model_name: str, adapters: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, model_name: str, adapters: tuple[str, ...] = (), empty: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
         self.model_name = model_name
-        self._adapters = {name: number for number, name in enumerate(adapters)}
-        self._adapter_numbers = itertools.count(len(adapters))  # none is used twice: caches are told apart by them
-        self._adapter_lock = threading.Lock()
-        self._streams: dict[str, RequestStream] = {}
-        self._lock = threading.Lock()
+        self.adapters = AdapterNames(self._call, adapters, model_name)
+        self._streams = Streams()
+        self.weights = Weights(self._call, lambda: len(self._streams) > 0 and self.healthy, empty)
         self._names = itertools.count()
         self._hostility = Hostility()
         self._bells: WeakKeyDictionary[asyncio.AbstractEventLoop, Bell] = WeakKeyDictionary()
         self._closed = False
-        self._asleep: frozenset[str] = frozenset()
-        self._empty = False  # it has never had weights
-        self._updating = False
-        self._update_lock = threading.Lock()
-        self._new_weights: WeightFiles | None = None  # that it runs with
         self._loop: Loop
         self.peers: Peers
         self._facts: Facts
@@ -115,20 +109,18 @@ class AsyncEngine:
         adapters = tuple(setup.config.adapters or ())
         begun = (child or Child()).told(setup) if process else None
         try:
-            engine = cls(Tokenizer.open(setup.tokenizer_dir), _name_of(str(model)), adapters)
+            engine = cls(Tokenizer.open(setup.tokenizer_dir), _name_of(str(model)), adapters, setup.config.empty_init)
         except BaseException:
             if begun is not None:
                 begun.kill()
             raise
         engine._locks = setup.locks
-        engine._empty = setup.config.empty_init
-        engine._asleep = frozenset(PARTS) if engine._empty else frozenset()
         if begun is not None:
-            loop = ProcessLoop(setup, engine._deliver, engine._lost, tell, patience, begun)
+            loop = ProcessLoop(setup, engine._streams.deliver, engine._lost, tell, patience, begun)
             engine._loop, engine._facts = loop, loop.facts
         else:
             core, engine._facts = start(setup, lambda: engine.tokenizer, tell)
-            engine._loop = ThreadLoop(core, engine._deliver, engine._lost)
+            engine._loop = ThreadLoop(core, engine._streams.deliver, engine._lost)
         engine.peers = Peers(setup.config, engine._loop, engine._facts_now)
         if progress is None:
             for notice in engine.plan.notices:
@@ -140,46 +132,16 @@ class AsyncEngine:
     def _facts_now(self) -> Facts:
         """Of the engine's present start; with other weights than its files hold it hands nothing over."""
         found = self._loop.facts if isinstance(self._loop, ProcessLoop) else self._facts
-        return found if self._new_weights is None else found.alone()
+        return found if self.weights.new is None else found.alone()
 
     @property
     def plan(self) -> MemoryPlan:
         return self._facts.plan
 
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Names of the adapters that requests may use now."""
-        return tuple(self._adapters)
-
     def trace_ranks(self, on: bool) -> list[list[list[Any]]]:
         """As ``EngineCore.trace_ranks``."""
-        found: list[list[list[Any]]] = self._loop.call("trace_ranks", [on]).result()
+        found: list[list[list[Any]]] = self._call("trace_ranks", on)
         return found
-
-    def load_adapter(self, name: str, path: Path) -> None:
-        """Have requests use the adapter in a directory by ``name`` from now on, while others run. Raises UsageError for
-        a name that is taken, ToolkitError where the adapter cannot be read or is of another model."""
-        with self._adapter_lock:
-            if name in (*self._adapters, self.model_name):
-                raise UsageError(f"lora_name: {name!r:.80} is taken; unload that one first, or choose another name")
-            number = next(self._adapter_numbers)
-            self._loop.call("load_adapter", [number, str(path)]).result()
-            self._adapters[name] = number
-
-    def unload_adapter(self, name: str) -> None:
-        """Take no more requests for the adapter; those that run end as they would have. Raises UsageError where there
-        is none of the name."""
-        with self._adapter_lock:
-            if name not in self._adapters:
-                raise UsageError(
-                    f"lora_name: there is no adapter {name!r:.80}; there is {', '.join(self._adapters) or 'none'}"
-                )
-            number = self._adapters.pop(name)
-            try:
-                self._loop.call("unload_adapter", [number]).result()
-            except UsageError:
-                self._adapters[name] = number
-                raise
 
     @property
     def session_len(self) -> int:
@@ -282,7 +244,8 @@ class AsyncEngine:
                     await event.wait()
                     event.clear()
                 else:
-                    self._retire_if_ended(stream)
+                    if stream.ended:  # not when the consumer comes back
+                        self._retire(stream)
                     yield delta
         finally:
             self._retire(stream)
@@ -311,7 +274,7 @@ class AsyncEngine:
             yield from refusals
             while streams:
                 i = woken.get()
-                if i not in streams or (delta := _polled(streams[i])) is None:
+                if i not in streams or (delta := polled(streams[i])) is None:
                     continue  # an earlier delta has taken what it was woken for
                 if streams[i].ended:
                     self._retire(streams.pop(i))
@@ -347,65 +310,7 @@ class AsyncEngine:
         process."""
         if isinstance(self._loop, ProcessLoop):
             raise UsageError("tell_blocks: expected an engine in this process (process=False)")
-        self._loop.call("tell_blocks", [listener]).result()
-
-    def sleep(self) -> None:
-        """Give the model's memory back until ``wake``; what still runs ends in an error, as does what comes meanwhile.
-        Returns when it is done. Raises ToolkitError where the engine is down."""
-        before, self._asleep = self._asleep, frozenset(PARTS)
-        try:
-            self._loop.call("sleep", []).result()
-        except BaseException:
-            self._asleep = before
-            raise
-
-    def wake(self, parts: Sequence[str] = PARTS) -> None:
-        """Load what ``sleep`` gave back: "weights", "kv_cache". Raises ToolkitError where that fails; it sleeps on."""
-        if unknown := next((part for part in parts if part not in PARTS), None):
-            raise UsageError(f"tags: expected {' and '.join(PARTS)}, found {unknown!r:.40}")
-        self._asleep = frozenset(self._loop.call("wake", list(parts)).result())
-
-    def update_weights(self, files: WeightFiles, mode: str = "wait") -> None:
-        """Run with the tensors of ``files`` in place of the model's from now on, through sleep and restart; it closes
-        them when others take their place, at its end, or where this fails.
-
-        They are named as in the model's checkpoint, and all there. ``mode`` says what becomes of requests that run:
-        "wait" lets them end first, and refuses new ones meanwhile; "abort" ends them with what they have; "keep" has
-        them go on behind the tokens that they have. No key, value or prefix of the old weights is used again. While a
-        KV cache is slept away it stays so. Raises UsageError for a model that is packed, ToolkitError that names the
-        tensor where they cannot be: the old weights are there still.
-        """
-        try:
-            if mode not in MODES:
-                raise UsageError(f"mode: expected one of {', '.join(MODES)}, found {mode!r:.40}")
-            with self._update_lock:
-                self._updating = mode == "wait"
-                try:
-                    while mode == "wait" and self._streams and self.healthy:
-                        time.sleep(DRAIN_LOOK_S)
-                    call = self._loop.call("update_weights", [str(files.path), mode == "keep"])
-                    try:
-                        self._asleep = frozenset(call.result())
-                    except ToolkitError as e:
-                        raise type(e)(f"update_weights: {e}") from e
-                finally:
-                    self._updating = False
-                before, self._new_weights, self._empty = self._new_weights, files, False
-        except BaseException:
-            files.close()
-            raise
-        if before is not None:
-            before.close()
-
-    @property
-    def asleep(self) -> bool:
-        """Whether ``sleep`` was called and not all of the model is back, or it has no weights yet."""
-        return bool(self._asleep)
-
-    @property
-    def empty(self) -> bool:
-        """Whether it has no weights yet."""
-        return self._empty
+        self._call("tell_blocks", listener)
 
     def close(self) -> None:
         """End what runs and free the model. May be called twice."""
@@ -415,9 +320,8 @@ class AsyncEngine:
         self._loop.close()
         for lock in self._locks:
             lock.close()
-        if self._new_weights is not None:
-            self._new_weights.close()
-        self._fail_all("the engine was closed")
+        self.weights.close()
+        self._streams.fail_all("the engine was closed")
 
     def __enter__(self) -> AsyncEngine:
         return self
@@ -430,11 +334,11 @@ class AsyncEngine:
     def _begin(self, asked: Asked, wake: Callable[[], None]) -> tuple[RequestStream | None, Response | None]:
         """A stream whose request is on its way, or the Response that refuses it."""
         config, token_ids = asked.gen_config or GenerationConfig(), list(asked.token_ids)
-        name = self._name(asked.request_id)
+        name = f"request-{next(self._names)}" if asked.request_id is None else asked.request_id
         try:
             params = resolve(config, self.tokenizer, len(token_ids), self.session_len)
             params = replace(params, hurried=self._hostility.there)
-            number = self._adapter_number(asked.adapter)
+            number = self.adapters.number(asked.adapter)
             pictures = list(asked.pictures)
             request = EngineRequest(
                 name,
@@ -471,81 +375,32 @@ class AsyncEngine:
             log.exception("request %s failed", asked.request_id)
             return None, _refusal(len(asked.token_ids), str(error) or type(error).__name__, 500)
 
-    def _adapter_number(self, name: str | None) -> int:
-        if name is None:
-            return -1
-        if name not in self.adapters:
-            known = f"one of {', '.join(self.adapters)}" if self.adapters else "none, the engine has no adapters"
-            raise UsageError(f"adapter_name: expected {known}, found {name!r:.80}")
-        return self._adapters[name]
-
-    def _name(self, request_id: str | None) -> str:
-        return f"request-{next(self._names)}" if request_id is None else request_id
-
     def _send(self, stream: RequestStream, request: EngineRequest, processors: list[Any]) -> None:
-        """Register the stream, then hand the request to the loop. Raises where neither can be."""
-        with self._lock:
-            if self._closed:
-                raise ToolkitError("the engine is closed")
-            if self._asleep:
-                raise ToolkitError(EMPTY if self._empty else ASLEEP)
-            if self._updating:
-                raise ToolkitError(UPDATING)
-            if stream.id in self._streams:
-                raise UsageError(f"request id {stream.id!r} is already running")
-            self._streams[stream.id] = stream
-            try:
-                self._loop.add(request, processors)
-            except BaseException:
-                del self._streams[stream.id]
-                raise
+        """Follow the stream, and hand its request to the loop. Raises where neither can be."""
 
-    def _retire_if_ended(self, stream: RequestStream) -> None:
-        """Stop the engine's work on a request at the delta that ends it, not when the consumer comes back."""
-        if stream.ended:
-            self._retire(stream)
+        def send() -> None:
+            if self._closed:
+                raise ToolkitError("the engine was closed; open another")
+            if why := self.weights.why_not:
+                raise ToolkitError(why)
+            self._loop.add(request, processors)
+
+        self._streams.follow(stream, send)
 
     def _retire(self, stream: RequestStream) -> None:
-        """Forget a stream; what still runs of it is aborted."""
-        if self._streams.pop(stream.id, None) is not None and not stream.engine_done and not self._closed:
+        """Follow a stream no more; what still runs of it is aborted."""
+        if self._streams.leave(stream) and not self._closed:
             self._loop.abort(stream.id)
 
-    def _deliver(self, outputs: list[EngineOutput]) -> None:
-        """Called by the loop's thread. Outputs of requests that have gone are dropped."""
-        for output in outputs:
-            stream = self._streams.get(output.id)
-            if stream is not None:
-                stream.deliver(output)
-                _wake(stream)
-
     def _lost(self, outage: Outage) -> None:
-        """Called by the loop's thread when the loop is gone. One that comes back is awake, if it has weights."""
-        self._asleep = frozenset(PARTS) if self._empty else frozenset()
-        self._fail_all(str(outage))
+        """Called by the loop's thread when the loop is gone."""
+        self.weights.lost()
+        self._streams.fail_all(str(outage))
 
-    def _fail_all(self, text: str) -> None:
-        with self._lock:
-            streams = list(self._streams.values())
-        for stream in streams:
-            stream.deliver(EngineOutput(stream.id, finish_reason="error", error=text, error_code=503))
-            _wake(stream)
-
-
-def _wake(stream: RequestStream) -> None:
-    try:
-        stream.wake()
-    except RuntimeError:  # its event loop has been closed
-        log.debug("request %s: nobody listens any more", stream.id)
-
-
-def _polled(stream: RequestStream) -> Response | None:
-    """``poll``, and an error that ends this stream alone where it fails."""
-    try:
-        return stream.poll()
-    except Exception as error:
-        log.exception("request %s failed", stream.id)
-        stream.ended = True
-        return Response(finish_reason="error", error_code=500, error_message=str(error) or type(error).__name__)
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """What the core's method of that name does, between steps. Raises what it raises, and ToolkitError where the
+        engine is down."""
+        return self._loop.call(name, arguments).result()
 
 
 def _refusal(prompt_len: int, text: str, code: int) -> Response:

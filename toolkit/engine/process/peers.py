@@ -60,7 +60,7 @@ class Peers:
         if self.role != EngineRole.Decode:
             raise UsageError("p2p_connect: this engine takes no blocks over; start it with --role decode")
         if not self._facts().in_common:
-            raise ToolkitError("this engine hands nothing over; its log says why")
+            raise ToolkitError("p2p_connect: this engine hands nothing over; its log says why")
         if told := self.differences(in_common):
             raise ToolkitError("the engines differ, and blocks of one are of no use to the other: " + "; ".join(told))
         self._loop.call("use_source", [engine_id, address, secure]).result(WAIT_SECONDS)

@@ -125,7 +125,7 @@ class ProcessLoop:
 
     def add(self, request: EngineRequest, processors: Sequence[LogitsProcessor]) -> None:
         if processors:
-            raise UsageError("logits_processors: only where the engine runs in this process (pipeline)")
+            raise UsageError("logits_processors: expected an engine in this process (pipeline); leave them out")
         with self._lock:
             if self._outage is not None:
                 raise ToolkitError(str(self._outage))

@@ -16,8 +16,9 @@ from typing import Any
 
 from toolkit.base import child_process
 from toolkit.base.json_lines import JsonLines
-from toolkit.engine.core import INTAKE_SECONDS
-from toolkit.engine.load.setup import Setup, start
+from toolkit.engine.core import INTAKE_SECONDS, EngineCore
+from toolkit.engine.load.setup import Setup
+from toolkit.engine.load.start import start
 from toolkit.engine.process import records
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.pictures import Picture
@@ -52,7 +53,7 @@ def main(fd: int) -> None:
                 core.close()
 
 
-def _open(pipe: Connection, setup: dict[str, Any]) -> Any:
+def _open(pipe: Connection, setup: dict[str, Any]) -> EngineCore | None:
     from toolkit.artifacts.text.tokenizer import Tokenizer
 
     def progress(text: str) -> None:
@@ -72,7 +73,7 @@ def _open(pipe: Connection, setup: dict[str, Any]) -> Any:
     return core
 
 
-def _serve(pipe: Connection, core: Any) -> None:
+def _serve(pipe: Connection, core: EngineCore) -> None:
     sent, ready = 0.0, []
     known: set[str] = set()  # requests that have sent a token
     pictures: dict[bytes, Picture] = {}  # of requests that run, by their digests
@@ -98,7 +99,7 @@ def _serve(pipe: Connection, core: Any) -> None:
             elif op == "close":
                 return
         if not prepared and not core.has_work:
-            core.constraints.prepare()
+            core.intake.constraints.prepare()
             prepared = True
         ready += core.step()
         now = time.monotonic()
@@ -111,7 +112,7 @@ def _serve(pipe: Connection, core: Any) -> None:
             sent, ready = now, []
 
 
-def _called(core: Any, message: dict[str, Any]) -> dict[str, Any]:
+def _called(core: EngineCore, message: dict[str, Any]) -> dict[str, Any]:
     """The answer to a call of one of the core's methods."""
     try:
         result = getattr(core, message["name"])(*message["arguments"])

@@ -10,7 +10,7 @@ from toolkit.models.config.dims import read_dims, read_experts
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
 from toolkit.models.families import qwen3_5_text, qwen3_next
-from toolkit.models.families.qwen3_next import DELTA, EXPERT_NAMES, delta_like, read_feed_forward
+from toolkit.models.families.qwen3_next import DELTA, EXPERT_NAMES, delta_like, feed_forward_of
 from toolkit.models.family import WITHIN, Family, Tiny
 from toolkit.models.stored import fused_experts
 
@@ -19,7 +19,7 @@ def build(config: Fields) -> Built:
     sized = {"intermediate_size": 1, **config.values}  # no layer is dense
     dims = read_dims(Fields(sized, config.source, config.prefix), head_dim=256, kv_heads=2)
     routed = {**config.values, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    feed_forward = read_feed_forward(Fields(routed, config.source, config.prefix), dims)
+    feed_forward = feed_forward_of(Fields(routed, config.source, config.prefix), dims)
     count, _ = read_experts(config, dims.layers, "num_experts", "num_local_experts")
     stacks = fused_experts(count, dims.hidden, config.integer("moe_intermediate_size", default=512))
     return delta_like(config, dims, [gated_queries(dims), *stacks], feed_forward)

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from toolkit.models.config.delta import gated_queries, read_delta, read_turns
-from toolkit.models.config.dims import Dims, read_dims, read_experts
+from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, experts, llama_like
-from toolkit.models.families.qwen3_moe import EVERY_LAYER, sparse_layers
+from toolkit.models.decoder import Built, llama_like
+from toolkit.models.families.qwen2_moe import read_feed_forward
+from toolkit.models.families.qwen3_moe import EVERY_LAYER
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, EXPERT_NUMBERS, QK_NORMS, SHARED_EXPERT, Gguf, with_experts
 from toolkit.models.gguf_states import DELTA as DELTA_NAMES
@@ -20,7 +21,7 @@ from toolkit.models.stored import Fused
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, head_dim=256, kv_heads=2)
-    return delta_like(config, dims, [gated_queries(dims), *_by_key_head(config)], read_feed_forward(config, dims))
+    return delta_like(config, dims, [gated_queries(dims), *_by_key_head(config)], feed_forward_of(config, dims))
 
 
 def delta_like(
@@ -42,22 +43,9 @@ def delta_like(
     )
 
 
-def read_feed_forward(config: Fields, dims: Dims) -> Callable[[int], MoeSpec | None]:
-    """Experts and a gated one that all tokens go through, in the layers that have them."""
-    count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
-    inner = config.integer("moe_intermediate_size", default=512)
-    shared = config.integer("shared_expert_intermediate_size", default=512)
-    act, norm_topk = config.activation("hidden_act"), config.flag("norm_topk_prob", True)
-    sparse = sparse_layers(config, dims.layers)
-
-    def feed_forward(i: int) -> MoeSpec | None:
-        if i not in sparse:
-            return None
-        return experts(
-            i, dims.hidden, inner, act, count=count, top_k=top_k, norm_topk=norm_topk, shared=shared, shared_gate=True
-        )
-
-    return feed_forward
+def feed_forward_of(config: Fields, dims: Dims) -> Callable[[int], MoeSpec | None]:
+    """Experts as Qwen2-MoE has them, of other sizes where the config does not say."""
+    return read_feed_forward(config, dims, inner=512, shared=512, norm_topk=True)
 
 
 def _by_key_head(config: Fields) -> list[Fused]:

@@ -50,7 +50,9 @@ class Pictures:
         vision = self._source.spec.vision
         assert vision is not None
         if any(map(is_video, parts)) or (why := _unsupported(vision)):
-            raise UsageError(f"expected texts, found {'a video' if any(map(is_video, parts)) else why}")
+            raise UsageError(
+                f"calibration data: expected texts, found {'a video' if any(map(is_video, parts)) else why}"
+            )
         pictures = self._eyes.look(messages)
         ids = tokenizer.encode(self._eyes.spell(text, pictures), add_special_tokens=False)
         places = [i for i, token in enumerate(ids) if token == vision.image_token]

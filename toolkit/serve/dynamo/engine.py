@@ -55,7 +55,7 @@ class Engine(LLMEngine):
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Engine, WorkerConfig]:
-        raise UsageError("this worker is started by `tool serve dynamo MODEL`, which has its options")
+        raise UsageError("dynamo: this worker is started by `tool serve dynamo MODEL`, which has its options")
 
     def worker(self) -> WorkerConfig:
         given = self._settings
@@ -110,7 +110,7 @@ class Engine(LLMEngine):
         except UsageError as error:
             raise InvalidArgument(str(error)) from error
         model = request.get("model")
-        adapter = model if model in engine.adapters else None
+        adapter = model if model in engine.adapters.names else None
         async with aclosing(engine.generate(tokens, config, adapter=adapter)) as deltas:
             async for delta in deltas:
                 if delta.finish_reason == "error":

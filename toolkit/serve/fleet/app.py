@@ -67,7 +67,7 @@ class ToModel(Forward):
 
     async def _try_model(self, name: str | None, send: Send) -> None:
         if self._state.closing:
-            raise ApiError(503, "The server is shutting down", code="shutting_down")
+            raise ApiError(503, "the server is shutting down; ask again later", code="shutting_down")
         async with self._fleet.using(name) as server:
             node = self._state.nodes.find(server.url) or self._state.nodes.add(server.url, trusted=True)
             node.name, node.down = self._fleet.find(name).listed.name, None

@@ -194,5 +194,5 @@ class Pairs:
 def _share(answer: Response, yes: int, no: int) -> float:
     found = (answer.logprobs or [{}])[0]
     if not math.isfinite(found.get(yes, math.nan)) or no not in found:
-        raise ToolkitError("the model's logits for yes and no cannot be compared (check its weights and dtype)")
+        raise ToolkitError("logits: those for yes and no cannot be compared; check the model's weights and dtype")
     return 1 / (1 + math.exp(min(found[no] - found[yes], 700.0)))

@@ -39,7 +39,7 @@ async def read_body(request: Request) -> bytes:
         async for part in request.stream():
             parts.append(part)
     except ClientDisconnect as error:
-        raise ApiError(499, "The client went away before the request was read") from error
+        raise ApiError(499, "request: the client went away before it was read") from error
     return b"".join(parts)
 
 

@@ -17,7 +17,7 @@ def ssl_files(settings: ServerSettings | ProxySettings) -> tuple[str | None, str
     """(key, certificate) of a server over HTTPS, None where it is none. Raises UsageError for files that do not do."""
     certificate, key, asked = settings.ssl_certfile, settings.ssl_keyfile, "--ssl-certfile"
     if certificate is None and key is not None:
-        raise UsageError("--ssl-keyfile: only with --ssl-certfile, the certificate that it belongs to")
+        raise UsageError("--ssl-keyfile: only with --ssl-certfile, the certificate that it belongs to; give that too")
     if certificate is None and settings.ssl:
         key, certificate, asked = _of_environment("SSL_KEYFILE"), _of_environment("SSL_CERTFILE"), "--ssl"
     if certificate is None:

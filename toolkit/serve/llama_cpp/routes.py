@@ -93,6 +93,6 @@ async def slots(raw: Request) -> HttpResponse:
     state: ServerState = raw.app.state.server
     engine, busy = state.engine, len(state.active)
     if raw.query_params.get("fail_on_no_slot", "0") not in ("", "0") and busy >= engine.max_batch_size:
-        raise ApiError(503, "no slot available", code="no_slot")
+        raise ApiError(503, "no slot available; try again later", code="no_slot")
     common = {"n_ctx": engine.session_len, "speculative": False}
     return json_response([{"id": i, **common, "is_processing": i < busy} for i in range(engine.max_batch_size)])

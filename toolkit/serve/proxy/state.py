@@ -78,7 +78,7 @@ class ProxyState:
     def candidates(self, model: str | None) -> list[Node]:
         """Nodes for a request. Raises ApiError 503 where there is none, 404 where none serves ``model``."""
         if self.closing:
-            raise ApiError(503, "The proxy is shutting down", code="shutting_down")
+            raise ApiError(503, "the proxy is shutting down; ask again later", code="shutting_down")
         found = self.nodes.serving(model)
         if not found and not self.nodes.models():
             raise ApiError(503, "the proxy has no nodes; add one by POST /nodes/add", code="no_node")

@@ -74,7 +74,7 @@ class Plan:
         if not models:
             raise UsageError("MODEL: expected at least one model")
         if len(models) > 1 and settings.model_name is not None:
-            raise UsageError("model_name: only for one model")
+            raise UsageError(f"model_name: expected one model, found {len(models)}; leave it out")
         found: dict[str, Model] = {}
         for model in models:
             one = Model.of(model, config, chat_template, settings.model_name)

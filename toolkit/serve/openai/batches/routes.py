@@ -157,7 +157,7 @@ async def create(raw: Request) -> HttpResponse:
     state = raw.app.state.server
     asked, _ = await parse(raw, state, BatchRequest)
     if state.closing:
-        raise ApiError(503, "The server is shutting down", code="shutting_down")
+        raise ApiError(503, "the server is shutting down; ask again later", code="shutting_down")
     file = batches.store.file(asked.input_file_id, owner)
     if file is None or file.purpose != "batch":
         raise bad_field("input_file_id", f"no such file with the purpose batch: {shown(asked.input_file_id)}")

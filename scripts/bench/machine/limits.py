@@ -1,6 +1,6 @@
 """What binds the native runner: how fast this machine multiplies int8 and reads memory, and what a token needs of both.
 
-    python scripts/bench/limits.py MODEL
+    python scripts/bench/machine/limits.py MODEL
 
 The rate of products is that of a loop of nothing but them and their sums in registers, by all threads at once, with the
 instruction set that the runner takes.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Hostile schemas, many at once, beside four streams and honest schemas: how soon each is told, what the streams see.
 
-    python scripts/bench/hostile.py demo --floods 8,32 --rounds 3
+    python scripts/bench/serving/hostile.py demo --floods 8,32 --rounds 3
 
 A round is: four streams alone for four seconds; the same with a flood of hostile formats, and an honest one every half
 second, for as long at the least; alone again. Printed are the load of the machine, the times of the 400s and of the
@@ -25,7 +25,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from traffic.servers import Server
 
 STREAMS, QUIET_S = 4, 4.0

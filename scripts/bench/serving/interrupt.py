@@ -1,6 +1,6 @@
 """How long Ctrl-C takes to end each command: the signal is sent at several moments, the slowest is shown.
 
-    python scripts/bench/interrupt.py --json interrupt.json
+    python scripts/bench/serving/interrupt.py --json interrupt.json
 
 Every command is started anew for each moment. The signal goes to all its processes, as a terminal sends it, and the
 time runs until the prompt is back. *Said before* is the last line that the command wrote before the signal: the phase

@@ -1,7 +1,11 @@
-"""How soon a server of several models answers with another one: ``python scripts/bench/swap.py A B``, two artifacts of
-which one fits into --memory. Cold: its process has not read it before, with --from-disk its weights are not in memory
-either, and what a plain read of them takes is told beside; warm: it sleeps. Seconds to one token, of which "alone" is
-what the same request takes of a model that is there."""
+"""How soon a server of several models answers with another one.
+
+    python scripts/bench/serving/swap.py A B
+
+A, B: artifacts of which one fits into --memory. Cold: its process has not read it before, with --from-disk its weights
+are not in memory either, and what a plain read of them takes is told beside; warm: it sleeps. Seconds to one token, of
+which "alone" is what the same request takes of a model that is there.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from traffic.servers import Server
 
 

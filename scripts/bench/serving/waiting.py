@@ -1,6 +1,6 @@
 """How long tokens of running streams wait while long prompts arrive, for several target times of a step in turn.
 
-    python scripts/bench/waiting.py MODEL --targets default,150,0
+    python scripts/bench/serving/waiting.py MODEL --targets default,150,0
 
 A row a target: gaps between the streams' tokens without and with prompts, what the prompts waited for their first
 token, and tokens computed a second of both kinds together.
@@ -11,11 +11,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from native import need_native
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from bench.native import need_native
 
 from toolkit.commands.output import stderr, stdout, table
 from toolkit.configs.engine import TurbomindEngineConfig

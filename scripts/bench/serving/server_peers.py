@@ -2,8 +2,8 @@
 
     pip install --no-deps xllamacpp
     tool convert demo --to gguf --gguf-type q4_0 --dst-path demo.q4_0.gguf
-    python scripts/bench/server_peers.py MODEL --gguf demo.q4_0.gguf --json server_peers.json
-    python scripts/bench/server_peers.py MODEL --url vllm=http://127.0.0.1:8000
+    python scripts/bench/serving/server_peers.py MODEL --gguf demo.q4_0.gguf --json server_peers.json
+    python scripts/bench/serving/server_peers.py MODEL --url vllm=http://127.0.0.1:8000
 
 MODEL: an engine artifact, whose tokenizer measures prompts for all. At 1, 8, 32 and 64 streams: output tokens a second,
 the 50th and 99th percentile of the time to the first token and of the time between tokens, and the memory of the server
@@ -25,10 +25,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from traffic.servers import TOOL, Server
 
-PEER = Path(__file__).resolve().parent / "peer_llama_server.py"
+PEER = Path(__file__).resolve().parents[1] / "peers" / "peer_llama_server.py"
 COLUMNS = ("output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms", "failed", "memory_mib")
 
 

@@ -1,7 +1,7 @@
 """How long do running streams stand still while long prompts of others are computed? One server for both, two servers
 that each do both, and two of which one computes prompts and one writes answers, on the same cores.
 
-    python scripts/bench/apart.py demo-engine --cores 2 --prompt 7900 --json apart.json
+    python scripts/bench/serving/apart.py demo-engine --cores 2 --prompt 7900 --json apart.json
 
 Figures of docs/how-to/several-machines.md. Needs a machine that does nothing else.
 """
@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx2 as httpx
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "scripts"))
 from traffic.servers import TOOL, Server  # noqa: E402
 

@@ -1,6 +1,6 @@
 """How much longer the main commands take with another busy process on the machine: alone, beside one, their ratio.
 
-    python scripts/bench/neighbour.py --rounds 3
+    python scripts/bench/machine/neighbour.py --rounds 3
 
 With `--policy ACTIVE` OpenMP's threads spin while they wait, as they do where nothing is set: what the default saves.
 """
@@ -12,12 +12,15 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 from hog import beside
-from native import need_native
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from bench.native import need_native
 
 from toolkit.base.threads import WAITING
 from toolkit.commands.output import stderr, stdout, table

@@ -1,5 +1,5 @@
 """How long a sum over two ranks takes on links of 1, 10 and 100 Gbit/s beside what docs/distributed.md predicts:
-python scripts/bench/links.py
+python scripts/bench/machine/links.py
 
 Two network namespaces stand for machines (veth and tbf; needs root, ip and tc).
 """

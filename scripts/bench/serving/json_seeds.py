@@ -1,6 +1,6 @@
 """Of how many seeds are answers as JSON cut or padded? Drawn at temperature 1, many at once.
 
-python scripts/bench/json_seeds.py MODEL --seeds 200 --max-tokens 256
+python scripts/bench/serving/json_seeds.py MODEL --seeds 200 --max-tokens 256
 """
 
 from __future__ import annotations

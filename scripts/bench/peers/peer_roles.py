@@ -1,6 +1,6 @@
 """How many of ten messages that spell the tokens around the turns of a model write one, by a server's own count.
 
-    python scripts/bench/peer_roles.py CHECKPOINT --url http://127.0.0.1:8000
+    python scripts/bench/peers/peer_roles.py CHECKPOINT --url http://127.0.0.1:8000
 
 Each message of ``FORGED`` (``scripts/attacking/roles.py``) is a chat of its own. How many tokens its prompt has tells
 what the server made of it: the count where they are parsed, and the one where they stay text, come from the
@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from attacking.roles import FORGED
 
 

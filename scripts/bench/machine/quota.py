@@ -1,6 +1,6 @@
 """A model in a container's share of the processors: how fast with the threads that follow from it, and with one a core.
 
-    sudo python scripts/bench/quota.py --model work/demo-engine
+    sudo python scripts/bench/machine/quota.py --model work/demo-engine
 
 For each share a control group is made (version 1 or 2, whichever the machine has mounted; it takes root) or, for a
 cpuset, an affinity mask as containers get one. Both runs are in the same group, one after the other.
@@ -14,11 +14,13 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from native import need_native
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from bench.native import need_native
 
 from toolkit.commands.output import stderr, stdout, table
 

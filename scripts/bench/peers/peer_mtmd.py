@@ -1,7 +1,7 @@
 """llama.cpp's mtmd on a picture, as a peer that waits: each line on standard input is one more encoding, answered by
 the seconds that it took.
 
-    PYTHON scripts/bench/peer_mtmd.py model.gguf mmproj.gguf picture.npy rows.npy THREADS
+    PYTHON scripts/bench/peers/peer_mtmd.py model.gguf mmproj.gguf picture.npy rows.npy THREADS
 
 PYTHON has llama-cpp-python. ``picture.npy``: uint8 [height, width, 3]; ``rows.npy``: written, what comes of it, tile
 after tile where it has several.

@@ -1,7 +1,7 @@
 """Two questions about one picture: when each answer begins, and what is computed again for the second one.
 
-    python scripts/bench/again.py              # CLIP's ViT-L/14 at 336 pixels before a model of SmolLM2-135M's shape
-    python scripts/bench/again.py MODEL        # any model that sees, in a directory
+    python scripts/bench/pictures/again.py          # CLIP's ViT-L/14 at 336 pixels, a model of SmolLM2-135M's shape
+    python scripts/bench/pictures/again.py MODEL    # any model that sees, in a directory
 
 Medians over new pictures, on the pipeline: from the request to its first token, the picture decoded and prepared each
 time. *CPU*: what all threads together took, which other work beside does not stretch.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import io
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,8 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from llava_shape import DEMO, write_llava
-from native import need_native
 from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from bench.native import need_native
 
 from toolkit import GenerationConfig, pipeline
 from toolkit.commands.output import stdout, table

@@ -1,8 +1,8 @@
 """Linears of quantized weights with two instruction sets, or two builds of the library, in turn: billions of operations
 a second of one thread.
 
-    python scripts/bench/linears.py --isas avx512vnni amx --bits 4 --group 64
-    python scripts/bench/linears.py --isas avx2 avx2 --libraries before.so after.so
+    python scripts/bench/machine/linears.py --isas avx512vnni amx --bits 4 --group 64
+    python scripts/bench/machine/linears.py --isas avx2 avx2 --libraries before.so after.so
 
 Times are of the thread's own clock, the smallest of many, so that the ratio holds on a busy machine too.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests" / "support"))
 
 from native_ops import NativeOps, Store
 

@@ -1,7 +1,7 @@
 """What a modest user waits for beside greedy ones: chats of 16 tokens, one after the other, while others' requests run.
 
-    python scripts/bench/fairness.py MODEL --only embeddings --json fairness.json
-    python scripts/bench/fairness.py --url http://127.0.0.1:8000   # a server that runs already, its model called target
+    python scripts/bench/serving/fairness.py MODEL --only embeddings --json fairness.json
+    python scripts/bench/serving/fairness.py --url http://127.0.0.1:8000   # one that runs, its model called target
 
 A row a scenario: seconds to the first token of the chats (alone, then median and longest beside it), and tokens a
 second of everything, until the greedy requests and all chats are answered: those that had no turn before come then.
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from traffic import servers
 
 WORDS = "the a river lamp seven keeper old wrote of and bright storm house under glass winter letter quiet".split()

@@ -2,7 +2,7 @@
 its time, and in turn a plain read of the memory by all cores, in one process.
 
     python scripts/bench/random_model.py work/v2-lite --shape v2-lite --awq --config-only
-    python scripts/bench/bandwidth.py work/v2-lite --load-format dummy --threads 2
+    python scripts/bench/machine/bandwidth.py work/v2-lite --load-format dummy --threads 2
 
 Needs an idle machine. Of experts those count that a token is given to; of the embedding nothing.
 """

@@ -1,8 +1,8 @@
 """A picture through what LLaVA 1.5 sees with (CLIP's ViT-L/14 at 336 pixels and the projector to 4096 numbers, random
 weights) on the native library, beside transformers and llama.cpp's mtmd, in turn.
 
-    python scripts/bench/vit.py --threads 2 --rounds 5
-    python scripts/bench/vit.py --threads 2 --rounds 5 --llama-cpp PYTHON     # of an environment with llama-cpp-python
+    python scripts/bench/pictures/vit.py --threads 2 --rounds 5
+    python scripts/bench/pictures/vit.py --threads 2 --rounds 5 --llama-cpp PYTHON   # one that has llama-cpp-python
 
 Times are medians, ratios are taken round by round. *error*: of the rows, relative to transformers' in float32.
 llama.cpp reads the GGUF files that ``tool convert --to gguf`` writes of the same weights.
@@ -68,7 +68,7 @@ class Mtmd:
         rewrite(str(folder / kind), folder / f"{kind}.gguf", to="gguf", quiet=True)
         np.save(folder / "picture.npy", pixels)
         self.rows = folder / f"{kind}.npy"
-        script = Path(__file__).with_name("peer_mtmd.py")
+        script = Path(__file__).resolve().parents[1] / "peers" / "peer_mtmd.py"
         files = [folder / f"{kind}.gguf", folder / f"mmproj-{kind}.gguf", folder / "picture.npy", self.rows]
         command = [python, str(script), *map(str, files), str(threads)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -80,7 +80,7 @@ class Mtmd:
         print(file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         if not answer:
-            sys.exit("vit.py: llama.cpp's process ended; run scripts/bench/peer_mtmd.py by itself to see why")
+            sys.exit("vit.py: llama.cpp's process ended; run scripts/bench/peers/peer_mtmd.py by itself to see why")
         return float(answer)
 
 

@@ -1,6 +1,6 @@
 """A busy neighbour on the same cores: one process that reads memory as fast as it can, or one that multiplies.
 
-python scripts/bench/hog.py memory        until it is stopped
+python scripts/bench/machine/hog.py memory        until it is stopped
 """
 
 from __future__ import annotations

@@ -1,0 +1,58 @@
+"""Adapters that come and go while the engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.artifacts.manifest import content_digest
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.runners.base import RunnerError
+
+if TYPE_CHECKING:
+    from toolkit.runners.base import Runner
+
+
+class Adapters:
+    """Those of one runner. ``digests``: of the first ones' content, where blocks of their requests are kept or go to
+    other engines, whose numbers stand for other adapters."""
+
+    def __init__(self, runner: Runner, digests: Sequence[str]) -> None:
+        self._runner = runner
+        self._digests = dict(enumerate(digests))
+        self._leaving: set[int] = set()
+
+    def load(self, number: int, path: Path, digest: bool) -> None:
+        """Take in the one in the directory ``path``, as ``number``. Raises ToolkitError where it cannot be read or fits
+        another model, UsageError where the runner takes none in. ``digest``: its content is to tell it from others."""
+        add = getattr(self._runner, "add_adapter", None)
+        if add is None:
+            raise UsageError("adapters: this backend takes them at the start alone (--adapters); restart the server")
+        try:
+            add(number, path)
+        except RunnerError as e:
+            raise ToolkitError(f"{path}: {e}") from e
+        if digest:
+            self._digests[number] = content_digest(path)
+
+    def unload(self, number: int) -> None:
+        """Have it leave with the next ``drop`` that nobody uses it at. UsageError where the runner keeps them all."""
+        if not hasattr(self._runner, "remove_adapter"):
+            raise UsageError("adapters: this backend keeps those it was started with; restart the server without it")
+        self._leaving.add(number)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether ``drop`` has anything to do."""
+        return bool(self._leaving)
+
+    def drop(self, used: set[int]) -> None:
+        """Forget those that leave and are not in use."""
+        for number in self._leaving - used:
+            self._runner.remove_adapter(number)  # type: ignore[attr-defined]  # it has taken it in
+            self._leaving.discard(number)
+
+    def told(self, number: int) -> int | str:
+        """What tells its blocks from others'."""
+        return self._digests.get(number, number)
