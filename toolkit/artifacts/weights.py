@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from toolkit.artifacts.canonical import Weight
+    from toolkit.models.mtp import Mtp
     from toolkit.models.spec import Part, StoredTensor
 
 _COUNTED = re.compile(r"\.\d+(?=\.)")
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 _STRAY = ("inv_freq", "masked_bias")  # what old releases of transformers saved beside the weights
-FURTHER = "num_nextn_predict_layers"  # config.json's count of layers for multi-token prediction, which do not run
+FURTHER = "num_nextn_predict_layers"  # config.json's count of layers for multi-token prediction
 _MATRICES = ("linear", "router", "embed", "head")
 CACHE_SCALES = (".k_scale", ".v_scale")  # how names of a float8 KV cache's scales end
 
@@ -38,14 +39,20 @@ def validate_checkpoint(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) 
     """
     form = format_of(checkpoint)
     stored = list(stored)
-    for item in stored:
-        for want in _expected(checkpoint, form, item):
-            _check(checkpoint, want, item.optional)
+    check_stored(checkpoint, stored)
     _check_left_over(checkpoint, stored)
     _check_tied(checkpoint, stored)
     kv_alone = (checkpoint.quantization or {}).get("config_groups") == {}  # scales of the KV cache, dense weights
     if form is not None and not kv_alone:
         _check_quantized(checkpoint, form, stored)
+
+
+def check_stored(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> None:
+    """Check from headers alone that every tensor is there, of the right shape and dtype. Raises ToolkitError."""
+    form = format_of(checkpoint)
+    for item in stored:
+        for want in _expected(checkpoint, form, item):
+            _check(checkpoint, want, item.optional)
 
 
 def check_whole(checkpoint: Checkpoint) -> None:
@@ -62,11 +69,12 @@ def check_whole(checkpoint: Checkpoint) -> None:
 _BEHIND = {"pooler", "cls", "classifier", "score", "position_ids"}
 
 
-def left_out(checkpoint: Checkpoint, stored: Iterable[StoredTensor]) -> str:
-    """One line on tensors that belong to no module of the model, as those of a part that does not run (multi-token
-    prediction, a tower of a model that is read as text): "" where there are none. A tied model's head is none of them:
-    it is a copy."""
-    modules = {item.name for item in stored} | {"lm_head", "language_model.lm_head"}
+def left_out(checkpoint: Checkpoint, stored: Iterable[StoredTensor], mtp: Mtp | None = None) -> str:
+    """One line on tensors that belong to no module of the model or of its layer for multi-token prediction, as those of
+    a tower of a model that is read as text: "" where there are none. A tied model's head is none of them: it is a
+    copy."""
+    stored = [*stored, *(mtp.stored if mtp is not None else ())]
+    modules = {item.name for item in stored} | {"lm_head", "language_model.lm_head", *(mtp.copies if mtp else ())}
     bare = {item.name for item in stored if item.bare}
     counts: Counter[str] = Counter()
     for name in checkpoint.names() if checkpoint.gguf is None else ():

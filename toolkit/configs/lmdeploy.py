@@ -169,7 +169,7 @@ OPTIONS: dict[str, Theirs] = {
     "allow_credentials": _notice(_CORS, False),
     "allow_methods": _notice(_CORS, "*", str),
     "allow_headers": _notice(_CORS, "*", str),
-    "speculative_algorithm": _works("lookup (ngram), draft_model, eagle3"),
+    "speculative_algorithm": _works("lookup (ngram), draft_model, eagle3, mtp"),
     "speculative_draft_model": _works("a smaller model of the same vocabulary, or an EAGLE-3 head"),
     "speculative_num_draft_tokens": _works("at most; 16 unless told otherwise"),
     "speculative_dflash_block_size": _refused(_DRAFT),

@@ -11,13 +11,18 @@ from toolkit.errors import UsageError
 MOST = 16  # tokens that a step verifies of a request, where nothing else is said
 MOST_ASKED = 64  # that may be asked for
 # LMDeploy's and vLLM's names of ways to guess: ours, or None where there is none yet
-ALGORITHMS = {
+ALGORITHMS: dict[str, str | None] = {
     "lookup": "lookup",
     "ngram": "lookup",
     "prompt_lookup": "lookup",
     "draft_model": "draft_model",
     "eagle3": "eagle3",
-} | dict.fromkeys(("eagle", "mtp", "deepseek_mtp", "hy3_mtp", "qwen3_5_mtp", "dflash", "medusa"), None)
+    "mtp": "mtp",
+    "nextn": "mtp",  # SGLang's, as the next
+    "NEXTN": "mtp",
+    **dict.fromkeys(("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp"),
+    **dict.fromkeys(("eagle", "hy3_mtp", "dflash", "medusa"), None),
+}
 Share = Literal["user", "all", "off"]
 SHARES = ("user", "all", "off")
 MODES = ("auto", "off")
@@ -39,7 +44,8 @@ class Speculation:
 @dataclass
 class SpeculativeConfig:
     """How tokens are guessed that a step then verifies; LMDeploy's record. ``method``: "lookup" (or "ngram"),
-    "draft_model", "eagle3"; ``model``: of the latter two. ``num_speculative_tokens``: that a guess has at most.
+    "draft_model", "eagle3", "mtp"; ``model``: of the second and third. ``num_speculative_tokens``: that a guess has at
+    most.
     """
 
     method: str = "lookup"
@@ -67,7 +73,7 @@ NOT_YET = "it does not run yet"
 
 def check_algorithm(what: str, name: Any) -> None:
     """Raise UsageError for a way to guess that there is not."""
-    known = [name for name, ours in ALGORITHMS.items() if ours is not None]
+    known = list(dict.fromkeys(ours for ours in ALGORITHMS.values() if ours is not None))
     if not isinstance(name, str) or name not in ALGORITHMS:
         raise UsageError(f"{what}: expected one of {', '.join(known)}, found {shown(name)}")
     if ALGORITHMS[name] is None:

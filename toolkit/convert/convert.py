@@ -16,6 +16,7 @@ from toolkit.artifacts.engine.artifact import ENGINE_ARRAYS, EngineArtifact
 from toolkit.artifacts.engine.files import write_engine
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind
+from toolkit.artifacts.mtp import mtp_or_none
 from toolkit.artifacts.output.replace import check_directory_target
 from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import open_stage
@@ -28,10 +29,12 @@ from toolkit.convert.cache_gate import measure_cache
 from toolkit.convert.options import Packing
 from toolkit.convert.targets import Bits, Target, choose_target
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.mtp import Mtp
 from toolkit.models.registry import load_spec
-from toolkit.models.spec import DecoderSpec, StoredTensor
+from toolkit.models.spec import DecoderSpec, MtpSpec, StoredTensor
 from toolkit.runners.native.library import explain_mapped_faults
-from toolkit.runners.native.packing.artifact import CPU_TARGET
+from toolkit.runners.native.packing.artifact import CPU_TARGET, arrays_of
+from toolkit.runners.native.packing.mtp import pack_mtp
 from toolkit.runners.native.rank_files import write_rank_files
 from toolkit.runners.native.share import unsupported
 from toolkit.runners.native.towers.tower import uncovered
@@ -96,9 +99,10 @@ def convert(
     check_load_format(load_format, path, (checkpoint.quantization or {}).get("quant_method"))
     spec, stored = load_spec(checkpoint)
     validate_checkpoint(checkpoint, stored)
-    if others := left_out(checkpoint, stored):
-        log.warning("%s", others)
     chosen = choose_target(options.target, spec)
+    mtp = mtp_or_none(checkpoint, (spec, stored)) if chosen.name == CPU_TARGET and options.tp == 1 else None
+    if others := left_out(checkpoint, stored, mtp):
+        log.warning("%s", others)
     asked = options.head_bits
     if spec.encoder is not None and chosen.head_bits is not None:
         asked = asked or 16  # no head is multiplied: rows of the embedding are looked up, at no cost of their own
@@ -129,7 +133,8 @@ def convert(
         weights: Iterable[tuple[str, Weight | Tensor]] = chain(cast, cache_scales(checkpoint, stored))
         order = tensor_names(checkpoint, stored) if load_format == "auto" else ()
         with checkpoint.reading_ahead(order):
-            params, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, bits)
+            further = None if mtp is None else (mtp.spec, _mtp_weights(checkpoint, mtp, options))
+            params, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, bits, further)
         write_adapters(stage.dir, adapters)
         quality = {}
         if chosen.name == CPU_TARGET and bits.head != 16 and spec.encoder is None:
@@ -178,15 +183,21 @@ def write_packed(
     weights: Iterable[tuple[str, Weight | Tensor]],
     target: Target,
     bits: Bits,
+    mtp: tuple[MtpSpec, Iterable[tuple[str, Weight | Tensor]]] | None = None,
 ) -> tuple[dict[str, dict], list[str]]:
-    """Write the files of an artifact but its manifest. Returns what its arrays mean, and a line for each kind of weight
+    """Write the files of an artifact but its manifest. ``mtp``: its layer for multi-token prediction and the weights of
+    that, for target cpu. Returns what its arrays mean, and a line for each kind of weight
     that takes more bits than it has. OSError passes through."""
     from toolkit.runners.native.packing.pack_model import gathered
 
     params: dict[str, dict] = {}
     notes: list[str] = []
     arrays = target.pack(spec, weights, params, bits, notes)
-    write_engine(directory, spec, arrays, target=target.name, params=params)
+    beside: tuple[MtpSpec, dict[str, dict]] | None = None
+    if mtp is not None:
+        beside = mtp[0], {}
+        arrays = chain(arrays, arrays_of(pack_mtp(*mtp, notes), beside[1]))
+    write_engine(directory, spec, arrays, target=target.name, params=params, mtp=beside)
     write_json_object(directory / "config.json", checkpoint.config)
     copy_side_files(checkpoint, directory)
     return params, gathered(notes)
@@ -236,6 +247,10 @@ def _read(
         yield name, found[name]
         if progress is not None:
             progress(i + 1, len(found))
+
+
+def _mtp_weights(checkpoint: Checkpoint, mtp: Mtp, options: Packing) -> Iterator[tuple[str, Weight | Tensor]]:
+    return _cast(_read(checkpoint, mtp.spec.layer, mtp.stored, options.load_format, None), options.dtype)
 
 
 def _cast(weights: Iterable[tuple[str, Weight | Tensor]], dtype: str) -> Iterator[tuple[str, Weight | Tensor]]:

@@ -164,6 +164,7 @@ def _open(entry: Path) -> Place | None:
 
 def _pack(path: Path, stamp: str, limit: float, tell: Callable[[str], None]) -> Place:
     from toolkit.artifacts.checkpoint import open_checkpoint
+    from toolkit.artifacts.mtp import mtp_or_none
     from toolkit.artifacts.weights import cache_scales, iter_canonical, tensor_names, validate_checkpoint
     from toolkit.convert.convert import write_packed
     from toolkit.convert.targets import Bits, choose_target
@@ -172,6 +173,7 @@ def _pack(path: Path, stamp: str, limit: float, tell: Callable[[str], None]) -> 
     spec, stored = registry.load_spec(checkpoint)
     validate_checkpoint(checkpoint, stored)
     chosen = choose_target("auto", spec)
+    mtp = mtp_or_none(checkpoint, (spec, stored))
     if chosen.name != TARGET:
         return path, None
     size = sum(file.stat().st_size for file in content_files(path))
@@ -193,7 +195,8 @@ def _pack(path: Path, stamp: str, limit: float, tell: Callable[[str], None]) -> 
                 weights = chain(iter_canonical(checkpoint, stored), cache_scales(checkpoint, stored))
                 with checkpoint.reading_ahead(tensor_names(checkpoint, stored)):
                     # as a runner packs in memory
-                    _, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, Bits())
+                    further = None if mtp is None else (mtp.spec, iter_canonical(checkpoint, mtp.stored))
+                    _, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, Bits(), further)
                 for note in notes:
                     tell(note)
                 stage.finish(boot=boot())

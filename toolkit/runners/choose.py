@@ -142,6 +142,7 @@ def _open_checkpoint(
     families: Sequence[Family],
 ) -> Opened:
     from toolkit.artifacts.checkpoint import open_checkpoint
+    from toolkit.artifacts.mtp import mtp_or_none
     from toolkit.artifacts.weights import left_out, validate_checkpoint
     from toolkit.models.registry import apply_overrides, load_spec
     from toolkit.models.towers import names_of_sight
@@ -154,7 +155,7 @@ def _open_checkpoint(
     config = apply_overrides(checkpoint.config, hf_overrides, rope_scaling_factor)
     spec, stored = load_spec(checkpoint, config, families)
     validate_checkpoint(checkpoint, stored)
-    if line := left_out(checkpoint, stored):
+    if line := left_out(checkpoint, stored, mtp_or_none(checkpoint, (spec, stored))):
         log.warning("%s", line)
     if blind:
         stored = [x for x in stored if not x.parts[0].name.startswith(names_of_sight(spec))]

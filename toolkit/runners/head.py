@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,18 +46,64 @@ class KeysValues:
 
 @dataclass(frozen=True)
 class Rows:
-    """``count`` rows, the next of a text whose keys and values are ``kept``."""
+    """``count`` rows, the next of a text of which the head has kept ``kept``."""
 
-    kept: KeysValues
+    kept: Any
     count: int
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Of each text's last row: what the next row is computed of besides its token, ``states`` [texts, hidden]; the
+    likeliest token in the model's vocabulary, and the head's own chance that it is right, [texts]."""
+
+    states: F32
+    tokens: I64
+    sure: NDArray[np.floating[Any]]
+
+
+class Reader(Protocol):
+    """What a draft head is. Of a text it keeps what ``open`` gives: ``first``, the number of its first row, ``length``,
+    its rows, which may be cut, and ``nbytes`` in memory of their own. Row i is of the state at place i - 1 and the
+    token at i."""
+
+    name: str  # of the method, in metrics
+    width: int  # of hidden states
+
+    def open(self, first: int) -> Any: ...
+
+    def grow(self, text: Any, count: int) -> bool:
+        """Make room for ``count`` rows more; False where there is none."""
+
+    def forget(self, text: Any) -> None:
+        """Nothing more comes."""
+
+    def fuse(self, states: F32) -> F32:
+        """[rows, layers, hidden] of the model's hidden states -> [rows, hidden]."""
+
+    def step(self, ids: I64, states: F32, rows: Sequence[Rows]) -> Drawn:
+        """Rows of texts one after another, for which there is room: of each the token that came, [rows], and the state
+        before it, fused or drawn, [rows, hidden]. Of each text's last row what comes next."""
+
+    def release(self) -> None:
+        """Give weights and cache back; no text is open."""
+
+    def wake(self) -> None:
+        """Undo ``release``."""
+
+    def close(self) -> None:
+        """Nothing is guessed any more."""
 
 
 class Head:
     """``weights``: by the names of ``HeadSpec.shapes``, float32; ``embed``: the embedding as it is stored, float32,
     float16 or the bits of bfloat16."""
 
+    name = "eagle3"
+
     def __init__(self, spec: HeadSpec, weights: Mapping[str, F32], embed: NDArray[Any], d2t: I64 | None) -> None:
         self.spec = spec
+        self.width = spec.hidden_size
         self._w = {name: w if w.ndim == 1 else np.ascontiguousarray(w.T) for name, w in weights.items()}
         self._embed = embed
         ids = np.arange(spec.draft_vocab_size)
@@ -67,6 +113,32 @@ class Head:
         self._qkv = np.concatenate(qkv, 1)
         gate_up = [self._w.pop(f"layers.0.mlp.{x}_proj.weight") for x in ("gate", "up")]
         self._gate_up = np.concatenate(gate_up, 1)
+
+    def open(self, first: int) -> KeysValues:
+        return KeysValues(self.spec, first)
+
+    def grow(self, text: KeysValues, count: int) -> bool:
+        return True
+
+    def forget(self, text: KeysValues) -> None:
+        """Its memory goes with it."""
+
+    def release(self) -> None:
+        """Its weights stay."""
+
+    def wake(self) -> None:
+        """Nothing is gone."""
+
+    def close(self) -> None:
+        """Nothing is held but memory."""
+
+    def step(self, ids: I64, states: F32, rows: Sequence[Rows]) -> Drawn:
+        """As ``run``; of each text's last row what comes next."""
+        hidden = self.run(ids, states, rows)[np.cumsum([r.count for r in rows]) - 1]
+        logits = self.logits(hidden)
+        best = logits.argmax(1)
+        top = logits[np.arange(len(best)), best]
+        return Drawn(hidden, self.ids[best], 1 / np.exp(logits - top[:, None]).sum(1))
 
     def fuse(self, states: F32) -> F32:
         """[rows, fused, hidden] of the model's hidden states → [rows, hidden]."""
@@ -78,7 +150,7 @@ class Head:
             flat = self._rms(flat, "input_norm.weight")
         return flat @ w["fc.weight"]
 
-    def run(self, ids: I64, hidden: F32, rows: list[Rows]) -> F32:
+    def run(self, ids: I64, hidden: F32, rows: Sequence[Rows]) -> F32:
         """Rows of texts one after another: of each the token that came, [rows], and the hidden state before it, fused
         or this head's own, [rows, hidden]. Their keys and values are kept. Returns hidden states [rows, hidden]."""
         s = self.spec
@@ -95,7 +167,7 @@ class Head:
         x = hidden if self.spec.norm_output else self._rms(hidden, "norm.weight")
         return x @ self._w["lm_head.weight"]
 
-    def _attend(self, x: F32, rows: list[Rows]) -> F32:
+    def _attend(self, x: F32, rows: Sequence[Rows]) -> F32:
         s = self.spec
         q, k, v = np.split((x @ self._qkv).reshape(len(x), -1, s.head_dim), [s.heads, s.heads + s.kv_heads], 1)
         if s.qk_norm:

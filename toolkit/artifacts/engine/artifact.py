@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo, map_arrays
 from toolkit.errors import UsageError
-from toolkit.models.spec import DecoderSpec
+from toolkit.models.spec import DecoderSpec, MtpSpec
 
 ENGINE_JSON = "engine.json"
 ENGINE_ARRAYS = "engine.safetensors"
@@ -32,6 +32,7 @@ def rank_file(rank: int, ranks: int) -> str:
 class EngineArtifact:
     """An open artifact. ``params``: canonical name → {"form", …}, what its arrays mean (see the target's packer).
 
+    ``mtp``: its layer for multi-token prediction, whose arrays are among the others, and ``mtp_params`` what they mean.
     ``ranks``: for how many ranks it is packed, 1: its arrays are the whole model, in one file. Else each rank has a
     file, ``tiles`` say of each rank what of matrices is in it, and ``rank`` whose is opened here, None: no one's.
     """
@@ -44,6 +45,8 @@ class EngineArtifact:
     ranks: int = 1
     rank: int | None = None
     tiles: tuple[Tiles, ...] = field(default=())
+    mtp: MtpSpec | None = None
+    mtp_params: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def array_file(self) -> Path:

@@ -1,6 +1,7 @@
 """The engine artifact: a spec as JSON and weights packed for one target, in a file that a runner maps.
 
-    engine.json          schema_version, target, spec, params: name → how its arrays make a weight
+    engine.json          schema_version, target, spec, params: name → how its arrays make a weight; mtp: spec and params
+                         of the layer for multi-token prediction, where the model has one
     engine.safetensors   the arrays, each at a page border; packed for N ranks, rank-R-of-N.safetensors instead
     manifest.json, tokenizer files, config.json, generation_config.json, chat template
 
@@ -27,7 +28,7 @@ from toolkit.artifacts.json_file import read_json_object, write_json_object
 from toolkit.artifacts.manifest import Manifest, check_tensors, file_digest, require_kind
 from toolkit.artifacts.weight_files.safetensors_file import read_header, write_arrays
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.spec import DecoderSpec
+from toolkit.models.spec import DecoderSpec, MtpSpec
 
 
 def write_engine(
@@ -37,14 +38,15 @@ def write_engine(
     *,
     target: str,
     params: Mapping[str, dict[str, Any]],
+    mtp: tuple[MtpSpec, Mapping[str, dict[str, Any]]] | None = None,
 ) -> None:
     """Write engine.safetensors and engine.json to ``directory`` (a stage's).
 
     ``arrays``: a stream as ``write_arrays`` takes it; ``params`` is read after it, so the packer that makes the stream
-    may fill it on the way. OSError passes through.
+    may fill it on the way, and so are the params of ``mtp``. OSError passes through.
     """
     write_arrays(directory / ENGINE_ARRAYS, arrays, {"format": "toolkit-engine", "target": target})
-    describe_engine(directory, spec, target, params)
+    describe_engine(directory, spec, target, params, mtp=mtp)
 
 
 def describe_engine(
@@ -53,10 +55,12 @@ def describe_engine(
     target: str,
     params: Mapping[str, dict[str, Any]],
     tiles: Sequence[Tiles] = (),
+    mtp: tuple[MtpSpec, Mapping[str, dict[str, Any]]] | None = None,
 ) -> None:
     """Write engine.json. ``tiles``: of each rank, where each has a file."""
     data = {"schema_version": ENGINE_SCHEMA, "target": target, "spec": spec.to_json(), "params": dict(params)}
     data |= {"ranks": [dict(one) for one in tiles]} if tiles else {}
+    data |= {"mtp": {"spec": mtp[0].to_json(), "params": dict(mtp[1])}} if mtp is not None else {}
     write_json_object(directory / ENGINE_JSON, data)
 
 
@@ -83,6 +87,7 @@ def open_engine(path: Path, rank: tuple[int, int] | None = None) -> EngineArtifa
         spec = DecoderSpec.from_json(data.get("spec") or {})
     except (ValueError, TypeError) as error:
         raise ToolkitError(f"{json_path}: spec: {error}; convert the model again") from error
+    mtp, mtp_params = _mtp(data.get("mtp"), json_path)
     tiles = _tiles(data.get("ranks", []), json_path)
     if tiles and rank is not None and rank[1] != len(tiles):
         raise UsageError(
@@ -90,7 +95,7 @@ def open_engine(path: Path, rank: tuple[int, int] | None = None) -> EngineArtifa
             f"the model again with --tp {rank[1]} (without --tp any number of ranks can cut it)"
         )
     whose = rank[0] if tiles and rank is not None else None
-    artifact = EngineArtifact(path, spec, target, params, {}, max(len(tiles), 1), whose, tiles)
+    artifact = EngineArtifact(path, spec, target, params, {}, max(len(tiles), 1), whose, tiles, mtp, mtp_params)
     alone = whose is None and bool(tiles)  # described: no file of arrays is asked for
     artifact = artifact if alone else replace(artifact, infos=read_header(artifact.array_file))
     if target == TORCH_TARGET:
@@ -99,6 +104,17 @@ def open_engine(path: Path, rank: tuple[int, int] | None = None) -> EngineArtifa
     if manifest is not None:
         check_tensors(path, manifest, None if whose is None else artifact.array_file.name)
     return artifact
+
+
+def _mtp(found: Any, json_path: Path) -> tuple[MtpSpec | None, dict[str, dict[str, Any]]]:
+    if found is None:
+        return None, {}
+    if not isinstance(found, dict) or not isinstance(found.get("params"), dict):
+        raise ToolkitError(f"{json_path}: mtp: expected spec and params; convert the model again")
+    try:
+        return MtpSpec.from_json(found.get("spec") or {}), found["params"]
+    except (ValueError, TypeError) as error:
+        raise ToolkitError(f"{json_path}: mtp: {error}; convert the model again") from error
 
 
 def _tiles(found: Any, json_path: Path) -> tuple[Tiles, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,7 @@ class Draft:
     ``propose`` is. ``aux_layers``: of the model whose inputs come back from every step, for ``observe``. One engine's
     thread owns a draft."""
 
-    name: ClassVar[str]
+    name: str
     costs: bool = False
     aux_layers: tuple[int, ...] = ()
 

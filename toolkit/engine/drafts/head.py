@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,20 +19,21 @@ from toolkit.engine.drafts.draft import NO_GUESS, Draft, Guess, Outlook
 from toolkit.engine.drafts.odds import ANY, Odds, Users, compare, sureness
 from toolkit.engine.sequence import Sequence
 from toolkit.engine.step_builder import Step
-from toolkit.runners.head import F32, Head, KeysValues, Rows
+from toolkit.runners.head import F32, Drawn, Reader, Rows
 from toolkit.runners.step import StepOutput
 
 ROOM = 1 << 30  # bytes of states, keys and values of all requests; those that it holds no more for get no guesses
 _FIRST = (0.1, 0.15, 0.25, 0.35, 0.45, 0.5, 0.6, 0.7, 0.75, 0.85, 0.9, 0.5)  # what is thought before; last of any
+READ = 4  # rows of a request, up to which a step takes as long as one with a row each: what is more is a prompt
 _LEAST = 0.1  # chance that a guess is right so far, below which it goes no further
 
 
 @dataclass
 class Follower:
-    """What is kept of a request: keys and values of rows, and behind them the fused states of further ones. Row i is of
-    the state at place i − 1 and the token at i. ``known``: tokens when the last guess, ``guessed``, was made."""
+    """What is kept of a request: ``kept``, the head's, of rows, and behind them the fused states of further ones.
+    ``known``: tokens when the last guess, ``guessed``, was made."""
 
-    kept: KeysValues
+    kept: Any
     odds: Odds
     states: list[F32] = field(default_factory=list)  # [rows, hidden] each
     rows: int = 0  # of all of them
@@ -42,20 +44,20 @@ class Follower:
     @property
     def end(self) -> int:
         """The place whose state is to come next."""
-        return self.kept.first - 1 + self.kept.length + self.rows
+        return int(self.kept.first) - 1 + int(self.kept.length) + self.rows
 
     def nbytes(self, width: int) -> int:
         """Of its keys, values and states, which have ``width`` numbers."""
-        return self.kept.nbytes + 4 * width * self.rows
+        return int(self.kept.nbytes) + 4 * width * self.rows
 
 
 class DraftHead(Draft):
     """``layers``: whose inputs it reads, as ``StepBatch.aux_layers``; ``longest``: tokens of a text, at most."""
 
-    name = "eagle3"
     costs = True
 
-    def __init__(self, head: Head, layers: tuple[int, ...], longest: int, room: int = ROOM) -> None:
+    def __init__(self, head: Reader, layers: tuple[int, ...], longest: int, room: int = ROOM) -> None:
+        self.name = head.name
         self.head, self.aux_layers = head, layers
         self.cost = StepCost()
         self._longest, self._room = longest, room
@@ -82,11 +84,12 @@ class DraftHead(Draft):
     def _keep(self, seq: Sequence, start: int, states: F32) -> None:
         follower = self._followers.get(seq)
         if start >= self._longest:  # no guess is asked for any more
-            self._followers.pop(seq, None)
+            self.forget(seq)
             return
         if follower is None or start > follower.end:  # a prefix from the cache, whose states nobody has
             odds = Odds(above=self._users.of(seq.request.whose.user)) if follower is None else follower.odds
-            follower = self._followers[seq] = Follower(KeysValues(self.head.spec, start + 1), odds)
+            self.forget(seq)
+            follower = self._followers[seq] = Follower(self.head.open(start + 1), odds)
         new = states[follower.end - start :]
         if len(new):
             follower.states.append(self.head.fuse(new))
@@ -104,7 +107,7 @@ class DraftHead(Draft):
 
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
         """Its likeliest tokens, one after another for all requests together."""
-        going = [(seq, f, most) for seq, most in asked if (f := self._ready(seq)) is not None]
+        going = [(seq, f, most) for seq, most in asked if (f := self._ready(seq, most)) is not None]
         found = {seq: Guess([], []) for seq, _, _ in going}
         if going:
             self._draw(going, found)
@@ -112,14 +115,26 @@ class DraftHead(Draft):
 
     def rest(self) -> None:
         """No request runs."""
-        self._followers.clear()
+        for seq in list(self._followers):
+            self.forget(seq)
+        self.head.release()
+
+    def wake(self) -> None:
+        """Load what was given back."""
+        self.head.wake()
+
+    def close(self) -> None:
+        """Free the head."""
+        self.head.close()
 
     def forget(self, seq: Sequence) -> None:
         """Nothing more comes."""
-        self._followers.pop(seq, None)
+        if (follower := self._followers.pop(seq, None)) is not None:
+            self.head.forget(follower.kept)
 
-    def _ready(self, seq: Sequence) -> Follower | None:
-        """What there is of a request all of whose states but its last token's are there."""
+    def _ready(self, seq: Sequence, most: int) -> Follower | None:
+        """What there is of a request all of whose states but its last token's are there, with room for a guess of
+        ``most`` tokens."""
         follower = self._followers.get(seq)
         if follower is None:
             return None
@@ -127,9 +142,9 @@ class DraftHead(Draft):
         follower.guessed, follower.sure = [], []
         if follower.end != seq.known - 1 or seq.known >= self._longest or not follower.states:
             return None
-        width = self.head.spec.hidden_size
-        if sum(f.nbytes(width) for f in self._followers.values()) > self._room:
-            del self._followers[seq]
+        full = sum(f.nbytes(self.head.width) for f in self._followers.values()) > self._room
+        if full or not self.head.grow(follower.kept, follower.rows + most):
+            self.forget(seq)
             return None
         return follower
 
@@ -142,38 +157,34 @@ class DraftHead(Draft):
             states.append(new)
             rows.append(Rows(follower.kept, len(new)))
             follower.states, follower.rows, follower.known = [], 0, seq.known
-        hidden = self.head.run(np.concatenate(ids), np.concatenate(states), rows)
-        hidden = hidden[np.cumsum([r.count for r in rows]) - 1]
+        drawn = self._step(np.concatenate(ids), np.concatenate(states), rows)
         whole = {seq: follower.kept.length for seq, follower, _ in going}
         everyone = going
         while going:
-            started, count = time.perf_counter(), len(going)
-            drawn = self._take(going, hidden, found)
+            self._take(going, drawn, found)
             on = [i for i, (seq, _, most) in enumerate(going) if self._goes_on(found[seq], most)]
             going = [going[i] for i in on]
             if going:
-                ids_next = np.array([drawn[i] for i in on], np.int64)
-                hidden = self.head.run(ids_next, hidden[on], [Rows(f.kept, 1) for _, f, _ in going])
-            self.cost.note(count, time.perf_counter() - started)
+                drawn = self._step(drawn.tokens[on], drawn.states[on], [Rows(f.kept, 1) for _, f, _ in going])
         for seq, follower, _ in everyone:
             follower.kept.length = whole[seq]
 
-    def _take(
-        self, going: list[tuple[Sequence, Follower, int]], hidden: F32, found: dict[Sequence, Guess]
-    ) -> NDArray[np.int64]:
+    def _step(self, ids: NDArray[np.int64], states: F32, rows: list[Rows]) -> Drawn:
+        started = time.perf_counter()
+        drawn = self.head.step(ids, states, rows)
+        if len(ids) <= READ * len(rows):
+            self.cost.note(len(rows), time.perf_counter() - started)
+        return drawn
+
+    @staticmethod
+    def _take(going: list[tuple[Sequence, Follower, int]], drawn: Drawn, found: dict[Sequence, Guess]) -> None:
         """A token more for each, in the model's vocabulary."""
-        logits = self.head.logits(hidden)
-        best = logits.argmax(1)
-        top = logits[np.arange(len(best)), best]
-        sure = 1 / np.exp(logits - top[:, None]).sum(1)
-        drawn = self.head.ids[best]
-        for (seq, follower, _), token, own in zip(going, drawn.tolist(), sure.tolist(), strict=True):
+        for (seq, follower, _), token, own in zip(going, drawn.tokens.tolist(), drawn.sure.tolist(), strict=True):
             kind = sureness(own)
             found[seq].tokens.append(token)
             found[seq].chances.append(follower.odds.of(kind))
             follower.guessed.append(token)
             follower.sure.append(kind)
-        return drawn
 
     @staticmethod
     def _goes_on(guess: Guess, most: int) -> bool:

@@ -81,6 +81,36 @@ def _named() -> Iterator[None]:
         raise type(e)(f"{FLAG}: {e}") from e
 
 
+def plan_beside(
+    mine: MemoryNeed, own: Seq[CacheGroup], need: MemoryNeed, groups: Seq[CacheGroup], share_out: ShareOut,
+    names: tuple[str, str, str], states: int = 0,
+) -> tuple[MemoryPlan, tuple[int, ...]]:  # fmt: skip
+    """How memory is shared out among a target that needs ``need`` and what guesses for it, ``mine``, with a cache of
+    its ``own`` groups and ``states`` bytes of hidden states; and the blocks of that cache. ``names``: how errors begin,
+    what the plan calls it, and what it says of it. Raises ToolkitError."""
+    both = replace(
+        need,
+        weights=need.weights + mine.weights + states,
+        activations_per_token=need.activations_per_token + mine.activations_per_token,
+        block_bytes=(*need.block_bytes, *mine.block_bytes),
+    )
+    begin, name, told = names
+    try:
+        plan = share_out(both, (*groups, *own))
+    except ToolkitError as e:
+        share_out(need, groups)  # without it there is not enough either: then it is not about it
+        raise ToolkitError(f"{begin} (weights {show_bytes(mine.weights)}) and its KV cache: {e}") from e
+    blocks = plan.num_blocks[len(groups) :]
+    cache = sum(n * size for n, size in zip(blocks, mine.block_bytes, strict=True))
+    taken = {"weights": mine.weights + states, "KV cache": cache}
+    rows = [(what, size - taken.get(what, 0), about) for what, size, about in plan.rows]
+    counts = "/".join(map(str, blocks))
+    rows.append((name, mine.weights, told))
+    rows.append(("its KV cache", cache, f"{counts} blocks of {plan.block_size} tokens"))
+    rows += [("its states", states, "at most")] if states else []
+    return replace(plan, num_blocks=plan.num_blocks[: len(groups)], rows=tuple(rows)), blocks
+
+
 @dataclass
 class OpenDraft:
     """A draft model that is not loaded yet. ``blocks``: of its cache, once they are planned."""
@@ -92,27 +122,10 @@ class OpenDraft:
 
     def plan(self, need: MemoryNeed, groups: Seq[CacheGroup], share_out: ShareOut) -> MemoryPlan:
         """How memory is shared out among a target that needs ``need`` and this. Raises ToolkitError."""
-        mine = self.runner.memory()
-        both = replace(
-            need,
-            weights=need.weights + mine.weights,
-            activations_per_token=need.activations_per_token + mine.activations_per_token,
-            block_bytes=(*need.block_bytes, *mine.block_bytes),
-        )
-        try:
-            plan = share_out(both, (*groups, *self.runner.spec.cache_groups))
-        except ToolkitError as e:
-            share_out(need, groups)  # without it there is not enough either: then it is not about it
-            size = show_bytes(mine.weights)
-            raise ToolkitError(f"{FLAG}: no room for {self.path} (weights {size}) and its KV cache: {e}") from e
-        self.blocks = plan.num_blocks[len(groups) :]
-        cache = sum(n * size for n, size in zip(self.blocks, mine.block_bytes, strict=True))
-        taken = {"weights": mine.weights, "KV cache": cache}
-        rows = [(what, size - taken.get(what, 0), told) for what, size, told in plan.rows]
-        counts = "/".join(map(str, self.blocks))
-        rows.append(("draft model", mine.weights, str(self.path)))
-        rows.append(("its KV cache", cache, f"{counts} blocks of {plan.block_size} tokens"))
-        return replace(plan, num_blocks=plan.num_blocks[: len(groups)], rows=tuple(rows))
+        mine, own = self.runner.memory(), self.runner.spec.cache_groups
+        name = f"{FLAG}: no room for {self.path}"
+        plan, self.blocks = plan_beside(mine, own, need, groups, share_out, (name, "draft model", str(self.path)))
+        return plan
 
     @property
     def told(self) -> str:

@@ -10,6 +10,7 @@ from toolkit.configs.engine import EngineConfig, PytorchEngineConfig
 from toolkit.engine.load.draft import OpenDraft
 from toolkit.engine.load.head import OpenHead
 from toolkit.engine.load.memory_plan import MemoryPlan, Wishes, plan
+from toolkit.engine.load.mtp import OpenMtp
 from toolkit.engine.load.setup import Setup
 from toolkit.engine.options import EngineOptions
 from toolkit.errors import ToolkitError, UsageError
@@ -19,7 +20,7 @@ from toolkit.models.vision import VisionSpec
 from toolkit.runners.base import Runner
 
 
-def share_out(setup: Setup, runner: Runner, draft: OpenDraft | OpenHead | None) -> MemoryPlan:
+def share_out(setup: Setup, runner: Runner, draft: OpenDraft | OpenHead | OpenMtp | None) -> MemoryPlan:
     """How memory is shared out. Raises UsageError for blocks that do not fill the cache's, ToolkitError where a picture
     that is computed whole does not fit."""
     config, spec = setup.config, runner.spec

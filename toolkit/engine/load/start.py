@@ -12,11 +12,12 @@ from toolkit.base import extras
 from toolkit.engine.core import EngineCore
 from toolkit.engine.drafts.draft import Draft
 from toolkit.engine.load import ranks
-from toolkit.engine.load.draft import DraftFiles, OpenDraft, means_head, open_draft
+from toolkit.engine.load.draft import OpenDraft, means_head, open_draft
 from toolkit.engine.load.head import OpenHead, open_head
 from toolkit.engine.load.kept import adapter_digests, open_shelf
 from toolkit.engine.load.memory_plan import MemoryPlan
 from toolkit.engine.load.moving import open_moving
+from toolkit.engine.load.mtp import OpenMtp, open_mtp_layer
 from toolkit.engine.load.runner import new_weights, open_for, to_split
 from toolkit.engine.load.setup import Facts, Progress, Setup
 from toolkit.engine.load.share_out import share_out
@@ -24,6 +25,7 @@ from toolkit.engine.load.verify import verify_tensors
 from toolkit.engine.options import EngineOptions
 from toolkit.errors import ToolkitError
 from toolkit.models.positions import stretched_from
+from toolkit.models.registry import from_files
 from toolkit.runners.base import Runner, RunnerError
 
 if TYPE_CHECKING:
@@ -51,11 +53,16 @@ def _start(
     read = partial(new_weights, setup, runner.spec)
     drafts: list[Draft] = []
     try:
-        draft: OpenDraft | OpenHead | None = None
-        if setup.draft is not None:
-            draft = _open_draft(setup, setup.draft, runner)
+        draft = _open_draft(setup, runner)
+        if draft is not None:
             opened.callback(draft.close)
-        memory = share_out(setup, runner, draft)
+        try:
+            memory = share_out(setup, runner, draft)
+        except ToolkitError as e:
+            if not isinstance(draft, OpenMtp) or draft.asked:
+                raise
+            progress(f"{e}; the model runs without it")
+            draft, memory = None, share_out(setup, runner, None)
         for notice in memory.notices:
             progress(notice)
         trained = stretched_from(runner.spec)
@@ -121,7 +128,11 @@ def lend(setup: Setup, progress: Progress) -> None:
     serve(to_split(setup), layout, nodes, progress)
 
 
-def _open_draft(setup: Setup, files: DraftFiles, runner: Runner) -> OpenDraft | OpenHead:
+def _open_draft(setup: Setup, runner: Runner) -> OpenDraft | OpenHead | OpenMtp | None:
+    files = setup.draft
+    if files is None:
+        families = from_files(getattr(setup.config, "family_files", ()))
+        return open_mtp_layer(setup.path, setup.config, runner, families)
     if means_head(setup.config, files.path):
         return open_head(files.path, runner)
     return open_draft(files, runner, setup.tokenizer_dir, setup.config, setup.backend)

@@ -22,6 +22,7 @@ from toolkit.models.spec.mamba import MambaSpec
 from toolkit.models.spec.mixer import Rotary
 from toolkit.models.spec.mlp import MlpSpec
 from toolkit.models.spec.moe import MoeSpec
+from toolkit.models.spec.mtp import MtpSpec
 from toolkit.models.spec.parts import Activation, AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec, Spread
 from toolkit.models.spec.share import Cut, Share, Unit, Units, portion
 from toolkit.models.spec.short_conv import ConvSpec, ShortConvSpec
@@ -51,6 +52,7 @@ __all__ = [
     "Mixer",
     "MlpSpec",
     "MoeSpec",
+    "MtpSpec",
     "NormSpec",
     "Paged",
     "Part",

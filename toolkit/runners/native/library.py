@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 27  # tk_version of api.cpp, which says when both are raised
+VERSION = 28  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -181,6 +181,7 @@ def load(path: Path) -> ctypes.CDLL:
     lib.tk_adapter_put.restype = c_int
     lib.tk_adapter_drop.argtypes, lib.tk_adapter_drop.restype = [c_void_p, c_int64], None
     lib.tk_step.argtypes = [c_void_p, POINTER(StepArrays), POINTER(StepResults)]
+    lib.tk_embed.argtypes, lib.tk_embed.restype = [c_void_p, c_void_p, c_int64, c_void_p], c_int
     lib.tk_pack.argtypes = [POINTER(TensorRecord), c_void_p, POINTER(PackSource), c_int64]
     lib.tk_pack_file.argtypes = [POINTER(TensorRecord), c_int, c_int64, POINTER(PackSource), c_int64]
     lib.tk_profile_print.argtypes, lib.tk_profile_print.restype = [c_void_p], None

@@ -85,8 +85,9 @@ class NativeRunner:
     """Executes a spec on the CPU; implements ``toolkit.runners.base.Runner``.
 
     ``weights``: called at every load; either packed (``Mapping[str, PackedTensor]``, used where it lies) or canonical
-    (then packed in memory, which imports torch). ``changes``: reads the adapter in a directory. Raises UsageError for
-    an option that cannot be.
+    (then packed in memory, which imports torch). ``changes``: reads the adapter in a directory. ``lender``: of the
+    model whose embedding and head this one's are; its weights are loaded first. Raises UsageError for an option that
+    cannot be.
     """
 
     name = "native"
@@ -102,6 +103,7 @@ class NativeRunner:
         dtype: str | None = None,
         share: Share = ALONE,
         changes: Callable[[Path], Mapping[str, Change]] | None = None,
+        lender: NativeRunner | None = None,
     ) -> None:
         if options.quant_policy not in QUANT_POLICIES:
             raise UsageError(f"quant_policy: expected {QUANT_POLICIES_TOLD}, found {options.quant_policy!r}")
@@ -123,7 +125,7 @@ class NativeRunner:
         self._program: Program | None = None  # holds the tensors that the model points into
         self._weight_bytes = 0
         self._encoder: NativeEncoder | TorchEncoder | None = None
-        self._changes = changes
+        self._changes, self._lender = changes, lender
         self._adapter_paths = {i: Path(path) for i, (_, path) in enumerate(options.adapters)}
         self._shelf = Shelf(self._read_adapter, self._put_adapter, self._drop_adapter, options.adapter_memory)
 
@@ -142,12 +144,13 @@ class NativeRunner:
 
     def _estimate_weights(self) -> int:
         packed = self._outlines(self._weights())
+        lent = () if self._lender is None else (self.spec.embed, self.spec.head)
         parts = Parts(self.spec, packed, self.share)
-        return sum(parts.bytes_of(name, packed[name]) for name in packed)
+        return sum(parts.bytes_of(name, packed[name]) for name in packed if name not in lent)
 
     def _outlines(self, found: Mapping[str, Any]) -> Mapping[str, PackedTensor]:
         """What the weights are or will be packed to, without their bytes."""
-        if isinstance(info_of(found, self.spec.embed), PackedTensor):
+        if _are_packed(found):
             return found
         from toolkit.runners.native.packing.pack_model import outlines
 
@@ -252,8 +255,9 @@ class NativeRunner:
 
     def _packed(self) -> Mapping[str, PackedTensor]:
         found: Mapping[str, Any] = self._weights()
-        if isinstance(info_of(found, self.spec.embed), PackedTensor):
-            return found
+        lent = {} if self._lender is None else self._lender.lent()
+        if _are_packed(found):
+            return {**found, **lent} if lent else found
         from toolkit.runners.native.packing.pack_model import gathered, pack_model
 
         notes: list[str] = []
@@ -264,7 +268,18 @@ class NativeRunner:
             made = pack_model(self.spec, language, None, notes)
             packed = {name: parts.kept(name, tensor.in_memory()) for name, tensor in made}
         self.notes = gathered(notes)
-        return packed
+        return packed | lent
+
+    def lent(self) -> dict[str, PackedTensor]:
+        """Embedding and head, as they are loaded, by their names."""
+        program = self._program
+        if program is None:
+            raise RunnerError("the runner has no weights; call load_weights first")
+        at = dict(zip(program.names, program.values, strict=True))
+        return {
+            name: program.tensors[int(at[matrix])]
+            for name, matrix in ((self.spec.embed, "embed.matrix"), (self.spec.head, "head.matrix"))
+        }
 
     def use_weights(self, weights: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
         """What ``load_weights`` is to load from now on; returns what it would have loaded."""
@@ -375,6 +390,13 @@ class NativeRunner:
             output.routes = by_layer(output.routes, self.spec)
         return output
 
+    def embed(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """The embeddings of tokens, [len(ids), hidden]; no step runs. RunnerError for one that does not exist."""
+        ids = np.ascontiguousarray(ids, np.int32)
+        rows = np.empty((len(ids), self.spec.hidden_size), np.float32)
+        self._check(self._library.tk_embed(self._loaded(), ids.ctypes.data, len(ids), rows.ctypes.data))
+        return rows
+
     # -- one of several ranks
 
     def meetings(self) -> int:
@@ -438,6 +460,10 @@ def kept_bytes(kept: Paged | Latent, policy: int, dtype: str) -> int:
     keys, values = {0: (plain, plain), 84: (8, 4), 4: (6, 4), 44: (4, 4)}.get(policy, (policy, policy))
     sides = (keys, values) if kept.kind == "paged" else (values,)
     return kept.heads * sum(width * bits // 8 + (4 if policy else 0) for bits in sides)
+
+
+def _are_packed(found: Mapping[str, Any]) -> bool:
+    return isinstance(info_of(found, next(iter(found))), PackedTensor)
 
 
 def _fail(error: Exception) -> StepOutput:

@@ -49,10 +49,16 @@ def pack_cpu(
     notes: list[str] | None = None,
 ) -> Arrays:
     """The arrays of an artifact, one parameter at a time; fills ``params``. Bits: see ``pack.pack_model``."""
-    from toolkit.runners.native.packing.pack import Unpacked
     from toolkit.runners.native.packing.pack_model import pack_model
 
-    for name, packed in pack_model(spec, weights, head_bits, [] if notes is None else notes, vision_bits):
+    return arrays_of(pack_model(spec, weights, head_bits, [] if notes is None else notes, vision_bits), params)
+
+
+def arrays_of(packed_ones: Iterable[tuple[str, PackedTensor]], params: dict[str, dict[str, Any]]) -> Arrays:
+    """The arrays of packed parameters as they come; fills ``params``."""
+    from toolkit.runners.native.packing.pack import Unpacked
+
+    for name, packed in packed_ones:
         params[name] = _describe(packed.meta)
         yield name, packed if isinstance(packed, Unpacked) else packed.data, None
         if packed.perm is not None:

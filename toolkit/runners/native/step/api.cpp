@@ -8,6 +8,7 @@
 #include <exception>
 #include <new>
 #include <string>
+#include <vector>
 
 #include "step/model.h"
 #include "packing/pack_tiles.h"
@@ -70,7 +71,7 @@ tk::Group& group_of(tk::Model* m, int64_t group, int64_t block) {
 
 // Of all that passes here: functions, structures, the program's record, how tensors are packed. VERSION in library.py says
 // the same; raise both when any of it changes, so that neither side reads the other's as its own.
-TK_EXPORT int tk_version() { return 27; }
+TK_EXPORT int tk_version() { return 28; }
 
 TK_EXPORT const char* tk_error() { return message.c_str(); }
 
@@ -170,6 +171,20 @@ TK_EXPORT void tk_adapter_drop(tk::Model* model, int64_t slot) { model->adapters
 
 TK_EXPORT int tk_step(tk::Model* model, const tk::StepArrays* in, const tk::StepResults* out) {
     return guarded([&] { model->step(*in, *out); });
+}
+
+// The embeddings of `count` tokens, [count, hidden].
+TK_EXPORT int tk_embed(tk::Model* model, const int32_t* ids, int64_t count, float* to) {
+    return guarded([&] {
+        const tk::Program& p = model->program;
+        std::vector<float> row(size_t(p.hidden) + 64);  // kernels write whole registers
+        for (int64_t i = 0; i < count; i++) {
+            if (ids[i] < 0 || ids[i] >= p.vocab) throw tk::Error("tk_embed: token " + std::to_string(ids[i]) + " does not exist");
+            model->ops->matrix_row(p.embed.w, ids[i], p.embed_scale, row.data());
+            if (p.embed.turned) model->ops->hadamard(row.data(), p.hidden);
+            std::memcpy(to + i * p.hidden, row.data(), size_t(p.hidden) * sizeof(float));
+        }
+    });
 }
 
 // As for a model. TOOLKIT_NATIVE_PROFILE=1: it prints its profile when it is freed.

@@ -1,0 +1,170 @@
+"""Layers for multi-token prediction: guesses are those of the layer as it is defined, and change no answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.engine.files import open_engine
+from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.configs.speculative import Speculation
+from toolkit.convert.convert import convert
+from toolkit.engine.core import EngineCore
+from toolkit.engine.drafts.draft import Guess
+from toolkit.engine.load.mtp import open_mtp_layer
+from toolkit.engine.options import EngineOptions
+from toolkit.engine.request import EngineRequest, SamplingParams
+from toolkit.engine.sequence import Sequence
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.runners.base import RunnerOptions
+from toolkit.runners.choose import open_runner
+from toolkit.runners.native import library
+
+pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library is not here")
+FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text")
+PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 40, 100)]
+BLOCKS = 60
+Made = list[tuple[list[int], list[int]]]
+
+
+@pytest.fixture(scope="module")
+def mtp(support: Any) -> Any:
+    return support("mtp")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def models(request: Any, mtp: Any, tiny_models: Any, tmp_path_factory: Any) -> tuple[Path, Path]:
+    """A checkpoint whose layer is random, and one whose layer is right."""
+    plain, base = tiny_models(request.param, **mtp.CONFIGS[request.param]), tmp_path_factory.mktemp("mtp")
+    return mtp.add_mtp(plain, base / "random"), mtp.add_mtp(plain, base / "right", right=True)
+
+
+def answers_of(path: Path, guess: bool, made: Made | None = None, **options: Any) -> tuple[dict[str, list[int]], int]:
+    """What requests are answered, and of guesses how many tokens came true. ``made``: gets texts and guesses."""
+    runner, _ = open_runner(path, backend="turbomind", options=RunnerOptions(dtype="float32", threads=1))
+    config = TurbomindEngineConfig(speculative_algorithm="mtp" if guess else None)
+    layer = open_mtp_layer(path, config, runner, ()) if guess else None
+    runner.load_weights()
+    groups = len(runner.spec.cache_groups)
+    blocks, layer_blocks = (options.pop("blocks", BLOCKS),) * groups, options.pop("layer_blocks", BLOCKS)
+    runner.allocate_cache(blocks)
+    words = {"session_len": 300, "max_batch_size": 4, "max_prefill_token_num": 64, "num_blocks": blocks} | options
+    limits = EngineOptions(**words, speculation=Speculation(most=5, always=True, shared="off") if guess else None)
+    drafts = []
+    if layer is not None:
+        layer.blocks = (layer_blocks,)
+        drafts.append(layer.load(type("Plan", (), {"session_len": 300})))  # type: ignore[arg-type]
+    core = EngineCore(runner, limits, None, drafts=drafts)
+    if drafts:
+        core.speculator.drafts = list(drafts)  # type: ignore[union-attr]
+        noted, propose = made if made is not None else [], drafts[0].propose
+
+        def note(asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
+            found = propose(asked)
+            noted.extend((s.tokens[: s.known].tolist(), g.tokens) for (s, _), g in zip(asked, found, strict=True))
+            return found
+
+        drafts[0].propose = note  # type: ignore[method-assign]
+    for i, prompt in enumerate(PROMPTS):
+        core.add(EngineRequest(str(i), prompt, SamplingParams(40, temperature=0.7 * (i % 2), seed=i)))
+    found: dict[str, list[int]] = {}
+    while core.has_work:
+        for output in core.step():
+            assert output.error is None
+            found.setdefault(output.id, []).extend(output.token_ids)
+    core.check_integrity()
+    accepted = 0 if not drafts else core.stats()["spec_accepted_tokens"]
+    left = drafts and core.speculator.drafts  # type: ignore[union-attr]
+    assert not drafts or left, "it failed"
+    core.close()
+    return found, accepted
+
+
+@pytest.mark.parametrize("chunk", [9, 64])
+def test_guesses_are_those_of_the_layer(models: tuple[Path, Path], chunk: int, mtp: Any, tmp_path: Path) -> None:
+    """By transformers' own layer, behind the join as it is written down; whatever was guessed before came true."""
+    made: Made = []
+    answers, _ = answers_of(models[0], True, made, max_prefill_token_num=chunk)
+    assert answers == answers_of(models[0], False)[0]
+    oracle = mtp.Oracle(models[0], tmp_path)
+    made = [one for one in made if one[1]]
+    assert len(made) > 40
+    tried = 0
+    for tokens, guess in made[:: len(made) // 20]:
+        for token, (right, margin) in zip(guess, oracle.guess(tokens, len(guess)), strict=True):
+            if margin < 0.02:
+                break
+            assert token == right
+            tried += 1
+    assert tried > 12
+
+
+@pytest.mark.parametrize("options", [{"blocks": 5}, {"max_batch_size": 1}, {"layer_blocks": 2}], ids=str)
+def test_answers_stay_what_they_are(models: tuple[Path, Path], options: dict[str, Any]) -> None:
+    plain = answers_of(models[1], False)[0]
+    answers, accepted = answers_of(models[1], True, **options)
+    assert answers == plain
+    assert accepted > 20 or "blocks" in options  # where states are kept no slot is free for a guess
+
+
+def test_a_right_layer_guesses_right_from_an_artifact(models: tuple[Path, Path], tmp_path: Path) -> None:
+    from toolkit import pipeline
+    from toolkit.messages import GenerationConfig
+
+    convert(str(models[1]), tmp_path / "engine", quiet=True)
+    assert open_engine(tmp_path / "engine").mtp is not None
+    config = GenerationConfig(max_new_tokens=40, ignore_eos=True, do_sample=False)
+    found = {}
+    for name, fields in {
+        "off": {"speculative": "off"},
+        "auto": {},
+        "mtp": {"speculative_algorithm": "mtp"},
+        "NEXTN": {"speculative_algorithm": "NEXTN"},
+    }.items():
+        with pipeline(str(tmp_path / "engine"), backend_config=TurbomindEngineConfig(session_len=128, **fields)) as p:
+            found[name] = p("Once upon a time", gen_config=config).text
+            rows = [row[0] for row in p.engine.plan.rows]
+            assert ("MTP layer" in rows) == (name != "off")
+    assert len(set(found.values())) == 1
+
+
+def test_wrong_layers_are_told_in_a_line(
+    models: tuple[Path, Path], tmp_path: Path, tiny_models: Any, caplog: Any
+) -> None:
+    from toolkit import pipeline
+
+    def opened(path: Path, config: Any = TurbomindEngineConfig, **fields: Any) -> None:
+        pipeline(str(path), backend_config=config(session_len=64, **fields)).close()
+
+    def changed(name: str, make: Any) -> Path:
+        target = tmp_path / name
+        target.mkdir()
+        for file in models[0].iterdir():
+            (target / file.name).write_bytes(file.read_bytes())
+        tensors = load_file(models[0] / "model.safetensors")
+        save_file(make(tensors), target / "model.safetensors", {"format": "pt"})
+        return target
+
+    names = open_checkpoint(models[0]).names()
+    join = next(name for name in names if name.endswith(("eh_proj.weight", "mtp.fc.weight")))
+    state = next(name for name in names if name.endswith(("hnorm.weight", "norm_hidden.weight")))
+    lacks = changed("lacks", lambda found: {name: x for name, x in found.items() if name != state})
+    wide = changed("wide", lambda found: found | {join: found[join][:, 1:].contiguous()})
+    for path, why in ((lacks, f"tensor {state} is missing"), (wide, f"tensor {join}: expected shape")):
+        with pytest.raises(ToolkitError, match=f"speculative_algorithm: mtp: .*{why}"):
+            opened(path, speculative_algorithm="mtp")
+        caplog.clear()
+        opened(path)
+        assert why in caplog.text
+        assert open_engine(convert(str(path), tmp_path / f"engine-{path.name}", quiet=True).path).mtp is None
+    with pytest.raises(UsageError, match=r"mtp: .* has no layer for multi-token prediction"):
+        opened(tiny_models("llama"), speculative_algorithm="mtp")
+    with pytest.raises(UsageError, match="mtp: runs on the native runner"):
+        opened(models[0], PytorchEngineConfig, speculative_algorithm="mtp")
+    with pytest.raises(UsageError, match="mtp takes none"):
+        TurbomindEngineConfig(speculative_algorithm="mtp", speculative_draft_model="x")

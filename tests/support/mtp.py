@@ -1,0 +1,130 @@
+"""Tiny models with a layer for multi-token prediction, as DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5 spell theirs,
+and what that layer makes of a text by transformers and a few lines of torch.
+
+``add_mtp(path, target, *, right=False)``: a copy of the tiny checkpoint at ``path`` with such a layer of random
+weights; ``right``: the model says what follows a token by that token alone, and so does the layer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_hidden_layers": 2, "first_k_dense_replace": 1},
+    "glm4_moe": {"num_hidden_layers": 2},
+    "qwen3_next": {},
+    "qwen3_5_text": {},
+}
+_INSIDE = ("model.layers.{n}.", "model.layers.{n}.enorm", "model.layers.{n}.hnorm", "model.layers.{n}.eh_proj")
+_APART = ("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc")
+
+
+def names(family: str, n: int) -> tuple[str, str, str, str, str]:
+    """How the layer begins, and its norms of tokens and states, join, and norm before the head."""
+    found = _APART if family.startswith("qwen3") else _INSIDE
+    last = "mtp.norm" if family.startswith("qwen3") else "model.layers.{n}.shared_head.norm"
+    layer, token, state, join, norm = (x.format(n=n) for x in (*found, last))
+    return layer, token, state, join, norm
+
+
+def add_mtp(path: Path, target: Path, *, right: bool = False) -> Path:
+    """See above."""
+    shutil.copytree(path, target)
+    config = json.loads((path / "config.json").read_text())
+    family, n, h = config["model_type"], config["num_hidden_layers"], config["hidden_size"]
+    tensors = load_file(path / "model.safetensors")
+    types = config.get("layer_types") or ["full_attention"] * n
+    like = f"model.layers.{max(i for i in range(n) if types[i] == 'full_attention')}."
+    layer, token, state, join, norm = names(family, n)
+    torch.manual_seed(5)
+    offset = 1.0 if family.startswith("qwen3") else 0.0
+    if right:
+        ends = ("o_proj.weight", "down_proj.weight", "down_proj", "out_proj.weight")
+        tensors = {name: torch.zeros_like(x) if name.endswith(ends) else x for name, x in tensors.items()}
+    beside = {
+        layer + name.removeprefix(like): x.clone() if right else x[..., torch.randperm(x.shape[-1])].contiguous()
+        for name, x in tensors.items()
+        if name.startswith(like)
+    }
+    for name in (token, state):
+        beside[f"{name}.weight"] = torch.full((h,), 1 - offset) if right else torch.rand(h) + 0.5 - offset
+    beside[f"{norm}.weight"] = tensors["model.norm.weight"].clone() if right else torch.rand(h) + 0.5 - offset
+    eye = torch.cat([torch.eye(h), torch.zeros(h, h)], 1)
+    beside[f"{join}.weight"] = eye if right else torch.randn(h, 2 * h) / h**0.5
+    if not family.startswith("qwen3"):
+        stem = f"model.layers.{n}"
+        beside[f"{stem}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        beside[f"{stem}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        config["num_nextn_predict_layers"] = 1
+        (target / "config.json").write_text(json.dumps(config))
+    save_file(tensors | beside, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+class Oracle:
+    """The model at ``path`` and its layer, float32."""
+
+    def __init__(self, path: Path, work: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        config = json.loads((path / "config.json").read_text())
+        self.family, n = config["model_type"], config["num_hidden_layers"]
+        layer, self.token, self.state, join, norm = names(self.family, n)
+        every = load_file(path / "model.safetensors")
+        own = {k: v for k, v in every.items() if not k.startswith((layer, "mtp."))}
+        outer = ("model.embed_tokens.", "lm_head.")
+        alone = {k: v for k, v in every.items() if k.startswith(outer)} | {"model.norm.weight": every[f"{norm}.weight"]}
+        shared = ("shared_head", "enorm", "hnorm", "eh_proj", "embed_tokens")
+        alone |= {
+            f"model.layers.0.{k.removeprefix(layer)}": v
+            for k, v in every.items()
+            if k.startswith(layer) and not any(part in k for part in shared)
+        }
+        one = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "first_k_dense_replace": 0}
+        one |= {"mlp_layer_types": ["sparse"]} if "mlp_layer_types" in config else {}
+        models = []
+        for name, fields, tensors in (("whole", {}, own), ("layer", one, alone)):
+            (work / name).mkdir()
+            (work / name / "config.json").write_text(json.dumps(config | fields))
+            save_file(tensors, work / name / "model.safetensors", {"format": "pt"})
+            models.append(
+                AutoModelForCausalLM.from_pretrained(
+                    work / name, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+                )
+            )
+        self.whole, self.layer = models
+        self.join, self.beside = every[f"{join}.weight"].float(), every
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        """RMS norm, by hand."""
+        weight = self.beside[f"{name}.weight"].float() + (1.0 if self.family.startswith("qwen3") else 0.0)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.layer.config.rms_norm_eps) * weight
+
+    @torch.no_grad()
+    def guess(self, tokens: list[int], count: int) -> list[tuple[int, float]]:
+        """What follows a text token by token, and by how much each was likelier than the next likeliest."""
+        ids = torch.tensor([tokens])
+        embed = self.whole.get_input_embeddings()
+        states = self.whole.model(ids).last_hidden_state[:, :-1]  # behind the final norm
+        words, found = embed(ids[:, 1:]), []
+        while True:
+            rows = torch.cat([self.norm(words, self.token), self.norm(states, self.state)], -1) @ self.join.T
+            inner: dict[str, Tensor] = {}
+            hook = self.layer.model.norm.register_forward_pre_hook(lambda _, x, to=inner: to.update(before=x[0]))
+            after = self.layer.model(inputs_embeds=rows).last_hidden_state
+            hook.remove()
+            logits = self.layer.lm_head(after[0, -1])
+            best = torch.topk(logits, 2)
+            found.append((int(best.indices[0]), float(best.values[0] - best.values[1])))
+            if len(found) == count:
+                return found
+            made = (after if self.family.startswith("qwen3") else inner["before"])[:, -1:]
+            states = torch.cat([states, made], 1)
+            words = torch.cat([words, embed(torch.tensor([[found[-1][0]]]))], 1)

@@ -1,0 +1,138 @@
+"""The layer for multi-token prediction of an engine's model: found in its files, planned for and loaded beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.artifacts.manifest import read_manifest
+from toolkit.configs.speculative import ALGORITHMS
+from toolkit.engine.drafts.head import ROOM, DraftHead
+from toolkit.engine.load.draft import ShareOut, plan_beside
+from toolkit.engine.load.memory_plan import MemoryPlan
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.registry import apply_overrides, load_spec
+from toolkit.models.spec import CacheGroup, MtpSpec
+from toolkit.runners.base import MemoryNeed, Runner, RunnerError
+
+if TYPE_CHECKING:
+    from toolkit.configs.engine import EngineConfig
+    from toolkit.models.family import Family
+    from toolkit.runners.native.mtp import MtpHead
+    from toolkit.runners.native.packing.packed import PackedTensor
+
+FLAG = "speculative_algorithm"
+Weights = Callable[[], Mapping[str, "PackedTensor"]]
+
+
+@dataclass
+class OpenMtp:
+    """A layer whose weights are not loaded yet. ``asked``: it was named; ``blocks``: of its cache, once planned."""
+
+    path: Path
+    head: MtpHead
+    layers: int  # of its model
+    asked: bool
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def told(self) -> str:
+        """For who waits while it is loaded."""
+        return "loading the layer for multi-token prediction"
+
+    def plan(self, need: MemoryNeed, groups: Sequence[CacheGroup], share_out: ShareOut) -> MemoryPlan:
+        """How memory is shared out among a model that needs ``need`` and this. Raises ToolkitError."""
+        names = f"{FLAG}: mtp: no room for the layer of {self.path}", "MTP layer", "of the model"
+        mine, own = self.head.memory(), self.head.spec.layer.cache_groups
+        plan, self.blocks = plan_beside(mine, own, need, groups, share_out, names, ROOM)
+        return plan
+
+    def load(self, plan: MemoryPlan) -> DraftHead:
+        """Weights, cache, and what guesses with them. Raises ToolkitError."""
+        try:
+            self.head.load(self.blocks)
+        except (RunnerError, MemoryError) as e:
+            raise ToolkitError(f"{FLAG}: mtp: {self.path}: its layer cannot be loaded: {e}") from e
+        return DraftHead(self.head, (self.layers,), plan.session_len)
+
+    def close(self) -> None:
+        """Free what was opened."""
+        self.head.close()
+
+
+def open_mtp_layer(path: Path, config: EngineConfig, target: Runner, families: Sequence[Family]) -> OpenMtp | None:
+    """The layer of the model at ``path``, which ``target`` runs; None where it has none and none was asked for. Raises
+    ToolkitError or UsageError where one was asked for that cannot be."""
+    asked = config.speculative_algorithm is not None and ALGORITHMS[config.speculative_algorithm] == "mtp"
+    if config.speculation is None or (config.speculative_algorithm is not None and not asked):
+        return None
+    if why := _unfit(config, target):
+        if asked:
+            raise UsageError(f"{FLAG}: mtp: {why}")
+        return None
+    from toolkit.runners.native.mtp import MtpHead
+    from toolkit.runners.native.runner import NativeRunner
+
+    assert isinstance(target, NativeRunner)
+    try:
+        found = _find(path, config, families)
+    except ToolkitError as e:
+        if asked:
+            raise type(e)(f"{FLAG}: mtp: {e}") from e
+        return None
+    if found is None:
+        if asked:
+            raise UsageError(f"{FLAG}: mtp: {path} has no layer for multi-token prediction; leave it out")
+        return None
+    return OpenMtp(path, MtpHead(*found, target), len(target.spec.layers), asked)
+
+
+def _unfit(config: EngineConfig, target: Runner) -> str:
+    """Why no such layer runs here, "" if one may."""
+    if (config.tp, config.pp, config.dp, config.ep) != (1, 1, 1, 1):
+        return "runs in one process; leave it out, or tp, pp, dp and ep"
+    if target.name != "native":
+        return f"runs on the native runner, the model on the {target.name} one"
+    if config.empty_init or config.load_format == "dummy":
+        return "the model's weights are not read from its files"
+    return ""
+
+
+def _find(path: Path, config: EngineConfig, families: Sequence[Family]) -> tuple[MtpSpec, Weights] | None:
+    manifest = read_manifest(path) if path.is_dir() else None
+    if manifest is not None and manifest.kind == "engine":
+        return _of_artifact(path)
+    return _of_checkpoint(path, config, families)
+
+
+def _of_artifact(path: Path) -> tuple[MtpSpec, Weights] | None:
+    from toolkit.artifacts.engine.files import open_engine
+    from toolkit.runners.native.packing.artifact import CPU_TARGET
+    from toolkit.runners.native.packing.mtp import open_mtp
+
+    artifact = open_engine(path)
+    if artifact.mtp is None or artifact.target != CPU_TARGET:
+        return None
+    found = open_mtp(artifact)
+    return artifact.mtp, lambda: found
+
+
+def _of_checkpoint(path: Path, config: EngineConfig, families: Sequence[Family]) -> tuple[MtpSpec, Weights] | None:
+    from toolkit.artifacts.checkpoint import open_checkpoint
+    from toolkit.artifacts.mtp import read_mtp
+    from toolkit.runners.native.mtp import CheckpointMtp
+    from toolkit.runners.weights.checkpoint import CheckpointWeights
+    from toolkit.runners.weights.rounded import rounded
+
+    checkpoint = open_checkpoint(path)
+    factor: float = getattr(config, "rope_scaling_factor", 0.0)
+    fields: dict[str, Any] = apply_overrides(checkpoint.config, config.hf_overrides, factor)
+    built = load_spec(checkpoint, fields, families)
+    mtp = read_mtp(checkpoint, built, fields, families)
+    if mtp is None:
+        return None
+    norm = [item for item in built[1] if item.parts[0].name == mtp.spec.model_norm.name]
+    weights = CheckpointWeights(checkpoint, [*norm, *mtp.stored])
+    return mtp.spec, CheckpointMtp(mtp.spec, rounded(weights, mtp.spec.layer, config.load_format))

@@ -1,0 +1,169 @@
+"""Layers for multi-token prediction in checkpoints: how they are spelled, and the spec and tensors of the first one.
+
+The layer itself is one more of the model's own kind, so that the family's file describes it. Sources: vLLM's
+``deepseek_mtp``, ``glm4_moe_mtp``, ``qwen3_next_mtp``, ``qwen3_5_mtp``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.models.decoder import Built
+from toolkit.models.family import Family
+from toolkit.models.registry import LANGUAGE_PARTS, HasConfig, load_spec
+from toolkit.models.spec import CacheGroup, DecoderSpec, LayerSpec, LinearSpec, MtpSpec, NormSpec, Part, StoredTensor
+
+
+@dataclass(frozen=True)
+class Mtp:
+    """``stored``: the tensors that a checkpoint must hold for it; ``copies``: modules beside them that repeat the
+    model's embedding and head."""
+
+    spec: MtpSpec
+    stored: list[StoredTensor]
+    copies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Modules by their names; ``{layers}`` are the model's layers, ``{n}`` how many it has. ``copies``: of the model's
+    embedding and head, which are not read. Others: as of ``MtpSpec``."""
+
+    layer: str
+    token_norm: str
+    state_norm: str
+    join: str
+    norm: str
+    copies: tuple[str, ...] = ()
+    normed: bool = False
+
+
+_BEHIND = "{layers}.{n}"  # the model's layers, as if it were one of them
+_FORMS = (
+    _Form(
+        _BEHIND,
+        f"{_BEHIND}.enorm",
+        f"{_BEHIND}.hnorm",
+        f"{_BEHIND}.eh_proj",
+        f"{_BEHIND}.shared_head.norm",
+        (f"{_BEHIND}.embed_tokens", f"{_BEHIND}.shared_head.head"),
+    ),
+    _Form("mtp.layers.0", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", normed=True),
+)
+
+
+@dataclass(frozen=True)
+class _View:
+    """A checkpoint whose layer for prediction is called as one behind the model's own."""
+
+    path: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    listed: list[str]
+
+    def names(self) -> list[str]:
+        return self.listed
+
+
+def find_mtp(
+    checkpoint: HasConfig, built: Built, config: dict[str, Any] | None = None, own: Sequence[Family] = ()
+) -> Mtp | None:
+    """The first layer for multi-token prediction of a checkpoint whose model is ``built``; None where it has none.
+    ``config``, ``own``: as of ``load_spec``. Raises ToolkitError where it is of a kind
+    that the family does not describe."""
+    spec, stored = built
+    n, ours, names = len(spec.layers), "model.layers.", checkpoint.names()
+    first = next((item for item in stored if item.parts[0].name.startswith(f"{ours}0.")), None)
+    if first is None or ".0." not in first.name:
+        return None
+    layers = first.name[: first.name.index(".0.")]
+    forms = (_spelled(form, layers, n) for form in _FORMS)
+    form = next((form for form in forms if any(name.startswith(f"{form.join}.") for name in names)), None)
+    if form is None:
+        return None
+    behind = f"{layers}.{n}."
+    view = _View(
+        checkpoint.path,
+        _deeper(checkpoint.config if config is None else config, spec),
+        checkpoint.generation_config,
+        [behind + x.removeprefix(f"{form.layer}.") if x.startswith(f"{form.layer}.") else x for x in names],
+    )
+    deep, found = load_spec(view, own=own)
+    mine = [
+        replace(item, name=f"{form.layer}.{item.name.removeprefix(behind)}")
+        for item in found
+        if item.name.startswith(behind)
+    ]
+    return Mtp(_spec_of(form, spec, deep, checkpoint.path), mine + _beside(form, spec), form.copies)
+
+
+def _spelled(form: _Form, layers: str, n: int) -> _Form:
+    def put(text: str) -> str:
+        return text.format(layers=layers, n=n)
+
+    return _Form(
+        put(form.layer),
+        put(form.token_norm),
+        put(form.state_norm),
+        put(form.join),
+        put(form.norm),
+        tuple(map(put, form.copies)),
+        form.normed,
+    )
+
+
+def _deeper(config: dict[str, Any], spec: DecoderSpec) -> dict[str, Any]:
+    """A config of one layer more, which attends to all."""
+    part = next((name for name in LANGUAGE_PARTS if isinstance(config.get(name), dict)), None)
+    inner: dict[str, Any] = dict(config if part is None else config[part])
+    n = len(spec.layers)
+    states = {found.layer for found in spec.keepers() if found.kept.kind == "state"}
+    if states:
+        inner["layer_types"] = ["linear_attention" if i in states else "full_attention" for i in range(n)]
+    for name, value in inner.items():
+        if name.endswith("layer_types") and isinstance(value, list):
+            inner[name] = [*value[:n], "full_attention" if name == "layer_types" else value[-1]]
+    inner["num_hidden_layers"] = n + 1
+    return inner if part is None else {**config, part: inner}
+
+
+def _spec_of(form: _Form, spec: DecoderSpec, deep: DecoderSpec, path: Path) -> MtpSpec:
+    n, h = len(spec.layers), spec.hidden_size
+    kept = [(found.group, found.kept) for found in deep.keepers() if found.layer == n]
+    if len(kept) != 1 or kept[0][1].kind == "state" or spec.head_bias:
+        raise ToolkitError(f"{path}: {form.layer}: expected a layer that attends, with a head without bias")
+    group: CacheGroup = deep.cache_groups[kept[0][0]]
+    sublayers = []
+    for s in deep.layers[n].sublayers:
+        mixer: Any = s.mixer
+        sublayers.append(s if mixer.keeps() is None else replace(s, mixer=replace(mixer, group=0)))
+    layer = replace(
+        spec,
+        layers=(LayerSpec(tuple(sublayers)),),
+        final_norm=replace(spec.final_norm, name=form.norm),
+        cache_groups=(replace(group, layers=(0,)),),
+        vision=None,
+    )
+
+    def norm(name: str) -> NormSpec:
+        return replace(spec.final_norm, name=name)
+
+    return MtpSpec(
+        layer,
+        spec.final_norm,
+        norm(form.token_norm),
+        norm(form.state_norm),
+        LinearSpec(form.join, 2 * h, h),
+        normed=form.normed,
+    )
+
+
+def _beside(form: _Form, spec: DecoderSpec) -> list[StoredTensor]:
+    h = spec.hidden_size
+    norms: Iterable[str] = (form.token_norm, form.state_norm, form.norm)
+    found = [StoredTensor(name, "norm", (h,), (Part(name),)) for name in norms]
+    return [*found, StoredTensor(form.join, "linear", (h, 2 * h), (Part(form.join),))]
