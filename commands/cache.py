@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toolkit.commands.groups import new_app
 from toolkit.commands.output import stdout, table, write_json
 from toolkit.errors import UsageError
 
@@ -20,12 +21,9 @@ KvCacheDir = Annotated[
     typer.Option(DIR, metavar="<dir>", help="Of KV caches those kept here. Default: wherever some were kept before."),
 ]
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
+app = new_app(
     help="What is kept between runs: models packed for this processor that were never converted, and KV caches.",
+    no_args_is_help=True,
 )
 
 

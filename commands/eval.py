@@ -11,7 +11,7 @@ import typer
 
 from toolkit.base.progress import Progress
 from toolkit.commands.eval_haystack import needle, passkey
-from toolkit.commands.groups import Group
+from toolkit.commands.groups import new_app
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import stderr, stdout, table, write_json
 from toolkit.configs.engine import TurbomindEngineConfig
@@ -23,16 +23,10 @@ if TYPE_CHECKING:
     from toolkit.pipeline.pipeline import Pipeline
     from toolkit.pipeline.prompts import Prompt
 
+JSON = Annotated[str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")]
 DATA = "A text file (UTF-8), or `heldout`: the text that `tool lite` measures on."
 
-app = typer.Typer(
-    cls=Group,
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    help="Measure the quality of a model.",
-)
+app = new_app(help="Measure the quality of a model.", no_args_is_help=True)
 
 
 @app.command("ppl")
@@ -51,9 +45,7 @@ def ppl(
     reference: Annotated[
         bool, typer.Option("--reference", help="By torch in float32, whatever would serve the model here.")
     ] = False,
-    json: Annotated[
-        str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")
-    ] = None,
+    json: JSON = None,
 ) -> None:
     """Perplexity on a text, each token scored once, by the runner that serves the model here.
 
@@ -103,9 +95,7 @@ def compare(
     model_b: Annotated[str, typer.Argument(metavar="B", help="What was made of it.")],
     data: Annotated[Path, typer.Option("--data", help=DATA)],
     window: Annotated[int, typer.Option("--window", help="Tokens that the models see at once.")] = 512,
-    json: Annotated[
-        str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")
-    ] = None,
+    json: JSON = None,
 ) -> None:
     """How far B is from A: perplexity of both, KL divergence with its standard error, agreement on the best token.
 
@@ -141,9 +131,7 @@ def tasks(
         list[str] | None, typer.Option("--task", help="cloze, passkey, json_schema or tool_calls; repeatable.")
     ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Items of each task.")] = 100,
-    json: Annotated[
-        str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")
-    ] = None,
+    json: JSON = None,
 ) -> None:
     """Four small tasks that need no network: a book's words, a number found again, JSON by a schema, function calls.
 

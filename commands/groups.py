@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
@@ -28,3 +29,8 @@ class Group(TyperGroup):
                 told = f"; a model is served by: tool serve api_server {args[0]}"
             error.message = f"No such command: {args[0]}{told}"
             raise
+
+
+def new_app(cls: type[TyperGroup] = Group, **more: Any) -> typer.Typer:
+    """An application, or a group of its commands, as all here are."""
+    return typer.Typer(cls=cls, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False, **more)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.box import SIMPLE_HEAD
 
-from toolkit.commands.groups import Group
+from toolkit.commands.groups import new_app
 from toolkit.commands.output import stdout, table, write_json
 
 if TYPE_CHECKING:
     from toolkit.runners.coverage import Coverage
 
-app = typer.Typer(cls=Group, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+app = new_app()
 NARROW = 72  # columns, below which the models' table has no room for words
 JSON = Annotated[str | None, typer.Option("--json", help="Write the list as JSON to this file (- = standard output).")]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.commands.groups import Group
+from toolkit.commands.groups import new_app
 from toolkit.commands.lite_options import (
     LiteFlags,
     Model,
@@ -27,13 +27,9 @@ from toolkit.quant.options import AutoRound, Awq, BlockedFp8, DraftHead, Gptq, S
 if TYPE_CHECKING:
     from toolkit.quant.run import Result
 
-app = typer.Typer(
-    cls=Group,
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
+app = new_app(
     help="Quantize a model, layer by layer, on a CPU if need be. A killed run goes on where it was.",
+    no_args_is_help=True,
 )
 
 

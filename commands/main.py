@@ -19,7 +19,7 @@ from typer.exceptions import TyperException
 from toolkit import __version__
 from toolkit.base import extras
 from toolkit.commands import aliases
-from toolkit.commands.groups import Group
+from toolkit.commands.groups import Group, new_app
 from toolkit.commands.interrupt import INTERRUPTED, Watch
 from toolkit.configs.lmdeploy import flag_of
 from toolkit.errors import ToolkitError, UsageError
@@ -51,7 +51,7 @@ def _load(name: str) -> Any:
     module = import_module(f"toolkit.commands.{name}")
     app = getattr(module, "app", None)
     if app is None:
-        app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+        app = new_app()
         app.command(name=name)(module.run)
     command = typer.main.get_command(app)
     command.name = name
@@ -87,12 +87,9 @@ class LazyGroup(Group):
         return name, command, rest
 
 
-app = typer.Typer(
+app = new_app(
     cls=LazyGroup,
-    add_completion=False,
     no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},  # those of all commands
 )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.base.progress import Progress
-from toolkit.commands.groups import Group
+from toolkit.commands.groups import new_app
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import show_engine, stdout, table, write_json
 from toolkit.commands.profile_server import api_server
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from toolkit.engine.process.frontend import AsyncEngine
     from toolkit.messages import GenerationConfig
 
-app = typer.Typer(
-    cls=Group, add_completion=False, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False
-)
+app = new_app(no_args_is_help=True)
 
 MODEL = Annotated[str, typer.Argument(help="Local directory, hub id, .gguf file, artifact, or demo.")]
 IMAGES = ("total_images", "image_throughput")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.commands.groups import Group
+from toolkit.commands.groups import new_app
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags, with_lmdeploy_flags
 from toolkit.commands.output import show_engine, stderr
 from toolkit.commands.sampling_options import SamplingFlags, with_answer_flags
@@ -25,14 +25,7 @@ if TYPE_CHECKING:
     from toolkit.configs.engine import EngineConfig
 
 SERVERS = "the server's sampling"
-app = typer.Typer(
-    cls=Group,
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    help="Serve a model over HTTP.",
-)
+app = new_app(help="Serve a model over HTTP.", no_args_is_help=True)
 
 
 @app.callback()

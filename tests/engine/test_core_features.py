@@ -191,7 +191,7 @@ def test_abort_frees_blocks_at_once_and_reports_once(fake: Any) -> None:
         ([1] * 200, {}, "has 200 tokens, but the session length is 200"),
         ([1], {"logit_bias": {999: 1.0}}, "logit_bias: token id 999"),
         ([1], {"bad_token_ids": [999]}, "bad_token_ids: token id 999"),
-        ([1], {"bad_words": ["x"]}, "need a tokenizer"),
+        ([1], {"bad_words": ["x"]}, "opened without a tokenizer"),
     ],
 )
 def test_a_bad_request_ends_alone(fake: Any, tokens: list[int], params: dict[str, Any], message: str) -> None:
@@ -575,7 +575,7 @@ def test_requests_that_pour_in_do_not_hold_up_those_that_run(
         worker._serve(theirs, core)
     else:
         go_on = threading.Event()
-        thread = loop.ThreadLoop(core, lambda outputs: None, lambda outage: None)
+        thread = loop.ThreadLoop(core, None, lambda outputs: None, lambda outage: None)  # type: ignore[arg-type]
         thread._inbox.put(go_on.wait)
         for request in requests:
             thread.add(request, ())

@@ -68,9 +68,9 @@ def open_engine(fake: Any) -> Iterator[Callable[..., AsyncEngine]]:
         tokenizer: Any = LetterTokenizer()
         engine = AsyncEngine(tokenizer, "letters")
         plan = MemoryPlan(200, 16, 64, 0.0, 4, blocks, 0, (), ())
-        engine._facts = Facts(plan, "", "", "fake", "turbomind", "cpu", "float32", VOCAB)
+        facts = Facts(plan, "", "", "fake", "turbomind", "cpu", "float32", VOCAB)
         core = EngineCore(runner, chosen, lambda: tokenizer)
-        engine._loop = ThreadLoop(core, engine._streams.deliver, engine._lost)
+        engine._loop = ThreadLoop(core, facts, engine._streams.deliver, engine._lost)
         opened.append(engine)
         return engine
 

@@ -174,6 +174,23 @@ def test_a_reader_that_stands_still_holds_nobody_up(pipes: tuple[Connection, Con
     assert not pipes[1].poll(0.05)
 
 
+def test_lanes_take_turns_and_what_has_none_keeps_its_place(pipes: tuple[Connection, Connection]) -> None:
+    """Behind what the pipe holds already: one message of who comes late goes before the rest of a hundred."""
+    outbox = Outbox(pipes[0])
+    for number in range(100):
+        outbox.put(b"a%d" % number + bytes(8 << 10), "a")
+    outbox.put(b"b0", "b")
+    outbox.put(b"call")
+    outbox.put(b"b1", "b")
+    outbox.put(b"a100", "a")
+    got = [pipes[1].recv_bytes().rstrip(b"\0") for _ in range(104)]
+    assert got.index(b"b0") < 60
+    assert got.index(b"call") == 101  # behind all that came before, and before all that came
+    assert sorted(got[102:]) == [b"a100", b"b1"]
+    assert [name for name in got if name.startswith(b"a")] == [b"a%d" % number for number in range(101)]
+    outbox.close()
+
+
 def test_messages_keep_their_order_from_many_threads(pipes: tuple[Connection, Connection]) -> None:
     outbox = Outbox(pipes[0])
 

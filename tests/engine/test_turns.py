@@ -76,6 +76,28 @@ def test_a_prompt_is_computed_beside_many_long_ones(fake: Any) -> None:
     assert next(i for i in range(9) if any(o.id == "chat" and o.token_ids for o in core.step())) <= 1
 
 
+def test_a_short_prompt_goes_before_the_first_turns_of_long_ones(fake: Any) -> None:
+    """Eight users have just come with long prompts, 8 tokens a step: a ninth does not wait for 64 of each of them."""
+    core = fake.make_core(max_batch_size=32, blocks=400, max_prefill_token_num=8)
+    for user in range(8):
+        core.add(ask(f"text {user}", f"greedy {user}", 150, 1))
+    core.step()
+    core.add(ask("chat", "modest", 6))
+    assert next(i for i in range(99) if any(o.id == "chat" and o.token_ids for o in core.step())) <= 1
+
+
+@pytest.mark.parametrize("length", [40, 100])  # with its first turn alone, or several
+def test_newcomers_without_end_let_a_long_prompt_through(fake: Any, length: int) -> None:
+    core = fake.make_core(max_batch_size=8, blocks=400, max_prefill_token_num=8)
+    core.add(ask("text", "modest", 150, 1))
+    for number in range(400):
+        for side in "ab":
+            core.add(ask(f"chat {number}{side}", f"user {number}{side}", length, 1))
+        if any(o.id == "text" and o.token_ids for o in core.step()):
+            return
+    raise AssertionError("it was never answered")
+
+
 def test_nobody_waits_long_for_a_prompt_that_begins_like_ones_own_and_has_no_turn(fake: Any) -> None:
     """A greedy user begins a prompt as another will, and lets it stand behind its own others."""
     core = fake.make_core(block_size=16, max_batch_size=8, blocks=400, session_len=400, max_prefill_token_num=16)

@@ -314,7 +314,7 @@ def test_queries_grow_beyond_the_length_of_the_config_where_asked(target, tiny_m
 
 
 def test_a_model_without_such_attention_is_refused(tiny_models):
-    with pytest.raises(UsageError, match="use_logn_attn: the model has no attention"):
+    with pytest.raises(UsageError, match="use_logn_attn: this model has no attention"):
         open_model(tiny_models("deepseek_v2"), use_logn_attn=True)
 
 

@@ -20,7 +20,7 @@ MOST_FREE = 128  # of those at most that are found to cost next to nothing
 ALONE = 8.0  # times the target that a step may take while nobody decodes, for fewer and larger steps are faster,
 SERVED = 1.5  # where other users may come meanwhile,
 SHARED = 1.25  # where they are there,
-HASTY = 0.5  # and where one of them waits for a first token that costs little
+HASTY = 0.5  # and, also of the target itself, where one of them waits for a first token that costs little
 ALONE_LEAST = 64  # likewise while nobody decodes
 LEAST_SHARE = 0.5  # of the target that is left to prompts where decoding takes up all of it
 LONG_STEP = 0.1  # seconds of a step, beside which the time between two does not count
@@ -54,7 +54,7 @@ class Pace:
     def budget(self, decodes: int, before: int, most: int, times: float = ALONE, patient: int = 0) -> int:
         """Prompt tokens for a step of ``decodes`` decoding requests whose first prompt has ``before`` tokens in the
         cache: 1 to ``most``. ``times``: how much longer it may be than the target where nobody decodes, or only those
-        who wait for these very prompts: ``patient`` of ``decodes``.
+        who wait for these very prompts: ``patient`` of ``decodes``; below 1, it is as much shorter in any case.
         """
         if not self.target:
             return most
@@ -65,7 +65,8 @@ class Pace:
         decode = each + one * decodes if decodes else 0.0
         if decodes > patient:
             least = self._free.tokens
-            seconds = max(self.target - decode, self.target * LEAST_SHARE)
+            target = self.target * min(1.0, times)
+            seconds = max(target - decode, target * LEAST_SHARE)
             if decode and self.stretch and before < LONG:
                 seconds = min(seconds, (self.stretch - 1) * decode)
         else:

@@ -31,6 +31,7 @@ from toolkit.engine.turns import LEAST_TOKENS, PATIENCE, Group, Held, Round, Wai
 
 SIDE_BY_SIDE = 8  # prompts of a user that are begun while those begun before them use up the budget
 NEW = (-1, 0)  # of a user whose prompts have had no turn
+RUSH = 7  # steps in which newcomers' prompts go before those of others, then these have one
 HELD = 16  # steps that a request waits for what another user's prompt computes: that one may have no turn for long
 SPARED = 8  # preemptions of a request after which it is others' turn
 
@@ -57,6 +58,7 @@ class Scheduler:
         self.waiting = Waiting()
         self.running: list[Sequence] = []  # by turn
         self._steps = 0
+        self._rushed = 0  # steps in which newcomers came before who has waited longest
         # Of users with prompts: the step in which their last turn ended, and tokens of the present one.
         self._fed: dict[str, tuple[int, int]] = {}
         self._free_rows = list(range(options.max_batch_size - 1, -1, -1))
@@ -220,7 +222,9 @@ class Scheduler:
         passes = sum(count for _, _, count in plan.chunks)
         most = max(1, self.options.max_prefill_token_num - len(plan.decodes) - passes)
         before = max((s.computed for s in self._prompts(plan)), default=0)
-        return self.pace.budget(plan.decoding, before, most, self._times, self._patient(plan))
+        times, need = self._times()
+        budget = self.pace.budget(plan.decoding, before, most, times, self._patient(plan))
+        return budget if budget >= need else min(need, self.pace.budget(plan.decoding, before, most, 1.0))
 
     def _patient(self, plan: Plan) -> int:
         """Of those that get on with their answers in this step, how many are choices of a request that has prompts to
@@ -228,17 +232,17 @@ class Scheduler:
         left = {group_of(s) for s in self._prompts(plan) if not s.generated}
         return sum(group_of(s) in left for s in plan.sequences())
 
-    @property
-    def _times(self) -> float:
+    def _times(self) -> tuple[float, int]:
         """By how much a step may be longer while nobody decodes: users of a server may come at any time, and one whose
-        short prompt is all that it has waits for no others' long ones in the same step."""
+        short prompt is all that it has waits for no others' long ones in the same step. And what those have."""
         has = Counter(s.user for s in self.running)
         for user in self.waiting.users:
             has[user] += sum(map(len, self.waiting.of(user).values()))
         if len(has) < 2:
-            return ALONE if has.keys() <= {""} else SERVED
+            return ALONE if has.keys() <= {""} else SERVED, 0
         starts = (s for s in [*self.running, *self._heads()] if not s.decodes and has[s.user] == 1)
-        return HASTY if any(s.remaining <= LEAST_TOKENS for s in starts) else SHARED
+        need = sum(s.remaining for s in starts if s.remaining <= LEAST_TOKENS)
+        return (HASTY, need) if need else (SHARED, 0)
 
     def _shares(self, prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
         """How many tokens each of ``prompts`` (by turn) may take of ``budget``, those first whose user has waited
@@ -246,10 +250,23 @@ class Scheduler:
         users: dict[str, list[Sequence]] = {}
         for seq in prompts:
             users.setdefault(seq.user, []).append(seq)
-        order = sorted(users, key=lambda user: self._fed.get(user, NEW)[0])
+        order = self._order(users)
         needs = [(sum(s.remaining for s in users[u]), min(s.cost for s in users[u])) for u in order]
         parts = zip(order, split(budget, needs), strict=True)
         return [share for user, part in parts if part for share in self._shares_of(users[user], part)]
+
+    def _order(self, users: dict[str, list[Sequence]]) -> list[str]:
+        """Whose turn it is: users who have had none come first, of them those for whom one is enough. After ``RUSH``
+        steps in which they went before others these have one, so that newcomers without end starve nobody."""
+        turns = {user: self._fed.get(user, NEW)[0] for user in users}
+        waited = sorted(users, key=lambda user: turns[user] if turns[user] >= 0 else self._steps)
+        long = {user for user, seqs in users.items() if sum(s.remaining for s in seqs) > LEAST_TOKENS}
+        quick = sorted(users, key=lambda user: (turns[user], user in long))
+        self._rushed = self._rushed + 1 if quick[:1] != waited[:1] else 0
+        if self._rushed > RUSH:
+            self._rushed = 0
+            return waited
+        return quick
 
     def _shares_of(self, prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
         """The same of one user's prompts."""

@@ -13,7 +13,7 @@ import torch
 
 from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.formats.writers import WRITERS
-from toolkit.artifacts.manifest import describe_parent, read_manifest, require_kind
+from toolkit.artifacts.manifest import describe_parent, require_kind
 from toolkit.artifacts.output.replace import check_directory_target
 from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import Stage, open_stage
@@ -202,9 +202,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     with open_stage(
         work_dir, kind="quantized", stage=recipe.stage, parent=parent, options=options, overwrite=common.overwrite
     ) as stage:
-        if stage.already_there:
-            found = read_manifest(stage.target)
-            assert found is not None
+        if (found := stage.earlier) is not None:
             return Result(work_dir, options, found.quality, True)
         method = recipe.method(dtype, scratch_of(stage))
         setting = Setting(

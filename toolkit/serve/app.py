@@ -10,21 +10,20 @@ from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 from starlette.responses import Response as HttpResponse
 
-from toolkit import __version__
 from toolkit.engine.pooling import open_head
 from toolkit.serve import adapter_routes, control_routes, weight_routes
 from toolkit.serve.anthropic import routes as anthropic_routes
 from toolkit.serve.generation.parsing import Formats
 from toolkit.serve.generation.sampling import choose_defaults
 from toolkit.serve.http.answers import Health, ModelCard, ModelList
-from toolkit.serve.http.docs_page import add_docs
+from toolkit.serve.http.application import begin_app
 from toolkit.serve.http.handed import HandedOver
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.layers import add_layers
 from toolkit.serve.http.places import Places
 from toolkit.serve.http.proxies import Proxies
-from toolkit.serve.http.replies import json_response
+from toolkit.serve.http.replies import json_response, scraped
 from toolkit.serve.http.schema import ERRORS, add_schemas, answered
 from toolkit.serve.llama_cpp import routes as llama_routes
 from toolkit.serve.lmdeploy import distserve_routes, generate_routes, interactive_routes
@@ -38,7 +37,6 @@ from toolkit.serve.openai.batches.store import FileStore
 from toolkit.serve.openai.responses import routes as responses_routes
 from toolkit.serve.openai.responses.kept import Store
 from toolkit.serve.options import ServerSettings
-from toolkit.serve.page.routes import add_page
 from toolkit.serve.state import ServerState, image_rules
 from toolkit.serve.watch.metrics import ServerMetrics
 from toolkit.serve.watch.traces import Traces
@@ -79,7 +77,7 @@ def create_app(
     batches are ``app.state.batches``. ``keys``: those of ``settings``, where they have been read already.
     ``of_adapters``: templates of those that have one of their own. ``files``: of batches, a temporary store by default;
     its owner closes it."""
-    limit, docs = settings.max_concurrent_requests, not settings.disable_fastapi_docs
+    limit = settings.max_concurrent_requests
     files = files or FileStore(None, settings.limits)
     lanes, name = Lanes(settings.limits), settings.model_name or engine.model_name
 
@@ -101,22 +99,11 @@ def create_app(
         slots=Places(limit) if limit else None,
     )
     state.talks.restore(files)
-    app = FastAPI(
-        title="toolkit",
-        version=__version__,
-        description="The API of `tool serve api_server`: OpenAI's, and Anthropic's, Ollama's and llama.cpp's beside it",
-        docs_url=None,
-        openapi_url="/openapi.json" if docs else None,
-        redoc_url=None,
-        redirect_slashes=False,
-        responses=ERRORS,
-    )
+    about = "The API of `tool serve api_server`: OpenAI's, and Anthropic's, Ollama's and llama.cpp's beside it"
+    page, docs = not settings.no_page, not settings.disable_fastapi_docs
+    app = begin_app("toolkit", about, page=page, docs=docs, responses=ERRORS)
     app.state.server = state
     app.state.batches = Batches(app, state, files)
-    if not settings.no_page:
-        add_page(app)
-    if docs:
-        add_docs(app, page=not settings.no_page)
     _add_plain_routes(app, state)
     add_lists(app, lambda: ollama_routes.of_one(state))
     for routes in ROUTES:
@@ -172,4 +159,4 @@ def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/metrics", summary="Metrics for Prometheus", response_class=PlainTextResponse)
     async def metrics() -> HttpResponse:
-        return HttpResponse(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return scraped(state.metrics.render())

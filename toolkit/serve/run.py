@@ -114,13 +114,13 @@ def _no_port(error: OSError, host: str, port: int) -> ToolkitError:
     return ToolkitError(f"{host}:{port}: cannot listen there ({error.strerror})")
 
 
-class _Server(uvicorn.Server):
-    """uvicorn, except that a signal ends it with exit code 0, and requests in flight are ended after a grace period."""
+def url_of(host: str, port: int, scheme: str = "http") -> str:
+    """Where clients find what listens there."""
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, grace_s: float) -> None:
-        super().__init__(config)
-        self.state = state
-        self.grace_s = grace_s
+
+class EndedBySignal(uvicorn.Server):
+    """uvicorn, except that a signal ends it with exit code 0."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -128,14 +128,27 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         signals = (signal.SIGINT, signal.SIGTERM)
         for number in signals:
-            loop.add_signal_handler(number, self._stop)
+            loop.add_signal_handler(number, self.stop, number)
         try:
             yield
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
 
-    def _stop(self) -> None:
+    def stop(self, number: int) -> None:
+        """At such a signal."""
+        self.handle_exit(number, None)
+
+
+class _Server(EndedBySignal):
+    """Requests in flight are ended after a grace period."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState, grace_s: float) -> None:
+        super().__init__(config)
+        self.state = state
+        self.grace_s = grace_s
+
+    def stop(self, number: int) -> None:
         if self.state.closing:  # asked twice: at once
             self.state.abort_all()
             self.force_exit = True
@@ -171,8 +184,7 @@ def run_app(
         proxy_headers=False,  # whose word is taken for whom a request is from, users.py says
     )
     host, port = sock.getsockname()[:2]
-    scheme = "https" if address.ssl_certfile else "http"
-    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    url = url_of(host, port, "https" if address.ssl_certfile else "http")
     server = _Server(config, app.state.server, address.grace_s)
 
     async def run() -> None:

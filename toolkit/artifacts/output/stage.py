@@ -70,6 +70,11 @@ class Stage:
         return partial_dir(self.target)
 
     @property
+    def earlier(self) -> Manifest | None:
+        """Of this very result, where the target held it before: nothing is to be done."""
+        return read_manifest(self.target) if self.already_there else None
+
+    @property
     def dir(self) -> Path:
         return self.partial / "out"
 

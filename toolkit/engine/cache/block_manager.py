@@ -166,18 +166,18 @@ class BlockManager:
 
     def room(self, row: int, start: int, end: int) -> bool:
         """Whether ``grow`` would succeed; blocks that only sessions keep are given up first (oldest session first)."""
-        while not self._fits(row, start, end):
-            if not self._sessions:
-                return False
-            self._release_session(next(iter(self._sessions)))
-        return True
+        return self._made_room(lambda: self._fits(row, start, end))
 
     def can_start(self, row: int, end: int, promised: int) -> bool:
         """Whether an open row could be computed up to ``end`` while others still take ``promised`` blocks.
 
         In a window group what stays is bounded, so only that is asked for.
         """
-        while not all(self._can_start(g, row, end, promised) for g in range(len(self.pools))):
+        return self._made_room(lambda: all(self._can_start(g, row, end, promised) for g in range(len(self.pools))))
+
+    def _made_room(self, enough: Callable[[], bool]) -> bool:
+        """Whether there is ``enough``, once sessions have given up their blocks."""
+        while not enough():
             if not self._sessions:
                 return False
             self._release_session(next(iter(self._sessions)))

@@ -70,7 +70,6 @@ class AsyncEngine:
         self._closed = False
         self._loop: Loop
         self.peers: Peers
-        self._facts: Facts
         self._locks: list[IO[bytes]] = []  # on packed weights
 
     @classmethod
@@ -116,12 +115,11 @@ class AsyncEngine:
             raise
         engine._locks = setup.locks
         if begun is not None:
-            loop = ProcessLoop(setup, engine._streams.deliver, engine._lost, tell, patience, begun)
-            engine._loop, engine._facts = loop, loop.facts
+            engine._loop = ProcessLoop(setup, engine._streams.deliver, engine._lost, tell, patience, begun)
         else:
-            core, engine._facts = start(setup, lambda: engine.tokenizer, tell)
-            engine._loop = ThreadLoop(core, engine._streams.deliver, engine._lost)
-        engine.peers = Peers(setup.config, engine._loop, engine._facts_now)
+            opened = start(setup, lambda: engine.tokenizer, tell)
+            engine._loop = ThreadLoop(*opened, engine._streams.deliver, engine._lost)
+        engine.peers = Peers(setup.config, engine._loop, engine._facts)
         if progress is None:
             for notice in engine.plan.notices:
                 log.warning("%s", notice)
@@ -129,14 +127,13 @@ class AsyncEngine:
 
     # -- facts ----------------------------------------------------------------------------------
 
-    def _facts_now(self) -> Facts:
-        """Of the engine's present start; with other weights than its files hold it hands nothing over."""
-        found = self._loop.facts if isinstance(self._loop, ProcessLoop) else self._facts
-        return found if self.weights.new is None else found.alone()
+    def _facts(self) -> Facts:
+        """For others: with other weights than its files hold it hands nothing over."""
+        return self._loop.facts if self.weights.new is None else self._loop.facts.alone()
 
     @property
     def plan(self) -> MemoryPlan:
-        return self._facts.plan
+        return self._loop.facts.plan
 
     def trace_ranks(self, on: bool) -> list[list[list[Any]]]:
         """As ``EngineCore.trace_ranks``."""
@@ -145,40 +142,40 @@ class AsyncEngine:
 
     @property
     def session_len(self) -> int:
-        return self._facts.plan.session_len
+        return self._loop.facts.plan.session_len
 
     @property
     def max_batch_size(self) -> int:
-        return self._facts.plan.max_batch_size
+        return self._loop.facts.plan.max_batch_size
 
     @property
     def runner_why(self) -> str:
-        return self._facts.runner_why
+        return self._loop.facts.runner_why
 
     @property
     def runner_note(self) -> str:
-        return self._facts.runner_note
+        return self._loop.facts.runner_note
 
     @property
     def runner_name(self) -> str:
-        return self._facts.runner
+        return self._loop.facts.runner
 
     @property
     def backend(self) -> Backend:
-        return self._facts.backend
+        return self._loop.facts.backend
 
     @property
     def blind(self) -> bool:
         """Whether it was opened without what the model sees with."""
-        return self._facts.blind
+        return self._loop.facts.blind
 
     @property
     def device(self) -> str:
-        return self._facts.device
+        return self._loop.facts.device
 
     @property
     def dtype(self) -> str:
-        return self._facts.dtype
+        return self._loop.facts.dtype
 
     @property
     def outage(self) -> Outage | None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from toolkit.engine.core import INTAKE_SECONDS, EngineCore
+from toolkit.engine.load.setup import Facts
 from toolkit.engine.process.outage import Outage
 from toolkit.engine.request import EngineOutput, EngineRequest
 from toolkit.engine.sequence import LogitsProcessor
@@ -27,8 +28,10 @@ class Loop(Protocol):
     """An engine loop seen from the front end. Methods may be called from any thread.
 
     Outputs arrive through a callback in a thread of the loop's own. When the loop is lost, a second callback says so:
-    every request in flight has failed.
+    every request in flight has failed. ``facts``: of the engine's present start.
     """
+
+    facts: Facts
 
     @property
     def outage(self) -> Outage | None:
@@ -62,7 +65,8 @@ def _stop(inbox: queue.SimpleQueue[Callable[[], None] | None], thread: threading
 class ThreadLoop:
     """The loop in a thread of this process."""
 
-    def __init__(self, core: EngineCore, on_outputs: OnOutputs, on_down: OnDown) -> None:
+    def __init__(self, core: EngineCore, facts: Facts, on_outputs: OnOutputs, on_down: OnDown) -> None:
+        self.facts = facts
         self._core = core
         self._on_outputs = on_outputs
         self._on_down = on_down

@@ -33,6 +33,8 @@ from toolkit.errors import ToolkitError, UsageError
 log = logging.getLogger(__name__)
 WATCH_SECONDS = 1.0  # how often the watch looks whether the process gets on
 CLOSE_SECONDS = 10.0  # that a process gets to end by itself
+SENT_BYTES = 1 << 14  # that wait to be read, about: the rest waits where users take turns
+PICTURES = "pictures"  # lane of requests with some: a later one goes without the pixels that an earlier one brought
 
 
 class Child:
@@ -42,6 +44,7 @@ class Child:
     def __init__(self) -> None:
         try:
             mine, theirs = socket.socketpair()
+            mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SENT_BYTES)
             with mine, theirs:
                 self.process = child_process.start(
                     "toolkit.engine.process.worker",
@@ -135,7 +138,7 @@ class ProcessLoop:
         with self._lock:
             held = self._suspects.drop(request_id)
             if not held:
-                self._outbox.put(records.pack({"op": "abort", "id": request_id}))
+                self._outbox.put(records.pack({"op": "abort", "id": request_id}), _lane(self._open.get(request_id)))
         if held:
             self._on_outputs([EngineOutput(request_id, finish_reason="abort")])
 
@@ -218,13 +221,13 @@ class ProcessLoop:
         """Send it, without the pixels of pictures that others which run have sent."""
         data = records.pack_add(request, self._pictures() if request.pictures else ())
         self._open[request.id] = request
-        self._outbox.put(data)
+        self._outbox.put(data, _lane(request))
 
     def _forget(self, ended: EngineRequest | None) -> None:
         """Tell the child of pictures that nothing which runs has any more."""
         if ended is not None and ended.pictures:
             gone = {picture.digest for picture in ended.pictures} - self._pictures()
-            self._outbox.put(records.pack({"op": "forget", "digests": [digest.hex() for digest in gone]}))
+            self._outbox.put(records.pack({"op": "forget", "digests": [digest.hex() for digest in gone]}), PICTURES)
 
     def _pictures(self) -> set[bytes]:
         """Digests of those that the child has."""
@@ -278,6 +281,13 @@ class ProcessLoop:
                 self._stall = Stall(self._process.pid, self._stall.patience)
                 self._outage = None
             return True
+
+
+def _lane(request: EngineRequest | None) -> str:
+    """In which a request goes to the child, and its end behind it."""
+    if request is None:
+        return ""
+    return PICTURES if request.pictures else f"user {request.whose.user}"
 
 
 def _answer(future: Future[Any], message: dict[str, Any]) -> None:

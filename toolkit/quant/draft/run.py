@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.draft_head import HeadSpec, usual_layers, write_head
-from toolkit.artifacts.manifest import describe_parent, read_manifest
+from toolkit.artifacts.manifest import describe_parent
 from toolkit.artifacts.output.replace import check_directory_target
 from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import Stage, open_stage
@@ -64,9 +64,7 @@ def draft(
     with open_stage(
         work_dir, kind="draft", stage="lite draft", parent=parent, options=told, overwrite=overwrite
     ) as stage:
-        if stage.already_there:
-            found = read_manifest(stage.target)
-            assert found is not None
+        if (found := stage.earlier) is not None:
             return Result(work_dir, told, found.quality, True)
         if stage.saved():
             notice("going on where an earlier run was")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.formats.ct_scheme import CACHE_SCHEME, cache_config
-from toolkit.artifacts.manifest import describe_parent, read_manifest
+from toolkit.artifacts.manifest import describe_parent
 from toolkit.artifacts.output.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.output.replace import check_directory_target
 from toolkit.artifacts.output.room import check_room
@@ -79,9 +79,7 @@ def kv(
     with open_stage(
         work_dir, kind="quantized", stage="lite kv", parent=parent, options=options, overwrite=common.overwrite
     ) as stage:
-        if stage.already_there:
-            found = read_manifest(stage.target)
-            assert found is not None
+        if (found := stage.earlier) is not None:
             return Result(Path(work_dir), options, found.quality, True)
         source.check_finite()
         tokenizer = Tokenizer.open(source.checkpoint.tokenizer_dir)

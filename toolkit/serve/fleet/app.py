@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,18 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response as HttpResponse
 from starlette.types import Message, Send
 
-from toolkit import __version__
 from toolkit.errors import ToolkitError
 from toolkit.serve.fleet.fleet import Fleet, Model, Swapped
 from toolkit.serve.generation.read import parse_body, read_body
+from toolkit.serve.http.application import begin_app
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.layers import add_layers
-from toolkit.serve.http.replies import json_response
-from toolkit.serve.http.users import asks_for, current_user
+from toolkit.serve.http.replies import json_response, scraped
 from toolkit.serve.model_cards import card, listed
 from toolkit.serve.ollama.cards import Listed, add_lists
 from toolkit.serve.ollama.fields import ShowRequest, served_as
 from toolkit.serve.options import ProxySettings
-from toolkit.serve.page.routes import add_page
-from toolkit.serve.proxy.app import json_or_none
 from toolkit.serve.proxy.forward import Forward, Incoming, NodeFailed, is_stream
 from toolkit.serve.proxy.metrics import ProxyMetrics
 from toolkit.serve.proxy.nodes import Node
@@ -91,12 +87,8 @@ def create_app(fleet: Fleet, settings: ProxySettings, show: Show, *, metrics: bo
     state = ProxyState(settings)
     state.metrics = ProxyMetrics(state.nodes, of_models=True)
     fleet.on_end = state.nodes.remove
-    app = FastAPI(
-        title="toolkit", version=__version__, docs_url=None, openapi_url=None, redoc_url=None, redirect_slashes=False
-    )
+    app = begin_app("toolkit", page=not settings.no_page, docs=False)
     app.state.server = state
-    if not settings.no_page:
-        add_page(app)
     _add_plain_routes(app, state, fleet, metrics)
     _add_forwarding(app, state, fleet, show)
     keys = ApiKeys(settings.api_keys, settings.api_key_file)
@@ -136,7 +128,7 @@ def _add_plain_routes(app: FastAPI, state: ProxyState, fleet: Fleet, metrics: bo
 
         @app.get("/metrics")
         async def told() -> HttpResponse:
-            return HttpResponse(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+            return scraped(state.metrics.render())
 
 
 def _add_forwarding(app: FastAPI, state: ProxyState, fleet: Fleet, show: Show) -> None:
@@ -158,7 +150,4 @@ def _add_forwarding(app: FastAPI, state: ProxyState, fleet: Fleet, show: Show) -
         target = forwarded(raw.scope)
         if raw.method != "POST" and path != "tokenizer_info":
             raise HTTPException(404)  # it names no model: kept responses are looked up at a server of one model
-        body = await read_body(raw)
-        data = await state.lanes.run(partial(json_or_none, body), len(body)) if body else None
-        owner = asks_for(raw.scope, current_user(), state.settings.node_key)
-        return ToModel(state, fleet, Incoming(raw.method, target, raw.headers.raw, body, data, owner))
+        return ToModel(state, fleet, await Incoming.of(raw, target, state.lanes, state.settings.node_key))

@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
+from toolkit.serve.run import EndedBySignal, url_of
+
 GRACE_S = 2  # that pages which are open get at the end: they hold a stream each
 
 
-class _Server(uvicorn.Server):
-    """uvicorn, except that a signal ends it with exit code 0, and that it says when it listens."""
+class _Server(EndedBySignal):
+    """It says when it listens."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._ready = ready
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
-        for number in signals:
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        try:
-            yield
-        finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -46,6 +35,5 @@ def listen(blocks: Any, sock: socket.socket, ready: Callable[[str], None]) -> No
     host, port = sock.getsockname()[:2]
     app = gradio.mount_gradio_app(FastAPI(), blocks.queue(), path="/", server_name=host, server_port=port)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE_S)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     with contextlib.closing(sock):
-        _Server(config, lambda: ready(url)).run(sockets=[sock])
+        _Server(config, lambda: ready(url_of(host, port))).run(sockets=[sock])

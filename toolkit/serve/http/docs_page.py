@@ -3,14 +3,13 @@ has, so that a browser without the internet shows it too."""
 
 from __future__ import annotations
 
-from functools import partial
 from importlib.resources import files
 
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
-from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+
+from toolkit.serve.page.routes import show
 
 _FILES = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
 PATHS = tuple(f"/docs/{name}" for name in _FILES)
@@ -35,15 +34,7 @@ def add_docs(app: FastAPI, page: bool) -> None:
         swagger_favicon_url="data:,",
     )
     shown.headers.update(_HEADERS)
-    _add(app, "/docs" if page else "/", shown)
+    show(app, "/docs" if page else "/", shown)
     for name, kind in _FILES.items():
         data = (files("fastapi_offline") / "static" / name).read_bytes()
-        _add(app, f"/docs/{name}", Response(data, headers=_HEADERS, media_type=kind))
-
-
-def _add(app: FastAPI, path: str, answer: Response) -> None:
-    app.router.routes.append(Route(path, partial(_send, answer)))
-
-
-async def _send(answer: Response, request: Request) -> Response:
-    return answer
+        show(app, f"/docs/{name}", Response(data, headers=_HEADERS, media_type=kind))

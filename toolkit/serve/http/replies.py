@@ -88,6 +88,11 @@ OPENAI = Wire(event, ApiError.envelope, DONE, ping=COMMENT)
 LINES = Wire(line, ApiError.envelope)
 
 
+def scraped(metrics: bytes) -> Response:
+    """What Prometheus reads."""
+    return Response(metrics, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
 def _told(error: Exception) -> ApiError:
     """The client's version of ``error``; ours, with the traceback, goes to the log."""
     if not isinstance(error, (ApiError, ToolkitError)):

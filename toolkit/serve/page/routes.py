@@ -38,7 +38,12 @@ FILES = _read()
 def add_page(app: FastAPI) -> None:
     """Have ``app`` show the page."""
     for path, answer in FILES.items():
-        app.router.routes.append(Route(path, partial(_send, answer)))
+        show(app, path, answer)
+
+
+def show(app: FastAPI, path: str, answer: Response) -> None:
+    """Have ``app`` answer so whoever opens the path."""
+    app.router.routes.append(Route(path, partial(_send, answer)))
 
 
 async def _send(answer: Response, request: Request) -> Response:

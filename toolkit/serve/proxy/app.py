@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 import httpx2 as httpx
 from fastapi import FastAPI, Request
 from pydantic import Field
-from pydantic_core import from_json
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response as HttpResponse
 from starlette.types import Receive, Scope, Send
 
-from toolkit import __version__
 from toolkit.serve.fields.strict import Strict
 from toolkit.serve.generation.read import parse_body, read_body
-from toolkit.serve.http.docs_page import add_docs
+from toolkit.serve.http.application import begin_app
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.layers import add_layers
-from toolkit.serve.http.replies import json_response
+from toolkit.serve.http.replies import json_response, scraped
 from toolkit.serve.http.schema import add_schemas, describe
-from toolkit.serve.http.users import asks_for, current_user
 from toolkit.serve.model_cards import card, listed
 from toolkit.serve.ollama.cards import Listed, add_lists
 from toolkit.serve.options import ProxySettings
-from toolkit.serve.page.routes import add_page
 from toolkit.serve.proxy.ask import MOST_PROXIES, OddAnswer, ask, plain
 from toolkit.serve.proxy.forward import Forward, Incoming
 from toolkit.serve.proxy.nodes import Node
@@ -67,21 +62,10 @@ class OuterCors(CORSMiddleware):
 
 def create_app(settings: ProxySettings) -> FastAPI:
     """The application; ``watch.watch(app.state.server)`` has to run beside it."""
-    state, docs = ProxyState(settings), not settings.disable_fastapi_docs
-    app = FastAPI(
-        title="toolkit proxy",
-        version=__version__,
-        description="Several servers behind one address, as `tool serve proxy` has it",
-        docs_url=None,
-        openapi_url="/openapi.json" if docs else None,
-        redoc_url=None,
-        redirect_slashes=False,
-    )
+    state, page, docs = ProxyState(settings), not settings.no_page, not settings.disable_fastapi_docs
+    about = "Several servers behind one address, as `tool serve proxy` has it"
+    app = begin_app("toolkit proxy", about, page=page, docs=docs)
     app.state.server = state
-    if not settings.no_page:
-        add_page(app)
-    if docs:
-        add_docs(app, page=not settings.no_page)
     _add_node_routes(app, state)
     _add_plain_routes(app, state)
     add_schemas(app, [AddNode, NodeName])
@@ -194,20 +178,9 @@ def _add_plain_routes(app: FastAPI, state: ProxyState) -> None:
 
     @app.get("/metrics", summary="Metrics for Prometheus")
     async def metrics() -> HttpResponse:
-        return HttpResponse(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return scraped(state.metrics.render())
 
     @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
     async def forward(raw: Request, path: str) -> HttpResponse:
         target = forwarded(raw.scope)
-        body = await read_body(raw)
-        data = await state.lanes.run(partial(json_or_none, body), len(body)) if body else None
-        owner = asks_for(raw.scope, current_user(), state.settings.node_key)
-        return Forward(state, Incoming(raw.method, target, raw.headers.raw, body, data, owner))
-
-
-def json_or_none(body: bytes) -> Any:
-    """A body as far as the proxy has to know it; what is no JSON is the node's to refuse."""
-    try:
-        return from_json(body)
-    except ValueError:
-        return None
+        return Forward(state, await Incoming.of(raw, target, state.lanes, state.settings.node_key))

@@ -6,18 +6,23 @@ import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx2 as httpx
+from pydantic_core import from_json
+from starlette.requests import Request
 from starlette.types import Send
 
+from toolkit.serve.generation.read import read_body
 from toolkit.serve.http.errors import OLLAMA, ApiError
 from toolkit.serve.http.handed import HEADER as KV
 from toolkit.serve.http.handed import Handed
+from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.replies import Reply, event, send_error
 from toolkit.serve.http.request_ids import HEADER, current
 from toolkit.serve.http.users import HEADER as USER
-from toolkit.serve.http.users import current_user, header_of
+from toolkit.serve.http.users import asks_for, current_user, header_of
 from toolkit.serve.ollama.fields import served_as
 from toolkit.serve.proxy.ask import OddAnswer, check, plain
 from toolkit.serve.proxy.nodes import ELSEWHERE, NO_FAULT, Node
@@ -50,6 +55,14 @@ class Incoming:
     data: Any
     owner: str = ""
 
+    @staticmethod
+    async def of(raw: Request, target: str, lanes: Lanes, node_key: str | None) -> Incoming:
+        """The whole of a request. ``node_key``: a proxy before this one that has it may say whose it is."""
+        body = await read_body(raw)
+        data = await lanes.run(partial(_json_or_none, body), len(body)) if body else None
+        owner = asks_for(raw.scope, current_user(), node_key)
+        return Incoming(raw.method, target, raw.headers.raw, body, data, owner)
+
     def model_among(self, names: Sequence[str]) -> str | None:
         """What it asks for, as it is called there; None where it does not say."""
         data = self.data if isinstance(self.data, dict) else {}
@@ -73,6 +86,14 @@ class Incoming:
         """The proxies that it has come through."""
         values = b",".join(value for name, value in self.headers if name.lower() == VIA)
         return [hop.strip() for hop in values.split(b",") if hop.strip()]
+
+
+def _json_or_none(body: bytes) -> Any:
+    """A body as far as it has to be known here; what is no JSON is the node's to refuse."""
+    try:
+        return from_json(body)
+    except ValueError:
+        return None
 
 
 def of_this_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from functools import partial
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
@@ -16,22 +15,18 @@ from pydantic_core import from_json
 from starlette.responses import Response as HttpResponse
 from starlette.types import Send
 
-from toolkit import __version__
 from toolkit.configs.checks import shown
 from toolkit.configs.option import spelled
-from toolkit.serve.generation.read import read_body
-from toolkit.serve.http.docs_page import add_docs
+from toolkit.serve.http.application import begin_app
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.layers import add_layers
 from toolkit.serve.http.places import Places
-from toolkit.serve.http.replies import Reply, event, json_response, line, send_error
-from toolkit.serve.http.users import asks_for, current_user
+from toolkit.serve.http.replies import Reply, event, json_response, line, scraped, send_error
+from toolkit.serve.http.users import current_user
 from toolkit.serve.model_cards import listed
 from toolkit.serve.ollama.cards import Listed, add_lists
-from toolkit.serve.page.routes import add_page
-from toolkit.serve.proxy.app import json_or_none
 from toolkit.serve.proxy.forward import Incoming, is_stream
 from toolkit.serve.proxy.nodes import ELSEWHERE
 from toolkit.serve.proxy.paths import forwarded
@@ -194,29 +189,14 @@ def create_app(settings: RaySettings, keys: ApiKeys, models: Mapping[str, Replic
     """The application in front of the replicas of some models."""
     limits, places = settings.limits, settings.bounds[1] * settings.max_ongoing_requests
     fleet, metrics, lanes = Fleet(models, places, limits.max_queue), FrontMetrics(), Lanes(limits)
-    docs = not settings.disable_fastapi_docs
-    app = FastAPI(
-        title="toolkit on Ray",
-        version=__version__,
-        description="Replicas behind one address, as `tool serve ray` has them",
-        docs_url=None,
-        openapi_url="/openapi.json" if docs else None,
-        redoc_url=None,
-        redirect_slashes=False,
-    )
-    if not settings.no_page:
-        add_page(app)
-    if docs:
-        add_docs(app, page=not settings.no_page)
+    about = "Replicas behind one address, as `tool serve ray` has them"
+    app = begin_app("toolkit on Ray", about, page=not settings.no_page, docs=not settings.disable_fastapi_docs)
     _add_plain_routes(app, fleet, metrics, settings)
 
     @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
     async def forward(raw: Request, path: str) -> HttpResponse:
         target = forwarded(raw.scope)
-        body = await read_body(raw)
-        data = await lanes.run(partial(json_or_none, body), len(body)) if body else None
-        owner = asks_for(raw.scope, current_user(), None)
-        return Forward(fleet, Incoming(raw.method, target, raw.headers.raw, body, data, owner), metrics)
+        return Forward(fleet, await Incoming.of(raw, target, lanes, None), metrics)
 
     add_layers(app, settings.limits, lanes, keys, list(settings.allow_origins))
     return app
@@ -246,4 +226,4 @@ def _add_plain_routes(app: FastAPI, fleet: Fleet, metrics: FrontMetrics, setting
     async def told() -> HttpResponse:
         found = await asyncio.gather(*(one.metrics() for one in fleet.models.values()))
         text = metrics.render() + merged([pair for some in found for pair in some])
-        return HttpResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return scraped(text)

@@ -15,7 +15,7 @@ from toolkit.base.ray import check_ray
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.ray.cluster import connect
 from toolkit.serve.ray.plan import CONTROLLER, NAME, Plan
-from toolkit.serve.run import bind
+from toolkit.serve.run import bind, url_of
 
 LOOK_S = 1.0
 _OURS = re.compile(r"toolkit\.errors\.(UsageError|ToolkitError): (.+)")
@@ -55,8 +55,7 @@ def serve(plan: Plan, ready: Callable[[str], None], told: Callable[[str], None])
             )
             told(f"starting {settings.replicas} replicas of {', '.join(model.name for model in plan.models)}")
             _deploy(plan, stop)
-            host = settings.server_name
-            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            url = url_of(settings.server_name, port)
             if not own and not stop.is_set():
                 _check_address(url)
             ready(url)

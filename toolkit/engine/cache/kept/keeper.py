@@ -111,14 +111,7 @@ class Keeper:
         at = self._blocks.pools[block.group].find(block.key)
         if at is None or shelf.has(block):  # it had to make room; or another process was first
             return False
-        begun = time.perf_counter()
-        try:
-            data = self._runner.export_block(block.group, at)
-        except RunnerError as error:
-            log.warning("a KV block cannot be kept: %s", error)
-            return False
-        writer.put(block, data, time.perf_counter() - begun)
-        return True
+        return writer.take(block, self._runner, at, "kept")
 
     # -- back into it ---------------------------------------------------------------------------
 

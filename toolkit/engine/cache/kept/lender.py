@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ from toolkit.engine.cache.kept.block import Block, block_of
 from toolkit.engine.cache.kept.shelf import Shelf
 from toolkit.engine.cache.kept.writer import Writer
 from toolkit.engine.sequence import Sequence
-from toolkit.runners.base import RunnerError
 
 if TYPE_CHECKING:
     from toolkit.runners.base import Runner
@@ -52,13 +50,7 @@ class Lender:
         if not self._writer.room():
             self._writer.flush(ROOM_SECONDS)
         if self._writer.room():
-            begun = time.perf_counter()
-            try:
-                data = self._runner.export_block(block.group, at)
-            except RunnerError as error:
-                log.warning("a KV block cannot be lent: %s", error)
-                return
-            self._writer.put(block, data, time.perf_counter() - begun)
+            self._writer.take(block, self._runner, at, "lent")
 
     def flush(self) -> None:
         """Write what waits."""

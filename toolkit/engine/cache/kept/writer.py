@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
+from typing import TYPE_CHECKING
 
 from toolkit.base.threads import give_way
 from toolkit.engine.cache.kept.block import Block, Buffer
 from toolkit.engine.cache.kept.shelf import Shelf
+from toolkit.runners.base import RunnerError
 
+if TYPE_CHECKING:
+    from toolkit.runners.base import Runner
+
+log = logging.getLogger(__name__)
 GROUP = 16 << 20  # bytes that go to disk together
 QUEUE = 64 << 20  # bytes that may wait
 REST = 50  # while requests run, so many times as long as it has worked: beside one step, not in all of them
 
 
 class Writer:
-    """Bytes go in by ``put``, which never waits; who puts asks ``room`` first. ``gently``: requests come first."""
+    """Blocks go in by ``take``, which waits for no disk; ask ``room`` first. ``gently``: requests come first."""
 
     def __init__(self, shelf: Shelf, gently: bool = True) -> None:
         self._shelf = shelf
@@ -32,8 +39,16 @@ class Writer:
         """Whether it should be given more."""
         return self._size < (GROUP if self._busy else QUEUE)
 
-    def put(self, block: Block, data: Buffer, seconds: float) -> None:
-        """``seconds``: what it took to get it."""
+    def take(self, block: Block, runner: Runner, at: int, what: str) -> bool:
+        """Have it written as it is in ``runner``'s block ``at`` now. Whether it could be read; if not, the log says
+        that it cannot be ``what``."""
+        begun = time.perf_counter()
+        try:
+            data = runner.export_block(block.group, at)
+        except RunnerError as error:
+            log.warning("a KV block cannot be %s: %s", what, error)
+            return False
+        seconds = time.perf_counter() - begun
         with self._changed:
             self._waiting.append((block, data))
             self._size += len(data)
@@ -42,6 +57,7 @@ class Writer:
                 self._thread = threading.Thread(target=self._run, name="toolkit-kept", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+        return True
 
     def tell(self, busy: bool) -> None:
         """Whether requests run."""
