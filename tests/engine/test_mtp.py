@@ -48,8 +48,8 @@ def models(request: Any, mtp: Any, tiny_models: Any, tmp_path_factory: Any) -> t
 def answers_of(
     path: Path, guess: bool | Path, made: Made | None = None, **options: Any
 ) -> tuple[dict[str, list[int]], int]:
-    """What requests are answered, and of guesses how many tokens came true. ``guess``: by the model's layer, or an EAGLE
-    head; ``made``: gets texts and guesses."""
+    """What requests are answered, and of guesses how many tokens came true. ``guess``: by the model's layer, or an
+    EAGLE head; ``made``: gets texts and guesses."""
     runner, _ = open_runner(path, backend="turbomind", options=RunnerOptions(dtype="float32", threads=1))
     config = TurbomindEngineConfig(speculative_algorithm="mtp" if guess is True else None)
     layer = open_mtp_layer(path, config, runner, ()) if guess is True else None

@@ -234,7 +234,8 @@ class CommonEngineConfig:
         allowed=MODES,
     )
     speculative_algorithm: str | None = option(
-        None, "How: lookup (or ngram), draft_model, eagle3, eagle, mtp. Default: lookup, and mtp where the model has it."
+        None,
+        "How: lookup (or ngram), draft_model, eagle3, eagle, mtp. Default: lookup, and mtp where the model has it.",
     )
     speculative_num_draft_tokens: int | None = option(
         None, "Tokens of a guess at most. Default: 16.", allowed=Bounds(1, MOST_ASKED, "int32"), hidden=True
