@@ -4,6 +4,7 @@ answer."""
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,24 @@ def test_a_right_layer_guesses_right_from_an_artifact(models: tuple[Path, Path],
             rows = [row[0] for row in p.engine.plan.rows]
             assert ("MTP layer" in rows) == (name != "off")
     assert len(set(found.values())) == 1
+
+
+def test_it_guesses_again_after_sleep(models: tuple[Path, Path]) -> None:
+    from toolkit import pipeline
+    from toolkit.messages import GenerationConfig
+
+    config = GenerationConfig(max_new_tokens=20, ignore_eos=True, do_sample=False)
+    fields = {"speculative_algorithm": "mtp", "session_len": 128}
+    with pipeline(str(models[1]), backend_config=TurbomindEngineConfig(**fields)) as p:
+        before = p("Once", gen_config=config).text
+        p.engine.weights.sleep()
+        p.engine.weights.wake()
+        assert p("Once", gen_config=config).text == before
+        core = p.engine._loop._core
+        core.speculator.options = replace(core.speculator.options, always=True)
+        core.speculator.drafts = [d for d in core.speculator.drafts if d.name == "mtp"]
+        assert p("Once", gen_config=config).text == before
+        assert p.engine.stats()["spec_by_method"]["mtp"]["accepted"] > 0
 
 
 def test_wrong_layers_are_told_in_a_line(

@@ -77,6 +77,8 @@ class MtpHead:
     def release(self) -> None:
         self.runner.release_cache()
         self.runner.release_weights()
+        if isinstance(self._weights, CheckpointMtp):
+            self._weights.drop()
         self._norms, self._join = {}, np.zeros((0, 0), np.float32)
 
     def close(self) -> None:
@@ -191,3 +193,7 @@ class CheckpointMtp:
         if self._packed is None:
             made = pack_mtp(self._spec, self._found.items(), [])
             self._packed = {name: tensor.in_memory() for name, tensor in made}
+
+    def drop(self) -> None:
+        """Undo ``load``."""
+        self._packed = None
