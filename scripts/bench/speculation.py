@@ -2,11 +2,12 @@
 
     python scripts/bench/speculation.py                                   # the demo
     python scripts/bench/speculation.py MODEL --draft-model DRAFT --batch 1 8 --json speculation.json
+    python scripts/bench/speculation.py --llama-python PYTHON --gguf MODEL.gguf --llama-speculative ngram_simple
 
 The prompts lie in speculation_workloads/. Engines run in turn (off, auto, off, auto …), each answer greedy and once a
 round; time is taken from the first token to the last. No engine looks up its earlier answers, which would be the same.
 Speeds are medians over rounds; *ratio* is the median of each round's, with its lowest and highest. Ends with 1 where
-two engines gave two answers.
+two engines gave two answers. llama.cpp's server is compared with itself without guesses.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from native import need_native
+from speculation_peer import Ask, peers
 
 from toolkit import GenerationConfig, Pipeline, TurbomindEngineConfig, pipeline
 from toolkit.artifacts.output.result_file import check_json, check_plot, save_plot
@@ -38,6 +40,11 @@ def configs(draft: str | None) -> dict[str, TurbomindEngineConfig]:
     return found if draft is None else found | {"draft model": replace(found["auto"], speculative_draft_model=draft)}
 
 
+def asked(pipe: Pipeline) -> Ask:
+    """Ask it."""
+    return lambda prompt, config: ask(pipe, prompt, config)
+
+
 def ask(pipe: Pipeline, prompt: str, config: GenerationConfig) -> tuple[str, int, float]:
     """(answer, tokens behind the first ones, seconds that they took)."""
     text, first, begun, count = "", 0, 0.0, 0
@@ -49,13 +56,13 @@ def ask(pipe: Pipeline, prompt: str, config: GenerationConfig) -> tuple[str, int
     return text, count - first, time.perf_counter() - begun
 
 
-def answer(pipe: Pipeline, prompts: list[str], config: GenerationConfig, batch: int) -> tuple[list[str], float]:
+def answer(ask: Ask, prompts: list[str], config: GenerationConfig, batch: int) -> tuple[list[str], float]:
     """The answers, ``batch`` copies of each prompt at a time, and tokens a second."""
     tokens, seconds, texts = 0, 0.0, list[str]()
     for prompt in prompts:
         found: list[tuple[str, int, float]] = []
         threads = [
-            threading.Thread(target=lambda: found.append(ask(pipe, prompt, config)))  # noqa: B023  # it ends below
+            threading.Thread(target=lambda: found.append(ask(prompt, config)))  # noqa: B023  # it ends below
             for _ in range(batch)
         ]
         for thread in threads:
@@ -68,40 +75,48 @@ def answer(pipe: Pipeline, prompts: list[str], config: GenerationConfig, batch: 
     return texts, tokens / seconds
 
 
-def measure(pipes: dict[str, Pipeline], work: dict[str, Any], batch: int, rounds: int) -> dict[str, Any]:
+def measure(engines: dict[str, Ask], work: dict[str, Any], batch: int, rounds: int) -> dict[str, Any]:
     """One workload on all engines."""
     config = GenerationConfig(
         max_new_tokens=work["max_new_tokens"], do_sample=False, response_format=work.get("response_format")
     )
-    speeds: dict[str, list[float]] = {name: [] for name in pipes}
+    speeds: dict[str, list[float]] = {name: [] for name in engines}
     answers: dict[str, list[str]] = {}
     for turn in range(rounds + 1):
-        for name, pipe in pipes.items():
-            texts, speed = answer(pipe, work["prompts"], config, batch)
+        for name, ask in engines.items():
+            texts, speed = answer(ask, work["prompts"], config, batch)
             answers[name] = texts
             if turn:  # the first fills the prefix cache, and engines learn what steps cost
                 speeds[name].append(speed)
-    plain = speeds["off"]
-    row: dict[str, Any] = {"workload": work["what"], "batch": batch, "off": statistics.median(plain)}
-    for name in list(pipes)[1:]:
-        ratios = sorted(mine / other for mine, other in zip(speeds[name], plain, strict=True))
+    row: dict[str, Any] = {"workload": work["what"], "batch": batch}
+    for name in engines:
+        plain = beside(name)
         row[name] = statistics.median(speeds[name])
+        if name == plain:
+            continue
+        ratios = sorted(mine / other for mine, other in zip(speeds[name], speeds[plain], strict=True))
         row[f"{name} ratio"] = statistics.median(ratios)
         row[f"{name} ratios"] = [ratios[0], ratios[-1]]
-        row[f"{name} same"] = answers[name] == answers["off"]
+        row[f"{name} same"] = answers[name] == answers[plain]
     return row
+
+
+def beside(name: str) -> str:
+    """The engine without guesses with which one is compared."""
+    return "llama.cpp off" if name.startswith("llama.cpp") else "off"
 
 
 def show(model: str, rows: list[dict[str, Any]], names: list[str]) -> None:
     shown = []
     for row in rows:
-        cells = [row["workload"], str(row["batch"]), f"{row['off']:.1f}"]
         for name in names:
-            low, high = row[f"{name} ratios"]
-            cells += [f"{row[name]:.1f}", f"{row[f'{name} ratio']:.2f} ({low:.2f}-{high:.2f})"]
-        shown.append(cells)
-    columns = ["", "requests", "off, tok/s", *(part for name in names for part in (f"{name}, tok/s", "ratio"))]
-    stdout().print(table(f"{model}, greedy", columns, shown))
+            ratio = ""
+            if name != beside(name):
+                low, high = row[f"{name} ratios"]
+                ratio = f"{row[f'{name} ratio']:.2f} ({low:.2f}-{high:.2f})"
+            first = [row["workload"], str(row["batch"])] if name == names[0] else ["", ""]
+            shown.append([*first, name, f"{row[name]:.1f}", ratio])
+    stdout().print(table(f"{model}, greedy", ["", "requests", "engine", "tok/s", "ratio"], shown))
 
 
 def plot(model: str, rows: list[dict[str, Any]], names: list[str], file: Path) -> None:
@@ -115,10 +130,10 @@ def plot(model: str, rows: list[dict[str, Any]], names: list[str], file: Path) -
     figure, all_axes = pyplot.subplots(1, len(batches), figsize=(1.5 + 5 * len(batches), 3.6), squeeze=False)
     for axes, batch in zip(all_axes[0], batches, strict=True):
         mine = [row for row in rows if row["batch"] == batch]
-        width = 0.8 / (1 + len(names))
-        for i, name in enumerate(["off", *names]):
+        width = 0.8 / len(names)
+        for i, name in enumerate(names):
             bars = axes.bar([at + i * width for at in range(len(mine))], [row[name] for row in mine], width, label=name)
-            if name != "off":
+            if name != beside(name):
                 axes.bar_label(bars, [f"{row[f'{name} ratio']:.2f}×" for row in mine], fontsize=8)
         middle = 0.4 - width / 2
         axes.set_xticks(
@@ -138,6 +153,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--draft-model")
+    parser.add_argument("--llama-python", help="a Python that has xllamacpp: measure llama.cpp's server beside it")
+    parser.add_argument("--gguf", help="the model that it serves")
+    parser.add_argument("--llama-speculative", nargs="+", default=["ngram_simple"], help="how it guesses")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", help="workloads, by their files' names")
@@ -146,6 +164,8 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="draw them (.png)")
     args = parser.parse_args()
     need_native()
+    if (args.llama_python is None) != (args.gguf is None):
+        parser.error("--llama-python and --gguf: expected both or none")
     check_json("--json", args.json, ["model"])
     check_plot("--plot", args.plot)
     files = sorted(f for f in WORKLOADS.glob("*.json") if args.only is None or f.stem in args.only)
@@ -157,21 +177,25 @@ def main() -> int:
         }
         for pipe in pipes.values():
             pipe(WARM_UP, gen_config=GenerationConfig(max_new_tokens=24, do_sample=False))
+        engines = {name: asked(pipe) for name, pipe in pipes.items()}
+        if args.llama_python is not None:
+            more = peers(args.llama_python, args.gguf, args.llama_speculative, max(args.batch))
+            engines |= stack.enter_context(more)
         for batch in args.batch:
             for file in files:
                 work = json.loads(file.read_text(encoding="utf-8"))
                 work["max_new_tokens"] = args.tokens or work["max_new_tokens"]
-                rows.append(measure(pipes, work, batch, args.rounds))
-                ratios = ", ".join(f"{name} {rows[-1][f'{name} ratio']:.2f}" for name in list(pipes)[1:])
+                rows.append(measure(engines, work, batch, args.rounds))
+                names = [name for name in engines if name != beside(name)]
+                ratios = ", ".join(f"{name} {rows[-1][f'{name} ratio']:.2f}" for name in names)
                 print(f"{work['what']}, {batch} at once: {rows[-1]['off']:.1f} tokens/s; {ratios}", flush=True)
         stats = {name: pipe.engine.stats() for name, pipe in pipes.items()}
-    names = list(pipes)[1:]
-    show(args.model, rows, names)
+    show(args.model, rows, list(engines))
     if args.plot is not None:
-        plot(args.model, rows, names, args.plot)
+        plot(args.model, rows, list(engines), args.plot)
     drafts = {name: {k: v for k, v in told.items() if k.startswith("spec_")} for name, told in stats.items()}
     write_json(args.json, {"model": args.model, "rows": rows, "drafts": drafts})
-    return int(not all(row[f"{name} same"] for row in rows for name in names))
+    return int(not all(row[f"{name} same"] for row in rows for name in list(pipes)[1:]))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from toolkit.engine.drafts.model import DraftModel
 from toolkit.engine.drafts.search import Answers, Seen, pairs
 from toolkit.engine.drafts.speculator import Speculator
 from toolkit.engine.drafts.vocabulary import equal
+from toolkit.engine.plan import Plan
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams, Whose
 from toolkit.engine.sequence import Sequence
 
@@ -421,13 +422,32 @@ def test_a_draft_that_costs_is_asked_for_what_pays(chance: float, seconds: float
     assert len(guesses.get(seq, [])) <= asked
 
 
+def test_what_a_step_without_guesses_takes_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first took long, by chance, so that guesses seemed to pay; then nothing but guesses was seen."""
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    speculator = Speculator(Speculation(most=8), [sure := Poor()], VOCAB)
+    sure.chance = 0.9
+    seq = Sequence(EngineRequest("r", [1, 2], SamplingParams(50)), order=0, max_len=99, rope_set=0, keys_root=None)
+    taken = []
+    for i in range(1000):
+        guess = speculator.choose([seq]).get(seq, [])
+        plan = Plan(decodes=[seq], guesses={seq: len(guess)} if guess else {})
+        plan.submitted = now
+        now += 9.0 if i == 0 else 1.0 + len(guess)
+        speculator.step_ended(plan, 1 + len(guess), now)
+        taken.append(len(guess))
+    assert taken[1] == 8 and not any(taken[-100:])
+
+
 class Poor(Draft):
     """Guesses at no cost that nearly never come true."""
 
     name = "poor"
+    chance = 0.3
 
     def propose(self, asked: Any) -> list[Guess]:
-        return [Guess([1] * most, [0.3] * most) for _, most in asked]
+        return [Guess([1] * most, [self.chance] * most) for _, most in asked]
 
 
 def test_beside_guesses_that_do_not_pay_a_draft_pays_no_sooner() -> None:

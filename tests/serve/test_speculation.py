@@ -102,6 +102,7 @@ def plain(model: Path, adapter: str, post: Any) -> Iterator[dict[str, tuple[dict
     ends another's."""
     config = TurbomindEngineConfig(**FEW, adapters={"tales": adapter}, speculative="off")
     with AsyncEngine.open(model, backend_config=config) as engine:
+        assert not engine.runner_why, "of the native runner alone bits do not depend on the batch"
         server = Asked(engine, post)
         text = server.ask(REQUESTS["stop"])[0]["message"]["content"]
         stops = {"stop": [text[9:13], text[11:19]]}

@@ -15,6 +15,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--length", type=int, default=512, help="tokens of a request")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--speculative", help="how it guesses: ngram_simple, ngram_cache, ngram_mod …")
     args = parser.parse_args()
     import xllamacpp
 
@@ -24,6 +25,9 @@ def main() -> None:
     params.n_ctx = args.slots * args.length
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
     params.port = 0
+    if args.speculative is not None:
+        name = f"COMMON_SPECULATIVE_TYPE_{args.speculative.upper()}"
+        params.speculative.types = [xllamacpp.common_speculative_type[name]]
     server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)
     while True:

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from enum import IntEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class Kind(IntEnum):
@@ -30,6 +31,7 @@ _FIRST = (0.15, 0.3, 0.45, 0.55, 0.7, 0.8, 0.9)  # what is thought before anythi
 _WEIGHT = 4.0  # guesses that what was thought before counts as
 SHORT, LONG = 0.9, 0.995  # what a guess still counts after the next one: of a request, of a user
 USERS = 64  # of whom something is known, those that last asked
+JURY = 16  # of them, what of a new one is thought by
 _SURE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # a draft's chance of a token, from which one is surer
 ANY = len(_SURE) + 1  # the class of tokens of any sureness
 
@@ -56,6 +58,10 @@ class Odds:
         before = self._first[at] if self._above is None else self._above.of(at)
         return (self._right[at] + _WEIGHT * before) / (self._tried[at] + _WEIGHT)
 
+    def all(self) -> NDArray[np.float64]:
+        """``of`` each class, of a user's."""
+        return (np.array(self._right) + _WEIGHT * np.array(self._first)) / (np.array(self._tried) + _WEIGHT)
+
 
 class Users:
     """The odds of each user, ``Whose.user``. ``first``: as of ``Odds``."""
@@ -65,13 +71,12 @@ class Users:
         self._known: OrderedDict[str, Odds] = OrderedDict()
 
     def of(self, user: str) -> Odds:
-        """Those of that user. Of a new one the median of the others is thought: so none of them, whatever it asks for,
-        moves it beyond what another one has."""
+        """Those of that user. Of a new one the median of the last others is thought: so none of them, whatever it asks
+        for, moves it beyond what another one has."""
         if user in self._known:
             self._known.move_to_end(user)
             return self._known[user]
-        classes = range(len(self._first))
-        others = [[odds.of(at) for at in classes] for odds in self._known.values()]
+        others = [odds.all() for odds in list(self._known.values())[-JURY:]]
         found = self._known[user] = Odds(np.median([self._first, self._first, *others], axis=0).tolist())
         if len(self._known) > USERS:
             self._known.popitem(last=False)

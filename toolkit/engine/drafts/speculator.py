@@ -145,6 +145,8 @@ class Speculator:
         """Have a draft make guesses; they take the place of those in ``best`` that promise less. Whether any came."""
         guesses = draft.propose(asked)
         for (seq, most), guess in zip(asked, guesses, strict=True):
+            if not guess.tokens:  # of most requests, most of the time
+                continue
             found = self._sound(seq, guess, most)
             if _expected(found) > (_expected(best[seq].guess) if seq in best else 0.0):
                 best[seq] = Found(found, draft)

@@ -1,0 +1,67 @@
+"""llama.cpp's server with its guesses and without, for speculation.py."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from toolkit import GenerationConfig
+
+SERVER = Path(__file__).parent / "peers" / "peer_llama_server.py"
+Ask = Callable[[str, GenerationConfig], tuple[str, int, float]]
+
+
+@contextmanager
+def peers(python: str, gguf: str, ways: list[str], slots: int) -> Iterator[dict[str, Ask]]:
+    """Servers in the environment of ``python``, the one that guesses nothing first."""
+    with ExitStack() as stack:
+        urls = {way: stack.enter_context(_server(python, gguf, way, slots)) for way in ("", *ways)}
+        yield {f"llama.cpp {way or 'off'}": _ask(url) for way, url in urls.items()}
+
+
+@contextmanager
+def _server(python: str, gguf: str, way: str, slots: int) -> Iterator[str]:
+    command = [python, str(SERVER), gguf, "--slots", str(slots), "--length", "2048", "--threads", "2"]
+    command += ["--speculative", way] if way else []
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        found = next((m for line in process.stdout if (m := re.search(r"https?://[\w.:]+", line))), None)
+        if found is None:
+            raise SystemExit("llama.cpp's server did not start: pip install xllamacpp, and give a .gguf that it reads")
+        yield found[0]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _ask(url: str) -> Ask:
+    """As ``speculation.ask``: (answer, tokens behind the first ones, seconds that they took)."""
+
+    def ask(prompt: str, config: GenerationConfig) -> tuple[str, int, float]:
+        fields: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}], "stream": True, "temperature": 0}
+        fields |= {"max_tokens": config.max_new_tokens, "timings_per_token": True}
+        if config.response_format is not None:
+            fields["response_format"] = config.response_format
+        request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(fields).encode())
+        request.add_header("Content-Type", "application/json")
+        text, first, begun, count = "", 0, 0.0, 0
+        with urllib.request.urlopen(request, timeout=600) as reply:
+            for line in reply:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+                count = max(count, event.get("timings", {}).get("predicted_n", 0))
+                if not first and count:
+                    first, begun = count, time.perf_counter()
+        return text, count - first, time.perf_counter() - begun
+
+    return ask
