@@ -66,9 +66,12 @@ class OpenMtp:
         self.head.close()
 
 
-def open_mtp_layer(path: Path, config: EngineConfig, target: Runner, families: Sequence[Family]) -> OpenMtp | None:
-    """The layer of the model at ``path``, which ``target`` runs; None where it has none and none was asked for. Raises
-    ToolkitError or UsageError where one was asked for that cannot be."""
+def open_mtp_layer(
+    path: Path, config: EngineConfig, target: Runner, families: Sequence[Family], named: Path | None = None
+) -> OpenMtp | None:
+    """The layer of the model at ``path``, which ``target`` runs, called ``named`` where ``path`` is a packed copy; None
+    where it has none and none was asked for. Raises ToolkitError or UsageError where one was asked for that cannot be.
+    """
     asked = config.speculative_algorithm is not None and ALGORITHMS[config.speculative_algorithm] == "mtp"
     if config.speculation is None or (config.speculative_algorithm is not None and not asked):
         return None
@@ -88,9 +91,9 @@ def open_mtp_layer(path: Path, config: EngineConfig, target: Runner, families: S
         return None
     if found is None:
         if asked:
-            raise UsageError(f"{FLAG}: mtp: {path} has no layer for multi-token prediction; leave it out")
+            raise UsageError(f"{FLAG}: mtp: {named or path} has no layer for multi-token prediction; leave it out")
         return None
-    return OpenMtp(path, MtpHead(*found, target), len(target.spec.layers), asked)
+    return OpenMtp(named or path, MtpHead(*found, target), len(target.spec.layers), asked)
 
 
 def open_eagle_layer(path: Path, target: Runner) -> OpenMtp:

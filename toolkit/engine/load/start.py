@@ -132,7 +132,7 @@ def _open_draft(setup: Setup, runner: Runner) -> OpenDraft | OpenHead | OpenMtp 
     files = setup.draft
     if files is None:
         families = from_files(getattr(setup.config, "family_files", ()))
-        return open_mtp_layer(setup.path, setup.config, runner, families)
+        return open_mtp_layer(setup.path, setup.config, runner, families, setup.source)
     if means_eagle(setup.config, files.path):
         return open_eagle_layer(files.path, runner)
     if means_head(setup.config, files.path):
