@@ -1,8 +1,10 @@
-"""Layers for multi-token prediction: guesses are those of the layer as it is defined, and change no answer."""
+"""Layers for multi-token prediction, and EAGLE heads: guesses are those of the layer as it is defined, and change no
+answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from toolkit.configs.speculative import Speculation
 from toolkit.convert.convert import convert
 from toolkit.engine.core import EngineCore
 from toolkit.engine.drafts.draft import Guess
-from toolkit.engine.load.mtp import open_mtp_layer
+from toolkit.engine.load.mtp import open_eagle_layer, open_mtp_layer
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.sequence import Sequence
@@ -44,11 +46,15 @@ def models(request: Any, mtp: Any, tiny_models: Any, tmp_path_factory: Any) -> t
     return mtp.add_mtp(plain, base / "random"), mtp.add_mtp(plain, base / "right", right=True)
 
 
-def answers_of(path: Path, guess: bool, made: Made | None = None, **options: Any) -> tuple[dict[str, list[int]], int]:
-    """What requests are answered, and of guesses how many tokens came true. ``made``: gets texts and guesses."""
+def answers_of(
+    path: Path, guess: bool | Path, made: Made | None = None, **options: Any
+) -> tuple[dict[str, list[int]], int]:
+    """What requests are answered, and of guesses how many tokens came true. ``guess``: by the model's layer, or an
+    EAGLE head; ``made``: gets texts and guesses."""
     runner, _ = open_runner(path, backend="turbomind", options=RunnerOptions(dtype="float32", threads=1))
-    config = TurbomindEngineConfig(speculative_algorithm="mtp" if guess else None)
-    layer = open_mtp_layer(path, config, runner, ()) if guess else None
+    config = TurbomindEngineConfig(speculative_algorithm="mtp" if guess is True else None)
+    layer = open_mtp_layer(path, config, runner, ()) if guess is True else None
+    layer = open_eagle_layer(guess, runner) if isinstance(guess, Path) else layer
     runner.load_weights()
     groups = len(runner.spec.cache_groups)
     blocks, layer_blocks = (options.pop("blocks", BLOCKS),) * groups, options.pop("layer_blocks", BLOCKS)
@@ -133,6 +139,24 @@ def test_a_right_layer_guesses_right_from_an_artifact(models: tuple[Path, Path],
     assert len(set(found.values())) == 1
 
 
+def test_it_guesses_again_after_sleep(models: tuple[Path, Path]) -> None:
+    from toolkit import pipeline
+    from toolkit.messages import GenerationConfig
+
+    config = GenerationConfig(max_new_tokens=20, ignore_eos=True, do_sample=False)
+    fields = {"speculative_algorithm": "mtp", "session_len": 128}
+    with pipeline(str(models[1]), backend_config=TurbomindEngineConfig(**fields)) as p:
+        before = p("Once", gen_config=config).text
+        p.engine.weights.sleep()
+        p.engine.weights.wake()
+        assert p("Once", gen_config=config).text == before
+        core = p.engine._loop._core
+        core.speculator.options = replace(core.speculator.options, always=True)
+        core.speculator.drafts = [d for d in core.speculator.drafts if d.name == "mtp"]
+        assert p("Once", gen_config=config).text == before
+        assert p.engine.stats()["spec_by_method"]["mtp"]["accepted"] > 0
+
+
 def test_wrong_layers_are_told_in_a_line(
     models: tuple[Path, Path], tmp_path: Path, tiny_models: Any, caplog: Any
 ) -> None:
@@ -168,3 +192,63 @@ def test_wrong_layers_are_told_in_a_line(
         opened(models[0], PytorchEngineConfig, speculative_algorithm="mtp")
     with pytest.raises(UsageError, match="mtp takes none"):
         TurbomindEngineConfig(speculative_algorithm="mtp", speculative_draft_model="x")
+
+
+@pytest.mark.parametrize("form, bias", [("authors", False), ("authors", True), ("speculators", True)])
+def test_eagle_heads_guess_what_they_are_defined_to(
+    form: str, bias: bool, mtp: Any, tiny_models: Any, tmp_path: Path
+) -> None:
+    """By transformers' layer without its first norm; the two forms are spelled otherwise, and guess the same."""
+    model = tiny_models("llama")
+    heads = {name: mtp.write_eagle(model, tmp_path / name, form=name, bias=bias) for name in {"authors", form}}
+    made: Made = []
+    answers, _ = answers_of(model, heads[form], made)
+    assert answers == answers_of(model, False)[0]
+    made = [one for one in made if one[1]]
+    tried = 0
+    for tokens, guess in made[:: max(1, len(made) // 12)]:
+        for token, (right, margin) in zip(
+            guess, mtp.eagle_guess(model, heads["authors"], tokens, len(guess)), strict=True
+        ):
+            if margin < 0.02:
+                break
+            assert token == right
+            tried += 1
+    assert tried > 8
+
+
+def test_a_right_eagle_head_guesses_right(mtp: Any, tiny_models: Any, tmp_path: Path) -> None:
+    model = mtp.alone(tiny_models("llama"), tmp_path / "model")
+    head = mtp.write_eagle(model, tmp_path / "head", right=True)
+    answers, accepted = answers_of(model, head)
+    assert answers == answers_of(model, False)[0] and accepted > 20
+
+
+def test_eagle_heads_of_other_models_are_refused(mtp: Any, tiny_models: Any, tmp_path: Path) -> None:
+    from toolkit import pipeline
+
+    model = tiny_models("llama")
+    made = {form: mtp.write_eagle(model, tmp_path / form, form=form) for form in ("authors", "speculators")}
+
+    def opened(path: Path, config: Any = TurbomindEngineConfig, on: Path = model, **fields: Any) -> None:
+        fields = {"speculative_algorithm": "eagle", "speculative_draft_model": str(path)} | fields
+        pipeline(str(on), backend_config=config(session_len=64, **fields)).close()
+
+    opened(made["authors"])
+    opened(made["speculators"], speculative_algorithm=None)
+    with pytest.raises(UsageError, match=r"is of a model of width 64 and 320 tokens, the model has 96 and 320"):
+        opened(made["authors"], on=tiny_models("llama", hidden_size=96))
+    with pytest.raises(UsageError, match="heads run on the native runner"):
+        opened(made["authors"], PytorchEngineConfig)
+    with pytest.raises(ToolkitError, match=r"expected an EAGLE head with a tensor fc.weight or fusion_fc.weight"):
+        opened(model)
+    with pytest.raises(UsageError, match="is a head, no model; use eagle"):
+        opened(made["speculators"], speculative_algorithm="draft_model")
+    with pytest.raises(ToolkitError, match="speculators_model_type: expected eagle3, found 'eagle'"):
+        opened(made["speculators"], speculative_algorithm="eagle3")
+    tensors = load_file(made["authors"] / "model.safetensors")
+    save_file({name: x for name, x in tensors.items() if "o_proj" not in name}, made["authors"] / "model.safetensors")
+    with pytest.raises(ToolkitError, match=r"layers.0.self_attn.o_proj.weight is missing"):
+        opened(made["authors"])
+    with pytest.raises(UsageError, match="eagle needs speculative_draft_model"):
+        TurbomindEngineConfig(speculative_algorithm="eagle")

@@ -128,3 +128,67 @@ class Oracle:
             made = (after if self.family.startswith("qwen3") else inner["before"])[:, -1:]
             states = torch.cat([states, made], 1)
             words = torch.cat([words, embed(torch.tensor([[found[-1][0]]]))], 1)
+
+
+def write_eagle(path: Path, target: Path, *, right: bool = False, form: str = "authors", bias: bool = False) -> Path:
+    """An EAGLE head for the tiny Llama at ``path``, of its authors' form or "speculators"; ``right``: for a model made
+    by ``alone``."""
+    config = json.loads((path / "config.json").read_text())
+    tensors, h, like = load_file(path / "model.safetensors"), config["hidden_size"], "model.layers.0."
+    begin, join = ("layers.0.", "fc") if form == "authors" else ("transformer.", "fusion_fc")
+    torch.manual_seed(6)
+    made = {
+        begin + name.removeprefix(like): x.clone() if right else x[..., torch.randperm(x.shape[-1])].contiguous()
+        for name, x in tensors.items()
+        if name.startswith(like) and "input_layernorm" not in name
+    }
+    weight = torch.diag(tensors["model.norm.weight"].float())
+    made[f"{join}.weight"] = torch.cat([weight, torch.zeros(h, h)], 1) if right else torch.randn(h, 2 * h) / h**0.5
+    made |= {f"{join}.bias": torch.randn(h)} if bias else {}
+    made["embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    target.mkdir()
+    layer = config | {"num_hidden_layers": 1}
+    wrapped = {"speculators_model_type": "eagle", "speculators_config": {}, "transformer_layer_config": layer}
+    (target / "config.json").write_text(json.dumps(layer if form == "authors" else wrapped))
+    save_file(made, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def alone(path: Path, target: Path) -> Path:
+    """The tiny model at ``path``, but that it says what follows a token by that token alone."""
+    shutil.copytree(path, target)
+    tensors = load_file(path / "model.safetensors")
+    ends = ("o_proj.weight", "down_proj.weight")
+    save_file(
+        {name: torch.zeros_like(x) if name.endswith(ends) else x for name, x in tensors.items()},
+        target / "model.safetensors",
+        {"format": "pt"},
+    )
+    return target
+
+
+@torch.no_grad()
+def eagle_guess(path: Path, head: Path, tokens: list[int], count: int) -> list[tuple[int, float]]:
+    """As ``Oracle.guess``, of an EAGLE head in its authors' form."""
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    stored = load_file(head / "model.safetensors")
+    layer = LlamaForCausalLM(type(whole.config)(**json.loads((head / "config.json").read_text())))
+    layer.config._attn_implementation = "eager"
+    found = {f"model.{name}": x for name, x in stored.items() if name.startswith("layers.")}
+    layer.load_state_dict(found, strict=False)
+    layer.model.layers[0].input_layernorm = torch.nn.Identity()
+    layer.model.norm = torch.nn.Identity()
+    ids, embed, guess = torch.tensor([tokens]), whole.get_input_embeddings(), list[tuple[int, float]]()
+    states, words = whole.model(ids).last_hidden_state[:, :-1], embed(torch.tensor([tokens[1:]]))
+    bias = stored.get("fc.bias", torch.zeros(1))
+    while True:
+        rows = torch.cat([words, states], -1) @ stored["fc.weight"].T + bias
+        made = layer.model(inputs_embeds=rows).last_hidden_state[:, -1:]
+        best = torch.topk(whole.lm_head(made[0, -1]), 2)
+        guess.append((int(best.indices[0]), float(best.values[0] - best.values[1])))
+        if len(guess) == count:
+            return guess
+        states = torch.cat([states, made], 1)
+        words = torch.cat([words, embed(torch.tensor([[guess[-1][0]]]))], 1)

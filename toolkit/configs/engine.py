@@ -234,14 +234,15 @@ class CommonEngineConfig:
         allowed=MODES,
     )
     speculative_algorithm: str | None = option(
-        None, "How: lookup (or ngram), draft_model, eagle3, mtp. Default: lookup, and mtp where the model has it."
+        None,
+        "How: lookup (or ngram), draft_model, eagle3, eagle, mtp. Default: lookup, and mtp where the model has it.",
     )
     speculative_num_draft_tokens: int | None = option(
         None, "Tokens of a guess at most. Default: 16.", allowed=Bounds(1, MOST_ASKED, "int32"), hidden=True
     )
     speculative_draft_model: str | None = option(
         None,
-        "A smaller model of the same vocabulary that guesses, or an EAGLE-3 head.",
+        "A smaller model of the same vocabulary that guesses, or an EAGLE or EAGLE-3 head.",
         metavar="MODEL",
     )
     speculative_shared: str = option(

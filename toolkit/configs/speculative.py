@@ -17,11 +17,12 @@ ALGORITHMS: dict[str, str | None] = {
     "prompt_lookup": "lookup",
     "draft_model": "draft_model",
     "eagle3": "eagle3",
+    "eagle": "eagle",
     "mtp": "mtp",
     "nextn": "mtp",  # SGLang's, as the next
     "NEXTN": "mtp",
     **dict.fromkeys(("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp"),
-    **dict.fromkeys(("eagle", "hy3_mtp", "dflash", "medusa"), None),
+    **dict.fromkeys(("hy3_mtp", "dflash", "medusa"), None),
 }
 Share = Literal["user", "all", "off"]
 SHARES = ("user", "all", "off")
@@ -44,8 +45,8 @@ class Speculation:
 @dataclass
 class SpeculativeConfig:
     """How tokens are guessed that a step then verifies; LMDeploy's record. ``method``: "lookup" (or "ngram"),
-    "draft_model", "eagle3", "mtp"; ``model``: of the second and third. ``num_speculative_tokens``: that a guess has at
-    most.
+    "draft_model", "eagle3", "eagle", "mtp"; ``model``: of the three between. ``num_speculative_tokens``: that a
+    guess has at most.
     """
 
     method: str = "lookup"
@@ -87,7 +88,7 @@ def check_speculative(config: Any) -> None:
         check_algorithm("speculative_algorithm", name)
     if model is not None and not (isinstance(model, str) and model.strip()):
         raise UsageError(f"speculative_draft_model: expected a path or hub id, found {shown(model)}")
-    drafted = name is not None and ALGORITHMS[name] in ("draft_model", "eagle3")
+    drafted = name is not None and ALGORITHMS[name] in ("draft_model", "eagle3", "eagle")
     if drafted and model is None:
         raise UsageError(f"speculative_algorithm: {name} needs speculative_draft_model, what guesses")
     if model is not None and name is not None and not drafted:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from toolkit.artifacts.draft_head import is_head
+from toolkit.artifacts.eagle import is_eagle
 from toolkit.engine.drafts.model import TOKENS, DraftModel
 from toolkit.engine.drafts.vocabulary import LEAST, Vocabulary, by_text, equal
 from toolkit.engine.load.memory_plan import MemoryPlan, show_bytes
@@ -59,7 +60,7 @@ def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], pack
         path = resolve_model(name, download_dir=config.download_dir)
         if means_head(config, path):
             if config.speculative_algorithm == "draft_model":
-                raise UsageError(f"{path} is a head, no model; use eagle3")
+                raise UsageError(f"{path} is a head, no model; use {'eagle' if is_eagle(path) else 'eagle3'}")
             return DraftFiles(path, path, path)
         weights, lock = (path, None) if packed is None else packed(path)
         return DraftFiles(weights, tokenizer_dir(path), path, lock)
@@ -67,7 +68,12 @@ def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], pack
 
 def means_head(config: EngineConfig, path: Path) -> bool:
     """Whether what is to guess is a head, no model."""
-    return config.speculative_algorithm == "eagle3" or is_head(path)
+    return config.speculative_algorithm in ("eagle", "eagle3") or is_head(path)
+
+
+def means_eagle(config: EngineConfig, path: Path) -> bool:
+    """Whether that is an EAGLE head, none of EAGLE-3."""
+    return config.speculative_algorithm == "eagle" or (config.speculative_algorithm is None and is_eagle(path))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.artifacts.manifest import read_manifest
 from toolkit.configs.speculative import ALGORITHMS
 from toolkit.engine.drafts.head import ROOM, DraftHead
+from toolkit.engine.load.draft import FLAG as MODEL_FLAG
 from toolkit.engine.load.draft import ShareOut, plan_beside
 from toolkit.engine.load.memory_plan import MemoryPlan
 from toolkit.errors import ToolkitError, UsageError
@@ -29,22 +30,25 @@ Weights = Callable[[], Mapping[str, "PackedTensor"]]
 
 @dataclass
 class OpenMtp:
-    """A layer whose weights are not loaded yet. ``asked``: it was named; ``blocks``: of its cache, once planned."""
+    """A layer whose weights are not loaded yet. ``asked``: it was named; ``option``: by which, as errors begin;
+    ``blocks``: of its cache, once planned."""
 
     path: Path
     head: MtpHead
     layers: int  # of its model
     asked: bool
+    option: str = f"{FLAG}: mtp"
     blocks: tuple[int, ...] = ()
 
     @property
     def told(self) -> str:
         """For who waits while it is loaded."""
-        return "loading the layer for multi-token prediction"
+        return f"loading the {self.head.name} layer"
 
     def plan(self, need: MemoryNeed, groups: Sequence[CacheGroup], share_out: ShareOut) -> MemoryPlan:
         """How memory is shared out among a model that needs ``need`` and this. Raises ToolkitError."""
-        names = f"{FLAG}: mtp: no room for the layer of {self.path}", "MTP layer", "of the model"
+        begin = f"{self.option}: no room for the layer of {self.path}"
+        names = begin, f"{self.head.name.upper()} layer", str(self.path)
         mine, own = self.head.memory(), self.head.spec.layer.cache_groups
         plan, self.blocks = plan_beside(mine, own, need, groups, share_out, names, ROOM)
         return plan
@@ -54,7 +58,7 @@ class OpenMtp:
         try:
             self.head.load(self.blocks)
         except (RunnerError, MemoryError) as e:
-            raise ToolkitError(f"{FLAG}: mtp: {self.path}: its layer cannot be loaded: {e}") from e
+            raise ToolkitError(f"{self.option}: {self.path}: its layer cannot be loaded: {e}") from e
         return DraftHead(self.head, (self.layers,), plan.session_len)
 
     def close(self) -> None:
@@ -62,9 +66,12 @@ class OpenMtp:
         self.head.close()
 
 
-def open_mtp_layer(path: Path, config: EngineConfig, target: Runner, families: Sequence[Family]) -> OpenMtp | None:
-    """The layer of the model at ``path``, which ``target`` runs; None where it has none and none was asked for. Raises
-    ToolkitError or UsageError where one was asked for that cannot be."""
+def open_mtp_layer(
+    path: Path, config: EngineConfig, target: Runner, families: Sequence[Family], named: Path | None = None
+) -> OpenMtp | None:
+    """The layer of the model at ``path``, which ``target`` runs, called ``named`` where ``path`` is a packed copy; None
+    where it has none and none was asked for. Raises ToolkitError or UsageError where one was asked for that cannot be.
+    """
     asked = config.speculative_algorithm is not None and ALGORITHMS[config.speculative_algorithm] == "mtp"
     if config.speculation is None or (config.speculative_algorithm is not None and not asked):
         return None
@@ -84,9 +91,28 @@ def open_mtp_layer(path: Path, config: EngineConfig, target: Runner, families: S
         return None
     if found is None:
         if asked:
-            raise UsageError(f"{FLAG}: mtp: {path} has no layer for multi-token prediction; leave it out")
+            raise UsageError(f"{FLAG}: mtp: {named or path} has no layer for multi-token prediction; leave it out")
         return None
-    return OpenMtp(path, MtpHead(*found, target), len(target.spec.layers), asked)
+    return OpenMtp(named or path, MtpHead(*found, target), len(target.spec.layers), asked)
+
+
+def open_eagle_layer(path: Path, target: Runner) -> OpenMtp:
+    """The EAGLE head in a directory, for the model of ``target``. Raises ToolkitError or UsageError where it is none
+    for it."""
+    from toolkit.artifacts.eagle import open_eagle
+    from toolkit.runners.native.mtp import CheckpointMtp, MtpHead
+    from toolkit.runners.native.runner import NativeRunner
+    from toolkit.runners.weights.checkpoint import CheckpointWeights
+
+    if not isinstance(target, NativeRunner):
+        raise UsageError(f"{MODEL_FLAG}: {path}: heads run on the native runner, the model on the {target.name} one")
+    try:
+        checkpoint, found = open_eagle(path, target.spec)
+    except ToolkitError as e:
+        raise type(e)(f"{MODEL_FLAG}: {e}") from e
+    weights = CheckpointMtp(found.spec, CheckpointWeights(checkpoint, found.stored))
+    head = MtpHead(found.spec, weights, target, "eagle")
+    return OpenMtp(path, head, len(target.spec.layers), True, MODEL_FLAG)
 
 
 def _unfit(config: EngineConfig, target: Runner) -> str:
@@ -133,6 +159,5 @@ def _of_checkpoint(path: Path, config: EngineConfig, families: Sequence[Family])
     mtp = read_mtp(checkpoint, built, fields, families)
     if mtp is None:
         return None
-    norm = [item for item in built[1] if item.parts[0].name == mtp.spec.model_norm.name]
-    weights = CheckpointWeights(checkpoint, [*norm, *mtp.stored])
+    weights = CheckpointWeights(checkpoint, mtp.stored)
     return mtp.spec, CheckpointMtp(mtp.spec, rounded(weights, mtp.spec.layer, config.load_format))

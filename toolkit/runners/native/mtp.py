@@ -1,5 +1,5 @@
-"""A model's layer for multi-token prediction as a draft head: on the native runner, as a model of one layer whose rows
-come from outside: embeddings and hidden states, which are joined here in float32.
+"""A model's layer for multi-token prediction, or an EAGLE layer, as a draft head: on the native runner, a model of one
+layer whose rows come from outside: embeddings and hidden states, which are joined here in float32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from toolkit.runners.base import MemoryNeed, RunnerError
 from toolkit.runners.head import F32, Drawn, Rows
 from toolkit.runners.native.packing.packed import PackedTensor, floats
 from toolkit.runners.native.runner import NativeRunner
-from toolkit.runners.step import SamplingBatch, StepBatch
+from toolkit.runners.step import SamplingBatch, StepBatch, StepOutput
 
 _NONE = np.zeros(0, np.int32)
 
@@ -32,12 +32,14 @@ class Text:
 
 
 class MtpHead:
-    """``weights``: called at every load, packed, without embedding and head, which ``target`` lends."""
+    """``weights``: called at every load, packed, without the model's embedding, head and final norm, which ``target``
+    lends."""
 
-    name = "mtp"
-
-    def __init__(self, spec: MtpSpec, weights: Callable[[], Mapping[str, PackedTensor]], target: NativeRunner) -> None:
-        self.spec = spec
+    def __init__(
+        self, spec: MtpSpec, weights: Callable[[], Mapping[str, PackedTensor]], target: NativeRunner, name: str = "mtp"
+    ) -> None:
+        self.name, self.spec = name, spec
+        self._target = target
         self.width = spec.layer.hidden_size
         options = replace(target.options, adapters=(), adapter_memory=0, kv_layers=())
         self.runner = NativeRunner(spec.layer, weights, options, target.dtype, lender=target)
@@ -46,6 +48,7 @@ class MtpHead:
         self._free: list[int] = []
         self._norms: dict[str, F32] = {}
         self._join: F32 = np.zeros((0, 0), np.float32)
+        self._bias: F32 = np.zeros(0, np.float32)
 
     def memory(self) -> MemoryNeed:
         """Of the layer, and of the join in float32."""
@@ -64,14 +67,18 @@ class MtpHead:
         self.runner.load_weights()
         self.runner.allocate_cache(self._num_blocks)
         self._free = list(range(self._num_blocks[0]))
-        norms = (spec.model_norm, spec.token_norm, spec.state_norm)
-        self._norms = {norm.name: floats(found[norm.name]) + np.float32(norm.weight_offset) for norm in norms}
+        own = (norm for norm in (spec.token_norm, spec.state_norm) if norm is not None)
+        self._norms = {norm.name: floats(found[norm.name]) + np.float32(norm.weight_offset) for norm in own}
+        self._norms[spec.model_norm.name] = floats(self._target.lent()[spec.model_norm.name])
+        self._bias = floats(found[f"{spec.join.name}.bias"]) if spec.join.bias else np.zeros(self.width, np.float32)
         shape = spec.join.out_features, spec.join.in_features
         self._join = np.ascontiguousarray(floats(found[spec.join.name]).reshape(shape).T)
 
     def release(self) -> None:
         self.runner.release_cache()
         self.runner.release_weights()
+        if isinstance(self._weights, CheckpointMtp):
+            self._weights.drop()
         self._norms, self._join = {}, np.zeros((0, 0), np.float32)
 
     def close(self) -> None:
@@ -133,24 +140,33 @@ class MtpHead:
                 adapter=np.full(len(rows), -1, np.int32),
                 sample_index=last,
                 sampling=sampling,
-                logits_index=_NONE,
+                logits_index=last if spec.bare else _NONE,
                 hidden_index=last if spec.normed else _NONE,
                 target_index=_NONE,
                 target_ids=_NONE,
                 aux_layers=() if spec.normed else (1,),
                 aux_index=_NONE if spec.normed else last,
-                embeds=np.concatenate([words, states], 1) @ self._join,
+                embeds=np.concatenate([words, states], 1) @ self._join + self._bias,
                 embed_index=np.arange(len(ids), dtype=np.int32),
             )
         ).result()
         for r in rows:
             r.kept.length += r.count
         made = out.hidden if spec.normed else out.aux[:, 0]
-        sure = np.exp(np.minimum(out.logprob[:, 0], 0.0))
+        sure = self._unscaled(out, made) if spec.bare else np.exp(np.minimum(out.logprob[:, 0], 0.0))
         sure[out.bad_rows] = 0.0
         return Drawn(self._rms(made, spec.state_norm), out.tokens[:, 0].astype(np.int64), sure)
 
-    def _rms(self, x: F32, norm: NormSpec) -> F32:
+    def _unscaled(self, out: StepOutput, made: F32) -> F32:
+        """The chances of the likeliest tokens, of logits before the final norm has scaled what they are of."""
+        eps = np.float32(self.spec.layer.final_norm.eps)
+        logits = out.logits * np.sqrt(np.square(made).mean(-1, keepdims=True) + eps)
+        found: F32 = 1 / np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)
+        return found
+
+    def _rms(self, x: F32, norm: NormSpec | None) -> F32:
+        if norm is None:
+            return x
         scale = np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(norm.eps))
         return x / scale * self._norms[norm.name]
 
@@ -177,3 +193,7 @@ class CheckpointMtp:
         if self._packed is None:
             made = pack_mtp(self._spec, self._found.items(), [])
             self._packed = {name: tensor.in_memory() for name, tensor in made}
+
+    def drop(self) -> None:
+        """Undo ``load``."""
+        self._packed = None

@@ -271,14 +271,18 @@ class NativeRunner:
         return packed | lent
 
     def lent(self) -> dict[str, PackedTensor]:
-        """Embedding and head, as they are loaded, by their names."""
+        """Embedding, head and final norm, as they are loaded, by their names; the norm with its offset."""
         program = self._program
         if program is None:
             raise RunnerError("the runner has no weights; call load_weights first")
         at = dict(zip(program.names, program.values, strict=True))
         return {
             name: program.tensors[int(at[matrix])]
-            for name, matrix in ((self.spec.embed, "embed.matrix"), (self.spec.head, "head.matrix"))
+            for name, matrix in (
+                (self.spec.embed, "embed.matrix"),
+                (self.spec.head, "head.matrix"),
+                (self.spec.final_norm.name, "final_norm.weight"),
+            )
         }
 
     def use_weights(self, weights: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:

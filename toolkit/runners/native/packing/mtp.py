@@ -57,11 +57,11 @@ def _numbers(value: Weight | Tensor) -> PackedTensor:
 
 
 def open_mtp(artifact: EngineArtifact) -> PackedWeights:
-    """Of an artifact that has such a layer its parameters, and the model's embedding, head and final norm, over the
+    """Of an artifact that has such a layer its parameters, and the model's embedding and head, over the
     mapped file. Raises ToolkitError for one that is missing, misshapen or of another layout."""
     spec = artifact.mtp
     assert spec is not None
-    outer = {spec.layer.embed, spec.layer.head, spec.model_norm.name}
+    outer = {spec.layer.embed, spec.layer.head}
     params = {name: entry for name, entry in artifact.params.items() if name in outer} | artifact.mtp_params
     found = open_packed(replace(artifact, spec=spec.layer, params=params))
     check_numbers(spec, found, f"{artifact.path / ENGINE_JSON}: mtp")
@@ -70,7 +70,7 @@ def open_mtp(artifact: EngineArtifact) -> PackedWeights:
 
 def check_numbers(spec: MtpSpec, found: Mapping[str, PackedTensor], where: str) -> None:
     """Raise ToolkitError where what stands before the layer is missing or of another size."""
-    for name, count in (spec.numbers() | {spec.model_norm.name: spec.model_norm.size}).items():
+    for name, count in spec.numbers().items():
         tensor = found.get(name)
         if tensor is None or (tensor.meta.kind, tensor.meta.rows) != (VECTOR, count):
             size = "nothing" if tensor is None else f"{tensor.meta.rows} of kind {tensor.meta.kind}"
