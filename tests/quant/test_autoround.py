@@ -73,7 +73,8 @@ def test_the_library_s_codes_arrive_in_every_format(tiny_models: Any, tmp_path: 
     assert result.quality["kl"] < 0.3
 
 
-@pytest.mark.parametrize("symmetric", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("symmetric", [True, False])
 def test_the_library_s_own_checkpoint_is_read_and_no_better_than_ours(
     symmetric: bool, tiny_models: Any, tmp_path: Path, common: Common
 ) -> None:

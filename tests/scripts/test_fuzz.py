@@ -33,7 +33,7 @@ def assert_nothing_found(rows: dict) -> None:
 
 
 def test_a_little(tmp_path: Path) -> None:
-    assert_nothing_found(fuzz(tmp_path, 10))
+    assert_nothing_found(fuzz(tmp_path, 5))
 
 
 @pytest.mark.slow

@@ -14,4 +14,5 @@ def test_every_script_has_a_row() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=SCRIPTS, capture_output=True, text=True, check=True).stdout
     found = {name.partition("/")[0] for name in tracked.split()} - {"README.md"}
     assert {name for name in found if not {name, name.removesuffix(".py")} & named} == set()
-    assert {name for name in named if name.endswith(".py")} <= found
+    files = {Path(name).name for name in tracked.split()}
+    assert {name for name in named if name.endswith(".py")} <= files

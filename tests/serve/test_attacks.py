@@ -102,7 +102,7 @@ def test_streams_go_on(server: Any, model: Path, client: openai.OpenAI, undistur
     for reader in readers:
         reader.start()
     try:
-        told = list(CASES.ATTACKS[name][1](target(server, model)))
+        told = list(CASES.ATTACKS[name][0](target(server, model)))
     finally:
         over.set()
         for reader in readers:

@@ -827,6 +827,31 @@ def test_a_server_announces_itself() -> None:
     run(go)
 
 
+def test_a_server_that_ends_before_the_proxy_answers_takes_itself_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proxy may have it by then, and would send it requests."""
+    asked: list[str] = []
+
+    async def go() -> None:
+        arrived = asyncio.Event()
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            asked.append(request.url.path)
+            arrived.set()
+            if request.url.path == "/nodes/add":
+                await asyncio.Event().wait()
+            return httpx.Response(200)
+
+        client = partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
+        monkeypatch.setattr(announce.httpx, "AsyncClient", client)
+        task = asyncio.create_task(Announcement("http://127.0.0.1:1").repeat(("m",), "http://127.0.0.1:2"))
+        await arrived.wait()
+        task.cancel()
+        await asyncio.wait([task])
+
+    run(go)
+    assert asked == ["/nodes/add", "/nodes/remove"]
+
+
 def test_a_node_s_health_is_told_where_it_is_added() -> None:
     async def go() -> None:
         async with world(allow_nodes_by_client=True) as w:

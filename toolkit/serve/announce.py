@@ -67,11 +67,12 @@ class Announcement:
         async with httpx.AsyncClient(
             headers=headers, timeout=PATIENCE_S, trust_env=False, verify=tls.checking()
         ) as http:
-            told, trouble, pause = False, "", RETRY_S
+            told, trouble, pause, has = False, "", RETRY_S, False
             try:
                 while True:
+                    has = True  # so also where this ends while the proxy still reads it
                     before, found = told, await _tell(http, proxy, body)
-                    told = not found
+                    told = has = not found
                     if told and not before:
                         logger.warning("%s gets requests from the proxy %s", own, proxy)
                     elif not told and found != trouble:
@@ -80,7 +81,7 @@ class Announcement:
                     await asyncio.sleep(EVERY_S if told else pause)
                     pause = RETRY_S if told else min(2 * pause, LONGEST_S)
             finally:
-                if told:
+                if has:
                     with suppress(httpx.HTTPError):  # it finds out by itself
                         await http.post(f"{proxy}/nodes/remove", params={"node_url": own})
 
