@@ -95,7 +95,8 @@ class EngineFlags(CommonEngineConfig):
     @property
     def _by_messages(self) -> bool:
         """Whether ranks are asked for that share no memory."""
-        return max(self.pp, self.dp, self.ep, self.nnodes) > 1 or (self.tp > 1 and launched() > 1)
+        elsewhere = launched() > 1 or self.distributed_executor_backend == "ray"
+        return max(self.pp, self.dp, self.ep, self.nnodes) > 1 or (self.tp > 1 and elsewhere)
 
     def config(self) -> EngineConfig:
         """The engine config these flags mean. Raises UsageError for a value out of range."""

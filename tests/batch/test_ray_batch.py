@@ -63,21 +63,47 @@ def actors(process: int) -> list[int]:
     return found
 
 
-def test_each_line_is_answered_once_though_an_actor_is_killed(model: Path, tmp_path: Path) -> None:
-    source = requests(tmp_path / "in.jsonl", 80, 200)
-    alone, shared = tmp_path / "alone.jsonl", tmp_path / "shared.jsonl"
-    subprocess.run([*TOOL, "batch", source, alone, "--model", model, *FLAGS], check=True, timeout=300)
-    command = [*TOOL, "batch", source, shared, "--model", model, *FLAGS, "--ray", "2"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+def killed_once(answers: Path, command: list[object]) -> str:
+    """What the command says; one of its actors is killed when some lines are answered."""
+    process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 300
-    while process.poll() is None and (not shared.exists() or shared.read_bytes().count(b"\n") < 8):
+    while process.poll() is None and (not answers.exists() or answers.read_bytes().count(b"\n") < 8):
         assert time.monotonic() < end
         time.sleep(0.02)
     os.kill(min(actors(process.pid)), signal.SIGKILL)
     _, told = process.communicate(timeout=400)
     assert process.returncode == 0, told
+    return told
+
+
+def test_each_line_is_answered_once_though_an_actor_is_killed(model: Path, tmp_path: Path) -> None:
+    source = requests(tmp_path / "in.jsonl", 80, 200)
+    alone, shared = tmp_path / "alone.jsonl", tmp_path / "shared.jsonl"
+    subprocess.run([*TOOL, "batch", source, alone, "--model", model, *FLAGS], check=True, timeout=300)
+    told = killed_once(shared, [*TOOL, "batch", source, shared, "--model", model, *FLAGS, "--ray", 2])
     assert texts(shared) == texts(alone)
     assert "80 of 80 lines answered" in told
+
+
+def test_rows_of_a_table_are_answered_once_though_an_actor_is_killed(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    source = tmp_path / "in.parquet"
+    columns = {"name": [f"row {i}" for i in range(80)], "text": [f"number {i}" for i in range(80)]}
+    parquet.write_table(pyarrow.table(columns), source)
+    row = ["--prompt", "Say {text}", "--id-column", "name", "--endpoint", "/v1/completions", "--max-tokens", 200]
+    row += ["--extra-body", '{"ignore_eos": true}']
+    alone, shared = tmp_path / "alone.parquet", tmp_path / "shared.parquet"
+    command = [*TOOL, "batch", source, alone, "--model", model, *FLAGS, *row]
+    subprocess.run(list(map(str, command)), check=True, timeout=300)
+    kept = tmp_path / "shared.parquet.jsonl"
+    told = killed_once(kept, [*TOOL, "batch", source, shared, "--model", model, *FLAGS, *row, "--ray", 2])
+    assert "80 of 80 lines answered" in told
+    found, expected = (parquet.read_table(path).to_pylist() for path in (shared, alone))
+    assert [one["custom_id"] for one in found] == columns["name"]
+    assert {one["status_code"] for one in found} == {200}
+    assert [one["text"] for one in found] == [one["text"] for one in expected]
 
 
 def test_what_keeps_an_engine_from_loading_is_said_in_one_line(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from toolkit.base.ray_cluster import connect
 from toolkit.base.record import plain
 from toolkit.batch.actors import About, Engine, Gone, Spread
 from toolkit.batch.options import BatchSettings, RayActors
@@ -16,7 +17,6 @@ from toolkit.batch.run import Answerer
 from toolkit.configs.engine import EngineConfig
 from toolkit.errors import ToolkitError
 from toolkit.serve.http.limits import Limits
-from toolkit.serve.ray.cluster import connect
 from toolkit.serve.ray.plan import Model
 
 MOST_CALLS = 4096  # lines that an actor has at once, at most: who asks knows how many it can take

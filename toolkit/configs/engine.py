@@ -151,7 +151,10 @@ class CommonEngineConfig:
     master_addr: str | None = option(None, "HOST of --dist-init-addr, as torchrun has it.", hidden=True)
     master_port: int | None = option(None, "PORT of it.", allowed=Bounds(1, 65535, "int32"), hidden=True)
     distributed_executor_backend: str | None = option(
-        None, "What ranks are: mp (processes) or uni (there are none). Default: mp.", allowed=EXECUTORS, hidden=True
+        None,
+        "What ranks are: mp (processes), ray (actors, pytorch only) or uni (there are none). Default: mp.",
+        allowed=EXECUTORS,
+        hidden=True,
     )
     session_len: int | None = option(
         None, "Longest context, in tokens. Default: the model's, if it fits.", allowed=Bounds(1, 1 << 30, "int32")

@@ -101,7 +101,7 @@ OPTIONS: dict[str, Theirs] = {
     "nnodes": _works("machines of ranks, which start the same command (docs/distributed.md)"),
     "node_rank": _works(),
     "dist_init_addr": _works("of the first machine, or MASTER_ADDR and MASTER_PORT"),
-    "distributed_executor_backend": _works("mp: processes, of one machine or several; uni: no ranks"),
+    "distributed_executor_backend": _works("mp: processes, of one machine or several; ray: actors; uni: no ranks"),
     "devices": _works("one GPU: ranks run on CPUs alone"),
     "session_len": _works(),
     "max_batch_size": _works(),

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
 from multiprocessing import AuthenticationError
@@ -44,8 +44,8 @@ GREET_SECONDS = 10.0  # that one who has come may take to prove that it knows th
 @dataclass(frozen=True)
 class Nodes:
     """``count`` machines, of which this is ``rank``; the first waits at ``host``:``port``. ``launched``: they are
-    processes that torchrun has started, a rank each, ``launched`` of them on this machine. ``store``: at the address
-    is torchrun's own store, in which the first says where it waits."""
+    processes that torchrun or Ray has started, a rank each, ``launched`` of them on this machine. ``store``: at the
+    address is torchrun's own store, in which the first says where it waits. ``secret``: Ray has brought it to all."""
 
     count: int
     rank: int
@@ -53,6 +53,7 @@ class Nodes:
     port: int
     launched: int = 0
     store: bool = False
+    secret: bytes = field(default=b"", repr=False)
 
     @staticmethod
     def of(count: int, rank: int, address: str | None, layout: Layout) -> Nodes | None:
@@ -111,7 +112,14 @@ class Nodes:
     @property
     def how(self) -> str:
         """How others are started."""
+        if self.secret:
+            return "by Ray"
         return "by torchrun" if self.launched else "with its --node-rank"
+
+    @property
+    def key(self) -> bytes:
+        """What all know. Raises UsageError where it is not set."""
+        return self.secret or key()
 
     def board(self, seconds: float) -> Any:
         """torchrun's store. Raises OSError where nobody is there."""
@@ -155,7 +163,7 @@ class Door:
 
     def __init__(self, nodes: Nodes) -> None:
         """Raises UsageError for an address that cannot be had."""
-        self._key, self._nodes = key(), nodes
+        self._key, self._nodes = nodes.key, nodes
         try:
             own = (nodes.host, 0 if nodes.store else nodes.port)
             self._socket = socket.create_server(own, backlog=64, reuse_port=False)
@@ -298,8 +306,8 @@ def _start(nodes: Nodes, hello: dict[str, Any]) -> subprocess.Popen[bytes]:
     pipe, at = Connection(os.dup(sock.fileno())), f"{nodes.host}:{nodes.port}"
     with sock, pipe:
         try:
-            answer_challenge(pipe, key())
-            deliver_challenge(pipe, key())
+            answer_challenge(pipe, nodes.key)
+            deliver_challenge(pipe, nodes.key)
             pipe.send_bytes(wire.pack(hello))
             answer: dict[str, Any] = wire.unpack(pipe.recv_bytes(1 << 20))
         except AuthenticationError:

@@ -49,9 +49,12 @@ class RankedRunner:
     _store: Any = None  # where ranks of several machines met
     _chosen = 0  # tokens that have chosen experts since these were last placed
 
-    def __init__(self, model: Model, layout: Layout, nodes: Nodes | None = None) -> None:
-        """Open the model and start the ranks, or wait for those of other ``nodes``; no weights are loaded. Raises
-        ToolkitError or UsageError, one line."""
+    def __init__(
+        self, model: Model, layout: Layout, nodes: Nodes | None = None, ended: Callable[[], None] = lambda: None
+    ) -> None:
+        """Open the model and start the ranks, or wait for those of other ``nodes``; no weights are loaded. ``ended``:
+        what is to be done when it is closed. Raises ToolkitError or UsageError, one line."""
+        self._ended = ended
         whole, world = open_whole(model, layout), layout.world
         here = world if nodes is None else nodes.here(world)
         # not what torch has now, which another runner of this process may have set
@@ -319,6 +322,7 @@ class RankedRunner:
         self._group.leave()
         self._ranks.close()
         self._local.close()
+        self._ended()
 
 
 def shared_out(sizes: Sequence[int], world: int) -> list[list[int]]:

@@ -47,14 +47,14 @@ def check(config: EngineConfig) -> None:
     layout = layout_of(config)
     nodes = nodes_of(config, layout)
     executor = config.distributed_executor_backend
-    if executor == "ray":
-        instead = "leave it out, with nnodes for several machines, or start the command by torchrun"
-        raise UsageError(f"distributed_executor_backend: ray does not start ranks yet; {instead}")
     if layout.world == 1:
         return
+    if executor == "ray" and nodes is not None:
+        raise UsageError("distributed_executor_backend: ray places ranks by itself; leave nnodes or torchrun out")
     if executor == "uni":
         raise UsageError(f"distributed_executor_backend: uni is one process, found {layout}; expected mp, or tp=1")
-    if isinstance(config, TurbomindEngineConfig) and (layout.world > layout.tp or layout.ep > 1 or nodes is not None):
+    elsewhere = nodes is not None or executor == "ray"
+    if isinstance(config, TurbomindEngineConfig) and (layout.world > layout.tp or layout.ep > 1 or elsewhere):
         by = f" ({WORLD_SIZE}={os.environ[WORLD_SIZE]})" if nodes is not None and nodes.launched else ""
         instead = "leave the rest out, or use PytorchEngineConfig (--backend pytorch)"
         raise UsageError(f"{layout}{by}: turbomind splits by tp alone, and starts its ranks on one machine; {instead}")

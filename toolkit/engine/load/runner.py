@@ -29,6 +29,10 @@ def open_for(setup: Setup) -> tuple[Runner, str]:
     from toolkit.runners.choose import open_runner
 
     config, layout = setup.config, ranks.layout_of(setup.config)
+    if layout.world > 1 and config.distributed_executor_backend == "ray":
+        from toolkit.parallel.on_ray import open_on_ray
+
+        return open_on_ray(to_split(setup), layout), ""
     if layout.world > 1:
         from toolkit.parallel.choose import open_ranks
 

@@ -12,8 +12,8 @@ import urllib.request
 from collections.abc import Callable, Iterator
 
 from toolkit.base.ray import check_ray
+from toolkit.base.ray_cluster import connect
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.serve.ray.cluster import connect
 from toolkit.serve.ray.plan import CONTROLLER, NAME, Plan
 from toolkit.serve.run import bind, url_of
 
