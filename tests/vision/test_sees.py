@@ -41,8 +41,8 @@ from toolkit.runners.native.runner import available
 from toolkit.vision.eyes import Eyes
 
 SEEING = [(f.name, shape) for f in families() if f.recipe is not None for shape in range(len(f.tiny))]
-# What the engine keeps of them differs: keys alone, of windows too, latent rows, states; positions in three axes, rows of
-# several layers, of cross-attention, pictures whose tokens see each other, experts or adapters of their own.
+# What the engine keeps of them differs: keys alone, of windows too, latent rows, states; positions in three axes, rows
+# of several layers, of cross-attention, pictures whose tokens see each other, experts or adapters of their own.
 APART = (
     "llava",
     "llama4",
