@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 from typing import Any
 
 from toolkit.base.threads import usable_cores
 from toolkit.errors import ToolkitError
 
+ANSWER_SECONDS = 10.0  # of the port of a cluster: Ray itself asks one that is not there for minutes
 STORE_BYTES = 200 << 20  # of Ray's object store: a request and its answer are all that goes through it
 
 
@@ -20,6 +22,7 @@ def connect(address: str | None, cores: float, option: str = "--ray-address", lo
     common: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": log}
     if address is not None:
         try:
+            _ask(address)
             ray.init(address=address, **common)
         except Exception as error:  # of many kinds, some of gRPC
             told = f"{option} {address}: no cluster of Ray answers there ({_line(error)})"
@@ -38,6 +41,13 @@ def connect(address: str | None, cores: float, option: str = "--ray-address", lo
             if not again:
                 raise ToolkitError(f"Ray does not start on this machine: {_line(error)}") from None
             ray.shutdown()
+
+
+def _ask(address: str) -> None:
+    """Raise OSError or ValueError where nothing listens at host:port; other forms ("auto", "ray://…") are Ray's."""
+    host, colon, port = address.rpartition(":")
+    if colon and "/" not in address:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
 
 
 def _line(error: BaseException) -> str:
