@@ -26,6 +26,7 @@ from toolkit.planner.traffic import drawn
 TOOL = [sys.executable, "-m", "toolkit"]
 BATCH, LENGTH = 16, 2048
 SHAPES = ((200, 64), (800, 32))  # tokens in and out of the closed loops; the first also at a rate
+SEED = 10_000  # of the runs at rates: none of their prompts has been in a closed loop, and so in a cache
 FIGURES = ("output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms")
 
 
@@ -72,7 +73,7 @@ def loops(urls: list[str], model: str, out: Path, most: int) -> list[list[Path]]
 def poisson(url: str, model: str, out: Path, rates: list[float], count: int, name: str) -> list[dict[str, Any]]:
     size_in, size_out = SHAPES[0]
     file = out / f"{name}.json"
-    flags = ["--random-input-len", size_in, "--random-output-len", size_out, "--num-prompts", count]
+    flags = ["--random-input-len", size_in, "--random-output-len", size_out, "--num-prompts", count, "--seed", SEED]
     if load(url, model, file, "--request-rate", ",".join(f"{r:.3g}" for r in rates), *flags).wait():
         raise SystemExit("the load client failed")
     rows: list[dict[str, Any]] = json.loads(file.read_text())
@@ -86,7 +87,7 @@ def compared(
     found = []
     for row in rows:
         mean_in = row["total_input_tokens"] // row["completed"]
-        asks = drawn(0, count, row["request_rate"], str(mean_in), str(SHAPES[0][1]), 0)
+        asks = drawn(SEED, count, row["request_rate"], str(mean_in), str(SHAPES[0][1]), 0)
         run = simulate(asks, fitted.time, Limits(max_batch_size=BATCH), replicas, prefills=prefills)
         found += [(row["request_rate"], name, row[name], figure(run, name)) for name in FIGURES]
     return found

@@ -243,7 +243,7 @@ def test_a_session_on_a_terminal(model: str, tmp_path: Path) -> None:
         os.write(leader, text.encode())
 
     try:
-        until("; /help")
+        until("/help shows")  # the line before it wraps where the folder's name is long
         until("> ")
         say("the fox\r")
         until("6 tokens")

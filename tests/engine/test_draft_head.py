@@ -97,18 +97,19 @@ def answers_of(model: Path, drafts: list[DraftHead] | None, **options: Any) -> d
     return found
 
 
-def guess_anew(source: LayerSource, head: Head, tokens: list[int], count: int) -> list[int]:
-    """What follows a text, from the hidden states of the model's float32 forward pass over all of it."""
+def short_of_the_best(source: LayerSource, head: Head, tokens: list[int], guess: list[int]) -> list[float]:
+    """How far each guess lies below the best one, in the spread of the logits: behind a text and the guesses before it,
+    from the hidden states of the model's float32 forward pass over all of the text."""
     states = features(source, torch.tensor([tokens[:-1]]), LAYERS, torch.device("cpu"), 1, lambda done: None)
     fused = head.fuse(states[0, :, :-1].float().numpy())
     kept = KeysValues(head.spec, 1)
     hidden = head.run(np.array(tokens[1:]), fused, [Rows(kept, len(tokens) - 1)])[-1:]
-    found: list[int] = []
-    while True:
-        found.append(int(head.ids[head.logits(hidden)[0].argmax()]))
-        if len(found) == count:
-            return found
-        hidden = head.run(np.array(found[-1:]), hidden, [Rows(kept, 1)])
+    found: list[float] = []
+    for token in guess:
+        logits = head.logits(hidden)[0]
+        found.append(float((logits.max() - logits[head.ids.tolist().index(token)]) / logits.std()))
+        hidden = head.run(np.array([token]), hidden, [Rows(kept, 1)])
+    return found
 
 
 @pytest.mark.parametrize("chunk", [9, 300])
@@ -119,9 +120,9 @@ def test_guesses_are_those_of_the_text(model: Path, chunk: int) -> None:
     assert answers_of(model, [told], max_prefill_token_num=chunk) == plain
     source, head = LayerSource(model), random_head()
     made = told.made[:: max(1, len(told.made) // 24)]
-    same = [guess_anew(source, head, tokens, len(guess)) == guess for tokens, guess in made]
-    assert len(told.made) > 20 and np.mean(same) > 0.7  # a state is rounded to bfloat16 there
-    assert np.mean([guess_anew(source, head, tokens, 1) == guess[:1] for tokens, guess in made]) > 0.85
+    short = np.concatenate([short_of_the_best(source, head, tokens, guess) for tokens, guess in made])
+    assert len(made) > 20 and np.mean(short == 0) > 0.7  # a state is rounded to bfloat16 there, each processor its way
+    assert np.mean(short) < 0.1 and short.max() < 1.0, "a token of no merit lies two or three spreads below the best"
 
 
 @pytest.mark.parametrize("options", [{"blocks": 5}, {"prefix_caching": False}, {"max_batch_size": 1}], ids=str)

@@ -53,7 +53,7 @@ def perplexity(file: Path, tokenizer: Path) -> float:
     dense = {k: (v if isinstance(v, torch.Tensor) else v.dequantize()).float() for k, v in weights.items()}
     if spec.tied:
         dense[spec.head] = dense[spec.embed]
-    ids = torch.tensor(Tokenizer.open(tokenizer).encode(heldout_text())[:256])
+    ids = torch.tensor(Tokenizer.open(tokenizer).encode(heldout_text(256))[:256])
     hidden = embed(spec, dense[spec.embed], ids[None])
     for layer in spec.layers:
         hidden = layer_forward(layer, dense, hidden)

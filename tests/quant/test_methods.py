@@ -132,7 +132,7 @@ def perplexity(spec: Any, weights: dict[str, Any], tokenizer: Path, tokens: int)
     dense = {k: (v if isinstance(v, torch.Tensor) else v.dequantize()).float() for k, v in weights.items()}
     if spec.tied:
         dense[spec.head] = dense[spec.embed]
-    ids = torch.tensor(Tokenizer.open(tokenizer).encode(heldout_text())[: tokens + 1])
+    ids = torch.tensor(Tokenizer.open(tokenizer).encode(heldout_text(tokens + 1))[: tokens + 1])
     hidden = embed(spec, dense[spec.embed], ids[None])
     for layer in spec.layers:
         near = input_rounding(layer_sites(layer), weights)

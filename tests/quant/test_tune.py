@@ -169,7 +169,7 @@ def test_the_manifest_states_the_divergence_of_what_was_written(
     result = auto_awq(str(model), tmp_path / "out", Awq(tune_steps=20), common=quick)
     source = LayerSource(model)
     outer = source.outer_weights(CPU)
-    ids = torch.tensor(Tokenizer.open(source.checkpoint.tokenizer_dir).encode(heldout_text())[:400])[None]
+    ids = torch.tensor(Tokenizer.open(source.checkpoint.tokenizer_dir).encode(heldout_text(400))[:400])[None]
     x = y = embed(source.spec, outer[source.spec.embed], ids)
     for i, (layer, result_) in enumerate(zip(source.spec.layers, weights_of(tmp_path / "out", source), strict=True)):
         x = layer_forward(layer, source.layer(i, CPU), x)

@@ -44,7 +44,7 @@ def test_all_tests_run_in_two_parts(tmp_path: Path) -> None:
     assert code == 0 and said.startswith("lint, types and all tests passed")
     assert [name for name, *_ in calls] == ["ruff", "ruff", "mypy", "pytest", "pytest"]
     (_, threads, beside), (_, _, alone) = calls[3:]
-    assert threads == "1" and "-n 2" in beside and beside.endswith("-m not slow and not alone")
+    assert threads == "1" and "-n 3" in beside and beside.endswith("-m not slow and not alone")
     assert alone.endswith("-m alone and not slow tests/a/test_x.py"), "files with such tests are collected, no others"
 
 
@@ -52,7 +52,7 @@ def test_all_tests_run_in_two_parts(tmp_path: Path) -> None:
 def test_either_part_fails_the_whole_and_both_run(tmp_path: Path, beside: int, alone: int) -> None:
     code, said, calls = ran(tmp_path, beside=beside, alone=alone)
     assert code == 1 and len(calls) == 5 and said.startswith("tests failed after")
-    assert ("two processes" in said, "run alone" in said) == (bool(beside), bool(alone))
+    assert ("beside each other" in said, "run alone" in said) == (bool(beside), bool(alone))
 
 
 @pytest.mark.parametrize("code", [2, 130])

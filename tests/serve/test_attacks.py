@@ -29,6 +29,7 @@ from toolkit.serve.http.limits import Limits
 from toolkit.serve.options import ServerSettings
 
 STREAMS = 4
+TOKENS = 100  # of each; it begins anew until the attack is over
 PATIENCE = 20.0  # of the server with its engine: more than a loaded machine keeps either from the processor
 
 
@@ -85,7 +86,7 @@ def client(server: Any) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def undisturbed(client: openai.OpenAI) -> list[str]:
-    return [stream(client, i, 300) for i in range(STREAMS)]
+    return [stream(client, i, TOKENS) for i in range(STREAMS)]
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -95,7 +96,7 @@ def test_streams_go_on(server: Any, model: Path, client: openai.OpenAI, undistur
 
     def read(number: int) -> None:
         while not over.is_set() or not found[number]:
-            found[number].append(stream(client, number, 300))
+            found[number].append(stream(client, number, TOKENS))
 
     readers = [threading.Thread(target=read, args=(i,)) for i in range(STREAMS)]
     worker = server.engine._loop.pid
@@ -131,7 +132,7 @@ def test_an_engine_that_stands_still(server: Any, model: Path, undisturbed: list
     assert len(answers) == 4 and all("no progress for 2 s" in a and a.startswith("503") for a in answers), answers
     assert attacked.wait(200, 60).startswith("/health 200")
     server.engine._loop._stall.patience = PATIENCE
-    assert stream(client, 1, 300) == undisturbed[1]
+    assert stream(client, 1, TOKENS) == undisturbed[1]
 
 
 def test_a_request_that_was_there_twice_is_not_run_a_third_time(
@@ -153,7 +154,7 @@ def test_a_request_that_was_there_twice_is_not_run_a_third_time(
     refused = target(server, model).post(body)
     assert refused.startswith("400") and "both times" in refused
     assert target(server, model).post({**body, "prompt": [9, 9, 8]}) == "200"
-    assert stream(client, 2, 300) == undisturbed[2]
+    assert stream(client, 2, TOKENS) == undisturbed[2]
 
 
 def test_between_a_kill_and_the_return_health_says_so(
@@ -191,7 +192,7 @@ def test_between_a_kill_and_the_return_health_says_so(
         [200, 503, 200],  # the first look may come before the system has told
     )
     assert len(ends) == STREAMS and all("SIGKILL" in text and "restarted" in text for text in ends), ends
-    assert stream(client, 3, 300) == undisturbed[3]
+    assert stream(client, 3, TOKENS) == undisturbed[3]
 
 
 def test_a_file_that_was_cut_short_is_named(server: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

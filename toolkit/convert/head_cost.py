@@ -80,7 +80,7 @@ def _tokens(checkpoint: Checkpoint, spec: DecoderSpec) -> NDArray[np.int32]:
     """As many tokens of the text as the model's size allows; none where the tokenizer is missing or another model's."""
     size = sum(x.in_features * x.out_features for x in spec.linears()) + 2 * spec.vocab_size * spec.hidden_size
     count = min(max(WORK // size, FEWEST_TOKENS), MOST_TOKENS, spec.max_position)
-    text = heldout_text()[: 16 * count]
+    text = heldout_text(count)
     try:
         ids = np.asarray(Tokenizer.open(checkpoint.tokenizer_dir).encode(text)[:count], np.int32)
     except ToolkitError:

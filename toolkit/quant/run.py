@@ -277,7 +277,7 @@ def _quantize(
         progress(recipe.stage.removeprefix("lite "), 0, 1)
         with spill_of(stage, common) as spill:
             found = recipe.prepare(Prepared(ids, scratch_of(stage), table, setting, progress, spill))
-    heldout = torch.tensor(tokenizer.encode(heldout_text())[: common.measured])
+    heldout = torch.tensor(tokenizer.encode(heldout_text(common.measured))[: common.measured])
     with spill_of(stage, common) as spill:
         flow = Flow(source, ids, table, setting.device, setting.batch_size, spill)
         probe = Probe(source.spec, table, heldout, setting.device, spill, source.added)
