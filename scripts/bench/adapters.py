@@ -1,4 +1,4 @@
-"""Decode speed of a batch whose requests have an adapter each, beside the base model's, and a cold adapter's first token.
+"""Decode speed of a batch whose requests have an adapter each, beside the base model's; a cold adapter's first token.
 
     python scripts/bench/adapters.py                                  # the demo, 8 adapters of rank 16
     python scripts/bench/adapters.py MODEL --count 8 --rank 16 --tokens 64 --rounds 3 --json adapters.json
@@ -67,7 +67,7 @@ def decode(pipe: Pipeline, names: list[str | None], tokens: int) -> float:
     def ask(name: str | None) -> tuple[float, float, int]:
         ready.wait()
         first, begun, count = 0, 0.0, 0
-        for part in pipe.stream_infer([PROMPT], gen_config=[config], adapter_name=name):
+        for part in pipe.stream_infer(PROMPT, gen_config=config, adapter_name=name):
             count = part.generate_token_len
             if not first and count:
                 first, begun = count, time.perf_counter()
@@ -85,7 +85,7 @@ def first_token(pipe: Pipeline, name: str | None) -> float:
     """Milliseconds until it is there."""
     config = GenerationConfig(max_new_tokens=1, do_sample=False, ignore_eos=True)
     begun = time.perf_counter()
-    pipe([PROMPT], gen_config=[config], adapter_name=name)
+    pipe(PROMPT, gen_config=config, adapter_name=name)
     return 1e3 * (time.perf_counter() - begun)
 
 

@@ -161,7 +161,7 @@ def test_an_adapter_is_read_while_others_run(tiny_models: Any, support: Any, tmp
     runner._changes = reads
     (made[0] / "adapter_model.safetensors").write_bytes(b"spoiled")
     assert runner.adapter_ready(0, seconds=60)
-    with pytest.raises(RunnerError, match="adapter_model.safetensors"):
+    with pytest.raises(RunnerError, match=r"adapter_model\.safetensors"):
         alone(support, runner, ids(9, 0), 0)
     np.testing.assert_array_equal(alone(support, runner, ids(9, 0)), base)
 
