@@ -46,15 +46,16 @@ class RankedRunner:
     backend: Backend = "pytorch"
     batch_invariant = asynchronous = False
     _homes: Homes | None = None  # of several copies, where there is a cache
+    _at_close: Callable[[], None] | None = None
     _store: Any = None  # where ranks of several machines met
     _chosen = 0  # tokens that have chosen experts since these were last placed
 
     def __init__(
-        self, model: Model, layout: Layout, nodes: Nodes | None = None, ended: Callable[[], None] = lambda: None
+        self, model: Model, layout: Layout, nodes: Nodes | None = None, at_close: Callable[[], None] | None = None
     ) -> None:
-        """Open the model and start the ranks, or wait for those of other ``nodes``; no weights are loaded. ``ended``:
-        what is to be done when it is closed. Raises ToolkitError or UsageError, one line."""
-        self._ended = ended
+        """Open the model and start the ranks, or wait for those of other ``nodes``; no weights are loaded. ``at_close``:
+        what is to be done then. Raises ToolkitError or UsageError, one line."""
+        self._at_close = at_close
         whole, world = open_whole(model, layout), layout.world
         here = world if nodes is None else nodes.here(world)
         # not what torch has now, which another runner of this process may have set
@@ -322,7 +323,8 @@ class RankedRunner:
         self._group.leave()
         self._ranks.close()
         self._local.close()
-        self._ended()
+        if self._at_close is not None:
+            self._at_close()
 
 
 def shared_out(sizes: Sequence[int], world: int) -> list[list[int]]:
