@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from toolkit.quant.merge import merge
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
 from toolkit.runners.native import library
+from toolkit.runners.native.packing.pack import pack_alike, pack_dense
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library does not run here")
 ATTENTION = "q_proj|v_proj"
@@ -129,6 +131,50 @@ def test_more_adapters_than_memory_are_read_again(tiny_models: Any, support: Any
         np.testing.assert_array_equal(alone(support, small, ids(9, 0), i), expected[i])
         assert small._shelf.nbytes <= size and i in small._shelf.held
     assert small._shelf.reads > 3
+
+
+def test_an_adapter_is_read_while_others_run(tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    """Steps do not wait for the files of one that a request will need; what is wrong with it, its first step tells."""
+    model = tiny_models("llama")
+    made = write_three(model, support, tmp_path)
+    expected = alone(support, runner_for(model, made[1]), ids(9, 0), 0)
+    runner = runner_for(model, *made, adapter_memory=1)
+    base = alone(support, runner, ids(9, 0))
+    assert runner._shelf.held == [2] and runner.adapter_ready(2)
+    reads, begin, go_on = runner._changes, threading.Event(), threading.Event()
+
+    def slowly(path: Path) -> Any:
+        begin.set()
+        assert go_on.wait(60)
+        return reads(path)
+
+    runner._changes = slowly
+    assert not runner.adapter_ready(1)
+    assert begin.wait(60)
+    np.testing.assert_array_equal(alone(support, runner, ids(9, 0)), base)
+    assert not runner.adapter_ready(1)
+    go_on.set()
+    assert runner.adapter_ready(1, seconds=60)
+    runner._changes = None  # no step reads it again
+    np.testing.assert_array_equal(alone(support, runner, ids(9, 0), 1), expected)
+
+    runner._changes = reads
+    (made[0] / "adapter_model.safetensors").write_bytes(b"spoiled")
+    assert runner.adapter_ready(0, seconds=60)
+    with pytest.raises(RunnerError, match=r"adapter_model\.safetensors"):
+        alone(support, runner, ids(9, 0), 0)
+    np.testing.assert_array_equal(alone(support, runner, ids(9, 0)), base)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_matrices_packed_together_are_those_packed_alone(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    shapes = [(4, 64), (64, 4), (24, 33), (4, 64), (1, 16), (64, 4)]
+    weights = [torch.randn(shape, generator=g) for shape in shapes] + [torch.randn(16, 5, generator=g).T]
+    for weight, found in zip(weights, pack_alike(weights, dtype), strict=True):
+        expected = pack_dense(weight.to(dtype)).in_memory()
+        assert found.meta == expected.meta
+        np.testing.assert_array_equal(found.data, expected.data)
 
 
 def test_adapters_come_and_go(tiny_models: Any, support: Any, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def pair(steps: Any, support: Any, tiny_models: Any) -> Iterator[Callable[..., A
 
     def make(family: str, ranks: int, load_format: str = "auto", sizes: Any = None, **fields: Any) -> tuple[Any, Any]:
         model = open_model(tiny_models(family, **sizes or {}), load_format=load_format)
-        changes = partial(changes_of, model)
+        changes = changes_of(model)
         made = [NativeRunner(model.spec, model.weights, options(**fields), changes=changes)]
         made += [
             NativeRunner(model.spec, model.weights, options(**fields), share=Share(r, ranks, memory), changes=changes)

@@ -30,6 +30,7 @@ from toolkit.serve.proxy.nodes import Lends, Node
 
 KEYS: dict[str, Any] = {"api_keys": ["greedy", "modest"]}
 BODY = {"model": "echo", "prompt": "ab"}
+JSON = {"Content-Type": "application/json"}
 
 
 def head(key: str) -> dict[str, str]:
@@ -167,6 +168,30 @@ def test_a_key_s_bodies_leave_room_for_others(start: Any) -> None:
             assert (await ask("greedy")).status_code == 200
 
     asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_a_refused_body_counts_no_more_while_its_rest_is_awaited(start: Any) -> None:
+    """Many of one key, each refused by its first part, leave what others need."""
+    server = start(engine={"held": True}, limits=Limits(max_pending_bytes=100_000), **KEYS)
+    large = json.dumps({**BODY, "user": "x" * 45_000}).encode()
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+    async def go(stack: ExitStack) -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            send = client.post("/v1/completions", content=large, headers={**JSON, **head("greedy")})
+            first = asyncio.create_task(send)
+            await until(lambda: len(server.engine.running) == 1)
+            for _ in range(4):
+                one = stack.enter_context(socket.create_connection((client.base_url.host, client.base_url.port), 60))
+                one.sendall(post + b"Authorization: Bearer greedy\r\nContent-Length: 90000\r\n\r\n" + large)
+            await asyncio.sleep(0.5)  # of the five seconds in which their rest may come
+            asked = asyncio.create_task(client.post("/v1/completions", json=BODY, headers=head("modest")))
+            await until(lambda: len(server.engine.running) == 2 or asked.done())
+            server.engine.held = False
+            assert [(await task).status_code for task in (first, asked)] == [200, 200]
+
+    with ExitStack() as stack:
+        asyncio.run(asyncio.wait_for(go(stack), 60))
 
 
 @pytest.mark.parametrize("slow", [False, True])

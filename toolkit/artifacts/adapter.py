@@ -145,12 +145,15 @@ def _by_module(
     modules: Mapping[str, StoredTensor],
     most: int,
 ) -> Iterator[tuple[StoredTensor, Change]]:
+    from toolkit.artifacts.weight_files.mapped import map_file
+
     scaling = _read_config(path)
     file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
     if file is None:
         raise ToolkitError(f"{path}: expected {' or '.join(WEIGHTS)} there; fetch or save the adapter again")
     pairs = _pairs(file, next(file_headers([file]))[1])
     _check_promised(path / CONFIG, file, scaling, pairs)
+    mapped = map_file(file)
     for module, sides in pairs.items():
         target = modules.get(module) or modules.get(_as_stored(module, modules))
         if target is None:
@@ -163,11 +166,11 @@ def _by_module(
             )
         _check_shapes(file, module, sides, target, most)
         if "whole" in sides:
-            weight = _numbers(file, module, sides["whole"])
+            weight = _numbers(file, mapped, module, sides["whole"])
             yield target, Whole(weight.T if target.transposed else weight)
         else:
             scale = _scale(path / CONFIG, scaling, module, sides["A"].shape[0])
-            yield target, _load(file, module, sides, scale)
+            yield target, _load(file, mapped, module, sides, scale)
 
 
 def _check_promised(config: Path, file: Path, told: _Scaling, pairs: Mapping[str, Mapping[str, TensorInfo]]) -> None:
@@ -255,8 +258,9 @@ def _modules(spec: DecoderSpec, stored: Sequence[StoredTensor], wide: bool = Fal
         shapes[spec.embed] = spec.vocab_size, spec.hidden_size
         shapes[spec.head] = spec.head_size, spec.hidden_size
     found = {s.name: s for s in stored if len(s.shape) == 2 and all(p.name in shapes for p in s.parts)}
+    inside = {p.name for s in found.values() for p in s.parts if s.name != p.name}
     for name, shape in shapes.items():
-        if not any(p.name == name for s in found.values() for p in s.parts if s.name != name):
+        if name not in inside:
             kind: Literal["embed", "linear"] = "embed" if name == spec.embed else "linear"
             found.setdefault(name, StoredTensor(name, kind, shape, (Part(name),)))
     return found
@@ -310,17 +314,18 @@ def _by_pattern(file: Path, field: str, patterns: dict[str, N] | None, module: s
     return default
 
 
-def _load(file: Path, module: str, sides: Mapping[str, TensorInfo], scale: float) -> LowRank:
-    made = {side: _numbers(file, f"{module}.lora_{side}", info) for side, info in sides.items()}
+def _load(file: Path, mapped: Tensor, module: str, sides: Mapping[str, TensorInfo], scale: float) -> LowRank:
+    made = {side: _numbers(file, mapped, f"{module}.lora_{side}", info) for side, info in sides.items()}
     magnitude = made["magnitude"].reshape(-1) if "magnitude" in made else None
     return LowRank(made["A"], made["B"] * scale, magnitude)
 
 
-def _numbers(file: Path, name: str, info: TensorInfo) -> Tensor:
-    from toolkit.artifacts.weight_files.mapped import map_file, view_tensor
+def _numbers(file: Path, mapped: Tensor, name: str, info: TensorInfo) -> Tensor:
+    from toolkit.artifacts.weight_files.mapped import view_tensor
 
-    found = view_tensor(map_file(file), info).float()
-    if not found.isfinite().all():
+    found = view_tensor(mapped, info).float()
+    # a sum takes half the time; of large numbers it may overflow
+    if not math.isfinite(found.sum().item()) and not found.isfinite().all():
         raise ToolkitError(f"{file}: {name}: expected finite numbers, found NaN or infinity; train or save it again")
     return found
 

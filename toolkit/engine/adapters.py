@@ -53,6 +53,12 @@ class Adapters:
             self._runner.remove_adapter(number)  # type: ignore[attr-defined]  # it has taken it in
             self._leaving.discard(number)
 
+    def ready(self, number: int, seconds: float = 0.0) -> bool:
+        """Whether a step can use it at once, perhaps within this time. One that memory does not hold is being read
+        meanwhile; what is wrong with it, the step will tell."""
+        ask = getattr(self._runner, "adapter_ready", None)
+        return number < 0 or ask is None or bool(ask(number, seconds))
+
     def told(self, number: int) -> int | str:
         """What tells its blocks from others'."""
         return self._digests.get(number, number)

@@ -31,16 +31,16 @@ LOOK_SECONDS = 0.005  # that a loop without anything else to do waits for constr
 
 
 class Held(NamedTuple):
-    """A request whose constraints are being built."""
+    """A request whose constraints are being built, or whose adapter is being read."""
 
-    building: Building
+    building: Building | Built
     request: EngineRequest
     processors: Seq[LogitsProcessor]
 
 
 class Intake:
-    """Of one runner. ``held``: by their ids, requests that wait for their constraints. ``max_len``: tokens that a
-    request may have."""
+    """Of one runner. ``held``: by their ids, requests that wait for their constraints or adapters. ``max_len``: tokens
+    that a request may have."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class Intake:
         if self._runner.spec.mask_token is not None:
             request = in_blocks(request, self._runner.spec.mask_token, bool(processors))
         built = self.constraints.find(request.params)
-        if built is not None:
+        if built is not None and self._adapters.ready(request.adapter):
             return self._sequence(request, processors, built)
-        building = self.constraints.begin(request.params, request.whose.user)
+        building = built or self.constraints.begin(request.params, request.whose.user)
         self.held[request.id] = Held(building, request, processors)
         return None
 
@@ -76,12 +76,17 @@ class Intake:
         the first may be waited for a little."""
         self.constraints.proceed()
         if idle:
-            next(iter(self.held.values())).building.wait(LOOK_SECONDS)
+            building, request, _ = next(iter(self.held.values()))
+            if isinstance(building, Built) or building.done:
+                self._adapters.ready(request.adapter, LOOK_SECONDS)
+            else:
+                building.wait(LOOK_SECONDS)
         for request_id, (building, request, processors) in list(self.held.items()):
-            if building.done:
+            if (isinstance(building, Built) or building.done) and self._adapters.ready(request.adapter):
                 del self.held[request_id]
                 try:
-                    found: Sequence | EngineOutput = self._sequence(request, processors, building.result())
+                    built = building if isinstance(building, Built) else building.result()
+                    found: Sequence | EngineOutput = self._sequence(request, processors, built)
                 except Exception as e:
                     found = refusal(request, e)
                 yield found
@@ -89,7 +94,7 @@ class Intake:
     def drop(self, request_id: str) -> bool:
         """Forget a request that is held; False if it is not."""
         held = self.held.pop(request_id, None)
-        if held is not None:
+        if held is not None and not isinstance(held.building, Built):
             held.building.leave()
         return held is not None
 

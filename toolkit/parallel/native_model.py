@@ -7,7 +7,6 @@ import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ class NativeRank(NativeRunner):
 
     def __init__(self, opened: Opened, model: Model, share: Share) -> None:
         options = replace(model.options, device="cpu")
-        super().__init__(opened.spec, opened.weights, options, None, share, partial(changes_of, opened))
+        super().__init__(opened.spec, opened.weights, options, None, share, changes_of(opened))
         self._opened, self._how = opened, model.new_weights_by()
         self._steps: list[Event] | None = None
 

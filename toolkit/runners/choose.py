@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -378,7 +378,7 @@ def _fast_runner(opened: Opened, options: RunnerOptions) -> tuple[Runner | None,
 
         if opened.target is not None and opened.target.startswith("cuda-"):
             why = why or f"weights packed for {opened.target} are packed anew for this CPU"
-        return NativeRunner(opened.spec, opened.weights, options, changes=partial(changes_of, opened)), why
+        return NativeRunner(opened.spec, opened.weights, options, changes=changes_of(opened)), why
     lacking = f"turbomind's native runner does not run here: {reason}; pytorch stands in"
     return None, f"{why}; {lacking}" if why else lacking
 
@@ -406,11 +406,16 @@ def read_adapters(opened: Opened, options: RunnerOptions) -> list[dict[str, LowR
     return [read_adapter(Path(path), opened.spec, _names_of(opened)) for _, path in options.adapters]
 
 
-def changes_of(opened: Opened, path: Path) -> dict[str, Change]:
+def changes_of(opened: Opened) -> Callable[[Path], dict[str, Change]]:
     """What the adapter in a directory makes of the model, by canonical names."""
-    from toolkit.artifacts.adapter import read_changes
+    names = cache(lambda: _names_of(opened))
 
-    return read_changes(path, opened.spec, _names_of(opened))
+    def read(path: Path) -> dict[str, Change]:
+        from toolkit.artifacts.adapter import read_changes
+
+        return read_changes(path, opened.spec, names())
+
+    return read
 
 
 def _names_of(opened: Opened) -> Sequence[StoredTensor]:

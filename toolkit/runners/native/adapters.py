@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,22 +43,23 @@ def pack_adapter(
 
     from toolkit.artifacts.adapter import Whole
     from toolkit.runners.native.packing.head import turn
-    from toolkit.runners.native.packing.pack import pack_dense
+    from toolkit.runners.native.packing.pack import pack_alike, pack_dense
 
     kind = getattr(torch, dtype)
-
-    def packed(matrix: Any) -> PackedTensor:
-        return pack_dense(matrix.to(kind).contiguous()).in_memory()
-
     tensors: list[PackedTensor] = []
+    low: dict[int, torch.Tensor] = {}  # by their places in ``tensors``
     for name, change in changes.items():
         reads_turned = turned and name == spec.head
         if isinstance(change, Whole):
-            tensors += [ABSENT, ABSENT, ABSENT, packed(turn(change.weight) if reads_turned else change.weight)]
+            matrix = turn(change.weight) if reads_turned else change.weight
+            tensors += [ABSENT, ABSENT, ABSENT, pack_dense(matrix.to(kind).contiguous()).in_memory()]
             continue
         a = change.a.T if name == spec.embed else turn(change.a) if reads_turned else change.a
         size = ABSENT if change.magnitude is None else vector(change.magnitude.numpy())
-        tensors += [packed(a), packed(change.b), size, ABSENT]
+        low |= {len(tensors): a, len(tensors) + 1: change.b}
+        tensors += [ABSENT, ABSENT, size, ABSENT]
+    for place, tensor in zip(low, pack_alike(list(low.values()), kind), strict=True):
+        tensors[place] = tensor
     return PackedAdapter(np.array([sites[name] for name in changes], np.int32), tuple(tensors))
 
 
@@ -66,8 +68,11 @@ class Shelf:
     used last. ``read``: packs one. ``put``, ``drop``: into and out of the library, between steps.
 
     An adapter that a step needs is read where it is not there, and what was used longest ago makes room for it; those
-    of the step itself stay, whatever the limit.
+    of the step itself stay, whatever the limit. One that a step will need is read by a thread of its own (``ready``),
+    while steps of others run.
     """
+
+    AHEAD = 4  # read for steps that have not come: more are read once more
 
     def __init__(
         self,
@@ -78,6 +83,8 @@ class Shelf:
     ) -> None:
         self._read, self._put, self._drop, self._limit = read, put, drop, limit
         self._held: OrderedDict[int, PackedAdapter] = OrderedDict()  # used last comes last
+        self._coming: dict[int, Future[PackedAdapter]] = {}
+        self._reader: ThreadPoolExecutor | None = None
         self.reads = 0
 
     @property
@@ -90,12 +97,27 @@ class Shelf:
         """Numbers of those in memory, used longest ago first."""
         return list(self._held)
 
+    def ready(self, number: int, seconds: float = 0.0) -> bool:
+        """Whether a step that needs it has not to wait for a file, perhaps within this time."""
+        if number in self._held:
+            return True
+        if number not in self._coming:
+            done = [n for n, read in self._coming.items() if read.done()]
+            for other in done[: max(0, len(self._coming) + 1 - self.AHEAD)]:
+                del self._coming[other]
+            if self._reader is None:
+                self._reader = ThreadPoolExecutor(1, "adapters")
+            self._coming[number] = self._reader.submit(self._read, number)
+        wait([self._coming[number]], seconds)
+        return self._coming[number].done()
+
     def need(self, numbers: Sequence[int]) -> None:
         """Have these in memory. ToolkitError passes through where one cannot be read."""
         wanted = set(numbers)
         for number in sorted(wanted):
             if number not in self._held:
-                adapter = self._read(number)
+                coming = self._coming.pop(number, None)
+                adapter = self._read(number) if coming is None else coming.result()
                 self._make_room(adapter.nbytes, wanted)
                 self._put(number, adapter)
                 self._held[number] = adapter
@@ -104,8 +126,17 @@ class Shelf:
 
     def forget(self, number: int) -> None:
         """Give back what it takes."""
+        self._coming.pop(number, None)
         if self._held.pop(number, None) is not None:
             self._drop(number)
+
+    def empty(self) -> None:
+        """Give back what all take."""
+        if self._reader is not None:
+            self._reader.shutdown(cancel_futures=True)
+        self._reader = None
+        for number in [*self._coming, *self._held]:
+            self.forget(number)
 
     def _make_room(self, size: int, stay: set[int]) -> None:
         if not self._limit:

@@ -232,6 +232,10 @@ class NativeRunner:
             del self._adapter_paths[number]
             raise
 
+    def adapter_ready(self, number: int, seconds: float = 0.0) -> bool:
+        """Whether a step can use it without reading its files, perhaps within this time; else they are being read."""
+        return self._model is None or self._shelf.ready(number, seconds)
+
     def remove_adapter(self, number: int) -> None:
         """Forget it; no step uses it any more."""
         self._adapter_paths.pop(number, None)
@@ -293,8 +297,7 @@ class NativeRunner:
     def release_weights(self) -> None:
         """Forget the model and its cache; ``load_weights`` brings the model back. Of a mapped file the pages go."""
         self._stepper.finish()
-        for number in self._shelf.held:
-            self._shelf.forget(number)
+        self._shelf.empty()
         if self._model is not None:
             self._library.tk_model_free(self._model)
         if self._program is not None:

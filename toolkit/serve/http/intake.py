@@ -53,12 +53,28 @@ class Intake:
         body = _Body(self._limits, receive, Headers(scope=scope), "max_file_bytes" if to_disk else "max_body_bytes")
         held, whose = 0, ""  # bytes that count, and the key that they count for
 
+        def give_back() -> None:
+            nonlocal held
+            self._pending -= held
+            if whose:
+                self._of_users[whose] -= held
+                if not self._of_users[whose]:
+                    del self._of_users[whose]
+            held = 0
+
         async def counted() -> Message:
+            try:
+                return await taken()
+            except ApiError:  # its answer may wait until the rest is thrown away; nobody keeps what has come
+                give_back()
+                raise
+
+        async def taken() -> Message:
             nonlocal held, whose
             before = body.size
             try:
                 message = await body.next()
-            finally:  # one part too many counts too, until it is given back below
+            finally:  # one part too many counts too, until it is given back
                 more = 0 if to_disk else body.size - before
                 held, self._pending = held + more, self._pending + more
                 if user := current_user().name and current_user().id:
@@ -94,11 +110,7 @@ class Intake:
                     with self._held.answer():
                         await self._app(scope, counted, answer)
             finally:
-                self._pending -= held
-                if whose:
-                    self._of_users[whose] -= held
-                    if not self._of_users[whose]:
-                        del self._of_users[whose]
+                give_back()
                 used.body = body.size
 
 

@@ -7,6 +7,7 @@ What ``pack_…`` gives holds its source until its bytes are asked for, or writt
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import cached_property
 from typing import Any
@@ -20,7 +21,7 @@ from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8, GroupInt, Weigh
 from toolkit.artifacts.formats.words import Words
 from toolkit.base.threads import usable_cores
 from toolkit.runners.native import library
-from toolkit.runners.native.packing.packed import BF16, DENSE, F16, F32, INT, PackedMeta, PackedTensor
+from toolkit.runners.native.packing.packed import BF16, DENSE, F16, F32, INT, LANES, PackedMeta, PackedTensor
 
 U8 = NDArray[np.uint8]
 TORCH_TYPES = {F32: torch.float32, BF16: torch.bfloat16, F16: torch.float16}
@@ -93,6 +94,22 @@ def pack_dense(weight: Tensor) -> PackedTensor:
     held = weight.detach().to(TORCH_TYPES[meta.dtype])
     held = held if held.stride(1) == 1 else held.contiguous()
     return Unpacked(meta, None, {"codes": held, "ld": held.stride(0)})
+
+
+def pack_alike(weights: Sequence[Tensor], dtype: torch.dtype) -> list[PackedTensor]:
+    """Small [out, in] float matrices as ``pack_dense`` packs them in ``dtype``, those of one shape together: by
+    themselves the calls would take longer than the work."""
+    by_shape: dict[torch.Size, list[int]] = {}
+    for i, weight in enumerate(weights):
+        by_shape.setdefault(weight.shape, []).append(i)
+    found: dict[int, PackedTensor] = {}
+    for (rows, cols), places in by_shape.items():
+        stacked = torch.stack([weights[i] for i in places]).to(dtype)
+        tiles = torch.nn.functional.pad(stacked, (0, 0, 0, -rows % LANES)).view(len(places), -1, LANES, cols)
+        data = tiles.transpose(2, 3).contiguous().view(torch.uint8).flatten(1).numpy()
+        meta = PackedMeta(DENSE, rows, cols, TYPES[dtype], origin={"form": "dense"})
+        found |= {i: PackedTensor(data[k], meta) for k, i in enumerate(places)}
+    return [found[i] for i in range(len(weights))]
 
 
 # -- integers in groups
