@@ -249,11 +249,12 @@ def test_native_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     if library.unloadable():
         pytest.skip(f"{library.unloadable()}")
     running = [row["isa"] for row in rows if row["runs"]]
-    assert running == library.isas() and running[-1] == "generic"
+    assert running == library.isas()
+    assert running[-1] == "generic" or len(running) == 1  # built for this processor alone
     assert [row["isa"] for row in rows if row["chosen"]] == running[:1]
     assert all((row["why_not"] is None) == row["runs"] for row in rows)
-    monkeypatch.setenv("TOOLKIT_CPU_ISA", "generic")
-    assert [row["isa"] for row in native_variants() if row["chosen"]] == ["generic"]
+    monkeypatch.setenv("TOOLKIT_CPU_ISA", running[-1])
+    assert [row["isa"] for row in native_variants() if row["chosen"]] == running[-1:]
     monkeypatch.setenv("TOOLKIT_CPU_ISA", "sse9")
     with pytest.raises(UsageError, match="TOOLKIT_CPU_ISA: expected one of amx"):
         native_variants()
