@@ -53,8 +53,8 @@ class RankedRunner:
     def __init__(
         self, model: Model, layout: Layout, nodes: Nodes | None = None, at_close: Callable[[], None] | None = None
     ) -> None:
-        """Open the model and start the ranks, or wait for those of other ``nodes``; no weights are loaded. ``at_close``:
-        what is to be done then. Raises ToolkitError or UsageError, one line."""
+        """Open the model and start the ranks, or wait for those of other ``nodes``; no weights are loaded. ``close``
+        calls ``at_close`` at its end. Raises ToolkitError or UsageError, one line."""
         self._at_close = at_close
         whole, world = open_whole(model, layout), layout.world
         here = world if nodes is None else nodes.here(world)
