@@ -11,8 +11,10 @@ from typing import IO, Any
 import orjson
 
 from toolkit.base import extras
+from toolkit.errors import UsageError
 
 SUFFIX = ".parquet"
+READ_ALONE = (".csv", ".tsv")  # forms of rows that are no forms of answers
 KEPT = ".jsonl"  # behind its name: where answers are until all are there
 ROWS = 1024  # that are written at once
 _NUMBER = re.compile(rb'\{"id":"batch_req_(\d+)_')
@@ -20,7 +22,9 @@ _NUMBER = re.compile(rb'\{"id":"batch_req_(\d+)_')
 
 def kept_beside(target: Path) -> Path:
     """The file that grows while a table's rows are made; ``target`` itself where it is no table. Raises UsageError
-    without what writes one."""
+    without what writes one, and for a table that answers are not written as."""
+    if target.suffix.lower() in READ_ALONE:
+        raise UsageError(f"{target}: expected answers in a file that ends in .jsonl or {SUFFIX}, found {target.suffix}")
     if target.suffix.lower() != SUFFIX:
         return target
     extras.require("pyarrow", str(target))
