@@ -358,7 +358,7 @@ def test_misuse_of_files_is_told(tool: Any, tables: dict[str, Path], tmp_path: P
         (tables["jsonl"], tmp_path, "expected a file for the answers"),
         (tables["jsonl"], tmp_path / "no" / "out.jsonl", "cannot be written"),
         (tables["csv"], tmp_path / "out.jsonl", "needed for"),
-        (tables["csv"], tmp_path / "out.csv", "ends in .jsonl or .parquet, found .csv"),
+        (tables["jsonl"], tmp_path / "out.csv", "ends in .jsonl or .parquet, found .csv"),
     ):
         done = tool(source, target, "--model", "/no/such")
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
