@@ -67,19 +67,19 @@ class Announcement:
         async with httpx.AsyncClient(
             headers=headers, timeout=PATIENCE_S, trust_env=False, verify=tls.checking()
         ) as http:
-            told, trouble, pause, has = False, "", RETRY_S, False
+            has, trouble, pause = False, "", RETRY_S
             try:
                 while True:
-                    has = True  # so also where this ends while the proxy still reads it
-                    before, found = told, await _tell(http, proxy, body)
-                    told = has = not found
-                    if told and not before:
+                    had, has = has, True  # it may have it, where this ends while it still reads
+                    found = await _tell(http, proxy, body)
+                    has = not found
+                    if has and not had:
                         logger.warning("%s gets requests from the proxy %s", own, proxy)
-                    elif not told and found != trouble:
+                    elif not has and found != trouble:
                         logger.warning("--proxy-url %s: %s; it is tried again, at least once a minute", proxy, found)
                     trouble = found
-                    await asyncio.sleep(EVERY_S if told else pause)
-                    pause = RETRY_S if told else min(2 * pause, LONGEST_S)
+                    await asyncio.sleep(EVERY_S if has else pause)
+                    pause = RETRY_S if has else min(2 * pause, LONGEST_S)
             finally:
                 if has:
                     with suppress(httpx.HTTPError):  # it finds out by itself
