@@ -17,6 +17,7 @@ FILE = Path(__file__).resolve().parents[2] / "scripts" / "fuzzing" / "schemas.py
 
 @pytest.fixture(scope="module")
 def fuzzing() -> Any:
+    pytest.importorskip("jsonschema")
     spec = importlib.util.spec_from_file_location("fuzzed_schemas", FILE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
