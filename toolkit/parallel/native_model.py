@@ -10,11 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UsageError
 from toolkit.models.registry import from_files
 from toolkit.parallel.group import Event
 from toolkit.parallel.model import Model
-from toolkit.runners.choose import Opened, changes_of, native_unsupported, open_model
+from toolkit.runners.choose import Opened, changes_of, check_dtype, native_unsupported, open_model
 from toolkit.runners.native.arrays import Arrays
 from toolkit.runners.native.packing.artifact import of_first_alone
 from toolkit.runners.native.runner import NativeRunner
@@ -29,8 +28,7 @@ def open_native(model: Model, world: int, rank: int = 0) -> tuple[Opened, str | 
     ranks, or None. Raises ToolkitError or UsageError where it cannot be opened."""
     families = from_files(model.family_files)
     opened = open_model(Path(model.path), **model.how, device="cpu", families=families, rank=(rank, world))
-    if model.options.dtype == "float16" and not opened.spec.float16:
-        raise UsageError("dtype: this model is not stable in float16, its authors say; use bfloat16, float32 or auto")
+    check_dtype(opened, model.options)
     return opened, native_unsupported(opened, model.options) or unsupported(opened.spec, world)
 
 
