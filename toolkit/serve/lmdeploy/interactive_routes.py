@@ -74,8 +74,7 @@ BODIES: list[type[BaseModel]] = [GenerateRequest]
     ),
 )
 async def interactive(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    request, size = await parse(raw, state, GenerateRequest)
+    state, request, size = await parse(raw, GenerateRequest)
     model = request.adapter_name or request.model
     state.check_ready(model, waits=not request.cancel)
     state.settings.limits.check_work(request, 1, request.request_output_len, state.engine.session_len)
