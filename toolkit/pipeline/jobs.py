@@ -26,7 +26,7 @@ logger = logging.getLogger("toolkit")
 class Job:
     """One answer to be generated. ``key``: where it goes in the results (prompt, choice).
 
-    ``error``: why it cannot be generated; it then ends with that. ``only``: as of ``AsyncEngine.generate``.
+    ``error``: why it cannot be generated; it then ends with that. ``only``: as of ``Asked``.
     """
 
     key: tuple[int, int]
