@@ -18,7 +18,8 @@ from toolkit.engine.request import EngineOutput
 from toolkit.engine.results import StepResults, progress_of
 from toolkit.engine.scheduler import Scheduler
 from toolkit.engine.sequence import Sequence
-from toolkit.engine.step_builder import Growth, Step, StepBuilder
+from toolkit.engine.step import Step
+from toolkit.engine.step_builder import Growth, StepBuilder
 from toolkit.runners.base import RunnerLost
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from toolkit.engine.plan import Plan
 from toolkit.engine.scheduler import Scheduler
 from toolkit.engine.sequence import Sequence
-from toolkit.engine.step_builder import Step, StepBuilder
+from toolkit.engine.step import Step
+from toolkit.engine.step_builder import StepBuilder
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from toolkit.models.pictures import Picture
-from toolkit.serve.fields.protocol import ChatCompletionRequest, Message
+from toolkit.serve.fields.message import Message
+from toolkit.serve.fields.protocol import ChatCompletionRequest
 from toolkit.serve.fields.strict import Strict
 from toolkit.serve.http.errors import ApiError, TooLong, bad_field, from_validation
 from toolkit.serve.http.json_values import count_values

@@ -12,7 +12,8 @@ from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response as HttpResponse
 
 from toolkit.messages import Response
-from toolkit.serve.fields.protocol import Messages, SampledRequest
+from toolkit.serve.fields.message import Messages
+from toolkit.serve.fields.protocol import SampledRequest
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.choices import run_choices
 from toolkit.serve.generation.read import encode_text, parse, refuse_pictures, run_sized, vocab_size

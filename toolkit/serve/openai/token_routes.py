@@ -10,7 +10,8 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response as HttpResponse
 
-from toolkit.serve.fields.protocol import Messages, TokenId
+from toolkit.serve.fields.message import Messages
+from toolkit.serve.fields.protocol import TokenId
 from toolkit.serve.fields.strict import Strict
 from toolkit.serve.fields.template import TemplateFields
 from toolkit.serve.generation.read import encode_messages, parse, vocab_size
