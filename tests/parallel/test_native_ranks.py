@@ -31,8 +31,8 @@ from toolkit.runners.base import RunnerError, RunnerLost, RunnerOptions
 from toolkit.runners.choose import changes_of, open_model
 from toolkit.runners.native import share
 from toolkit.runners.native.runner import NativeRunner
-from toolkit.runners.native.runner import unsupported as no_native
 from toolkit.runners.native.share import Share
+from toolkit.runners.native.support import unsupported as no_native
 from toolkit.runners.weights.new import open_new_weights
 
 PROMPT = np.random.default_rng(3).integers(3, 300, 45).tolist()

@@ -39,7 +39,7 @@ from toolkit.models.pictures import Picture
 from toolkit.models.videos import Frame, Video
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
-from toolkit.runners.native.runner import available
+from toolkit.runners.native.library import available
 from toolkit.serve.app import create_app
 from toolkit.serve.options import ServerSettings
 from toolkit.vision.clip import Clip

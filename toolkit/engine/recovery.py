@@ -59,7 +59,7 @@ def rewind(steps: list[Step], scheduler: Scheduler, builder: StepBuilder) -> Non
     """
     seen: set[Sequence] = set()
     for step in reversed(steps):
-        scheduler.blocks.put_back(step.batch.copy_blocks)
+        scheduler.blocks.copies.put_back(step.batch.copy_blocks)
     for step in steps:
         for seq, start in zip(step.plan.sequences(), step.starts, strict=True):
             if seq in seen or seq.finished:

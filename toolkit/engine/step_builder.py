@@ -113,7 +113,7 @@ class StepBuilder:
             slot_mapping=self._slots(rows, places),
             sampling=replace(known.batch.sampling, position=self._generated[rows]),
             rope_length=self._rope_length(rows, places),
-            copy_blocks=self.blocks.take_copies(),
+            copy_blocks=self.blocks.copies.take(),
         )
         return Step(plan, batch, known.sampled)
 
@@ -184,7 +184,7 @@ class StepBuilder:
             mutual=np.array(mutual, np.int32).reshape(-1, 3),
             types=self._types(plan, places, cu),
             rope_length=self._rope_length(owners, places),
-            copy_blocks=self.blocks.take_copies(),
+            copy_blocks=self.blocks.copies.take(),
         )
         step = Step(plan, batch, sampled, guesses, verified)
         if any(s.wants_all or s.wants_rows or s.processors for s in sequences):

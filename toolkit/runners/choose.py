@@ -240,7 +240,7 @@ def native_unsupported(opened: Opened, options: RunnerOptions) -> str | None:
     """Why the native runner cannot execute the model here, or None."""
     if importlib.util.find_spec("toolkit.runners.native.runner") is None:
         return "it is not part of this installation"
-    from toolkit.runners.native.runner import unsupported
+    from toolkit.runners.native.support import unsupported
 
     return unsupported(opened.spec, options)
 

@@ -13,9 +13,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from toolkit.engine.cache.block_pool import BlockPool
+from toolkit.engine.cache.copies import Copies
 from toolkit.models.spec import CacheGroup
 
 Elsewhere = Callable[[int, bytes], bool]
@@ -61,8 +61,7 @@ class BlockManager:
         self._labelled = [0] * rows  # entries whose content has been made findable
         self._sessions: OrderedDict[str, list[list[int]]] = OrderedDict()
         self.scratch = [np.full(rows, -1, np.int32) for _ in groups]  # of states: where the step of a guess leaves its
-        self._copies: list[dict[int, int]] = [{} for _ in groups]  # destination: source, which is held
-        self._copying: list[Counter[int]] = [Counter() for _ in groups]  # sources of those on their way, held too
+        self.copies = Copies(self.pools)
 
     # -- prefix cache ---------------------------------------------------------------------------
 
@@ -300,8 +299,7 @@ class BlockManager:
             count = self._count[row]
             for block in reversed(self.tables[g][row, self._entries(g, self._first[g][row], count)].tolist()):
                 self._drop(g, block)
-                if block in self._copies[g]:
-                    self._drop(g, self._copies[g].pop(block))
+                self.copies.drop(g, block)
             self.tables[g][row, :count] = -1
             self._first[g][row] = 0
         self._count[row] = self._labelled[row] = 0
@@ -337,38 +335,10 @@ class BlockManager:
             return False
         for g, (pool, source) in enumerate(zip(self.pools, found, strict=True)):
             fresh = pool.take()
-            self._copies[g][fresh] = source
+            self.copies.add(g, source, fresh)
             self.tables[g][row, self._count[row]] = fresh
         self._count[row] += 1
         return True
-
-    def take_copies(self) -> tuple[NDArray[np.int32], ...]:
-        """Copies to be done before the next step, [C, 2] (source, destination) a group; () if there are none. Whoever
-        takes them says when they are done (``copied``), or that they are not (``put_back``)."""
-        if not any(self._copies):
-            return ()
-        taken = tuple(np.array([(a, b) for b, a in c.items()], np.int32).reshape(-1, 2) for c in self._copies)
-        for sources, copies in zip(self._copying, self._copies, strict=True):
-            sources.update(copies.values())
-            copies.clear()
-        return taken
-
-    def copied(self, copies: Sequence[NDArray[np.int32]]) -> None:
-        """These copies (of ``take_copies``) are done."""
-        for pool, sources, pairs in zip(self.pools, self._copying, copies, strict=False):
-            for source in pairs[:, 0].tolist():
-                sources[source] -= 1
-                pool.drop(source)
-
-    def put_back(self, copies: Sequence[NDArray[np.int32]]) -> None:
-        """These copies (of ``take_copies``) are to be done before the next step after all."""
-        for pool, sources, waiting, pairs in zip(self.pools, self._copying, self._copies, copies, strict=False):
-            for source, destination in pairs.tolist():
-                sources[source] -= 1
-                if destination in waiting:  # it has become another row's block since
-                    pool.drop(source)
-                else:
-                    waiting[destination] = source
 
     # -- sessions -------------------------------------------------------------------------------
 
@@ -407,7 +377,7 @@ class BlockManager:
         """Forget sessions and cached prefixes, once no row is open: the memory behind them is gone."""
         for name in list(self._sessions):
             self._release_session(name)
-        self.copied(self.take_copies())
+        self.copies.done(self.copies.take())
         for pool in self.pools:
             pool.clear_keys()
 
@@ -434,6 +404,5 @@ class BlockManager:
             for blocks in self._sessions.values():
                 held.update(blocks[g])
             held.update(self.scratch[g][self.scratch[g] >= 0].tolist())
-            held.update(self._copies[g].values())
-            held.update(self._copying[g])
+            held.update(self.copies.sources(g))
             pool.check(held)
