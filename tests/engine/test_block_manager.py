@@ -119,7 +119,7 @@ class Books(RuleBasedStateMachine):
         for g, pool in enumerate(self.m.pools):  # what the row writes to is its own, and unknown to others
             block = int(self.m.tables[g][row, entry])
             assert pool.references(block) == 1 and block not in pool._by_key.values()
-            assert self.m._copies[g][block] == pool.find(key)
+            assert self.m.copies.source_of(g, block) == pool.find(key)
 
     @rule(done=st.booleans())
     def step(self, done: bool) -> None:

@@ -110,8 +110,7 @@ class BlockManager:
 
     def fits_more(self, blocks: int) -> bool:
         """Whether so many blocks of every token could be brought."""
-        full = (pool for pool, window in zip(self.pools, self.windows, strict=True) if window is None)
-        return all(blocks <= pool.available for pool in full)
+        return all(blocks <= p.available for p, window in zip(self.pools, self.windows, strict=True) if window is None)
 
     def bring(self, group: int, key: bytes, fill: Callable[[int], None]) -> bool:
         """Cache the block ``key`` in a group: ``fill`` writes it. False where no block is left for it."""
@@ -179,7 +178,7 @@ class BlockManager:
         while not enough():
             if not self._sessions:
                 return False
-            self._release_session(next(iter(self._sessions)))
+            self.end_session(next(iter(self._sessions)))
         return True
 
     def _can_start(self, group: int, row: int, end: int, promised: int) -> bool:
@@ -203,8 +202,7 @@ class BlockManager:
         border on its way, or at block ``branch``, up to which the request is like one before it."""
         if not self.has_states:
             return end
-        border = end // self.block_size
-        border = branch if start < branch * self.block_size < end else border
+        border = branch if start < branch * self.block_size < end else end // self.block_size
         return border * self.block_size if border * self.block_size > start else end
 
     def _fits(self, row: int, start: int, end: int) -> bool:
@@ -220,8 +218,8 @@ class BlockManager:
         if window is None:
             return 0
         first, stop = max(self._first[group][row], self._heads[group]), self._stale(row, window, start)
-        pool = self.pools[group]
-        return sum(b >= 0 and pool.references(b) == 1 for b in self.tables[group][row, first:stop].tolist())
+        blocks, references = self.tables[group][row, first:stop].tolist(), self.pools[group].references
+        return sum(b >= 0 and references(b) == 1 for b in blocks)
 
     def _stale(self, row: int, window: int, start: int) -> int:
         """First entry that a token at ``start`` can still see."""
@@ -351,7 +349,7 @@ class BlockManager:
             held.append([b for b in found if b is not None])
             for block in held[-1]:
                 pool.hold(block)
-        self._release_session(name)
+        self.end_session(name)
         self._sessions[name] = held
 
     def keep_cached(self, name: str, found: Sequence[tuple[int, bytes]]) -> None:
@@ -364,9 +362,6 @@ class BlockManager:
 
     def end_session(self, name: str) -> None:
         """The session's blocks may be evicted like any other cached block."""
-        self._release_session(name)
-
-    def _release_session(self, name: str) -> None:
         for pool, blocks in zip(self.pools, self._sessions.pop(name, []), strict=False):
             for block in reversed(blocks):
                 pool.drop(block)
@@ -376,7 +371,7 @@ class BlockManager:
     def reset_cache(self) -> None:
         """Forget sessions and cached prefixes, once no row is open: the memory behind them is gone."""
         for name in list(self._sessions):
-            self._release_session(name)
+            self.end_session(name)
         self.copies.done(self.copies.take())
         for pool in self.pools:
             pool.clear_keys()

@@ -29,8 +29,8 @@ class Copies:
             self._pools[group].drop(source)
 
     def take(self) -> tuple[NDArray[np.int32], ...]:
-        """What is to be done before the next step, [C, 2] (source, destination) a group; () if there is nothing. Whoever
-        takes it says when it is ``done``, or that it is not (``put_back``)."""
+        """What is to be done before the next step, [C, 2] (source, destination) a group; () if there is nothing.
+        Whoever takes it says when it is ``done``, or that it is not (``put_back``)."""
         if not any(self._waiting):
             return ()
         taken = tuple(np.array([(a, b) for b, a in c.items()], np.int32).reshape(-1, 2) for c in self._waiting)
@@ -55,6 +55,10 @@ class Copies:
                     pool.drop(source)
                 else:
                     waiting[destination] = source
+
+    def source_of(self, group: int, destination: int) -> int:
+        """What a block that waits is to be a copy of."""
+        return self._waiting[group][destination]
 
     def sources(self, group: int) -> list[int]:
         """The blocks that are held, as often as they are."""
