@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -98,10 +99,7 @@ class BlockManager:
 
     def _runs(self, group: int, keys: Sequence[bytes], also: Elsewhere) -> list[int]:
         """runs[k]: how many of the blocks right before block k are cached without a gap."""
-        runs = [0]
-        for key in keys:
-            runs.append(runs[-1] + 1 if self._there(group, key, also) else 0)
-        return runs
+        return list(accumulate(keys, lambda n, key: n + 1 if self._there(group, key, also) else 0, initial=0))
 
     def needed(self, hit: int) -> list[tuple[int, int]]:
         """(group, entry) of the blocks that a request which starts on ``hit`` blocks has, by entry."""
@@ -159,8 +157,7 @@ class BlockManager:
                 pool.hold(block)
                 self.tables[g][row, j] = block
             self._first[g][row] = first
-        self._count[row] = hit
-        self._labelled[row] = hit
+        self._count[row] = self._labelled[row] = hit
 
     def room(self, row: int, start: int, end: int) -> bool:
         """Whether ``grow`` would succeed; blocks that only sessions keep are given up first (oldest session first)."""

@@ -56,10 +56,6 @@ class Copies:
                 else:
                     waiting[destination] = source
 
-    def source_of(self, group: int, destination: int) -> int:
-        """What a block that waits is to be a copy of."""
-        return self._waiting[group][destination]
-
     def sources(self, group: int) -> list[int]:
         """The blocks that are held, as often as they are."""
         return [*self._waiting[group].values(), *self._on_their_way[group].elements()]
