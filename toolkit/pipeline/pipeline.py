@@ -95,6 +95,7 @@ class Pipeline:
         self.adapter_name = adapter_name
         vision = vision_config or VisionConfig()
         fetching, sampling = Fetching.of(allowed_media_domains, allow_private_media), media_sampling(media_io_kwargs)
+        rules = Rules(fetching=fetching, sampling=sampling)
         arguments.refuse_unknown("pipeline()", kwargs)
         arguments.check(speculative_config, gen_config, max_log_len, vision)
         ChatTemplate.check(chat_template_config)
@@ -123,14 +124,7 @@ class Pipeline:
             logger.info("%s", self.engine.runner_note)
         try:
             self._adapter()
-            self.reader = Reader.open(
-                self.engine,
-                self.model_path,
-                chat_template_config,
-                renderer,
-                Rules(fetching=fetching, sampling=sampling),
-                max_log_len,
-            )
+            self.reader = Reader.open(self.engine, self.model_path, chat_template_config, renderer, rules, max_log_len)
             if (forgery := self.chat_template.forgery) is not None:
                 logger.info("chat template (%s): %s", self.chat_template.note, forgery)
             self.gen_config: GenerationConfig = gen_config or settings.of_model(self.tokenizer.path)
@@ -371,8 +365,6 @@ class Pipeline:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    # From prompts to jobs -------------------------------------------------------------------------------------------
 
     def _jobs(
         self,
