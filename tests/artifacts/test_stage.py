@@ -24,7 +24,8 @@ from toolkit.artifacts.manifest import (
     require_kind,
 )
 from toolkit.artifacts.output import stage as stage_module
-from toolkit.artifacts.output.stage import Stage, open_stage, partial_dir, write_file
+from toolkit.artifacts.output.partial import partial_dir
+from toolkit.artifacts.output.stage import Stage, open_stage, write_file
 from toolkit.errors import ToolkitError, UsageError
 
 
