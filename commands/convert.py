@@ -12,7 +12,7 @@ import typer
 
 from toolkit.base.progress import Progress
 from toolkit.commands.options import with_flags, with_lmdeploy_flags
-from toolkit.commands.output import stdout, table, write_json
+from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.configs.engine import CommonEngineConfig
 from toolkit.configs.option import option, same_option, spelled
 from toolkit.convert.options import Packing
@@ -157,7 +157,7 @@ def _report(
     if flags.json == "-":
         return
     if already_there:
-        stdout().print(f"{path}: already there", markup=False, soft_wrap=True)
+        say(f"{path}: already there", stdout())
     else:
         stdout().print(table("Converted", ("", "value"), rows))
 
