@@ -32,7 +32,8 @@ SEEING = {  # page → the model that it shows, the tiny one in its place, and w
 }
 PAGES = (
     "add-a-model", "distributed", "formats", "install", "lmdeploy", "quantization", "figures/quantization",
-    "tools-and-thoughts", "how-to/adapters", "how-to/answer-a-batch", "how-to/debug", "how-to/deploy",
+    "tools-and-thoughts", "how-to/adapters", "how-to/answer-a-batch", "how-to/debug",
+    "how-to/deploy", "how-to/containers",
     "how-to/embed-and-rank", "how-to/evaluate", "how-to/opencompass", "how-to/long-prompts", "how-to/endless-texts",
     "how-to/measure-a-server", "how-to/quantize-on-a-laptop", "how-to/run-an-artifact-elsewhere",
     "how-to/serve-a-model", "how-to/serve-an-agent",
