@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import numpy as np
 from gpu.ptx_operands import TYPES, Operands, wide
@@ -82,7 +83,7 @@ class Lanes(Operands):
 
     def _redux(self, parts: list[str], operands: list[str]) -> Step:
         read, write, kind = self.get(operands[1], parts[-1]), self.put(operands[0]), TYPES[parts[-1]]
-        does = {"add": np.sum, "max": np.max, "min": np.min}[parts[2]]
+        does: Any = {"add": np.sum, "max": np.max, "min": np.min}[parts[2]]
 
         def run(w: Warp) -> None:
             if w.mask is not None:

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable
 
 import numpy as np
-from gpu.ptx_operands import TYPES, Operands, pair, wide
+from gpu.ptx_operands import TYPES, Operands, packed, wide
 from gpu.ptx_warp import LANES, Step, Warp
 
 COMPARE = {
@@ -37,7 +37,7 @@ class Numbers(Operands):
         a, b = (self.get(o, parts[-1]) for o in operands[1:])
         write = self.put(operands[0])
         if "NaN" in parts:
-            does = {np.fmin: np.minimum, np.fmax: np.maximum}[does]
+            does = np.minimum if does is np.fmin else np.maximum
         return lambda w: write(w, does(a(w), b(w)))
 
     def _halves(self, does: Callable[..., np.ndarray], kind: str, operands: list[str]) -> Step:
@@ -48,7 +48,7 @@ class Numbers(Operands):
         def run(w: Warp) -> None:
             words = [read(w).astype(np.uint32) for read in reads]
             ends = [does(*(wide(kind, word >> np.uint32(shift)) for word in words)) for shift in (0, 16)]
-            both = pair(kind, *ends)
+            both = packed(kind, *ends)
             write(w, both if pair else both.astype(np.uint16))
 
         return run
@@ -113,12 +113,12 @@ class Numbers(Operands):
         write, to, kind = self.put(operands[0]), parts[-2], parts[-1]
         if to in ("f16x2", "bf16x2"):
             high, low = (self.get(o, "f32") for o in operands[1:])
-            return lambda w: write(w, pair(to, low(w).astype(np.float64), high(w).astype(np.float64)))
+            return lambda w: write(w, packed(to, low(w).astype(np.float64), high(w).astype(np.float64)))
         read = self.get(operands[1], kind)
         if kind in ("f16", "bf16"):
             return lambda w: write(w, wide(kind, read(w)).astype(np.float32))
         if to in ("f16", "bf16"):
-            return lambda w: write(w, pair(to, read(w).astype(np.float64), np.zeros(LANES)).astype(np.uint16))
+            return lambda w: write(w, packed(to, read(w).astype(np.float64), np.zeros(LANES)).astype(np.uint16))
         rounded = {"rpi": np.ceil, "rmi": np.floor, "rzi": np.trunc, "rni": np.rint}.get(parts[1], lambda x: x)
         if to[0] in "su" and kind[0] == "f":  # it saturates
             limits = np.iinfo(TYPES[to])

@@ -35,7 +35,7 @@ def wide(half: str, bits: np.ndarray) -> np.ndarray:
     return low.astype(np.uint16).view(np.float16).astype(np.float64)
 
 
-def pair(half: str, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+def packed(half: str, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     rounded = bfloat16 if half.startswith("bf16") else float16
     return rounded(low) | rounded(high) << 16
 
