@@ -144,7 +144,7 @@ def _rewrite(model: str, dst_path: str, flags: ConvertFlags) -> None:
         ("size", f"{size / 2**20:.1f} MiB"),
         *(("note", note) for note in done.notes),
         ("time", f"{time.perf_counter() - started:.1f} s"),
-        ("try it", f"tool chat {_runnable(done.path)}"),
+        ("try it", f"tool chat {file if (file := done.path / 'model.gguf').is_file() else done.path}"),
     ]
     _report(flags, facts, done.path, done.already_there, rows)
 
@@ -160,7 +160,3 @@ def _report(
         say(f"{path}: already there", stdout())
     else:
         stdout().print(table("Converted", ("", "value"), rows))
-
-
-def _runnable(path: Path) -> Path:
-    return path / "model.gguf" if (path / "model.gguf").is_file() else path

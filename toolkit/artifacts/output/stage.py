@@ -186,7 +186,8 @@ def open_stage(
     reuse = not overwrite if reuse is None else reuse
     if reuse and _holds(target, key):
         run.already_there = True
-        _sweep(run, key)
+        if _left_by(run, key):  # the run that made the target was killed when it was in its place already
+            discard_partial(run.target)
         yield run
         return
     check_directory_target(shown, inputs, overwrite)
@@ -294,12 +295,6 @@ def _left_by(run: Stage, key: str) -> bool:
     """Whether a run under ``key`` has left the partial directory."""
     file = run.partial / "key.json"
     return file.is_file() and file.read_text(encoding="utf-8") == key
-
-
-def _sweep(run: Stage, key: str) -> None:
-    """Remove what the run that made the target has left, if it was killed when the target was in its place already."""
-    if _left_by(run, key):
-        discard_partial(run.target)
 
 
 def _clean(run: Stage) -> None:
