@@ -32,8 +32,7 @@ SEEING = {  # page → the model that it shows, the tiny one in its place, and w
 }
 PAGES = (
     "add-a-model", "distributed", "formats", "install", "lmdeploy", "quantization", "figures/quantization",
-    "tools-and-thoughts", "how-to/adapters", "how-to/answer-a-batch", "how-to/debug",
-    "how-to/deploy", "how-to/containers",
+    "tools-and-thoughts", "how-to/adapters", "how-to/answer-a-batch", "how-to/debug", "how-to/deploy",
     "how-to/embed-and-rank", "how-to/evaluate", "how-to/opencompass", "how-to/long-prompts", "how-to/endless-texts",
     "how-to/measure-a-server", "how-to/quantize-on-a-laptop", "how-to/run-an-artifact-elsewhere",
     "how-to/serve-a-model", "how-to/serve-an-agent",
@@ -48,6 +47,7 @@ ELSEWHERE = {
     "how-to/a-worker-of-dynamo": "a front end of Dynamo: tests/serve",
     "how-to/add-a-device": "a device that is not here; tests/runners has a stand-in",
     "how-to/check-a-gpu": "tests/scripts",
+    "how-to/containers": "images and clusters; tests/serve/test_deploy.py reads their files",
     "how-to/plan-a-fleet": "tests/planner",
     "how-to/replicas-on-ray": "a cluster: tests/serve",
     "how-to/several-machines": "several servers: tests/serve",
