@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from toolkit.models.registry import from_files
 from toolkit.parallel.group import Event
 from toolkit.parallel.model import Model
@@ -55,6 +57,21 @@ class NativeRank(NativeRunner):
         self._stepper.finish()
         steps, self._steps = self._steps or [], [] if on else None
         return [*steps, *(["gather", *found] for found in self.traced(on))]
+
+    def traced(self, on: bool) -> list[list[float]]:
+        """Of each meeting since this was last called from when until when, seconds of the monotonic clock, and how many
+        bytes it has handed over; from now on they are kept where ``on``. Between steps."""
+        count = 0 if self._model is None else int(self._library.tk_model_traced(self._model, None, 0))
+        found = np.zeros((count, 3))
+        if self._model is not None:
+            self._library.tk_model_traced(self._model, found.ctypes.data, count)
+            self._library.tk_model_trace(self._model, int(on))
+        return [[*times, int(size)] for *times, size in found.tolist()]
+
+    def lose(self) -> None:
+        """No rank waits for others any more; steps that would fail. From any thread."""
+        if self._model is not None:
+            self._library.tk_model_lose(self._model)
 
     def _run(self, arrays: Arrays, *results: Any) -> StepOutput:
         begun = time.monotonic()

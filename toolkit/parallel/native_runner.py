@@ -31,7 +31,6 @@ from toolkit.parallel.worker import digest
 from toolkit.runners.base import Backend, MemoryNeed, RunnerError, RunnerLost, StepHandle
 from toolkit.runners.choose import Opened
 from toolkit.runners.native.need import block_bytes
-from toolkit.runners.native.runner import NativeRunner
 from toolkit.runners.native.share import Share
 from toolkit.runners.native.stepper import Running
 from toolkit.runners.step import StepBatch, StepOutput
@@ -43,7 +42,7 @@ Call = tuple[Any, list[Any]]
 class _Meeting:
     """What ``RankedRunner`` asks of a group."""
 
-    def __init__(self, runner: NativeRunner, world: int) -> None:
+    def __init__(self, runner: NativeRank, world: int) -> None:
         self._runner = runner
         self.broken = ""
         self.layout = Layout(tp=world)

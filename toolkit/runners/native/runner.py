@@ -352,21 +352,6 @@ class NativeRunner:
         """How often it has taken what the others have made, since weights were loaded."""
         return 0 if self._model is None else int(self._library.tk_model_meetings(self._model))
 
-    def traced(self, on: bool) -> list[list[float]]:
-        """Of each meeting since this was last called from when until when, seconds of the monotonic clock, and how many
-        bytes it has handed over; from now on they are kept where ``on``. Between steps."""
-        count = 0 if self._model is None else int(self._library.tk_model_traced(self._model, None, 0))
-        found = np.zeros((count, 3))
-        if self._model is not None:
-            self._library.tk_model_traced(self._model, found.ctypes.data, count)
-            self._library.tk_model_trace(self._model, int(on))
-        return [[*times, int(size)] for *times, size in found.tolist()]
-
-    def lose(self) -> None:
-        """No rank waits for others any more; steps that would fail. From any thread."""
-        if self._model is not None:
-            self._library.tk_model_lose(self._model)
-
     # -- blocks
 
     @property
