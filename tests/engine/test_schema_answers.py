@@ -12,6 +12,7 @@ from toolkit.engine.constraints.json_tokens import JsonTokens
 
 @pytest.fixture(scope="module")
 def fuzzing(script: Any) -> Any:
+    pytest.importorskip("jsonschema")
     return script("fuzzing/schemas.py")
 
 
