@@ -394,7 +394,7 @@ def test_an_input_that_can_be_read_but_once_is_refused(pipe: Any, tmp_path: Path
 
 
 def test_the_pipeline_s_name_for_sampling_is_answered_with_the_requests(pipe: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="gen_config: no request has such a field; .* max_tokens"):
+    with pytest.raises(UsageError, match=r"gen_config: no request has such a field; .* max_tokens"):
         pipe.batch([line("a")], tmp_path / "out.jsonl", gen_config=None)
 
 
