@@ -18,7 +18,7 @@ from toolkit.quant.lite import auto_awq, mxfp4
 from toolkit.quant.options import Awq, Common
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
-from toolkit.runners.native import runner as native
+from toolkit.runners.native import library as native
 
 FAMILIES = ("cohere", "gpt_oss", "granitemoe")
 EXPERTS = "model.layers.0.mlp.experts"
