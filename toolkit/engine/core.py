@@ -259,7 +259,7 @@ class EngineCore:
 
     def _queue(self, seq: Sequence) -> None:
         self.sequences[seq.id] = seq
-        self.scheduler.add(seq)
+        self.scheduler.waiting.add(seq)
 
     def _end(self, seq: Sequence, keep: bool) -> None:
         if not seq.finished:
