@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.commands.groups import new_app
-from toolkit.commands.output import stdout, table, write_json
+from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -91,12 +91,12 @@ def clear(
     for name in dict.fromkeys(chosen):
         if name in found:
             done = "deleted" if pack_cache.remove(found[name].path) else "in use, so it stays:"
-            stdout().print(f"{done} {name}, packed from {found[name].source}", markup=False, soft_wrap=True)
+            say(f"{done} {name}, packed from {found[name].source}", stdout())
         for path, entry in kept:
             if entry.model == name:
                 size = folder.clear(DIR, path, name)
                 told = f"deleted {name}, {size / 1e6:,.0f} MB of KV cache in {path}"
-                stdout().print(told, markup=False, soft_wrap=True)
+                say(told, stdout())
 
 
 def _kept(only: Path | None) -> list[tuple[Path, Entry]]:

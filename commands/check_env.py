@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from toolkit.commands.output import stderr, stdout, table, write_json
+from toolkit.commands.output import say, stderr, stdout, table, write_json
 from toolkit.errors import ToolkitError
 
 
@@ -33,7 +33,7 @@ def run(
     if json_file != "-":
         (_print if verbose else _summarise)(found)
         for line in advice(found):
-            stdout().print(line, markup=False, soft_wrap=True)
+            say(line, stdout())
     if failed := [test["name"] for test in found["self_test"] if not test["passed"]]:
         raise ToolkitError(f"self-test failed: {'; '.join(failed)}")
 

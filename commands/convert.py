@@ -12,7 +12,7 @@ import typer
 
 from toolkit.base.progress import Progress
 from toolkit.commands.options import with_flags, with_lmdeploy_flags
-from toolkit.commands.output import stdout, table, write_json
+from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.configs.engine import CommonEngineConfig
 from toolkit.configs.option import option, same_option, spelled
 from toolkit.convert.options import Packing
@@ -144,7 +144,7 @@ def _rewrite(model: str, dst_path: str, flags: ConvertFlags) -> None:
         ("size", f"{size / 2**20:.1f} MiB"),
         *(("note", note) for note in done.notes),
         ("time", f"{time.perf_counter() - started:.1f} s"),
-        ("try it", f"tool chat {_runnable(done.path)}"),
+        ("try it", f"tool chat {file if (file := done.path / 'model.gguf').is_file() else done.path}"),
     ]
     _report(flags, facts, done.path, done.already_there, rows)
 
@@ -157,10 +157,6 @@ def _report(
     if flags.json == "-":
         return
     if already_there:
-        stdout().print(f"{path}: already there", markup=False, soft_wrap=True)
+        say(f"{path}: already there", stdout())
     else:
         stdout().print(table("Converted", ("", "value"), rows))
-
-
-def _runnable(path: Path) -> Path:
-    return path / "model.gguf" if (path / "model.gguf").is_file() else path

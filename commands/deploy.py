@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from toolkit.commands.options import with_flags
-from toolkit.commands.output import stdout, table, write_json
+from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.configs.option import option
 from toolkit.deploy.options import Deployment
 
@@ -63,7 +63,7 @@ def run(
     if flags.json == "-":
         return
     if done.already_there:
-        stdout().print(f"{done.path}: already there", markup=False, soft_wrap=True)
+        say(f"{done.path}: already there", stdout())
         return
     rows = [
         ("files", ", ".join(f"{done.path}/{name}" for name in done.files)),

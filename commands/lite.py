@@ -21,7 +21,7 @@ from toolkit.commands.lite_options import (
     with_lite_flags,
 )
 from toolkit.commands.options import with_flags, with_lmdeploy_flags
-from toolkit.commands.output import stderr, stdout, table, write_json
+from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.quant.options import AutoRound, Awq, BlockedFp8, DraftHead, Gptq, Search, SmoothQuant
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def merge(
     from toolkit.quant.merge import merge as run
 
     count = run(model, adapter, work_dir, overwrite)
-    stderr().print(f"{work_dir}: {count} modules changed", markup=False, soft_wrap=True)
+    say(f"{work_dir}: {count} modules changed")
     say_next(f"tool convert {work_dir} --dst-path {work_dir}-engine")
 
 
@@ -195,11 +195,10 @@ def draft(
     from toolkit.quant.draft.run import draft as train
 
     check_json("--json", json, ("path", "options"))
-    notice = lambda line: stderr().print(line, markup=False, soft_wrap=True)  # noqa: E731
     with progress_bar() as progress:
-        result = train(model, work_dir, options, overwrite=overwrite, device=device, progress=progress, notice=notice)
+        result = train(model, work_dir, options, overwrite=overwrite, device=device, progress=progress, notice=say)
     if result.already_there:
-        notice(f"{result.path}: already there")
+        say(f"{result.path}: already there")
     found = result.quality
     if json != "-":
         last = found["acceptance"][-1]
@@ -209,7 +208,7 @@ def draft(
         ]
         title = f"Held-out acceptance, {found['held_out_tokens']:,} tokens"
         stdout().print(table(title, ("token", "of drawn text", "of the likeliest"), rows))
-        stdout().print(f"written to {result.path} ({found['parameters'] / 1e6:.1f} M parameters)", markup=False)
+        say(f"written to {result.path} ({found['parameters'] / 1e6:.1f} M parameters)", stdout())
         say_next(f"tool chat {model} --speculative-algorithm eagle3 --speculative-draft-model {result.path}")
     write_json(json, {"path": str(result.path), "options": result.options, "quality": found})
 
@@ -230,7 +229,7 @@ def calibrate(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir
     with progress_bar() as progress:
         result = collect(model, work_dir, common=common, progress=progress, told=say_size)
     if result.already_there:
-        stderr().print(f"{result.path}: already there")
+        say(f"{result.path}: already there")
     if flags.json != "-":
         say_next(f"tool lite auto_awq {model} --calibration {result.path}")
     write_json(flags.json, {"path": str(result.path), "options": result.options})

@@ -15,7 +15,7 @@ from rich.table import Table
 from toolkit.base.figures import written
 from toolkit.base.progress import Progress
 from toolkit.commands.options import with_flags
-from toolkit.commands.output import stderr, stdout, table, write_json
+from toolkit.commands.output import say, stderr, stdout, table, write_json
 from toolkit.configs.option import option, show_size, spelled
 from toolkit.errors import UsageError
 from toolkit.quant.options import Common
@@ -55,14 +55,14 @@ class LiteFlags(Common):
             if other is not None and given not in (getattr(LiteFlags, name), other):
                 raise UsageError(f"{spelled(name)} {given}, --{alias} {other}: one thing by two names; give one")
             found[name] = given if other is None else other
-        found["notice"] = lambda line: stderr().print(line, markup=False, soft_wrap=True)
+        found["notice"] = say
         choose_preset(self.preset)  # an unknown one is told first of all
         return Common(**found)
 
 
 def say_next(command: str) -> None:
     """What to type after this."""
-    stdout().print(f"next: {command}", markup=False, soft_wrap=True)
+    say(f"next: {command}", stdout())
 
 
 with_lite_flags = with_flags("flags", LiteFlags)
@@ -98,9 +98,9 @@ def report(result: Result, flags: LiteFlags, first: Table | None = None) -> None
 
     quality = result.quality
     if result.already_there:
-        stderr().print(f"{result.path}: already there")
+        say(f"{result.path}: already there")
     for line in [*warnings(quality["layers"]), *quality.get("notes", ())]:
-        stderr().print(f"warning: {line}", markup=False, soft_wrap=True)
+        say(f"warning: {line}")
     if flags.json != "-":
         if quality["layers"]:
             columns = ("layer", "bits", "mean error", "largest", "of")

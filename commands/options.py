@@ -70,10 +70,10 @@ class EngineFlags(CommonEngineConfig):
         if self.chat_template is None:
             return
         from toolkit.chat.template import ChatTemplate
-        from toolkit.commands.output import stderr
+        from toolkit.commands.output import say
 
         ChatTemplate.check(self.chat_template)
-        stderr().print(f"--chat-template {self.chat_template}: not used, {why}", markup=False, soft_wrap=True)
+        say(f"--chat-template {self.chat_template}: not used, {why}")
 
     def packed(self, config: EngineConfig, tell: Callable[[str], None]) -> Packed | None:
         """Where an unconverted model lies packed, for ``AsyncEngine.open``; None where it is to be read as it is."""

@@ -27,6 +27,11 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def say(line: str, console: Console | None = None, style: str | None = None) -> None:
+    """A line of plain text, brackets and all, on standard error or where ``console`` goes."""
+    (console or stderr()).print(line, style=style, markup=False, soft_wrap=True)
+
+
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A Rich table; the first column is left-aligned text, numbers align right."""
     made = Table(title=title, title_justify="left", header_style="bold")
@@ -51,9 +56,9 @@ def say_how_it_runs(console: Console, engine: AsyncEngine, note: str) -> None:
     """Why the model runs otherwise than was asked for or is fastest, which is not to be overlooked; ``note``, where it
     is not empty; what had to be reduced to fit."""
     if engine.runner_why:
-        console.print(engine.runner_why, style="bold yellow", markup=False, soft_wrap=True)
+        say(engine.runner_why, console, "bold yellow")
     for line in filter(None, (note, *engine.plan.notices)):
-        console.print(line, markup=False, soft_wrap=True)
+        say(line, console)
 
 
 def write_json(target: str | None, data: Any) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from toolkit.base import extras
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
-from toolkit.commands.output import stderr
+from toolkit.commands.output import say
 from toolkit.errors import UsageError
 from toolkit.serve.dynamo.options import DynamoSettings
 
@@ -35,5 +35,5 @@ def dynamo(
     config = engine.config()
     from toolkit.serve.dynamo import engine as worker
 
-    stderr().print(f"opening {model}; the worker registers when it is ready", style="dim", markup=False)
+    say(f"opening {model}; the worker registers when it is ready", style="dim")
     worker.serve(path, config, settings)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.machinery
 import importlib.util
 import locale
 import os
@@ -86,16 +87,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.OK
 
 
+def load(name: str, file: Path) -> ModuleType:
+    """The Python in ``file`` as a module that is called ``name``."""
+    spec = importlib.util.spec_from_loader(name, importlib.machinery.SourceFileLoader(name, str(file)))
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def load_support(name: str, folder: str = "support") -> ModuleType:
     """The module ``tests/<folder>/<name>.py``, loaded once."""
     full = f"toolkit_test_{folder}_{name}"
-    if full not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full, Path(__file__).parent / folder / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[full] = module
-        spec.loader.exec_module(module)
-    return sys.modules[full]
+    return sys.modules.get(full) or load(full, Path(__file__).parent / folder / f"{name}.py")
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +120,12 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def tiny_checkpoint() -> Any:
     """``tiny_checkpoint(family, path, **overrides) -> Path``: a fresh tiny checkpoint (see tests/support/tiny.py)."""
     return load_support("tiny").tiny_checkpoint
+
+
+@pytest.fixture(scope="session")
+def script() -> Any:
+    """``script(file)``: a file of ``scripts/`` as a module, loaded anew."""
+    return lambda file: load(Path(file).stem, Path(__file__).parents[1] / "scripts" / file)
 
 
 @pytest.fixture(scope="session")

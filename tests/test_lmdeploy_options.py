@@ -220,13 +220,8 @@ def test_families_may_be_named_in_a_dict(tmp_path: Path) -> None:
     assert config.family_files == [str(tmp_path / "own.py")]
 
 
-def test_the_page_is_made_of_the_table(support: Any) -> None:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("lmdeploy_tables", ROOT / "scripts/lmdeploy_tables.py")
-    assert spec is not None and spec.loader is not None
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
+def test_the_page_is_made_of_the_table(script: Any) -> None:
+    made = script("lmdeploy_tables.py")
     text = made.PAGE.read_text(encoding="utf-8")
     assert text == made.page(text), "run: python scripts/lmdeploy_tables.py"
     assert [name for name in OPTIONS if name.rstrip("_") not in text and spelled(name) not in text] == []

@@ -1,13 +1,18 @@
-"""Decode speed of a batch whose requests have an adapter each, beside the base model's; a cold adapter's first token.
+"""Decode speed of a batch whose requests have an adapter each, beside the base model's; a cold adapter's first token;
+gaps between tokens while an adapter is loaded.
 
     python scripts/bench/adapters.py                                  # the demo, 8 adapters of rank 16
     python scripts/bench/adapters.py MODEL --count 8 --rank 16 --tokens 64 --rounds 3 --json adapters.json
+    python scripts/bench/adapters.py MODEL.gguf --llama-python PYTHON --gguf MODEL.gguf
     python scripts/bench/adapters.py MODEL --cold                     # first tokens instead
+    python scripts/bench/adapters.py MODEL --load --count 4 --rank 256   # gaps instead
 
-The adapters are random, of all linear layers, in bfloat16. One engine answers the base and the adapters in turn (base,
-adapters, base, adapters …), greedy, as many requests at a time as there are adapters; time is taken from the moment
-when each request has a token to the last one. *ratio* is the median of each round's, with its lowest and highest.
---cold: one request at a time, of an adapter that memory does not hold and again of the same, by turns.
+The adapters are random, of all linear layers, in bfloat16. One engine answers the base, one adapter, and an adapter
+each in turn, greedy, one request and as many as there are adapters; time is taken from the moment when each request has
+a token to the last one. *ratio* is the median of each round's, with its lowest and highest. llama.cpp's server has the
+adapters in its form; what it is asked at once for several adapters, it answers one after another.
+--cold: one request at a time, of an adapter that memory does not hold and again of the same, by turns. --load: streams
+of the base model, as many as --count; their longest gaps in a second without loading and while an adapter is loaded.
 """
 
 from __future__ import annotations
@@ -17,11 +22,15 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 
+from adapters_peer import Ask, Decoded, peer, write_gguf
 from native import need_native
 
 from toolkit import GenerationConfig, Pipeline, TurbomindEngineConfig, pipeline
@@ -59,26 +68,35 @@ def write_adapters(root: Path, model: str, count: int, rank: int) -> dict[str, s
     return found
 
 
-def decode(pipe: Pipeline, names: list[str | None], tokens: int) -> float:
-    """Tokens a second of a request for each name, all together."""
+def asked(pipe: Pipeline, tokens: int) -> Ask:
+    """Ask it."""
     config = GenerationConfig(max_new_tokens=tokens, do_sample=False, ignore_eos=True)
-    ready = Barrier(len(names))
 
-    def ask(name: str | None) -> tuple[float, float, int]:
-        ready.wait()
+    def ask(name: str | None) -> Decoded:
         first, begun, count = 0, 0.0, 0
         for part in pipe.stream_infer(PROMPT, gen_config=config, adapter_name=name):
             count = part.generate_token_len
             if not first and count:
                 first, begun = count, time.perf_counter()
-        return begun, time.perf_counter(), count
+        return begun, time.perf_counter(), count - first
+
+    return ask
+
+
+def decode(ask: Ask, names: Sequence[str | None]) -> float:
+    """Tokens a second of a request for each name, all together."""
+    ready = Barrier(len(names))
+
+    def begin(name: str | None) -> Decoded:
+        ready.wait()
+        return ask(name)
 
     with ThreadPoolExecutor(len(names)) as pool:
-        found = list(pool.map(ask, names))
+        found = list(pool.map(begin, names))
     begun = max(first for first, _, _ in found)
     end = max(last for _, last, _ in found)
     # what came while the last request was read is little beside the rest, and the same for both
-    return sum(count - 1 for _, _, count in found) / (end - begun)
+    return sum(count for _, _, count in found) / (end - begun)
 
 
 def first_token(pipe: Pipeline, name: str | None) -> float:
@@ -89,19 +107,32 @@ def first_token(pipe: Pipeline, name: str | None) -> float:
     return 1e3 * (time.perf_counter() - begun)
 
 
-def speeds(pipe: Pipeline, names: list[str], tokens: int, rounds: int) -> dict[str, object]:
-    base: list[float] = []
-    adapted: list[float] = []
-    for turn in range(rounds + 1):
-        pair = decode(pipe, [None] * len(names), tokens), decode(pipe, [*names], tokens)
-        if turn:
-            base.append(pair[0])
-            adapted.append(pair[1])
-    ratios = sorted(mine / other for mine, other in zip(adapted, base, strict=True))
-    shown = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f}-{ratios[-1]:.3f})"
-    figures = [f"{statistics.median(base):.1f}", f"{statistics.median(adapted):.1f}", shown]
-    stdout().print(table(f"{len(names)} requests", ["base, tok/s", "adapters, tok/s", "ratio"], [figures]))
-    return {"base": base, "adapters": adapted, "ratio": statistics.median(ratios)}
+def speeds(engines: dict[str, Ask], names: list[str], rounds: int) -> dict[str, object]:
+    """Of one request and of as many as there are adapters: of the base model, of one adapter, of an adapter each."""
+    figures: dict[str, object] = {}
+    rows = []
+    for count in sorted({1, len(names)}):
+        ways: dict[str, Sequence[str | None]] = {"base": [None] * count, "one adapter": names[:1] * count}
+        if count > 1:
+            ways["an adapter each"] = names
+        found: dict[str, dict[str, list[float]]] = {engine: {way: [] for way in ways} for engine in engines}
+        for turn in range(rounds + 1):
+            for engine, ask in engines.items():
+                for way, asks in ways.items():
+                    speed = decode(ask, asks)
+                    if turn:
+                        found[engine][way].append(speed)
+        for engine, speeds in found.items():
+            row = [str(count), engine, f"{statistics.median(speeds['base']):.1f}"]
+            for way in list(ways)[1:]:
+                ratios = sorted(mine / other for mine, other in zip(speeds[way], speeds["base"], strict=True))
+                spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f}-{ratios[-1]:.3f})"
+                row += [f"{statistics.median(speeds[way]):.1f}", spread]
+            rows.append([*row, *[""] * (7 - len(row))])
+            figures[f"{engine}, {count}"] = speeds
+    columns = ["requests", "engine", "base, tok/s", "one adapter", "ratio", "an adapter each", "ratio"]
+    stdout().print(table("decode", columns, rows))
+    return figures
 
 
 def colds(pipe: Pipeline, names: list[str], rounds: int) -> dict[str, object]:
@@ -122,6 +153,50 @@ def colds(pipe: Pipeline, names: list[str], rounds: int) -> dict[str, object]:
     return {"cold": cold, "warm": warm, "later": statistics.median(later)}
 
 
+def gaps(pipe: Pipeline, paths: dict[str, str], rounds: int) -> dict[str, object]:
+    """Each adapter loaded and unloaded while as many streams run."""
+    config = GenerationConfig(max_new_tokens=7000, do_sample=False, ignore_eos=True)
+    came: list[list[float]] = [[] for _ in paths]
+    ended = Event()
+
+    def listen(times: list[float]) -> None:
+        for _ in pipe.stream_infer(PROMPT, gen_config=config):
+            times.append(time.perf_counter())
+            if ended.is_set():
+                return
+
+    def longest(begun: float) -> float:
+        """Milliseconds, of any stream since then."""
+        now = time.perf_counter()
+        mine = [[begun, *(t for t in times if t >= begun), now] for times in came]
+        return 1e3 * max(b - a for times in mine for a, b in pairwise(times))
+
+    plain: list[float] = []
+    loading: list[float] = []
+    seconds: list[float] = []
+    with ThreadPoolExecutor(len(came)) as pool:
+        streams = [pool.submit(listen, times) for times in came]
+        while not all(came):
+            time.sleep(0.01)
+        for name, path in [*paths.items()] * rounds:
+            begun = time.perf_counter()
+            time.sleep(1)
+            plain.append(longest(begun))
+            begun = time.perf_counter()
+            pipe.engine.adapters.load(f"{name} again", Path(path))
+            seconds.append(time.perf_counter() - begun)
+            loading.append(longest(begun))
+            pipe.engine.adapters.unload(f"{name} again")
+            if any(stream.done() for stream in streams):
+                raise SystemExit("the streams have ended before the last adapter came: fewer --rounds")
+        ended.set()
+    shown = [f"{statistics.median(found):.1f} (at most {max(found):.1f})" for found in (plain, loading)]
+    columns = ["without loading, ms", "while one is loaded, ms", "loading, s"]
+    row = [*shown, f"{statistics.median(seconds):.2f}"]
+    stdout().print(table(f"{len(came)} streams, longest gaps", columns, [row]))
+    return {"plain": plain, "loading": loading, "seconds": seconds}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", nargs="?", default="demo")
@@ -129,22 +204,37 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--llama-python", help="a Python that has xllamacpp: measure llama.cpp's server beside it")
+    parser.add_argument("--gguf", help="the model that it serves, a Llama")
     parser.add_argument("--cold", action="store_true", help="measure first tokens")
+    parser.add_argument("--load", action="store_true", help="measure gaps while adapters are loaded")
     parser.add_argument("--adapters", type=Path, help="write them there, and keep them")
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
     need_native()
-    with tempfile.TemporaryDirectory() as folder:
+    if (args.llama_python is None) != (args.gguf is None):
+        parser.error("--llama-python and --gguf: expected both or none")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         root = args.adapters or Path(folder)
         written = {p.name: str(p) for p in sorted(root.glob("adapter-*"))}
         paths = written or write_adapters(root, args.model, args.count, args.rank)
         # a limit of a byte: memory holds the adapters of the running step alone
-        config = replace(PLAIN, adapters=paths, max_batch_size=args.count, adapter_memory="1" if args.cold else None)
+        given = None if args.load else paths
+        config = replace(PLAIN, adapters=given, max_batch_size=args.count, adapter_memory="1" if args.cold else None)
         with pipeline(args.model, backend_config=config) as pipe:
             if args.cold:
                 figures = colds(pipe, list(paths), args.rounds)
+            elif args.load:
+                figures = gaps(pipe, paths, args.rounds)
             else:
-                figures = speeds(pipe, list(paths), args.tokens, args.rounds)
+                engines = {"ours": asked(pipe, args.tokens)}
+                if args.llama_python is not None:
+                    spec, _ = load_spec(open_checkpoint(resolve_model(args.model)))
+                    made = Path(folder)
+                    theirs = {name: write_gguf(Path(p), spec, made / f"{name}.gguf") for name, p in paths.items()}
+                    more = peer(args.llama_python, args.gguf, theirs, PROMPT, args.tokens)
+                    engines["llama.cpp"] = stack.enter_context(more)
+                figures = speeds(engines, list(paths), args.rounds)
     write_json(args.json, {"model": args.model, "count": args.count, "rank": args.rank} | figures)
     return 0
 

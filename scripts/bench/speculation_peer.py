@@ -22,14 +22,18 @@ Ask = Callable[[str, GenerationConfig], tuple[str, int, float]]
 def peers(python: str, gguf: str, ways: list[str], slots: int) -> Iterator[dict[str, Ask]]:
     """Servers in the environment of ``python``, the one that guesses nothing first."""
     with ExitStack() as stack:
-        urls = {way: stack.enter_context(_server(python, gguf, way, slots)) for way in ("", *ways)}
+        options = {way: ["--speculative", way] if way else [] for way in ("", *ways)}
+        urls = {
+            way: stack.enter_context(server(python, gguf, "--slots", str(slots), *more))
+            for way, more in options.items()
+        }
         yield {f"llama.cpp {way or 'off'}": _ask(url) for way, url in urls.items()}
 
 
 @contextmanager
-def _server(python: str, gguf: str, way: str, slots: int) -> Iterator[str]:
-    command = [python, str(SERVER), gguf, "--slots", str(slots), "--length", "2048", "--threads", "2"]
-    command += ["--speculative", way] if way else []
+def server(python: str, gguf: str, *more: str) -> Iterator[str]:
+    """One in the environment of ``python``, with ``more`` options of ``peer_llama_server.py``: its URL."""
+    command = [python, str(SERVER), gguf, "--length", "2048", "--threads", "2", *more]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None

@@ -87,8 +87,9 @@ STEPS = (
         "sbom",
         "what `pip install 'toolkit[all]'` brings, as CycloneDX",
         "env=build/wheel-env\n"
+        '[ -x "$env/bin/pip" ] || python3 -m venv "$env"\n'
         '"$env/bin/pip" install --quiet cyclonedx-bom\n'
-        ".venv/bin/python scripts/locked.py all >build/locked.txt\n"
+        "python3 scripts/locked.py all >build/locked.txt\n"
         '"$env/bin/cyclonedx-py" requirements build/locked.txt --pyproject pyproject.toml --output-reproducible \\\n'
         '    --output-format JSON --output-file "$DIST/toolkit-$VERSION.cdx.json"',
     ),

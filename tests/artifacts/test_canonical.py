@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.artifacts.canonical import Codebook, Dense, Fp8, GroupInt, join_rows
+from toolkit.artifacts.canonical import Codebook, Dense, Fp8, GroupInt
 from toolkit.artifacts.gguf.quantize import quantize
+from toolkit.artifacts.join import join_rows
 from toolkit.artifacts.rounding import to_block_fp8, to_channel_int8, to_group_int, to_mxfp4
 
 ROWS = 50

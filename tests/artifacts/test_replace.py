@@ -11,8 +11,9 @@ import pytest
 
 from toolkit.artifacts.manifest import MANIFEST, describe_parent
 from toolkit.artifacts.output import stage
+from toolkit.artifacts.output.partial import partial_dir
 from toolkit.artifacts.output.replace import check_directory_target, check_file_target, foreign, remove_artifact
-from toolkit.artifacts.output.stage import open_stage, partial_dir
+from toolkit.artifacts.output.stage import open_stage
 from toolkit.errors import UsageError
 
 

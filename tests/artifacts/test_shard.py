@@ -7,17 +7,7 @@ import itertools
 import pytest
 import torch
 
-from toolkit.artifacts.canonical import (
-    BlockFp8,
-    ChannelInt8,
-    Codebook,
-    Dense,
-    Fp4,
-    Fp8,
-    GroupInt,
-    SuperScales,
-    Weight,
-)
+from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Codebook, Dense, Fp4, Fp8, GroupInt, SuperScales, Weight
 from toolkit.models.spec import portion
 
 ROWS, INPUTS, GROUP = 24, 160, 32

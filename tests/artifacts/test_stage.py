@@ -24,7 +24,8 @@ from toolkit.artifacts.manifest import (
     require_kind,
 )
 from toolkit.artifacts.output import stage as stage_module
-from toolkit.artifacts.output.stage import Stage, open_stage, partial_dir, write_file
+from toolkit.artifacts.output.partial import partial_dir
+from toolkit.artifacts.output.stage import Stage, open_stage, write_file
 from toolkit.errors import ToolkitError, UsageError
 
 
@@ -280,7 +281,7 @@ def test_killed_after_the_rename_the_same_command_again_sweeps_up(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as killed:
-        killed.setattr(stage_module, "_clean", lambda run: None)
+        killed.setattr(stage_module, "drop_partial", lambda partial: None)
         run(tmp_path / "out", source)
     key = (partial_dir(tmp_path / "out") / "key.json").read_text()
     for left_by, left in (("another run", [".out.partial"]), (key, [])):

@@ -125,7 +125,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
             full()
 
     if where == "copy":
-        monkeypatch.setattr(safetensors_file, "_copy", full)
+        monkeypatch.setattr(safetensors_file.os, "replace", full)
     out = tmp_path / "out"
     with (
         pytest.raises(ToolkitError, match="out: disk full while writing; free some space"),

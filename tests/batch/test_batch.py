@@ -393,6 +393,11 @@ def test_an_input_that_can_be_read_but_once_is_refused(pipe: Any, tmp_path: Path
         pipe.batch(iter([line("a")]), tmp_path / "out.jsonl")
 
 
+def test_the_pipeline_s_name_for_sampling_is_answered_with_the_requests(pipe: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"gen_config: no request has such a field; .* max_tokens"):
+        pipe.batch([line("a")], tmp_path / "out.jsonl", gen_config=None)
+
+
 def test_answers_as_a_table(model: Path, tool: Any, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [line("a"), "{torn", line("talk", "/v1/chat/completions", messages="Hi", max_tokens=2), line("z", mystery=1)]

@@ -119,15 +119,15 @@ class Books(RuleBasedStateMachine):
         for g, pool in enumerate(self.m.pools):  # what the row writes to is its own, and unknown to others
             block = int(self.m.tables[g][row, entry])
             assert pool.references(block) == 1 and block not in pool._by_key.values()
-            assert self.m._copies[g][block] == pool.find(key)
+            assert pool.find(key) in self.m.copies.sources(g)
 
     @rule(done=st.booleans())
     def step(self, done: bool) -> None:
-        copies = self.m.take_copies()
+        copies = self.m.copies.take()
         for pairs, pool in zip(copies, self.m.pools, strict=False):
             assert all(pool.references(source) for source in pairs[:, 0].tolist()), "a source stays until it is copied"
         self.m.check_integrity()
-        (self.m.copied if done else self.m.put_back)(copies)
+        (self.m.copies.done if done else self.m.copies.put_back)(copies)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data(), session=st.sampled_from([None, "a", "b"]))
@@ -227,10 +227,10 @@ def test_a_block_that_begins_like_a_cached_one_is_a_copy_whose_source_stays() ->
     m.open(0, keys, 1)
     assert m.begin_like(0, keys[1], 7, 0)
     source, mine = m.pools[0].find(keys[1]), int(m.tables[0][0, 1])
-    (pairs,) = m.take_copies()
+    (pairs,) = m.copies.take()
     assert pairs.tolist() == [[source, mine]]
     assert m.grow(1, 0, 12) and not m.grow(1, 12, 16), "the source is not given to others before it is copied"
-    m.copied((pairs,))
+    m.copies.done((pairs,))
     assert m.grow(1, 12, 16)
     m.check_integrity()
 
@@ -245,7 +245,7 @@ def test_where_room_is_needed_nothing_is_copied() -> None:
     assert m.begin_like(0, keys[1], 8, 0)
     m.release(0)
     m.check_integrity()
-    assert m.take_copies() == () and m.pools[0].available == 3
+    assert m.copies.take() == () and m.pools[0].available == 3
 
 
 def test_a_session_holds_its_blocks_until_pressure_or_its_end() -> None:

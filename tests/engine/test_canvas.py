@@ -28,7 +28,7 @@ from toolkit.messages import GenerationConfig, Response
 from toolkit.models.registry import load_spec
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
-from toolkit.runners.native.runner import available
+from toolkit.runners.native.library import available
 
 BACKENDS = {"pytorch": "tensor"} | ({} if available() else {"turbomind": "native"})  # and their runners
 BLOCK, MASK, NEW = 4, 4, 10  # of the tiny model; NEW: no multiple of its block

@@ -47,6 +47,7 @@ ELSEWHERE = {
     "how-to/a-worker-of-dynamo": "a front end of Dynamo: tests/serve",
     "how-to/add-a-device": "a device that is not here; tests/runners has a stand-in",
     "how-to/check-a-gpu": "tests/scripts",
+    "how-to/containers": "images and clusters; tests/serve/test_deploy.py reads their files",
     "how-to/plan-a-fleet": "tests/planner",
     "how-to/replicas-on-ray": "a cluster: tests/serve",
     "how-to/several-machines": "several servers: tests/serve",

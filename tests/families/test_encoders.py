@@ -26,7 +26,7 @@ from toolkit.quant.lite import Common, auto_awq, smooth_quant
 from toolkit.quant.options import Awq, SmoothQuant
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_runner
-from toolkit.runners.native.runner import available
+from toolkit.runners.native.library import available
 
 BACKENDS = ("pytorch", "turbomind") if available() is None else ("pytorch",)
 ENCODERS = [name for name in names() if get(name).encodes]

@@ -33,8 +33,8 @@ from toolkit.quant.methods.kv import kv
 from toolkit.quant.options import AutoRound, Awq, Gptq, Search, SmoothQuant
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
+from toolkit.runners.native.library import available
 from toolkit.runners.native.program import unsupported
-from toolkit.runners.native.runner import available
 
 RUNNERS = {"pytorch": "tensor", "turbomind": "native"}  # backend → runner
 BACKENDS = ("pytorch", "turbomind") if available() is None else ("pytorch",)

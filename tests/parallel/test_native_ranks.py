@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,8 @@ from toolkit.runners.base import RunnerError, RunnerLost, RunnerOptions
 from toolkit.runners.choose import changes_of, open_model
 from toolkit.runners.native import share
 from toolkit.runners.native.runner import NativeRunner
-from toolkit.runners.native.runner import unsupported as no_native
 from toolkit.runners.native.share import Share
+from toolkit.runners.native.support import unsupported as no_native
 from toolkit.runners.weights.new import open_new_weights
 
 PROMPT = np.random.default_rng(3).integers(3, 300, 45).tolist()
@@ -194,7 +193,7 @@ def ranks(steps: Any, tiny_models: Any) -> Iterator[Callable[..., Any]]:
         runner.close()
 
 
-def test_processes_blocks_and_a_step_that_cannot_be(pair: Any, ranks: Any) -> None:
+def test_processes_blocks_and_a_step_that_cannot_be(pair: Any, ranks: Any, steps: Any) -> None:
     (one, _), several = pair("llama", 2, quant_policy=8), ranks(quant_policy=8)
     same(one, several)
     runner, number = several.runner, several.add()
@@ -208,12 +207,8 @@ def test_processes_blocks_and_a_step_that_cannot_be(pair: Any, ranks: Any) -> No
     number = several.add()
     several.step({number: PROMPT[:40]})
     block = several.sequences[number].blocks[0][0]
-    data = runner.export_block(0, block)
-    assert len(data) == one.runner.memory().block_bytes[0] and any(data)
-    runner.import_block(0, block, bytes(len(data)))
-    assert not any(runner.export_block(0, block))
-    runner.import_block(0, block, data)
-    assert runner.export_block(0, block) == data
+    data = steps.leaves_and_comes_back(runner, block)
+    assert len(data) == one.runner.memory().block_bytes[0]
 
 
 def test_adapters_come_and_go_and_weights_are_replaced(
@@ -227,6 +222,9 @@ def test_adapters_come_and_go_and_weights_are_replaced(
         several.runner.add_adapter(3, broken)
     assert list(several.runner.adapter_numbers) == []
     for driver in (one, several):
+        while not driver.runner.read_adapter(3, made):
+            time.sleep(0.01)
+        assert list(driver.runner.adapter_numbers) == []
         driver.runner.add_adapter(3, made)
     same(one, several, adapter=np.array([3], np.int32))
     several.runner.remove_adapter(3)
@@ -355,46 +353,21 @@ def test_an_engine_of_ranks_answers_as_one_of_one(tiny_models: Any) -> None:
     assert answers[0] == answers[1]
 
 
-def _children(pid: int) -> list[int]:
-    """Ranks that the engine's process has started."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in found if b"native_worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
-
-
 @pytest.mark.slow
-def test_a_killed_rank_ends_its_requests_and_the_engine_comes_back(tiny_models: Any) -> None:
+def test_a_killed_rank_ends_its_requests_and_the_engine_comes_back(tiny_models: Any, support: Any) -> None:
+    lost = support("lost_ranks")
     engine = AsyncEngine.open(tiny_models("llama"), backend_config=config(), process=True)
     try:
         expected = asyncio.run(_answers(engine))
         told = ""
         while "killed by signal 9" not in told:
-            told = asyncio.run(_crash(engine))
+            told = asyncio.run(lost.crash(engine, PROMPT))
         assert "rank 1" in told and "restarted" in told
         assert asyncio.run(_answers(engine)) == expected
         pid = engine._loop.pid  # type: ignore[attr-defined]
-        ranks = _children(pid)
+        ranks = lost.children(pid)
         assert len(ranks) == 1
         os.kill(pid, signal.SIGKILL)  # the first rank: nobody is left behind
-        end = time.monotonic() + 20
-        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-            assert time.monotonic() < end, "a rank outlives its engine"
-            time.sleep(0.05)
+        lost.all_gone(ranks)
     finally:
         engine.close()
-
-
-async def _crash(engine: AsyncEngine) -> str:
-    pid = engine._loop.pid  # type: ignore[attr-defined]
-    stream = engine.generate(PROMPT, GenerationConfig(max_new_tokens=200, ignore_eos=True))
-    await anext(stream)
-    with suppress(ProcessLookupError):
-        os.kill(_children(pid)[0], signal.SIGKILL)
-    last = None
-    async for delta in stream:
-        last = delta
-    assert last is not None
-    end = time.monotonic() + 60
-    while (engine._loop.pid == pid and last.finish_reason == "error") or not engine.healthy:  # type: ignore[attr-defined]
-        assert time.monotonic() < end, "the engine does not come back"
-        await asyncio.sleep(0.05)
-    return last.error_message or ""

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -152,18 +151,14 @@ UNEVEN = {
 }
 
 
-def test_blocks_leave_and_come_back_whole(tiny_models: Any, pair: Any) -> None:
+def test_blocks_leave_and_come_back_whole(tiny_models: Any, pair: Any, steps: Any) -> None:
     """Of ranks with unequal parts, too: two heads of keys and one, and then 4-bit keys."""
     one, several = pair(tiny_models("llama", **UNEVEN), 2, quant_policy=4)
     runner, number = several.runner, several.add()
     several.step({number: PROMPT[:40]})
     block = several.sequences[number].blocks[0][0]
-    data = runner.export_block(0, block)
-    assert len(data) == one.runner.memory().block_bytes[0] and any(data)
-    runner.import_block(0, block, bytes(len(data)))
-    assert not any(runner.export_block(0, block))
-    runner.import_block(0, block, data)
-    assert runner.export_block(0, block) == data
+    data = steps.leaves_and_comes_back(runner, block)
+    assert len(data) == one.runner.memory().block_bytes[0]
     with pytest.raises(RunnerError, match="expected"):
         runner.import_block(0, block, data[1:])
 
@@ -389,45 +384,23 @@ def test_an_engine_of_ranks_answers_as_one_of_one(tiny_models: Any) -> None:
     assert answers[0] == answers[1]
 
 
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @pytest.mark.slow
-def test_a_killed_rank_ends_its_requests_and_the_engine_comes_back(tiny_models: Any) -> None:
+def test_a_killed_rank_ends_its_requests_and_the_engine_comes_back(tiny_models: Any, support: Any) -> None:
+    lost = support("lost_ranks")
     engine = AsyncEngine.open(tiny_models("llama"), backend_config=config(), process=True)
     try:
         expected = whole(engine, PROMPT, max_new_tokens=12).token_ids
         told = ""
         while "killed by signal 9" not in told:
-            told = asyncio.run(_crash(engine))
+            told = asyncio.run(lost.crash(engine, PROMPT))
         assert "rank 1" in told and "restarted" in told
         assert whole(engine, PROMPT, max_new_tokens=12).token_ids == expected
         pid = engine._loop.pid  # type: ignore[attr-defined]
-        ranks = _children(pid)
+        ranks = lost.children(pid)
         assert len(ranks) == 1
     finally:
         engine.close()
-    end = time.monotonic() + 20
-    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-        assert time.monotonic() < end, "a rank outlives its engine"
-        time.sleep(0.05)
-
-
-async def _crash(engine: AsyncEngine) -> str:
-    pid = engine._loop.pid  # type: ignore[attr-defined]
-    stream = engine.generate(PROMPT, GenerationConfig(max_new_tokens=200, ignore_eos=True))
-    await anext(stream)
-    os.kill(_children(pid)[0], signal.SIGKILL)
-    last = None
-    async for delta in stream:
-        last = delta
-    assert last is not None
-    end = time.monotonic() + 60
-    while (engine._loop.pid == pid and last.finish_reason == "error") or not engine.healthy:  # type: ignore[attr-defined]
-        assert time.monotonic() < end, "the engine does not come back"
-        await asyncio.sleep(0.05)
-    return last.error_message or ""
+    lost.all_gone(ranks)
 
 
 def test_a_rank_that_stands_still_is_told_after_a_while(

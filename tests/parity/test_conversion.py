@@ -13,7 +13,7 @@ from toolkit.convert.options import Packing
 from toolkit.convert.targets import TARGETS, Target
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
-from toolkit.runners.native.runner import available
+from toolkit.runners.native.library import available
 
 BACKENDS = ("pytorch", "turbomind") if available() is None else ("pytorch",)
 

@@ -10,7 +10,7 @@ import pytest
 from toolkit.artifacts.home import toolkit_home
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
-from toolkit.runners.native.runner import available
+from toolkit.runners.native.library import available
 
 BACKENDS = ("pytorch", "turbomind") if available() is None else ("pytorch",)
 DEMO = toolkit_home() / "models" / "demo"

@@ -21,7 +21,7 @@ from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
-from toolkit.runners.native.runner import available
+from toolkit.runners.native.library import available
 
 RUNNERS = {"pytorch": "tensor", "turbomind": "native"}  # backend → runner
 BACKENDS = ("pytorch", "turbomind") if available() is None else ("pytorch",)

@@ -26,7 +26,7 @@ from toolkit.quant.lite import Common, auto_awq
 from toolkit.quant.options import Awq
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
-from toolkit.runners.native.runner import available
+from toolkit.runners.native.library import available
 
 BACKENDS = ("pytorch", "turbomind") if available() is None else ("pytorch",)
 # Of the families that LMDeploy lists, those whose first models were published as .bin alone.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import subprocess
 import sys
@@ -18,13 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def bench_gpu(monkeypatch):
+def bench_gpu(monkeypatch, script):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    spec = importlib.util.spec_from_file_location("bench_gpu", ROOT / "scripts" / "bench_gpu.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "bench_gpu", module)
-    spec.loader.exec_module(module)
-    return module
+    return script("bench_gpu.py")
 
 
 @pytest.mark.parametrize(

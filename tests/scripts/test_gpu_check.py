@@ -27,15 +27,9 @@ LIGHT = ("toolkit.kernels", "toolkit.engine", "toolkit.runners", "toolkit.profil
 
 
 @pytest.fixture
-def gpu_check(monkeypatch):
-    import importlib.util
-
+def gpu_check(monkeypatch, script):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "scripts" / "gpu_check.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu_check", module)
-    spec.loader.exec_module(module)
-    return module
+    return script("gpu_check.py")
 
 
 def test_a_dry_run_writes_rows_that_agree(tmp_path):

@@ -7,6 +7,7 @@ import importlib.util
 import os
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,21 +45,18 @@ def stale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_stale_library_is_not_measured(
-    name: str, native: ModuleType, stale: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, native: ModuleType, stale: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: Any
 ) -> None:
     path = SCRIPTS / "bench" / f"{name}.py"
     monkeypatch.syspath_prepend(str(path.parent))
-    spec = importlib.util.spec_from_file_location(f"bench_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    bench = script(f"bench/{name}.py")
     monkeypatch.chdir(tmp_path)
     for model in ARGUMENTS[name]:
         (tmp_path / model).mkdir()
         (tmp_path / model / "model.safetensors").write_bytes(b"")
     monkeypatch.setattr("sys.argv", [name, *ARGUMENTS[name]])
     with pytest.raises(SystemExit, match=REFUSED):  # a text: Python prints it and leaves with 1
-        script.main()
+        bench.main()
     assert not (tmp_path / "work").exists()  # before anything was made
 
 

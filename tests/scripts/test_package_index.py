@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import zipfile
 from datetime import date
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 
 import toolkit
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "wheel"
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def wheel(folder: Path, name: str, version: str, python: str) -> Path:
@@ -59,11 +50,11 @@ def test_pip_installs_from_it(tmp_path: Path) -> None:
     assert done.returncode != 0 and "HASH" in done.stdout + done.stderr.upper()
 
 
-def test_a_nightly_version_is_newer_than_this_one() -> None:
+def test_a_nightly_version_is_newer_than_this_one(script: Any) -> None:
     source = Path(toolkit.__file__).read_text(encoding="utf-8")
-    text, version = script("nightly_version").nightly(source, date(2030, 1, 2))
+    text, version = script("wheel/nightly_version.py").nightly(source, date(2030, 1, 2))
     major, minor, _ = toolkit.__version__.split(".")
     assert version == f"{major}.{int(minor) + 1}.0.dev20300102"
     assert text.replace(version, toolkit.__version__) == source
     with pytest.raises(SystemExit, match="__version__"):
-        script("nightly_version").nightly("version = 1", date(2030, 1, 2))
+        script("wheel/nightly_version.py").nightly("version = 1", date(2030, 1, 2))

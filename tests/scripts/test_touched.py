@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,22 +11,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _module() -> Any:
-    spec = importlib.util.spec_from_file_location("touched", ROOT / "scripts" / "testing" / "touched.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_nearest_come_first() -> None:
+def test_the_nearest_come_first(script: Any) -> None:
     tests = {
         "tests/engine/test_core.py": "from toolkit.engine.core import EngineCore",
         "tests/engine/test_other.py": "",
         "tests/kernels/test_a.py": "from toolkit.kernels import registry",
         "tests/quant/test_b.py": "from toolkit.quant import lite",
     }
-    touched = _module().touched
+    touched = script("testing/touched.py").touched
     assert touched(["toolkit/engine/core.py"], tests) == ["tests/engine/test_core.py", "tests/engine/test_other.py"]
     assert touched(["tests/quant/test_b.py", "kernels/registry.py"], tests) == [
         "tests/quant/test_b.py",

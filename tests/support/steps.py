@@ -146,3 +146,13 @@ class Driver:
         while len(found) < count:
             found.append(int(self.step({number: [found[-1]]}).tokens[0, 0]))
         return found
+
+
+def leaves_and_comes_back(runner: Any, block: int) -> bytes:
+    """A block of the first group is exported, lost and imported; its bytes."""
+    data = runner.export_block(0, block)
+    runner.import_block(0, block, bytes(len(data)))
+    assert any(data) and not any(runner.export_block(0, block))
+    runner.import_block(0, block, data)
+    assert runner.export_block(0, block) == data
+    return data

@@ -19,7 +19,7 @@ from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.pipeline.pipeline import Pipeline
-from toolkit.runners.native.runner import available
+from toolkit.runners.native.library import available
 from toolkit.runners.tensor.devices.find import find_dtype
 from toolkit.serve.client import APIClient
 from toolkit.vl.constants import IMAGE_TOKEN

@@ -13,7 +13,7 @@ from toolkit import GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.errors import UsageError
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
-from toolkit.runners.native.runner import available
+from toolkit.runners.native.library import available
 from toolkit.serve.app import create_app
 from toolkit.serve.options import ServerSettings
 

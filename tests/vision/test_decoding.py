@@ -127,7 +127,7 @@ def test_strips_are_what_the_whole_is(mode: str, monkeypatch: pytest.MonkeyPatch
 
 def test_what_cannot_be_is_refused_by_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a process sees it."""
-    monkeypatch.setattr(decoder, "Box", lambda *_, **__: pytest.fail("it was decoded"))
+    monkeypatch.setattr(decoder.Box, "run", lambda *_, **__: pytest.fail("it was decoded"))
     boxed = Decoder.of()
     huge = bytearray(FILES["png"])
     huge[16:24] = struct.pack(">II", 100_000, 100_000)
@@ -168,7 +168,7 @@ def test_what_is_decoded_at_once_has_a_limit(monkeypatch: pytest.MonkeyPatch) ->
                 together -= 1
             raise ValueError("seen")
 
-    monkeypatch.setattr(decoder, "Box", lambda *_, **__: Counted())
+    monkeypatch.setattr(decoder.Box, "run", Counted.run)
     with ThreadPoolExecutor(6) as pool:
         waiting = [pool.submit(narrow.picture, FILES["png"], TILES, Rules(), True, "image") for _ in range(6)]
         assert {str(one.exception(60)) for one in waiting} == {"seen"}

@@ -35,9 +35,9 @@ from toolkit.quant.lite import Common, auto_awq
 from toolkit.quant.options import Awq
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
+from toolkit.runners.native.library import available
 from toolkit.runners.native.packing.packed import BF16, DENSE, F32, VECTOR
 from toolkit.runners.native.program import unsupported
-from toolkit.runners.native.runner import available
 from toolkit.vision.eyes import Eyes
 
 SEEING = [(f.name, shape) for f in families() if f.recipe is not None for shape in range(len(f.tiny))]

@@ -161,7 +161,7 @@ def _by_module(
             raise ToolkitError(
                 f"{file}: it changes {module}, expected linears of attention or feed-forward layers alone "
                 "(no embedding, head, router, expert or kv_b_proj); merge the adapter into the checkpoint instead"
-                if module in known or _exists(module, stored)
+                if module in known or not stored or any(s.name == module for s in stored)
                 else f"{file}: it changes {module}, which the model has not; the adapter is of another model"
             )
         _check_shapes(file, module, sides, target, most)
@@ -181,10 +181,6 @@ def _check_promised(config: Path, file: Path, told: _Scaling, pairs: Mapping[str
             raise ToolkitError(f"{config}: modules_to_save: expected the weight of {name} in {file.name}, found none")
     if told.use_dora and not any("magnitude" in sides for sides in pairs.values()):
         raise ToolkitError(f"{config}: use_dora: expected lora_magnitude_vector tensors in {file.name}, found none")
-
-
-def _exists(module: str, stored: Sequence[StoredTensor]) -> bool:
-    return not stored or any(s.name == module for s in stored)
 
 
 def _read_config(path: Path) -> _Scaling:

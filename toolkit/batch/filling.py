@@ -42,7 +42,8 @@ class Filler:
         if filling.system is not None and filling.endpoint not in (CHAT, RESPONSES):
             raise UsageError(f"system: {filling.endpoint} has no place for it; write it into the prompt")
         if unknown := sorted(set(self._given) - set().union(*map(_fields, ENDPOINTS))):
-            raise UsageError(f"{unknown[0]}: no request has such a field")
+            instead = "; those of requests go in by name: max_tokens, temperature" if unknown == ["gen_config"] else ""
+            raise UsageError(f"{unknown[0]}: no request has such a field{instead}")
         if self._schema is not None:
             try:
                 ResponseFormat.model_validate(_chat_form(self._schema))

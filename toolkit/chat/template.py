@@ -29,7 +29,7 @@ from toolkit.chat.tool_text import PLUGIN, PLUGIN_ROLE, spell_for_internlm, spel
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig, GenerationConfig
 from toolkit.parsers import registry
-from toolkit.parsers.formats import ReasoningFormat, ToolFormat
+from toolkit.parsers.formats import ToolFormat
 from toolkit.parsers.tools import hermes, internlm
 
 _END = "\ue0a7\ue0a8"  # private characters that mark the end of an answer to be continued; they never reach a prompt
@@ -63,7 +63,8 @@ class ChatTemplate:
         self._spells_tools = found.custom is None and not any("tools" in source for source in found.sources.values())
         self.tool_format = hermes.FORMAT if self._spells_tools else _tool_format(found)
         self._spell = spell_out
-        self.reasoning_format = _reasoning_format(found)
+        usual = found.sources.get("default", "")
+        self.reasoning_format = None if found.pieces is not None else registry.spot_reasoning(usual)
         self._pieces = found.pieces
         self._built_in = found.built_in
         self._knows_ipython = any("ipython" in source for source in found.sources.values())
@@ -377,10 +378,6 @@ def _has_system(turns: list[Message]) -> bool:
 def _tool_format(found: origin.Origin) -> ToolFormat | None:
     source = found.sources.get("tool_use", found.sources.get("default", ""))
     return None if found.pieces is not None or "tools" not in source else registry.spot_tools(source)
-
-
-def _reasoning_format(found: origin.Origin) -> ReasoningFormat | None:
-    return None if found.pieces is not None else registry.spot_reasoning(found.sources.get("default", ""))
 
 
 def _renderer(found: origin.Origin, renderer: Renderer | None = None) -> Sandbox | Renderer:

@@ -29,8 +29,8 @@ def gpu_support(gpus: list[dict[str, Any]], why_none: str | None = None) -> list
         found = [_runner(gpu, capability), _memory(gpu["free_gib"] * GIB)]
         if gpu["kernels"] == "cuda":
             found.append(_compiled(capability))
-            found += _shapes("paged_attention", "head_dim", _head_dims(), capability)
-            found += _shapes("paged_attention", "latent rows of", _latent_rows(), capability)
+            found += _shapes("paged_attention", "head_dim", _dims(HEAD_DIMS), capability)
+            found += _shapes("paged_attention", "latent rows of", _dims(LATENT_ROWS, latent=True), capability)
             found += _shapes("linear_group_int", "groups of", _groups(), capability)
         rows += [{"gpu": gpu["index"], "what": what, "here": here} for what, here in found]
     return rows
@@ -64,12 +64,8 @@ def _compiled(capability: int) -> tuple[str, str]:
     return "CUDA kernels", unavailable(capability) or "run"
 
 
-def _head_dims() -> Iterable[tuple[str, dict[str, Any]]]:
-    return ((str(dim), {"head_dim": dim, "bits": 0, "cache": None}) for dim in HEAD_DIMS)
-
-
-def _latent_rows() -> Iterable[tuple[str, dict[str, Any]]]:
-    return ((str(dim), {"head_dim": dim, "bits": 0, "cache": None, "latent": True}) for dim in LATENT_ROWS)
+def _dims(dims: Iterable[int], **more: Any) -> Iterable[tuple[str, dict[str, Any]]]:
+    return ((str(dim), {"head_dim": dim, "bits": 0, "cache": None} | more) for dim in dims)
 
 
 def _groups() -> Iterable[tuple[str, dict[str, Any]]]:

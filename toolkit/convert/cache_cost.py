@@ -23,8 +23,9 @@ from toolkit.measure.next_logits import make_ready, next_logits
 from toolkit.measure.text import heldout_text
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError, RunnerOptions
+from toolkit.runners.native.need import kept_bytes
 from toolkit.runners.native.packing.packed import PackedTensor
-from toolkit.runners.native.runner import NativeRunner, kept_bytes
+from toolkit.runners.native.runner import NativeRunner
 
 PIECE, OPENING = 128, 16  # tokens of a text, and how many of them the model is given
 MOST_PIECES, LAYER_PIECES = 8, 2  # texts for whole models, and for each layer

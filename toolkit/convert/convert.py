@@ -137,17 +137,15 @@ def convert(
             params, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, bits, further)
         write_adapters(stage.dir, adapters)
         quality = {}
+        artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
         if chosen.name == CPU_TARGET and bits.head != 16 and spec.encoder is None:
             from toolkit.convert.head_cost import head_cost
 
-            artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
             figures = head_cost(artifact, checkpoint, stored)
             quality = {"head": figures} if figures else {}
         if options.quant_policy is not None:
-            artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
             quality[QUALITY] = measure_cache(artifact, checkpoint.tokenizer_dir, measuring)
         if options.tp > 1:
-            artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
             write_rank_files(artifact, options.tp)
         return Converted(Path(dst_path), chosen.name, stage.finish(quality), False, notes)
 

@@ -24,7 +24,8 @@ from toolkit import __version__
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.manifest import MANIFEST, check_files, content_files, describe_parent, read_manifest
-from toolkit.artifacts.output.stage import discard_partial, open_stage
+from toolkit.artifacts.output.partial import discard_partial
+from toolkit.artifacts.output.stage import open_stage
 from toolkit.configs.engine import EngineConfig, PytorchEngineConfig
 from toolkit.convert.settle import boot, may_be_torn, settle
 from toolkit.errors import ToolkitError, UsageError

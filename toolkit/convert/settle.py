@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from toolkit.artifacts.manifest import MANIFEST, Manifest, check_files, pending, read_manifest
-from toolkit.artifacts.output.stage import sync
+from toolkit.artifacts.output.partial import sync
 from toolkit.base.threads import give_way
 from toolkit.errors import ToolkitError
 

@@ -12,7 +12,7 @@ from toolkit.errors import UsageError
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.native.packing.artifact import CPU_TARGET, pack_cpu
-from toolkit.runners.native.runner import unsupported
+from toolkit.runners.native.support import unsupported
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,8 @@ from toolkit.engine.request import EngineOutput
 from toolkit.engine.results import StepResults, progress_of
 from toolkit.engine.scheduler import Scheduler
 from toolkit.engine.sequence import Sequence
-from toolkit.engine.step_builder import Growth, Step, StepBuilder
+from toolkit.engine.step import Step
+from toolkit.engine.step_builder import Growth, StepBuilder
 from toolkit.runners.base import RunnerLost
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class InFlight:
             self.sight.show(step)
             return step, self._runner.submit(step.batch)
         except Exception:
-            self._blocks.put_back(step.batch.copy_blocks)
+            self._blocks.copies.put_back(step.batch.copy_blocks)
             raise
 
     def _count(self, step: Step) -> None:
@@ -139,7 +140,7 @@ class InFlight:
 
     def _hand_out(self, step: Step, result: StepOutput, outputs: list[EngineOutput]) -> None:
         self._failures = 0
-        self._blocks.copied(step.batch.copy_blocks)
+        self._blocks.copies.done(step.batch.copy_blocks)
         stored = dict(zip(step.plan.sequences(), step.batch.seq_lens.tolist(), strict=True))
         outputs += progress_of((seq, start + count) for seq, start, count in step.plan.chunks)
         for seq, output in self.results.take(step, result):
@@ -197,7 +198,7 @@ class InFlight:
         try:
             return step, handle.result()
         except Exception:
-            self._blocks.put_back(step.batch.copy_blocks)
+            self._blocks.copies.put_back(step.batch.copy_blocks)
             raise
 
     def _blame(self, seq: Sequence, error: Exception, outputs: list[EngineOutput]) -> None:

@@ -77,16 +77,15 @@ class Intake:
         self.constraints.proceed()
         if idle:
             building, request, _ = next(iter(self.held.values()))
-            if isinstance(building, Built) or building.done:
+            if building.done:
                 self._adapters.ready(request.adapter, LOOK_SECONDS)
             else:
                 building.wait(LOOK_SECONDS)
         for request_id, (building, request, processors) in list(self.held.items()):
-            if (isinstance(building, Built) or building.done) and self._adapters.ready(request.adapter):
+            if building.done and self._adapters.ready(request.adapter):
                 del self.held[request_id]
                 try:
-                    built = building if isinstance(building, Built) else building.result()
-                    found: Sequence | EngineOutput = self._sequence(request, processors, built)
+                    found: Sequence | EngineOutput = self._sequence(request, processors, building.result())
                 except Exception as e:
                     found = refusal(request, e)
                 yield found
@@ -94,7 +93,7 @@ class Intake:
     def drop(self, request_id: str) -> bool:
         """Forget a request that is held; False if it is not."""
         held = self.held.pop(request_id, None)
-        if held is not None and not isinstance(held.building, Built):
+        if held is not None:
             held.building.leave()
         return held is not None
 

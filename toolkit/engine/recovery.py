@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from toolkit.engine.plan import Plan
 from toolkit.engine.scheduler import Scheduler
 from toolkit.engine.sequence import Sequence
-from toolkit.engine.step_builder import Step, StepBuilder
+from toolkit.engine.step import Step
+from toolkit.engine.step_builder import StepBuilder
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def rewind(steps: list[Step], scheduler: Scheduler, builder: StepBuilder) -> Non
     """
     seen: set[Sequence] = set()
     for step in reversed(steps):
-        scheduler.blocks.put_back(step.batch.copy_blocks)
+        scheduler.blocks.copies.put_back(step.batch.copy_blocks)
     for step in steps:
         for seq, start in zip(step.plan.sequences(), step.starts, strict=True):
             if seq in seen or seq.finished:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from toolkit.engine.constraints import host_sampler
 from toolkit.engine.request import EngineOutput
 from toolkit.engine.sequence import Sequence
-from toolkit.engine.step_builder import Step, StepBuilder, Verified
+from toolkit.engine.step import Step, Verified
+from toolkit.engine.step_builder import StepBuilder
 from toolkit.runners.step import StepOutput
 
 log = logging.getLogger(__name__)

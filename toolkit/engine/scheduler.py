@@ -66,9 +66,6 @@ class Scheduler:
         self.hit_tokens = 0
         self.looked_up_tokens = 0
 
-    def add(self, seq: Sequence) -> None:
-        self.waiting.add(seq)
-
     def schedule(self) -> Plan:
         """The next step; empty if nothing can run (nothing is there, or all wait for a step in flight)."""
         plan = Plan()

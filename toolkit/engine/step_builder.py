@@ -9,8 +9,7 @@ is: between two short steps every array counts.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,56 +19,10 @@ from toolkit.engine.canvas import PASS_BITS
 from toolkit.engine.drafts.along import Place, places
 from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
+from toolkit.engine.step import EMPTY_I32, Step, Verified, ask_for_rows, joined
 from toolkit.runners.step import COLUMNS, Draw, SamplingBatch, StepBatch
 
-_EMPTY_I32 = np.zeros(0, np.int32)
 _EMPTY_F32 = np.zeros(0, np.float32)
-
-
-@dataclass(frozen=True)
-class Verified:
-    """A guess in a step: of ``count`` tokens. ``places``: what its rows are drawn by, where that is more than numbers;
-    ``drawn``: whether the runner draws, a token a row."""
-
-    seq: Sequence
-    count: int
-    places: list[Place]
-    drawn: bool
-
-    @property
-    def guess(self) -> list[int]:
-        """Its tokens, until those that come are written over them."""
-        length = self.seq.length
-        return self.seq.tokens[length : length + self.count].tolist()
-
-
-@dataclass
-class Step:
-    """A batch and whom its results belong to.
-
-    ``sampled``: the request of each sampled row; or where blocks of tokens are guessed together ``guesses``: (request,
-    sampled rows), in the order of the rows. ``verified``: behind ``sampled``, requests whose guess is verified.
-    ``logits``, ``hidden``, ``targets``, ``routes``: (request, first position,
-    rows) in the order of the rows that come back. ``processed``: requests whose token the host draws from their logits
-    row.
-    """
-
-    plan: Plan
-    batch: StepBatch
-    sampled: list[Sequence]
-    guesses: list[tuple[Sequence, int]] = field(default_factory=list)
-    verified: list[Verified] = field(default_factory=list)
-    logits: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    hidden: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    targets: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    routes: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    processed: list[Sequence] = field(default_factory=list)
-    has_rows: bool = False
-
-    @property
-    def starts(self) -> list[int]:
-        """First position of each request, in the order of ``plan.sequences()``."""
-        return list((self.batch.seq_lens - np.diff(self.batch.cu_seqlens)).tolist())
 
 
 @dataclass(frozen=True)
@@ -160,7 +113,7 @@ class StepBuilder:
             slot_mapping=self._slots(rows, places),
             sampling=replace(known.batch.sampling, position=self._generated[rows]),
             rope_length=self._rope_length(rows, places),
-            copy_blocks=self.blocks.take_copies(),
+            copy_blocks=self.blocks.copies.take(),
         )
         return Step(plan, batch, known.sampled)
 
@@ -222,20 +175,20 @@ class StepBuilder:
             adapter=self._adapter[rows],
             sample_index=mask_index if guesses else sample_index,
             sampling=self._guessing(guesses) if guesses else self._verifying(sampled, verified),
-            logits_index=_EMPTY_I32,
-            hidden_index=_EMPTY_I32,
-            target_index=_EMPTY_I32,
-            target_ids=_EMPTY_I32,
+            logits_index=EMPTY_I32,
+            hidden_index=EMPTY_I32,
+            target_index=EMPTY_I32,
+            target_ids=EMPTY_I32,
             aux_layers=self.aux_layers,
             aux_index=np.arange(cu[-1] if self.aux_layers else 0, dtype=np.int32),
             mutual=np.array(mutual, np.int32).reshape(-1, 3),
             types=self._types(plan, places, cu),
             rope_length=self._rope_length(owners, places),
-            copy_blocks=self.blocks.take_copies(),
+            copy_blocks=self.blocks.copies.take(),
         )
         step = Step(plan, batch, sampled, guesses, verified)
         if any(s.wants_all or s.wants_rows or s.processors for s in sequences):
-            self._ask_for_rows(step)
+            ask_for_rows(step)
         elif len(sampled) == decodes == len(sequences) and not self._host_fields[rows].any():
             self._known = rows, replace(step, batch=replace(batch))
         return step
@@ -318,7 +271,7 @@ class StepBuilder:
                 places = seq.canvas.places()
                 found.append((seq, len(places)))
                 index.append(cu[i + 1] - seq.canvas.length + places)
-        return found, _joined(index)
+        return found, joined(index)
 
     def _verifying(self, sampled: list[Sequence], verified: list[Verified]) -> SamplingBatch:
         """The sampling arrays of ``sampled``, and of every row of the guesses behind them."""
@@ -347,7 +300,7 @@ class StepBuilder:
         rows = np.fromiter((s.row for s in sampled), np.intp, len(sampled))
         n = len(rows)
         history_ptr = bias_ptr = np.zeros(n + 1, np.int32)
-        history_ids = history_count = bias_ids = _EMPTY_I32
+        history_ids = history_count = bias_ids = EMPTY_I32
         bias_values, grammar = _EMPTY_F32, None
         new = self._generated[rows] if new is None else new
         if self._host_fields[rows].any():
@@ -384,49 +337,6 @@ class StepBuilder:
         """The sampling arrays of one request alone, for drawing its token on the host."""
         return self._sampling([seq], np.array([seq.generated], np.int64))
 
-    def _ask_for_rows(self, step: Step) -> None:
-        """Which flat tokens' logits, hidden states, target log-probabilities and experts come back, and to whom."""
-        step.has_rows = True
-        cu = step.batch.cu_seqlens
-        logits, hidden, targets, target_ids, routes = [], [], [], [], []
-        for i, seq in enumerate(step.plan.sequences()):
-            start, first = seq.computed, int(cu[i])
-            count = int(cu[i + 1]) - first
-            p, only = seq.params, seq.request.only
-            guessed = step.plan.guesses.get(seq, 0)
-            last = count - 1 if start + count == seq.length + guessed else count
-            fresh = max(0, seq.collected - start)  # rows of positions gathered before a preemption are not wanted again
-            if (p.logits == "all" or p.prompt_logprobs > 0) and fresh < count:
-                step.logits.append((seq, start + fresh, count - fresh))
-                logits.append(np.arange(first + fresh, first + count))
-            elif (p.logits == "generation" or seq.processors) and last == count - 1 and not only:
-                step.logits.append((seq, start + last - guessed, 1 + guessed))
-                logits.append(np.arange(first + last - guessed, first + count))
-            if (p.hidden == "all" or only == "mean") and fresh < count:
-                step.hidden.append((seq, start + fresh, count - fresh))
-                hidden.append(np.arange(first + fresh, first + count))
-            elif only == "cls" and start == 0 and not seq.collected:
-                step.hidden.append((seq, 0, 1))
-                hidden.append(np.arange(first, first + 1))
-            elif (only == "last" or (p.hidden == "generation" and not only)) and last == count - 1:
-                step.hidden.append((seq, start + last, 1))
-                hidden.append(np.arange(first + last, first + count))
-            if p.routes and fresh < count:
-                step.routes.append((seq, start + fresh, count - fresh))
-                routes.append(np.arange(first + fresh, first + count))
-            stop = min(start + count, seq.prompt_len - 1)
-            if (p.prompt_logprobs == 0 or (only == "score" and p.prompt_logprobs < 0)) and start + fresh < stop:
-                step.targets.append((seq, start + fresh, stop - start - fresh))
-                targets.append(np.arange(first + fresh, first + stop - start))
-                target_ids.append(seq.tokens[start + fresh + 1 : stop + 1])
-            if seq.processors and last == count - 1 and not only and seq not in step.plan.guesses:
-                step.processed.append(seq)
-        step.batch.logits_index = _joined(logits)
-        step.batch.hidden_index = _joined(hidden)
-        step.batch.target_index = _joined(targets)
-        step.batch.target_ids = _joined(target_ids)
-        step.batch.routes_index = _joined(routes)
-
 
 def biases_of(seq: Sequence | Place, new: int) -> tuple[NDArray[np.int32], NDArray[np.float32]] | None:
     """(ids, values) added to the logits of the request's new token ``new``, counted from 0, or None."""
@@ -442,11 +352,7 @@ def biases_of(seq: Sequence | Place, new: int) -> tuple[NDArray[np.int32], NDArr
 def _rows_of(plan: Plan, verified: list[Verified], cu: NDArray[np.int32]) -> NDArray[np.int32]:
     """The flat tokens that the rows of guesses are drawn behind."""
     ends = {seq: int(cu[i + 1]) for i, (seq, _, _) in enumerate(plan.chunks, start=len(plan.decodes))}
-    return _joined([np.arange(ends[v.seq] - v.count - 1, ends[v.seq]) for v in verified if v.drawn])
-
-
-def _joined(parts: list[NDArray[Any]]) -> NDArray[np.int32]:
-    return np.concatenate(parts).astype(np.int32) if parts else _EMPTY_I32
+    return joined([np.arange(ends[v.seq] - v.count - 1, ends[v.seq]) for v in verified if v.drawn])
 
 
 def _csr(

@@ -114,26 +114,17 @@ def _cross_sites(a: CrossSpec) -> list[Site]:
     return [rows, Site(a.o.name, a.o.in_features, (a.o,), (), None)]
 
 
-def _short_conv_sites(m: ShortConvSpec) -> list[Site]:
-    return [Site(m.out.name, m.out.in_features, (m.out,), (), RowFold(m.c))]
-
-
-def _mamba_sites(m: MambaSpec) -> list[Site]:
-    return [Site(m.out.name, m.out.in_features, (m.out,), (), None if m.norm is None else NormFold(m.norm))]
-
-
-def _delta_sites(m: DeltaSpec) -> list[Site]:
-    """All heads share one norm's weight, which can take no scale of each channel."""
-    return [Site(m.out.name, m.out.in_features, (m.out,), (), None)]
+def _out(m: ShortConvSpec | MambaSpec | DeltaSpec, fold: NormFold | RowFold | None) -> list[Site]:
+    return [Site(m.out.name, m.out.in_features, (m.out,), (), fold)]
 
 
 INNER: dict[str, Callable[[Any], list[Site]]] = {
     "attention": _attention_sites,
     "latent": _latent_sites,
     "cross": _cross_sites,
-    "short_conv": _short_conv_sites,
-    "mamba": _mamba_sites,
-    "delta": _delta_sites,
+    "short_conv": lambda m: _out(m, RowFold(m.c)),
+    "mamba": lambda m: _out(m, None if m.norm is None else NormFold(m.norm)),
+    "delta": lambda m: _out(m, None),  # its heads share one norm's weight, which can take no scale of each channel
 }
 """By kind of mixer: its sites behind the entry, MLPs apart."""
 

@@ -154,11 +154,7 @@ def mlp(inputs: int, outputs: int, act: str, bias: bool = True) -> tuple[Stage, 
     """Two linears as ``multi_modal_projector`` has them."""
     first = Stage("linear", "vision.projector.linear_1", inputs, outputs, bias)
     second = Stage("linear", "vision.projector.linear_2", outputs, outputs, bias)
-    return first, Stage(_gelu(act)), second
-
-
-def _gelu(act: str) -> Any:
-    return "gelu_tanh" if act == "gelu_tanh" else "gelu"
+    return first, Stage("gelu_tanh" if act == "gelu_tanh" else "gelu"), second
 
 
 def stored_vision(

@@ -22,7 +22,7 @@ from toolkit.parallel.layout import Layout
 from toolkit.parallel.micro import in_a_row, joined, select
 from toolkit.parallel.part import PartWeights, Weights, cut_adapter, part_of, units_of, unsupported
 from toolkit.runners.base import RunnerError, RunnerOptions
-from toolkit.runners.choose import canonical, open_model, read_adapters
+from toolkit.runners.choose import canonical, check_dtype, open_model, read_adapters
 from toolkit.runners.step import StepBatch, StepOutput
 from toolkit.runners.tensor.runner import TensorRunner
 from toolkit.runners.weights.new import open_new_weights
@@ -69,8 +69,7 @@ def open_whole(model: Model, layout: Layout) -> Whole:
     """Open it, without reading weights. Raises UsageError where it cannot be split so."""
     families = from_files(model.family_files)
     opened = open_model(Path(model.path), **model.how, device="cpu", families=families)
-    if model.options.dtype == "float16" and not opened.spec.float16:
-        raise UsageError("dtype: this model is not stable in float16, its authors say; use bfloat16, float32 or auto")
+    check_dtype(opened, model.options)
     weights = canonical(opened)
     unit = units_of(weights())
     if (reason := unsupported(opened.spec, layout, unit)) is not None:

@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UsageError
+import numpy as np
+
 from toolkit.models.registry import from_files
 from toolkit.parallel.group import Event
 from toolkit.parallel.model import Model
-from toolkit.runners.choose import Opened, changes_of, native_unsupported, open_model
+from toolkit.runners.choose import Opened, changes_of, check_dtype, native_unsupported, open_model
 from toolkit.runners.native.arrays import Arrays
 from toolkit.runners.native.packing.artifact import of_first_alone
 from toolkit.runners.native.runner import NativeRunner
@@ -29,8 +30,7 @@ def open_native(model: Model, world: int, rank: int = 0) -> tuple[Opened, str | 
     ranks, or None. Raises ToolkitError or UsageError where it cannot be opened."""
     families = from_files(model.family_files)
     opened = open_model(Path(model.path), **model.how, device="cpu", families=families, rank=(rank, world))
-    if model.options.dtype == "float16" and not opened.spec.float16:
-        raise UsageError("dtype: this model is not stable in float16, its authors say; use bfloat16, float32 or auto")
+    check_dtype(opened, model.options)
     return opened, native_unsupported(opened, model.options) or unsupported(opened.spec, world)
 
 
@@ -57,6 +57,21 @@ class NativeRank(NativeRunner):
         self._stepper.finish()
         steps, self._steps = self._steps or [], [] if on else None
         return [*steps, *(["gather", *found] for found in self.traced(on))]
+
+    def traced(self, on: bool) -> list[list[float]]:
+        """Of each meeting since this was last called from when until when, seconds of the monotonic clock, and how many
+        bytes it has handed over; from now on they are kept where ``on``. Between steps."""
+        count = 0 if self._model is None else int(self._library.tk_model_traced(self._model, None, 0))
+        found = np.zeros((count, 3))
+        if self._model is not None:
+            self._library.tk_model_traced(self._model, found.ctypes.data, count)
+            self._library.tk_model_trace(self._model, int(on))
+        return [[*times, int(size)] for *times, size in found.tolist()]
+
+    def lose(self) -> None:
+        """No rank waits for others any more; steps that would fail. From any thread."""
+        if self._model is not None:
+            self._library.tk_model_lose(self._model)
 
     def _run(self, arrays: Arrays, *results: Any) -> StepOutput:
         begun = time.monotonic()

@@ -30,7 +30,7 @@ from toolkit.parallel.runner import RankedRunner
 from toolkit.parallel.worker import digest
 from toolkit.runners.base import Backend, MemoryNeed, RunnerError, RunnerLost, StepHandle
 from toolkit.runners.choose import Opened
-from toolkit.runners.native.runner import NativeRunner
+from toolkit.runners.native.need import block_bytes
 from toolkit.runners.native.share import Share
 from toolkit.runners.native.stepper import Running
 from toolkit.runners.step import StepBatch, StepOutput
@@ -42,7 +42,7 @@ Call = tuple[Any, list[Any]]
 class _Meeting:
     """What ``RankedRunner`` asks of a group."""
 
-    def __init__(self, runner: NativeRunner, world: int) -> None:
+    def __init__(self, runner: NativeRank, world: int) -> None:
         self._runner = runner
         self.broken = ""
         self.layout = Layout(tp=world)
@@ -84,7 +84,9 @@ class NativeRanks(RankedRunner):
         self.spec, self.options, self.dtype = opened.spec, local.options, local.dtype
         self.notes = [f"{world} ranks, threads of each: {threads}; numbers of memory are of one rank"]
         self.notes += crowded(world)
-        self._block_bytes = [local.block_bytes(Share(rank, world)) for rank in range(world)]
+        self._block_bytes = [
+            block_bytes(self.spec, self.options, self.dtype, Share(rank, world)) for rank in range(world)
+        ]
         self._steps: deque[_Step] = deque()  # under way, in their order
         self._lost = ""
         self._ranks = Ranks(world, threads, worker="toolkit.parallel.native_worker")
@@ -125,6 +127,11 @@ class NativeRanks(RankedRunner):
     def adapter_numbers(self) -> Collection[int]:
         """As ``NativeRunner``."""
         return self._local.adapter_numbers
+
+    def read_adapter(self, number: int, path: Path) -> bool:
+        """As ``NativeRunner``, on all ranks."""
+        mine, others = self._all("read_adapter", number, str(path))
+        return all([mine, *others])
 
     def add_adapter(self, number: int, path: Path) -> None:
         """As ``NativeRunner``, on all ranks, or on none."""

@@ -88,6 +88,15 @@ def embedding_rows(inputs: Any, tokenizer: Tokenizer) -> list[list[int]]:
     return rows
 
 
+def template_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a call's further arguments say to the chat template. Raises UsageError for others."""
+    options = dict(kwargs.pop("chat_template_kwargs", None) or {})
+    if (tools := kwargs.pop("tools", None)) is not None:
+        options["tools"] = tools
+    refuse_unknown("the call", kwargs)
+    return options
+
+
 def refuse_unknown(where: str, kwargs: dict[str, Any]) -> None:
     """Raise UsageError for the first argument that nothing has taken; an older name gets a hint at the new one."""
     for name in kwargs:

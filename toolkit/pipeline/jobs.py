@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.engine.request import Only
@@ -16,6 +17,9 @@ from toolkit.engine.text.stream import Asked
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.models.pictures import Picture
+from toolkit.pipeline import arguments
+from toolkit.pipeline.prompts import Prompt
+from toolkit.pipeline.reader import Reader
 from toolkit.pipeline.results import failed, with_tensors
 from toolkit.pipeline.session import Session
 
@@ -26,7 +30,7 @@ logger = logging.getLogger("toolkit")
 class Job:
     """One answer to be generated. ``key``: where it goes in the results (prompt, choice).
 
-    ``error``: why it cannot be generated; it then ends with that. ``only``: as of ``AsyncEngine.generate``.
+    ``error``: why it cannot be generated; it then ends with that. ``only``: as of ``Asked``.
     """
 
     key: tuple[int, int]
@@ -43,6 +47,30 @@ class Job:
         """Say whose ``piece`` is: the position of its prompt, as index and as LMDeploy's session_id."""
         piece.index = piece.session_id = self.key[0]
         return piece
+
+
+def jobs_of(
+    reader: Reader,
+    prompts: Sequence[Prompt],
+    configs: Sequence[GenerationConfig],
+    sessions: Sequence[Session] | None,
+    adapter: str | None,
+    templated: bool,
+    options: dict[str, Any],
+) -> Iterator[Job]:
+    """One for each choice of each prompt. ``templated``: by the chat template, which gets ``options``. A prompt that
+    cannot be read ends its own jobs alone."""
+    template = reader.template_of(adapter)
+    for i, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
+        session = sessions[i] if sessions else None
+        token_ids, pictures, error = list[int](), list[Picture](), None
+        try:
+            token_ids, pictures = reader.read(i, prompt, session, template if templated else None, options)
+        except ToolkitError as e:
+            error = e
+        config = template.with_stops(config) if templated else config
+        for choice, one in enumerate(arguments.choices(config)):
+            yield Job((i, choice), token_ids, one, session, error, uuid4().hex, adapter, pictures=pictures)
 
 
 class JobRunner:
@@ -74,6 +102,22 @@ class JobRunner:
                 jobs[i].label(whole[i].extend(piece))
                 if piece.finish_reason is not None:
                     yield i, whole[i] if jobs[i].only else with_tensors(whole[i])
+
+    def streamed(self, jobs: Sequence[Job]) -> Iterator[Response]:
+        """``pieces``, for a caller of the Python API."""
+        with closing(self.pieces(jobs)) as pieces:
+            for _, piece in pieces:
+                yield with_tensors(piece)
+
+    def hidden_states(self, rows: Sequence[list[int]], adapter: str | None, pooling: Only) -> list[Any]:
+        """The pooled one of each row of token ids. Raises ToolkitError where one fails."""
+        config = GenerationConfig(max_new_tokens=1)
+        jobs = [Job((i, 0), ids, config, None, None, uuid4().hex, adapter, pooling) for i, ids in enumerate(rows)]
+        found = dict(self.answers(jobs))
+        for i in range(len(jobs)):
+            if found[i].last_hidden_state is None:
+                raise ToolkitError(f"inputs[{i}]: {found[i].error_message or 'the request was aborted'}")
+        return [found[i].last_hidden_state[0] for i in range(len(jobs))]
 
     async def gather(self, jobs: Sequence[Job]) -> list[Response]:
         """All answers, in the order of ``jobs``, for asyncio. Cancelling it stops what still runs."""
@@ -134,6 +178,18 @@ class JobRunner:
         why = f"the prompt has {found} tokens, the session holds {most}; shorten it, or {self._engine.plan.longer()}"
         logger.warning("prompt %d: %s", job.key[0], why)
         return job.label(Response(finish_reason="length", input_token_len=found, error_message=why))
+
+
+def turn(session: Session, prompt: str | tuple[Any, ...], pieces: Iterator[Response]) -> Iterator[Response]:
+    """``pieces`` of the answer to a prompt, which enter the session as they are read."""
+    session.prompt, session.response = prompt, Response()
+    try:
+        for piece in pieces:
+            session.response.extend(piece)
+            yield piece
+    finally:
+        if not session.response.error_message and not session.closed:
+            session.history.append((prompt, session.response.text))
 
 
 def _asked(job: Job) -> Asked:

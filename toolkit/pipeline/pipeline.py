@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
-from toolkit.artifacts.weight_files.new_weight_files import WeightFiles
+from toolkit.artifacts.weight_files.new_weight_files import WeightFiles, Weights
 from toolkit.base.progress import Progress
 from toolkit.chat import settings
 from toolkit.chat.messages import Message
@@ -33,16 +32,14 @@ from toolkit.configs.speculative import SpeculativeConfig
 from toolkit.engine.load.setup import Packed
 from toolkit.engine.pooling import open_head
 from toolkit.engine.process.frontend import AsyncEngine
-from toolkit.errors import ToolkitError, UsageError
+from toolkit.errors import UsageError
 from toolkit.messages import ChatTemplateConfig, GenerationConfig, Response
-from toolkit.models.pictures import Picture
 from toolkit.pipeline import arguments
-from toolkit.pipeline.jobs import Job, JobRunner, shape
+from toolkit.pipeline.jobs import Job, JobRunner, jobs_of, shape, turn
 from toolkit.pipeline.prompts import Prompt, as_batch
 from toolkit.pipeline.reader import Reader
-from toolkit.pipeline.results import with_tensors
 from toolkit.pipeline.session import Session
-from toolkit.vision.eyes import Eyes, media_sampling
+from toolkit.vision.eyes import media_sampling
 from toolkit.vision.fetch import Fetching
 from toolkit.vision.images import Rules, as_url
 from toolkit.vision.videos import video_url
@@ -54,7 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline", "Session", "pipeline"]
 
 logger = logging.getLogger("toolkit")
-Weights = str | Path | Mapping[str, Any] | Iterable[tuple[str, Any]]
 GenConfigs = GenerationConfig | list[GenerationConfig] | None
 
 
@@ -98,10 +94,8 @@ class Pipeline:
     ) -> None:
         self.adapter_name = adapter_name
         vision = vision_config or VisionConfig()
-        rules = Rules(
-            fetching=Fetching.of(allowed_media_domains, allow_private_media),
-            sampling=media_sampling(media_io_kwargs),
-        )
+        fetching, sampling = Fetching.of(allowed_media_domains, allow_private_media), media_sampling(media_io_kwargs)
+        rules = Rules(fetching=fetching, sampling=sampling)
         arguments.refuse_unknown("pipeline()", kwargs)
         arguments.check(speculative_config, gen_config, max_log_len, vision)
         ChatTemplate.check(chat_template_config)
@@ -129,23 +123,10 @@ class Pipeline:
         if self.engine.runner_note:
             logger.info("%s", self.engine.runner_note)
         try:
-            if self.adapter_name is not None:
-                self._check_adapter(self.adapter_name)
-            sees = not self.engine.blind
-            eyes = Eyes.open(self.tokenizer.path, rules, self.engine.session_len) if sees else None
-            template = ChatTemplate.open(
-                self.engine.tokenizer,
-                self.model_path,
-                chat_template_config,
-                renderer,
-                None if eyes is None else eyes.recipe.written,
-            )
-            templates = ChatTemplate.of_adapters(
-                self.engine.adapters.names, self.engine.tokenizer, self.model_path, template.picture
-            )
-            self.reader = Reader(self.tokenizer, template, templates, eyes, max_log_len)
-            if (forgery := template.forgery) is not None:
-                logger.info("chat template (%s): %s", template.note, forgery)
+            self._adapter()
+            self.reader = Reader.open(self.engine, self.model_path, chat_template_config, renderer, rules, max_log_len)
+            if (forgery := self.chat_template.forgery) is not None:
+                logger.info("chat template (%s): %s", self.chat_template.note, forgery)
             self.gen_config: GenerationConfig = gen_config or settings.of_model(self.tokenizer.path)
         except BaseException:
             self.engine.close()
@@ -233,7 +214,7 @@ class Pipeline:
         jobs = self._jobs(batch, gen_config, do_preprocess, adapter_name, before, kwargs)
         if any(job.key[1] for job in jobs):
             raise UsageError("n: expected 1 when streaming, found more; use infer for several choices")
-        return self._pieces(jobs) if stream_response else (answer for _, answer in self._runner.answers(jobs))
+        return self._runner.streamed(jobs) if stream_response else (answer for _, answer in self._runner.answers(jobs))
 
     def chat(
         self,
@@ -261,7 +242,7 @@ class Pipeline:
         jobs = self._jobs([asked], session.gen_config, True, adapter_name, [session], kwargs)
         if len(jobs) > 1:
             raise UsageError("n: expected 1 in a conversation, found more")
-        pieces = self._turn(session, prompt, jobs)
+        pieces = turn(session, prompt, self._runner.streamed(jobs))
         if stream_response:
             return pieces
         for _ in pieces:
@@ -323,21 +304,11 @@ class Pipeline:
         dimensions: keep so many of the first. Raises UsageError or ToolkitError, also where one input fails.
         """
         self._check_open()
-        if (adapter_name := adapter_name or self.adapter_name) is not None:
-            self._check_adapter(adapter_name)
+        adapter_name = self._adapter(adapter_name)
         head = open_head(self.tokenizer.path, pooling)
         rows = arguments.embedding_rows(inputs, self.tokenizer)
-        config = GenerationConfig(max_new_tokens=1)
-        jobs = [
-            Job((i, 0), ids, config, None, None, uuid4().hex, adapter_name, head.pooling) for i, ids in enumerate(rows)
-        ]
-        found = dict(self._runner.answers(jobs))
-        for i in range(len(jobs)):
-            if found[i].last_hidden_state is None:
-                raise ToolkitError(f"inputs[{i}]: {found[i].error_message or 'the request was aborted'}")
-        return np.stack(
-            [head.embedding(found[i].last_hidden_state[0], dimensions, normalize) for i in range(len(jobs))]
-        )
+        states = self._runner.hidden_states(rows, adapter_name, head.pooling)
+        return np.stack([head.embedding(state, dimensions, normalize) for state in states])
 
     def batch(
         self,
@@ -380,16 +351,7 @@ class Pipeline:
         they cannot be used; the old ones stay.
         """
         self._check_open()
-        files = WeightFiles()
-        try:
-            if isinstance(weights, (str, Path)):
-                files.add_copy(Path(weights).expanduser())
-            else:
-                files.add_tensors(weights.items() if isinstance(weights, Mapping) else weights)
-        except BaseException:
-            files.close()
-            raise
-        self.engine.weights.update(files, mode)
+        self.engine.weights.update(WeightFiles.of(weights), mode)
 
     def close(self) -> None:
         """Stop everything and free the model. May be called twice."""
@@ -404,8 +366,6 @@ class Pipeline:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # From prompts to jobs -------------------------------------------------------------------------------------------
-
     def _jobs(
         self,
         prompts: list[Prompt],
@@ -416,51 +376,21 @@ class Pipeline:
         kwargs: dict[str, Any],
     ) -> list[Job]:
         self._check_open()
-        adapter_name = adapter_name or self.adapter_name
-        if adapter_name is not None:
-            self._check_adapter(adapter_name)
-        options = dict(kwargs.pop("chat_template_kwargs", None) or {})
-        if (tools := kwargs.pop("tools", None)) is not None:
-            options["tools"] = tools
-        arguments.refuse_unknown("the call", kwargs)
+        adapter_name = self._adapter(adapter_name)
+        options = arguments.template_options(kwargs)
         configs = arguments.configs(gen_config or self.gen_config, len(prompts))
         for line in {line for config in configs for line in config.without_effect(self._of_model)} - self._warned:
             self._warned.add(line)
             logger.warning("%s; give do_sample=True too, or leave it out", line)
-        jobs, template = [], self.reader.template_of(adapter_name)
-        for i, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
-            session = sessions[i] if sessions else None
-            token_ids, pictures, error = list[int](), list[Picture](), None
-            try:
-                how = template if do_preprocess else None
-                token_ids, pictures = self.reader.read(i, prompt, session, how, options)
-            except ToolkitError as e:  # this one request ends with it
-                error = e
-            config = template.with_stops(config) if do_preprocess else config
-            for choice, one in enumerate(arguments.choices(config)):
-                name = uuid4().hex
-                jobs.append(Job((i, choice), token_ids, one, session, error, name, adapter_name, pictures=pictures))
-        return jobs
+        return list(jobs_of(self.reader, prompts, configs, sessions, adapter_name, do_preprocess, options))
 
-    def _turn(self, session: Session, prompt: str | tuple[Any, ...], jobs: list[Job]) -> Iterator[Response]:
-        session.prompt, session.response = prompt, Response()
-        try:
-            for piece in self._pieces(jobs):
-                session.response.extend(piece)
-                yield piece
-        finally:
-            if not session.response.error_message and not session.closed:
-                session.history.append((prompt, session.response.text))
-
-    def _pieces(self, jobs: list[Job]) -> Iterator[Response]:
-        with closing(self._runner.pieces(jobs)) as pieces:
-            for _, piece in pieces:
-                yield with_tensors(piece)
-
-    def _check_adapter(self, name: str) -> None:
-        if name not in self.engine.adapters.names:
+    def _adapter(self, asked: str | None = None) -> str | None:
+        """The one that a call means. Raises UsageError where there is none of that name."""
+        name = asked or self.adapter_name
+        if name is not None and name not in self.engine.adapters.names:
             known = ", ".join(self.engine.adapters.names) or "none: give the engine config adapters={name: path}"
             raise UsageError(f"adapter_name: expected one of the model's adapters ({known}), found {name!r:.80}")
+        return name
 
     def _check_open(self) -> None:
         if self._closed:

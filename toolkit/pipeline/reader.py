@@ -8,12 +8,16 @@ from typing import Any
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.chat.messages import Message
+from toolkit.chat.renderer import Renderer
 from toolkit.chat.template import ChatTemplate
+from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import UsageError
+from toolkit.messages import ChatTemplateConfig
 from toolkit.models.pictures import Picture
 from toolkit.pipeline.prompts import Prompt
 from toolkit.pipeline.session import Session
 from toolkit.vision.eyes import Eyes
+from toolkit.vision.images import Rules
 
 logger = logging.getLogger("toolkit")
 
@@ -35,6 +39,24 @@ class Reader:
         self.eyes = eyes
         self._tokenizer = tokenizer
         self._max_log_len = max_log_len
+
+    @classmethod
+    def open(
+        cls,
+        engine: AsyncEngine,
+        model_path: str,
+        chat_template: ChatTemplateConfig | str | None,
+        renderer: Renderer,
+        rules: Rules,
+        max_log_len: int | None,
+    ) -> Reader:
+        """That of an engine's model. ``rules``: what prompts may name as pictures. Raises ToolkitError, UsageError."""
+        tokenizer, session_len = engine.tokenizer, engine.session_len
+        eyes = None if engine.blind else Eyes.open(tokenizer.path, rules, session_len)
+        picture = None if eyes is None else eyes.recipe.written
+        template = ChatTemplate.open(tokenizer, model_path, chat_template, renderer, picture)
+        templates = ChatTemplate.of_adapters(engine.adapters.names, tokenizer, model_path, template.picture)
+        return cls(tokenizer, template, templates, eyes, max_log_len)
 
     def template_of(self, adapter: str | None) -> ChatTemplate:
         """The adapter's, or the model's."""

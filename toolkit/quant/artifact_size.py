@@ -18,7 +18,7 @@ from toolkit.quant.methods.awq import Grid
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.native.packing.pack import packed_meta
 from toolkit.runners.native.packing.pack_model import pack_model
-from toolkit.runners.native.runner import unsupported
+from toolkit.runners.native.support import unsupported
 
 HEAD_BITS = 8  # of a head and embedding that are not quantized, where the native runner runs the model
 ZERO_BITS = 8  # as the torch target has them

@@ -24,14 +24,10 @@ def choose_format(
         raise UsageError(f"--format: expected {' or '.join(offered)} for this method, found {name!r}")
     for linear in linears:
         if reason := _reason(name, sample(linear.out_features, linear.in_features)):
-            others = [o for o in offered if not _refuses(o, linears, sample)]
+            others = [o for o in offered if not any(_reason(o, sample(x.out_features, x.in_features)) for x in linears)]
             advice = f"try --format {others[0]}" if others else "no format holds it; leave the layer out with --skip"
             raise UsageError(f"--format {name}: {linear.name}: {reason}; {advice}")
     return name
-
-
-def _refuses(name: str, linears: Sequence[LinearSpec], sample: Callable[[int, int], Weight]) -> bool:
-    return any(_reason(name, sample(x.out_features, x.in_features)) for x in linears)
 
 
 def _reason(name: str, weight: Weight) -> str | None:

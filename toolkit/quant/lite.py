@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Fp4, Fp8, GroupInt, Weight
+from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Fp4, Fp8, Weight
 from toolkit.artifacts.formats.blocked_fp8 import BLOCK
 from toolkit.base.extras import require
 from toolkit.configs.option import read_size
@@ -21,12 +21,11 @@ from toolkit.models.sites import Site
 from toolkit.quant import gguf
 from toolkit.quant.artifact_size import cost_of
 from toolkit.quant.budget import budget_of
+from toolkit.quant.grids import MIXED, grid_options, grids, integers, rounding_of, rounding_options
 from toolkit.quant.layer_config import read_layer_config
-from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.methods import autoround, awq, floats, gptq, smooth
 from toolkit.quant.methods import search as finder
-from toolkit.quant.methods.grid import choose_groups, some_of
 from toolkit.quant.methods.sensitivity import SAMPLES
 from toolkit.quant.options import AutoRound, Awq, BlockedFp8, Common, Gptq, Search, SmoothQuant
 from toolkit.quant.run import Prepared, Progress, Recipe, Result, choose, open_source, run, targets
@@ -35,7 +34,6 @@ from toolkit.quant.selection import head_site
 __all__ = ["Common", "Result", "auto_awq", "auto_gptq", "auto_round", "blocked_fp8", "mxfp4", "search", "smooth_quant"]
 
 GPTQ_BITS = (2, 3, 4, 8)
-MIXED = ("compressed-tensors", "gptq_v2", "gptq", "auto_round")  # formats that hold layers of different groups
 
 
 def _quiet(what: str, done: int, total: int) -> None:
@@ -61,7 +59,7 @@ def auto_awq(
     rounding = common.effort.rounding if options.rounding is None else options.rounding
     if rounding not in ("nearest", "gptq"):
         raise UsageError(f"--rounding: expected nearest or gptq, found {rounding!r}")
-    feedback, how = rounding == "gptq", _rounding(options)
+    feedback, how = rounding == "gptq", rounding_of(options)
     if not feedback and how != gptq.Rounding():
         raise UsageError("--damp, --shrink, --desc-act, --static-groups: they are GPTQ's; give --rounding gptq too")
     if options.w_bits != 4 and common.format in (None, "awq"):
@@ -70,12 +68,12 @@ def auto_awq(
             "give --format gptq_v2 or compressed-tensors too, or leave it out"
         )
     source = open_source(model, common, "auto_awq")
-    grid, own, common = _grids(options, source, common)
+    grid, own, common = grids(options, source, common)
     if own and common.format is None:
         common.notice(f"written as {MIXED[0]}: the AWQ format has one group size for all layers")
-    told = _grid_options(grid) | {"search_scale": options.search_scale}
+    told = grid_options(grid) | {"search_scale": options.search_scale}
     if feedback:
-        told |= {"rounding": rounding} | _rounding_options(how)
+        told |= {"rounding": rounding} | rounding_options(how)
 
     def method(dtype: torch.dtype, _: Path) -> awq.Method:
         if not feedback:
@@ -91,7 +89,7 @@ def auto_awq(
         stage="lite auto_awq",
         options=told,
         method=method,
-        sample=partial(_integers, grid, feedback and how.act_order),
+        sample=partial(integers, grid, feedback and how.act_order),
         formats=MIXED if own else ("awq", "gptq_v2", "gptq", "compressed-tensors", "auto_round", "gguf"),
         group_size=grid.group_size,
         sequential=feedback,
@@ -113,64 +111,20 @@ def auto_gptq(
     if options.w_bits not in GPTQ_BITS:
         raise UsageError(f"--w-bits: GPTQ holds weights of 2, 3, 4 or 8 bits, found {options.w_bits}")
     source = open_source(model, common, "auto_gptq")
-    (grid, own, common), how = _grids(options, source, common), _rounding(options)
+    (grid, own, common), how = grids(options, source, common), rounding_of(options)
     gptq_names = ("gptq", "gptq_v2") if grid.symmetric else ("gptq_v2", "gptq")
     uniform = () if own else ("awq", "gguf")
     recipe = Recipe(
         stage="lite auto_gptq",
-        options=_grid_options(grid) | _rounding_options(how),
+        options=grid_options(grid) | rounding_options(how),
         method=lambda dtype, _: gptq.method(grid, how, dtype=dtype, own_grids=lambda: own),
-        sample=partial(_integers, grid, how.act_order),
+        sample=partial(integers, grid, how.act_order),
         formats=(*gptq_names, "compressed-tensors", "auto_round", *uniform),
         group_size=grid.group_size,
         sequential=True,
         tune_steps=options.tune_steps,
     )
     return run(source, Path(work_dir), recipe, common, progress)
-
-
-def _grids(
-    options: Awq | Gptq | AutoRound, source: LayerSource, common: Common, *, rows: bool = True
-) -> tuple[awq.Grid, dict[str, awq.Grid], Common]:
-    """The grid of most linears; those with one group a row beside it, which only ``auto`` makes; and ``common``, which
-    skips them where the format, or the method (``rows`` False), has no way to hold them. What is not as asked is told.
-    """
-    found, auto = targets(source, choose(source, common)), options.w_group_size == "auto"
-    groups = choose_groups(options.w_group_size, found)
-    grid, odd = awq.Grid(options.w_bits, groups.size, options.w_sym), groups.odd
-    if auto and not rows:  # auto-round looks at both sides
-        odd |= {x.name for x in found if x.out_features % 32}
-    told = f"--w-group-size auto: 128, 64, 32 do not divide the {'inputs' if rows else 'rows or columns'} of "
-    if auto and groups.size == -1:
-        common.notice(told + "any layer; each row has one scale")
-    if not odd:
-        return grid, {}, common
-    told += some_of(odd)
-    if rows and common.format not in ("awq", gguf.FORMAT):
-        common.notice(f"{told}; they have one scale a row, the others groups of {groups.size}")
-        return grid, dict.fromkeys(odd, replace(grid, group_size=-1)), common
-    why = f": {common.format} holds no row as one group beside others" if rows else ""
-    common.notice(f"{told}; they stay dense{why}")
-    skip = (*common.skip, *(f"^{re.escape(name)}$" for name in sorted(odd - {source.spec.head})))
-    head = common.quantize_lm_head and source.spec.head not in odd
-    return grid, {}, replace(common, skip=skip, quantize_lm_head=head)
-
-
-def _grid_options(grid: awq.Grid) -> dict[str, Any]:
-    return {"w_bits": grid.bits, "w_sym": grid.symmetric, "w_group_size": grid.group_size}
-
-
-def _rounding(options: Awq | Gptq) -> gptq.Rounding:
-    return gptq.Rounding(options.damp, options.shrink, options.desc_act, options.static_groups)
-
-
-def _rounding_options(how: gptq.Rounding) -> dict[str, float | bool]:
-    if not 0 < how.damp < 1:
-        raise UsageError(f"--damp: expected a share between 0 and 1, found {how.damp:g}")
-    if not 0 <= how.shrink <= 1:
-        raise UsageError(f"--shrink: expected a share from 0 to 1, found {how.shrink:g}")
-    found = {"damp": how.damp, "shrink": how.shrink, "desc_act": how.desc_act}
-    return found | ({"static_groups": how.static_groups} if how.desc_act else {})
 
 
 def auto_round(
@@ -194,7 +148,7 @@ def auto_round(
     if common.calibration is not None:
         raise UsageError("--calibration: auto_round has no use for it; leave the option out")
     source = open_source(model, common, "auto_round")
-    grid, own, common = _grids(options, source, common, rows=False)
+    grid, own, common = grids(options, source, common, rows=False)
     if options.layer_config is not None:
         modules = [item for items in source.stored for item in items if item.kind == "linear"]
         own, dense = read_layer_config(options.layer_config, modules, grid, GPTQ_BITS)
@@ -220,11 +174,11 @@ def auto_round(
         plain = (*plain, "gguf")
     recipe = Recipe(
         stage="lite auto_round",
-        options=_grid_options(grid)
+        options=grid_options(grid)
         | {"iters": iters}
         | ({"layer_config": {name: asdict(g) for name, g in own.items()}} if own else {}),
         method=lambda dtype, directory: autoround.method(directory, tuning, dtype=dtype, head=source.spec.head),
-        sample=partial(_integers, grid, False),
+        sample=partial(integers, grid, False),
         formats=("auto_round", *gptq_names, "compressed-tensors", *plain),
         group_size=grid.group_size,
         prepare=prepare,
@@ -266,7 +220,7 @@ def search(
     if in_gguf:
         costs = finder.Costs(True, finder.in_gguf)
     elif size is not None:
-        costs = finder.Costs(of=cost_of(source, lambda grid, *shape: _integers(grid, False, *shape)))
+        costs = finder.Costs(of=cost_of(source, lambda grid, *shape: integers(grid, False, *shape)))
     else:
         costs = finder.Costs()
     budget = budget_of(options, size, source, linears, heads, costs, common)
@@ -295,9 +249,9 @@ def search(
 
     recipe = Recipe(
         stage="lite search",
-        options={"bits": bits, "size": size} | _rounding_options(how),
+        options={"bits": bits, "size": size} | rounding_options(how),
         method=method,
-        sample=partial(_integers, grid, False),
+        sample=partial(integers, grid, False),
         formats=("compressed-tensors", "gptq_v2", "auto_round", "gguf"),
         sequential=True,
         prepare=prepare,
@@ -414,19 +368,3 @@ def mxfp4(model: str, work_dir: Path | str, *, common: Common = Common(), progre
         calibrated=False,
     )
     return run(source, Path(work_dir), recipe, common, progress)
-
-
-def _integers(grid: awq.Grid, act_order: bool, rows: int, columns: int) -> Weight:
-    """A stand-in for what ``grid`` gives, without memory of its own."""
-    size = columns if grid.group_size == -1 or columns % grid.group_size else grid.group_size
-    middle = torch.full((1, 1), 1 << (grid.bits - 1) if grid.symmetric else 0, dtype=torch.uint8)
-    groups = columns // size
-    index = torch.arange(columns - 1, -1, -1, dtype=torch.int32) // size if act_order else None
-    return GroupInt(
-        middle.expand(rows, columns),
-        torch.ones(1, 1, dtype=torch.float16).expand(rows, groups),
-        middle.expand(rows, groups),
-        grid.bits,
-        size,
-        group_index=index,
-    )

@@ -45,25 +45,9 @@ class Opened:
     config: Path | None = None
 
 
-def open_model(
-    path: Path,
-    *,
-    hf_overrides: dict[str, Any] | None = None,
-    rope_scaling_factor: float = 0.0,
-    use_logn_attn: bool = False,
-    session_len: int | None = None,
-    dynamic_rope: str = "session",
-    kv_window: int | None = None,
-    kv_sinks: int = 4,
-    model_format: str | None = None,
-    load_format: str = "auto",
-    device: str = "cpu",
-    blind: bool = False,
-    empty: bool = False,
-    families: Sequence[Family] = (),
-    rank: tuple[int, int] | None = None,
-) -> Opened:
-    """Open and validate a checkpoint, GGUF file or engine artifact without reading its weights.
+@dataclass(frozen=True)
+class Reading:
+    """How a model's files are read.
 
     ``hf_overrides`` and ``rope_scaling_factor`` change config.json's fields, ``use_logn_attn`` has queries grow beyond
     its length, ``session_len`` says how far dynamic rope is to reach, and ``dynamic_rope`` "request" that it
@@ -73,96 +57,102 @@ def open_model(
     linears of a checkpoint while they are read; "dummy" reads config.json alone, and makes random weights on
     ``device``, where weights packed for a GPU are unpacked too. ``empty``: a checkpoint need not have weights, since
     others will be loaded. ``families``: of the caller's, asked before the known ones. ``rank``: as of ``open_engine``.
-    Raises ToolkitError or UsageError, one line.
     """
-    if empty:
+
+    hf_overrides: dict[str, Any] | None = None
+    rope_scaling_factor: float = 0.0
+    use_logn_attn: bool = False
+    session_len: int | None = None
+    dynamic_rope: str = "session"
+    kv_window: int | None = None
+    kv_sinks: int = 4
+    model_format: str | None = None
+    load_format: str = "auto"
+    device: str = "cpu"
+    blind: bool = False
+    empty: bool = False
+    families: Sequence[Family] = ()
+    rank: tuple[int, int] | None = None
+
+    def changed(self, config: dict[str, Any]) -> dict[str, Any]:
+        """config.json as the user wants it."""
+        from toolkit.models.registry import apply_overrides
+
+        return apply_overrides(config, self.hf_overrides, self.rope_scaling_factor)
+
+
+def open_model(path: Path, **how: Any) -> Opened:
+    """Open and validate a checkpoint, GGUF file or engine artifact without reading its weights; ``how``: fields of
+    ``Reading``. Raises ToolkitError or UsageError, one line.
+    """
+    reading = Reading(**how)
+    if reading.empty:
         check_updatable(path)
-    if empty and path.is_dir() and not has_weights(path):
-        opened = _open_dummy(path, hf_overrides, rope_scaling_factor, device, families)
+    if reading.empty and path.is_dir() and not has_weights(path):
+        opened = _open_dummy(path, reading)
     else:
-        opened = _open_any(
-            path, hf_overrides, rope_scaling_factor, model_format, load_format, device, blind, families, rank
-        )
+        opened = _open_any(path, reading)
     spec = opened.spec
-    if blind:
+    if reading.blind:
         from toolkit.models.towers import without_sight
 
         spec = without_sight(spec)
-    if use_logn_attn:
+    if reading.use_logn_attn:
         from toolkit.models.positions import grow_queries
 
         spec = grow_queries(spec)
-    if kv_window is not None:
+    if reading.kv_window is not None:
         from toolkit.models.streaming import stream
 
-        spec = stream(spec, kv_window, kv_sinks)
-    elif session_len is not None and spec.encoder is None:
+        spec = stream(spec, reading.kv_window, reading.kv_sinks)
+    elif reading.session_len is not None and spec.encoder is None:
         from toolkit.models.positions import reach
 
-        spec = reach(spec, session_len)
-    if dynamic_rope == "request":
+        spec = reach(spec, reading.session_len)
+    if reading.dynamic_rope == "request":
         from toolkit.models.positions import by_request
 
         spec = by_request(spec)
     return replace(opened, spec=spec)
 
 
-def _open_any(
-    path: Path,
-    hf_overrides: dict[str, Any] | None,
-    rope_scaling_factor: float,
-    model_format: str | None,
-    load_format: str,
-    device: str,
-    blind: bool,
-    families: Sequence[Family],
-    rank: tuple[int, int] | None,
-) -> Opened:
+def _open_any(path: Path, how: Reading) -> Opened:
     from toolkit.artifacts.manifest import read_manifest
 
-    if load_format not in LOAD_FORMATS:
-        raise UsageError(f"load_format: expected one of {', '.join(LOAD_FORMATS)}, found {load_format!r}")
-    if load_format == "dummy":
-        return _open_dummy(path, hf_overrides, rope_scaling_factor, device, families)
+    if how.load_format not in LOAD_FORMATS:
+        raise UsageError(f"load_format: expected one of {', '.join(LOAD_FORMATS)}, found {how.load_format!r}")
+    if how.load_format == "dummy":
+        return _open_dummy(path, how)
     manifest = read_manifest(path) if path.is_dir() else None
-    if manifest is not None and manifest.kind == "engine":
-        if load_format != "auto":
-            raise UsageError(f"load_format: found {load_format!r}, but {path} is packed already; leave it out")
-        return _open_engine(path, hf_overrides, rope_scaling_factor, model_format, device, families, rank)
-    return _open_checkpoint(path, hf_overrides, rope_scaling_factor, model_format, load_format, blind, families)
+    if manifest is None or manifest.kind != "engine":
+        return _open_checkpoint(path, how)
+    if how.load_format != "auto":
+        raise UsageError(f"load_format: found {how.load_format!r}, but {path} is packed already; leave it out")
+    return _open_engine(path, how)
 
 
-def _open_checkpoint(
-    path: Path,
-    hf_overrides: dict[str, Any] | None,
-    rope_scaling_factor: float,
-    model_format: str | None,
-    load_format: str,
-    blind: bool,
-    families: Sequence[Family],
-) -> Opened:
+def _open_checkpoint(path: Path, how: Reading) -> Opened:
     from toolkit.artifacts.checkpoint import open_checkpoint
     from toolkit.artifacts.mtp import mtp_or_none
     from toolkit.artifacts.weights import left_out, validate_checkpoint
-    from toolkit.models.registry import apply_overrides, load_spec
+    from toolkit.models.registry import load_spec
     from toolkit.models.towers import names_of_sight
     from toolkit.runners.weights.checkpoint import CheckpointWeights
     from toolkit.runners.weights.rounded import check_load_format, rounded
 
     checkpoint = open_checkpoint(path)
-    check_load_format(load_format, path, (checkpoint.quantization or {}).get("quant_method"))
-    _check_format(path, model_format, checkpoint.model_format)
-    config = apply_overrides(checkpoint.config, hf_overrides, rope_scaling_factor)
-    spec, stored = load_spec(checkpoint, config, families)
+    check_load_format(how.load_format, path, (checkpoint.quantization or {}).get("quant_method"))
+    _check_format(path, how.model_format, checkpoint.model_format)
+    spec, stored = load_spec(checkpoint, how.changed(checkpoint.config), how.families)
     validate_checkpoint(checkpoint, stored)
     if line := left_out(checkpoint, stored, mtp_or_none(checkpoint, (spec, stored))):
         log.warning("%s", line)
-    if blind:
+    if how.blind:
         stored = [x for x in stored if not x.parts[0].name.startswith(names_of_sight(spec))]
 
     def weights() -> Mapping[str, Any]:
-        by_layer = spec if load_format == "int4" else None
-        return rounded(CheckpointWeights(checkpoint, stored, by_layer), spec, load_format)
+        by_layer = spec if how.load_format == "int4" else None
+        return rounded(CheckpointWeights(checkpoint, stored, by_layer), spec, how.load_format)
 
     return Opened(spec, weights, None, tuple(stored))
 
@@ -185,42 +175,28 @@ def _made_of(path: Path) -> str:
     return format_name(held if isinstance(held, dict) else None)
 
 
-def _open_dummy(
-    path: Path,
-    hf_overrides: dict[str, Any] | None,
-    rope_scaling_factor: float,
-    device: str,
-    families: Sequence[Family],
-) -> Opened:
-    from toolkit.models.registry import apply_overrides, build
+def _open_dummy(path: Path, how: Reading) -> Opened:
+    from toolkit.models.registry import build
     from toolkit.runners.tensor.devices.find import find_device
     from toolkit.runners.weights.dummy import DummyWeights, read_config
     from toolkit.runners.weights.dummy_scheme import check_quantization
 
-    config = apply_overrides(read_config(path), hf_overrides, rope_scaling_factor)
+    config = how.changed(read_config(path))
     check_quantization(config, f"{path / 'config.json'}")
-    spec, stored = build(config, f"{path}: config.json", families)
-    on = find_device(device)
+    spec, stored = build(config, f"{path}: config.json", how.families)
+    on = find_device(how.device)
     return Opened(spec, lambda: DummyWeights(spec, stored, config, on), None, tuple(stored))
 
 
-def _open_engine(
-    path: Path,
-    hf_overrides: dict[str, Any] | None,
-    rope_scaling_factor: float,
-    model_format: str | None,
-    device: str,
-    families: Sequence[Family],
-    rank: tuple[int, int] | None,
-) -> Opened:
+def _open_engine(path: Path, how: Reading) -> Opened:
     from toolkit.artifacts.engine.files import open_engine
 
-    artifact = open_engine(path, rank)
-    if model_format not in (None, "engine"):
-        _check_format(path, model_format, _made_of(path))
+    artifact = open_engine(path, how.rank)
+    if how.model_format not in (None, "engine"):
+        _check_format(path, how.model_format, _made_of(path))
     spec, config = artifact.spec, path / "config.json"
-    if hf_overrides or rope_scaling_factor:
-        spec = _with_positions(spec, config, hf_overrides, rope_scaling_factor, families)
+    if how.hf_overrides or how.rope_scaling_factor:
+        spec = _with_positions(spec, config, how)
     if artifact.target == "cpu":
         from toolkit.runners.native.rank_files import open_rank
 
@@ -230,27 +206,20 @@ def _open_engine(
         from toolkit.runners.tensor.cuda_artifact import CudaWeights
         from toolkit.runners.tensor.devices.find import find_device
 
-        weights = CudaWeights(artifact, find_device(device))
+        weights = CudaWeights(artifact, find_device(how.device))
         return Opened(spec, lambda: weights, artifact.target, config=config)
     from toolkit.artifacts.engine.torch_target import torch_weights
 
     return Opened(spec, partial(torch_weights, artifact), artifact.target, config=config)
 
 
-def _with_positions(
-    spec: DecoderSpec,
-    config: Path,
-    hf_overrides: dict[str, Any] | None,
-    rope_scaling_factor: float,
-    families: Sequence[Family],
-) -> DecoderSpec:
+def _with_positions(spec: DecoderSpec, config: Path, how: Reading) -> DecoderSpec:
     """An artifact's spec with rope and longest context as the user's changes of config.json have them: nothing that was
     packed depends on those. Raises UsageError where more would change."""
     from toolkit.artifacts.json_file import read_json_object
-    from toolkit.models.registry import apply_overrides, build
+    from toolkit.models.registry import build
 
-    before = read_json_object(config)
-    after, _ = build(apply_overrides(before, hf_overrides, rope_scaling_factor), str(config), families)
+    after, _ = build(how.changed(read_json_object(config)), str(config), how.families)
     if _packed_part(after.to_json()) != _packed_part(spec.to_json()):
         raise UsageError(
             f"{config.parent}: an engine artifact is packed for its config, of it only positions can change; "
@@ -271,7 +240,7 @@ def native_unsupported(opened: Opened, options: RunnerOptions) -> str | None:
     """Why the native runner cannot execute the model here, or None."""
     if importlib.util.find_spec("toolkit.runners.native.runner") is None:
         return "it is not part of this installation"
-    from toolkit.runners.native.runner import unsupported
+    from toolkit.runners.native.support import unsupported
 
     return unsupported(opened.spec, options)
 
@@ -288,25 +257,9 @@ def gpu_is_likely() -> bool:
     return any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvmap"))
 
 
-def open_runner(
-    path: Path,
-    *,
-    backend: Backend | None,
-    options: RunnerOptions,
-    hf_overrides: dict[str, Any] | None = None,
-    rope_scaling_factor: float = 0.0,
-    use_logn_attn: bool = False,
-    session_len: int | None = None,
-    dynamic_rope: str = "session",
-    kv_window: int | None = None,
-    kv_sinks: int = 4,
-    model_format: str | None = None,
-    load_format: str = "auto",
-    blind: bool = False,
-    empty: bool = False,
-    families: Sequence[Family] = (),
-) -> tuple[Runner, str]:
-    """A runner for the model at ``path`` and one line on which it is and why (empty: nothing worth saying).
+def open_runner(path: Path, *, backend: Backend | None, options: RunnerOptions, **how: Any) -> tuple[Runner, str]:
+    """A runner for the model at ``path`` and one line on which it is and why (empty: nothing worth saying); ``how``:
+    fields of ``Reading``.
 
     ``backend`` None picks turbomind where it runs, else pytorch; an engine artifact's target decides by itself.
     The line says where pytorch stands in, and why. Weights are not loaded yet. Raises ToolkitError or UsageError,
@@ -315,35 +268,25 @@ def open_runner(
     if backend not in (None, *BACKENDS):
         raise UsageError(f"backend: expected one of {', '.join(BACKENDS)}, found {backend!r}")
     explain_mapped_faults()
-    opened = open_model(
-        path,
-        hf_overrides=hf_overrides,
-        rope_scaling_factor=rope_scaling_factor,
-        use_logn_attn=use_logn_attn,
-        session_len=session_len,
-        dynamic_rope=dynamic_rope,
-        kv_window=kv_window,
-        kv_sinks=kv_sinks,
-        model_format=model_format,
-        load_format=load_format,
-        device=_weights_device(options),
-        blind=blind,
-        empty=empty,
-        families=families,
-    )
-    if options.dtype == "float16" and not opened.spec.float16:
-        raise UsageError("dtype: this model is not stable in float16, its authors say; use bfloat16, float32 or auto")
+    opened = open_model(path, **how, device=_weights_device(options))
+    check_dtype(opened, options)
     why = ""
     if backend == "turbomind" or (backend is None and opened.target != "torch"):
         fast, why = _fast_runner(opened, options)
         if fast is not None:
             return fast, why
-    if why and kv_window is not None and kv_sinks:
+    if why and how.get("kv_window") is not None and how.get("kv_sinks", Reading.kv_sinks):
         raise UsageError(f"kv_window: {why.removesuffix('; pytorch stands in')}; leave it out, or give kv_sinks 0")
     from toolkit.runners.tensor.runner import TensorRunner
 
     runner = TensorRunner(opened.spec, canonical(opened), options, read_adapters(opened, options))
     return runner, why
+
+
+def check_dtype(opened: Opened, options: RunnerOptions) -> None:
+    """Raise UsageError where the model does not bear its runner's dtype."""
+    if options.dtype == "float16" and not opened.spec.float16:
+        raise UsageError("dtype: this model is not stable in float16, its authors say; use bfloat16, float32 or auto")
 
 
 def _weights_device(options: RunnerOptions) -> str:

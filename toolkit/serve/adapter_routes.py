@@ -51,8 +51,8 @@ BODIES: list[type[BaseModel]] = [LoadAdapterRequest, UnloadAdapterRequest]
     **describe(LoadAdapterRequest, "Load a LoRA adapter; needs --adapter-dir", AdapterChanged, also=FORBIDDEN),
 )
 async def load_lora_adapter(raw: Request) -> HttpResponse:
-    state = allowed(raw, "adapter_dir")
-    request, _ = await parse(raw, state, LoadAdapterRequest)
+    allowed(raw, "adapter_dir")
+    state, request, _ = await parse(raw, LoadAdapterRequest)
     folder = state.settings.adapter_dir
     assert folder is not None
     found = (folder / request.lora_path).resolve()
@@ -70,8 +70,8 @@ async def load_lora_adapter(raw: Request) -> HttpResponse:
     **describe(UnloadAdapterRequest, "Unload a LoRA adapter; needs --adapter-dir", AdapterChanged, also=FORBIDDEN),
 )
 async def unload_lora_adapter(raw: Request) -> HttpResponse:
-    state = allowed(raw, "adapter_dir")
-    request, _ = await parse(raw, state, UnloadAdapterRequest)
+    allowed(raw, "adapter_dir")
+    state, request, _ = await parse(raw, UnloadAdapterRequest)
     try:
         await asyncio.to_thread(unload, state, request.lora_name)
     except ToolkitError as e:

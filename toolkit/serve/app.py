@@ -80,6 +80,7 @@ def create_app(
     limit = settings.max_concurrent_requests
     files = files or FileStore(None, settings.limits)
     lanes, name = Lanes(settings.limits), settings.model_name or engine.model_name
+    traced = settings.otlp_traces_endpoint
 
     def read_by(template: ChatTemplate) -> Formats:
         return Formats.choose(engine.tokenizer, template, settings.tool_call_parser, settings.reasoning_parser)
@@ -89,7 +90,7 @@ def create_app(
         template=template,
         settings=settings,
         defaults=choose_defaults(settings.generation_config, engine.tokenizer.path),
-        metrics=ServerMetrics(engine.stats, _traces(settings.otlp_traces_endpoint, name), name),
+        metrics=ServerMetrics(engine.stats, None if traced is None else Traces(traced, name), name),
         lanes=lanes,
         head=open_head(engine.tokenizer.path, settings.pooling),
         eyes=None if engine.blind else Eyes.open(engine.tokenizer.path, image_rules(settings), engine.session_len),
@@ -115,10 +116,6 @@ def create_app(
     app.add_middleware(HandedOver)
     add_layers(app, settings.limits, lanes, known, list(settings.allow_origins), trusted=trusted, digest=files.owner)
     return app
-
-
-def _traces(endpoint: str | None, model_name: str) -> Traces | None:
-    return None if endpoint is None else Traces(endpoint, model_name)
 
 
 def _add_plain_routes(app: FastAPI, state: ServerState) -> None:

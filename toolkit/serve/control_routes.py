@@ -49,8 +49,8 @@ def allowed(raw: Request, option: str) -> ServerState:
     "/abort_request", **describe(AbortRequest, "End requests; needs --enable-abort-handling", Aborted, also=FORBIDDEN)
 )
 async def abort_request(raw: Request) -> HttpResponse:
-    state = allowed(raw, "enable_abort_handling")
-    request, _ = await parse(raw, state, AbortRequest)
+    allowed(raw, "enable_abort_handling")
+    state, request, _ = await parse(raw, AbortRequest)
     if request.abort_all:
         found = state.abort(everything=True)
     elif not (found := state.abort(request.request_id, request.session_id)):

@@ -48,8 +48,8 @@ BODIES: list[type[BaseModel]] = [UpdateWeightsRequest]
     ),
 )
 async def update_weights(raw: Request) -> HttpResponse:
-    state = allowed(raw, "enable_weight_updates")
-    request, _ = await parse(raw, state, UpdateWeightsRequest)
+    allowed(raw, "enable_weight_updates")
+    state, request, _ = await parse(raw, UpdateWeightsRequest)
     if request.load_format is not None:
         raise bad_field("load_format", "expected null: tensors come as a safetensors file, whose header says all")
     if (request.path is None) == (request.serialized_named_tensors is None):

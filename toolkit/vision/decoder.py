@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -10,17 +9,18 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from toolkit.base.record import plain
-from toolkit.box.box import Box, Cancelled, Crowded, LimitError, Limits
+from toolkit.box.box import Box, Limits
 from toolkit.box.box import Ticket as Ticket  # for those who call it off
 from toolkit.configs.option import spelled
-from toolkit.errors import BusyError, UsageError
+from toolkit.errors import UsageError
 from toolkit.models.pictures import Picture, Recipe
+from toolkit.vision.decoding import decoding
 from toolkit.vision.headers import COSTS, header
 from toolkit.vision.images import Rules, check_size
 from toolkit.vision.recipes import made_of
 from toolkit.vision.room import Room
 from toolkit.vision.squares import SQUARE
-from toolkit.vision.videos import GIVEN_UP, Reader
+from toolkit.vision.videos import Reader
 
 LIMITS = Limits(memory=3 << 29, cpu_seconds=30.0, seconds=60.0)
 AT_ONCE = 3  # processes
@@ -37,8 +37,7 @@ class Decoder:
     fetched: Room
     prepared: Room | None
     videos: Reader
-    _box: Box | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _box: Box = field(default_factory=lambda: Box("toolkit.vision.image_job:start", LIMITS, size=AT_ONCE, mapped=True))
 
     @classmethod
     def of(cls, rules: Rules = Rules()) -> Decoder:
@@ -84,24 +83,12 @@ class Decoder:
         recipe = replace(recipe, video=None)
         value = {"recipe": plain(recipe), "alone": alone, "max_pixels": pixels, "shown": shown}
         try:
-            with self.room.of(len(data) + cost, LIMITS.seconds, shown):
-                about, numbers = self._started().run(value, data, ticket)
+            with decoding(shown), self.room.of(len(data) + cost, LIMITS.seconds, shown):
+                about, numbers = self._box.run(value, data, ticket)
         except ValueError as e:
             raise UsageError(str(e)) from e
-        except Cancelled as e:
-            raise BusyError(f"{shown}: {GIVEN_UP}") from e
-        except Crowded as e:
-            raise BusyError(f"{shown}: cannot be decoded now: {e}") from e
-        except LimitError as e:
-            raise UsageError(f"{shown}: cannot be decoded: {e}") from e
         tiles, at = [], 0
         for shape, kind in about["tiles"]:
             tiles.append(np.frombuffer(numbers, kind, count := int(np.prod(shape)), at).reshape(shape))
             at += count * np.dtype(kind).itemsize
         return made_of(recipe, tiles, tuple(about["grid"]), tuple(about["size"]))
-
-    def _started(self) -> Box:
-        with self._lock:
-            if self._box is None:
-                self._box = Box("toolkit.vision.image_job:start", LIMITS, size=AT_ONCE, mapped=True)
-            return self._box

@@ -22,12 +22,13 @@ from toolkit.models.videos import Video
 from toolkit.vision.asked import Asked, Fetched
 from toolkit.vision.clip import Clip
 from toolkit.vision.decoder import Decoder
+from toolkit.vision.decoding import GIVEN_UP
 from toolkit.vision.images import Rules, Sampling, is_url, open_image
 from toolkit.vision.kept import Kept, key
 from toolkit.vision.parts import is_picture, is_video, parts_of, source_of
 from toolkit.vision.recipes import prepare
 from toolkit.vision.spelling import spelled
-from toolkit.vision.videos import GIVEN_UP, watch
+from toolkit.vision.videos import watch
 
 DETAIL = {"low": 6, "medium": 12, "high": MOST_TILES}  # tiles, as LMDeploy has them
 MOST_FPS = 120

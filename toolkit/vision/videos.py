@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import mimetypes
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -20,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.base import extras
-from toolkit.box.box import Box, Cancelled, Crowded, LimitError, Limits, Ticket
-from toolkit.errors import BusyError, UsageError
+from toolkit.box.box import Box, Limits, Ticket
+from toolkit.errors import UsageError
 from toolkit.models.pictures import Picture, Recipe
 from toolkit.models.videos import FEWEST, TAKEN, Frame, Video
 from toolkit.vision.clip import Clip
+from toolkit.vision.decoding import decoding
 from toolkit.vision.images import Rules, Sampling, is_url, open_image, read_bytes
 from toolkit.vision.pixels import resized
 from toolkit.vision.recipes import area_grid, as_picture, check_shape, normed, prepare
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FRAMES_BYTES = 1 << 29  # of one video at most
-GIVEN_UP = "it was given up"  # nobody waits for the answer any more
 SHORTEST = 0.1  # seconds of processor time that a video has in any case once it was let in
 LIMITS = Limits(memory=4 << 30, cpu_seconds=60.0, seconds=90.0, reply=FRAMES_BYTES + (1 << 20))
 
@@ -46,8 +45,7 @@ class Reader:
     """Reads videos. ``room``: bytes that they hold while they are decoded. It starts its process with the first one."""
 
     room: Room | None = None
-    _box: Box | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _box: Box = field(default_factory=lambda: Box("toolkit.vision.video_job:start", LIMITS, size=2, mapped=True))
 
     def open(
         self,
@@ -87,15 +85,10 @@ class Reader:
         if seconds <= 0:
             raise UsageError(f"{shown}: there is no time left to decode it; send fewer or shorter videos")
         try:
-            about, frames = self._run({"format": kind, **asked}, data, seconds, shown, holding, ticket)
+            with decoding(shown):
+                about, frames = self._run({"format": kind, **asked}, data, seconds, shown, holding, ticket)
         except ValueError as e:
             raise UsageError(f"{shown}: {e}") from e
-        except Cancelled as e:
-            raise BusyError(f"{shown}: {GIVEN_UP}") from e
-        except Crowded as e:
-            raise BusyError(f"{shown}: cannot be decoded now: {e}") from e
-        except LimitError as e:
-            raise UsageError(f"{shown}: cannot be decoded: {e}") from e
         shape = (-1, *about["shape"])
         return Clip(np.frombuffer(frames, np.uint8).reshape(shape), tuple(about["seconds"]), about["rate"])
 
@@ -109,19 +102,13 @@ class Reader:
         ticket: Ticket | None,
     ) -> tuple[Any, Any]:
         """What the job makes of it. With a room it is measured first, and decoded once there is as much."""
-        box, until = self._started(), time.monotonic() + seconds
+        extras.require("av", "messages: videos")
+        until = time.monotonic() + seconds
         if self.room is not None and holding is not None:
-            about, _ = box.run({**value, "measure": True}, data, ticket, cpu_seconds=seconds)
+            about, _ = self._box.run({**value, "measure": True}, data, ticket, cpu_seconds=seconds)
             size = len(data) + about["bytes"]
             holding.enter_context(self.room.of(size, max(until - time.monotonic(), 0.0), shown))
-        return box.run(value, data, ticket, cpu_seconds=max(until - time.monotonic(), SHORTEST))
-
-    def _started(self) -> Box:
-        extras.require("av", "messages: videos")
-        with self._lock:
-            if self._box is None:
-                self._box = Box("toolkit.vision.video_job:start", LIMITS, size=2, mapped=True)
-            return self._box
+        return self._box.run(value, data, ticket, cpu_seconds=max(until - time.monotonic(), SHORTEST))
 
 
 def _asked(rules: Rules, sampling: Sampling, video: Video) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.engine.artifact import TORCH_TARGET, Arrays, EngineArtifact
+from toolkit.base.named import Named
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
@@ -135,10 +136,11 @@ def torch_weights(artifact: EngineArtifact) -> TorchWeights:
     return TorchWeights(artifact)
 
 
-class TorchWeights(Mapping[str, "Weight | Tensor"]):
+class TorchWeights(Named["Weight | Tensor"]):
     """The weights of an artifact packed for ``torch``, each made anew when asked for."""
 
     def __init__(self, artifact: EngineArtifact) -> None:
+        super().__init__(artifact.params)
         self._artifact = artifact
 
     @cached_property
@@ -239,12 +241,6 @@ class TorchWeights(Mapping[str, "Weight | Tensor"]):
         above = self._super_scales(name, entry)
         scales = self._array(f"{name}.scales") if above is None else above.scales()
         return Codebook(codes, self._array(f"{name}.table"), scales, 4, entry["group_size"], above)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._artifact.params)
-
-    def __len__(self) -> int:
-        return len(self._artifact.params)
 
 
 class _Outlines(TorchWeights):

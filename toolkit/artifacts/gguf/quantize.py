@@ -14,8 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import Dense, GroupInt, SuperScales, Weight, join_rows
+from toolkit.artifacts.canonical import Dense, GroupInt, SuperScales, Weight
 from toolkit.artifacts.gguf.blocks import BLOCKS, BlockType
+from toolkit.artifacts.join import join_rows
 from toolkit.errors import ToolkitError
 
 WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from toolkit.artifacts.output.stage import partial_dir
+from toolkit.artifacts.output.partial import partial_dir
 from toolkit.configs.option import show_size
 from toolkit.errors import ToolkitError
 

@@ -15,22 +15,21 @@ from __future__ import annotations
 
 import datetime
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-import stat
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from toolkit import __version__
 from toolkit.artifacts.manifest import MANIFEST, Manifest, describe_file, read_manifest, write_manifest
-from toolkit.artifacts.output.replace import check_directory_target, foreign, remove_artifact
+from toolkit.artifacts.output.partial import discard_partial, drop_old, drop_partial, lock_partial, partial_dir, sync
+from toolkit.artifacts.output.replace import check_directory_target, foreign
 from toolkit.artifacts.weight_files.safetensors_file import array_bytes, read_metadata, write_tensors
 from toolkit.errors import ToolkitError, UsageError
 
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# Everything that may lie in a partial directory; "activations" are quant's, "file" is write_file's.
-_PARTS = {"lock", "key.json", "state", "out", "old", "activations", "file"}
 
 
 _begun: list[Stage] = []
@@ -189,12 +186,13 @@ def open_stage(
     reuse = not overwrite if reuse is None else reuse
     if reuse and _holds(target, key):
         run.already_there = True
-        _sweep(run, key)
+        if _left_by(run, key):  # the run that made the target was killed when it was in its place already
+            discard_partial(run.target)
         yield run
         return
     check_directory_target(shown, inputs, overwrite)
     try:
-        lock = _lock(run.partial, shown, wait)
+        lock = lock_partial(run.partial, shown, wait)
     except OSError as error:
         raise ToolkitError(f"{shown}: cannot be written: {error.strerror}") from error
     try:
@@ -226,7 +224,7 @@ def write_file(target: Path) -> Iterator[Path]:
     """
     partial = partial_dir(target.resolve())
     try:
-        lock = _lock(partial, target, wait=False)
+        lock = lock_partial(partial, target, wait=False)
     except OSError as error:
         raise ToolkitError(f"{target}: cannot be written: {error.strerror}") from error
     try:
@@ -242,7 +240,7 @@ def write_file(target: Path) -> Iterator[Path]:
     finally:
         (partial / "file").unlink(missing_ok=True)
         if len(list(partial.iterdir())) == 1:  # what a killed run left for a directory of that name stays, and the lock
-            _drop_partial(partial)
+            drop_partial(partial)
         lock.close()
 
 
@@ -254,10 +252,6 @@ def _explain(shown: Path, error: Exception) -> None:
         raise ToolkitError(
             f"{shown}: a file grew beyond what the disk or ulimit -f allows; run it elsewhere"
         ) from error
-
-
-def partial_dir(target: Path) -> Path:
-    return target.with_name(f".{target.name}.partial")
 
 
 def _key(kind: str, stage: str, parent: dict[str, Any], options: dict[str, Any], tool_version: str) -> str:
@@ -277,44 +271,6 @@ def _holds(target: Path, key: str) -> bool:
     return all(file.is_file() and file.stat().st_size == size for file, size in files)
 
 
-def _lock(partial: Path, shown: Path, wait: bool) -> IO[bytes]:
-    """Take the lock of a partial directory, making both if need be."""
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    while True:
-        try:
-            _check_partial(partial)
-            partial.mkdir(exist_ok=True)
-            file = (partial / "lock").open("ab")
-        except (FileNotFoundError, FileExistsError):  # the former holder removed the directory in between
-            if not partial.parent.is_dir():
-                raise
-            continue
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError as error:
-            file.close()
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-            raise ToolkitError(f"{shown}: another process is writing it; wait for that one or stop it") from None
-        try:
-            same = os.stat(partial / "lock").st_ino == os.fstat(file.fileno()).st_ino
-        except FileNotFoundError:
-            same = False
-        if same:
-            return file
-        file.close()  # the former holder finished and removed it in between
-
-
-def _check_partial(partial: Path) -> None:
-    """Raise UsageError where something that no stage of ours has made is in the way."""
-    try:
-        inside = set(os.listdir(partial)) if stat.S_ISDIR(partial.lstat().st_mode) else {""}
-    except FileNotFoundError:
-        return
-    if (inside and "lock" not in inside) or inside - _PARTS:
-        raise UsageError(f"{partial}: in the way, and not written by this tool; move it")
-
-
 def _restore(run: Stage) -> None:
     """Put the target back if the former holder of the lock was killed between the two renames of ``finish``."""
     old = run.partial / "old"
@@ -324,7 +280,7 @@ def _restore(run: Stage) -> None:
 
 def _prepare(run: Stage, key: str) -> None:
     """Empty ``out``, keep ``state`` if it was saved under the same key."""
-    _drop_old(run.partial)
+    drop_old(run.partial)
     if (run.partial / "old").exists():
         names = ", ".join(foreign(run.partial / "old")[:5])
         raise UsageError(f"{run.partial / 'old'}: holds {names}, which this tool did not make; move it away")
@@ -341,49 +297,14 @@ def _left_by(run: Stage, key: str) -> bool:
     return file.is_file() and file.read_text(encoding="utf-8") == key
 
 
-def _sweep(run: Stage, key: str) -> None:
-    """Remove what the run that made the target has left, if it was killed when the target was in its place already."""
-    if _left_by(run, key):
-        discard_partial(run.target)
-
-
 def _clean(run: Stage) -> None:
     """After success nothing of the partial directory stays; after a failure what was saved does."""
     _restore(run)
     state = run.partial / "state"
     if run.finished or not state.is_dir() or not any(state.glob("*.safetensors")):
-        _drop_partial(run.partial)
+        drop_partial(run.partial)
     else:
         shutil.rmtree(run.dir, ignore_errors=True)
-
-
-def discard_partial(target: Path) -> None:
-    """Remove what a killed run has left for ``target``, unless another is at work on it."""
-    partial = partial_dir(target)
-    with suppress(ToolkitError, OSError), _lock(partial, target, wait=False):
-        _drop_partial(partial)
-
-
-def _drop_partial(partial: Path) -> None:
-    """Remove the partial directory, all of which is ours but for what a user put into an artifact being replaced.
-
-    The lock goes last: what another process finds is a directory of ours until there is none.
-    """
-    _drop_old(partial)
-    for name in _PARTS - {"lock", "old"}:
-        shutil.rmtree(partial / name, ignore_errors=True)
-        with suppress(OSError):
-            (partial / name).unlink()
-    with suppress(OSError):
-        if os.listdir(partial) == ["lock"]:
-            (partial / "lock").unlink()
-            partial.rmdir()
-
-
-def _drop_old(partial: Path) -> None:
-    with suppress(OSError):
-        if (partial / "old").is_dir():
-            remove_artifact(partial / "old")
 
 
 def _disk_full(error: BaseException) -> bool:
@@ -399,15 +320,6 @@ def _digest(tensor: Any) -> str:
 def _together(digests: Mapping[str, str]) -> str:
     """One digest of tensors by name, whatever their order."""
     return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Bring a file, or the names in a directory, to disk. OSError passes through."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 __all__ = ["MANIFEST", "Stage", "discard_partial", "open_stage", "partial_dir", "sync", "write_file"]

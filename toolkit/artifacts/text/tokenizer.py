@@ -19,6 +19,7 @@ from typing import Any
 import tokenizers
 
 from toolkit.artifacts.json_file import read_json_object
+from toolkit.artifacts.text.config_tokens import token_text, with_config_tokens
 from toolkit.artifacts.text.token_bytes import byte_rule
 from toolkit.artifacts.text.tokenizer_box import BoxedEncoder
 from toolkit.artifacts.text.tokenizer_check import check_ids, harmless, read_parts
@@ -53,7 +54,7 @@ class Tokenizer:
         self._encoders: dict[Names, MeantEncoder] = {}  # the last one
         self._added = backend.get_added_tokens_decoder()
         self.special_ids = {i for i, token in self._added.items() if token.special}
-        self.special_tokens = {n: t for n in SPECIAL_NAMES if (t := _token_text(config.get(n))) is not None}
+        self.special_tokens = {n: t for n in SPECIAL_NAMES if (t := token_text(config.get(n))) is not None}
         self.bos_id = self._id_of("bos_token")
         self.chat_templates = _chat_templates(path, config)
         self._prefix, self._suffix = self._surroundings()
@@ -91,7 +92,7 @@ class Tokenizer:
         with _blame(file):
             backend.no_padding()
             backend.no_truncation()
-            backend = _with_config_tokens(backend, config, path)
+            backend = with_config_tokens(backend, config, path)
             if ranks is not None:
                 put_before(backend, ranks.prefix)
             boxed = None if trusted else BoxedEncoder(backend.to_str().encode())
@@ -283,13 +284,6 @@ def _optional(file: Path) -> dict[str, Any]:
     return read_json_object(file) if file.is_file() else {}
 
 
-def _token_text(value: Any) -> str | None:
-    """A special token in tokenizer_config.json is a string or an object with "content"."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) and value else None
-
-
 @contextmanager
 def _blame(file: Path) -> Iterator[None]:
     """Turn what the tokenizers library raises (its panics are no Exception) into a ToolkitError about ``file``."""
@@ -328,71 +322,6 @@ def _convert_slow(path: Path) -> tokenizers.Tokenizer:
     except (Exception, SystemExit) as e:
         why = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise ToolkitError(f"{path}: cannot convert its tokenizer files ({why}); provide tokenizer.json") from e
-
-
-def _with_config_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
-    """Make the tokenizer know the tokens that tokenizer_config.json declares, at the ids declared there."""
-    declared = _declared_tokens(config, path)
-    misplaced = {i: t for i, t in declared.items() if backend.token_to_id(t.content) != i}
-    if renamed := {i: t for i, t in misplaced.items() if backend.id_to_token(i) is not None}:
-        backend = _rename(backend, {i: t.content for i, t in renamed.items()}, path)
-    for i, token in sorted(misplaced.items()):
-        if i not in renamed:
-            backend.add_tokens([token])
-            if backend.token_to_id(token.content) != i:
-                raise ToolkitError(
-                    f"{path / 'tokenizer_config.json'}: added_tokens_decoder puts {token.content!r} at id {i}, "
-                    f"but the next free id of tokenizer.json is {backend.token_to_id(token.content)}"
-                )
-    known = backend.get_added_tokens_decoder()
-    missing = [t for i, t in declared.items() if i not in known]
-    texts = {t.content for t in known.values()} | {t.content for t in missing}
-    extra = config.get("additional_special_tokens")
-    named = [config.get(n) for n in SPECIAL_NAMES] + (extra if isinstance(extra, list) else [])
-    for text in filter(None, map(_token_text, named)):
-        if text not in texts and backend.token_to_id(text) is not None:
-            missing.append(tokenizers.AddedToken(text, special=True, normalized=False))
-            texts.add(text)
-    if missing:
-        backend.add_special_tokens([t for t in missing if t.special])
-        backend.add_tokens([t for t in missing if not t.special])
-    return backend
-
-
-def _declared_tokens(config: dict[str, Any], path: Path) -> dict[int, tokenizers.AddedToken]:
-    entries = config.get("added_tokens_decoder") or {}
-    tokens = {}
-    try:
-        for key, entry in entries.items():
-            flags = {n: bool(entry.get(n, False)) for n in ("lstrip", "rstrip", "single_word", "normalized", "special")}
-            tokens[int(key)] = tokenizers.AddedToken(entry["content"], **flags)
-    except (AttributeError, KeyError, TypeError, ValueError) as e:
-        raise ToolkitError(
-            f"{path / 'tokenizer_config.json'}: added_tokens_decoder: expected id -> {{content, …}}, "
-            f"found {entries!r:.60}"
-        ) from e
-    return tokens
-
-
-def _rename(backend: tokenizers.Tokenizer, names: dict[int, str], path: Path) -> tokenizers.Tokenizer:
-    """Give vocabulary slots the names that tokenizer_config.json declares for them.
-
-    InternLM2 ships placeholders like ``[UNUSED_TOKEN_145]`` in tokenizer.json where its config says ``<|im_start|>``;
-    adding the name as a new token would put it beyond the model's vocabulary.
-    """
-    data = json.loads(backend.to_str())
-    vocab = data["model"]["vocab"]
-    for i, name in names.items():
-        if not isinstance(vocab, dict) or backend.token_to_id(name) is not None:
-            raise ToolkitError(
-                f"{path / 'tokenizer_config.json'}: added_tokens_decoder puts {name!r} at id {i}, "
-                f"but tokenizer.json has {backend.id_to_token(i)!r} there; take both files from the same model"
-            )
-    for old in [text for text, i in vocab.items() if i in names]:
-        i = vocab.pop(old)
-        vocab[names[i]] = i
-    data["added_tokens"] = [t for t in data["added_tokens"] if t["id"] not in names]
-    return tokenizers.Tokenizer.from_str(json.dumps(data, ensure_ascii=False))
 
 
 def _chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:

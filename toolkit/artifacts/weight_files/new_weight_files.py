@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from toolkit.artifacts.weight_files.safetensors_file import array_bytes, read_header, write_tensors
 from toolkit.errors import ToolkitError, UsageError
 
+Weights = str | Path | Mapping[str, Any] | Iterable[tuple[str, Any]]
 PART_BYTES = 1 << 30  # after which tensors go on in another file
 SPARE_BYTES = 1 << 28  # of the disk, which stay free
 _PICKLES = (b"\x80", b"PK\x03\x04")  # how a pickle begins, and what torch.save writes around one
@@ -27,6 +28,20 @@ class WeightFiles:
         self.path = Path(self._folder.name)
         self.names: set[str] = set()
         self._parts = 0
+
+    @classmethod
+    def of(cls, weights: Weights) -> WeightFiles:
+        """Those of a file or directory, or of tensors by name. Raises as ``add_copy`` and ``add_tensors`` do."""
+        files = cls()
+        try:
+            if isinstance(weights, (str, Path)):
+                files.add_copy(Path(weights).expanduser())
+            else:
+                files.add_tensors(weights.items() if isinstance(weights, Mapping) else weights)
+        except BaseException:
+            files.close()
+            raise
+        return files
 
     def add_bytes(self, data: bytes) -> None:
         """The tensors of a safetensors file that is in memory. Raises ToolkitError for what is none, and for a tensor

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from toolkit.engine.cache.block_pool import BlockPool
+from toolkit.engine.cache.copies import Copies
 from toolkit.models.spec import CacheGroup
 
 Elsewhere = Callable[[int, bytes], bool]
@@ -61,8 +62,7 @@ class BlockManager:
         self._labelled = [0] * rows  # entries whose content has been made findable
         self._sessions: OrderedDict[str, list[list[int]]] = OrderedDict()
         self.scratch = [np.full(rows, -1, np.int32) for _ in groups]  # of states: where the step of a guess leaves its
-        self._copies: list[dict[int, int]] = [{} for _ in groups]  # destination: source, which is held
-        self._copying: list[Counter[int]] = [Counter() for _ in groups]  # sources of those on their way, held too
+        self.copies = Copies(self.pools)
 
     # -- prefix cache ---------------------------------------------------------------------------
 
@@ -99,10 +99,7 @@ class BlockManager:
 
     def _runs(self, group: int, keys: Sequence[bytes], also: Elsewhere) -> list[int]:
         """runs[k]: how many of the blocks right before block k are cached without a gap."""
-        runs = [0]
-        for key in keys:
-            runs.append(runs[-1] + 1 if self._there(group, key, also) else 0)
-        return runs
+        return list(accumulate(keys, lambda n, key: n + 1 if self._there(group, key, also) else 0, initial=0))
 
     def needed(self, hit: int) -> list[tuple[int, int]]:
         """(group, entry) of the blocks that a request which starts on ``hit`` blocks has, by entry."""
@@ -111,8 +108,7 @@ class BlockManager:
 
     def fits_more(self, blocks: int) -> bool:
         """Whether so many blocks of every token could be brought."""
-        full = (pool for pool, window in zip(self.pools, self.windows, strict=True) if window is None)
-        return all(blocks <= pool.available for pool in full)
+        return all(blocks <= p.available for p, window in zip(self.pools, self.windows, strict=True) if window is None)
 
     def bring(self, group: int, key: bytes, fill: Callable[[int], None]) -> bool:
         """Cache the block ``key`` in a group: ``fill`` writes it. False where no block is left for it."""
@@ -161,8 +157,7 @@ class BlockManager:
                 pool.hold(block)
                 self.tables[g][row, j] = block
             self._first[g][row] = first
-        self._count[row] = hit
-        self._labelled[row] = hit
+        self._count[row] = self._labelled[row] = hit
 
     def room(self, row: int, start: int, end: int) -> bool:
         """Whether ``grow`` would succeed; blocks that only sessions keep are given up first (oldest session first)."""
@@ -180,7 +175,7 @@ class BlockManager:
         while not enough():
             if not self._sessions:
                 return False
-            self._release_session(next(iter(self._sessions)))
+            self.end_session(next(iter(self._sessions)))
         return True
 
     def _can_start(self, group: int, row: int, end: int, promised: int) -> bool:
@@ -204,8 +199,7 @@ class BlockManager:
         border on its way, or at block ``branch``, up to which the request is like one before it."""
         if not self.has_states:
             return end
-        border = end // self.block_size
-        border = branch if start < branch * self.block_size < end else border
+        border = branch if start < branch * self.block_size < end else end // self.block_size
         return border * self.block_size if border * self.block_size > start else end
 
     def _fits(self, row: int, start: int, end: int) -> bool:
@@ -221,8 +215,8 @@ class BlockManager:
         if window is None:
             return 0
         first, stop = max(self._first[group][row], self._heads[group]), self._stale(row, window, start)
-        pool = self.pools[group]
-        return sum(b >= 0 and pool.references(b) == 1 for b in self.tables[group][row, first:stop].tolist())
+        blocks, references = self.tables[group][row, first:stop].tolist(), self.pools[group].references
+        return sum(b >= 0 and references(b) == 1 for b in blocks)
 
     def _stale(self, row: int, window: int, start: int) -> int:
         """First entry that a token at ``start`` can still see."""
@@ -300,8 +294,7 @@ class BlockManager:
             count = self._count[row]
             for block in reversed(self.tables[g][row, self._entries(g, self._first[g][row], count)].tolist()):
                 self._drop(g, block)
-                if block in self._copies[g]:
-                    self._drop(g, self._copies[g].pop(block))
+                self.copies.drop(g, block)
             self.tables[g][row, :count] = -1
             self._first[g][row] = 0
         self._count[row] = self._labelled[row] = 0
@@ -337,38 +330,10 @@ class BlockManager:
             return False
         for g, (pool, source) in enumerate(zip(self.pools, found, strict=True)):
             fresh = pool.take()
-            self._copies[g][fresh] = source
+            self.copies.add(g, source, fresh)
             self.tables[g][row, self._count[row]] = fresh
         self._count[row] += 1
         return True
-
-    def take_copies(self) -> tuple[NDArray[np.int32], ...]:
-        """Copies to be done before the next step, [C, 2] (source, destination) a group; () if there are none. Whoever
-        takes them says when they are done (``copied``), or that they are not (``put_back``)."""
-        if not any(self._copies):
-            return ()
-        taken = tuple(np.array([(a, b) for b, a in c.items()], np.int32).reshape(-1, 2) for c in self._copies)
-        for sources, copies in zip(self._copying, self._copies, strict=True):
-            sources.update(copies.values())
-            copies.clear()
-        return taken
-
-    def copied(self, copies: Sequence[NDArray[np.int32]]) -> None:
-        """These copies (of ``take_copies``) are done."""
-        for pool, sources, pairs in zip(self.pools, self._copying, copies, strict=False):
-            for source in pairs[:, 0].tolist():
-                sources[source] -= 1
-                pool.drop(source)
-
-    def put_back(self, copies: Sequence[NDArray[np.int32]]) -> None:
-        """These copies (of ``take_copies``) are to be done before the next step after all."""
-        for pool, sources, waiting, pairs in zip(self.pools, self._copying, self._copies, copies, strict=False):
-            for source, destination in pairs.tolist():
-                sources[source] -= 1
-                if destination in waiting:  # it has become another row's block since
-                    pool.drop(source)
-                else:
-                    waiting[destination] = source
 
     # -- sessions -------------------------------------------------------------------------------
 
@@ -381,7 +346,7 @@ class BlockManager:
             held.append([b for b in found if b is not None])
             for block in held[-1]:
                 pool.hold(block)
-        self._release_session(name)
+        self.end_session(name)
         self._sessions[name] = held
 
     def keep_cached(self, name: str, found: Sequence[tuple[int, bytes]]) -> None:
@@ -394,9 +359,6 @@ class BlockManager:
 
     def end_session(self, name: str) -> None:
         """The session's blocks may be evicted like any other cached block."""
-        self._release_session(name)
-
-    def _release_session(self, name: str) -> None:
         for pool, blocks in zip(self.pools, self._sessions.pop(name, []), strict=False):
             for block in reversed(blocks):
                 pool.drop(block)
@@ -406,8 +368,8 @@ class BlockManager:
     def reset_cache(self) -> None:
         """Forget sessions and cached prefixes, once no row is open: the memory behind them is gone."""
         for name in list(self._sessions):
-            self._release_session(name)
-        self.copied(self.take_copies())
+            self.end_session(name)
+        self.copies.done(self.copies.take())
         for pool in self.pools:
             pool.clear_keys()
 
@@ -434,6 +396,5 @@ class BlockManager:
             for blocks in self._sessions.values():
                 held.update(blocks[g])
             held.update(self.scratch[g][self.scratch[g] >= 0].tolist())
-            held.update(self._copies[g].values())
-            held.update(self._copying[g])
+            held.update(self.copies.sources(g))
             pool.check(held)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -36,10 +36,20 @@ THREADS = 16  # that build at once; most only wait for a box, and more than may 
 
 @dataclass(frozen=True)
 class Built:
-    """What requests with the same bad words and the same response format share."""
+    """What requests with the same bad words and the same response format share. Asked as a ``Building``, it is done."""
 
     words: WordList | None
     grammar: Any | None  # compiled
+    done: ClassVar[bool] = True
+
+    def wait(self, seconds: float) -> None:
+        """It is there."""
+
+    def leave(self) -> None:
+        """Nothing is on its way."""
+
+    def result(self) -> Built:
+        return self
 
 
 class Constraints:

@@ -25,7 +25,7 @@ def others(names: list[str]) -> str | None:
     ways, size = [], 0
     for begun in sorted(following):
         head = _literal(begun)
-        letters = "".join(_in_class(letter) for letter in sorted(following[begun]))
+        letters = "".join(f"\\{x}" if x in "\\]^-[" else x for x in sorted(following[begun]))
         ways.append(head + (f"[^{letters}]" if letters else ".") + _ANY)
         if begun not in plain:
             ways.append(head)
@@ -37,10 +37,6 @@ def others(names: list[str]) -> str | None:
 
 def _literal(text: str) -> str:
     return re.sub(r"([\\^$.|?*+()\[\]{}/-])", r"\\\1", text)
-
-
-def _in_class(letter: str) -> str:
-    return "\\" + letter if letter in "\\]^-[" else letter
 
 
 def share_none(patterns: list[str]) -> bool:

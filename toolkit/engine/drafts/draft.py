@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from toolkit.engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from toolkit.engine.step_builder import Step
+    from toolkit.engine.step import Step
     from toolkit.runners.step import StepOutput
 
 

@@ -18,7 +18,7 @@ from toolkit.engine.drafts.cost import StepCost
 from toolkit.engine.drafts.draft import NO_GUESS, Draft, Guess, Outlook
 from toolkit.engine.drafts.odds import ANY, Odds, Users, compare, sureness
 from toolkit.engine.sequence import Sequence
-from toolkit.engine.step_builder import Step
+from toolkit.engine.step import Step
 from toolkit.runners.head import F32, Drawn, Reader, Rows
 from toolkit.runners.step import StepOutput
 

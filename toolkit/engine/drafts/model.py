@@ -26,7 +26,8 @@ from toolkit.engine.drafts.vocabulary import Vocabulary
 from toolkit.engine.plan import Plan
 from toolkit.engine.request import EngineRequest
 from toolkit.engine.sequence import Sequence
-from toolkit.engine.step_builder import Step, StepBuilder
+from toolkit.engine.step import Step
+from toolkit.engine.step_builder import StepBuilder
 from toolkit.runners.base import Runner
 from toolkit.runners.step import StepOutput
 

@@ -22,7 +22,7 @@ from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from toolkit.engine.step_builder import Step
+    from toolkit.engine.step import Step
     from toolkit.runners.step import StepOutput
 
 log = logging.getLogger(__name__)

@@ -105,14 +105,15 @@ def plan_beside(
         plan = share_out(both, (*groups, *own))
     except ToolkitError as e:
         share_out(need, groups)  # without it there is not enough either: then it is not about it
-        raise ToolkitError(f"{begin} (weights {show_bytes(mine.weights)}) and its KV cache: {e}") from e
+        size = f"weights {show_bytes(mine.weights)}" + (f", up to {show_bytes(states)} of states" if states else "")
+        raise ToolkitError(f"{begin} ({size}){' and its KV cache' if own else ''}: {e}") from e
     blocks = plan.num_blocks[len(groups) :]
     cache = sum(n * size for n, size in zip(blocks, mine.block_bytes, strict=True))
     taken = {"weights": mine.weights + states, "KV cache": cache}
     rows = [(what, size - taken.get(what, 0), about) for what, size, about in plan.rows]
     counts = "/".join(map(str, blocks))
     rows.append((name, mine.weights, told))
-    rows.append(("its KV cache", cache, f"{counts} blocks of {plan.block_size} tokens"))
+    rows += [("its KV cache", cache, f"{counts} blocks of {plan.block_size} tokens")] if own else []
     rows += [("its states", states, "at most")] if states else []
     return replace(plan, num_blocks=plan.num_blocks[: len(groups)], rows=tuple(rows)), blocks
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from toolkit.artifacts.draft_head import HeadSpec, read_head, widened
 from toolkit.engine.drafts.head import ROOM, DraftHead
-from toolkit.engine.load.draft import FLAG, ShareOut
-from toolkit.engine.load.memory_plan import MemoryPlan, show_bytes
+from toolkit.engine.load.draft import FLAG, ShareOut, plan_beside
+from toolkit.engine.load.memory_plan import MemoryPlan
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import CacheGroup
 from toolkit.runners.base import MemoryNeed, Runner
@@ -36,17 +36,8 @@ class OpenHead:
     def plan(self, need: MemoryNeed, groups: Seq[CacheGroup], share_out: ShareOut) -> MemoryPlan:
         """How memory is shared out among a model that needs ``need`` and this. Raises ToolkitError."""
         weights = sum(4 * tensor.size for name, tensor in self.tensors.items() if name != "embed_tokens.weight")
-        try:
-            plan = share_out(replace(need, weights=need.weights + weights + ROOM), groups)
-        except ToolkitError as e:
-            share_out(need, groups)  # without it there is not enough either: then it is not about it
-            size = f"weights {show_bytes(weights)}, up to {show_bytes(ROOM)} of states"
-            raise ToolkitError(f"{FLAG}: no room for {self.path} ({size}): {e}") from e
-        taken = {"weights": weights + ROOM}
-        rows = [(what, size - taken.get(what, 0), told) for what, size, told in plan.rows]
-        rows.append(("draft head", weights, str(self.path)))
-        rows.append(("its states", ROOM, "at most"))
-        return replace(plan, rows=tuple(rows))
+        names = f"{FLAG}: no room for {self.path}", "draft head", str(self.path)
+        return plan_beside(MemoryNeed(weights, 0, (), 0, True), (), need, groups, share_out, names, ROOM)[0]
 
     def load(self, plan: MemoryPlan) -> DraftHead:
         """Its weights in float32, and what guesses with them."""

@@ -44,7 +44,7 @@ def share_out(setup: Setup, runner: Runner, draft: OpenDraft | OpenHead | OpenMt
             config.session_len,
             config.max_batch_size,
             max(config.max_prefill_token_num, spec.together, spec.max_position if spec.mutual else 0),
-            _kv_wish(config),
+            getattr(config, "num_gpu_blocks", 0) or config.cache_max_entry_count,
             config.target_step_ms,
             setup.pictures_together * patches,
             EngineOptions.pictures_kept * patches,
@@ -73,8 +73,3 @@ def _patches(setup: Setup, vision: VisionSpec | None) -> int:
     """Of a picture, at most."""
     recipe = None if vision is None else open_recipe(setup.path)
     return 0 if vision is None or recipe is None else most_patches(recipe, vision.merge)
-
-
-def _kv_wish(config: EngineConfig) -> float | int:
-    """Blocks where a number of them is given, else the share of memory."""
-    return getattr(config, "num_gpu_blocks", 0) or config.cache_max_entry_count

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.engine.pictures.spans import looks_of
-from toolkit.engine.step_builder import Step
+from toolkit.engine.step import Step
 from toolkit.runners.step import Views
 
 if TYPE_CHECKING:

@@ -34,16 +34,14 @@ from toolkit.engine.process.process_loop import Child, ProcessLoop
 from toolkit.engine.process.streams import Streams, polled
 from toolkit.engine.process.wakeup import Bell
 from toolkit.engine.process.weights import Weights
-from toolkit.engine.request import EngineRequest, Only, Whose
+from toolkit.engine.request import EngineRequest
 from toolkit.engine.sampling_params import resolve
-from toolkit.engine.text.stream import Asked, RequestStream, Timings
+from toolkit.engine.text.stream import Asked, RequestStream
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
-from toolkit.models.pictures import Picture
 from toolkit.runners.base import Backend
 
 log = logging.getLogger(__name__)
-NOBODYS = Whose()
 SCORED = GenerationConfig(max_new_tokens=1, prompt_logprobs=0)  # what a request asks for whose prompt alone is scored
 
 
@@ -192,33 +190,10 @@ class AsyncEngine:
     # -- generation -----------------------------------------------------------------------------
 
     async def generate(
-        self,
-        token_ids: list[int],
-        gen_config: GenerationConfig | None = None,
-        *,
-        request_id: str | None = None,
-        session: str | None = None,
-        timings: Timings | None = None,
-        adapter: str | None = None,
-        only: Only | None = None,
-        priority: int = 0,
-        pictures: Sequence[Picture] = (),
-        progress: bool = False,
-        whose: Whose = NOBODYS,
-        prediction: Sequence[int] = (),
-        second: int = 0,
+        self, token_ids: list[int], gen_config: GenerationConfig | None = None, **more: Any
     ) -> AsyncGenerator[Response, None]:
-        """Deltas of one generation; the last one has a finish_reason, "error" with a message where it failed.
-
-        ``session``: its KV blocks stay in the cache for the next turn until ``end_session``. Leaving the iteration
-        early aborts the request. ``timings`` is filled in as things happen. ``adapter``: one of ``adapters``, None for
-        the plain model. ``gen_config.n`` is the caller's business. ``only``: no token is drawn; "score" gives the
-        prompt's log-probabilities (``prompt_logprobs``), "cls", "last" and "mean" its ``last_hidden_state`` as one row.
-        ``priority``: the lower, the sooner it starts. ``pictures``: in the order of their places in the prompt.
-        ``progress``: deltas say how far the prompt has come (``prompt_progress``). ``whose``: whose request it is.
-        ``prediction``: token ids that much of the answer may be, for guesses.
-        ``second``: see ``EngineRequest``.
-        """
+        """Deltas of one generation; the last one has a finish_reason, "error" with a message where it failed. Leaving
+        the iteration early aborts the request. ``more``: fields of ``Asked``."""
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
 
@@ -227,8 +202,7 @@ class AsyncEngine:
         def wake() -> None:
             bell.ring(event)
 
-        common = adapter, only, priority, pictures, progress, whose, prediction, second
-        asked = Asked(token_ids, gen_config, request_id, session, timings, *common)
+        asked = Asked(token_ids, gen_config, **more)
         stream, refused = self._begin(asked, wake)
         if stream is None:
             assert refused is not None

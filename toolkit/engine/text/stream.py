@@ -36,7 +36,16 @@ class Timings:
 
 @dataclass
 class Asked:
-    """One generation, as ``AsyncEngine.generate`` has its arguments."""
+    """One generation.
+
+    ``gen_config.n`` is the caller's business. ``session``: its KV blocks stay in the cache for the next turn until
+    ``end_session``. ``timings`` is filled in as things happen. ``adapter``: one of the engine's, None for the plain
+    model. ``only``: no token is drawn; "score" gives the prompt's log-probabilities (``prompt_logprobs``), "cls",
+    "last" and "mean" its ``last_hidden_state`` as one row. ``priority``: the lower, the sooner it starts.
+    ``pictures``: in the order of their places in the prompt. ``progress``: deltas say how far the prompt has come
+    (``prompt_progress``). ``whose``: whose request it is. ``prediction``: token ids that much of the answer may be,
+    for guesses. ``second``: see ``EngineRequest``.
+    """
 
     token_ids: list[int]
     gen_config: GenerationConfig | None = None

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from torch import Tensor
+
+from toolkit.base.named import Named
 
 T = TypeVar("T")
 KEEP = 128 << 20  # bytes
 
 
-class Lazy(Mapping[str, T]):
+class Lazy(Named[T]):
     """``make(name)`` for each of ``names``, anew each time that it is asked for; tensors that fit what is left of
     ``room`` bytes are kept instead (the first that are asked for, not the last: layers are read from end to end)."""
 
     def __init__(self, names: Iterable[str], make: Callable[[str], T], room: int = 0) -> None:
-        self._names, self._make, self.room = dict.fromkeys(names), make, room
+        super().__init__(dict.fromkeys(names))
+        self._make, self.room = make, room
         self._kept: dict[str, T] = {}
 
     def __getitem__(self, name: str) -> T:
@@ -32,9 +35,3 @@ class Lazy(Mapping[str, T]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import BlockFp8, Dense, Weight, join_rows
+from toolkit.artifacts.canonical import BlockFp8, Dense, Weight
 from toolkit.artifacts.formats.describe import Layout, layout_of
 from toolkit.artifacts.formats.writers import Writer
 from toolkit.artifacts.gguf.export import plan_export
 from toolkit.artifacts.gguf.eyes import FILE as EYES
 from toolkit.artifacts.gguf.eyes_export import write_eyes
 from toolkit.artifacts.gguf.quantize import quantize
+from toolkit.artifacts.join import join_rows
 from toolkit.artifacts.output.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.output.stage import Stage
 from toolkit.artifacts.weights import as_stored, load_stored

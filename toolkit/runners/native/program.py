@@ -11,9 +11,10 @@ import numpy as np
 from toolkit.models.rope import inv_freq
 from toolkit.models.routed import Routed
 from toolkit.models.spec import DecoderSpec, EncoderSpec, Mixer, RopeSpec
-from toolkit.runners.native.mixers import ACTIVATIONS, MIXERS, Floats, Tensors, flat
+from toolkit.runners.native.mixers import ACTIVATIONS, MIXERS, flat
 from toolkit.runners.native.packing.packed import PackedTensor, PackedWeights
 from toolkit.runners.native.share import Parts
+from toolkit.runners.native.tensors import Floats, Tensors
 
 CHUNK = 512  # of plan.h
 KV_TYPES: dict[str | int, int] = {"float32": 0, "bfloat16": 1, "float16": 2, 8: 3, 4: 4, 44: 5, 84: 6}

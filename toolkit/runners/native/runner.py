@@ -16,8 +16,7 @@ from toolkit.artifacts.weight_files.safetensors_file import forget_pages
 from toolkit.base.threads import usable_cores
 from toolkit.errors import UsageError
 from toolkit.models.pictures import Picture
-from toolkit.models.spec import DecoderSpec, Latent, Paged
-from toolkit.models.vision import patch_numbers
+from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import (
     QUANT_POLICIES,
     QUANT_POLICIES_TOLD,
@@ -31,18 +30,19 @@ from toolkit.runners.native import library
 from toolkit.runners.native.adapters import PackedAdapter, Shelf, pack_adapter, put_adapter
 from toolkit.runners.native.arrays import Arrays, outputs_for
 from toolkit.runners.native.library import StepResults
-from toolkit.runners.native.mixers import state_numbers
+from toolkit.runners.native.load import DTYPES, outlines_of, packed_of, stored_dtype
+from toolkit.runners.native.need import activation_bytes, block_bytes, picture_bytes
 from toolkit.runners.native.packing.artifact import of_first_alone
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.native.program import Program, build_program
-from toolkit.runners.native.program import unsupported as no_program
 from toolkit.runners.native.share import Parts, Share
 from toolkit.runners.native.stepper import Running, Stepper
+from toolkit.runners.native.support import unsupported
 from toolkit.runners.native.towers.encoders import open_encoder
 from toolkit.runners.native.towers.tower import NativeEncoder, uncovered
 from toolkit.runners.routes import by_layer
 from toolkit.runners.step import StepBatch, StepOutput
-from toolkit.runners.weights.info import info_of, reading_ahead
+from toolkit.runners.weights.info import info_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -53,32 +53,6 @@ if TYPE_CHECKING:
     from toolkit.runners.native.towers.torch_tower import TorchEncoder
 
 ALONE = Share()
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-def available() -> str | None:
-    """Why the native library cannot run here, or None."""
-    return library.available()
-
-
-def unsupported(spec: DecoderSpec, options: RunnerOptions) -> str | None:
-    """Why the native runner cannot execute the model with these options here, or None."""
-    if reason := no_program(spec):
-        return reason
-    if options.device not in ("auto", "cpu"):
-        return f"it runs on the CPU, not on {options.device}"
-    for _, _, kept in spec.keepers():
-        if kept.kind == "latent" and (reason := kept.refuses(options.quant_policy)):
-            return f"quant_policy: {reason}"
-    if options.adapters and spec.vision is not None and spec.vision.routed:
-        return "it runs no LoRA adapters of a model whose pictures have linears of their own"
-    if (count := len(options.kv_layers)) not in (0, len(spec.paged())):
-        return f"kv_layers: expected a policy for each of the {len(spec.paged())} layers, found {count}"
-    if options.quant_policy in (16, 17):
-        return f"its KV cache knows no float8 (quant_policy {options.quant_policy}), only 0, 8, 4 and 44"
-    if options.block_size % 16:
-        return f"it needs blocks of a multiple of 16 tokens, not {options.block_size}"
-    return library.available()
 
 
 class NativeRunner:
@@ -115,7 +89,7 @@ class NativeRunner:
         self.dtype = dtype or options.dtype
         if self.dtype == "auto":
             found: Mapping[str, Any] = weights()
-            self.dtype = _stored_dtype(info_of(found, spec.embed))
+            self.dtype = stored_dtype(info_of(found, spec.embed))
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype: expected one of {', '.join(DTYPES)}, found {self.dtype!r}")
         self._library = library.load(library.library_path())
@@ -127,6 +101,7 @@ class NativeRunner:
         self._encoder: NativeEncoder | TorchEncoder | None = None
         self._changes, self._lender = changes, lender
         self._adapter_paths = {i: Path(path) for i, (_, path) in enumerate(options.adapters)}
+        self._coming_adapters: dict[int, Path] = {}  # read ahead of ``add_adapter``
         self._shelf = Shelf(self._read_adapter, self._put_adapter, self._drop_adapter, options.adapter_memory)
 
     # -- memory
@@ -135,43 +110,15 @@ class NativeRunner:
         """What weights, activations and blocks take, and what is free now."""
         loaded = self._model is not None
         weights = self._weight_bytes if loaded else self._estimate_weights()
-        vision = self.spec.vision
-        patch = 0 if vision is None else (patch_numbers(vision) + 2 * vision.tower.hidden) * 4
-        looks = [mixer for _, mixer in self.spec.mixers() if mixer.kind == "cross"]
-        looked_at = sum(2 * m.kv_heads * (-(-m.head_dim // 16) * 16) for m in looks) * 4  # bfloat16: half of it
-        blocks = self.block_bytes(self.share)
-        return MemoryNeed(weights, self._activation_bytes(), blocks, free_host_bytes(), loaded, patch, looked_at)
+        blocks = block_bytes(self.spec, self.options, self.dtype, self.share)
+        activations, pictures = activation_bytes(self.spec), picture_bytes(self.spec)
+        return MemoryNeed(weights, activations, blocks, free_host_bytes(), loaded, *pictures)
 
     def _estimate_weights(self) -> int:
-        packed = self._outlines(self._weights())
+        packed = outlines_of(self.spec, self._weights())
         lent = () if self._lender is None else (self.spec.embed, self.spec.head)
         parts = Parts(self.spec, packed, self.share)
         return sum(parts.bytes_of(name, packed[name]) for name in packed if name not in lent)
-
-    def _outlines(self, found: Mapping[str, Any]) -> Mapping[str, PackedTensor]:
-        """What the weights are or will be packed to, without their bytes."""
-        if _are_packed(found):
-            return found
-        from toolkit.runners.native.packing.pack_model import outlines
-
-        return outlines(self.spec, found)
-
-    def _activation_bytes(self) -> int:
-        """Of each token of a step, at its widest: float32 rows and int8 copies. Buffers hold 512 tokens at most."""
-        hidden = self.spec.hidden_size
-        return (4 * hidden + max(4 * hidden, *(mixer.width(hidden) for _, mixer in self.spec.mixers()))) * 4
-
-    def block_bytes(self, share: Share) -> tuple[int, ...]:
-        """Of a block of each cache group, as a rank has it."""
-        total = [0] * len(self.spec.cache_groups)
-        rows = self.spec.paged()
-        policies = self.options.kv_layers or (self.options.quant_policy,) * len(rows)
-        for (_, group, kept), policy in zip(rows, policies, strict=True):
-            token = kept_bytes(kept, policy, self.dtype) // kept.heads * share.kept(kept.heads)
-            total[group] += token * self.options.block_size
-        for _, mixer in self.spec.mixers():
-            total[mixer.group] += 4 * state_numbers(mixer)
-        return tuple(total)
 
     # -- weights and cache
 
@@ -179,8 +126,7 @@ class NativeRunner:
         """Pack or map the weights and make the model; does nothing where it is there. RunnerError if they are bad."""
         if self._model is not None:
             return
-        packed = self._packed()
-        options = self.options
+        packed, options = self._packed(), self.options
         parts = None if self.share.ranks == 1 else Parts(self.spec, packed, self.share)
         program = build_program(
             self.spec,
@@ -221,15 +167,22 @@ class NativeRunner:
         """Of the adapters that it has."""
         return self._adapter_paths.keys()
 
+    def read_adapter(self, number: int, path: Path | str) -> bool:
+        """Whether ``add_adapter`` with the same arguments has not to wait for files; until then they are being read
+        beside steps. What is wrong with them, it will tell."""
+        self._coming_adapters[number] = Path(path)
+        return self.adapter_ready(number)
+
     def add_adapter(self, number: int, path: Path | str) -> None:
         """The adapter in a directory, which ``StepBatch.adapter`` names ``number`` from now on. Raises ToolkitError
         where it cannot be read or is of another model."""
         self._adapter_paths[number] = Path(path)
+        self._coming_adapters.pop(number, None)
         try:
             if self._model is not None:
                 self._shelf.need([number])
         except Exception:
-            del self._adapter_paths[number]
+            self.remove_adapter(number)
             raise
 
     def adapter_ready(self, number: int, seconds: float = 0.0) -> bool:
@@ -239,10 +192,11 @@ class NativeRunner:
     def remove_adapter(self, number: int) -> None:
         """Forget it; no step uses it any more."""
         self._adapter_paths.pop(number, None)
+        self._coming_adapters.pop(number, None)
         self._shelf.forget(number)
 
     def _read_adapter(self, number: int) -> PackedAdapter:
-        path, program = self._adapter_paths.get(number), self._program
+        path, program = self._adapter_paths.get(number) or self._coming_adapters.get(number), self._program
         if path is None or program is None or self._changes is None:
             raise RunnerError(f"adapter: there is none of number {number}")
         head = program.tensors[int(program.values[program.names.index("head.matrix")])]
@@ -258,21 +212,9 @@ class NativeRunner:
             self._library.tk_adapter_drop(self._model, number)
 
     def _packed(self) -> Mapping[str, PackedTensor]:
-        found: Mapping[str, Any] = self._weights()
+        packed, self.notes = packed_of(self.spec, self._weights(), self.share, self.notes)
         lent = {} if self._lender is None else self._lender.lent()
-        if _are_packed(found):
-            return {**found, **lent} if lent else found
-        from toolkit.runners.native.packing.pack_model import gathered, pack_model
-
-        notes: list[str] = []
-        own = [name for name in found if not of_first_alone(name)]
-        language = ((name, found[name]) for name in own)
-        parts = Parts(self.spec, {} if self.share.ranks == 1 else self._outlines(found), self.share)
-        with reading_ahead(found, set(own)):
-            made = pack_model(self.spec, language, None, notes)
-            packed = {name: parts.kept(name, tensor.in_memory()) for name, tensor in made}
-        self.notes = gathered(notes)
-        return packed | lent
+        return {**packed, **lent} if lent else packed
 
     def lent(self) -> dict[str, PackedTensor]:
         """Embedding, head and final norm, as they are loaded, by their names; the norm with its offset."""
@@ -410,21 +352,6 @@ class NativeRunner:
         """How often it has taken what the others have made, since weights were loaded."""
         return 0 if self._model is None else int(self._library.tk_model_meetings(self._model))
 
-    def traced(self, on: bool) -> list[list[float]]:
-        """Of each meeting since this was last called from when until when, seconds of the monotonic clock, and how many
-        bytes it has handed over; from now on they are kept where ``on``. Between steps."""
-        count = 0 if self._model is None else int(self._library.tk_model_traced(self._model, None, 0))
-        found = np.zeros((count, 3))
-        if self._model is not None:
-            self._library.tk_model_traced(self._model, found.ctypes.data, count)
-            self._library.tk_model_trace(self._model, int(on))
-        return [[*times, int(size)] for *times, size in found.tolist()]
-
-    def lose(self) -> None:
-        """No rank waits for others any more; steps that would fail. From any thread."""
-        if self._model is not None:
-            self._library.tk_model_lose(self._model)
-
     # -- blocks
 
     @property
@@ -460,29 +387,5 @@ class NativeRunner:
             self.close()
 
 
-def kept_bytes(kept: Paged | Latent, policy: int, dtype: str) -> int:
-    """Of a token in the cache of one layer. ``policy``: one of ``RunnerOptions.kv_layers``."""
-    width = -(-kept.head_dim // 16) * 16
-    plain = 32 if dtype == "float32" else 16
-    keys, values = {0: (plain, plain), 84: (8, 4), 4: (6, 4), 44: (4, 4)}.get(policy, (policy, policy))
-    sides = (keys, values) if kept.kind == "paged" else (values,)
-    return kept.heads * sum(width * bits // 8 + (4 if policy else 0) for bits in sides)
-
-
-def _are_packed(found: Mapping[str, Any]) -> bool:
-    return isinstance(info_of(found, next(iter(found))), PackedTensor)
-
-
 def _fail(error: Exception) -> StepOutput:
     raise error
-
-
-def _stored_dtype(value: Any) -> str:
-    """The float type that a checkpoint's embedding is stored in; float16 scales speak for quantized ones."""
-    if isinstance(value, PackedTensor):
-        return str(value.meta.origin.get("stored") or DTYPES[value.meta.dtype])
-    tensor = getattr(value, "weight", None)
-    if tensor is None or not tensor.is_floating_point() or tensor.element_size() == 1:
-        tensor = value.scales
-    name = str(tensor.dtype).removeprefix("torch.")
-    return name if name in DTYPES else "bfloat16"

@@ -260,10 +260,6 @@ class Added:
         return total.to(x.dtype)
 
 
-def _narrowed(h: Activations, dtype: torch.dtype) -> Activations:
-    return h.to(dtype) if isinstance(h, Tensor) else h
-
-
 @dataclass(frozen=True)
 class Decoder:
     """Embedding, sublayers of all layers in order, final norm and head."""
@@ -298,7 +294,8 @@ class Decoder:
             beside = delta if s.beside else None  # of the sublayers that read what this one reads
             if s.beside:
                 if not s.shares:
-                    h = _narrowed(x if s.pre_norm is None else s.pre_norm(x), dtype)
+                    h = x if s.pre_norm is None else s.pre_norm(x)
+                    h = h.to(dtype) if isinstance(h, Tensor) else h
             elif delta is None:
                 h = x if s.pre_norm is None else s.pre_norm(x)
                 x = x.float()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
+
+from toolkit.base.named import Named
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 MOST = 512 << 20  # bytes of a layer that is kept as a whole
 
 
-class CheckpointWeights(Mapping[str, "Weight | Tensor"]):
+class CheckpointWeights(Named["Weight | Tensor"]):
     """What ``canonical_weights`` gives, without holding it all: only the module last read is kept.
 
     So a quantized checkpoint whose codes take a byte each in canonical form never stands in memory as a whole. The
@@ -33,6 +35,7 @@ class CheckpointWeights(Mapping[str, "Weight | Tensor"]):
         self._checkpoint = checkpoint
         self._in_order = True
         self._modules: dict[str, StoredTensor] = {}
+        super().__init__(self._modules)
         for item in stored:
             if item.optional and not {item.name, item.weight_name} & set(checkpoint.names()):
                 continue
@@ -101,9 +104,3 @@ class CheckpointWeights(Mapping[str, "Weight | Tensor"]):
     def _bytes(self, items: Sequence[StoredTensor]) -> int:
         held = (name for item in items for name in (item.weight_name, item.bias_name) if name in self._checkpoint)
         return sum(self._checkpoint.info(name).nbytes for name in held)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
-
-    def __len__(self) -> int:
-        return len(self._modules)

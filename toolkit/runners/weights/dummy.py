@@ -7,11 +7,12 @@ tokenizer, where text goes in or out). Each tensor's seed is its name's checksum
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.json_file import read_json_object
+from toolkit.base.named import Named
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.runners.weights.dummy_scheme import head_settings, settings_of
@@ -32,7 +33,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_json_object(path / "config.json")
 
 
-class DummyWeights(Mapping[str, "Weight | Tensor"]):
+class DummyWeights(Named["Weight | Tensor"]):
     """Canonical weights of ``spec`` by name, made anew at every look-up on ``device``.
 
     ``config``: config.json, for the dtype of dense weights and ``quantization_config``, which ``check_quantization``
@@ -51,6 +52,7 @@ class DummyWeights(Mapping[str, "Weight | Tensor"]):
         self._dtype: torch.dtype = getattr(torch, name if name in DTYPES else "bfloat16")
         self._quantization: dict[str, Any] = config.get("quantization_config") or {}
         self._make: dict[str, Callable[[str], Weight | Tensor]] = {}
+        super().__init__(self._make)
         self._list(spec, {part.name: item.name for item in stored for part in item.parts})
 
     def _list(self, spec: DecoderSpec, stored: Mapping[str, str]) -> None:
@@ -81,12 +83,6 @@ class DummyWeights(Mapping[str, "Weight | Tensor"]):
         if self._outlines is None:
             self._outlines = DummyWeights(*self._model, torch.device("meta"))
         return self._outlines[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._make)
-
-    def __len__(self) -> int:
-        return len(self._make)
 
     # -- tensors
 

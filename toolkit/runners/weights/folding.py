@@ -7,12 +7,13 @@ the one that the *rounded* norm weight implies (``storable``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.base.named import Named
 from toolkit.models.sites import NormFold, RowFold, Site
 
 
@@ -42,10 +43,11 @@ def storable(site: Site, weights: Mapping[str, Tensor], scale: Tensor, dtype: to
     return torch.where(usable, exact, torch.ones_like(exact))
 
 
-class Folded(Mapping[str, Tensor]):
+class Folded(Named[Tensor]):
     """Weights of a layer (dense float32 by canonical name) with scales folded in whenever one is asked for."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__(weights)
         self.weights = weights
         self.norms: dict[str, Tensor] = {}
         self.columns: dict[str, Tensor] = {}
@@ -61,12 +63,6 @@ class Folded(Mapping[str, Tensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self.weights
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.weights)
-
-    def __len__(self) -> int:
-        return len(self.weights)
 
 
 def fold_site(site: Site, weights: Folded, scale: Tensor) -> Tensor:

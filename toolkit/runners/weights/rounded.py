@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.artifacts.weight_files.reused_memory import ReusedMemory
+from toolkit.base.named import Named
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.weights.info import info_of, reading_ahead
 
@@ -42,7 +43,7 @@ def rounded(
     return RoundedWeights(scaled, spec, BITS[load_format], scaled.parts)
 
 
-class RoundedWeights(Mapping[str, "Weight | Tensor"]):
+class RoundedWeights(Named["Weight | Tensor"]):
     """``weights`` of ``spec`` with the dense linears inside its layers rounded in groups to the nearest of 8 bits,
     symmetric, or of 4, with zeros; routers, linears that runners hold dense or whose rows no group divides, and what is
     quantized already stay as they are. ``parts``: of a dense linear, what is stored and what to do to its rows before
@@ -55,6 +56,7 @@ class RoundedWeights(Mapping[str, "Weight | Tensor"]):
         bits: int = 8,
         parts: Callable[[str], tuple[Weight | Tensor, Scales | None]] | None = None,
     ) -> None:
+        super().__init__(weights)
         self._weights, self._bits, self._memory = weights, bits, ReusedMemory()
         self._parts = parts or (lambda name: (weights[name], None))
         held = {x.name for _, mixer in spec.mixers() for x in mixer.matrices()}  # as they are, whatever is read
@@ -105,9 +107,3 @@ class RoundedWeights(Mapping[str, "Weight | Tensor"]):
     def reading_ahead(self, names: Container[str]) -> AbstractContextManager[None]:
         """While those called ``names`` are asked for, best once and in their order, the next ones are read."""
         return reading_ahead(self._weights, names)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)

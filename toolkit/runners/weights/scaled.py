@@ -7,7 +7,7 @@ Scales follow from that as in Lin et al., "AWQ: Activation-aware Weight Quantiza
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import Dense
+from toolkit.base.named import Named
 from toolkit.models.sites import NormFold, RowFold, Site, layer_sites
 from toolkit.runners.native.packing.rounding import Scales, rounding_error, row_squares
 from toolkit.runners.weights.folding import Folded, expand, fold_site
@@ -30,7 +31,7 @@ SAMPLED = 128  # rows of all linears of a site that are rounded to find it
 REACH = 2.0**-12  # smallest scale of a site, of its largest
 
 
-class ScaledWeights(Mapping[str, "Weight | Tensor"]):
+class ScaledWeights(Named["Weight | Tensor"]):
     """``weights`` of ``spec`` scaled so that rounding to 4 bits in groups of ``group`` loses less, what a scale may
     change in float32.
 
@@ -39,6 +40,7 @@ class ScaledWeights(Mapping[str, "Weight | Tensor"]):
     """
 
     def __init__(self, weights: Mapping[str, Weight | Tensor], spec: DecoderSpec, group: int) -> None:
+        super().__init__(weights)
         self._weights = weights
         self._layers = [(layer, layer_sites(layer)) for layer in spec.layers]
         self._layer_of = {name: i for i, (_, sites) in enumerate(self._layers) for s in sites for name in _touched(s)}
@@ -71,17 +73,12 @@ class ScaledWeights(Mapping[str, "Weight | Tensor"]):
         """While those called ``names`` are asked for, best once and in their order, the next ones are read."""
         return reading_ahead(self._weights, names)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
 
-    def __len__(self) -> int:
-        return len(self._weights)
-
-
-class _Floats(Mapping[str, Tensor]):
+class _Floats(Named[Tensor]):
     """Float weights and vectors in float32."""
 
     def __init__(self, weights: Mapping[str, Weight | Tensor]) -> None:
+        super().__init__(weights)
         self._weights = weights
 
     def __getitem__(self, name: str) -> Tensor:
@@ -92,12 +89,6 @@ class _Floats(Mapping[str, Tensor]):
         """``row_squares`` of a matrix, which is not made float32 for it."""
         found = self._weights[name]
         return row_squares(found.weight if isinstance(found, Dense) else self[name], sizes)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
 
 def _touched(site: Site) -> list[str]:

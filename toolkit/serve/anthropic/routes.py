@@ -17,7 +17,6 @@ from toolkit.serve.http.answers import AnthropicMessage, CountedTokens
 from toolkit.serve.http.errors import NoThreads
 from toolkit.serve.http.replies import EventReply, JsonReply, Wire, json_response, named_event
 from toolkit.serve.http.schema import ANTHROPIC_ERRORS, describe
-from toolkit.serve.state import ServerState
 
 router = APIRouter(responses=ANTHROPIC_ERRORS)
 BODIES: list[type[BaseModel]] = [MessagesRequest, CountRequest]
@@ -31,8 +30,7 @@ WIRE = Wire(named_event, lambda error: error.anthropic(), ping=named_event(told.
     ),
 )
 async def messages(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    asked, size = await parse(raw, state, MessagesRequest)
+    state, asked, size = await parse(raw, MessagesRequest)
     _check(asked)
     request = await translated(state, lambda: chat_request(asked), size)
     state.check_ready(request.model)
@@ -43,8 +41,7 @@ async def messages(raw: Request) -> HttpResponse:
 
 @router.post("/v1/messages/count_tokens", **describe(CountRequest, "The tokens of a conversation", CountedTokens))
 async def count_tokens(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    asked, size = await parse(raw, state, CountRequest)
+    state, asked, size = await parse(raw, CountRequest)
     _check(asked)
     request = await translated(state, lambda: chat_request(asked), size)
     state.check_ready(request.model, waits=False)

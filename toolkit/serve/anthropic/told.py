@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from toolkit.messages import Response
 from toolkit.parsers.pieces import Answer, Piece, arguments_of
 from toolkit.serve.generation.chat import Chat
 from toolkit.serve.generation.choices import Usage
+from toolkit.serve.generation.running import running
 
 SIGNATURE = "local"  # of thoughts: clients send it back, nobody checks it
 PING = {"type": "ping"}
@@ -22,12 +22,10 @@ _DELTAS = {
 
 async def whole(chat: Chat) -> dict[str, Any]:
     """The message object."""
-    async with chat.state.slot():
-        await chat.prepare()
-        last = Response()
-        async with aclosing(chat.deltas()) as stream:
-            async for _, delta, _ in stream:
-                last = delta
+    last = Response()
+    async with running(chat) as stream:
+        async for _, delta, _ in stream:
+            last = delta
     content = _content(chat.answers[0])
     return _message(chat) | {"content": content} | _end(chat, last) | {"usage": _usage(chat.usage)}
 
@@ -36,16 +34,14 @@ async def events(chat: Chat) -> AsyncGenerator[dict[str, Any], None]:
     """message_start, the blocks of content one after the other, message_delta, message_stop."""
     blocks = _Blocks()
     last = Response()
-    async with chat.state.slot():
-        await chat.prepare()
+    async with running(chat) as stream:
         yield {"type": "message_start", "message": _message(chat) | {"usage": _usage(chat.usage)}}
         yield PING
-        async with aclosing(chat.deltas()) as stream:
-            async for _, delta, pieces in stream:
-                last = delta
-                for piece in pieces:
-                    for event in blocks.take(piece):
-                        yield event
+        async for _, delta, pieces in stream:
+            last = delta
+            for piece in pieces:
+                for event in blocks.take(piece):
+                    yield event
     for event in blocks.close():
         yield event
     yield {"type": "message_delta", "delta": _end(chat, last), "usage": _usage(chat.usage)}

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from toolkit.chat.messages import TOOL_ROLES
 from toolkit.configs.checks import shown
 from toolkit.configs.generation import PARAMETERS
 from toolkit.configs.limits import LOGIT_BIAS, MOST, PRIORITY, TOKEN_ID, WORD_LENGTH
 from toolkit.errors import UsageError
 from toolkit.serve.fields.formats import FormatFields
+from toolkit.serve.fields.message import Messages, TextPart
 from toolkit.serve.fields.parameters import parameter, with_parameters
 from toolkit.serve.fields.strict import ModelName, Strict
-from toolkit.serve.fields.tools import Hinted, ToolFields
-from toolkit.serve.fields.volatile import without_header
+from toolkit.serve.fields.tools import ToolFields
 from toolkit.vision.eyes import media_sampling
 
-CONTENT = str | list[dict[str, Any]] | dict[str, Any]
 TokenId = Annotated[int, Field(ge=TOKEN_ID.low, le=TOKEN_ID.high)]
 StopWord = Annotated[str, Field(min_length=1, max_length=WORD_LENGTH["stop_words"])]
 StopWords = Annotated[list[StopWord], Field(max_length=MOST["stop_words"])]
@@ -82,11 +80,6 @@ def _checked_media(given: dict[str, Any]) -> dict[str, Any]:
 CacheOptions = Annotated[dict[str, Any], AfterValidator(_without_prewarm)]
 
 
-class TextPart(Strict):
-    type: Literal["text"] = "text"
-    text: str
-
-
 class Prediction(Strict):
     """OpenAI's predicted output."""
 
@@ -101,89 +94,6 @@ class Prediction(Strict):
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding against eavesdroppers; without effect
-
-
-def _text_parts(value: Any) -> Any:
-    """A message's content: a string, OpenAI's list of parts (text, images, videos), or the object of a tool."""
-    if isinstance(value, dict):
-        return value
-    if not isinstance(value, (str, list)):
-        raise ValueError(f"expected a string or a list of parts, found {shown(value, 40)}")
-    for i, part in enumerate(value if isinstance(value, list) else ()):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("image_url", "video_url"):
-            _url(i, kind, part)
-        elif kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
-            others = "" if kind == "text" else ", or an image_url or video_url"
-            raise ValueError(
-                f"part {i}: expected {{'type': 'text', 'text': …}}{others}, found {shown(kind or part, 40)}"
-            )
-    return value
-
-
-def _url(i: int, kind: str, part: dict[str, Any]) -> None:
-    given = part.get(kind)
-    if not isinstance(given.get("url") if isinstance(given, dict) else given, str):
-        raise ValueError(f"part {i}: expected {{'type': '{kind}', '{kind}': {{'url': …}}}}, found {shown(given, 40)}")
-
-
-class Message(Hinted):
-    role: Literal["system", "developer", "user", "assistant", "tool", "ipython", "environment"]
-    content: Annotated[Any, PlainValidator(_text_parts, json_schema_input_type=CONTENT)] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = Field(None, description="vLLM's name of reasoning_content")
-    # The rest of an answer of OpenAI's own, which clients send back as it came:
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
-    type: Literal["text", "message"] | None = None  # lm-eval's mark, and that of OpenAI's other API
-
-    @model_validator(mode="after")
-    def _one_name(self) -> Message:
-        self.reasoning_content = self.reasoning_content or self.reasoning
-        return self
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Message:
-        said = self.tool_calls or self.refusal or self.reasoning_content
-        if self.content is None and not (self.role == "assistant" and said):
-            article = "an" if self.role in ("assistant", "ipython", "environment") else "a"
-            raise ValueError(f"{article} {self.role} message needs content")
-        if isinstance(self.content, dict) and self.role not in TOOL_ROLES:
-            raise ValueError(f"content: expected a string or a list of parts, found {shown(self.content, 40)}")
-        return self
-
-    @model_validator(mode="after")
-    def _refusal_as_text(self) -> Message:
-        """What an assistant has refused with is what it has said."""
-        if isinstance(self.content, list):
-            refused = [i for i, part in enumerate(self.content) if part["type"] == "refusal"]
-            if refused and self.role != "assistant":
-                raise ValueError(f"content: part {refused[0]}: a refusal is an assistant's, not a {self.role}'s")
-            for i in refused:
-                self.content[i] = {"type": "text", "text": self.content[i]["refusal"]}
-        elif self.content is None:
-            self.content = self.refusal
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it; few know the role ``developer``."""
-        keys = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}
-        message = self.model_dump(include=keys, exclude_none=True)
-        if self.reasoning_content:
-            message["thinking"] = self.reasoning_content  # as gpt-oss's template calls it
-        if self.role not in ("system", "developer"):
-            return message
-        if isinstance(self.content, str):
-            message["content"] = without_header(self.content)
-        elif isinstance(self.content, list):
-            parts = [{**x, "text": without_header(x["text"])} if "text" in x else x for x in self.content]
-            message["content"] = [part for part in parts if part.get("text") != ""]
-        return {**message, "role": "system"}
 
 
 def as_list(value: Any) -> Any:
@@ -266,15 +176,6 @@ class SampledRequest(FormatFields):
     def drawn(self) -> int:
         """Answers that are generated for each prompt."""
         return self.n or 1
-
-
-def _as_messages(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
-Messages = Annotated[
-    list[Message], BeforeValidator(_as_messages, json_schema_input_type=str | list[Message]), Field(min_length=1)
-]
 
 
 def _for_the_template(given: dict[str, Any]) -> dict[str, Any]:

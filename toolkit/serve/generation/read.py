@@ -14,7 +14,8 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from toolkit.models.pictures import Picture
-from toolkit.serve.fields.protocol import ChatCompletionRequest, Message
+from toolkit.serve.fields.message import Message
+from toolkit.serve.fields.protocol import ChatCompletionRequest
 from toolkit.serve.fields.strict import Strict
 from toolkit.serve.http.errors import ApiError, TooLong, bad_field, from_validation
 from toolkit.serve.http.json_values import count_values
@@ -56,9 +57,10 @@ def parse_body(model: type[M], body: bytes, check: Callable[[Any], None] = lambd
         raise from_validation(error, model) from error
 
 
-async def parse(request: Request, state: ServerState, model: type[M]) -> tuple[M, int]:
-    """The body as ``model``, and its bytes; where it names none it means the model that is served. Raises ApiError that
-    names the first bad field or the limit."""
+async def parse(request: Request, model: type[M]) -> tuple[ServerState, M, int]:
+    """The server's state, the body as ``model``, and its bytes; where it names none it means the model that is served.
+    Raises ApiError that names the first bad field or the limit."""
+    state: ServerState = request.app.state.server
     body = await read_body(request)
 
     def work() -> M:
@@ -69,7 +71,7 @@ async def parse(request: Request, state: ServerState, model: type[M]) -> tuple[M
             made.model = state.model_name  # type: ignore[attr-defined]
         return made
 
-    return await run_sized(state, work, len(body)), len(body)
+    return state, await run_sized(state, work, len(body)), len(body)
 
 
 async def run_sized(state: ServerState, work: Callable[[], T], size: int) -> T:

@@ -27,13 +27,10 @@ class ApiKeyMiddleware:
         self.keys = keys
         self.under = under or {}
 
-    def _keys_for(self, path: str) -> ApiKeys:
-        return next((keys for prefix, keys in self.under.items() if path.startswith(prefix)), self.keys)
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not _is_open(scope) and KEY not in scope:
             headers = Headers(scope=scope)
-            keys = self._keys_for(scope["path"])
+            keys = next((k for prefix, k in self.under.items() if scope["path"].startswith(prefix)), self.keys)
             key = keys.matching(sent_keys(headers)) if keys else b""
             if key is None:
                 given = headers.get("authorization") or headers.get("x-api-key")

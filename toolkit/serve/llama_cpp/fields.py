@@ -11,7 +11,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from toolkit.configs.checks import shown
 from toolkit.serve.fields.formats import JsonOrText
-from toolkit.serve.fields.protocol import CompletionRequest, Messages, TokenId
+from toolkit.serve.fields.message import Messages
+from toolkit.serve.fields.protocol import CompletionRequest, TokenId
 from toolkit.serve.fields.strict import Strict
 from toolkit.serve.fields.template import TemplateFields
 from toolkit.serve.llama_cpp.sampling import LlamaSampling

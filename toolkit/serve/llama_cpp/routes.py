@@ -31,8 +31,7 @@ EVENTS = "text/event-stream"
     "/completion", **describe(LlamaRequest, "Continue a text, as llama.cpp has it", LlamaAnswer, stream=EVENTS)
 )
 async def completion(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    asked, size = await parse(raw, state, LlamaRequest)
+    state, asked, size = await parse(raw, LlamaRequest)
     return await _answer(state, asked, asked.prompt, size)
 
 
@@ -40,8 +39,7 @@ async def completion(raw: Request) -> HttpResponse:
     "/infill", **describe(InfillRequest, "Fill a gap in a text, as llama.cpp has it", LlamaAnswer, stream=EVENTS)
 )
 async def infill(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    asked, size = await parse(raw, state, InfillRequest)
+    state, asked, size = await parse(raw, InfillRequest)
     gap = with_gap(state.engine.tokenizer, "input_prefix", asked.input_prefix, asked.input_suffix, asked.prompt or "")
     others = "".join(f"{extra.text}\n" for extra in asked.input_extra or ())
     return await _answer(state, asked, others + gap, size)
@@ -58,8 +56,7 @@ async def _answer(state: ServerState, asked: Generation, prompt: str | list[int]
 
 @router.post("/apply-template", **describe(TemplateRequest, "The prompt that a conversation becomes", LlamaPrompt))
 async def apply_template(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    asked, size = await parse(raw, state, TemplateRequest)
+    state, asked, size = await parse(raw, TemplateRequest)
     state.check_ready(asked.model or state.model_name, waits=False)
 
     def render() -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from toolkit.configs.generation import GenerationConfig
 from toolkit.messages import Response
 from toolkit.serve.generation.plain import Plain
+from toolkit.serve.generation.running import running
 from toolkit.serve.llama_cpp.fields import Generation
 from toolkit.serve.openai.logprobs import chat_logprobs
 
@@ -46,13 +47,11 @@ class Told:
 
     async def _deltas(self) -> AsyncGenerator[Response, None]:
         run, begun = self._run, False
-        async with run.state.slot():
-            await run.prepare()
-            async with aclosing(run.deltas()) as stream:
-                async for _, delta, _ in stream:
-                    if not begun and delta.token_ids:
-                        begun, self._first = True, perf_counter()
-                    yield delta
+        async with running(run) as stream:
+            async for _, delta, _ in stream:
+                if not begun and delta.token_ids:
+                    begun, self._first = True, perf_counter()
+                yield delta
 
     async def whole(self) -> dict[str, Any]:
         answer = Response()

@@ -99,7 +99,7 @@ async def engine_info(raw: Request) -> HttpResponse:
 )
 async def p2p_initialize(raw: Request) -> HttpResponse:
     state = _apart(raw)
-    await parse(raw, state, InitRequest)
+    await parse(raw, InitRequest)
     info = state.engine.peers.info()
     ends = [{"protocol": TCP, "endpoint_info": _endpoint(info)}]
     told = {"status": SUCCESS, "engine_endpoint_info": {"zmq_address": ""}, "kvtransfer_endpoint_info": ends}
@@ -110,8 +110,8 @@ async def p2p_initialize(raw: Request) -> HttpResponse:
     "/distserve/p2p_connect", **describe(ConnectRequest, "Take blocks from that engine", Connected, also=FORBIDDEN)
 )
 async def p2p_connect(raw: Request) -> HttpResponse:
-    state = _apart(raw)
-    request, _ = await parse(raw, state, ConnectRequest)
+    _apart(raw)
+    state, request, _ = await parse(raw, ConnectRequest)
     if state.engine.peers.role == EngineRole.Prefill:
         return json_response({"status": SUCCESS, "message": "this engine lends; it connects to nobody"})
     engine_id, address, secure, in_common = _read(request.remote_kvtransfer_endpoint_info[0].endpoint_info)
@@ -124,16 +124,16 @@ async def p2p_connect(raw: Request) -> HttpResponse:
 
 @router.post("/distserve/p2p_drop_connect", **describe(DropRequest, "Take no more from it", Connected, also=FORBIDDEN))
 async def p2p_drop_connect(raw: Request) -> HttpResponse:
-    state = _apart(raw)
-    request, _ = await parse(raw, state, DropRequest)
+    _apart(raw)
+    state, request, _ = await parse(raw, DropRequest)
     await asyncio.to_thread(state.engine.peers.drop, request.remote_engine_id)
     return json_response({"status": SUCCESS, "message": ""})
 
 
 @router.post("/distserve/free_cache", **describe(FreeRequest, "Let preserved blocks go", Freed, also=FORBIDDEN))
 async def free_cache(raw: Request) -> HttpResponse:
-    state = _apart(raw)
-    request, _ = await parse(raw, state, FreeRequest)
+    _apart(raw)
+    state, request, _ = await parse(raw, FreeRequest)
     return json_response({"freed": state.engine.peers.free(str(request.remote_session_id))})
 
 

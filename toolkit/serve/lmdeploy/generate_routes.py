@@ -80,8 +80,7 @@ BODIES: list[type[BaseModel]] = [RawRequest, PerplexityRequest]
     ),
 )
 async def generate(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    request, _ = await parse(raw, state, RawRequest)
+    state, request, _ = await parse(raw, RawRequest)
     state.check_ready(request.model)
     state.settings.limits.check_work(request, 1, request.max_tokens, state.engine.session_len)
     answer = RawAnswer(state, request)
@@ -177,8 +176,7 @@ def _logprobs(kind: str, ids: list[int], found: list[Any], top: int) -> dict[str
     "/get_ppl", **describe(PerplexityRequest, "Mean cross-entropy of a text, as LMDeploy has it", CrossEntropy)
 )
 async def get_ppl(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    request, _ = await parse(raw, state, PerplexityRequest)
+    state, request, _ = await parse(raw, PerplexityRequest)
     model = request.model
     state.check_ready(model)
 

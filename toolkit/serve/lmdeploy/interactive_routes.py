@@ -12,7 +12,8 @@ from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response as HttpResponse
 
 from toolkit.messages import Response
-from toolkit.serve.fields.protocol import Messages, SampledRequest
+from toolkit.serve.fields.message import Messages
+from toolkit.serve.fields.protocol import SampledRequest
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.choices import run_choices
 from toolkit.serve.generation.read import encode_text, parse, refuse_pictures, run_sized, vocab_size
@@ -74,8 +75,7 @@ BODIES: list[type[BaseModel]] = [GenerateRequest]
     ),
 )
 async def interactive(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    request, size = await parse(raw, state, GenerateRequest)
+    state, request, size = await parse(raw, GenerateRequest)
     model = request.adapter_name or request.model
     state.check_ready(model, waits=not request.cancel)
     state.settings.limits.check_work(request, 1, request.request_output_len, state.engine.session_len)

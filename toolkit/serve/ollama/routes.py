@@ -50,8 +50,7 @@ def of_one(state: ServerState) -> list[Listed]:
 
 @router.post("/api/chat", **describe(ChatRequest, "Answer a conversation, as Ollama has it", OllamaChat, stream=MEDIA))
 async def chat(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    asked, size = await parse(raw, state, ChatRequest)
+    state, asked, size = await parse(raw, ChatRequest)
     model = served_as(asked.model, state.model_names)
     if not asked.messages:
         return _present(state, "chat", asked, model)
@@ -63,8 +62,7 @@ async def chat(raw: Request) -> HttpResponse:
     "/api/generate", **describe(OllamaGenerateRequest, "Answer a prompt, as Ollama has it", OllamaText, stream=MEDIA)
 )
 async def generate(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    asked, size = await parse(raw, state, OllamaGenerateRequest)
+    state, asked, size = await parse(raw, OllamaGenerateRequest)
     model, name = served_as(asked.model, state.model_names), f"ollama-{uuid.uuid4().hex}"
     if not asked.prompt and not asked.images:
         return _present(state, "generate", asked, model)
@@ -93,8 +91,7 @@ def _answer(state: ServerState, kind: Kind, asked: Answering, run: Chat | Plain)
 
 @router.post("/api/embed", **describe(EmbedRequest, "A vector for each text, as Ollama has it", OllamaEmbeddings))
 async def embeddings(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    asked, _ = await parse(raw, state, EmbedRequest)
+    state, asked, _ = await parse(raw, EmbedRequest)
 
     async def answer() -> dict[str, Any]:
         began = perf_counter_ns()
@@ -109,8 +106,7 @@ async def embeddings(raw: Request) -> HttpResponse:
     "/api/embeddings", **describe(OldEmbedRequest, "A vector for a text, as Ollama had it before", OllamaEmbedding)
 )
 async def old_embeddings(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    asked, _ = await parse(raw, state, OldEmbedRequest)
+    state, asked, _ = await parse(raw, OldEmbedRequest)
 
     async def answer() -> dict[str, Any]:
         told, _ = await _vectors(state, asked.model, [asked.prompt], True, None)
@@ -141,8 +137,7 @@ async def _vectors(
 
 @router.post("/api/show", **describe(ShowRequest, "What a model is, as Ollama tells it", OllamaShown))
 async def show(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    asked, _ = await parse(raw, state, ShowRequest)
+    state, asked, _ = await parse(raw, ShowRequest)
     name = served_as(asked.model or asked.name or state.model_name, state.model_names)
     listed = next((one for one in of_one(state) if one.name == name), None)
     if listed is None:

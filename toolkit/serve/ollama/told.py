@@ -12,6 +12,7 @@ from toolkit.messages import Response
 from toolkit.parsers.pieces import Piece, arguments_of
 from toolkit.serve.generation.chat import Chat
 from toolkit.serve.generation.plain import Plain
+from toolkit.serve.generation.running import running
 from toolkit.serve.openai.logprobs import chat_logprobs
 
 Kind = Literal["chat", "generate"]
@@ -65,13 +66,11 @@ class Told:
 
     async def _deltas(self) -> AsyncGenerator[tuple[Response, list[Piece]], None]:
         run, begun = self._run, False
-        async with run.state.slot():
-            await run.prepare()
-            async with aclosing(run.deltas()) as stream:
-                async for _, delta, pieces in stream:
-                    if not begun:
-                        begun, self._first = True, perf_counter_ns()
-                    yield delta, pieces
+        async with running(run) as stream:
+            async for _, delta, pieces in stream:
+                if not begun:
+                    begun, self._first = True, perf_counter_ns()
+                yield delta, pieces
 
     async def whole(self) -> dict[str, Any]:
         answer = Response()

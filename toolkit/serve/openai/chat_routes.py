@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from toolkit.parsers.pieces import Piece
 from toolkit.serve.fields.protocol import ChatCompletionRequest
 from toolkit.serve.generation.chat import Chat
 from toolkit.serve.generation.read import parse
+from toolkit.serve.generation.running import running
 from toolkit.serve.http.answers import ChatCompletion
 from toolkit.serve.http.replies import EventReply, JsonReply
 from toolkit.serve.http.schema import describe
@@ -33,8 +33,7 @@ BODIES: list[type[BaseModel]] = [ChatCompletionRequest]
     **describe(ChatCompletionRequest, "Answer a conversation", ChatCompletion, stream="text/event-stream"),
 )
 async def chat_completions(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    request, size = await parse(raw, state, ChatCompletionRequest)
+    state, request, size = await parse(raw, ChatCompletionRequest)
     state.check_ready(request.model)
     state.settings.limits.check_work(request, 1, request.token_limit, state.engine.session_len)
     answer = ChatAnswer(state, request, size)
@@ -64,12 +63,10 @@ class ChatAnswer:
     async def whole(self) -> dict[str, Any]:
         """The chat.completion object."""
         chat = self.chat
-        async with self.state.slot():
-            await chat.prepare()
+        async with running(chat) as stream:
             answers = [Response() for _ in chat.choices]
-            async with aclosing(chat.deltas()) as stream:
-                async for index, delta, _ in stream:
-                    answers[index].extend(delta)
+            async for index, delta, _ in stream:
+                answers[index].extend(delta)
         shows_ids = self.request.return_token_ids
         rows: list[dict[str, Any]] = [
             {
@@ -115,31 +112,29 @@ class ChatAnswer:
             return {**head, "choices": [choice | {"token_ids": ids} if ids else choice]}
 
         chat = self.chat
-        async with self.state.slot():
-            await chat.prepare()
+        async with running(chat) as stream:
             begun: set[int] = set()
             routed = [Response() for _ in chat.choices]
             calls = [-1] * len(chat.choices)  # the index of the last one begun
-            async with aclosing(chat.deltas()) as stream:
-                async for index, delta, pieces in stream:
-                    if index not in begun:
-                        begun.add(index)
-                        yield chunk(index, {"role": "assistant", "content": ""}) | self._prompt_ids()
-                    if delta.prompt_progress is not None:
-                        yield chunk(index, {}) | {"prompt_progress": vars(delta.prompt_progress)}
-                    routed[index].extend(Response(routed_experts=delta.routed_experts))
-                    logprobs = self._logprobs(delta) if delta.logprobs else None
-                    ids = delta.token_ids if self.request.return_token_ids else None
-                    if (logprobs or ids) and not pieces:
-                        yield chunk(index, {"content": ""}, logprobs, ids=ids)
-                    for piece in pieces:
-                        calls[index] += piece.kind == "call"
-                        yield chunk(index, _delta(piece, calls[index]), logprobs, ids=ids)
-                        logprobs = ids = None
-                    if delta.finish_reason is not None:
-                        last = chunk(index, {}, None, chat.finish_reason(index, delta))
-                        last["choices"][0] |= {"stop_reason": delta.stop_reason, **await self._routed(routed[index])}
-                        yield last
+            async for index, delta, pieces in stream:
+                if index not in begun:
+                    begun.add(index)
+                    yield chunk(index, {"role": "assistant", "content": ""}) | self._prompt_ids()
+                if delta.prompt_progress is not None:
+                    yield chunk(index, {}) | {"prompt_progress": vars(delta.prompt_progress)}
+                routed[index].extend(Response(routed_experts=delta.routed_experts))
+                logprobs = self._logprobs(delta) if delta.logprobs else None
+                ids = delta.token_ids if self.request.return_token_ids else None
+                if (logprobs or ids) and not pieces:
+                    yield chunk(index, {"content": ""}, logprobs, ids=ids)
+                for piece in pieces:
+                    calls[index] += piece.kind == "call"
+                    yield chunk(index, _delta(piece, calls[index]), logprobs, ids=ids)
+                    logprobs = ids = None
+                if delta.finish_reason is not None:
+                    last = chunk(index, {}, None, chat.finish_reason(index, delta))
+                    last["choices"][0] |= {"stop_reason": delta.stop_reason, **await self._routed(routed[index])}
+                    yield last
         if self.request.include_usage:
             yield {**head, "choices": [], "usage": chat.usage.as_dict()}
 

@@ -39,8 +39,7 @@ NOTHING: dict[str, Any] = {"text": "", "logprobs": None, "finish_reason": None, 
     "/v1/completions", **describe(CompletionRequest, "Continue a text", TextCompletion, stream="text/event-stream")
 )
 async def completions(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    request, _ = await parse(raw, state, CompletionRequest)
+    state, request, _ = await parse(raw, CompletionRequest)
     state.check_ready(request.model)
     state.settings.limits.check_work(request, len(request.prompt), request.token_limit, state.engine.session_len)
     answer = CompletionAnswer(state, request)

@@ -80,8 +80,7 @@ BODIES: list[type[BaseModel]] = [EmbeddingsRequest, RerankRequest, ScoreRequest]
 
 @router.post("/v1/embeddings", **describe(EmbeddingsRequest, "A vector for each text", Embeddings))
 async def embeddings(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    request, _ = await parse(raw, state, EmbeddingsRequest)
+    state, request, _ = await parse(raw, EmbeddingsRequest)
     state.check_ready(request.model)
     state.settings.limits.check_prompts("input", len(request.input))
     return JsonReply(partial(_embeddings, state, request))
@@ -111,8 +110,7 @@ async def _embeddings(state: ServerState, request: EmbeddingsRequest) -> dict[st
     "/v1/rerank", **describe(RerankRequest, "Documents in the order of what they have to do with a query", Ranking)
 )
 async def rerank(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    request, _ = await parse(raw, state, RerankRequest)
+    state, request, _ = await parse(raw, RerankRequest)
     state.check_ready(request.model)
     state.settings.limits.check_prompts("documents", len(request.documents))
     return JsonReply(partial(_rerank, state, request))
@@ -135,8 +133,7 @@ async def _rerank(state: ServerState, request: RerankRequest) -> dict[str, Any]:
 @router.post("/score", include_in_schema=False)
 @router.post("/v1/score", **describe(ScoreRequest, "How much two texts have to do with each other", Scores))
 async def score(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    request, _ = await parse(raw, state, ScoreRequest)
+    state, request, _ = await parse(raw, ScoreRequest)
     state.check_ready(request.model)
     first, second = len(request.text_1), len(request.text_2)
     if first not in (1, second):

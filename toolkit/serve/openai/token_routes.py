@@ -10,7 +10,8 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, model_validator
 from starlette.responses import Response as HttpResponse
 
-from toolkit.serve.fields.protocol import Messages, TokenId
+from toolkit.serve.fields.message import Messages
+from toolkit.serve.fields.protocol import TokenId
 from toolkit.serve.fields.strict import Strict
 from toolkit.serve.fields.template import TemplateFields
 from toolkit.serve.generation.read import encode_messages, parse, vocab_size
@@ -77,8 +78,7 @@ def _checked_model(state: ServerState, model: str | None) -> None:
 
 @router.post("/tokenize", **describe(TokenizeRequest, "Token ids of a text or a conversation", Tokens))
 async def tokenize(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    request, size = await parse(raw, state, TokenizeRequest)
+    state, request, size = await parse(raw, TokenizeRequest)
     _checked_model(state, request.model)
     tokenizer = state.engine.tokenizer
 
@@ -114,8 +114,7 @@ def _piece(data: bytes) -> str | list[int]:
 
 @router.post("/detokenize", **describe(DetokenizeRequest, "The text of token ids", Detokenized))
 async def detokenize(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    request, size = await parse(raw, state, DetokenizeRequest)
+    state, request, size = await parse(raw, DetokenizeRequest)
     _checked_model(state, request.model)
     if strange := next((i for i in request.tokens if i >= vocab_size(state)), None):
         raise bad_field("tokens", f"expected ids below {vocab_size(state)}, found {strange}")
@@ -136,8 +135,7 @@ async def tokenizer_info(raw: Request) -> HttpResponse:
 
 @router.post("/v1/encode", **describe(EncodeRequest, "Token ids of one text or several", Encoded))
 async def encode(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    request, _ = await parse(raw, state, EncodeRequest)
+    state, request, _ = await parse(raw, EncodeRequest)
     _checked_model(state, request.model)
     special = request.add_bos is not False
     texts = [request.input] if isinstance(request.input, str) else request.input

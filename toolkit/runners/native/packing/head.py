@@ -11,11 +11,6 @@ from toolkit.artifacts.rounding import to_group_int
 from toolkit.runners.native.packing.rounding import Scales, fits, round_groups
 
 
-def _head_group(cols: int) -> int | None:
-    """The longest group of at most 128 columns that divides the row."""
-    return next((g for g in range(128, 15, -16) if cols % g == 0), None)
-
-
 def turn(x: Tensor) -> Tensor:
     """x·H for float32 [rows, cols], H as ``Ops::hadamard`` has it: blocks as long as the largest power of two that
     divides ``cols``, normalised, its own inverse. A product of two small Hadamard matrices at a time.
@@ -42,7 +37,7 @@ def quantize_head(w: Dense, bits: int) -> GroupInt | None:
     the loss down to that of the weights. 4 bits: groups of 32 with zeros, as they are.
     """
     cols = w.shape[1]
-    group = _head_group(cols) if bits == 8 else 32 if cols % 32 == 0 else None
+    group = next((g for g in (range(128, 15, -16) if bits == 8 else (32,)) if cols % g == 0), None)
     if group is None:
         return None
     if w.weight.is_meta:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import ChannelInt8, Dense, GroupInt, Weight
 from toolkit.artifacts.outline import taller
+from toolkit.base.named import Named
 from toolkit.runners.native.packing.head import turn
 from toolkit.runners.native.packing.pack import TORCH_TYPES
 from toolkit.runners.native.packing.packed import DENSE, F32, LANES, VECTOR, PackedTensor, PackedWeights
@@ -99,12 +99,13 @@ def _unpack_group_int(p: PackedTensor) -> GroupInt:
     return GroupInt(torch.from_numpy(codes), scales, zeros, o["bits"], o["group_size"], minima, index)
 
 
-class UnpackedWeights(Mapping[str, "Weight | Tensor"]):
+class UnpackedWeights(Named["Weight | Tensor"]):
     """Packed weights in canonical form again, each made when asked for. A quantized head stays what it became; a turned
     one has the type that it was stored in, by which runners choose theirs.
     """
 
     def __init__(self, packed: PackedWeights) -> None:
+        super().__init__(packed)
         self._packed = packed
 
     def __getitem__(self, name: str) -> Weight | Tensor:
@@ -127,9 +128,3 @@ class UnpackedWeights(Mapping[str, "Weight | Tensor"]):
             return Dense(torch.empty(m.rows, m.cols, dtype=stored, device="meta"))
         one = unpack(PackedTensor(p.data[: m.tile_bytes], replace(m, rows=1)))
         return taller(one, m.rows)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._packed)
-
-    def __len__(self) -> int:
-        return len(self._packed)

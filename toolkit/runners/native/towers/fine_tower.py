@@ -11,8 +11,8 @@ import numpy as np
 from toolkit.models.fine import STEM, FineTower
 from toolkit.models.patches import between
 from toolkit.models.pictures import Picture
-from toolkit.runners.native.mixers import Record, Tensors
 from toolkit.runners.native.packing.packed import Floats, floats
+from toolkit.runners.native.tensors import Record, Tensors
 from toolkit.runners.native.towers.tower import NativeEncoder
 from toolkit.runners.native.towers.tower_records import TOWER_ACTIVATIONS, linear, near, norm_of, unfolded
 

@@ -10,8 +10,8 @@ import numpy as np
 from toolkit.models.high import HighTower
 from toolkit.models.patches import resized
 from toolkit.models.pictures import Picture
-from toolkit.runners.native.mixers import Record, Tensors
 from toolkit.runners.native.packing.packed import LANES, Floats, PackedTensor, floats
+from toolkit.runners.native.tensors import Record, Tensors
 from toolkit.runners.native.towers.tower import NativeEncoder
 from toolkit.runners.native.towers.tower_records import TOWER_ACTIVATIONS, dense, linear, norm_of, unfolded
 

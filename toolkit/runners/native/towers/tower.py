@@ -20,8 +20,9 @@ from toolkit.models.routed import routed_tensors
 from toolkit.models.vision import MERGES, Stage, VisionSpec, tensors
 from toolkit.runners.base import RunnerError
 from toolkit.runners.native import library
-from toolkit.runners.native.mixers import Record, Tensors, flat
+from toolkit.runners.native.mixers import flat
 from toolkit.runners.native.packing.packed import LANES, Floats, PackedWeights, floats
+from toolkit.runners.native.tensors import Record, Tensors
 from toolkit.runners.native.towers.tower_records import layer, norm, parts_of, product, projected
 
 _ORDERS = {*MERGES, "pool"}  # stages that numpy does

@@ -7,8 +7,9 @@ import math
 import numpy as np
 
 from toolkit.models.vision import Stage, Tower
-from toolkit.runners.native.mixers import ACTIVATIONS, Record, Tensors
+from toolkit.runners.native.mixers import ACTIVATIONS
 from toolkit.runners.native.packing.packed import DENSE, LANES, Floats, PackedMeta, PackedTensor, floats
+from toolkit.runners.native.tensors import Record, Tensors
 
 TOWER_ACTIVATIONS = ACTIVATIONS | {"quick_gelu": 7}
 

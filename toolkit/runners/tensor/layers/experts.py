@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight, join_rows
+from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight
+from toolkit.artifacts.join import join_rows
 from toolkit.kernels.reference.linear import pack_codes
 from toolkit.models.spec import MlpSpec, MoeSpec
 from toolkit.runners.tensor.layers.linear import Placement, becomes_dense

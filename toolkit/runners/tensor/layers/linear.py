@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from toolkit import kernels
-from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight, join_rows
+from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, Weight
+from toolkit.artifacts.join import join_rows
 from toolkit.errors import UsageError
 from toolkit.kernels.reference.linear import pack_codes
 from toolkit.runners.tensor.devices.find import kernel_target

@@ -154,8 +154,7 @@ async def delete(id: str, raw: Request) -> HttpResponse:
 @router.post("/v1/batches", **describe(BatchRequest, "Answer the requests of a file", BatchCard))
 async def create(raw: Request) -> HttpResponse:
     batches, owner = _mine(raw)
-    state = raw.app.state.server
-    asked, _ = await parse(raw, state, BatchRequest)
+    state, asked, _ = await parse(raw, BatchRequest)
     if state.closing:
         raise ApiError(503, "the server is shutting down; ask again later", code="shutting_down")
     file = batches.store.file(asked.input_file_id, owner)

@@ -60,8 +60,7 @@ WIRE = Wire(_event, ApiError.envelope, ping=COMMENT)
     ),
 )
 async def responses(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    asked, size = await parse(raw, state, ResponsesRequest)
+    state, asked, size = await parse(raw, ResponsesRequest)
     earlier, owner = _earlier(raw, asked), current_user().owner
     request, talk, size = await _translated(state, asked, asked.model, size, earlier)
     state.check_ready(request.model)
@@ -85,8 +84,7 @@ async def responses(raw: Request) -> HttpResponse:
     "/v1/responses/input_tokens", **describe(InputTokensRequest, "The tokens of what would be answered", CountedInput)
 )
 async def input_tokens(raw: Request) -> HttpResponse:
-    state: ServerState = raw.app.state.server
-    asked, size = await parse(raw, state, InputTokensRequest)
+    state, asked, size = await parse(raw, InputTokensRequest)
     request, _, size = await _translated(state, asked, asked.model or state.model_name, size, _earlier(raw, asked))
     state.check_ready(request.model, waits=False)
     token_ids, *_ = await encode_chat(state, request, size, "input_tokens", limited=False)

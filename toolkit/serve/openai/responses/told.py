@@ -6,7 +6,6 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from typing import Any
 
 from toolkit.errors import ToolkitError
@@ -14,6 +13,7 @@ from toolkit.messages import Response
 from toolkit.parsers.pieces import Piece
 from toolkit.serve.fields.parameters import given_parameters
 from toolkit.serve.generation.chat import Chat
+from toolkit.serve.generation.running import running
 from toolkit.serve.http.errors import ApiError, from_exception
 from toolkit.serve.openai.responses.asked import CUSTOM
 from toolkit.serve.openai.responses.fields import ResponsesRequest, spelled
@@ -37,13 +37,11 @@ class Told:
     async def whole(self) -> Event:
         """The response object."""
         last = Response()
-        async with self._chat.state.slot():
-            await self._chat.prepare()
-            async with aclosing(self._chat.deltas()) as stream:
-                async for _, delta, pieces in stream:
-                    last = delta
-                    for piece in pieces:
-                        self._take(piece)
+        async with running(self._chat) as stream:
+            async for _, delta, pieces in stream:
+                last = delta
+                for piece in pieces:
+                    self._take(piece)
         self._close(_was_cut(last))
         return self._done(last)
 
@@ -52,16 +50,14 @@ class Told:
         too."""
         last = Response()
         try:
-            async with self._chat.state.slot():
-                await self._chat.prepare()
+            async with running(self._chat) as stream:
                 for kind in ("created", "in_progress"):
                     yield self._event(f"response.{kind}", response=self._response("in_progress"))
-                async with aclosing(self._chat.deltas()) as stream:
-                    async for _, delta, pieces in stream:
-                        last = delta
-                        for piece in pieces:
-                            for event in self._take(piece):
-                                yield event
+                async for _, delta, pieces in stream:
+                    last = delta
+                    for piece in pieces:
+                        for event in self._take(piece):
+                            yield event
         except Exception as error:
             if not self._count:
                 raise

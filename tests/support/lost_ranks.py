@@ -1,0 +1,45 @@
+"""An engine of ranks in a process of its own, of which one is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from toolkit.engine.process.frontend import AsyncEngine
+from toolkit.messages import GenerationConfig
+
+
+def children(pid: int) -> list[int]:
+    """Ranks that the engine's process has started."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found if b"worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+async def crash(engine: AsyncEngine, prompt: list[int]) -> str:
+    """Kill rank 1 while it answers; what the request is told, once the engine is there again."""
+    pid = engine._loop.pid  # type: ignore[attr-defined]
+    stream = engine.generate(prompt, GenerationConfig(max_new_tokens=200, ignore_eos=True))
+    await anext(stream)
+    with suppress(ProcessLookupError):
+        os.kill(children(pid)[0], signal.SIGKILL)
+    last = None
+    async for delta in stream:
+        last = delta
+    assert last is not None
+    end = time.monotonic() + 60
+    while (engine._loop.pid == pid and last.finish_reason == "error") or not engine.healthy:  # type: ignore[attr-defined]
+        assert time.monotonic() < end, "the engine does not come back"
+        await asyncio.sleep(0.05)
+    return last.error_message or ""
+
+
+def all_gone(ranks: list[int]) -> None:
+    """Wait for their end."""
+    end = time.monotonic() + 20
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < end, "a rank outlives its engine"
+        time.sleep(0.05)

@@ -1,0 +1,80 @@
+"""The integers that AWQ, GPTQ and auto-round quantize to: how many bits, in which groups, and how they are rounded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from toolkit.artifacts.canonical import GroupInt, Weight
+from toolkit.errors import UsageError
+from toolkit.quant import gguf
+from toolkit.quant.layers.source import LayerSource
+from toolkit.quant.methods import awq, gptq
+from toolkit.quant.methods.grid import choose_groups, some_of
+from toolkit.quant.options import AutoRound, Awq, Common, Gptq
+from toolkit.quant.run import choose, targets
+
+MIXED = ("compressed-tensors", "gptq_v2", "gptq", "auto_round")  # formats that hold layers of different groups
+
+
+def grids(
+    options: Awq | Gptq | AutoRound, source: LayerSource, common: Common, *, rows: bool = True
+) -> tuple[awq.Grid, dict[str, awq.Grid], Common]:
+    """The grid of most linears; those with one group a row beside it, which only ``auto`` makes; and ``common``, which
+    skips them where the format, or the method (``rows`` False), has no way to hold them. What is not as asked is told.
+    """
+    found, auto = targets(source, choose(source, common)), options.w_group_size == "auto"
+    groups = choose_groups(options.w_group_size, found)
+    grid, odd = awq.Grid(options.w_bits, groups.size, options.w_sym), groups.odd
+    if auto and not rows:  # auto-round looks at both sides
+        odd |= {x.name for x in found if x.out_features % 32}
+    told = f"--w-group-size auto: 128, 64, 32 do not divide the {'inputs' if rows else 'rows or columns'} of "
+    if auto and groups.size == -1:
+        common.notice(told + "any layer; each row has one scale")
+    if not odd:
+        return grid, {}, common
+    told += some_of(odd)
+    if rows and common.format not in ("awq", gguf.FORMAT):
+        common.notice(f"{told}; they have one scale a row, the others groups of {groups.size}")
+        return grid, dict.fromkeys(odd, replace(grid, group_size=-1)), common
+    why = f": {common.format} holds no row as one group beside others" if rows else ""
+    common.notice(f"{told}; they stay dense{why}")
+    skip = (*common.skip, *(f"^{re.escape(name)}$" for name in sorted(odd - {source.spec.head})))
+    head = common.quantize_lm_head and source.spec.head not in odd
+    return grid, {}, replace(common, skip=skip, quantize_lm_head=head)
+
+
+def grid_options(grid: awq.Grid) -> dict[str, Any]:
+    return {"w_bits": grid.bits, "w_sym": grid.symmetric, "w_group_size": grid.group_size}
+
+
+def rounding_of(options: Awq | Gptq) -> gptq.Rounding:
+    return gptq.Rounding(options.damp, options.shrink, options.desc_act, options.static_groups)
+
+
+def rounding_options(how: gptq.Rounding) -> dict[str, float | bool]:
+    if not 0 < how.damp < 1:
+        raise UsageError(f"--damp: expected a share between 0 and 1, found {how.damp:g}")
+    if not 0 <= how.shrink <= 1:
+        raise UsageError(f"--shrink: expected a share from 0 to 1, found {how.shrink:g}")
+    found = {"damp": how.damp, "shrink": how.shrink, "desc_act": how.desc_act}
+    return found | ({"static_groups": how.static_groups} if how.desc_act else {})
+
+
+def integers(grid: awq.Grid, act_order: bool, rows: int, columns: int) -> Weight:
+    """A stand-in for what ``grid`` gives, without memory of its own."""
+    size = columns if grid.group_size == -1 or columns % grid.group_size else grid.group_size
+    middle = torch.full((1, 1), 1 << (grid.bits - 1) if grid.symmetric else 0, dtype=torch.uint8)
+    groups = columns // size
+    index = torch.arange(columns - 1, -1, -1, dtype=torch.int32) // size if act_order else None
+    return GroupInt(
+        middle.expand(rows, columns),
+        torch.ones(1, 1, dtype=torch.float16).expand(rows, groups),
+        middle.expand(rows, groups),
+        grid.bits,
+        size,
+        group_index=index,
+    )
