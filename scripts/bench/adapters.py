@@ -8,9 +8,9 @@ gaps between tokens while an adapter is loaded.
     python scripts/bench/adapters.py MODEL --load --count 4 --rank 256   # gaps instead
 
 The adapters are random, of all linear layers, in bfloat16. One engine answers the base, one adapter, and an adapter
-each in turn, greedy, one request and as many as there are adapters; time is taken from the moment when each request has
-a token to the last one. *ratio* is the median of each round's, with its lowest and highest. llama.cpp's server has the
-adapters in its form; what it is asked at once for several adapters, it answers one after another.
+each in turn, greedy, one request and as many as there are adapters; time is taken from the first request's first token
+to the last one. *ratio* is the median of each round's, with its lowest and highest. llama.cpp's server has the adapters
+in its form; what it is asked at once for several adapters, it answers one after another.
 --cold: one request at a time, of an adapter that memory does not hold and again of the same, by turns. --load: streams
 of the base model, as many as --count; their longest gaps in a second without loading and while an adapter is loaded.
 """
@@ -93,9 +93,8 @@ def decode(ask: Ask, names: Sequence[str | None]) -> float:
 
     with ThreadPoolExecutor(len(names)) as pool:
         found = list(pool.map(begin, names))
-    begun = max(first for first, _, _ in found)
+    begun = min(first for first, _, _ in found)
     end = max(last for _, last, _ in found)
-    # what came while the last request was read is little beside the rest, and the same for both
     return sum(count for _, _, count in found) / (end - begun)
 
 

@@ -15,7 +15,7 @@ import pytest
 from toolkit.errors import UsageError
 from toolkit.planner.engine import Limits
 from toolkit.planner.fit import Measured, _seconds
-from toolkit.planner.fleet import simulate
+from toolkit.planner.fleet import Around, simulate
 from toolkit.planner.machines import Machine, Model, predicted
 from toolkit.planner.options import Demand
 from toolkit.planner.plan import doubled, met, plan
@@ -80,12 +80,36 @@ def test_the_number_is_the_smallest_that_keeps_the_goals(profile: Path) -> None:
 
 
 def test_engines_for_prompts_are_paid_for() -> None:
-    more = {"slo": ("tpot:40",), "max_batch_size": 16, "prefill": 2, "random_input_len": "500"}
+    more: dict[str, Any] = {"slo": ("tpot:40",), "max_batch_size": 16, "prefill": 2, "random_input_len": "500"}
     demand = Demand(request_rate=4.0, num_prompts=60, random_output_len="32", **more)
     (answer,) = plan(demand, [Machine("m", 0.5, TIME, Limits(16), "measured")])
     assert answer.replicas is not None and answer.price == 0.5 * (answer.replicas + 2)
     assert answer.run == simulate(demand.asks(), TIME, Limits(16), answer.replicas, prefills=2)
     assert answer.row(demand.slos)["prefill_replicas"] == 2
+
+
+def test_what_is_around_engines_counts() -> None:
+    """Two cores for two engines and what speaks for them: less than two engines on machines of their own."""
+    load: dict[str, Any] = {
+        "request_rate": 8.0,
+        "num_prompts": 60,
+        "random_output_len": "32",
+        "replicas": "2",
+        "max_batch_size": 16,
+    }
+    machine = Machine("m", None, TIME, Limits(16), "measured")
+    shared: dict[str, Any] = {"cores": 2.0, "threads": 1.2, "outside_us": 900.0, "route_ms": 4.0}
+    runs = []
+    for given in ({}, shared, shared | {"prefill": 1, "replicas": "1", "handover_ms": 9.0, "handover_us": 50.0}):
+        (answer,) = plan(Demand(**(load | given)), [machine])
+        assert answer.run is not None
+        runs.append(answer.run)
+    own, both, apart = (run.percentile("tpot", 50) for run in runs)
+    assert own < both and apart < both
+    asks = Demand(**load).asks()
+    around = Around(0.004, 0.0, 0.0, 2.0, 1.2, 0.0009)
+    assert runs[1] == simulate(asks, TIME, Limits(16), 2, around)
+    assert runs[2] == simulate(asks, TIME, Limits(16), 1, replace(around, handing=0.009, handing_token=5e-5), 1)
 
 
 def test_twice_the_load_is_twice_the_requests_in_the_same_time() -> None:
@@ -130,6 +154,8 @@ def test_a_predicted_step_is_that_of_the_documentation() -> None:
         (["--random-output-len", "some"], 2, "--random-output-len: expected tokens, MIN:MAX, or lognormal"),
         (["--request-rate", "0"], 2, "--request-rate: expected requests a second above 0"),
         (["--trace", "nothing.jsonl"], 2, "--request-rate: expected either --request-rate or --trace"),
+        (["--cores", "0"], 2, "--cores"),
+        (["--handover-ms", "-1"], 2, "--handover-ms"),
         (["--price", "-1"], 2, "--price: expected a number above 0"),
         (["--paced", "maybe"], 2, "--paced: expected yes, no or auto"),
         (["--machines", "nothing.json"], 2, "--machines"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.planner import real_engine
 from toolkit.engine.request import EngineRequest, SamplingParams, Whose
 from toolkit.planner import engine as module
 from toolkit.planner.engine import Engine, Limits
 from toolkit.planner.fit import Measured, _seconds, fit
-from toolkit.planner.fleet import simulate
+from toolkit.planner.fleet import Around, simulate
 from toolkit.planner.step_time import StepTime, features, made, non_negative
 from toolkit.planner.traffic import Ask, drawn
 
@@ -40,6 +42,59 @@ def test_one_request_takes_the_time_of_its_steps() -> None:
     assert ttft == pytest.approx(first + TIME.wait) and e2e == pytest.approx(first + TIME.wait + later)
     ((cut, _),) = run([Ask(0.0, 100, 5, cached=60)], TIME, Limits())
     assert cut == pytest.approx(TIME.seconds(40, 0, 40 * 80) + TIME.wait)
+
+
+@pytest.mark.parametrize(
+    ("time", "lengths"), [(replace(TIME, wait=0.0), "20:400"), (StepTime(0.002, (8.0,), (0.0007, 0.0007)), "200")]
+)
+@pytest.mark.parametrize("rate", [1.5, 2.6])
+def test_requests_take_as_long_as_in_the_real_engine(
+    rate: float, time: StepTime, lengths: str, fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole engine loop, with its pace and its turns, on a clock that the same step times drive."""
+    asks = drawn(3, 100, rate, lengths, "64", 0)
+    real = real_engine.served(fake, monkeypatch, asks, time, 16)
+    found = simulate(asks, time, Limits(16), 1)
+    for i, name in enumerate(("ttft", "e2e")):
+        times = [getattr(one, name) for one in found.served]
+        for figure in (np.median, np.mean):
+            assert figure(times) == pytest.approx(figure([one[i] for one in real]), rel=0.1), (name, figure)
+
+
+def test_engines_on_one_machine_share_its_cores() -> None:
+    """Where there are too few, all goes slower by as much; what an output token takes beside its engine counts, too."""
+    asks = [Ask(0.0, 50, 20), Ask(0.0, 50, 20)]
+    alone = simulate(asks[:1], PLAIN, Limits(), 1).served[0]
+    for around, times in (
+        (Around(cores=2), 1.0),
+        (Around(cores=1), 2.0),
+        (Around(cores=2, threads=1.5), 1.5),
+        (Around(cores=1.0, threads=0.5, token=0.0), 1.0),
+    ):
+        for one in simulate(asks, PLAIN, Limits(), 2, around).served:
+            assert (one.ttft, one.e2e) == pytest.approx((times * alone.ttft, times * alone.e2e))
+    step = PROMPT + DECODE  # of one request that decodes: what is beside it is as much again
+    one = simulate(asks[:1], PLAIN, Limits(), 1, Around(cores=1, token=step)).served[0]
+    assert one.ttft == pytest.approx(alone.ttft) and one.tpot == pytest.approx(2 * (alone.tpot or 0))
+    late = [Ask(0.0, 50, 2000), Ask(5.0, 50, 20)]
+    first, second = (simulate(late, PLAIN, Limits(), 2, Around(cores=1)).served[i] for i in (0, 1))
+    first, second = sorted((first, second), key=lambda one: one.e2e, reverse=True)
+    assert second.e2e == pytest.approx(2 * alone.e2e)
+    (long,) = simulate(late[:1], PLAIN, Limits(), 1).served
+    assert first.e2e == pytest.approx(long.e2e + alone.e2e)  # it lost as much as the other one took
+
+
+def test_what_the_way_takes() -> None:
+    """A proxy's part and that of blocks which go over stand before the first token alone."""
+    ask = Ask(1.0, 200, 5)
+    for prefills, around, more in (
+        (0, Around(way=0.1), 0.1),
+        (1, Around(handing=0.1, handing_token=0.001), 0.1 + 192 * 0.001),
+        (1, Around(way=0.1), 0.2),
+    ):
+        (plain,) = simulate([ask], TIME, Limits(), 1, prefills=prefills).served
+        (one,) = simulate([ask], TIME, Limits(), 1, around, prefills).served
+        assert one.ttft == pytest.approx(plain.ttft + more) and one.tpot == pytest.approx(plain.tpot)
 
 
 def test_prompts_on_engines_of_their_own() -> None:

@@ -65,7 +65,7 @@ class Deployed:
 
 
 @contextmanager
-def deployed(model: Path, log: Path, *flags: str) -> Iterator[Deployed]:
+def deployed(model: Path, log: Path, *flags: str, end_by: signal.Signals = signal.SIGTERM) -> Iterator[Deployed]:
     with log.open("wb") as out:
         process = subprocess.Popen([*TOOL, "serve", "ray", str(model), *FLAGS, *flags], stdout=out, stderr=out)
     try:
@@ -75,12 +75,15 @@ def deployed(model: Path, log: Path, *flags: str) -> Iterator[Deployed]:
             time.sleep(0.2)
         yield Deployed(found[1], process)
     finally:
-        process.terminate()
+        left = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.send_signal(end_by)
         try:
             assert process.wait(120) == 0, log.read_text()
         except subprocess.TimeoutExpired:
             process.kill()
             raise
+        _, alive = psutil.wait_procs(left, 30)
+        assert not alive, alive
 
 
 @dataclass
@@ -205,7 +208,7 @@ def test_a_replica_that_hangs_is_replaced(two: Deployed) -> None:
 def test_no_request_is_lost_while_their_number_changes(packed: Path, tmp_path: Path) -> None:
     scaling = ["--replicas", "1:3", "--target-ongoing-requests", "2"]
     scaling += ["--upscale-delay-s", "1", "--downscale-delay-s", "3"]
-    with deployed(packed, tmp_path / "scaled.log", *scaling) as found:
+    with deployed(packed, tmp_path / "scaled.log", *scaling, end_by=signal.SIGINT) as found:
 
         async def go() -> tuple[Counter[str], int]:
             most, ends, stop = 1, Counter[str](), asyncio.Event()
@@ -233,6 +236,27 @@ def test_no_request_is_lost_while_their_number_changes(packed: Path, tmp_path: P
         ends, most = asyncio.run(go())
         assert most == 3 and len(found.replicas()) == 1
         assert set(ends) == {"done"}, ends
+
+
+def test_an_engine_that_starts_again_is_asked_for_nothing_meanwhile(two: Deployed) -> None:
+    """It refuses at once, so that it always has least to do: it would get most requests of all."""
+    victim = min(two.wait(2))
+    engine = max(psutil.Process(victim).children(), key=lambda one: one.memory_info().rss)
+
+    async def go() -> Counter[str]:
+        ends = Counter[str]()
+        async with client(two.url) as http:
+            engine.kill()
+            end = time.monotonic() + 20
+            while time.monotonic() < end:
+                found = await asyncio.gather(*(stream(http, f"meanwhile {i}", 4) for i in range(4)))
+                ends.update(one.end for one in found)
+        return ends
+
+    ends = asyncio.run(go())
+    done = ends.pop("done")
+    assert ends.total() <= 4 < done / 10, ends  # those that found it ending, in the first round
+    two.wait(2)
 
 
 def test_a_config_file_deploys_the_same(packed: Path, tmp_path: Path) -> None:

@@ -189,6 +189,23 @@ def test_before_its_first_byte_an_answer_is_asked_for_once_more(first: str) -> N
     run(go())
 
 
+def test_who_has_refused_is_not_asked_next() -> None:
+    """Not for this request, nor for others in the next seconds; but for one whose history it has."""
+
+    async def go() -> None:
+        refusal = [{**START, "status": 503, "headers": [(b"x-toolkit-replica", b"r1")]}, body(b"{}", False)]
+        one = Fake("a", [refusal, whole()])
+        async with client(one) as http:
+            await http.post(CHAT, json={"model": "a"})
+            await http.post(CHAT, json={"model": "a"})
+            assert [asked.avoid for asked in one.seen] == [frozenset(), {"r1"}, {"r1"}]
+            one.answers = [refusal]
+            await http.post("/v1/chat/interactive", json={"model": "a", "session_id": 7})
+            assert [asked.avoid for asked in one.seen[3:]] == [frozenset(), frozenset()]
+
+    run(go())
+
+
 def test_a_second_refusal_is_the_answer() -> None:
     async def go() -> None:
         one = Fake("a", [[{**START, "status": 429}, body(b"no", False)]])

@@ -16,11 +16,13 @@ import numpy as np
 from toolkit.engine.cache.block_manager import blocks_for
 from toolkit.engine.pace import HASTY, LONG_STEP, SERVED, SHARED, Pace
 from toolkit.engine.plan import Plan
+from toolkit.engine.scheduler import RUSH
 from toolkit.engine.turns import LEAST_TOKENS, split
 from toolkit.planner.step_time import Features, StepTime, features
 from toolkit.planner.traffic import Ask
 
 BLOCK = 64
+LEARNS = 3  # steps of a stretch that the pace learns from: more tell it little
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,12 @@ class Engine:
     waiting: deque[Job] = field(default_factory=deque)
     done: list[Job] = field(default_factory=list)
     stretch: Stretch | None = None
-    busy: float = 0.0
     steps: int = 0
     preemptions: int = 0
     _pace: Pace = field(default_factory=lambda: Pace(None))
     _total: Features | None = None
+    _leaving: int = 0  # requests whose end the next step does not know of: their places are not free yet
+    _rushed: int = 0  # steps in which newcomers came before who has waited longest
     _unseen: bool = False  # a request waits that the next step was made without
 
     @property
@@ -125,14 +128,14 @@ class Engine:
         stretch = self.stretch
         assert stretch is not None
         end, steps = stretch.end_of(stretch.count), stretch.count
-        self.busy += end - stretch.start
         self.steps += steps
         if self.keeps_features:
             self._total = self._sum() + self._contents(stretch)
         if self.limits.paced:
             chunks: list[Any] = [(job, job.computed, count) for job, count in stretch.chunks]
             plan = Plan(decodes=list(stretch.decodes), chunks=chunks, submitted=stretch.start)  # type: ignore[arg-type]
-            self._pace.ended(plan, stretch.start + stretch.first)
+            for step in range(min(steps, LEARNS)):
+                self._pace.ended(plan, stretch.end_of(step + 1))
         for job in stretch.decodes:
             job.computed += steps
             job.produced += steps
@@ -158,6 +161,7 @@ class Engine:
         if ended:
             self.decoding = [job for job in self.decoding if job.produced < job.ask.output_len]
             self.done += ended
+        self._leaving = len(ended) if self.limits.lookahead else 0
         last = end - (stretch.first + stretch.growth * (steps - 1))
         seen = last if self.limits.lookahead and end - last <= LONG_STEP else end
         self._begin(end, seen)
@@ -175,7 +179,8 @@ class Engine:
             self.stretch = None
             assert not self.waiting or not self.running, "nothing runs, and yet somebody waits"
             return
-        steps = 1 if chunks or self._unseen else self._steps(decodes)
+        soon = self._unseen or (self._leaving and self.waiting)  # the next step may begin what this one could not
+        steps = 1 if chunks or soon else self._steps(decodes)
         tokens = len(decodes) + sum(count for _, count in chunks)
         context = float(sum(job.length for job in decodes))
         pairs = sum(count * (job.computed + count / 2) for job, count in chunks)
@@ -206,14 +211,19 @@ class Engine:
             return most
         before = max((job.computed for job in self.prompts), default=0)
         starts = [*self.prompts, *waits]
-        hasty = any(job.left <= LEAST_TOKENS for job in starts)
-        times = SERVED if self.running + len(waits) < 2 else HASTY if hasty else SHARED
-        return self._pace.budget(len(self.decoding), before, most, times)
+        need = sum(job.left for job in starts if job.left <= LEAST_TOKENS)
+        if self.running + len(waits) < 2:
+            times, need = SERVED, 0
+        else:
+            times = HASTY if need else SHARED
+        budget = self._pace.budget(len(self.decoding), before, most, times)
+        return budget if budget >= need else min(need, self._pace.budget(len(self.decoding), before, most, 1.0))
 
     def _admit(self, seen: float) -> None:
         self._unseen = False
         held = sum(blocks_for(max(job.length, job.computed), BLOCK) for job in (*self.prompts, *self.decoding))
-        while self.waiting and self.running < self.limits.max_batch_size:
+        places = self.limits.max_batch_size - (self._leaving if self.running else 0)
+        while self.waiting and self.running < places:
             job = self.waiting[0]
             if job.came > seen:
                 self._unseen = True
@@ -228,14 +238,22 @@ class Engine:
             held += need
 
     def _chunks(self, budget: int) -> list[tuple[Job, int]]:
-        """The budget in equal parts among prompts, those first that have waited longest for some; each is its own
-        user's, as over HTTP."""
-        prompts = self.prompts
-        if not prompts:
+        """The budget in equal parts among prompts, by turn; each is its own user's, as over HTTP."""
+        if not self.prompts:
             return []
-        order = sorted(prompts, key=lambda job: job.fed)
+        order = self._order()
         parts = split(budget, [(job.left, 1.0) for job in order])
         return [(job, part) for job, part in zip(order, parts, strict=True) if part]
+
+    def _order(self) -> list[Job]:
+        """Newcomers' prompts first, as ``Scheduler`` has it, then those that have waited longest for a turn."""
+        waited = sorted(self.prompts, key=lambda job: job.fed if job.fed >= 0 else self.steps)
+        quick = sorted(self.prompts, key=lambda job: (job.fed, job.left > LEAST_TOKENS))
+        self._rushed = self._rushed + 1 if quick[0] is not waited[0] else 0
+        if self._rushed > RUSH:
+            self._rushed = 0
+            return waited
+        return quick
 
     def _steps(self, decodes: list[Job]) -> int:
         """Steps until the first request ends or the cache is full."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -47,88 +48,170 @@ class Run:
         return float(np.percentile(values, percent)) if values else 0.0
 
 
+@dataclass(frozen=True)
+class Around:
+    """What there is beside engines. ``way``: seconds of a request through a proxy. ``handing``: seconds until an engine
+    that writes answers has the blocks that another one lends it, and ``handing_token``: for each token in them.
+    ``cores``: that all engines, and what speaks for them, share; None: each has its own. ``threads``: cores of an
+    engine while it computes; ``token``: core-seconds of each output token outside of it: HTTP, proxy, client."""
+
+    way: float = 0.0
+    handing: float = 0.0
+    handing_token: float = 0.0
+    cores: float | None = None
+    threads: float = 1.0
+    token: float = 0.0
+
+
+ALONE = Around()
+
+
 def simulate(
-    asks: Sequence[Ask], time: StepTime, limits: Limits, replicas: int, way: float = 0.0, prefills: int = 0
+    asks: Sequence[Ask], time: StepTime, limits: Limits, replicas: int, around: Around = ALONE, prefills: int = 0
 ) -> Run:
-    """``asks``, by arrival, on so many engines; each request goes where fewest are (the proxy's default). ``way``:
-    seconds that a proxy takes for a request. Each must fit into an engine's cache. ``prefills``: engines that compute
-    prompts alone; the others then begin with what these lend, the whole blocks of a prompt, at no further cost."""
-    engines: list[Engine] = []
-    came = {id(ask): ask.arrival for ask in asks}
-    if prefills:
-        heads = [Ask(a.arrival, a.input_len, 1, a.cached) for a in asks]
-        engines, _ = _run(heads, time, limits, prefills, way)
-        ends = {id(job.ask): job.end for engine in engines for job in engine.done}
-        handed = [
-            Ask(ends[id(head)], ask.input_len, ask.output_len, (ask.input_len - 1) // BLOCK * BLOCK)
-            for head, ask in zip(heads, asks, strict=True)
-        ]
-        came = {id(ask): head.arrival for ask, head in zip(handed, heads, strict=True)}
-        asks = sorted(handed, key=lambda ask: ask.arrival)
-    writing, queued = _run(asks, time, limits, replicas, way)
-    engines += writing
-    jobs = [job for engine in writing for job in engine.done]
-    seconds = max(job.end for job in jobs) - min(came.values())
+    """``asks``, by arrival, on so many engines; each request goes where fewest are (the proxy's default). Each must fit
+    into an engine's cache. ``prefills``: engines that compute prompts alone; the others then begin with what these
+    lend, the whole blocks of a prompt."""
+    writing = Group([Engine(time, limits) for _ in range(replicas)])
+    lending = Group([Engine(time, limits) for _ in range(prefills)])
+    fleet = Fleet([writing, lending], around)
+    came: dict[int, float] = {}
+    heads: dict[int, Ask] = {}  # requests that compute a prompt, for whom
+    for ask in asks:
+        first = Ask(ask.arrival, ask.input_len, 1, ask.cached) if prefills else ask
+        came[id(first)] = ask.arrival
+        if prefills:
+            heads[id(first)] = ask
+        fleet.come(ask.arrival + time.wait + around.way, first, lending if prefills else writing)
+    later = []  # kept, for they are known by their ids
+    while (ended := fleet.turn()) is not None:
+        for job in ended:
+            if (wanted := heads.get(id(job.ask))) is not None:
+                whole = (wanted.input_len - 1) // BLOCK * BLOCK
+                later.append(Ask(wanted.arrival, wanted.input_len, wanted.output_len, whole))
+                came[id(later[-1])] = wanted.arrival
+                handed = around.handing + around.handing_token * whole
+                fleet.come(fleet.now + handed + time.wait + around.way, later[-1], writing)
+    jobs = [job for engine in writing.engines for job in engine.done]
+    ends = fleet.clock([job.end for job in jobs])
+    firsts = fleet.clock([job.first for job in jobs])
+    seconds = max(ends) - min(came.values())
     return Run(
-        [_served(job, came[id(job.ask)]) for job in jobs],
+        [_served(job, came[id(job.ask)], first, end) for job, first, end in zip(jobs, firsts, ends, strict=True)],
         sum(ask.input_len for ask in asks),
         sum(ask.output_len for ask in asks),
         seconds,
-        sum(engine.busy for engine in engines) / seconds / len(engines),
-        queued / len(asks),
-        sum(engine.preemptions for engine in engines),
+        fleet.busy / seconds / (replicas + prefills),
+        writing.queued / len(asks),
+        sum(engine.preemptions for group in fleet.groups for engine in group.engines),
     )
 
 
-def _run(asks: Sequence[Ask], time: StepTime, limits: Limits, replicas: int, way: float) -> tuple[list[Engine], int]:
-    """(the engines when all is done, how many requests each has found before it, in all)."""
-    engines = [Engine(time, limits) for _ in range(replicas)]
-    events: list[tuple[float, int, int]] = []  # when a stretch ends, whose, and which version of it
-    version = [0] * replicas
-    loads: list[tuple[int, int, int]] = [(0, i, 0) for i in range(replicas)]  # requests, engine, which count of it
-    counted = [0] * replicas
-    turn = replicas
-    queued = 0
+class Group:
+    """Engines that do the same. ``queued``: how many requests each request has found in its engine, in all."""
 
-    def note(i: int) -> None:
-        nonlocal turn
-        version[i] += 1
-        if engines[i].end < math.inf:
-            heappush(events, (engines[i].end, i, version[i]))
-        turn += 1  # of those with equally many, the one that has waited longest
-        counted[i] = turn
-        heappush(loads, (engines[i].unfinished, turn, i))
+    def __init__(self, engines: list[Engine]) -> None:
+        self.engines = engines
+        self.queued = 0
+        self._draw = random.Random(len(engines))
+        self._counted = [0] * len(engines)  # which entry of ``_loads`` holds
+        self._loads: list[tuple[int, float, int, int]] = []  # requests, a draw, engine, which count of it
+        for i in range(len(engines)):
+            self.note(i)
 
-    loads = []
-    for i in range(replicas):
-        counted[i] = i
-        heappush(loads, (0, i, i))
-    delay = time.wait + way
-    for ask in asks:
-        now = ask.arrival + delay
-        while events and events[0][0] <= now:
-            _, i, made = heappop(events)
-            if made == version[i]:
-                engines[i].run()
-                note(i)
+    def note(self, i: int) -> None:
+        """It has more or fewer requests."""
+        self._counted[i] += 1
+        heappush(self._loads, (self.engines[i].unfinished, self._draw.random(), i, self._counted[i]))
+
+    def choose(self) -> int:
+        """Where fewest are; of several one by chance, as the proxy has it."""
         while True:
-            count, at, i = heappop(loads)
-            if at == counted[i]:
-                break
-        queued += count
-        engines[i].add(ask, now)
-        note(i)
-    while events:
-        _, i, made = heappop(events)
-        if made == version[i]:
-            engines[i].run()
-            note(i)
-    return engines, queued
+            count, _, i, counted = heappop(self._loads)
+            if counted == self._counted[i]:
+                self.queued += count
+                return i
 
 
-def _served(job: Job, came: float) -> Served:
+class Fleet:
+    """Engines on one clock. They compute by a clock of their own, which goes slower the more wants the cores that they
+    share: all of them and what is around them are served alike, as the system does it. ``now``: seconds; ``busy``:
+    those in which each has computed, in all."""
+
+    def __init__(self, groups: list[Group], around: Around) -> None:
+        self.groups = groups
+        self.now = self.busy = 0.0
+        self._around = around
+        self._own = 0.0  # the engines' clock
+        self._slow = 1.0  # seconds that one of its seconds takes
+        self._computing = 0  # engines that do
+        self._wants = {(g, i): 0.0 for g, group in enumerate(groups) for i in range(len(group.engines))}  # cores
+        self._version = dict.fromkeys(self._wants, 0)
+        self._ends: list[tuple[float, int, int, int]] = []  # when a stretch ends, whose, and which version of it
+        self._coming: list[tuple[float, int, Ask, int]] = []
+        self._count = 0
+        self._clock: list[tuple[float, float]] = [(0.0, 0.0)]
+
+    def come(self, when: float, ask: Ask, group: Group) -> None:
+        self._count += 1
+        heappush(self._coming, (when, self._count, ask, self.groups.index(group)))
+
+    def clock(self, times: Sequence[float]) -> list[float]:
+        """Seconds at which it was so late by the engines' clock."""
+        if self._around.cores is None:
+            return list(times)
+        own, real = zip(*self._clock, strict=True)
+        return [float(t) for t in np.interp(times, own, real)]
+
+    def turn(self) -> list[Job] | None:
+        """What happens next: the requests that end with it; None: nothing more."""
+        while self._ends and self._ends[0][3] != self._version[self._ends[0][1:3]]:
+            heappop(self._ends)
+        ends = self._now_at(self._ends[0][0]) if self._ends else math.inf
+        if self._coming and self._coming[0][0] < ends:
+            when, _, ask, g = heappop(self._coming)
+            self._pass(when, self._own_at(when))
+            i = self.groups[g].choose()
+            self.groups[g].engines[i].add(ask, self._own)
+            self._note(g, i)
+            return []
+        if not self._ends:
+            return None
+        own, g, i, _ = heappop(self._ends)
+        self._pass(ends, own)
+        ended = self.groups[g].engines[i].run()
+        self._note(g, i)
+        return ended
+
+    def _now_at(self, own: float) -> float:
+        return own if self._around.cores is None else self.now + (own - self._own) * self._slow
+
+    def _own_at(self, now: float) -> float:
+        return now if self._around.cores is None else self._own + (now - self.now) / self._slow
+
+    def _pass(self, now: float, own: float) -> None:
+        self.busy += (now - self.now) * self._computing
+        self.now, self._own = now, own
+        if self._around.cores is not None:
+            self._clock.append((own, now))
+
+    def _note(self, g: int, i: int) -> None:
+        engine = self.groups[g].engines[i]
+        self.groups[g].note(i)
+        self._version[g, i] += 1
+        if engine.end < math.inf:
+            heappush(self._ends, (engine.end, g, i, self._version[g, i]))
+        around, stretch, before = self._around, engine.stretch, self._wants[g, i]
+        told = 0.0 if stretch is None else around.token * len(stretch.decodes) / stretch.first
+        self._wants[g, i] = 0.0 if stretch is None else around.threads + told
+        self._computing += (stretch is not None) - (before > 0)
+        if around.cores is not None:
+            self._slow = max(1.0, sum(self._wants.values()) / around.cores)
+
+
+def _served(job: Job, came: float, first: float, end: float) -> Served:
     later = job.ask.output_len - 1
-    return Served(job.first - came, (job.end - job.first) / later if later else None, job.end - came)
+    return Served(first - came, (end - first) / later if later else None, end - came)
 
 
 def closed(count: int, input_len: int, output_len: int, at_once: int, time: StepTime, limits: Limits) -> Engine:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from toolkit.configs.option import check_ranges, option
 from toolkit.errors import UsageError
+from toolkit.planner.fleet import Around
 from toolkit.planner.traffic import Ask, drawn, lengths, read_trace
 
 LATENCIES = ("ttft", "tpot", "e2e")
@@ -46,6 +47,18 @@ class Demand:
     max_batch_size: int = option(64, "Requests that an engine runs at a time.", min=1)
     max_prefill_token_num: int = option(8192, "Prompt tokens of a step at most.", min=1)
     kv_tokens: int | None = option(None, "Tokens that an engine's KV cache holds. Default: enough for all.", min=1)
+    cores: float | None = option(
+        None, "Cores of the one machine that engines, proxy and clients are all on. Default: each has its own.", min=0.1
+    )
+    threads: float = option(1.0, "With --cores: cores that an engine keeps busy while it computes.", min=0.1)
+    outside_us: float = option(
+        0.0, "With --cores: µs of a core that an output token takes outside of engines (HTTP, proxy, client).", min=0
+    )
+    route_ms: float = option(0.0, "What a proxy adds to the time of a first token.", min=0)
+    handover_ms: float = option(
+        0.0, "With --prefill: what handing a prompt's blocks over adds to it, whatever their size.", min=0
+    )
+    handover_us: float = option(0.0, "With --prefill: what each token in these blocks adds to it, in µs.", min=0)
     paced: str = option("auto", "Whether chunks of prompts are cut so that steps stay short: yes, no, auto (CPUs).")
 
     def check(self) -> None:
@@ -72,6 +85,17 @@ class Demand:
         if not 1 <= low <= high:
             raise UsageError(f"replicas: expected MIN:MAX with 1 <= MIN <= MAX, found {self.replicas!r:.40}")
         return low, high
+
+    @property
+    def around(self) -> Around:
+        return Around(
+            self.route_ms / 1e3,
+            self.handover_ms / 1e3,
+            self.handover_us / 1e6,
+            self.cores,
+            self.threads,
+            self.outside_us / 1e6,
+        )
 
     def asks(self) -> list[Ask]:
         """The requests, by arrival."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.planner.fleet import Run, simulate
+from toolkit.planner.fleet import Around, Run, simulate
 from toolkit.planner.machines import Machine
 from toolkit.planner.options import Demand, Slo
 from toolkit.planner.traffic import Ask
@@ -93,13 +93,13 @@ def doubled(asks: Sequence[Ask]) -> list[Ask]:
 
 def _answer(demand: Demand, asks: list[Ask], machine: Machine, progress: Callable[[str], None]) -> Answer:
     slos = demand.slos
-    if why := _never(asks, machine, slos):
+    if why := _never(asks, machine, slos, demand.around):
         return Answer(machine, None, None, None, None, why)
     low, high = demand.bounds
 
     def look(load: list[Ask], count: int, times: int = 1) -> Run:
         progress(f"{machine.name}: {count} engines")
-        return simulate(load, machine.time, machine.limits, count, prefills=times * demand.prefill)
+        return simulate(load, machine.time, machine.limits, count, demand.around, times * demand.prefill)
 
     found, last = _least(lambda n: look(asks, n), low, high, slos, _busy(asks, machine))
     if found is None:
@@ -140,14 +140,15 @@ def _least(look: Callable[[int], Run], low: int, high: int, slos: Sequence[Slo],
     return top, runs[top]
 
 
-def _never(asks: Sequence[Ask], machine: Machine, slos: Sequence[Slo]) -> str:
+def _never(asks: Sequence[Ask], machine: Machine, slos: Sequence[Slo], around: Around) -> str:
     """Which limit no number of engines helps against, "" where there is none."""
     longest = max(asks, key=lambda ask: ask.input_len + ask.output_len)
     size, room = longest.input_len + longest.output_len, machine.limits.kv_tokens
     if room is not None and size > room:
         return f"memory: a request of {size:,} tokens, the KV cache holds {room:,} (--kv-tokens, or a larger machine)"
     alone = [
-        simulate([Ask(0.0, a.input_len, a.output_len, a.cached)], machine.time, machine.limits, 1) for a in _some(asks)
+        simulate([Ask(0.0, a.input_len, a.output_len, a.cached)], machine.time, machine.limits, 1, around)
+        for a in _some(asks)
     ]
     for slo in slos:
         values = sorted(run.percentile(slo.name, 50) for run in alone)

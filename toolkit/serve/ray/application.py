@@ -70,12 +70,12 @@ def _replicas(settings: RaySettings, model: Model) -> serve.Deployment:
             "look_back_period_s": max(1.0, min(30.0, settings.upscale_delay_s)),
         }
         count = {"autoscaling_config": scaling}
-    affine = settings.strategy == "prefix_cache_aware"
-    router = {"request_router_config": RequestRouterConfig(request_router_class=ROUTER)} if affine else {}
+    affine = {"affine": settings.strategy == "prefix_cache_aware"}
+    router = RequestRouterConfig(request_router_class=ROUTER, request_router_kwargs=affine)
     return serve.deployment(
         name=re.sub(r"[^\w.-]", "_", model.name),
         **count,
-        **router,
+        request_router_config=router,
         max_ongoing_requests=settings.max_ongoing_requests,
         max_queued_requests=settings.limits.max_queue,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},

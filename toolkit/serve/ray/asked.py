@@ -19,7 +19,7 @@ SESSION = b"x-session-id"  # as Ray Serve calls it
 @dataclass(frozen=True)
 class Asked:
     """``prefixes``: digests of the beginnings of its prompt, the shortest first; ``session``: its requests are best at
-    one replica, "" = it has none."""
+    one replica, "" = it has none; ``avoid``: replicas that are to have it only where there is no other."""
 
     method: str
     target: str  # path and query
@@ -27,6 +27,7 @@ class Asked:
     body: bytes = b""
     prefixes: Sequence[bytes] = ()
     session: str = ""
+    avoid: frozenset[str] = frozenset()
 
     @staticmethod
     def of(incoming: Incoming) -> Asked:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
@@ -33,10 +34,11 @@ from toolkit.serve.proxy.paths import forwarded
 from toolkit.serve.ray.asked import Asked
 from toolkit.serve.ray.metrics import FrontMetrics, merged
 from toolkit.serve.ray.options import RaySettings
-from toolkit.serve.ray.replica import Message
+from toolkit.serve.ray.replica import REPLICA, Message
 
 logger = logging.getLogger("toolkit.serve")
 NAMES_S = 1.0  # between two looks at which names there are, where one is asked for that is not known
+SHUN_S = 2.0  # after a replica's 503 in which others are asked: it refuses at once, and so would get most of all
 LOOK_S = 5.0  # that replicas have to say how they are
 
 
@@ -70,6 +72,7 @@ class Fleet:
         self._most = most
         self._names: dict[str, str] = {}  # adapters and others, and whose they are
         self._looked = float("-inf")
+        self._shunned: dict[str, float] = {}  # replicas, and until when
 
     @property
     def names(self) -> list[str]:
@@ -99,6 +102,16 @@ class Fleet:
             raise ApiError(429, f"{text}; try again later", code="too_many_requests")
         async with places.place():
             yield
+
+    def shun(self, replica: str) -> None:
+        """It has just refused a request for now."""
+        self._shunned[replica] = time.monotonic() + SHUN_S
+
+    @property
+    def shunned(self) -> frozenset[str]:
+        now = time.monotonic()
+        self._shunned = {name: until for name, until in self._shunned.items() if until > now}
+        return frozenset(self._shunned)
 
     async def cards(self) -> list[dict[str, Any]]:
         """What each model's replicas say of it in /v1/models. Raises ApiError 503 where one does not answer."""
@@ -147,6 +160,9 @@ class Forward(Reply):
     async def _answered(self, replicas: Replicas, send: Send) -> int:
         """The status that the client has got. Raises ApiError before its first byte."""
         asked = Asked.of(self._incoming)
+        moves = self._incoming.session is None  # else one replica has its history
+        if moves:
+            asked = replace(asked, avoid=self._fleet.shunned)
         for again in (True, False):
             head: Message | None = None
             try:
@@ -154,7 +170,11 @@ class Forward(Reply):
                     async for messages in answer:
                         if head is None:
                             head = messages[0]
+                            replica = dict(head["headers"]).get(REPLICA, b"").decode()
+                            if head["status"] == 503:
+                                self._fleet.shun(replica)
                             if again and head["status"] in ELSEWHERE:
+                                asked = replace(asked, avoid=asked.avoid | {replica}) if moves else asked
                                 head = None
                                 break
                         for message in messages:

@@ -13,19 +13,22 @@ from toolkit.serve.ray.asked import Asked
 
 class AffinityRouter(RequestRouter):
     """A session's replica, else the one where the longest beginning of the prompt was sent before, unless that has far
-    more to do than another; else the emptier of two."""
+    more to do than another; else the emptier of two. ``affine`` False: the latter alone. One that a request is to avoid
+    has it only where there is no other."""
 
-    def initialize_state(self, **kwargs: Any) -> None:
-        self._sent = Sent()
+    def initialize_state(self, affine: bool = True, **kwargs: Any) -> None:
+        self._sent, self._affine = Sent(), affine
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Ranks, of which the first with a free place is taken."""
-        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        two = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         asked = _asked(pending_request)
-        if asked is None or len(by_name) < 2:
+        avoid = frozenset[str]() if asked is None else asked.avoid
+        left = [one for one in candidate_replicas if one.replica_id.unique_id not in avoid] or candidate_replicas
+        by_name = {replica.replica_id.unique_id: replica for replica in left}
+        two = random.sample(left, min(2, len(left)))
+        if asked is None or not self._affine or len(by_name) < 2:
             return [two]
         if asked.session:
             first = by_name[sticky_among(list(by_name), asked.session)]

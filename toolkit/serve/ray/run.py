@@ -120,7 +120,9 @@ def _why(text: str) -> str:
 
 @contextlib.contextmanager
 def _stopping() -> Iterator[threading.Event]:
-    """Set by the first signal; the second ends this at once."""
+    """Set by the first signal; the second ends this at once. What else waits for a Ctrl-C, as ``tool`` does to end any
+    command within a second, is not told meanwhile: replicas have to be ended, and what they answer may take its time.
+    """
     stop = threading.Event()
 
     def handle(number: int, frame: object) -> None:
@@ -129,8 +131,10 @@ def _stopping() -> Iterator[threading.Event]:
         stop.set()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    told = signal.set_wakeup_fd(-1)
     try:
         yield stop
     finally:
+        signal.set_wakeup_fd(told)
         for number, one in before.items():
             signal.signal(number, one)
