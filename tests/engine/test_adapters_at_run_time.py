@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from toolkit.artifacts.manifest import content_digest
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.configs.generation import GenerationConfig
 from toolkit.engine.process.frontend import AsyncEngine
@@ -84,6 +87,44 @@ def test_loading_and_unloading_under_many_streams(engine: AsyncEngine, adapters:
     assert refused.finish_reason == "error" and "expected one of b, found 'a'" in str(refused.error_message)
     with pytest.raises(UsageError, match="there is no adapter 'a'; there is b"):
         engine.adapters.unload("a")
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_streams_go_on_while_one_is_read(
+    kept: bool, tiny_models: Any, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its files nor their digest are read between two steps."""
+    names = ["files", "digest"] if kept else ["files"]
+    begun, let = ({name: threading.Event() for name in names} for _ in range(2))
+
+    def slowly(name: str, read: Any) -> Any:
+        def found(*arguments: Any) -> Any:
+            begun[name].set()
+            assert let[name].wait(60), "no step ran meanwhile"
+            return read(*arguments)
+
+        return found
+
+    monkeypatch.setattr("toolkit.engine.adapters.content_digest", slowly("digest", content_digest))
+    config = TurbomindEngineConfig(
+        session_len=8192, dtype="float32", cache_max_entry_count=256, kv_cache_dir=str(tmp_path) if kept else None
+    )
+    with AsyncEngine.open(tiny_models("llama"), backend_config=config) as engine, ThreadPoolExecutor(1) as pool:
+        core = cast(Any, engine)._loop._core
+        monkeypatch.setattr(core.runner, "_changes", slowly("files", core.runner._changes))
+        stream = engine.generate_sync([5, 6, 7], GenerationConfig(max_new_tokens=8000, ignore_eos=True))
+        next(stream)
+        loading = pool.submit(engine.adapters.load, "a", adapters["a"])
+        for name in names:
+            assert begun[name].wait(60)
+            steps, until = engine.stats()["steps"], time.monotonic() + 30
+            while engine.stats()["steps"] < steps + 10 and time.monotonic() < until:
+                time.sleep(0.001)
+            assert engine.stats()["steps"] >= steps + 10 and not loading.done()
+            let[name].set()
+        loading.result(60)
+        stream.close()
+        assert answer(engine, 0, "a")
 
 
 def test_a_bad_one_changes_nothing(engine: AsyncEngine, adapters: dict[str, Path], tmp_path: Path) -> None:

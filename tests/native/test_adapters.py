@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 import re
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from toolkit.quant.merge import merge
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
 from toolkit.runners.native import library
+from toolkit.runners.native.adapters import ABSENT, PackedAdapter, Shelf
 from toolkit.runners.native.packing.pack import pack_alike, pack_dense
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library does not run here")
@@ -164,6 +166,27 @@ def test_an_adapter_is_read_while_others_run(tiny_models: Any, support: Any, tmp
     with pytest.raises(RunnerError, match=r"adapter_model\.safetensors"):
         alone(support, runner, ids(9, 0), 0)
     np.testing.assert_array_equal(alone(support, runner, ids(9, 0)), base)
+
+
+def test_an_adapter_that_leaves_is_there_until_no_step_reads_it() -> None:
+    """``drop`` waits for the step that runs: the matrices that it reads may go after that alone."""
+    alive: dict[int, weakref.ref[PackedAdapter]] = {}
+    dropped = []
+
+    def read(number: int) -> PackedAdapter:
+        made = PackedAdapter(np.array([0], np.int32), (ABSENT,) * 4)
+        alive[number] = weakref.ref(made)
+        return made
+
+    def drop(number: int) -> None:
+        dropped.append((number, alive[number]() is not None))
+
+    shelf = Shelf(read, lambda number, adapter: None, drop)
+    for number in range(3):
+        shelf.need([number])
+    shelf.forget(1)
+    shelf.empty()
+    assert dropped == [(1, True), (0, True), (2, True)] and not any(one() for one in alive.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,9 @@ def test_adapters_come_and_go_and_weights_are_replaced(
         several.runner.add_adapter(3, broken)
     assert list(several.runner.adapter_numbers) == []
     for driver in (one, several):
+        while not driver.runner.read_adapter(3, made):
+            time.sleep(0.01)
+        assert list(driver.runner.adapter_numbers) == []
         driver.runner.add_adapter(3, made)
     same(one, several, adapter=np.array([3], np.int32))
     several.runner.remove_adapter(3)

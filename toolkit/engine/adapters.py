@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,18 @@ class Adapters:
         self._runner = runner
         self._digests = dict(enumerate(digests))
         self._leaving: set[int] = set()
+        self._digester = ThreadPoolExecutor(1, "adapter-digests")
+        self._coming: dict[int, Future[str]] = {}  # digests of those that ``load`` is to take in
+
+    def read(self, number: int, path: Path, digest: bool) -> bool:
+        """Whether ``load`` with the same arguments takes no time: until then other threads read the files, while steps
+        run. What is wrong with them, ``load`` tells."""
+        ask = getattr(self._runner, "read_adapter", None)
+        if ask is None or not ask(number, path):
+            return ask is None
+        if digest and number not in self._coming:
+            self._coming[number] = self._digester.submit(content_digest, path)
+        return not digest or self._coming[number].done()
 
     def load(self, number: int, path: Path, digest: bool) -> None:
         """Take in the one in the directory ``path``, as ``number``. Raises ToolkitError where it cannot be read or fits
@@ -29,12 +42,13 @@ class Adapters:
         add = getattr(self._runner, "add_adapter", None)
         if add is None:
             raise UsageError("adapters: this backend takes them at the start alone (--adapters); restart the server")
+        coming = self._coming.pop(number, None)
         try:
             add(number, path)
         except RunnerError as e:
             raise ToolkitError(f"{path}: {e}") from e
         if digest:
-            self._digests[number] = content_digest(path)
+            self._digests[number] = content_digest(path) if coming is None else coming.result()
 
     def unload(self, number: int) -> None:
         """Have it leave with the next ``drop`` that nobody uses it at. UsageError where the runner keeps them all."""

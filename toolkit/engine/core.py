@@ -205,6 +205,10 @@ class EngineCore:
         self._renewed, self._damage = True, ""
         return self._nap.gone
 
+    def read_adapter(self, number: int, path: str) -> bool:
+        """Whether ``load_adapter`` with the same arguments takes no time; until then files are read beside steps."""
+        return self.adapters.read(number, Path(path), digest=self.keeper is not None)
+
     def load_adapter(self, number: int, path: str) -> None:
         """Have requests use the adapter in the directory ``path`` as ``number``. Raises ToolkitError where it cannot be
         read or fits another model, UsageError where the runner takes none in."""

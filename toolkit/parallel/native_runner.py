@@ -128,6 +128,11 @@ class NativeRanks(RankedRunner):
         """As ``NativeRunner``."""
         return self._local.adapter_numbers
 
+    def read_adapter(self, number: int, path: Path) -> bool:
+        """As ``NativeRunner``, on all ranks."""
+        mine, others = self._all("read_adapter", number, str(path))
+        return all([mine, *others])
+
     def add_adapter(self, number: int, path: Path) -> None:
         """As ``NativeRunner``, on all ranks, or on none."""
         try:

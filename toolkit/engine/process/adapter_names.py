@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UsageError
+
+LOOK_SECONDS = 0.02  # between two looks whether a new adapter has been read
 
 
 class AdapterNames:
@@ -33,6 +36,8 @@ class AdapterNames:
             if name in (*self._known, self._model_name):
                 raise UsageError(f"lora_name: {name!r:.80} is taken; unload that one first, or choose another name")
             number = next(self._numbers)
+            while not self._call("read_adapter", number, str(path)):
+                time.sleep(LOOK_SECONDS)
             self._call("load_adapter", number, str(path))
             self._known[name] = number
 

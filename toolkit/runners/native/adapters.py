@@ -127,8 +127,9 @@ class Shelf:
     def forget(self, number: int) -> None:
         """Give back what it takes."""
         self._coming.pop(number, None)
-        if self._held.pop(number, None) is not None:
-            self._drop(number)
+        if number in self._held:
+            self._drop(number)  # before its memory goes: a step may be reading it until then
+            del self._held[number]
 
     def empty(self) -> None:
         """Give back what all take."""

@@ -101,6 +101,7 @@ class NativeRunner:
         self._encoder: NativeEncoder | TorchEncoder | None = None
         self._changes, self._lender = changes, lender
         self._adapter_paths = {i: Path(path) for i, (_, path) in enumerate(options.adapters)}
+        self._coming_adapters: dict[int, Path] = {}  # read ahead of ``add_adapter``
         self._shelf = Shelf(self._read_adapter, self._put_adapter, self._drop_adapter, options.adapter_memory)
 
     # -- memory
@@ -166,15 +167,22 @@ class NativeRunner:
         """Of the adapters that it has."""
         return self._adapter_paths.keys()
 
+    def read_adapter(self, number: int, path: Path | str) -> bool:
+        """Whether ``add_adapter`` with the same arguments has not to wait for files; until then they are being read
+        beside steps. What is wrong with them, it will tell."""
+        self._coming_adapters[number] = Path(path)
+        return self.adapter_ready(number)
+
     def add_adapter(self, number: int, path: Path | str) -> None:
         """The adapter in a directory, which ``StepBatch.adapter`` names ``number`` from now on. Raises ToolkitError
         where it cannot be read or is of another model."""
         self._adapter_paths[number] = Path(path)
+        self._coming_adapters.pop(number, None)
         try:
             if self._model is not None:
                 self._shelf.need([number])
         except Exception:
-            del self._adapter_paths[number]
+            self.remove_adapter(number)
             raise
 
     def adapter_ready(self, number: int, seconds: float = 0.0) -> bool:
@@ -184,10 +192,11 @@ class NativeRunner:
     def remove_adapter(self, number: int) -> None:
         """Forget it; no step uses it any more."""
         self._adapter_paths.pop(number, None)
+        self._coming_adapters.pop(number, None)
         self._shelf.forget(number)
 
     def _read_adapter(self, number: int) -> PackedAdapter:
-        path, program = self._adapter_paths.get(number), self._program
+        path, program = self._adapter_paths.get(number) or self._coming_adapters.get(number), self._program
         if path is None or program is None or self._changes is None:
             raise RunnerError(f"adapter: there is none of number {number}")
         head = program.tensors[int(program.values[program.names.index("head.matrix")])]
