@@ -72,7 +72,8 @@ class _Bench:
             self.dtype = runner.dtype
             self.texts = write_on(runner, starts, length)
             make_ready(runner, length)
-            self.exact, sums = [], []
+            self.exact: list[F32] = []
+            sums: list[list[F32]] = []
             for ids in self.texts:
                 self.exact.append(log_softmax(next_logits(runner, ids, rows=length - 1), np.float32))
                 sums.append(key_sums(runner, length))

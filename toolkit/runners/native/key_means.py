@@ -10,6 +10,7 @@ import base64
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.errors import ToolkitError
 from toolkit.models.rope import inv_freq
@@ -83,16 +84,16 @@ def slow_parts(spec: DecoderSpec, means: Sequence[Floats]) -> list[Floats]:
     mixers = [mixer for _, mixer in spec.mixers() if (kept := mixer.keeps()) is not None and kept.kind != "state"]
     found = []
     for mixer, mean in zip(mixers, means, strict=True):
-        kept = mean.copy()
+        slow = mean.copy()
         if mixer.kind == "attention" and mixer.rope is not None:
             frequencies, _ = inv_freq(mixer.rope, False)
             fast = np.asarray(frequencies) * SLOW > np.pi / 2
-            kept[:, : 2 * len(fast)][:, np.tile(fast, 2)] = 0
-        found.append(kept)
+            slow[:, : 2 * len(fast)][:, np.tile(fast, 2)] = 0
+        found.append(slow)
     return found
 
 
-def _keys(cells: np.ndarray, dtype: str, width: int) -> Floats:
+def _keys(cells: NDArray[np.uint8], dtype: str, width: int) -> Floats:
     """Keys [tokens, width] of cells of 16 tokens as they are stored (``CellLayout`` in ops.h)."""
     if dtype == "float32":
         return cells.view(np.float32).reshape(-1, width, 16).swapaxes(1, 2).reshape(-1, width)
