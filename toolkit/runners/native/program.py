@@ -175,7 +175,8 @@ def _caches(
 ) -> Iterator[dict[str, Any]]:
     """How the layers that keep rows of tokens keep them, in their order, as far as the program does not say."""
     means = read_means(spec, key_means)
-    for policy, mean in zip(kv_layers or [None] * len(means), means, strict=True):
+    policies: Sequence[int | None] = kv_layers or [None] * len(means)
+    for policy, mean in zip(policies, means, strict=True):
         yield {
             "cache_type": None if policy is None else KV_TYPES[policy or dtype],
             "key_mean": None if mean is None else tensors.numbers(mean),
