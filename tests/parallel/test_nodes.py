@@ -146,6 +146,14 @@ def test_a_stranger_is_no_hindrance(door: Door, port: int, tiny_models: Any, mon
             door.collect(2, about(Path(told.path), told, LAYOUT))
 
 
+def test_one_that_will_not_come_is_not_waited_for(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As whoever has started it tells; here at the second question."""
+    monkeypatch.setattr(module, "ASK_SECONDS", 0.05)
+    told = iter(["", "rank 1: no memory"])
+    with pytest.raises(ToolkitError, match=r"^rank 1: no memory$"):
+        door.collect(2, {}, lambda: next(told))
+
+
 def test_a_port_that_is_taken(door: Door, port: int) -> None:
     with pytest.raises(UsageError, match=rf"dist_init_addr: 127\.0\.0\.1:{port}: .*in use"):
         Door(Nodes(2, 0, "127.0.0.1", port))
