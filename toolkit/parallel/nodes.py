@@ -169,7 +169,8 @@ class Door:
             own = (nodes.host, 0 if nodes.store else nodes.port)
             self._socket = socket.create_server(own, backlog=64, reuse_port=False)
         except OSError as e:
-            raise UsageError(f"dist_init_addr: {nodes.host}:{nodes.port}: {e.strerror}; is it in use?") from e
+            why = str(e.strerror).partition(" (while")[0]  # Python adds the address
+            raise UsageError(f"dist_init_addr: {nodes.host}:{nodes.port}: {why}; expected a free port here") from e
         if nodes.store:
             try:
                 nodes.board(LOOK_SECONDS).set(_door(), str(self._socket.getsockname()[1]))
