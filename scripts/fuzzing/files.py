@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import json
 import os
 import shutil
 import tempfile
-import warnings
-import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from fuzzing.harness import Case, Found, Run, Target
+from fuzzing.harness import Case, Found, Run, Target, fast_folder
 from fuzzing.models import Models, load_test_module
 from fuzzing.mutate import STRINGS, dump, spoil_bytes, spoil_json, spoil_text
+from fuzzing.pickles import pickled
 
 TEXTS = ("Hello wörld 123\n  汉字 🙂", "", "<|im_start|>user\n" + "a b " * 50)
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>"}]
@@ -33,19 +30,6 @@ JINJA = (
     "[::0]", "{{ '%999999d' % 1 }}", "{{ '{0:999999}'.format(1) }}", "{{ tools[0].function }}",
     "{%- generation %}", "{# ",
     "{{ messages[0]['content'].split('')[9] }}", "{{ strftime_now('%Y') }}", "{{ 1 // 0 }}", "{% include 'x' %}",
-)  # fmt: skip
-# Instructions of pickles: calls of what would run, and what no file of tensors needs or could fill the memory with.
-_SHELL = b"(S'touch \"$FUZZ_RAN\"'\ntR"
-PICKLED = (
-    b"cposix\nsystem\n" + _SHELL, b"cos\nsystem\n" + _SHELL,
-    b"cbuiltins\neval\n(S'open(__import__(\"os\").environ[" b"\"FUZZ_RAN\"],\"w\")'\ntR",
-    b"csubprocess\nPopen\n" + _SHELL, b"ctorch\nload\n(S'x'\ntR", b"(S'x'\nios\nsystem\n",
-    b"\x8c\x05posix\x8c\x06system\x93", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch\nFloatStorage\n", b"}", b"(",
-    b"]", b")", b"t", b"R", b"b", b"\x81", b"\x82\x01", b"Q", b"P1\n", b"0", b"2", b"1", b"e", b"u", b"s", b"d", b"l",
-    b"N", b"h\x00", b"j\xff\xff\xff\xff", b"r\xff\xff\xff\x7f", b"q\x00", b"\x94", b"\x8a\xff" + b"\xff" * 255,
-    b"J\xff\xff\xff\xff", b"M\xff\xff", b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f", b"X\xff\xff\xff\x7f",
-    b"\x95\xff\xff\xff\xff\xff\xff\xff\xff", b".", b"\x80\x02", b"\x80\x05", b"I" + b"9" * 5000 + b"\n", b"L-1L\n",
-    b"F1e999\n", b"\x96\xff\xff\xff\xff\xff\x00\x00\x00",
 )  # fmt: skip
 
 
@@ -62,7 +46,7 @@ def targets(models: Models) -> list[Target]:
         _directory("torch", models.torch, engine, _run_model, fix_digests=True),
         _directory("torch-blocks", models.torch_quantized, engine, _run_model, fix_digests=True),
         _gguf(models),
-        _pickled(models),
+        pickled(models),
         _directory("tokenizer", checkpoint, tokenizer, _use_tokenizer),
         _templates(models),
         _directory(
@@ -99,7 +83,7 @@ def _directory(
 
 
 def _in_directory(base: Path, use: Callable[[Path], str]) -> Run:
-    home = Path(tempfile.mkdtemp(prefix="fuzz-", dir=_fast_folder()))
+    home = Path(tempfile.mkdtemp(prefix="fuzz-", dir=fast_folder()))
     folder = home / "model"
     shutil.copytree(base, folder)
     os.environ["TOOLKIT_HOME"] = str(home / "home")
@@ -117,10 +101,6 @@ def _in_directory(base: Path, use: Callable[[Path], str]) -> Run:
                     (folder / name).unlink()
 
     return run
-
-
-def _fast_folder() -> str:
-    return os.environ["FUZZ_SCRATCH"]
 
 
 def _spoil_file(rng: Random, name: str, raw: bytes) -> bytes:
@@ -229,79 +209,6 @@ def _read_statistics(model: Path, folder: Path) -> str:
 # -- single files -------------------------------------------------------------------------------
 
 
-def _pickled(models: Models) -> Target:
-    seeds = [{"pytorch_model.bin": file.read_bytes()} for file in models.pickled]
-
-    def spoil(rng: Random, case: Case) -> Case:
-        raw = case["pytorch_model.bin"]
-        if raw[:2] != b"PK":
-            return {"pytorch_model.bin": _spoil_pickle(rng, raw)}
-        if rng.random() < 0.7 and (spoilt := _spoil_zip(rng, raw)) is not None:
-            return {"pytorch_model.bin": spoilt}
-        cut = max(0, len(raw) - rng.choice((30, 300, 3000)))  # a zip archive's list of files is its end
-        spoilt = raw[:cut] + spoil_bytes(rng, raw[cut:]) if rng.random() < 0.6 else spoil_bytes(rng, raw, within=4000)
-        return {"pytorch_model.bin": spoilt}
-
-    def start() -> Run:
-        home = Path(tempfile.mkdtemp(prefix="fuzz-", dir=_fast_folder()))
-        os.environ["TOOLKIT_HOME"] = str(home / "home")
-        os.environ["FUZZ_RAN"] = str(home / "ran")  # what a pickle in a case makes once it runs
-        (home / "model").mkdir()
-        shutil.copyfile(models.checkpoint / "config.json", home / "model" / "config.json")
-
-        def run(case: Case) -> str:
-            (home / "model" / "pytorch_model.bin").write_bytes(case["pytorch_model.bin"])
-            try:
-                return _read_pickled(home / "model")
-            finally:
-                if (home / "ran").exists():
-                    raise Found("a pickle ran", "")
-
-        return run
-
-    return Target("pickled", seeds, spoil, start)
-
-
-def _spoil_zip(rng: Random, raw: bytes) -> bytes | None:
-    """The archive with its pickle, its names or how they are stored changed; None for what is no archive."""
-    out = io.BytesIO()
-    warnings.filterwarnings("ignore", "Duplicate name", UserWarning)
-    try:
-        with zipfile.ZipFile(io.BytesIO(raw)) as old, zipfile.ZipFile(out, "w") as new:
-            entries = [(info.filename, old.read(info)) for info in old.infolist()]
-            odd = rng.randrange(len(entries)) if rng.random() < 0.3 else -1
-            for i, (name, data) in enumerate(entries):
-                data = _spoil_pickle(rng, data) if name.endswith("data.pkl") and odd != i else data
-                if i == odd:
-                    name = rng.choice((name, name + "x", "../" + name, entries[0][0], name.upper()))
-                    data = rng.choice((data, b"", data[: len(data) // 2], data * 2))
-                    if rng.random() < 0.2:
-                        continue
-                new.writestr(
-                    name, data, zipfile.ZIP_DEFLATED if i == odd and rng.random() < 0.3 else zipfile.ZIP_STORED
-                )
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError, zlib.error):
-        return None
-    return out.getvalue()
-
-
-def _spoil_pickle(rng: Random, raw: bytes) -> bytes:
-    """Some of its instructions changed, moved or added, those among them that call."""
-    if rng.random() < 0.4:
-        return spoil_bytes(rng, raw, within=4000)
-    at = rng.randrange(min(len(raw), 4000) + 1)
-    told = rng.choice(PICKLED) if rng.random() < 0.7 else rng.choice(PICKLED) * rng.choice((2, 40, 4000))
-    return raw[:at] + told + raw[at + rng.choice((0, 0, 1, len(told))) :]
-
-
-def _read_pickled(folder: Path) -> str:
-    from toolkit.artifacts.checkpoint import open_checkpoint
-
-    checkpoint = open_checkpoint(folder)
-    total = sum(float(checkpoint.tensor(name).double().nan_to_num().sum()) for name in checkpoint.names())
-    return f"read {len(checkpoint.names())} of {total:.0e}"
-
-
 def _gguf(models: Models) -> Target:
     seeds = [{"model.gguf": file.read_bytes()} for file in models.gguf]
 
@@ -312,7 +219,7 @@ def _gguf(models: Models) -> Target:
         return {"model.gguf": spoil_bytes(rng, raw, within=rng.choice((400, 4000, 1 << 15)))}
 
     def start() -> Run:
-        home = Path(tempfile.mkdtemp(prefix="fuzz-", dir=_fast_folder()))
+        home = Path(tempfile.mkdtemp(prefix="fuzz-", dir=fast_folder()))
         os.environ["TOOLKIT_HOME"] = str(home / "home")
 
         def run(case: Case) -> str:
@@ -335,7 +242,7 @@ def _spoil_tables(rng: Random, raw: bytes) -> bytes | None:
     from toolkit.artifacts.gguf.writer import Entry, write_gguf
     from toolkit.errors import ToolkitError
 
-    with tempfile.TemporaryDirectory(dir=_fast_folder()) as folder:
+    with tempfile.TemporaryDirectory(dir=fast_folder()) as folder:
         file = Path(folder) / "model.gguf"
         file.write_bytes(raw)
         try:
@@ -430,7 +337,7 @@ def _calibration_texts() -> Target:
     def start() -> Run:
         from toolkit.quant.text.calibration import local_texts
 
-        home = Path(tempfile.mkdtemp(prefix="fuzz-", dir=_fast_folder()))
+        home = Path(tempfile.mkdtemp(prefix="fuzz-", dir=fast_folder()))
 
         def run(case: Case) -> str:
             (name, raw), *_ = case.items()

@@ -280,3 +280,7 @@ def load_case(file: Path) -> Case:
 def case_name(word: str) -> str:
     """A file name for an outcome."""
     return hashlib.sha256(word.encode()).hexdigest()[:16] + ".zip"
+
+
+def fast_folder() -> str:
+    return os.environ["FUZZ_SCRATCH"]

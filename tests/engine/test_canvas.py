@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights
-from toolkit.configs.engine import PytorchEngineConfig, Unmasking
+from toolkit.configs.engine import PytorchEngineConfig
+from toolkit.configs.unmasking import Unmasking
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 from toolkit.engine.canvas import chosen_of

@@ -11,6 +11,7 @@ from toolkit.configs.lmdeploy import check_fields, known_as
 from toolkit.configs.moving import check_moving
 from toolkit.configs.option import option, read_size, same_option
 from toolkit.configs.speculative import MODES, MOST_ASKED, SHARES, Speculation, check_speculative, speculation_of
+from toolkit.configs.unmasking import UNMASKING, Unmasking, check_dllm
 from toolkit.errors import UsageError
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
@@ -20,21 +21,6 @@ AUTO = "auto"
 MOST_SINKS = 128  # first tokens that a layer keeps beside its window, at most
 POLICY_NAMES = {"none": 0, "int4": 4, "int8": 8, "fp8": 16, "fp8_e5m2": 17}  # LMDeploy's
 EXECUTORS = ("uni", "mp", "ray")
-UNMASKING = ("low_confidence_dynamic", "low_confidence_static", "sequential")
-
-
-@dataclass(frozen=True)
-class Unmasking:
-    """Which guesses stay of a pass over a block of tokens that are guessed together.
-
-    ``strategy``: those that the model holds for more probable than ``threshold``, or the best where these are too few
-    ("low_confidence_dynamic"); the best ("low_confidence_static"); the first ("sequential"). ``steps``: passes after
-    which a block is whole at the latest, None: as many as it has tokens.
-    """
-
-    strategy: str = UNMASKING[0]
-    steps: int | None = None
-    threshold: float = 0.85
 
 
 def _check_engine(config: EngineConfig, block: str) -> None:
@@ -57,7 +43,7 @@ def _check_engine(config: EngineConfig, block: str) -> None:
         raise UsageError(f"kv_sinks: found {config.kv_sinks} without kv_window; give that too")
     if config.adapter_memory is not None:
         read_size("adapter_memory", config.adapter_memory)
-    _check_dllm(config)
+    check_dllm(config)
     check_speculative(config)
     check_fields(config)
 
@@ -98,19 +84,6 @@ def _policy(given: Any) -> int | str:
             f"(float8_e4m3fn, float8_e5m2), or auto, found {shown(given)}"
         )
     return found
-
-
-def _check_dllm(config: EngineConfig) -> None:
-    if (length := config.dllm_block_length) is not None:
-        number("dllm_block_length", length, 1, config.block_size, whole=True)
-        if config.block_size % length:
-            wanted = f"a divisor of block_size, which is {config.block_size}"
-            raise UsageError(f"dllm_block_length: expected {wanted}, found {length}")
-    if config.dllm_denoising_steps is not None:
-        number("dllm_denoising_steps", config.dllm_denoising_steps, 1, 1 << 20, whole=True)
-    number("dllm_confidence_threshold", config.dllm_confidence_threshold, 0, 1)
-    if (strategy := config.dllm_unmasking_strategy) not in UNMASKING:
-        raise UsageError(f"dllm_unmasking_strategy: expected one of {', '.join(UNMASKING)}, found {shown(strategy)}")
 
 
 def _check_adapters(adapters: Any) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.configs.engine import Unmasking
+from toolkit.configs.unmasking import Unmasking
 
 PASS_BITS = 40  # a draw's position: that of its token in the low bits, above them the pass
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from toolkit.configs.engine import Unmasking
 from toolkit.configs.speculative import Speculation
+from toolkit.configs.unmasking import Unmasking
 
 
 @dataclass(frozen=True)
