@@ -49,6 +49,7 @@ COST = CacheCost(
 def test_the_least_bytes_within_the_loss_are_chosen() -> None:
     assert [COST.least(x).policies for x in (0.11, 0.5, 1.25, 40)] == [(8, 8), (8, 4), (4, 4), (44, 44)]
     assert COST.least(0.05) is None
+    assert [CacheCost(1016, COST.choices[i:]).instead() for i in (0, 2)] == [4, 0]  # a mix is no policy for all layers
     assert COST.of(4).bytes == 40 and COST.of(0) is None
     assert dataclasses.replace(COST.choices[0], kl=0.5).loss == pytest.approx(np.expm1(0.5))  # a lucky few tokens
 

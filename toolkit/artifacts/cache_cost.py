@@ -73,8 +73,7 @@ class CacheCost:
 
     def instead(self) -> int:
         """A policy for all layers that does not break the model."""
-        best = self.least(BROKEN)
-        return best.policy if best is not None and best.policy in (8, 4) else 0
+        return next((p for p in (4, 8) if (cost := self.of(p)) is not None and 100 * cost.loss < BROKEN), 0)
 
     def rows(self) -> list[tuple[str, str]]:
         """To be shown: each precision of the whole model, and the mixes by layer."""
