@@ -99,7 +99,11 @@ def main() -> int:
         if not args.only_count:
             paths = [str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
             env = {**os.environ, WHERE: str(file), "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
-            code = subprocess.run([sys.executable, "-m", "pytest", "-p", "raises", *rest], cwd=ROOT, env=env).returncode
+            with subprocess.Popen([sys.executable, "-m", "pytest", "-p", "raises", *rest], cwd=ROOT, env=env) as run:
+                try:
+                    code = run.wait()
+                except KeyboardInterrupt:  # pytest has it too, and ends; what it reached is counted
+                    code = run.wait() or 1
         rooms = count(set(file.read_text(encoding="utf-8").split("\n")) - {""} if file.is_file() else set())
     every = [one for places in rooms.values() for one in places]
     for room, places in [*rooms.items(), ("all", every)]:
