@@ -76,16 +76,20 @@ def _show(found: Inspection, refused: list[tuple[str, str]]) -> None:
 
 
 def _flat(figures: dict[str, object]) -> list[tuple[str, object]]:
-    """Two levels of names; lists (figures a layer, say) are for --json."""
+    """Two levels of names; lists (figures a layer, say) and long texts are for --json."""
     rows: list[tuple[str, object]] = []
     for name, value in figures.items():
         inner = (
             {f"{name}: {key}": inside for key, inside in value.items()} if isinstance(value, dict) else {name: value}
         )
-        rows += [
-            (key, f"{len(x)} entries (see --json)" if isinstance(x, (dict, list)) else x) for key, x in inner.items()
-        ]
+        rows += [(key, _short(x)) for key, x in inner.items()]
     return rows
+
+
+def _short(value: object) -> object:
+    if isinstance(value, (dict, list)):
+        return f"{len(value)} entries (see --json)"
+    return f"{len(value):,} characters (see --json)" if isinstance(value, str) and len(value) > 200 else value
 
 
 def _bytes(count: int) -> str:

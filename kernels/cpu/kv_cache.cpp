@@ -31,7 +31,7 @@ TK_INLINE I codes_of(const float* x, F minimum, F inverse, float levels) {
 }
 
 // Codes of one token's head. Element i of `low` lies at low[i * stride], or two a byte where there are fewer than 8 bits;
-// `high` holds the upper two bits of 6-bit codes, four a byte.
+// `high` holds the upper two bits of 6-bit codes, four a byte, or the upper one of 5-bit codes, eight a byte.
 template <int BITS>
 void write_ints(int64_t d, const float* x, uint8_t* low, uint8_t* high, int64_t stride, uint8_t* params) {
     constexpr float levels = float((1 << BITS) - 1);
@@ -51,14 +51,27 @@ void write_ints(int64_t d, const float* x, uint8_t* low, uint8_t* high, int64_t 
                 const int32_t* q = c + 4 * j;
                 high[(i / 4 + j) * stride] = uint8_t(q[0] >> 4 | q[1] >> 4 << 2 | q[2] >> 4 << 4 | q[3] >> 4 << 6);
             }
+        if (BITS == 5)
+            for (int j = 0; j < 2; j++) {
+                int bits = 0;
+                for (int e = 0; e < 8; e++) bits |= c[8 * j + e] >> 4 << e;
+                high[(i / 8 + j) * stride] = uint8_t(bits);
+            }
     }
+}
+
+void write_ints_of(int bits, int64_t d, const float* x, uint8_t* low, uint8_t* high, int64_t stride, uint8_t* params) {
+    if (bits == 8) write_ints<8>(d, x, low, high, stride, params);
+    else if (bits == 6) write_ints<6>(d, x, low, high, stride, params);
+    else if (bits == 5) write_ints<5>(d, x, low, high, stride, params);
+    else write_ints<4>(d, x, low, high, stride, params);
 }
 
 TK_INLINE I pair_bf16(F even, F odd) { return ior(bf16_bits(even), ishl(bf16_bits(odd), 16)); }
 
-// 16 consecutive codes of token t's value row as floats.
-TK_INLINE F value_codes(const uint8_t* row, int64_t i, bool four) {
-    if (!four) return f_of(load_u8(row + i));
+// 16 consecutive codes of a value row of d numbers as floats. `bits`: 8, 5 or 4.
+TK_INLINE F value_codes(const uint8_t* row, int64_t d, int64_t i, int bits) {
+    if (bits == 8) return f_of(load_u8(row + i));
     uint8_t c[16];
 #if defined(__AVX2__)
     const __m128i x = _mm_loadl_epi64((const __m128i*)(row + i / 2)), low = _mm_set1_epi8(15);
@@ -69,6 +82,18 @@ TK_INLINE F value_codes(const uint8_t* row, int64_t i, bool four) {
         c[2 * j + 1] = row[i / 2 + j] >> 4;
     }
 #endif
+    if (bits == 5) {
+        uint16_t high;
+        memcpy(&high, row + d / 2 + i / 8, 2);
+#if defined(__AVX2__)
+        const __m128i each = _mm_set1_epi64x(int64_t(0x8040201008040201u));
+        const __m128i both = _mm_unpacklo_epi64(_mm_set1_epi8(char(high & 255)), _mm_set1_epi8(char(high >> 8)));
+        const __m128i set = _mm_cmpeq_epi8(_mm_and_si128(both, each), each);
+        _mm_storeu_si128((__m128i*)c, _mm_or_si128(_mm_loadu_si128((const __m128i*)c), _mm_and_si128(set, _mm_set1_epi8(16))));
+#else
+        for (int j = 0; j < 16; j++) c[j] = uint8_t(c[j] | (high >> j & 1) << 4);
+#endif
+    }
     return f_of(load_u8(c));
 }
 
@@ -81,16 +106,22 @@ TK_INLINE void six_bits(I low, I high, bool second, F* a, F* b) {
     *b = fmul(f_of(ior(iand(low, iset1(240)), odd)), fset1(0.0625f));
 }
 
-// `bits`: 8, 6 or 4.
+// `bits`: 8, 6, 5 or 4.
 void load_int_keys(int64_t d, int bits, const uint8_t* kc, const uint8_t* kp, bool to_bf16, void* out) {
     F scale, minimum;
     load_f16_pairs(kp, &scale, &minimum);
     for (int64_t i = 0; i < d; i += 2) {
         F a, b;
-        if (bits == 4) {
+        if (bits < 6) {
             const I both = load_u8(kc + i * 8);
             a = f_of(iand(both, iset1(15)));
             b = fmul(f_of(iand(both, iset1(240))), fset1(0.0625f));
+            if (bits == 5) {
+                const I high = load_u8(kc + d * 8 + i / 8 * 16);
+                const int bit = 1 << i % 8;
+                a = fma(f_of(iand(high, iset1(bit))), fset1(16.0f / float(bit)), a);
+                b = fma(f_of(iand(high, iset1(2 * bit))), fset1(8.0f / float(bit)), b);
+            }
         } else if (bits == 6) {
             six_bits(load_u8(kc + i * 8), load_u8(kc + d * 8 + i / 4 * 16), i & 2, &a, &b);
         } else {
@@ -108,8 +139,8 @@ void load_int_keys(int64_t d, int bits, const uint8_t* kc, const uint8_t* kp, bo
     }
 }
 
-void load_int_values(int64_t d, bool four, const uint8_t* vc, const uint8_t* vp, bool to_bf16, int64_t tokens, void* out) {
-    const int64_t row = four ? d / 2 : d;
+void load_int_values(int64_t d, int bits, const uint8_t* vc, const uint8_t* vp, bool to_bf16, int64_t tokens, void* out) {
+    const int64_t row = d * bits / 8;
     for (int64_t t = 0; t < tokens; t += 2) {
         const bool two = t + 1 < tokens;
         uint16_t p[4] = {0, 0, 0, 0};
@@ -117,8 +148,8 @@ void load_int_values(int64_t d, bool four, const uint8_t* vc, const uint8_t* vp,
         const F s0 = fset1(f16_to_float(p[0])), m0 = fset1(f16_to_float(p[1]));
         const F s1 = fset1(f16_to_float(p[2])), m1 = fset1(f16_to_float(p[3]));
         for (int64_t i = 0; i < d; i += 16) {
-            const F a = fma(value_codes(vc + t * row, i, four), s0, m0);
-            const F b = two ? fma(value_codes(vc + (t + 1) * row, i, four), s1, m1) : fzero();
+            const F a = fma(value_codes(vc + t * row, d, i, bits), s0, m0);
+            const F b = two ? fma(value_codes(vc + (t + 1) * row, d, i, bits), s1, m1) : fzero();
             if (to_bf16) {
                 istore((int32_t*)out + t / 2 * d + i, pair_bf16(a, b));
             } else {
@@ -167,16 +198,10 @@ void load_half(int64_t d, bool bf16, const uint8_t* kc, const uint8_t* vc, bool 
 
 void kv_write(int32_t type, int64_t d, const float* k, const float* v, uint8_t* kc, uint8_t* vc, uint8_t* kp,
               uint8_t* vp, int64_t lane, int32_t clear_next) {
-    if (type == KV_INT8) {
-        if (k) write_ints<8>(d, k, kc + lane, nullptr, 16, kp + 4 * lane);
-        write_ints<8>(d, v, vc + lane * d, nullptr, 1, vp + 4 * lane);
-    } else if (type == KV_INT4) {
-        if (k) write_ints<6>(d, k, kc + lane, kc + d * 8 + lane, 16, kp + 4 * lane);
-        write_ints<4>(d, v, vc + lane * d / 2, nullptr, 1, vp + 4 * lane);
-    } else if (type == KV_INT4_KEYS || type == KV_INT8_KEYS) {
-        if (k && type == KV_INT4_KEYS) write_ints<4>(d, k, kc + lane, nullptr, 16, kp + 4 * lane);
-        else if (k) write_ints<8>(d, k, kc + lane, nullptr, 16, kp + 4 * lane);
-        write_ints<4>(d, v, vc + lane * d / 2, nullptr, 1, vp + 4 * lane);
+    if (type >= KV_INT8) {
+        uint8_t* row = vc + lane * d * value_bits(type) / 8;
+        if (k) write_ints_of(key_bits(type), d, k, kc + lane, kc + d * 8 + lane, 16, kp + 4 * lane);
+        write_ints_of(value_bits(type), d, v, row, row + d / 2, 1, vp + 4 * lane);
     } else if (type == KV_F32) {
         for (int64_t i = 0; k && i < d; i++) ((float*)kc)[i * 16 + lane] = k[i];
         memcpy((float*)vc + lane * d, v, size_t(d) * 4);
@@ -213,8 +238,8 @@ void kv_cell(int64_t d, const float* k, const float* v, int64_t ld, uint8_t* kc,
 void kv_load(int32_t type, int64_t d, const uint8_t* kc, const uint8_t* vc, const uint8_t* kp, const uint8_t* vp,
              int32_t bf16, int64_t tokens, void* k_out, void* v_out) {
     if (type >= KV_INT8) {
-        if (k_out) load_int_keys(d, type == KV_INT4 ? 6 : type == KV_INT4_KEYS ? 4 : 8, kc, kp, bf16, k_out);
-        load_int_values(d, type != KV_INT8, vc, vp, bf16, tokens, v_out);
+        if (k_out) load_int_keys(d, key_bits(type), kc, kp, bf16, k_out);
+        load_int_values(d, value_bits(type), vc, vp, bf16, tokens, v_out);
     } else {
         load_half(d, type == KV_BF16, kc, vc, bf16, tokens, k_out, v_out);
     }

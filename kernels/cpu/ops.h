@@ -11,10 +11,13 @@ namespace tk {
 
 enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
 enum Format : int32_t { DENSE = 1, INT = 2 };
-enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2, KV_INT8 = 3, KV_INT4 = 4, KV_INT4_KEYS = 5, KV_INT8_KEYS = 6 };
-// Whether keys, and queries with them, are turned by a Hadamard matrix: those beside values of 4 bits (KV_INT8_KEYS: 8,
-// KV_INT4: 6, KV_INT4_KEYS: 4).
-inline bool turns_keys(int32_t type) { return type >= KV_INT4; }
+// Those with two digits have keys and values of so many bits.
+enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2, KV_INT8 = 3, KV_INT64 = 4, KV_INT44 = 5, KV_INT55 = 6, KV_INT54 = 7, KV_INT65 = 8 };
+inline int key_bits(int32_t type) { return type == KV_INT8 ? 8 : type == KV_INT64 || type == KV_INT65 ? 6 : type == KV_INT44 ? 4 : 5; }
+inline int value_bits(int32_t type) { return type == KV_INT8 ? 8 : type == KV_INT55 || type == KV_INT65 ? 5 : 4; }
+// Whether keys (and queries with them) and values are turned by a Hadamard matrix before they are rounded. Results of values
+// are turned back.
+inline bool turns(int32_t type) { return type > KV_INT8; }
 enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, SWIGLUOAI = 4, RELU2 = 5, SIGMOID = 6, QUICK_GELU = 7 };
 
 constexpr int64_t LANES = 16;     // rows of a weight tile; tokens of a cache cell
@@ -80,8 +83,8 @@ struct Store {
 // Keys and values of one head in one block, in cells of 16 tokens. Sizes in bytes.
 // floats   K cell: [d/2][16 tokens][2] for 16-bit types, [d][16] for F32; V cell: [8 token pairs][d][2], or [16][d]
 // int8     K cell: [d][16] codes; V cell: [16][d] codes
-// int4     keys of 6 bits (at 4 they would lose several times what values do), values of 4
-//          K cell: [d/2][16] low four bits, then [d/4][16] high two of four d, ascending; V cell: [16][d/2]
+// fewer    K cell: [d/2][16] low four bits, then of 6 bits [d/4][16] high two of four d, of 5 [d/8][16] high ones of eight,
+//          ascending; V cell: [16] rows of d/2 bytes of low bits and, of 5 bits, d/8 of high ones
 //          a byte of low bits holds d even (low nibble) and d odd (high)
 // integers carry (scale, minimum) as two float16 a token after the codes: x = code * scale + minimum
 // d is head_dim padded to a multiple of 16 with zeros.
@@ -99,10 +102,7 @@ inline CellLayout cell_layout(int32_t type, int64_t head_dim, bool rows = false)
         return {0, both.v_cell, 0, both.v_params};
     }
     if (type == KV_F32) return {d * 64, d * 64, 0, 0};
-    if (type == KV_INT8) return {d * 16, d * 16, 64, 64};
-    if (type == KV_INT4) return {d * 12, d * 8, 64, 64};
-    if (type == KV_INT4_KEYS) return {d * 8, d * 8, 64, 64};
-    if (type == KV_INT8_KEYS) return {d * 16, d * 8, 64, 64};
+    if (type >= KV_INT8) return {d * 2 * key_bits(type), d * 2 * value_bits(type), 64, 64};
     return {d * 32, d * 32, 0, 0};
 }
 

@@ -192,14 +192,14 @@ TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, in
         std::fill(row.begin(), row.end(), 0.0f);
         std::memcpy(row.data(), keys + t * head_dim, size_t(head_dim) * 4);
         std::memcpy(row.data() + d, (rows_alone ? keys : values) + t * head_dim, size_t(head_dim) * 4);
-        if (tk::turns_keys(kv_type)) ops->hadamard(row.data(), head_dim);
+        if (tk::turns(kv_type)) ops->hadamard(row.data(), head_dim), ops->hadamard(row.data() + d, head_dim);
         ops->kv_write(kv_type, d, rows_alone ? nullptr : row.data(), row.data() + d, part(t / 16, 0), part(t / 16, 1), part(t / 16, 2), part(t / 16, 3),
                       t % 16, t + 1 == tokens);
     }
     std::vector<uint16_t> q16(size_t(rows * d));
     for (int64_t r = 0; r < rows; r++) {
         std::memcpy(q.data() + r * d, queries + r * head_dim, size_t(head_dim) * 4);
-        if (tk::turns_keys(kv_type)) ops->hadamard(q.data() + r * d, head_dim);
+        if (tk::turns(kv_type)) ops->hadamard(q.data() + r * d, head_dim);
     }
     ops->to_bf16(q.data(), q16.data(), rows * d);
     std::vector<float> states(size_t(2 * rows * (d + 2))), scores(size_t(rows * tk::KV_TILE * 2));
@@ -240,6 +240,7 @@ TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, in
     }
     for (int64_t r = 0; r < rows; r++) {
         ops->attn_finish(d, into.m[r], into.l[r], into.acc + r * d, sinks ? sinks + r : nullptr, row.data());
+        if (tk::turns(kv_type)) ops->hadamard(row.data(), head_dim);
         std::memcpy(out + r * head_dim, row.data(), size_t(head_dim) * 4);
     }
     return 0;

@@ -3,14 +3,15 @@ gaps between tokens while an adapter is loaded.
 
     python scripts/bench/adapters.py                                  # the demo, 8 adapters of rank 16
     python scripts/bench/adapters.py MODEL --count 8 --rank 16 --tokens 64 --rounds 3 --json adapters.json
+    python scripts/bench/adapters.py --targets q_proj v_proj          # PEFT's default: these linears alone
     python scripts/bench/adapters.py MODEL.gguf --llama-python PYTHON --gguf MODEL.gguf
     python scripts/bench/adapters.py MODEL --cold                     # first tokens instead
     python scripts/bench/adapters.py MODEL --load --count 4 --rank 256   # gaps instead
 
-The adapters are random, of all linear layers, in bfloat16. One engine answers the base, one adapter, and an adapter
-each in turn, greedy, one request and as many as there are adapters; time is taken from the first request's first token
-to the last one. *ratio* is the median of each round's, with its lowest and highest. llama.cpp's server has the adapters
-in its form; what it is asked at once for several adapters, it answers one after another.
+The adapters are random, of all linear layers or --targets, in bfloat16. One engine answers the base, one adapter, and
+an adapter each in turn, greedy, one request and as many as there are adapters; time is taken from the first request's
+first token to the last one. *ratio* is the median of each round's, with its lowest and highest. llama.cpp's server has
+the adapters in its form; what it is asked at once for several adapters, it answers one after another.
 --cold: one request at a time, of an adapter that memory does not hold and again of the same, by turns. --load: streams
 of the base model, as many as --count; their longest gaps in a second without loading and while an adapter is loaded.
 """
@@ -43,13 +44,15 @@ PROMPT = "The sea was calm that night, and the ship"
 PLAIN = TurbomindEngineConfig(speculative="off", speculative_shared="off", enable_prefix_caching=False)
 
 
-def write_adapters(root: Path, model: str, count: int, rank: int) -> dict[str, str]:
-    """Random ones of all linear layers, by their names."""
+def write_adapters(root: Path, model: str, count: int, rank: int, targets: Sequence[str] = ()) -> dict[str, str]:
+    """Random ones of all linear layers, or those whose names end so, by their names."""
     import torch
     from safetensors.torch import save_file
 
     spec, _ = load_spec(open_checkpoint(resolve_model(model)))
     linears = {x.name: x for _, mixer in spec.mixers() for x in mixer.adaptable()}
+    if targets:
+        linears = {name: x for name, x in linears.items() if name.endswith(tuple(targets))}
     found = {}
     for number in range(count):
         g = torch.Generator().manual_seed(number)
@@ -62,7 +65,8 @@ def write_adapters(root: Path, model: str, count: int, rank: int) -> dict[str, s
         path = root / f"adapter-{number}"
         path.mkdir(parents=True)
         save_file(tensors, path / "adapter_model.safetensors")
-        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear", "bias": "none"}
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+        config["target_modules"] = list(targets) or "all-linear"
         (path / "adapter_config.json").write_text(json.dumps(config))
         found[path.name] = str(path)
     return found
@@ -201,6 +205,7 @@ def main() -> int:
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--count", type=int, default=8, help="adapters, and requests at a time")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--targets", nargs="+", default=[], help="linears that adapters change, by their last names")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--llama-python", help="a Python that has xllamacpp: measure llama.cpp's server beside it")
@@ -216,7 +221,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         root = args.adapters or Path(folder)
         written = {p.name: str(p) for p in sorted(root.glob("adapter-*"))}
-        paths = written or write_adapters(root, args.model, args.count, args.rank)
+        paths = written or write_adapters(root, args.model, args.count, args.rank, args.targets)
         # a limit of a byte: memory holds the adapters of the running step alone
         given = None if args.load else paths
         config = replace(PLAIN, adapters=given, max_batch_size=args.count, adapter_memory="1" if args.cold else None)

@@ -1,12 +1,15 @@
 """Make a model whose weights lie on no grid and whose activations have outliers, and which computes the same function.
 
     python scripts/bench/rescale_channels.py MODEL_DIR OUT_DIR [--seed 0]
+    python scripts/bench/rescale_channels.py MODEL_DIR OUT_DIR --cache 16
 
 A quantizer judged on weights that came from a 4-bit file flatters everyone: they lie on that grid already. Here, in a
 Llama-like checkpoint,
   * channels behind each norm and between up and down projection are scaled at random, one in a hundred by six more;
   * value rows and output columns are rotated within each kv head;
   * query and key rows are rotated within the planes that the rotary embedding turns.
+With --cache N nothing of that, but in each kv head one pair of key numbers and one value number are N times larger, and
+what they meet as much smaller: outliers in the KV cache.
 Weights are stored in float32, so that nothing is rounded on the way. At the end both models are run and compared.
 """
 
@@ -67,6 +70,21 @@ def rescale_layer(w: dict[str, Tensor], prefix: str, config: dict, generator: to
             _turn_planes(q[columns], angle)
 
 
+def plant_in_cache(w: dict[str, Tensor], prefix: str, config: dict, scale: float, generator: torch.Generator) -> None:
+    """Change the float64 tensors of one layer in place."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    q, k, v, o = (w[f"{prefix}.self_attn.{x}_proj.weight"] for x in "qkvo")
+    for kv in range(kv_heads):
+        pair, value = (int(torch.randint(n, (1,), generator=generator)) for n in (width // 2, width))
+        pair_rows = torch.tensor([pair, pair + width // 2])
+        k[kv * width + pair_rows] *= scale
+        v[kv * width + value] *= scale
+        for head in range(kv * heads // kv_heads, (kv + 1) * heads // kv_heads):
+            q[head * width + pair_rows] /= scale
+            o[:, head * width + value] /= scale
+
+
 def _turn_planes(rows: Tensor, angle: Tensor) -> None:
     """Rotate rows i and i + half of one head by angle[i]: the rotary embedding commutes with that."""
     half = len(angle)
@@ -92,6 +110,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cache", type=float, help="plant outliers so many times larger in the KV cache alone")
     args = parser.parse_args()
     config = json.loads((args.model / "config.json").read_text())
     if config["model_type"] not in ("llama", "mistral"):
@@ -99,7 +118,10 @@ def main() -> None:
     generator = torch.Generator().manual_seed(args.seed)
     weights = {k: v.double() for k, v in load_file(args.model / "model.safetensors").items()}
     for i in range(config["num_hidden_layers"]):
-        rescale_layer(weights, f"model.layers.{i}", config, generator)
+        if args.cache is not None:
+            plant_in_cache(weights, f"model.layers.{i}", config, args.cache, generator)
+        else:
+            rescale_layer(weights, f"model.layers.{i}", config, generator)
     args.out.mkdir(parents=True, exist_ok=True)
     for file in args.model.iterdir():
         if file.suffix in (".json", ".jinja", ".txt", ".model") and file.name != "manifest.json":

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
 
-from toolkit.artifacts.cache_cost import CacheCost, Choice, keep_cost, read_cost
+from toolkit.artifacts.cache_cost import FORM, CacheCost, Choice, keep_cost, read_cost, to_json
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.convert import cache_cost as measure
@@ -38,13 +39,17 @@ def made(policies: tuple[int, ...], size: int, loss: float) -> Choice:
 
 
 COST = CacheCost(
-    1016, (made((8, 8), 80, 0.001), made((4, 4), 40, 0.012), made((44, 44), 30, 0.3), made((8, 4), 60, 0.004)), ({}, {})
+    1016,
+    (made((8, 8), 80, 0.001), made((4, 4), 40, 0.012), made((44, 44), 30, 0.3), made((8, 4), 60, 0.004)),
+    ({}, {}),
+    form=FORM,
 )
 
 
 def test_the_least_bytes_within_the_loss_are_chosen() -> None:
     assert [COST.least(x).policies for x in (0.11, 0.5, 1.25, 40)] == [(8, 8), (8, 4), (4, 4), (44, 44)]
     assert COST.least(0.05) is None
+    assert [CacheCost(1016, COST.choices[i:]).instead() for i in (0, 2)] == [4, 0]  # a mix is no policy for all layers
     assert COST.of(4).bytes == 40 and COST.of(0) is None
     assert dataclasses.replace(COST.choices[0], kl=0.5).loss == pytest.approx(np.expm1(0.5))  # a lucky few tokens
 
@@ -55,16 +60,16 @@ def test_layers_are_measured_as_they_run(artifact) -> None:
         opened.spec, open_packed(opened), Words(), by_layer=True, progress=lambda *x: seen.append(x)
     )
     layers = len(opened.spec.paged())
-    assert len(found.layers) == layers and all(set(x) == {"8", "84", "4", "44"} for x in found.layers)
+    assert len(found.layers) == layers and all(set(x) == {"8", "65", "4", "55", "54", "44"} for x in found.layers)
     assert all(x["8"] < x["44"] for x in found.layers)
     assert found.of(8).kl < found.of(4).kl < found.of(44).kl
-    assert [found.of(p).bits for p in (8, 84, 4, 44)] == [8, 6, 5, 4]
+    assert [found.of(p).bits for p in (8, 65, 55, 4, 44)] == [8, 5.5, 5, 5, 4]
     assert all(len(choice.policies) == layers for choice in found.choices)
-    assert seen[-1][0] >= 4 + 4 * layers
+    assert seen[-1][0] >= 5 + 6 * layers
     keep_cost(artifact, found)
     assert read_cost(artifact) == found
     again = measure.cache_cost(opened.spec, open_packed(opened), Words(), by_layer=False)
-    assert again.choices == found.choices[:4]
+    assert again.choices == found.choices[:5] and again.key_means == found.key_means
 
 
 def test_auto_runs_what_was_chosen_and_asks_for_a_measure(artifact) -> None:
@@ -75,6 +80,10 @@ def test_auto_runs_what_was_chosen_and_asks_for_a_measure(artifact) -> None:
     assert cache_policy(artifact, config)[:2] == (0, (8, 4))
     assert cache_policy(artifact, dataclasses.replace(config, kv_loss=0.01))[:2] == (0, ())
     assert cache_policy(artifact, TurbomindEngineConfig(quant_policy=4))[:2] == (4, ())
+    keep_cost(artifact, dataclasses.replace(COST, key_means="AAAA"))
+    assert [cache_policy(artifact, TurbomindEngineConfig(quant_policy=p))[2] for p in ("auto", 4, 8)] == [
+        "AAAA"
+    ] * 2 + [""]
 
 
 def test_what_breaks_a_model_is_refused_with_what_it_costs(artifact, tiny_models) -> None:
@@ -91,10 +100,28 @@ def test_what_breaks_a_model_is_refused_with_what_it_costs(artifact, tiny_models
     assert "not known: the model is not packed" in told.pop()
 
 
+def test_python_is_warned_of_what_the_command_line_refuses(artifact, caplog) -> None:
+    for known, policy, warned in (
+        (None, 4, "quant_policy 4: what it costs this model was not measured"),
+        (COST, 44, r"44 costs this model \+30.00 % perplexity .*; use quant_policy='auto' or 4"),
+        (COST, 4, None),
+        (COST, 8, None),
+    ):
+        if known is not None:
+            keep_cost(artifact, known)
+        caplog.clear()
+        cache_policy(artifact, TurbomindEngineConfig(quant_policy=policy))
+        if warned is None:
+            assert not caplog.messages
+        else:
+            assert re.search(warned, caplog.text)
+
+
 def test_a_broken_file_at_home_is_no_measure(artifact, tmp_path) -> None:
     keep_cost(artifact, COST)
     (file,) = (tmp_path / "home" / "kv-cost").iterdir()
-    for text in ("", "[]", json.dumps({"tokens": "x"})):
+    older = json.dumps(to_json(dataclasses.replace(COST, form=1)))
+    for text in ("", "[]", json.dumps({"tokens": "x"}), older):
         file.write_text(text)
         assert read_cost(artifact) is None
 

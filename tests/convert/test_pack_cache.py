@@ -22,6 +22,7 @@ from toolkit.convert import pack_cache, settle
 from toolkit.engine.load.verify import verify_tensors
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.models import registry
 from toolkit.runners.native import library
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="there is no native runner here")
@@ -76,6 +77,16 @@ def test_a_changed_checkpoint_is_another_one(model: Path) -> None:
     (model / "config.json").write_text(json.dumps(config | {"_note": "changed"}))
     assert where(model) not in (first, model)
     assert len(pack_cache.entries()) == 2
+
+
+def test_a_changed_family_makes_another_one(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = shutil.copytree(Path(registry.__file__).parent, tmp_path / "code")
+    monkeypatch.setattr(registry, "__file__", str(code / "registry.py"))
+    first = where(model)
+    assert where(model) == first
+    with (code / "families" / "llama.py").open("a") as file:
+        file.write("# changed\n")
+    assert where(model) not in (first, model)
 
 
 def test_what_was_used_longest_ago_goes_first_and_what_is_in_use_stays(

@@ -157,6 +157,24 @@ def test_it_guesses_again_after_sleep(models: tuple[Path, Path]) -> None:
         assert p.engine.stats()["spec_by_method"]["mtp"]["accepted"] > 0
 
 
+def test_it_guesses_by_the_head_of_new_weights(models: tuple[Path, Path]) -> None:
+    from toolkit import pipeline
+    from toolkit.messages import GenerationConfig
+
+    config = GenerationConfig(max_new_tokens=20, ignore_eos=True, do_sample=False)
+    fields = {"speculative_algorithm": "mtp", "session_len": 128}
+    tensors = load_file(models[1] / "model.safetensors")
+    with pipeline(str(models[1]), backend_config=TurbomindEngineConfig(**fields)) as p:
+        before = p("Once", gen_config=config).text
+        p.update_weights(tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(7, 0)})
+        core = p.engine._loop._core
+        core.speculator.options = replace(core.speculator.options, always=True)
+        core.speculator.drafts = [d for d in core.speculator.drafts if d.name == "mtp"]
+        assert p("Once", gen_config=config).text != before
+        counts = p.engine.stats()["spec_by_method"]["mtp"]
+        assert counts["accepted"] > 0.8 * counts["tokens"] > 0
+
+
 def test_wrong_layers_are_told_in_a_line(
     models: tuple[Path, Path], tmp_path: Path, tiny_models: Any, caplog: Any
 ) -> None:

@@ -21,7 +21,10 @@ def test_the_table_is_the_registry() -> None:
         native = "yes" if one.native is None else "–"
         rows.append(f"| {one.family.known_as} | {architectures} | `{one.family.name}` | {native} | {lite} | {gguf} |")
     found = [line for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-    assert found == rows, "docs/models.md: expected this table\n" + "\n".join(rows)
+    lacks, odd = [row for row in rows if row not in found], [row for row in found if row not in rows]
+    assert not lacks, "docs/models.md lacks\n" + "\n".join(lacks)
+    assert not odd, "docs/models.md has what the registry does not say\n" + "\n".join(odd)
+    assert found == rows, "docs/models.md: expected the registry's order"
 
 
 def test_the_command_shows_each_family_and_why_one_is_not_written_or_run() -> None:

@@ -146,8 +146,16 @@ def test_a_stranger_is_no_hindrance(door: Door, port: int, tiny_models: Any, mon
             door.collect(2, about(Path(told.path), told, LAYOUT))
 
 
+def test_one_that_will_not_come_is_not_waited_for(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As whoever has started it tells; here at the second question."""
+    monkeypatch.setattr(module, "ASK_SECONDS", 0.05)
+    told = iter(["", "rank 1: no memory"])
+    with pytest.raises(ToolkitError, match=r"^rank 1: no memory$"):
+        door.collect(2, {}, lambda: next(told))
+
+
 def test_a_port_that_is_taken(door: Door, port: int) -> None:
-    with pytest.raises(UsageError, match=rf"dist_init_addr: 127\.0\.0\.1:{port}: .*in use"):
+    with pytest.raises(UsageError, match=rf"dist_init_addr: 127\.0\.0\.1:{port}: Address already in use; expected a"):
         Door(Nodes(2, 0, "127.0.0.1", port))
 
 
@@ -162,12 +170,19 @@ def test_a_port_that_is_taken(door: Door, port: int) -> None:
     ({"tp": 1}, "nnodes=2: expected tp, pp or dp above 1"),
     ({"dist_init_addr": "a:1", "distributed_executor_backend": "uni"}, "uni is one process, found tp=2; expected mp"),
     ({"dist_init_addr": "a:1", "distributed_executor_backend": "ray"}, "ray places ranks by itself"),
+    ({"dist_init_addr": "a:1", "tp": 3}, r"nnodes=2: 3 ranks .*; expected a multiple of 2"),
     ({"dist_init_addr": "a:1", "distributed_executor_backend": "mpi"}, "expected one of uni, mp, ray, found 'mpi'"),
 ])  # fmt: skip
 def test_options_that_do_not_go_together(given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(UsageError, match=message):
         check(PytorchEngineConfig(**{"tp": 2, "nnodes": 2} | given))
+
+
+def test_a_key_that_is_missing_is_told_before_a_model_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY)
+    with pytest.raises(UsageError, match=f"^{KEY}: not set"):
+        check(PytorchEngineConfig(tp=2, nnodes=2, dist_init_addr="a:1"))
 
 
 def test_where_the_first_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:

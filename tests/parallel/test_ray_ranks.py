@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from toolkit.errors import ToolkitError
+from toolkit.parallel import nodes, on_ray
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
 from toolkit.runners.base import RunnerLost, RunnerOptions
@@ -38,11 +39,9 @@ def workers() -> list[int]:
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)], ids=str)
 def test_ranks_on_ray_give_what_one_process_gives(layout: Layout, tiny_models: Any, support: Any) -> None:
-    from toolkit.parallel.on_ray import open_on_ray
-
     path, steps = tiny_models("llama"), support("steps")
     before = set(workers())
-    ranks = open_on_ray(model(path), layout)
+    ranks = on_ray.open_on_ray(model(path), layout)
     try:
         assert ranks.pids == [] and len(set(workers()) - before) == layout.world - 1
         one = open_runner(path, backend="pytorch", options=model(path).options)[0]
@@ -53,11 +52,9 @@ def test_ranks_on_ray_give_what_one_process_gives(layout: Layout, tiny_models: A
 
 
 def test_a_rank_that_is_killed_ends_what_ran(tiny_models: Any, support: Any) -> None:
-    from toolkit.parallel.on_ray import open_on_ray
-
     path, steps = tiny_models("llama"), support("steps")
     before = set(workers())
-    ranks = open_on_ray(model(path), Layout(tp=2))
+    ranks = on_ray.open_on_ray(model(path), Layout(tp=2))
     try:
         driver = steps.Driver(ranks)
         driver.generate(PROMPT, 4)
@@ -69,9 +66,25 @@ def test_a_rank_that_is_killed_ends_what_ran(tiny_models: Any, support: Any) -> 
         ranks.close()
 
 
-def test_a_cluster_without_room_and_one_that_is_not_there(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.parallel import on_ray
+@pytest.mark.parametrize(("how", "told"), [("killed", "died"), ("failing", "no memory$")])
+def test_an_actor_that_fails_before_its_rank_comes_is_told_at_once(
+    how: str, told: str, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lost(on_ray.Rank):  # here, so that Ray takes its text along
+        def run(self, *_: Any) -> None:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ToolkitError("a rank's process cannot be started: no memory")
 
+    path = tiny_models("llama")
+    monkeypatch.setattr(on_ray, "Rank", Lost)
+    monkeypatch.setattr(nodes, "COME_SECONDS", 3600.0)  # so long would be waited
+    with pytest.raises(ToolkitError, match=rf"^rank 1 \(an actor of Ray\): .*{told}"):
+        on_ray.open_on_ray(model(path), Layout(tp=2))
+    assert not ray.is_initialized()
+
+
+def test_a_cluster_without_room_and_one_that_is_not_there(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_models("llama")
     monkeypatch.setenv(on_ray.ADDRESS, "127.0.0.1:1")
     with pytest.raises(ToolkitError, match=r"RAY_ADDRESS 127\.0\.0\.1:1: no cluster of Ray answers there"):

@@ -12,17 +12,19 @@ from typing import Any
 
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.manifest import Manifest, read_manifest
-from toolkit.base.record import plain, read
+from toolkit.base.record import later, plain, read
 from toolkit.errors import ToolkitError
 
 QUALITY = "kv_cache"  # its key in a manifest's quality
+BROKEN = 1.5  # % of perplexity from which a precision is refused, or warned of
+FORM = 2  # 2: values are turned too, and keys are less their mean
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A precision of the cache. ``policies``: of each layer that keeps rows of tokens: 0 (unrounded), 8, 84 (keys 8
-    bits, values 4), 4 (keys 6, values 4), 44. ``bits``: of a number, on average; ``bytes``: of a token. ``kl``: mean
-    over tokens of KL(unrounded ‖ rounded), nats."""
+    """A precision of the cache. ``policies``: of each layer that keeps rows of tokens: 0 (unrounded), 8, 4 (keys 6
+    bits, values 4), or the digits are bits of keys and of values (65, 55, 54, 44). ``bits``: of a number, on average;
+    ``bytes``: of a token. ``kl``: mean over tokens of KL(unrounded ‖ rounded), nats."""
 
     policies: tuple[int, ...]
     bits: float
@@ -51,11 +53,14 @@ class Choice:
 @dataclass(frozen=True)
 class CacheCost:
     """``choices``: what was measured, on ``tokens`` tokens. ``layers``: of each layer the KL of a policy in it alone,
-    by the policy's name; empty where only whole models were measured."""
+    by the policy's name; empty where only whole models were measured. ``key_means``: with which it was (see
+    ``native/key_means.py``). ``form``: how numbers were rounded; a measure of another says nothing."""
 
     tokens: int
     choices: tuple[Choice, ...]
     layers: tuple[dict[str, float], ...] = ()
+    key_means: str = later("")
+    form: int = later(0)
 
     def of(self, policy: int) -> Choice | None:
         """All layers in one precision."""
@@ -66,10 +71,14 @@ class CacheCost:
         good = [choice for choice in self.choices if 100 * choice.loss <= percent]
         return min(good, key=lambda choice: (choice.bytes, choice.loss), default=None)
 
+    def instead(self) -> int:
+        """A policy for all layers that does not break the model."""
+        return next((p for p in (4, 8) if (cost := self.of(p)) is not None and 100 * cost.loss < BROKEN), 0)
+
     def rows(self) -> list[tuple[str, str]]:
         """To be shown: each precision of the whole model, and the mixes by layer."""
-        names = {84: "keys 8 bits, values 4"}  # for a mix alone
-        whole = [(names.get(p, f"quant_policy {p}"), c.told()) for c in self.choices if (p := c.policy) is not None]
+        mixed = {p: f"keys {p // 10} bits, values {p % 10}" for p in (65, 55, 54)}  # for a mix alone
+        whole = [(mixed.get(p, f"quant_policy {p}"), c.told()) for c in self.choices if (p := c.policy) is not None]
         return whole + [("layers mixed", c.told()) for c in self.choices if c.policy is None]
 
 
@@ -81,7 +90,8 @@ def read_cost(artifact: Path) -> CacheCost | None:
         return None
     try:
         found = manifest.quality.get(QUALITY) or json.loads(_kept(manifest).read_text(encoding="utf-8"))
-        return read(CacheCost, found)
+        cost = read(CacheCost, found)
+        return cost if cost.form == FORM else None
     except (OSError, ValueError):
         return None
 

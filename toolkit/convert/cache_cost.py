@@ -1,6 +1,6 @@
 """What rounding the KV cache costs: a packed model against itself with keys and values unrounded, on text of its own.
 
-Whole models are measured first (8 bits; keys 8 or 6 and values 4; 4 bits). By layer, each policy is then tried in one
+Whole models are measured first (8 bits to 4). By layer, each policy is then tried in one
 layer alone: what that moves the predictions says where bits are spent best. Layers give bits up in the order of bytes
 saved for KL added, and some points of that way are measured as they are, for what layers cost together is not the sum.
 """
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.artifacts.cache_cost import CacheCost, Choice
+from toolkit.artifacts.cache_cost import FORM, CacheCost, Choice
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.convert.own_text import write_on
 from toolkit.errors import ToolkitError
@@ -23,7 +22,8 @@ from toolkit.measure.next_logits import make_ready, next_logits
 from toolkit.measure.text import heldout_text
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError, RunnerOptions
-from toolkit.runners.native.need import kept_bytes
+from toolkit.runners.native.key_means import key_sums, slow_parts, write_means
+from toolkit.runners.native.need import KV_BITS, kept_bytes
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.native.runner import NativeRunner
 
@@ -31,9 +31,9 @@ PIECE, OPENING = 128, 16  # tokens of a text, and how many of them the model is 
 MOST_PIECES, LAYER_PIECES = 8, 2  # texts for whole models, and for each layer
 WORK = 2**38  # products of weights for all texts of one policy: a few seconds
 HELD = 2**26  # log-probabilities that may be held: a quarter of a GiB
-LADDER = {"paged": (0, 8, 84, 4, 44), "latent": (0, 8)}
-_BITS = {8: (8, 8), 84: (8, 4), 4: (6, 4), 44: (4, 4)}
-POINTS = (0.001, 0.002, 0.0035, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03)  # sums of KL at which mixes are measured
+LADDER = {"paged": (0, 8, 65, 4, 55, 54, 44), "latent": (0, 8)}
+WHOLE = (8, 65, 55, 4, 44)
+POINTS = (12, 10, 8, 7, 6.5, 6, 5.5, 5.25, 5, 4.75, 4.5)  # bits, on average, at which mixes are measured
 
 Progress = Callable[[int, int], None]
 F32 = NDArray[np.float32]
@@ -72,11 +72,17 @@ class _Bench:
             self.dtype = runner.dtype
             self.texts = write_on(runner, starts, length)
             make_ready(runner, length)
-            self.exact = [log_softmax(next_logits(runner, ids, rows=length - 1), np.float32) for ids in self.texts]
+            self.exact: list[F32] = []
+            sums: list[list[F32]] = []
+            for ids in self.texts:
+                self.exact.append(log_softmax(next_logits(runner, ids, rows=length - 1), np.float32))
+                sums.append(key_sums(runner, length))
+            means = [np.sum(x, 0) / self.texts.size for x in zip(*sums, strict=True)]
+            self.means = write_means(slow_parts(spec, means))
 
     def measure(self, by_layer: bool) -> CacheCost:
         ladders = [LADDER[kept.kind] for kept in self.kept]
-        wholes = [tuple(policy if policy in ladder else 8 for ladder in ladders) for policy in (8, 84, 4, 44)]
+        wholes = [tuple(policy if policy in ladder else 8 for ladder in ladders) for policy in WHOLE]
         wholes = list(dict.fromkeys(wholes))
         self.total = len(wholes) + (sum(len(ladder) - 1 for ladder in ladders) + len(POINTS) if by_layer else 0)
         choices = [self.choice(policies) for policies in wholes]
@@ -86,13 +92,13 @@ class _Bench:
                 alone = lambda policy, i=i: tuple(policy if i == j else 0 for j in range(len(ladders)))  # noqa: E731
                 layers.append({str(policy): self.run(alone(policy), LAYER_PIECES)[1] for policy in ladder[1:]})
             choices += [self.choice(mix) for mix in dict.fromkeys(self.mixes(layers)) if mix not in wholes]
-        return CacheCost(self.texts.size - len(self.texts), tuple(choices), tuple(layers))
+        return CacheCost(self.texts.size - len(self.texts), tuple(choices), tuple(layers), self.means, FORM)
 
     def mixes(self, layers: list[dict[str, float]]) -> Iterator[tuple[int, ...]]:
-        """At each of POINTS how far layers can be rounded together by the sum of what they cost alone."""
+        """The first of at most so many bits as each of POINTS says."""
         sizes = [{p: kept_bytes(kept, p, self.dtype) for p in LADDER[kept.kind]} for kept in self.kept]
         now = [0] * len(layers)
-        steps: list[tuple[float, tuple[int, ...]]] = []
+        points = list(POINTS)
 
         def cost(i: int, policy: int) -> float:
             return max(layers[i][str(policy)], 0.0) if policy else 0.0
@@ -107,31 +113,33 @@ class _Bench:
             if not moves:
                 break
             _, i, policy = max(moves)
-            added, now[i] = cost(i, policy) - cost(i, now[i]), policy
-            steps.append((added, tuple(now)))
-        sums = list(accumulate(added for added, _ in steps))
-        for point in POINTS:
-            if within := [mix for total, (_, mix) in zip(sums, steps, strict=True) if total <= point]:
-                yield within[-1]
+            now[i] = policy
+            if points and (bits := self.bits(tuple(now))) <= points[0]:
+                points = [point for point in points if point < bits]
+                yield tuple(now)
 
     def choice(self, policies: tuple[int, ...]) -> Choice:
         ratio, kl = self.run(policies, len(self.texts))
-        plain = 32 if self.dtype == "float32" else 16
-        numbers = [kept.heads * kept.head_dim for kept in self.kept]
-        bits = [sum(_BITS.get(policy, (plain, plain))) / 2 for policy in policies]
         return Choice(
             policies,
-            float(np.average(bits, weights=numbers)),
+            self.bits(policies),
             sum(kept_bytes(kept, policy, self.dtype) for kept, policy in zip(self.kept, policies, strict=True)),
             ratio,
             kl,
         )
 
+    def bits(self, policies: tuple[int, ...]) -> float:
+        """Of a number, on average."""
+        plain = 32 if self.dtype == "float32" else 16
+        numbers = [kept.heads * kept.head_dim for kept in self.kept]
+        bits = [sum(KV_BITS.get(policy, (plain, plain))) / 2 for policy in policies]
+        return float(np.average(bits, weights=numbers))
+
     def run(self, policies: tuple[int, ...], pieces: int) -> tuple[float, float]:
         """Perplexity with these policies over that without, and KL, on the first ``pieces`` texts."""
         lost, kl = 0.0, 0.0
         texts = self.texts[:pieces]
-        with _Open(self.spec, self.weights, policies) as runner:
+        with _Open(self.spec, self.weights, policies, self.means) as runner:
             make_ready(runner, texts.shape[1])
             for ids, exact in zip(texts, self.exact, strict=False):
                 rounded = log_softmax(next_logits(runner, ids, rows=len(ids) - 1), np.float32)
@@ -149,8 +157,14 @@ class _Bench:
 class _Open:
     """A native runner of the packed weights while it is used."""
 
-    def __init__(self, spec: DecoderSpec, weights: Mapping[str, PackedTensor], policies: tuple[int, ...] = ()) -> None:
-        self.runner = NativeRunner(spec, lambda: weights, RunnerOptions(kv_layers=policies))
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: Mapping[str, PackedTensor],
+        policies: tuple[int, ...] = (),
+        means: str = "",
+    ) -> None:
+        self.runner = NativeRunner(spec, lambda: weights, RunnerOptions(kv_layers=policies, key_means=means))
 
     def __enter__(self) -> NativeRunner:
         self.runner.load_weights()

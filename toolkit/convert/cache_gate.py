@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.artifacts.cache_cost import CacheCost, keep_cost, read_cost, to_json
+from toolkit.artifacts.cache_cost import BROKEN, CacheCost, keep_cost, read_cost, to_json
 from toolkit.artifacts.engine.artifact import EngineArtifact
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.manifest import read_manifest
@@ -16,7 +16,6 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.native.packing.artifact import CPU_TARGET, open_packed
 
 Progress = Callable[[int, int], None]
-BROKEN = 1.5  # % of perplexity from which a precision is refused
 
 
 def measure_cache(artifact: EngineArtifact, tokenizer_dir: Path, progress: Progress | None = None) -> dict[str, Any]:
@@ -44,11 +43,9 @@ def check_cache(path: Path, config: EngineConfig, tell: Callable[[str], None], *
     if 100 * cost.loss < BROKEN or force:
         tell(f"--quant-policy {policy}: {cost.told()}")
         return
-    best = known.least(BROKEN)
-    instead = f"--quant-policy {best.policy}" if best is not None and best.policy in (8, 4) else "--quant-policy 0"
     raise UsageError(
-        f"quant_policy: {policy} costs this model {cost.cost()}; use --quant-policy auto or {instead}, "
-        "or add --force to have it nevertheless"
+        f"quant_policy: {policy} costs this model {cost.cost()}; use --quant-policy auto or "
+        f"--quant-policy {known.instead()}, or add --force to have it nevertheless"
     )
 
 

@@ -1,10 +1,10 @@
 """Checkpoints packed once for this processor and kept, so that a model that was never converted starts fast too.
 
-``$TOOLKIT_HOME/packed/KEY`` is an engine artifact with the very weights that loading the checkpoint gives; KEY is made
-of where the checkpoint lies, sizes and times of its files, the target, its layout and our version: to read all of it
-for a digest would take as long as to pack it. What was used longest ago goes first when all is larger than
-``TOOLKIT_PACK_CACHE`` GiB. Who uses a packed model holds a shared lock on its manifest: it stays. It is used as soon as
-it is written, and brought to disk meanwhile (``settle``).
+``$TOOLKIT_HOME/packed/KEY`` is an engine artifact with the very weights that loading the checkpoint gives; KEY is
+made of where the checkpoint lies, sizes and times of its files and of our code that reads models, the target, its
+layout and our version: to read all of it for a digest would take as long as to pack it. What was used longest ago
+goes first when all is larger than ``TOOLKIT_PACK_CACHE`` GiB. Who uses a packed model holds a shared lock on its
+manifest: it stays. It is used as soon as it is written, and brought to disk meanwhile (``settle``).
 """
 
 from __future__ import annotations
@@ -226,7 +226,11 @@ def _in_memory(path: Path, why: Exception, tell: Callable[[str], None]) -> Place
 
 def _stamp(path: Path) -> str:
     """What tells the checkpoint at ``path`` from others, and from itself after a change. Raises OSError."""
-    stats = [(file.name, (s := file.stat()).st_size, s.st_mtime_ns, s.st_ino) for file in content_files(path)]
+    code = Path(registry.__file__).parent.rglob("*.py")  # in a clone a family may change from one start to the next
+    stats = [
+        (file.name, (s := file.stat()).st_size, s.st_mtime_ns, s.st_ino)
+        for file in (*content_files(path), *sorted(code))
+    ]
     return f"stamp:{hashlib.sha256(repr((str(path.resolve()), stats)).encode()).hexdigest()}"
 
 

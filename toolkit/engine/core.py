@@ -201,7 +201,13 @@ class EngineCore:
         if self.keeper is not None:
             log.info("the KV cache of new weights is not kept on disk, nor handed over to other engines")
             self._end_keeping()
-        self._nap.renew(weights)
+        if self.speculator is not None:
+            self.speculator.rest()  # what the model lends to a head leaves with the old weights
+        try:
+            self._nap.renew(weights)
+        finally:
+            if self.speculator is not None and not self._nap.gone:
+                self.speculator.wake()
         self._renewed, self._damage = True, ""
         return self._nap.gone
 

@@ -69,7 +69,9 @@ class StepBuilder:
         self._shift[row] = seq.shift
         self._adapter[row] = seq.request.adapter
         for name, column in self._columns.items():
-            column[row] = getattr(p, name)
+            column[row] = value = getattr(p, name)
+            if column.dtype.kind != "f" and column[row] != value:  # numpy below 2 takes what does not fit
+                raise OverflowError(f"{name}: {value} does not fit {column.dtype}")
         self._logprobs[row] = p.logprobs if seq.canvas is None else max(p.logprobs, 0)  # what a guess is judged by
         self._host_fields[row] = any(x is not None for x in (seq.history, seq.biases, seq.bad_words, seq.grammar))
 

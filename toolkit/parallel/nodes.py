@@ -38,6 +38,7 @@ STEP_SECONDS = number_of(
 )  # that a rank may take in a step: longer than any part of one takes
 COME_SECONDS = 300.0  # in which all ranks must have come, and in which another machine looks for the first
 LOOK_SECONDS = 5.0  # in which one look for the first ends
+ASK_SECONDS = 1.0  # after which whoever started the others is asked whether one has failed
 GREET_SECONDS = 10.0  # that one who has come may take to prove that it knows the key
 
 
@@ -168,7 +169,8 @@ class Door:
             own = (nodes.host, 0 if nodes.store else nodes.port)
             self._socket = socket.create_server(own, backlog=64, reuse_port=False)
         except OSError as e:
-            raise UsageError(f"dist_init_addr: {nodes.host}:{nodes.port}: {e.strerror}; is it in use?") from e
+            why = str(e.strerror).partition(" (while")[0]  # Python adds the address
+            raise UsageError(f"dist_init_addr: {nodes.host}:{nodes.port}: {why}; expected a free port here") from e
         if nodes.store:
             try:
                 nodes.board(LOOK_SECONDS).set(_door(), str(self._socket.getsockname()[1]))
@@ -176,17 +178,25 @@ class Door:
                 self._socket.close()
                 raise ToolkitError(f"torchrun's store at {nodes.host}:{nodes.port}: {e}") from e
 
-    def collect(self, world: int, own: dict[str, Any]) -> dict[int, tuple[Connection, dict[str, Any]]]:
+    def collect(
+        self, world: int, own: dict[str, Any], failed: Callable[[], str] | None = None
+    ) -> dict[int, tuple[Connection, dict[str, Any]]]:
         """The connections of all ranks of other machines, and what they say of themselves, which is held against
-        ``own``. Raises ToolkitError that names those who have not come, or who are not alike."""
+        ``own``. ``failed``: why one will not come, "" where all may. Raises ToolkitError that names those who have not
+        come, or who are not alike."""
         wanted = {rank for rank in range(world) if self._nodes.owner(rank, world) != 0}
         found: dict[int, tuple[Connection, dict[str, Any]]] = {}
         until = time.monotonic() + COME_SECONDS
         while missing := sorted(wanted - set(found)):
-            self._socket.settimeout(max(0.01, until - time.monotonic()))
+            left = max(0.01, until - time.monotonic())
+            self._socket.settimeout(left if failed is None else min(left, ASK_SECONDS))
             try:
                 sock, peer = self._socket.accept()
             except TimeoutError:
+                if why := failed() if failed is not None else "":
+                    raise ToolkitError(why) from None
+                if time.monotonic() < until:
+                    continue
                 who, at = self._nodes.named(missing, world), f"{self._nodes.host}:{self._nodes.port}"
                 raise ToolkitError(
                     f"{who}: not come to {at} within {COME_SECONDS:g} s; start the command there, {self._nodes.how}"

@@ -36,6 +36,22 @@ class Rank:
         serve(Model.from_json(model), read(Layout, layout), nodes, lambda line: None)
 
 
+def failure(runs: list[Any]) -> str:
+    """Why the first of the actors' calls that have ended did so, "" while all go on."""
+    import ray
+
+    ended = ray.wait(runs, num_returns=len(runs), timeout=0)[0]
+    for rank, run in enumerate(runs, 1):
+        if run in ended:
+            try:
+                ray.get(run)
+            except ray.exceptions.RayError as error:
+                cause = getattr(error, "cause", None) or error  # Ray's own text is the traceback over there
+                return f"rank {rank} (an actor of Ray): {' '.join(str(cause).split())[:300] or type(cause).__name__}"
+            return f"rank {rank} (an actor of Ray) has ended"
+    return ""
+
+
 def open_on_ray(model: Model, layout: Layout) -> RankedRunner:
     """A runner whose other ranks are actors of the cluster at ``RAY_ADDRESS``, or of one of this machine. Raises
     ToolkitError, UsageError."""
@@ -70,9 +86,9 @@ def open_on_ray(model: Model, layout: Layout) -> RankedRunner:
         with socket.create_server((host, 0)) as free_port:
             port = free_port.getsockname()[1]
         nodes = [Nodes(layout.world, rank, host, port, launched=here, secret=secret) for rank in range(layout.world)]
-        for actor, node in zip(actors, nodes[1:], strict=True):
-            actor.run.remote(model.to_json(), plain(layout), node)
-        return RankedRunner(model, layout, nodes[0], ray.shutdown)
+        told, split = model.to_json(), plain(layout)
+        runs = [actor.run.remote(told, split, node) for actor, node in zip(actors, nodes[1:], strict=True)]
+        return RankedRunner(model, layout, nodes[0], ray.shutdown, lambda: failure(runs))
     except ray.exceptions.RayError as error:
         ray.shutdown()
         raise ToolkitError(f"{option}: {' '.join(str(error).split())[:300]}") from None

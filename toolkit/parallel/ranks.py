@@ -10,7 +10,7 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -49,10 +49,11 @@ class Ranks:
         worker: str = "toolkit.parallel.worker",
         nodes: Nodes | None = None,
         own: dict[str, Any] | None = None,
+        failed: Callable[[], str] | None = None,
     ) -> None:
         """``threads``: of each; ``worker``: the module whose ``main`` they run. ``own``: what ranks of other machines
-        must have alike. Raises ToolkitError where the system has no file, process or memory for them, or where some do
-        not come."""
+        must have alike; ``failed``: why one of these will not come, "" where all may. Raises ToolkitError where the
+        system has no file, process or memory for them, or where some do not come."""
         self._hosts: dict[int, dict[str, Any]] = {}  # by rank: what those of other machines say
         door = None if nodes is None else Door(nodes)
         try:
@@ -75,7 +76,7 @@ class Ranks:
                     self._processes.append(started)
                     self._pipes.append(Connection(mine.detach()))
             if door is not None:
-                for _, (pipe, hello) in sorted(door.collect(world, own or {}).items()):
+                for _, (pipe, hello) in sorted(door.collect(world, own or {}, failed).items()):
                     self._hosts[hello["rank"]] = hello
                     self._pipes.append(pipe)
                     limit(pipe, STEP_SECONDS)

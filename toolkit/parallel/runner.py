@@ -51,10 +51,15 @@ class RankedRunner:
     _chosen = 0  # tokens that have chosen experts since these were last placed
 
     def __init__(
-        self, model: Model, layout: Layout, nodes: Nodes | None = None, at_close: Callable[[], None] | None = None
+        self,
+        model: Model,
+        layout: Layout,
+        nodes: Nodes | None = None,
+        at_close: Callable[[], None] | None = None,
+        failed: Callable[[], str] | None = None,
     ) -> None:
-        """Open the model and start the ranks, or wait for those of other ``nodes``; no weights are loaded. ``close``
-        calls ``at_close`` at its end. Raises ToolkitError or UsageError, one line."""
+        """Open the model and start the ranks, or wait for those of other ``nodes``, as long as none has ``failed``; no
+        weights are loaded. ``close`` calls ``at_close`` at its end. Raises ToolkitError or UsageError, one line."""
         self._at_close = at_close
         whole, world = open_whole(model, layout), layout.world
         here = world if nodes is None else nodes.here(world)
@@ -76,7 +81,7 @@ class RankedRunner:
         self._lost = ""
         told = replace(model, options=replace(options, dtype=local.dtype))
         own = None if nodes is None else about(Path(model.path), model, layout)
-        self._ranks = Ranks(world, threads, nodes=nodes, own=own)
+        self._ranks = Ranks(world, threads, nodes=nodes, own=own, failed=failed)
         store: list[Any] | None = None  # where ranks of several machines meet
         try:
             if nodes is not None:

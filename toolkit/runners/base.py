@@ -23,7 +23,8 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 class RunnerOptions:
     """How to run. ``dtype``: of activations, "auto" = the checkpoint's; ``quant_policy``: the KV cache, 0 as ``dtype``,
     8 or 4 bits (keys then have 6), 44: 4 bits, those of keys too, 16 float8_e4m3fn, 17 float8_e5m2. ``kv_layers``: a
-    policy for each of ``spec.paged()`` instead (0, 8, 84: keys of 8 bits and values of 4, 4, 44), native runner alone.
+    policy for each of ``spec.paged()`` instead (0, 8, 65, 55, 54: bits of keys and of values, 4, 44), and ``key_means``
+    what is taken off keys of fewer than 8 bits (``native/key_means.py``), native runner alone.
     """
 
     device: str = "auto"  # auto, cpu, cuda, cuda:1 …, xpu and whatever torch has here
@@ -35,6 +36,7 @@ class RunnerOptions:
     adapter_memory: int = 0  # bytes of adapters that are held at a time where the runner pages them, 0 = all
     eager: bool = False  # on a GPU capture no graphs
     kv_layers: tuple[int, ...] = ()
+    key_means: str = ""
 
 
 @dataclass(frozen=True)

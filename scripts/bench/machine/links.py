@@ -1,26 +1,62 @@
 """How long a sum over two ranks takes on links of 1, 10 and 100 Gbit/s beside what docs/distributed.md predicts:
 python scripts/bench/machine/links.py
 
-Two network namespaces stand for machines (veth and tbf; needs root, ip and tc).
+Two network namespaces stand for machines (veth and htb; needs root, ip and tc). Acknowledgements (short packets) go
+first: behind data, as a plain throttle keeps them, they let a connection that sends both ways have half of the link. A
+throttle lets through at once what it has saved while nothing was sent, and no more than the processors carry: each
+link's rate is measured by a stream both ways, with the smallest burst that gets near it.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 ADDRESSES = ("10.97.6.1", "10.97.6.2")
-# bits a second, and bytes that pass at once: the fewest that a timer can keep up with, for a link lets none pass so
-RATES = {"no limit": None, "1 Gbit/s": (1e9, 3200), "10 Gbit/s": (1e10, 70_000), "100 Gbit/s": (1e11, 1 << 20)}
+RATES = {"no limit": 0.0, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "100 Gbit/s": 1e11}  # bits a second
+BURSTS = (8000, 16_000, 64_000, 256_000, 1 << 20)  # bytes that pass at once
+NEAR = 0.93  # of its rate a stream must get, headers left out, else the next burst is tried
+SEGMENT = 64 << 10  # bytes that the system hands to the link as one packet, which passes whole
 SIZES = (8 << 10, 64 << 10, 1 << 20, 8 << 20)  # bytes: of a token's row of 2048 floats, of 8, of 128, of 1024
-PORT = 29533
+PORT, PASSES, ROUNDS, ROUND_SECONDS = 29533, 2, 5, 0.15
+STREAM_SECONDS, SKIPPED = 0.5, 4 << 20  # bytes at its begin, by which the throttle has nothing saved
 
 
-def rank_main(rank: int) -> None:
-    """Sums of all sizes; the first rank prints seconds of each, the median."""
+def stream_main(rank: int) -> None:
+    """Send for a while, and print the bits a second that come meanwhile from the other."""
+    if rank == 0:
+        with socket.create_server((ADDRESSES[0], PORT)) as server:
+            print(flush=True)  # the other may begin
+            sock = server.accept()[0]
+    else:
+        sock = socket.create_connection((ADDRESSES[0], PORT))
+
+    def send() -> None:
+        until, data = time.perf_counter() + STREAM_SECONDS, bytes(1 << 18)
+        while time.perf_counter() < until:
+            sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    come, begun, buffer = 0, 0.0, bytearray(1 << 20)
+    while size := sock.recv_into(buffer):
+        come += size
+        if not begun and come > SKIPPED:
+            begun, come = time.perf_counter(), 0
+    print(8 * come / (time.perf_counter() - begun), flush=True)
+    sender.join()
+
+
+def sums_main(rank: int) -> None:
+    """Sums of all sizes, one behind the other; the first rank prints seconds of each: the least of rounds' means."""
     import torch
     import torch.distributed as dist
 
@@ -35,23 +71,34 @@ def rank_main(rank: int) -> None:
         group.meet(store, ADDRESSES[0], 60)
     else:
         group.join_at(ADDRESSES[0], PORT, ADDRESSES[1], 60)
-    for size in SIZES:
-        x, taken = torch.zeros(size // 4), []
-        for _ in range(25 if size < 1 << 20 else 9):
-            begun = time.perf_counter()
+
+    def taken(x: torch.Tensor, count: int) -> float:
+        begun = time.perf_counter()
+        for _ in range(count):
             group.sum(x)
-            taken.append(time.perf_counter() - begun)
+        return (time.perf_counter() - begun) / count
+
+    for size in SIZES:
+        x = torch.zeros(size // 4)
+        count = torch.tensor([ROUND_SECONDS / taken(x, 5)])
+        group.sum(count)  # both ranks take the same
+        least = min(taken(x, max(3, int(count) // 2)) for _ in range(ROUNDS))
         if rank == 0:
-            print(sorted(taken[2:])[len(taken[2:]) // 2], flush=True)
+            print(least, flush=True)
 
 
-def main() -> None:
+def predicted(size: int, bare: float, least: float, bits: float, burst: int) -> float:
+    """Seconds of a sum of ``size`` bytes over two ranks, which send as many each, on a link of ``bits`` a second that
+    lets ``burst`` bytes pass at once: ``bare`` is what it takes without a limit, ``least`` what the smallest does."""
+    wire, saved = 8 * size / bits, 8 * burst / bits
+    return max(bare, wire, least + wire - saved)
+
+
+@contextmanager
+def machines() -> Iterator[list[tuple[str, str]]]:
+    """Two namespaces, and the end of the link in each."""
     names = [f"links-{os.getpid()}-{i}" for i in (1, 2)]
     ends = [f"ln{os.getpid() % 100000}{side}" for side in "ab"]
-
-    def run(*command: str) -> None:
-        subprocess.run(command, check=True)
-
     try:
         for name in names:
             run("ip", "netns", "add", name)
@@ -61,33 +108,92 @@ def main() -> None:
             run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", end)
             for one in (end, "lo"):
                 run("ip", "-n", name, "link", "set", one, "up")
-        free: list[float] = []
-        for told, link in RATES.items():
-            for name, end in zip(names, ends, strict=True):
-                if link is not None:
-                    limit = ("rate", f"{link[0]:.0f}bit", "burst", str(link[1]), "latency", "200ms")
-                    run("tc", "-n", name, "qdisc", "replace", "dev", end, "root", "tbf", *limit)
-            command = [sys.executable, __file__]
-            ranks = [
-                subprocess.Popen(["ip", "netns", "exec", name, *command, str(i)], stdout=subprocess.PIPE, text=True)
-                for i, name in enumerate(names)
-            ]
-            said = [rank.communicate(timeout=120)[0] for rank in ranks]
-            found = [float(line) for line in said[0].split()]
-            free = free or found
-            for size, seconds, bare in zip(SIZES, found, free, strict=True):
-                wire = 0.0 if link is None else 8 * size / link[0]  # 2 (N - 1) / N of it, of two ranks
-                told_before = max(bare, free[0] + wire)  # a message takes no less than without a limit
-                off = f" ({100 * (seconds / told_before - 1):+.0f} %)"
-                predicted = "" if link is None else f"{1e3 * told_before:10.3f} ms predicted{off}"
-                print(f"{told:>11} {size >> 10:6} KiB {1e3 * seconds:10.3f} ms {predicted}", flush=True)
+        yield list(zip(names, ends, strict=True))
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 
+def run(*command: str) -> None:
+    subprocess.run(command, check=True)
+
+
+def both(link: list[tuple[str, str]], what: str) -> list[list[float]]:
+    """Numbers that each rank prints."""
+    ranks: list[subprocess.Popen[str]] = []
+    for i, (name, _) in enumerate(link):
+        command = ["ip", "netns", "exec", name, sys.executable, __file__, what, str(i)]
+        ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        if what == "stream" and i == 0:
+            assert ranks[0].stdout is not None
+            ranks[0].stdout.readline()
+    return [[float(line) for line in rank.communicate(timeout=180)[0].split()] for rank in ranks]
+
+
+def stream(link: list[tuple[str, str]]) -> float:
+    """Bits a second that each way gets, the slower one."""
+    return min(found[0] for found in both(link, "stream"))
+
+
+def unlimited(link: list[tuple[str, str]]) -> None:
+    for name, end in link:
+        command = ["tc", "-n", name, "qdisc", "del", "dev", end, "root"]
+        subprocess.run(command, stderr=subprocess.DEVNULL, check=False)  # there may be none
+
+
+def throttle(link: list[tuple[str, str]], rate: float, burst: int) -> None:
+    unlimited(link)
+    for name, end in link:
+        tc = ("tc", "-n", name)
+        run(*tc, "qdisc", "add", "dev", end, "root", "handle", "1:", "htb", "default", "10")
+        for parent, number, prio, share in (("1:", 1, 0, 1.0), ("1:1", 10, 1, 0.9), ("1:1", 20, 0, 0.1)):
+            run(*tc, "class", "add", "dev", end, "parent", parent, "classid", f"1:{number}", "htb", "prio", str(prio),
+                "rate", f"{share * rate:.0f}bit", "ceil", f"{rate:.0f}bit", "burst", str(burst), "cburst", str(burst),
+                "quantum", str(SEGMENT))  # fmt: skip
+        short = ("u32", "match", "u16", "0x0000", "0xff00", "at", "2")  # of less than 256 bytes
+        run(*tc, "filter", "add", "dev", end, "parent", "1:", "protocol", "ip", "prio", "1", *short, "flowid", "1:20")
+
+
+def throttled(link: list[tuple[str, str]], rate: float) -> tuple[float, int]:
+    """(bits a second that a stream gets, the burst): of the smallest burst that comes near, else of the best."""
+    found: list[tuple[float, int]] = []
+    for burst in BURSTS:
+        throttle(link, rate, burst)
+        found.append((stream(link), burst))
+        if found[-1][0] > NEAR * rate:
+            return found[-1]
+    best = max(found)
+    throttle(link, rate, best[1])
+    return best
+
+
+def main() -> None:
+    with machines() as link:
+        limits = {told: throttled(link, rate) if rate else (stream(link), 0) for told, rate in RATES.items()}
+        passes: list[dict[str, list[float]]] = []
+        for _ in range(PASSES):  # by turns: a virtual core wakes up sooner or later from minute to minute
+            unlimited(link)
+            found: dict[str, list[float]] = {}
+            for told, rate in RATES.items():
+                if rate:
+                    throttle(link, rate, limits[told][1])
+                found[told] = both(link, "sums")[0]
+            passes.append(found)
+    least = {told: [min(x) for x in zip(*(found[told] for found in passes), strict=True)] for told in RATES}
+    bare = least["no limit"]
+    for told, (bits, burst) in limits.items():
+        print(f"{told}: a stream gets {bits / 1e9:.2f} Gbit/s each way, burst {burst} bytes")
+        for size, seconds, without in zip(SIZES, least[told], bare, strict=True):
+            line = f"{told:>11} {size >> 10:6} KiB {1e3 * seconds:10.3f} ms"
+            if RATES[told]:
+                before = predicted(size, without, bare[0], bits, burst + SEGMENT)
+                line += f" {1e3 * before:10.3f} ms predicted ({100 * (seconds / before - 1):+.0f} %)"
+            print(line, flush=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["stream", "sums"], help="used by the script itself")
     parser.add_argument("rank", nargs="?", type=int, help="used by the script itself: run as this rank")
-    rank = parser.parse_args().rank
-    main() if rank is None else rank_main(rank)
+    given = parser.parse_args()
+    {None: lambda _: main(), "stream": stream_main, "sums": sums_main}[given.what](given.rank)

@@ -161,7 +161,7 @@ def open_draft(
     from toolkit.runners.choose import open_runner
 
     families = from_files(getattr(config, "family_files", ()))
-    options = replace(target.options, adapters=(), adapter_memory=0, kv_layers=())
+    options = replace(target.options, adapters=(), adapter_memory=0, kv_layers=(), key_means="")
     with _named():
         runner, _ = open_runner(files.path, backend=backend, options=options, blind=True, families=families)
     try:

@@ -72,8 +72,8 @@ def _model(setup: Setup, runner: Runner, seal: Seal) -> bytes:
     spec = json.dumps(runner.spec.to_json(), sort_keys=True)
     parts = (
         __version__, _weights(setup.path), spec, runner.name, runner.dtype, runner.layout, options.quant_policy,
-        options.kv_layers, options.block_size, config.load_format, config.model_format, config.dynamic_rope,
-        (config.tp, config.pp, config.dp, config.ep), seal.name,
+        options.kv_layers, options.key_means, options.block_size, config.load_format, config.model_format,
+        config.dynamic_rope, (config.tp, config.pp, config.dp, config.ep), seal.name,
     )  # fmt: skip
     return hashlib.sha256("\n".join(map(repr, parts)).encode()).digest()
 

@@ -76,6 +76,7 @@ def _facts(setup: Setup, runner: Runner) -> dict[str, str]:
         "layout": runner.layout,
         "quant_policy": options.quant_policy,
         "kv_layers": options.kv_layers,
+        "key_means": options.key_means,
         "block_size": options.block_size,
         "load_format": config.load_format,
         "model_format": config.model_format,

@@ -7,7 +7,7 @@ import os
 from toolkit.configs.engine import EngineConfig, TurbomindEngineConfig
 from toolkit.errors import UsageError
 from toolkit.parallel.layout import WORLD_SIZE, Layout
-from toolkit.parallel.nodes import Nodes
+from toolkit.parallel.nodes import Nodes, key
 from toolkit.runners.choose import gpu_is_likely
 
 
@@ -58,6 +58,9 @@ def check(config: EngineConfig) -> None:
         by = f" ({WORLD_SIZE}={os.environ[WORLD_SIZE]})" if nodes is not None and nodes.launched else ""
         instead = "leave the rest out, or use PytorchEngineConfig (--backend pytorch)"
         raise UsageError(f"{layout}{by}: turbomind splits by tp alone, and starts its ranks on one machine; {instead}")
+    if nodes is not None:  # told now, and not when the model has been opened
+        nodes.ranks(layout.world)
+        key()
     if config.device not in ("auto", "cpu") or (config.device == "auto" and gpu_is_likely()):
         raise UsageError(f"{layout}: ranks run on CPUs alone so far; use device cpu, or leave it out")
 

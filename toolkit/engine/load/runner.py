@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.artifacts.cache_cost import read_cost
+from toolkit.artifacts.cache_cost import BROKEN, read_cost
 from toolkit.configs.engine import AUTO, EngineConfig, PytorchEngineConfig
 from toolkit.configs.option import read_size
 from toolkit.engine.load import ranks
@@ -58,12 +58,13 @@ def to_split(setup: Setup) -> Model:
 def _read_by(setup: Setup) -> tuple[RunnerOptions, dict[str, Any]]:
     """A runner's options, and the arguments by which a model is opened for it."""
     config = setup.config
-    policy, layers, told = cache_policy(setup.path, config)
+    policy, layers, means, told = cache_policy(setup.path, config)
     options = RunnerOptions(
         device=config.device,
         dtype=config.dtype,
         quant_policy=policy,
         kv_layers=layers,
+        key_means=means,
         block_size=config.block_size,
         threads=config.threads or 0,
         adapters=tuple((config.adapters or {}).items()),
@@ -85,13 +86,27 @@ def _read_by(setup: Setup) -> tuple[RunnerOptions, dict[str, Any]]:
     return options, how
 
 
-def cache_policy(path: Path, config: EngineConfig) -> tuple[int, tuple[int, ...], str]:
-    """``RunnerOptions.quant_policy`` and ``kv_layers`` by what was measured of the model, and a line on what they cost,
-    "" where nothing is rounded. Raises UsageError for "auto" without a measure."""
+def cache_policy(path: Path, config: EngineConfig) -> tuple[int, tuple[int, ...], str, str]:
+    """``RunnerOptions.quant_policy``, ``kv_layers`` and ``key_means`` by what was measured of the model, and a line on
+    what they cost, "" where nothing is rounded. Raises UsageError for "auto" without a measure."""
     asked, known = config.quant_policy, read_cost(path) if config.quant_policy in (AUTO, 4, 44) else None
     if asked != AUTO:
         cost = None if known is None else known.of(int(asked))
-        return int(asked), (), "" if cost is None else f"KV cache at quant_policy {asked}: {cost.told()}"
+        told = "" if cost is None else f"KV cache at quant_policy {asked}: {cost.told()}"
+        if asked in (4, 44) and (known is None or cost is None):
+            log.warning(
+                "quant_policy %s: what it costs this model was not measured; quant_policy='auto' takes what it "
+                "bears, once `tool convert MODEL --quant-policy auto --dst-path DIR` has measured it",
+                asked,
+            )
+        elif known is not None and cost is not None and 100 * cost.loss >= BROKEN:
+            log.warning(
+                "quant_policy %s costs this model %s; use quant_policy='auto' or %s",
+                asked,
+                cost.cost(),
+                known.instead(),
+            )
+        return int(asked), (), "" if known is None else known.key_means, told
     if known is None or not known.layers:
         raise UsageError(
             f"quant_policy auto: what {path} bears has not been measured; `tool convert MODEL --quant-policy auto "
@@ -99,8 +114,8 @@ def cache_policy(path: Path, config: EngineConfig) -> tuple[int, tuple[int, ...]
         )
     found = known.least(config.kv_loss)
     if found is None:
-        return 0, (), f"KV cache: no rounding of this model stays within {config.kv_loss:g} %: none"
-    return 0, found.policies, f"KV cache by layer: {found.told()}"
+        return 0, (), "", f"KV cache: no rounding of this model stays within {config.kv_loss:g} %: none"
+    return 0, found.policies, known.key_means, f"KV cache by layer: {found.told()}"
 
 
 def _reading(config: EngineConfig) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class MtpHead:
         self.name, self.spec = name, spec
         self._target = target
         self.width = spec.layer.hidden_size
-        options = replace(target.options, adapters=(), adapter_memory=0, kv_layers=())
+        options = replace(target.options, adapters=(), adapter_memory=0, kv_layers=(), key_means="")
         self.runner = NativeRunner(spec.layer, weights, options, target.dtype, lender=target)
         self._weights = weights
         self._num_blocks: tuple[int, ...] = (0,)

@@ -8,12 +8,14 @@ from toolkit.runners.base import RunnerOptions
 from toolkit.runners.native.mixers import state_numbers
 from toolkit.runners.native.share import Share
 
+KV_BITS = {8: (8, 8), 65: (6, 5), 4: (6, 4), 55: (5, 5), 54: (5, 4), 44: (4, 4)}  # of keys and of values, by policy
+
 
 def kept_bytes(kept: Paged | Latent, policy: int, dtype: str) -> int:
     """Of a token in the cache of one layer. ``policy``: one of ``RunnerOptions.kv_layers``."""
     width = -(-kept.head_dim // 16) * 16
     plain = 32 if dtype == "float32" else 16
-    keys, values = {0: (plain, plain), 84: (8, 4), 4: (6, 4), 44: (4, 4)}.get(policy, (policy, policy))
+    keys, values = KV_BITS.get(policy, (plain, plain))
     sides = (keys, values) if kept.kind == "paged" else (values,)
     return kept.heads * sum(width * bits // 8 + (4 if policy else 0) for bits in sides)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,14 @@ import numpy as np
 from toolkit.models.rope import inv_freq
 from toolkit.models.routed import Routed
 from toolkit.models.spec import DecoderSpec, EncoderSpec, Mixer, RopeSpec
+from toolkit.runners.native.key_means import read_means
 from toolkit.runners.native.mixers import ACTIVATIONS, MIXERS, flat
 from toolkit.runners.native.packing.packed import PackedTensor, PackedWeights
 from toolkit.runners.native.share import Parts
 from toolkit.runners.native.tensors import Floats, Tensors
 
 CHUNK = 512  # of plan.h
-KV_TYPES: dict[str | int, int] = {"float32": 0, "bfloat16": 1, "float16": 2, 8: 3, 4: 4, 44: 5, 84: 6}
+KV_TYPES: dict[str | int, int] = {"float32": 0, "bfloat16": 1, "float16": 2, 8: 3, 4: 4, 44: 5, 55: 6, 54: 7, 65: 8}
 
 
 def kinds() -> set[str]:
@@ -92,9 +93,10 @@ def build_program(
     block_size: int,
     parts: Parts | None = None,
     kv_layers: Sequence[int] = (),
+    key_means: str = "",
 ) -> Program:
     """``dtype`` names the type of keys and values where ``quant_policy`` is 0; ``parts``: of one of several ranks;
-    ``kv_layers``: see RunnerOptions. KeyError where a weight is missing."""
+    ``kv_layers`` and ``key_means``: see RunnerOptions. KeyError where a weight is missing."""
     tensors = Tensors(weights, spec.ropes(), () if spec.vision is None else spec.vision.routed, parts)
     record = {
         "rank": 0 if parts is None else parts.share.rank,
@@ -116,7 +118,7 @@ def build_program(
         "head_scale": spec.head_scale,
         "softcap": spec.logit_softcap or 0.0,
         "embed": tensors.matrix(spec.embed, None) | {"site": tensors.site(spec.embed)},
-        "sublayers": _sublayers(spec, tensors, [KV_TYPES[policy or dtype] for policy in kv_layers]),
+        "sublayers": _sublayers(spec, tensors, _caches(spec, tensors, dtype, kv_layers, key_means)),
         "final_norm": tensors.norm(spec.final_norm),
         "head_rows": spec.head_size,
         "head": _head(spec, tensors),
@@ -168,13 +170,25 @@ def _gate(mixer: Mixer) -> str | None:
     return mixer.seen if mixer.kind == "mlp" else None
 
 
-def _sublayers(spec: DecoderSpec, tensors: Tensors, kv_types: Sequence[int]) -> list[dict[str, Any]]:
-    """``kv_types``: of the layers that keep rows of tokens, in their order; empty where all have the program's."""
-    types = iter(kv_types)
+def _caches(
+    spec: DecoderSpec, tensors: Tensors, dtype: str, kv_layers: Sequence[int], key_means: str
+) -> Iterator[dict[str, Any]]:
+    """How the layers that keep rows of tokens keep them, in their order, as far as the program does not say."""
+    means = read_means(spec, key_means)
+    policies: Sequence[int | None] = kv_layers or [None] * len(means)
+    for policy, mean in zip(policies, means, strict=True):
+        yield {
+            "cache_type": None if policy is None else KV_TYPES[policy or dtype],
+            "key_mean": None if mean is None else tensors.numbers(mean),
+        }
 
-    def own_type(mixer: Mixer) -> dict[str, int]:
-        kept = mixer.keeps() if kv_types else None
-        return {} if kept is None or kept.kind == "state" else {"cache_type": next(types)}
+
+def _sublayers(spec: DecoderSpec, tensors: Tensors, caches: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``caches``: see ``_caches``."""
+
+    def cache(mixer: Mixer) -> dict[str, Any]:
+        kept = mixer.keeps()
+        return {} if kept is None or kept.kind == "state" else next(caches)
 
     deep = 0 if spec.vision is None else len(spec.vision.deep)
     return [
@@ -186,7 +200,7 @@ def _sublayers(spec: DecoderSpec, tensors: Tensors, kv_types: Sequence[int]) -> 
             "carries": s.carries,
             "gate": None if (gate := _gate(s.mixer)) is None else tensors.named(gate),
             "deep": number if number <= deep and i == len(layer.sublayers) - 1 else 0,
-            s.mixer.kind: MIXERS[s.mixer.kind](s.mixer, tensors) | own_type(s.mixer),
+            s.mixer.kind: MIXERS[s.mixer.kind](s.mixer, tensors) | cache(s.mixer),
         }
         for number, layer in enumerate(spec.layers, start=1)
         for i, s in enumerate(layer.sublayers)

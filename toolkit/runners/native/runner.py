@@ -136,6 +136,7 @@ class NativeRunner:
             block_size=options.block_size,
             parts=parts,
             kv_layers=options.kv_layers,
+            key_means=options.key_means,
         )
         values = np.asarray(program.values, np.float64)
         model = self._library.tk_model_create(

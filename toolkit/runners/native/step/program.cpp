@@ -123,7 +123,7 @@ Program parse_program(const char* names, const double* values, int64_t count, co
     prog.hidden = r.integer("hidden", 1, LIMIT);
     prog.block_size = r.integer("block_size", 16, 1 << 16);
     if (prog.block_size & (prog.block_size - 1)) r.fail("block_size", "no power of two");
-    prog.kv_type = int32_t(r.integer("cache_type", KV_F32, KV_INT4_KEYS));
+    prog.kv_type = int32_t(r.integer("cache_type", KV_F32, KV_INT65));
     prog.deep = r.integer("deep", 0, 1 << 16);
     prog.bf16 = r.flag("bfloat16") && bf16_dot;
     const int64_t groups = r.integer("groups", 1, 64);

@@ -100,6 +100,7 @@ struct Attention {
     float q_factor = 0;
     Norm q_norm, k_norm;
     Vector sinks;
+    Vector key_mean;  // of all heads: what is taken off keys before they are rounded, which leaves a softmax as it is
     int32_t kv_type = KV_F32;  // how the cache holds this layer
     CellLayout cell;
     int64_t layer_offset;  // of this layer in a block

@@ -11,8 +11,8 @@ namespace {
 // Its place in the blocks of its cache group.
 void keep(Attention& a, const Record& r, Program& prog) {
     a.group = r.integer("group", 0, int64_t(prog.groups.size()) - 1);
-    a.kv_type = r.has("cache_type") ? int32_t(r.integer("cache_type", KV_F32, KV_INT8_KEYS)) : prog.kv_type;
-    if (a.rows && turns_keys(a.kv_type)) throw Error("program: rows that are key and value at once in 4 bits");
+    a.kv_type = r.has("cache_type") ? int32_t(r.integer("cache_type", KV_F32, KV_INT65)) : prog.kv_type;
+    if (a.rows && turns(a.kv_type)) throw Error("program: rows that are key and value at once in fewer than 8 bits");
     a.cell = cell_layout(a.kv_type, a.head_dim, a.rows);
     a.head_bytes = prog.block_size / LANES * a.cell.bytes();
     Group& g = prog.groups[size_t(a.group)];
@@ -116,6 +116,8 @@ Mixer read_attention(const Record& r, Program& prog) {
     a.q_norm = r.norm("q_norm", a.head_dim, a.heads);
     a.k_norm = r.norm("k_norm", a.head_dim, a.kv_heads);
     a.sinks = r.vector("sinks", a.heads);
+    a.key_mean = r.vector("key_mean", a.kv_heads * a.head_dim);
+    if (a.key_mean && (a.sinks || a.softcap > 0 || a.sink_tokens)) r.fail("key_mean", "where it would change what tokens weigh");
     a.in.width = hidden;
     join(a.in, a.q);
     join(a.in, a.k);

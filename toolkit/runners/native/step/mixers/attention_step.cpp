@@ -94,11 +94,12 @@ void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
     const int64_t half = a.rope >= 0 && !a.norm_last ? p.ropes[size_t(a.rope)].rotary / 2 : 0;
     const float factor = query_scale(a, position_of(seq, flat));
     const bool apart = a.sinks_apart(position_of(seq, flat));
-    auto load = [&](const float* from, const Norm& norm, int64_t of_head, const float* cos, const float* sin) {
+    auto load = [&](const float* from, const Norm& norm, int64_t of_head, const float* cos, const float* sin, const float* mean = nullptr) {
         if (norm.present() && !a.wide(norm)) norm_row(norm, from, row, of_head);
         else std::memcpy(row, from, size_t(hd) * 4);
         if (half) ops.rope(row, cos, sin, 2 * half);
-        if (turns_keys(a.kv_type)) ops.hadamard(row, hd);
+        for (int64_t i = 0; mean && i < hd; i++) row[i] -= mean[i];
+        if (turns(a.kv_type)) ops.hadamard(row, hd);
     };
     const float *cos = half ? w.cos[size_t(a.rope)] + t * half : nullptr, *sin = half ? w.sin[size_t(a.rope)] + t * half : nullptr;
     uint8_t* to = const_cast<uint8_t*>(query(a, head, t));
@@ -112,8 +113,10 @@ void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
         load(q + h * hd, a.q_norm, h, a.sink_cos.data(), a.sink_sin.data());
         put_query(a, row, from_sinks + at);
     }
-    load(k + (a.first_kv + head) * hd, a.k_norm, a.first_kv + head, cos, sin);
-    std::memcpy(value, v + (a.first_kv + head) * hd, size_t(hd) * 4);
+    const int64_t at = (a.first_kv + head) * hd;
+    load(k + at, a.k_norm, a.first_kv + head, cos, sin, a.key_mean && turns(a.kv_type) ? a.key_mean.data + at : nullptr);
+    std::memcpy(value, v + at, size_t(hd) * 4);
+    if (turns(a.kv_type)) ops.hadamard(value, hd);
     store(a, t, head, row, value);
 }
 
@@ -239,6 +242,7 @@ void Run::finish_rows(const Attention& a, int64_t head, int64_t t, const AttnSta
             ops.attn_finish(a.vpad, s.m[r], s.l[r], s.acc + r * a.vpad, sink, own.attention.row);
             std::memcpy(to + h * a.value_dim, own.attention.row, size_t(a.value_dim) * 4);
         }
+        if (turns(a.kv_type)) ops.hadamard(to + h * a.value_dim, a.value_dim);
         if (a.gate.present()) ops.multiply(to + h * a.value_dim, gate + h * a.value_dim, a.value_dim, SIGMOID);
     }
 }
