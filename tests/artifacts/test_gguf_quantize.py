@@ -95,11 +95,13 @@ def test_values_beyond_float16_are_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ROUNDED)
-def test_chunks_and_the_order_in_memory_do_not_show(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_and_the_order_in_memory_do_not_show(kind: str) -> None:
+    """A matrix of more than is rounded at once has in each row what the row has alone."""
     whole = quantize(matrix(), kind)
     assert np.array_equal(to_blocks(kind, quantize(matrix().t().contiguous().t(), kind)), to_blocks(kind, whole))
-    monkeypatch.setattr("toolkit.artifacts.gguf.quantize._CHUNK", 1024)
-    assert np.array_equal(to_blocks(kind, quantize(matrix(), kind)), to_blocks(kind, whole))
+    times = (1 << 19) // matrix().numel()
+    repeated = to_blocks(kind, quantize(matrix().repeat(times, 1), kind))
+    assert np.array_equal(repeated, np.tile(to_blocks(kind, whole), (times, 1)))
 
 
 # --- exact fits ------------------------------------------------------------------------------------------------------

@@ -379,11 +379,10 @@ def test_a_template_without_a_system_block_is_left_as_it_is(make: Any) -> None:
 
 
 @pytest.fixture
-def registered() -> Any:
-    """A class of chat template, registered for the time of one test."""
-    before = dict(MODELS._classes)
+def registered() -> type:
+    """A class of chat template, registered."""
 
-    @MODELS.register_module(name=["customized_model", "pirate"])
+    @MODELS.register_module(name=["customized_model", "pirate"], force=True)
     class Customized(BaseChatTemplate):
         def __init__(
             self,
@@ -396,8 +395,7 @@ def registered() -> Any:
             super().__init__(system, meta_instruction, user=user, eoa="<|im_end|>", separator="\n", **pieces)
             self.stop_words = list(stop_words)
 
-    yield Customized
-    MODELS._classes = before
+    return Customized
 
 
 def test_a_class_registered_in_python_is_a_template(make: Any, registered: Any) -> None:

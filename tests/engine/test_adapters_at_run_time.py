@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from toolkit.artifacts.adapter import read_changes
 from toolkit.artifacts.manifest import content_digest
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.configs.generation import GenerationConfig
@@ -106,12 +107,11 @@ def test_streams_go_on_while_one_is_read(
         return found
 
     monkeypatch.setattr("toolkit.engine.adapters.content_digest", slowly("digest", content_digest))
+    monkeypatch.setattr("toolkit.artifacts.adapter.read_changes", slowly("files", read_changes))
     config = TurbomindEngineConfig(
         session_len=8192, dtype="float32", cache_max_entry_count=256, kv_cache_dir=str(tmp_path) if kept else None
     )
     with AsyncEngine.open(tiny_models("llama"), backend_config=config) as engine, ThreadPoolExecutor(1) as pool:
-        core = cast(Any, engine)._loop._core
-        monkeypatch.setattr(core.runner, "_changes", slowly("files", core.runner._changes))
         stream = engine.generate_sync([5, 6, 7], GenerationConfig(max_new_tokens=8000, ignore_eos=True))
         next(stream)
         loading = pool.submit(engine.adapters.load, "a", adapters["a"])

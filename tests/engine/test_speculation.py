@@ -4,6 +4,7 @@ that the cache shows."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -450,13 +451,14 @@ class Poor(Draft):
         return [Guess([1] * most, [self.chance] * most) for _, most in asked]
 
 
-def test_beside_guesses_that_do_not_pay_a_draft_pays_no_sooner() -> None:
+def test_beside_guesses_that_do_not_pay_a_draft_pays_no_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is not time for a trial."""
     draft = Priced(0.95, 0.9)
     speculator = Speculator(Speculation(most=8), [Poor(), draft], VOCAB)
     for rows in range(1, 40):
         speculator.cost.note(rows, 0.5 + 0.5 * rows)
     seq = Sequence(EngineRequest("r", [1, 2], SamplingParams(50)), order=0, max_len=99, rope_set=0, keys_root=None)
-    speculator._next_trial = np.inf
+    monkeypatch.setattr("toolkit.engine.drafts.speculator.time", SimpleNamespace(perf_counter=lambda: -1.0))
     assert speculator.choose([seq]) == {} and draft.asked == [0]
 
 

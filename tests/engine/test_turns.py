@@ -159,23 +159,21 @@ def test_one_user_alone_starts_by_priority_then_by_arrival(fake: Any, asked: lis
     """As before there were users: each that starts is the first in turn of those that wait, no place is left empty, and
     nobody gives one back. ``one``: all are choices of one request."""
     core = fake.make_core(max_batch_size=batch, blocks=400, prefix_caching=False)
-    scheduled, start = core.scheduler, core.scheduler._start
-
-    def started(seq: Any, *more: Any) -> None:
-        assert all(seq.turn < other.turn for other in scheduled.waiting)
-        start(seq, *more)
-
-    scheduled._start = started
+    scheduled, begun = core.scheduler, 0
     arrivals, now = sorted(enumerate(asked), key=lambda a: a[1][3]), 0
     while arrivals or core.has_work:
         while arrivals and arrivals[0][1][3] <= now:
             number, (priority, prompt, new, _) = arrivals.pop(0)
             core.add(ask(str(number), "me", prompt, new, priority=priority, group="request" if one else ""))
+        before = list(scheduled.waiting)
         outputs = core.step()
+        started = [seq for seq in before if seq not in scheduled.waiting]
+        assert all(seq.turn < other.turn for seq in started for other in scheduled.waiting)
+        begun += len(started)
         ended = sum(o.finish_reason is not None for o in outputs)
         assert not scheduled.waiting or len(scheduled.running) + ended == batch
         now += 1
-    assert not scheduled.preemptions
+    assert not scheduled.preemptions and begun == len(asked)
 
 
 # -- nobody waits for ever --------------------------------------------------------------------------

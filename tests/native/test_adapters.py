@@ -135,7 +135,9 @@ def test_more_adapters_than_memory_are_read_again(tiny_models: Any, support: Any
     assert small._shelf.reads > 3
 
 
-def test_an_adapter_is_read_while_others_run(tiny_models: Any, support: Any, tmp_path: Path) -> None:
+def test_an_adapter_is_read_while_others_run(
+    tiny_models: Any, support: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps do not wait for the files of one that a request will need; what is wrong with it, its first step tells."""
     model = tiny_models("llama")
     made = write_three(model, support, tmp_path)
@@ -143,24 +145,25 @@ def test_an_adapter_is_read_while_others_run(tiny_models: Any, support: Any, tmp
     runner = runner_for(model, *made, adapter_memory=1)
     base = alone(support, runner, ids(9, 0))
     assert runner._shelf.held == [2] and runner.adapter_ready(2)
-    reads, begin, go_on = runner._changes, threading.Event(), threading.Event()
+    begin, go_on, reads = threading.Event(), threading.Event(), 0
 
-    def slowly(path: Path) -> Any:
+    def slowly(*given: Any) -> Any:
+        nonlocal reads
+        reads += 1
         begin.set()
         assert go_on.wait(60)
-        return reads(path)
+        return read_changes(*given)
 
-    runner._changes = slowly
+    monkeypatch.setattr("toolkit.artifacts.adapter.read_changes", slowly)
     assert not runner.adapter_ready(1)
     assert begin.wait(60)
     np.testing.assert_array_equal(alone(support, runner, ids(9, 0)), base)
     assert not runner.adapter_ready(1)
     go_on.set()
     assert runner.adapter_ready(1, seconds=60)
-    runner._changes = None  # no step reads it again
     np.testing.assert_array_equal(alone(support, runner, ids(9, 0), 1), expected)
+    assert reads == 1  # by no step again
 
-    runner._changes = reads
     (made[0] / "adapter_model.safetensors").write_bytes(b"spoiled")
     assert runner.adapter_ready(0, seconds=60)
     with pytest.raises(RunnerError, match=r"adapter_model\.safetensors"):

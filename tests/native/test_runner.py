@@ -66,14 +66,13 @@ def test_quantized_weights_stay_near_the_dequantized_model(family, form, drive) 
     driver, ids = drive(family, weights=form), prompt(40, 5)
     found = driver.step({driver.add(): ids}, "all").logits
     dense = drive(family, weights=form)
-    load = dense.runner._weights
     from toolkit.artifacts.canonical import Dense
 
     def dequantized() -> dict[str, Any]:
         return {k: v if isinstance(v, torch.Tensor) else Dense(v.dequantize()) for k, v in load().items()}
 
     dense.runner.release_weights()
-    dense.runner._weights = dequantized
+    load = dense.runner.use_weights(dequantized)
     dense.runner.load_weights()
     dense.runner.allocate_cache((64,) * len(dense.runner.spec.cache_groups))
     expected = dense.step({dense.add(): ids}, "all").logits
@@ -228,9 +227,8 @@ def test_linears_whose_columns_are_reordered_alike(family, drive) -> None:
         return replace(value, group_index=torch.from_numpy((columns // value.group_size).astype(np.int32)))
 
     driver, ids = drive(family, weights="int4"), prompt(20, 5)
-    load = driver.runner._weights
     driver.runner.release_weights()
-    driver.runner._weights = lambda: {name: reordered(value) for name, value in load().items()}
+    load = driver.runner.use_weights(lambda: {name: reordered(value) for name, value in load().items()})
     driver.runner.load_weights()
     assert not any("held as bfloat16" in note for note in driver.runner.notes)
     driver.runner.allocate_cache((64,) * len(driver.runner.spec.cache_groups))

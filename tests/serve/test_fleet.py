@@ -54,9 +54,16 @@ class FakeServer:
 
 
 def fleet(
-    tmp_path: Path, *names: str, fail: str = "", slow: str = "", go_on: Any = None, **options: Any
+    tmp_path: Path,
+    *names: str,
+    fail: str = "",
+    slow: str = "",
+    go_on: Any = None,
+    at: dict[str, str] | None = None,
+    **options: Any,
 ) -> tuple[Fleet, list[str]]:
-    """Models of 10 bytes of files each, that take 40 once they are loaded; ``slow`` waits for the event ``go_on``."""
+    """Models of 10 bytes of files each, that take 40 once they are loaded; ``slow`` waits for the event ``go_on``;
+    ``at``: where the server of one is, if it is one."""
     models, log = [], []
 
     def note(what: str) -> None:
@@ -73,7 +80,9 @@ def fleet(
         note(f"load {model.name}")
         if model.name == fail:
             raise ToolkitError("broken")
-        return FakeServer(model.name, 40, note)
+        server = FakeServer(model.name, 40, note)
+        server.url = (at or {}).get(model.name, server.url)
+        return server
 
     return Fleet(models, launch, **options), log
 
@@ -209,16 +218,7 @@ def test_who_is_ended_before_its_first_byte_waits_for_the_next_turn(tmp_path: Pa
         first, second = FakeNode(go_on=asyncio.Semaphore(0)), FakeNode()
         for node in (first, second):
             await node.start()
-        found, log = fleet(tmp_path, "a", "b", budget=45, swap_patience=0.2)
-        at = {"a": first.url, "b": second.url}
-        launch = found._launch
-
-        def placed(model: Listed) -> Any:
-            server = launch(model)
-            server.url = at[model.name]
-            return server
-
-        found._launch = placed
+        found, log = fleet(tmp_path, "a", "b", at={"a": first.url, "b": second.url}, budget=45, swap_patience=0.2)
         app, begun = create_app(found, ProxySettings(node_key="inner"), lambda model: {}), asyncio.Event()
 
         async def watched(scope: Any, receive: Any, send: Any) -> None:

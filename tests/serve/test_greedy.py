@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import time
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -271,14 +272,22 @@ def test_a_node_of_a_client_sends_no_node_of_the_operator_anywhere() -> None:
     lends = Lends("ab" * 16, '{"address": "169.254.169.254:80"}')
     asked: list[str] = []
 
-    async def link(node: Node, lender: str, lends: Lends) -> bool:
-        asked.append(node.url)
-        return True
+    async def told() -> AsyncIterator[bytes]:
+        yield b'{"status": 1}'
+
+    def connected(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.host)
+        return httpx.Response(200, content=told())
 
     async def go() -> list[str]:
-        state: Any = SimpleNamespace(settings=ProxySettings(), clock=lambda: 0.0, nodes=[Node("http://l", lends=lends)])
+        state: Any = SimpleNamespace(
+            settings=ProxySettings(),
+            clock=lambda: 0.0,
+            nodes=[Node("http://l", lends=lends)],
+            http=httpx.AsyncClient(transport=httpx.MockTransport(connected)),
+            key_headers=lambda node: {},
+        )
         apart = Apart(state, 0)
-        apart._link = link  # type: ignore[method-assign]
         found = []
         for trusted, lender in ((True, False), (False, False), (True, True), (False, True)):
             node = Node(f"http://{trusted}{lender}", role="Decode", trusted=trusted)

@@ -185,22 +185,12 @@ def _without_minima(x: Tensor, w: Tensor, scale: Tensor, block: BlockType, n_out
         off = (codes * (d.float() * sub)[..., None]).sub_(blocks)
         return off.square_().mul_(weights).sum((1, 2))[:, None]
 
-    def refit(codes: Tensor) -> Tensor:
+    def refit(codes: Tensor) -> tuple[Tensor]:
         weighted = weights * codes
         up, down = (sub * (weighted * blocks).sum(2)).sum(1), (sub * sub * weighted.mul_(codes).sum(2)).sum(1)
-        return _divide(up, down)[:, None].half()
+        return (_divide(up, down)[:, None].half(),)
 
-    codes = codes_for(d)
-    least = error(codes, d)
-    for _ in range(_REFITS):
-        trial = refit(codes)
-        trial_codes = codes_for(trial)
-        trial_error = error(trial_codes, trial)
-        better = trial_error < least
-        if not bool(better.any()):
-            break
-        d, least = torch.where(better, trial, d), torch.where(better, trial_error, least)
-        codes = torch.where(better[..., None], trial_codes, codes)
+    (d,), codes = _refitted((d,), codes_for, error, refit)
     supers = SuperScales(d.view(n_out, -1), sub.to(torch.int8).view(n_out, -1))
     return _from_supers((codes + block.zero), supers, block, n_out)
 
@@ -228,7 +218,7 @@ def _with_minima(x: Tensor, w: Tensor, scale: Tensor, low: Tensor, block: BlockT
     minima_x = -(sub_min * (weights * blocks).sum(2)).sum(1)
 
     def refit(codes: Tensor) -> tuple[Tensor, Tensor]:
-        """The two floats that are best for these codes: a weighted least squares of two unknowns."""
+        """The two floats that are best for these codes: a weighted least squares of two unknowns. NaN: none."""
         weighted = weights * codes
         ab, ax = -(sub * sub_min * weighted.sum(2)).sum(1), (sub * (weighted * blocks).sum(2)).sum(1)
         aa, bb, bx = (sub * sub * weighted.mul_(codes).sum(2)).sum(1), minima, minima_x
@@ -236,19 +226,10 @@ def _with_minima(x: Tensor, w: Tensor, scale: Tensor, low: Tensor, block: BlockT
         lone = det.abs() <= 1e-6 * aa * bb  # no minima to speak of
         first = torch.where(lone, _divide(ax, aa), _divide(bb * ax - ab * bx, det))
         second = torch.where(lone, torch.zeros_like(ax), _divide(aa * bx - ab * ax, det))
-        return first[:, None].half(), second[:, None].half()
+        found, minimum = first[:, None].half(), second[:, None].half()
+        return found.masked_fill(~((found > 0) & (minimum >= 0)), torch.nan), minimum
 
-    codes = codes_for(d, dmin)
-    least = error(codes, d, dmin)
-    for _ in range(_REFITS):
-        trial, trial_min = refit(codes)
-        trial_codes = codes_for(trial, trial_min)
-        trial_error = error(trial_codes, trial, trial_min)
-        better = (trial_error < least) & (trial > 0) & (trial_min >= 0)
-        if not bool(better.any()):
-            break
-        d, dmin = torch.where(better, trial, d), torch.where(better, trial_min, dmin)
-        least, codes = torch.where(better, trial_error, least), torch.where(better[..., None], trial_codes, codes)
+    (d, dmin), codes = _refitted((d, dmin), codes_for, error, refit)
     supers = SuperScales(
         d.view(n_out, -1),
         sub.to(torch.int8).view(n_out, -1),
@@ -256,6 +237,27 @@ def _with_minima(x: Tensor, w: Tensor, scale: Tensor, low: Tensor, block: BlockT
         sub_min.to(torch.int8).view(n_out, -1),
     )
     return _from_supers(codes, supers, block, n_out)
+
+
+def _refitted(
+    floats: tuple[Tensor, ...],
+    codes_for: Callable[..., Tensor],
+    error: Callable[..., Tensor],
+    refit: Callable[[Tensor], tuple[Tensor, ...]],
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The floats of super-blocks refitted to the codes, and the codes to them, while the error falls."""
+    codes = codes_for(*floats)
+    least = error(codes, *floats)
+    for _ in range(_REFITS):
+        trial = refit(codes)
+        trial_codes = codes_for(*trial)
+        trial_error = error(trial_codes, *trial)
+        better = trial_error < least
+        if not bool(better.any()):
+            break
+        floats = tuple(torch.where(better, new, old) for new, old in zip(trial, floats, strict=True))
+        least, codes = torch.where(better, trial_error, least), torch.where(better[..., None], trial_codes, codes)
+    return floats, codes
 
 
 def _from_supers(codes: Tensor, supers: SuperScales, block: BlockType, n_out: int) -> GroupInt:
