@@ -70,7 +70,7 @@ STEPS = (
         "try",
         "the wheel in empty environments of each Python: a converted model answers within a minute",
         'rm -rf dist && mkdir dist && cp "$DIST"/toolkit-*x86_64.whl dist\n'
-        '[ -e "$RELEASE/engine" ] || .venv/bin/tool convert demo "$RELEASE/engine"\n'
+        '[ -e "$RELEASE/engine" ] || .venv/bin/tool convert demo --dst-path "$RELEASE/engine"\n'
         'mapfile -t pythons < <(compgen -c python3. | grep -xE "python3\\.[0-9]+" | sort -u)\n'
         'for python in "${pythons[@]}"; do\n'
         '    "$python" -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || continue\n'
