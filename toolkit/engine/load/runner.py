@@ -92,21 +92,21 @@ def cache_policy(path: Path, config: EngineConfig) -> tuple[int, tuple[int, ...]
     asked, known = config.quant_policy, read_cost(path) if config.quant_policy in (AUTO, 4, 44) else None
     if asked != AUTO:
         cost = None if known is None else known.of(int(asked))
-        told = "" if cost is None else f"KV cache at quant_policy {asked}: {cost.told()}"
-        if asked in (4, 44) and (known is None or cost is None):
+        means = "" if known is None else known.key_means
+        if known is not None and cost is not None:
+            if 100 * cost.loss >= BROKEN:
+                instead = known.instead()
+                log.warning(
+                    "quant_policy %s costs this model %s; use quant_policy='auto' or %s", asked, cost.cost(), instead
+                )
+            return int(asked), (), means, f"KV cache at quant_policy {asked}: {cost.told()}"
+        if asked in (4, 44):
             log.warning(
                 "quant_policy %s: what it costs this model was not measured; quant_policy='auto' takes what it "
                 "bears, once `tool convert MODEL --quant-policy auto --dst-path DIR` has measured it",
                 asked,
             )
-        elif known is not None and cost is not None and 100 * cost.loss >= BROKEN:
-            log.warning(
-                "quant_policy %s costs this model %s; use quant_policy='auto' or %s",
-                asked,
-                cost.cost(),
-                known.instead(),
-            )
-        return int(asked), (), "" if known is None else known.key_means, told
+        return int(asked), (), means, ""
     if known is None or not known.layers:
         raise UsageError(
             f"quant_policy auto: what {path} bears has not been measured; `tool convert MODEL --quant-policy auto "

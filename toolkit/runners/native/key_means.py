@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from toolkit.errors import ToolkitError
 from toolkit.models.rope import inv_freq
-from toolkit.models.spec import AttentionSpec, DecoderSpec
+from toolkit.models.spec import AttentionSpec, DecoderSpec, Mixer
 from toolkit.runners.base import Runner
 from toolkit.runners.native.tensors import Floats
 
@@ -29,7 +29,7 @@ def suits(mixer: AttentionSpec) -> bool:
 def read_means(spec: DecoderSpec, text: str) -> list[Floats | None]:
     """Of each mixer that keeps rows of tokens (``spec.paged()``), heads one behind the other, what ``write_means``
     wrote; None where there is none. Raises ToolkitError for a text of another model."""
-    mixers = [mixer for _, mixer in spec.mixers() if (kept := mixer.keeps()) is not None and kept.kind != "state"]
+    mixers = _that_keep_rows(spec)
     sizes = [m.kv_heads * m.head_dim if m.kind == "attention" else 0 for m in mixers]
     if not text:
         return [None] * len(sizes)
@@ -81,7 +81,7 @@ def key_sums(runner: Runner, tokens: int) -> list[Floats]:
 
 def slow_parts(spec: DecoderSpec, means: Sequence[Floats]) -> list[Floats]:
     """The means without what turns with the position: at other positions than those measured it is another."""
-    mixers = [mixer for _, mixer in spec.mixers() if (kept := mixer.keeps()) is not None and kept.kind != "state"]
+    mixers = _that_keep_rows(spec)
     found = []
     for mixer, mean in zip(mixers, means, strict=True):
         slow = mean.copy()
@@ -91,6 +91,11 @@ def slow_parts(spec: DecoderSpec, means: Sequence[Floats]) -> list[Floats]:
             slow[:, : 2 * len(fast)][:, np.tile(fast, 2)] = 0
         found.append(slow)
     return found
+
+
+def _that_keep_rows(spec: DecoderSpec) -> list[Mixer]:
+    """The mixers of ``spec.paged()``."""
+    return [mixer for _, mixer in spec.mixers() if (kept := mixer.keeps()) is not None and kept.kind != "state"]
 
 
 def _keys(cells: NDArray[np.uint8], dtype: str, width: int) -> Floats:
