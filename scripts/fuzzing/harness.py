@@ -283,5 +283,5 @@ def case_name(word: str) -> str:
 
 
 def fast_folder() -> str:
-    """Where cases may write, as the parent process has chosen it."""
+    """Where cases may write, as `fuzz` has chosen it."""
     return os.environ["FUZZ_SCRATCH"]

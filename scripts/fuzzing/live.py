@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fuzzing.harness import Case, Found, Run, Target, skeleton
+from fuzzing.harness import Case, Found, Run, Target, fast_folder, skeleton
 from fuzzing.models import Models, load_test_module
 from fuzzing.mutate import NUMBERS, STRINGS, dump, odd_value, spoil_bytes, spoil_json
 
@@ -194,7 +194,7 @@ def _spoil_words(vocabulary: list[str], rng: Random, case: Case) -> Case:
 
 
 def _command(models: Models) -> Run:
-    home = Path(tempfile.mkdtemp(prefix="fuzz-", dir=os.environ["FUZZ_SCRATCH"]))
+    home = Path(tempfile.mkdtemp(prefix="fuzz-", dir=fast_folder()))
     for name in ("native", "checkpoint", "quantized"):
         shutil.copytree(getattr(models, name), home / "base" / name)
     (home / "base" / "text.txt").write_text("All happy families are alike. " * 40, encoding="utf-8")
