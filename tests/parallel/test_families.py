@@ -71,7 +71,7 @@ def test_whole_experts_on_each_rank(family: str, tiny_models: Any, support: Any)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [Layout(2), Layout(3), Layout(4), Layout(pp=2), Layout(2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(2), Layout(3), Layout(4), Layout(pp=2), Layout(pp=3), Layout(2, 2)], ids=str)
 @pytest.mark.parametrize(("family", "shape"), SHAPES, ids=[f"{name}-{shape}" for name, shape in SHAPES])
 def test_every_family(family: str, shape: int, layout: Layout, tiny_models: Any, support: Any) -> None:
     try:
@@ -91,6 +91,18 @@ def test_adapters_are_cut_as_their_linears_are(
     path = tiny_models(family)
     made = support("adapters").write_adapter(tmp_path / "one", path, targets)
     same(path, Layout(tp=2), support, adapter=0, adapters=(("one", str(made)),))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(2, ep=2), Layout(4, ep=4)], ids=str)
+@pytest.mark.parametrize(("family", "shape"), SHAPES, ids=[f"{name}-{shape}" for name, shape in SHAPES])
+def test_whole_experts_of_every_family(family: str, shape: int, layout: Layout, tiny_models: Any, support: Any) -> None:
+    try:
+        same(tiny_models(family, shape=shape), layout, support)
+    except UsageError as e:
+        few = (f"{layout.tp} ranks" in str(e) or "are fewer than ep" in str(e)) and layout.tp > 2
+        assert few or "it has no experts to share out" in str(e), e
+        pytest.skip(str(e))
 
 
 def _png(width: int, height: int) -> bytes:
