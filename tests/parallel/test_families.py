@@ -64,10 +64,11 @@ def test_two_ranks_give_what_one_process_gives(family: str, tiny_models: Any, su
     same(tiny_models(family), Layout(tp=2), support)
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "llama4", "deepseek_v3"])
-def test_whole_experts_on_each_rank(family: str, tiny_models: Any, support: Any) -> None:
-    """Beside a shared one; with inputs that are weighed; of models whose other layers have none."""
-    same(tiny_models(family), Layout(tp=2, ep=2), support)
+@pytest.mark.parametrize(("family", "ranks"), [("qwen2_moe", 2), ("llama4", 2), ("deepseek_v3", 2), ("afmoe", 4)])
+def test_whole_experts_on_each_rank(family: str, ranks: int, tiny_models: Any, support: Any) -> None:
+    """Beside a shared one; with inputs that are weighed; of models whose other layers have none; of a single row, with
+    more ranks than that."""
+    same(tiny_models(family), Layout(tp=ranks, ep=ranks), support)
 
 
 @pytest.mark.slow
