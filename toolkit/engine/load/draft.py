@@ -52,13 +52,16 @@ def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], pack
     name = config.speculative_draft_model
     if name is None:
         return None
-    if (config.tp, config.pp, config.dp, config.ep) != (1, 1, 1, 1):
-        raise UsageError(f"{FLAG}: runs in one process; leave it out, or tp, pp, dp and ep")
+    if (config.pp, config.dp, config.ep) != (1, 1, 1):
+        raise UsageError(f"{FLAG}: runs with tp at most; leave it out, or pp, dp and ep")
     if config.empty_init:
         raise UsageError(f"{FLAG}: not with empty_init: nothing is known of the weights that it is to guess for")
     with _named():
         path = resolve_model(name, download_dir=config.download_dir)
-        if means_head(config, path):
+        head = means_head(config, path)
+        if not head and config.tp > 1:
+            raise UsageError("a draft model runs in one process; leave it out, or tp")
+        if head:
             if config.speculative_algorithm == "draft_model":
                 raise UsageError(f"{path} is a head, no model; use {'eagle' if is_eagle(path) else 'eagle3'}")
             return DraftFiles(path, path, path)
