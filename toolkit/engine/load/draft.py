@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from toolkit.artifacts.draft_head import is_head
-from toolkit.artifacts.eagle import is_eagle
 from toolkit.engine.drafts.model import TOKENS, DraftModel
 from toolkit.engine.drafts.vocabulary import LEAST, Vocabulary, by_text, equal
 from toolkit.engine.load.memory_plan import MemoryPlan, show_bytes
@@ -47,6 +46,7 @@ class DraftFiles:
 
 def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], packed: Found | None) -> DraftFiles | None:
     """Where the draft model is that a config asks for, fetched where needed. Raises ToolkitError or UsageError."""
+    from toolkit.artifacts.eagle import is_eagle
     from toolkit.artifacts.source import resolve_model
 
     name = config.speculative_draft_model
@@ -76,6 +76,8 @@ def means_head(config: EngineConfig, path: Path) -> bool:
 
 def means_eagle(config: EngineConfig, path: Path) -> bool:
     """Whether that is an EAGLE head, none of EAGLE-3."""
+    from toolkit.artifacts.eagle import is_eagle
+
     return config.speculative_algorithm == "eagle" or (config.speculative_algorithm is None and is_eagle(path))
 
 
