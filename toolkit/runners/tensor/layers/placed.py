@@ -41,7 +41,7 @@ class Placed:
         """Of ranks that have the same rows each asks for some of them, so that the others are zeros; their sum is
         whole."""
         split, width = self.split, chosen.shape[1]
-        rows = torch.arange(split.part, len(x), split.parts, device=x.device)
+        rows = torch.arange(len(x), device=x.device)[split.part :: split.parts]  # none, where ranks outnumber rows
         source, wanted = rows.repeat_interleave(width), chosen[rows].flatten().long()
         if self.load is not None:
             self.load.add_(torch.bincount(wanted, minlength=len(self.load)))
