@@ -264,8 +264,8 @@ class CommonEngineConfig:
 class TurbomindEngineConfig(CommonEngineConfig):
     """Options of the ``turbomind`` backend, the fast path: the ``native`` runner.
 
-    ``async_`` 1: where the runner can. LMDeploy has ``adapters`` for ``pytorch`` alone. ``devices``: numbers of GPUs, one
-    for each rank on this machine.
+    ``async_`` 1: where the runner can. LMDeploy has ``adapters`` for ``pytorch`` alone. ``devices``: numbers of GPUs,
+    one for each rank on this machine.
     """
 
     cache_block_seq_len: int = option(64, "Tokens in a KV block.", allowed=Bounds(16, 1024, "int32"))
