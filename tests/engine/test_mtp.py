@@ -170,9 +170,12 @@ def test_a_right_layer_guesses_right_from_an_artifact(models: tuple[Path, Path],
 
     convert(str(models[1]), tmp_path / "engine", quiet=True)
     assert open_engine(tmp_path / "engine").mtp is not None
-    plain = answers_of(tmp_path / "engine", False, None, "pytorch")[0]
-    answers, accepted = answers_of(tmp_path / "engine", True, None, "pytorch")
-    assert answers == plain and accepted > 20
+    for target in ("cpu", "torch", "cuda-sm80"):
+        path = convert(str(models[1]), tmp_path / target, Packing(target=target), quiet=True).path
+        for backend in ("turbomind", "pytorch"):
+            plain = answers_of(path, False, None, backend)[0]
+            answers, accepted = answers_of(path, True, None, backend)
+            assert answers == plain and accepted > 20
     config = GenerationConfig(max_new_tokens=40, ignore_eos=True, do_sample=False)
     found = {}
     for name, fields in {

@@ -50,7 +50,8 @@ class OpenMtp:
         begin = f"{self.option}: no room for the layer of {self.path}"
         names = begin, f"{self.head.name.upper()} layer", str(self.path)
         mine, own = self.head.memory(), self.head.spec.layer.cache_groups
-        plan, self.blocks = plan_beside(mine, own, need, groups, share_out, names, ROOM)
+        states = ROOM if self.head.runner.device == "cpu" else 0  # they are the host's
+        plan, self.blocks = plan_beside(mine, own, need, groups, share_out, names, states)
         return plan
 
     def load(self, plan: MemoryPlan) -> DraftHead:
@@ -82,7 +83,7 @@ def open_mtp_layer(
             raise UsageError(f"{FLAG}: mtp: {why}")
         return None
     try:
-        found = _find(path, config, families)
+        found = _find(path, config, families, target.device)
     except ToolkitError as e:
         if asked:
             raise type(e)(f"{FLAG}: mtp: {e}") from e
@@ -128,14 +129,14 @@ def _unfit(config: EngineConfig, target: Runner) -> str:
     return ""
 
 
-def _find(path: Path, config: EngineConfig, families: Sequence[Family]) -> tuple[MtpSpec, Weights] | None:
+def _find(path: Path, config: EngineConfig, families: Sequence[Family], device: str) -> tuple[MtpSpec, Weights] | None:
     manifest = read_manifest(path) if path.is_dir() else None
     if manifest is not None and manifest.kind == "engine":
-        return _of_artifact(path)
+        return _of_artifact(path, device)
     return _of_checkpoint(path, config, families)
 
 
-def _of_artifact(path: Path) -> tuple[MtpSpec, Weights] | None:
+def _of_artifact(path: Path, device: str) -> tuple[MtpSpec, Weights] | None:
     from toolkit.artifacts.engine.artifact import ENGINE_JSON
     from toolkit.artifacts.engine.files import open_engine
     from toolkit.artifacts.json_file import read_json_object
@@ -145,9 +146,13 @@ def _of_artifact(path: Path) -> tuple[MtpSpec, Weights] | None:
     if "mtp" not in read_json_object(path / ENGINE_JSON):  # most have none, and all else has been checked already
         return None
     artifact = open_engine(path)
-    if artifact.mtp is None or artifact.target != CPU_TARGET:
+    if artifact.mtp is None:
         return None
-    return artifact.mtp, open_mtp(artifact)
+    if artifact.target == CPU_TARGET:
+        return artifact.mtp, open_mtp(artifact)
+    from toolkit.runners.tensor.mtp import open_canonical_mtp
+
+    return artifact.mtp, open_canonical_mtp(artifact, device)
 
 
 def _of_checkpoint(path: Path, config: EngineConfig, families: Sequence[Family]) -> tuple[MtpSpec, Weights] | None:

@@ -10,11 +10,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.artifacts.canonical import Weight
+from toolkit.artifacts.engine.artifact import ENGINE_JSON, TORCH_TARGET, EngineArtifact
+from toolkit.artifacts.engine.torch_target import TorchWeights
+from toolkit.errors import ToolkitError
 from toolkit.models.spec import MtpSpec
 from toolkit.runners.head import F32
 from toolkit.runners.mtp import MtpHead, options_of
+from toolkit.runners.tensor.cuda_artifact import CudaWeights
 from toolkit.runners.tensor.layers.norms import Norm
 from toolkit.runners.tensor.runner import TensorRunner
+
+
+def open_canonical_mtp(artifact: EngineArtifact, device: str) -> TorchWeights:
+    """The layer of an artifact that is packed for torch or a GPU. Raises ToolkitError for what is missing."""
+    spec = artifact.mtp
+    assert spec is not None
+    wanted = [*spec.numbers(), *spec.layer.vectors(), *(linear.name for linear in spec.layer.linears())]
+    if missing := next((name for name in wanted if name not in artifact.mtp_params), None):
+        raise ToolkitError(f"{artifact.path / ENGINE_JSON}: mtp: {missing} is missing; convert the model again")
+    part = replace(artifact, spec=spec.layer, params=artifact.mtp_params)
+    if artifact.target == TORCH_TARGET:
+        return TorchWeights(part)
+    return CudaWeights(part, torch.device(device))
 
 
 class TensorMtp(MtpHead):
