@@ -21,10 +21,12 @@ import torch
 import torch.distributed as dist
 
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.engine.load import ranks as ranks_of_engine
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.parallel import devices, links, on_ray, watch
+from toolkit.parallel import choose, devices, links, on_ray, watch
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
+from toolkit.parallel.native_runner import NativeRanks
 from toolkit.parallel.runner import RankedRunner
 from toolkit.runners.base import RunnerOptions
 
@@ -201,6 +203,27 @@ def test_gpus_that_are_not_there(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(UsageError, match=message):
         RankedRunner(Model("none", RunnerOptions(device="cuda"), {}, devices=numbers), Layout(tp=2))
+
+
+@pytest.mark.parametrize(("backend", "told"), [(None, ""), ("turbomind", "turbomind's ranks run on CPUs; pytorch")])
+def test_pytorch_runs_ranks_on_gpus(
+    backend: Any, told: str, gpus: Any, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(2)
+    monkeypatch.setattr(choose, "RankedRunner", lambda model, layout, nodes: model.options.device)
+    model = Model(str(tiny_models("llama")), RunnerOptions(), {})
+    device, why = choose.open_ranks(model, Layout(tp=2), backend)
+    assert device == "auto" and why.startswith(told) and bool(why) == bool(told)
+    gpus(0)
+    runner, why = choose.open_ranks(model, Layout(tp=2), backend)
+    assert isinstance(runner, NativeRanks) and not why
+    runner.close()
+
+
+def test_devices_and_ray_choose_gpus_both() -> None:
+    config = PytorchEngineConfig(tp=2, devices=[0, 1], distributed_executor_backend="ray")
+    with pytest.raises(UsageError, match="devices: found with distributed_executor_backend ray"):
+        ranks_of_engine.check(config)
 
 
 def test_ray_s_gpu_is_found_among_those_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
