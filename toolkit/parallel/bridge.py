@@ -108,7 +108,7 @@ class Span:
     def __init__(self, memory: int, world: int, machine: int, here: int) -> None:
         """``memory``: descriptor of what the ranks here have in common, which none has joined yet."""
         self._machine, self._machines, self._memory = machine, world // here, memory
-        self._library = library.load()
+        self._library = library.load(library.library_path())
         self._bridge = self._library.tk_bridge_open(memory, world, machine * here, here)
         if not self._bridge:
             raise RuntimeError(library.error(self._library))

@@ -104,7 +104,7 @@ def signature(opened: Opened, path: Path, times: bool = True) -> int:
 
 def instructions() -> str:
     """Those that the native runner takes here; with others it may round otherwise."""
-    return str(library.load().tk_isa(library.wanted_isa().encode()).decode())
+    return str(library.load(library.library_path()).tk_isa(library.wanted_isa().encode()).decode())
 
 
 def _form(value: Any) -> Any:
