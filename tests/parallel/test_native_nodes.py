@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -33,6 +34,7 @@ from toolkit.parallel.native_runner import NativeRanks
 from toolkit.parallel.nodes import KEY, Nodes
 from toolkit.runners.base import RunnerLost, RunnerOptions
 from toolkit.runners.choose import changes_of, open_model
+from toolkit.runners.native import library
 from toolkit.runners.native.runner import NativeRunner
 from toolkit.runners.native.share import Share
 
@@ -117,6 +119,26 @@ def test_models_come_and_go(spread: Any) -> None:
     several.runner.load_weights()
     several.runner.allocate_cache((32,))
     same(one, type(several)(several.runner))
+
+
+@pytest.mark.parametrize(("head", "posted", "told"), [
+    ((24 + 256, 0, 0), (0,), "no message of ranks"),  # of the machine that it comes to
+    ((24 + 256, 0, 2), (0,), "no message of ranks"),
+    ((1 << 40, 0, 1), (0,), "no message of ranks"),
+    ((24 + 256, 5, 1), (0,), "at meeting 5, those here at 0"),
+    ((24 + 256, 0, 1), (8,), "too many arrays"),
+    ((24 + 256, 0, 1), (1, 1, 64, 0, 64), "does not fit"),
+    ((24 + 256, 0, 1), (1, -1, 64, 0, 64), "does not fit"),
+])  # fmt: skip
+def test_a_message_that_is_none_is_refused(head: tuple[int, ...], posted: tuple[int, ...], told: str) -> None:
+    """size, meeting, first rank; then of each rank how many arrays, and of each rows, width and which bytes of it."""
+    memory = os.memfd_create("ranks")
+    lib = library.load(library.library_path())
+    bridge = lib.tk_bridge_open(memory, 2, 0, 1)
+    data = struct.pack(f"{len(head + posted)}q", *head, *posted).ljust(24 + 256, b"\0")
+    assert lib.tk_bridge_unpack(bridge, data) != 0 and told in library.error(lib)
+    lib.tk_bridge_close(bridge)
+    os.close(memory)
 
 
 # -- in processes of their own
