@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -35,15 +35,19 @@ are, and how many on each machine; [host, port] at which all meet; how long a me
 class Bridge:
     """The process, seen from the first rank of its machine."""
 
-    def __init__(self, told: dict[str, Any], lost: Callable[[], None]) -> None:
+    def __init__(self, told: dict[str, Any], lost: Callable[[], None], first: Connection | None = None) -> None:
         """``told``: what ``SHARED`` names; ``machine``, which this is; ``own``, its address. ``lost`` is called, from
-        another thread, when it ends by itself. Waits until those of all machines have met. Raises ToolkitError."""
+        another thread, when it ends by itself. ``first``: to the first rank of all, which says nothing meanwhile.
+        Waits until those of all machines have met. Raises ToolkitError, and EOFError where the first rank is gone."""
         self._why, self._closed = "", False
         mine, theirs = socket.socketpair()
         with mine, theirs:
             self._process = child_process.start("toolkit.parallel.bridge", theirs, stdout=2)
             self._pipe = Connection(mine.detach())
         self._pipe.send_bytes(wire.pack(told))
+        if first is not None and self._pipe not in wait([self._pipe, first]):
+            self._end()
+            raise EOFError
         if why := self._heard():
             self._end()
             raise ToolkitError(f"machines of ranks have not met: {why}")

@@ -55,7 +55,7 @@ def main(fd: int) -> None:
             if store is not None:
                 if rank % here == 0:
                     more = {"machine": rank // here, "own": own}
-                    Bridge({name: told[name] for name in SHARED} | more, runner.lose)
+                    Bridge({name: told[name] for name in SHARED} | more, runner.lose, pipe)
                 pipe.send_bytes(wire.pack({"error": None}))
         except (ToolkitError, RuntimeError, OSError) as e:
             pipe.send_bytes(wire.pack({"error": str(e)}))
