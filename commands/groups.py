@@ -9,16 +9,23 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
 from toolkit.commands.aliases import command_meant
+from toolkit.commands.help_page import import_renderer
 from toolkit.configs.checks import did_you_mean
 
 
 class Group(TyperGroup):
     """A group whose commands are named with underscores, and found under dashes too."""
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        import_renderer()
+        super().format_help(ctx, formatter)
+
     def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
         return super().get_command(ctx, cmd_name.replace("-", "_"))  # type: ignore[return-value]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        if not {"-h", "--help"}.isdisjoint(args):  # of a command in it
+            import_renderer()
         try:
             return super().resolve_command(ctx, args)
         except TyperException as error:

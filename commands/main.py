@@ -21,7 +21,7 @@ from toolkit.base import extras
 from toolkit.commands import aliases
 from toolkit.commands.groups import Group, new_app
 from toolkit.commands.interrupt import INTERRUPTED, Watch
-from toolkit.configs.lmdeploy import flag_of
+from toolkit.commands.plain_values import spare
 from toolkit.errors import ToolkitError, UsageError
 
 # name -> (one line of help, panel). A module with `app` is a group of commands, one with `run` a single command.
@@ -55,6 +55,7 @@ def _load(name: str) -> Any:
         app.command(name=name)(module.run)
     command = typer.main.get_command(app)
     command.name = name
+    spare(command)
     return command
 
 
@@ -114,6 +115,13 @@ def root(
 
         print(f"tool {__version__} ({build_info()})")
         raise typer.Exit
+
+
+def _whole() -> Any:
+    """``tool`` itself, as a command."""
+    command = typer.main.get_command(app)
+    spare(command)
+    return command
 
 
 def normalise(argv: list[str]) -> tuple[list[str], bool]:
@@ -182,6 +190,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, ToolkitError):
         return str(error), error.exit_code
     if isinstance(error, TyperException) and hasattr(error, "format_message"):
+        from toolkit.configs.lmdeploy import flag_of
+
         ctx, option = getattr(error, "ctx", None), getattr(error, "option_name", "")
         if ctx is None or not hasattr(error, "possibilities"):  # any other misuse than an unknown option
             text = error.format_message()
@@ -211,7 +221,7 @@ def main(argv: list[str] | None = None) -> None:
     watch = Watch()
     try:
         args, debug = normalise(sys.argv[1:] if argv is None else argv)
-        code = app(args=name_families(args), prog_name="tool", standalone_mode=False)
+        code = _whole()(args=name_families(args), prog_name="tool", standalone_mode=False)
         if code == INTERRUPTED:  # that is how Typer hands on a KeyboardInterrupt
             watch.tell()
     except (KeyboardInterrupt, typer.Abort):

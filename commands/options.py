@@ -193,7 +193,7 @@ def _typed(flag: str, hint: Any, default: Any) -> tuple[Any, Any, Callable[[Any]
         # a word that says the default is it, of its own type
         return (
             plain | None if default is None else plain,
-            default,
+            str(default) if plain is str and default is not None else default,
             lambda value: default if str(value) == str(default) else value,
         )
     return hint, default, lambda value: value

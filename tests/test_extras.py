@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 import tomllib
@@ -156,11 +157,13 @@ def test_the_line_to_type_is_for_how_it_was_installed(
     """`pip install -e .` alone brings no torch: the first command that needs it says what does, from that folder."""
 
     class Installed:
+        requires = importlib.metadata.requires("toolkit")
+
         def read_text(self, name: str) -> str | None:
             assert name == "direct_url.json"
             return record
 
-    monkeypatch.setattr(extras, "distribution", lambda name: Installed())
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed())
     told = extras.explain(ModuleNotFoundError(name="torch"))
     assert told == f"torch is not installed, and this needs it: {line}"
 

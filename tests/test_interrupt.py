@@ -71,7 +71,7 @@ def lose(**options):
     watched = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
     del thing
     time.sleep(600)
-main.app = lose
+main._whole = lambda: lose
 main.main([])
 """
 
@@ -91,7 +91,7 @@ def work(**options):
         if sys.argv[2] == "saved":
             stage.save("layer.0", {"x": torch.zeros(1)})
         signal.raise_signal(signal.SIGINT)
-main.app = work
+main._whole = lambda: work
 main.main([])
 """
 
@@ -138,7 +138,7 @@ def load(**options):
     enum.EnumType._find_data_repr_ = staticmethod(interrupted)
     import triton._C.libtriton
     print("was not ended", "triton._C.libtriton" in sys.modules)
-main.app = load
+main._whole = lambda: load
 tool.main()
 """
 
@@ -154,7 +154,7 @@ import atexit, time, toolkit.__main__ as tool, toolkit.commands.main as main
 def interrupted(**options):
     raise KeyboardInterrupt
 atexit.register(time.sleep, 3600)  # as what a large library tidies up
-main.app = interrupted
+main._whole = lambda: interrupted
 print("begun", flush=True)
 tool.main()
 """
@@ -175,7 +175,7 @@ def done(**options):
     WHEN
     print("done", flush=True)
     sys.exit(3)
-main.app = done
+main._whole = lambda: done
 tool.main()
 """
 
@@ -203,7 +203,7 @@ import toolkit.commands.main as main
 def stuck(**options):
     print("begun", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2_000_000_000)  # one call that takes an hour
-main.app = stuck
+main._whole = lambda: stuck
 main.main([])
 """
 

@@ -343,6 +343,7 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
         ("llama__embedding_length", "wide"),
         ("llama__embedding_length", 63),
         ("llama__block_count", 3),
+        ("llama__nextn_predict_layers", 2),
         ("llama__attention__layer_norm_rms_epsilon", float("nan")),
         ("llama__expert_count", 8),
         ("llama__rope__scaling__type", "warp"),

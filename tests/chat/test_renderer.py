@@ -12,8 +12,9 @@ import pytest
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.box.box import Limits
+from toolkit.chat.refusal import TemplateRefusal
 from toolkit.chat.renderer import LIMITS, Renderer
-from toolkit.chat.sandbox import MAX_TEXT, Sandbox, TemplateRefusal
+from toolkit.chat.sandbox import MAX_TEXT, Sandbox
 from toolkit.chat.template import ChatTemplate
 from toolkit.errors import ToolkitError, UsageError
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.chat.sandbox import Sandbox, TemplateRefusal
+from toolkit.chat.refusal import TemplateRefusal
+from toolkit.chat.sandbox import Sandbox
 
 MESSAGES = [{"role": "user", "content": "hi <b> é"}]
 

@@ -77,13 +77,11 @@ def test_auto_runs_what_was_chosen_and_asks_for_a_measure(artifact) -> None:
     with pytest.raises(UsageError, match="has not been measured; `tool convert MODEL --quant-policy auto"):
         cache_policy(artifact, config)
     keep_cost(artifact, COST)
-    assert cache_policy(artifact, config)[:2] == (0, (8, 4))
-    assert cache_policy(artifact, dataclasses.replace(config, kv_loss=0.01))[:2] == (0, ())
-    assert cache_policy(artifact, TurbomindEngineConfig(quant_policy=4))[:2] == (4, ())
     keep_cost(artifact, dataclasses.replace(COST, key_means="AAAA"))
-    assert [cache_policy(artifact, TurbomindEngineConfig(quant_policy=p))[2] for p in ("auto", 4, 8)] == [
-        "AAAA"
-    ] * 2 + [""]
+    assert cache_policy(artifact, config)[0] == {"kv_layers": (8, 4), "key_means": "AAAA"}
+    assert cache_policy(artifact, dataclasses.replace(config, kv_loss=0.01))[0] == {}
+    assert cache_policy(artifact, TurbomindEngineConfig(quant_policy=4))[0] == {"quant_policy": 4, "key_means": "AAAA"}
+    assert cache_policy(artifact, TurbomindEngineConfig(quant_policy=8))[0] == {"quant_policy": 8}
 
 
 def test_what_breaks_a_model_is_refused_with_what_it_costs(artifact, tiny_models) -> None:
@@ -95,7 +93,7 @@ def test_what_breaks_a_model_is_refused_with_what_it_costs(artifact, tiny_models
     with pytest.raises(UsageError, match=r"44 costs this model \+30.00 % .* --quant-policy 4, or add --force"):
         check_cache(artifact, broken, told.append, force=False)
     check_cache(artifact, broken, told.append, force=True)
-    assert "+30.00 %" in told.pop()
+    assert not told  # the engine warns
     check_cache(tiny_models("llama"), broken, told.append, force=False)  # not packed: nothing quick to measure by
     assert "not known: the model is not packed" in told.pop()
 

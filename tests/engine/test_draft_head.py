@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,16 @@ from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.sequence import Sequence
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import RopeSpec
+from toolkit.parallel.choose import open_ranks
+from toolkit.parallel.layout import Layout
+from toolkit.parallel.model import Model
 from toolkit.quant.draft.features import features
 from toolkit.quant.layers.source import LayerSource
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.head import Head, KeysValues, Rows
 from toolkit.runners.native import library
+from toolkit.runners.tensor.eagle3 import TorchHead
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library is not here")
 LAYERS = (1, 2, 4)
@@ -37,7 +43,7 @@ SPEC = HeadSpec(64, 96, 4, 2, 16, 320, 150, 1e-5, RopeSpec(16, 1e4), LAYERS, nor
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 40, 150)]
 
 
-def random_head(spec: HeadSpec = SPEC, scale: float = 0.3) -> Head:
+def random_head(spec: HeadSpec = SPEC, scale: float = 0.3, make: Any = Head) -> Any:
     draw = np.random.default_rng(7)
     weights = {
         name: (np.ones(shape) if len(shape) == 1 else draw.normal(size=shape) * scale).astype(np.float32)
@@ -45,14 +51,18 @@ def random_head(spec: HeadSpec = SPEC, scale: float = 0.3) -> Head:
     }
     embed = draw.normal(size=(spec.vocab_size, spec.hidden_size)).astype(np.float32)
     ids = np.sort(draw.choice(spec.vocab_size, spec.draft_vocab_size, replace=False))
-    return Head(spec, weights, embed, ids - np.arange(spec.draft_vocab_size))
+    return make(spec, weights, embed, ids - np.arange(spec.draft_vocab_size))
+
+
+def on_torch(spec: HeadSpec, weights: Any, *more: Any) -> TorchHead:
+    return TorchHead(spec, lambda: weights, *more, torch.device("cpu"))
 
 
 class Told(DraftHead):
     """Keeps what it guesses, and says in its place what comes, as far as ``answers`` has it; every third is wrong."""
 
-    def __init__(self, answers: dict[str, list[int]]) -> None:
-        super().__init__(random_head(), LAYERS, 400)
+    def __init__(self, answers: dict[str, list[int]], make: Any = Head) -> None:
+        super().__init__(random_head(make=make), LAYERS, 400)
         self.answers, self.made = answers, list[tuple[list[int], list[int]]]()
 
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
@@ -74,8 +84,15 @@ def model(tiny_models: Any) -> Path:
     return tiny_models("llama", num_hidden_layers=4)
 
 
-def answers_of(model: Path, drafts: list[DraftHead] | None, **options: Any) -> dict[str, list[int]]:
-    runner, _ = open_runner(model, backend="turbomind", options=RunnerOptions(dtype="float32", threads=1))
+def answers_of(
+    model: Path, drafts: list[DraftHead] | None, backend: Any = "turbomind", ranks: int = 1, **options: Any
+) -> dict[str, list[int]]:
+    runner: Any
+    if ranks > 1:
+        how = RunnerOptions(dtype="float32", threads=ranks, device="cpu")
+        runner, _ = open_ranks(Model(str(model), how, {}), Layout(tp=ranks), backend)
+    else:
+        runner, _ = open_runner(model, backend=backend, options=RunnerOptions(dtype="float32", threads=1))
     runner.load_weights()
     blocks = (options.pop("blocks", 60),)
     runner.allocate_cache(blocks)
@@ -112,12 +129,16 @@ def short_of_the_best(source: LayerSource, head: Head, tokens: list[int], guess:
     return found
 
 
+RUNNERS = [("turbomind", Head), ("pytorch", on_torch)]
+
+
+@pytest.mark.parametrize("backend, make", RUNNERS)
 @pytest.mark.parametrize("chunk", [9, 300])
-def test_guesses_are_those_of_the_text(model: Path, chunk: int) -> None:
+def test_guesses_are_those_of_the_text(model: Path, chunk: int, backend: str, make: Any) -> None:
     """Whatever was guessed before, came true or did not, and however the prompt was cut."""
-    plain = answers_of(model, None)
-    told = Told(plain)
-    assert answers_of(model, [told], max_prefill_token_num=chunk) == plain
+    plain = answers_of(model, None, backend)
+    told = Told(plain, make)
+    assert answers_of(model, [told], backend, max_prefill_token_num=chunk) == plain
     source, head = LayerSource(model), random_head()
     made = told.made[:: max(1, len(told.made) // 24)]
     short = np.concatenate([short_of_the_best(source, head, tokens, guess) for tokens, guess in made])
@@ -126,9 +147,17 @@ def test_guesses_are_those_of_the_text(model: Path, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("options", [{"blocks": 5}, {"prefix_caching": False}, {"max_batch_size": 1}], ids=str)
-def test_answers_stay_what_they_are(model: Path, options: dict[str, Any]) -> None:
-    plain = answers_of(model, None)
-    assert answers_of(model, [Told(plain)], **options) == plain
+@pytest.mark.parametrize("backend, make", RUNNERS)
+def test_answers_stay_what_they_are(model: Path, options: dict[str, Any], backend: str, make: Any) -> None:
+    plain = answers_of(model, None, backend)
+    assert answers_of(model, [Told(plain, make)], backend, **options) == plain
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks meet in Linux's memory")
+@pytest.mark.parametrize("backend, make", RUNNERS)
+def test_ranks_answer_the_same(model: Path, backend: str, make: Any) -> None:
+    plain, told = answers_of(model, None, backend), Told(answers_of(model, None, backend), make)
+    assert answers_of(model, [told], backend, ranks=2) == plain and len(told.made) > 20
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, 1e30])
@@ -144,18 +173,36 @@ def test_there_is_no_more_room(model: Path) -> None:
     assert answers_of(model, [draft]) == answers_of(model, None)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {},
-        {"norm_before_residual": False},
-        {"norm_output": True},
-        {"qk_norm": True},
-        {"fc_norm": True},
-        {"norm_before_fc": True},
-    ],
-    ids=str,
-)
+FLAGS = [
+    {},
+    {"norm_before_residual": False},
+    {"norm_output": True},
+    {"qk_norm": True},
+    {"fc_norm": True},
+    {"norm_before_fc": True},
+]
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_torch_makes_of_rows_what_the_host_does(flags: dict[str, bool]) -> None:
+    """Of a long text in pieces and a short one beside it."""
+    spec, draw = replace(SPEC, **flags), np.random.default_rng(3)
+    heads = [random_head(spec, make=make) for make in (Head, on_torch)]
+    texts = [[head.open(1), head.open(5)] for head in heads]
+    for counts in ((300, 1), (1, 7), (2, 2)):
+        ids, states = draw.integers(0, 320, sum(counts)), draw.normal(size=(sum(counts), 3, 64)).astype(np.float32)
+        drawn, fused = [], []
+        for head, kept in zip(heads, texts, strict=True):
+            fused.append(head.fuse(states))
+            rows = [Rows(text, count) for text, count in zip(kept, counts, strict=True)]
+            drawn.append(head.step(ids, fused[0], rows))
+        np.testing.assert_allclose(fused[1], fused[0], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(drawn[1].states, drawn[0].states, rtol=2e-3, atol=2e-3)
+        np.testing.assert_array_equal(drawn[1].tokens, drawn[0].tokens)
+        np.testing.assert_allclose(drawn[1].sure, drawn[0].sure, rtol=2e-2)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
 def test_rows_one_by_one_are_rows_together(flags: dict[str, bool]) -> None:
     """Of two texts at once, in pieces, and each alone."""
     fields = {name: getattr(SPEC, name) for name in SPEC.__dataclass_fields__} | flags
@@ -214,8 +261,7 @@ def test_heads_of_other_models_are_refused(model: Path, tiny_models: Any, tmp_pa
         opened(made, on=tiny_models("llama", num_hidden_layers=4, vocab_size=400))
     with pytest.raises(UsageError, match=r"reads layer 4, the model has 2"):
         opened(made, on=tiny_models("llama"))
-    with pytest.raises(UsageError, match="heads run on the native runner"):
-        opened(made, PytorchEngineConfig)
+    opened(made, PytorchEngineConfig)
     with pytest.raises(ToolkitError, match=r"expected an EAGLE-3 head .* found a model; use draft_model"):
         opened(model)
     with pytest.raises(UsageError, match="is a head, no model; use eagle3"):

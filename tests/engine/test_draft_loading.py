@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from toolkit.configs.engine import TurbomindEngineConfig
+from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.speculative import SpeculativeConfig
 from toolkit.engine.drafts.vocabulary import by_text, equal
 from toolkit.engine.load.draft import DraftFiles, find_draft, match, open_draft
@@ -68,15 +68,21 @@ def test_numbers_of_tokens_that_cannot_be(k: Any) -> None:
 
 
 def test_a_draft_that_is_nowhere_or_has_nothing_to_guess_for(tmp_path: Path) -> None:
-    def find(**fields: Any) -> None:
-        find_draft(TurbomindEngineConfig(speculative_draft_model=str(tmp_path / "none"), **fields), Path, None)
+    def find(backend: Any = TurbomindEngineConfig, **fields: Any) -> None:
+        find_draft(backend(speculative_draft_model=str(tmp_path / "none"), **fields), Path, None)
 
     with pytest.raises(UsageError, match=r"^speculative_draft_model: .*no such file or directory"):
         find()
     with pytest.raises(UsageError, match=r"^speculative_draft_model: .*empty_init"):
         find(empty_init=True)
-    with pytest.raises(UsageError, match=r"^speculative_draft_model: .*tp"):
-        find(tp=2)
+    with pytest.raises(UsageError, match=r"^speculative_draft_model: runs with tp at most; leave it out, or pp"):
+        find(pp=2, backend=PytorchEngineConfig)
+
+
+def test_a_draft_model_runs_in_one_process(tiny_models: Any) -> None:
+    config = TurbomindEngineConfig(speculative_draft_model=str(tiny_models("llama")), tp=2)
+    with pytest.raises(UsageError, match=r"^speculative_draft_model: a draft model runs in one process; leave it out"):
+        find_draft(config, Path, None)
 
 
 @pytest.fixture

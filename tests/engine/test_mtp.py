@@ -3,6 +3,7 @@ answer."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from toolkit.artifacts.engine.files import open_engine
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.speculative import Speculation
 from toolkit.convert.convert import convert
+from toolkit.convert.options import Packing
 from toolkit.engine.core import EngineCore
 from toolkit.engine.drafts.draft import Guess
 from toolkit.engine.load.mtp import open_eagle_layer, open_mtp_layer
@@ -23,12 +25,15 @@ from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.sequence import Sequence
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.parallel.choose import open_ranks
+from toolkit.parallel.layout import Layout
+from toolkit.parallel.model import Model
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.native import library
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library is not here")
-FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text")
+FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen2")
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 40, 100)]
 BLOCKS = 60
 Made = list[tuple[list[int], list[int]]]
@@ -47,11 +52,16 @@ def models(request: Any, mtp: Any, tiny_models: Any, tmp_path_factory: Any) -> t
 
 
 def answers_of(
-    path: Path, guess: bool | Path, made: Made | None = None, **options: Any
+    path: Path, guess: bool | Path, made: Made | None = None, backend: Any = "turbomind", ranks: int = 1, **options: Any
 ) -> tuple[dict[str, list[int]], int]:
     """What requests are answered, and of guesses how many tokens came true. ``guess``: by the model's layer, or an
     EAGLE head; ``made``: gets texts and guesses."""
-    runner, _ = open_runner(path, backend="turbomind", options=RunnerOptions(dtype="float32", threads=1))
+    runner: Any
+    if ranks > 1:
+        how = RunnerOptions(dtype="float32", threads=ranks, device="cpu")
+        runner, _ = open_ranks(Model(str(path), how, {}), Layout(tp=ranks), backend)
+    else:
+        runner, _ = open_runner(path, backend=backend, options=RunnerOptions(dtype="float32", threads=1))
     config = TurbomindEngineConfig(speculative_algorithm="mtp" if guess is True else None)
     layer = open_mtp_layer(path, config, runner, ()) if guess is True else None
     layer = open_eagle_layer(guess, runner) if isinstance(guess, Path) else layer
@@ -91,12 +101,14 @@ def answers_of(
     return found, accepted
 
 
-@pytest.mark.parametrize("chunk", [9, 64])
-def test_guesses_are_those_of_the_layer(models: tuple[Path, Path], chunk: int, mtp: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend, chunk", [("turbomind", 9), ("turbomind", 64), ("pytorch", 9)])
+def test_guesses_are_those_of_the_layer(
+    models: tuple[Path, Path], backend: str, chunk: int, mtp: Any, tmp_path: Path
+) -> None:
     """By transformers' own layer, behind the join as it is written down; whatever was guessed before came true."""
     made: Made = []
-    answers, _ = answers_of(models[0], True, made, max_prefill_token_num=chunk)
-    assert answers == answers_of(models[0], False)[0]
+    answers, _ = answers_of(models[0], True, made, backend, max_prefill_token_num=chunk)
+    assert answers == answers_of(models[0], False, None, backend)[0]
     oracle = mtp.Oracle(models[0], tmp_path)
     made = [one for one in made if one[1]]
     assert len(made) > 40
@@ -111,11 +123,45 @@ def test_guesses_are_those_of_the_layer(models: tuple[Path, Path], chunk: int, m
 
 
 @pytest.mark.parametrize("options", [{"blocks": 5}, {"max_batch_size": 1}, {"layer_blocks": 2}], ids=str)
-def test_answers_stay_what_they_are(models: tuple[Path, Path], options: dict[str, Any]) -> None:
-    plain = answers_of(models[1], False)[0]
-    answers, accepted = answers_of(models[1], True, **options)
+@pytest.mark.parametrize("backend", ["turbomind", "pytorch"])
+def test_answers_stay_what_they_are(models: tuple[Path, Path], backend: str, options: dict[str, Any]) -> None:
+    plain = answers_of(models[1], False, None, backend)[0]
+    answers, accepted = answers_of(models[1], True, None, backend, **options)
     assert answers == plain
     assert accepted > 20 or "blocks" in options  # where states are kept no slot is free for a guess
+
+
+def test_both_runners_guess_the_same(models: tuple[Path, Path]) -> None:
+    made: dict[str, dict[tuple[int, ...], list[int]]] = {}
+    for backend in ("turbomind", "pytorch"):
+        noted: Made = []
+        answers_of(models[0], True, noted, backend)
+        made[backend] = {tuple(tokens): guess for tokens, guess in noted if guess}
+    both = [(guess, made["pytorch"][text]) for text, guess in made["turbomind"].items() if text in made["pytorch"]]
+    assert len(both) > 40
+    assert sum(a[: len(b)] == b[: len(a)] for a, b in both) > 0.95 * len(both)  # equals are told apart by the last bit
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks meet in Linux's memory")
+def test_ranks_give_the_bits_of_one_process(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """Of a layer in the model's files, and in an artifact."""
+    plain = answers_of(models[1], False)[0]
+    answers, accepted = answers_of(models[1], True, ranks=2)
+    assert answers == plain and accepted > 20
+    convert(str(models[1]), tmp_path / "engine", quiet=True)
+    plain = answers_of(tmp_path / "engine", False)[0]
+    answers, accepted = answers_of(tmp_path / "engine", True, ranks=2)
+    assert answers == plain and accepted > 20
+
+
+@pytest.mark.parametrize("models", FAMILIES[:-1], indirect=True)  # llama.cpp drops MiMo's layer
+def test_a_gguf_file_guesses_what_its_checkpoint_does(models: tuple[Path, Path], mtp: Any, tmp_path: Path) -> None:
+    file, made = mtp.as_gguf(models[0], tmp_path / "m.gguf"), list[Made]()
+    for path in (models[0], file):
+        made.append([])
+        assert answers_of(path, True, made[-1])[0] == answers_of(models[0], False)[0]
+    assert made[1] == made[0] and any(guess for _, guess in made[0])
+    assert open_engine(convert(str(file), tmp_path / "engine", quiet=True).path).mtp is not None
 
 
 def test_a_right_layer_guesses_right_from_an_artifact(models: tuple[Path, Path], tmp_path: Path) -> None:
@@ -124,6 +170,12 @@ def test_a_right_layer_guesses_right_from_an_artifact(models: tuple[Path, Path],
 
     convert(str(models[1]), tmp_path / "engine", quiet=True)
     assert open_engine(tmp_path / "engine").mtp is not None
+    for target in ("cpu", "torch", "cuda-sm80"):
+        path = convert(str(models[1]), tmp_path / target, Packing(target=target), quiet=True).path
+        for backend in ("turbomind", "pytorch"):
+            plain = answers_of(path, False, None, backend)[0]
+            answers, accepted = answers_of(path, True, None, backend)
+            assert answers == plain and accepted > 20
     config = GenerationConfig(max_new_tokens=40, ignore_eos=True, do_sample=False)
     found = {}
     for name, fields in {
@@ -193,8 +245,10 @@ def test_wrong_layers_are_told_in_a_line(
         return target
 
     names = open_checkpoint(models[0]).names()
-    join = next(name for name in names if name.endswith(("eh_proj.weight", "mtp.fc.weight")))
-    state = next(name for name in names if name.endswith(("hnorm.weight", "norm_hidden.weight")))
+    join = next(name for name in names if name.endswith(("eh_proj.weight", "mtp.fc.weight", "input_proj.weight")))
+    state = next(
+        name for name in names if name.endswith(("hnorm.weight", "norm_hidden.weight", "hidden_layernorm.weight"))
+    )
     lacks = changed("lacks", lambda found: {name: x for name, x in found.items() if name != state})
     wide = changed("wide", lambda found: found | {join: found[join][:, 1:].contiguous()})
     for path, why in ((lacks, f"tensor {state} is missing"), (wide, f"tensor {join}: expected shape")):
@@ -206,22 +260,22 @@ def test_wrong_layers_are_told_in_a_line(
         assert open_engine(convert(str(path), tmp_path / f"engine-{path.name}", quiet=True).path).mtp is None
     with pytest.raises(UsageError, match=r"mtp: .* has no layer for multi-token prediction"):
         opened(tiny_models("llama"), speculative_algorithm="mtp")
-    with pytest.raises(UsageError, match="mtp: runs on the native runner"):
-        opened(models[0], PytorchEngineConfig, speculative_algorithm="mtp")
+    opened(models[0], PytorchEngineConfig, speculative_algorithm="mtp")
     with pytest.raises(UsageError, match="mtp takes none"):
         TurbomindEngineConfig(speculative_algorithm="mtp", speculative_draft_model="x")
 
 
+@pytest.mark.parametrize("backend", ["turbomind", "pytorch"])
 @pytest.mark.parametrize("form, bias", [("authors", False), ("authors", True), ("speculators", True)])
 def test_eagle_heads_guess_what_they_are_defined_to(
-    form: str, bias: bool, mtp: Any, tiny_models: Any, tmp_path: Path
+    form: str, bias: bool, backend: str, mtp: Any, tiny_models: Any, tmp_path: Path
 ) -> None:
     """By transformers' layer without its first norm; the two forms are spelled otherwise, and guess the same."""
     model = tiny_models("llama")
     heads = {name: mtp.write_eagle(model, tmp_path / name, form=name, bias=bias) for name in {"authors", form}}
     made: Made = []
-    answers, _ = answers_of(model, heads[form], made)
-    assert answers == answers_of(model, False)[0]
+    answers, _ = answers_of(model, heads[form], made, backend)
+    assert answers == answers_of(model, False, None, backend)[0]
     made = [one for one in made if one[1]]
     tried = 0
     for tokens, guess in made[:: max(1, len(made) // 12)]:
@@ -238,8 +292,10 @@ def test_eagle_heads_guess_what_they_are_defined_to(
 def test_a_right_eagle_head_guesses_right(mtp: Any, tiny_models: Any, tmp_path: Path) -> None:
     model = mtp.alone(tiny_models("llama"), tmp_path / "model")
     head = mtp.write_eagle(model, tmp_path / "head", right=True)
-    answers, accepted = answers_of(model, head)
-    assert answers == answers_of(model, False)[0] and accepted > 20
+    plain = answers_of(model, False)[0]
+    for ranks in (1, 2):
+        answers, accepted = answers_of(model, head, ranks=ranks)
+        assert answers == plain and accepted > 20
 
 
 def test_eagle_heads_of_other_models_are_refused(mtp: Any, tiny_models: Any, tmp_path: Path) -> None:
@@ -256,8 +312,14 @@ def test_eagle_heads_of_other_models_are_refused(mtp: Any, tiny_models: Any, tmp
     opened(made["speculators"], speculative_algorithm=None)
     with pytest.raises(UsageError, match=r"is of a model of width 64 and 320 tokens, the model has 96 and 320"):
         opened(made["authors"], on=tiny_models("llama", hidden_size=96))
-    with pytest.raises(UsageError, match="heads run on the native runner"):
-        opened(made["authors"], PytorchEngineConfig)
+    opened(made["authors"], PytorchEngineConfig)
+    with pytest.raises(UsageError, match="runs with ranks of the native runner alone"):
+        opened(made["authors"], PytorchEngineConfig, tp=2)
+    packed = convert(str(model), tmp_path / "packed", Packing(target="cpu", tp=2), quiet=True).path
+    with pytest.raises(UsageError, match="packed for ranks, each with a part of the head; convert it without --tp"):
+        opened(made["authors"], on=packed, tp=2)
+    with pytest.raises(UsageError, match="runs with tp at most; leave it out, or pp, dp and ep"):
+        opened(made["authors"], PytorchEngineConfig, pp=2)
     with pytest.raises(ToolkitError, match=r"expected an EAGLE head with a tensor fc.weight or fusion_fc.weight"):
         opened(model)
     with pytest.raises(UsageError, match="is a head, no model; use eagle"):

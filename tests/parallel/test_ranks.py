@@ -23,6 +23,7 @@ from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.models.pictures import Picture
+from toolkit.models.registry import get, names
 from toolkit.parallel import balance, wire
 from toolkit.parallel import ranks as timing
 from toolkit.parallel.layout import Layout
@@ -225,6 +226,27 @@ def test_copies_give_what_one_process_gives(family: str, layout: Layout, tiny_mo
     assert len(several.runner.export_block(0, block)) == one.runner.memory().block_bytes[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, ep=2)], ids=str)
+@pytest.mark.parametrize("family", [name for name in names() if not get(name).encodes])
+def test_copies_of_every_family(family: str, layout: Layout, tiny_models: Any, pair: Any) -> None:
+    """Two sequences on a copy each, together and while the other copy has none."""
+    try:
+        one, several = pair(tiny_models(family), layout)
+    except UsageError as e:
+        assert "it has no experts to share out" in str(e), e
+        pytest.skip(str(e))
+    size = max(one.runner.spec.block, 8)  # of models that guess blocks, whole ones
+    for driver in (one, several):
+        assert [driver.add(), driver.add()] == [0, 1]
+    for who, start in (((0, 1), 0), ((0,), 1), ((1,), 2), ((1, 0), 0)):
+        new = {i: PROMPT[start * size : (start + 1) * size] for i in who}
+        expected, found = one.step(new, "all"), several.step(new, "all")
+        np.testing.assert_allclose(found.logits, expected.logits, **CLOSE)
+    homes = several.runner._homes
+    assert {homes.home(0, several.sequences[i].blocks[0][0]) for i in (0, 1)} == {0, 1}
+
+
 @pytest.mark.parametrize("layout", [Layout(dp=2, ep=2, eplb=True), Layout(tp=2, ep=2, pp=2, eplb=True)], ids=str)
 def test_experts_move_to_where_less_is_chosen(
     layout: Layout, tiny_models: Any, pair: Any, monkeypatch: pytest.MonkeyPatch
@@ -350,7 +372,8 @@ def test_a_full_disk_is_told(
     (PytorchEngineConfig(tp=2, attn_tp_size=1), "attn_tp_size: found 1, expected 2"),
     (PytorchEngineConfig(dp=2, ep=2), "ep=2: .*no experts to share out"),
     (PytorchEngineConfig(pp=99, device_type="cpu"), "pp=99: .*layers are fewer than 99 stages"),
-    (PytorchEngineConfig(tp=2, device_type="cuda"), "tp=2: ranks run on CPUs alone"),
+    (PytorchEngineConfig(tp=2, device_type="cuda"), "device: 'cuda' asked for, but this torch was built without CUDA"),
+    (PytorchEngineConfig(tp=2, device_type="cuda:1"), "device: found 'cuda:1', expected cuda: each rank takes"),
 ])  # fmt: skip
 def test_configs_that_cannot_be(config: Any, message: str, tiny_models: Any) -> None:
     with pytest.raises(UsageError, match=message):

@@ -203,6 +203,25 @@ def test_every_rule_of_sampling_gives_the_torch_runners_tokens(pair, steps):
     assert device.replays >= 1
 
 
+def test_what_goes_into_layers_comes_back(pair):
+    """Of a prompt, and of a step of one token a sequence, which then is no graph."""
+    graphs, _, torch_ = pair("llama", layers=2)
+    tokens, found = list(range(5, 25)), []
+    for driver in (graphs, torch_):
+        numbers = [driver.add(), driver.add()]
+        index = np.array([0, 3, 19], np.int32)
+        rows = [driver.step({numbers[0]: tokens}, aux_layers=(1, 0, 2), aux_index=index).aux]
+        driver.step({numbers[1]: tokens[:3]})
+        both = {n: [7] for n in numbers}
+        rows.append(driver.step(both, aux_layers=(2,), aux_index=np.arange(2, dtype=np.int32)).aux)
+        found.append(rows)
+    assert [rows.shape for rows in found[0]] == [(3, 3, 64), (2, 1, 64)]
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    with pytest.raises(RunnerError, match=r"aux_layers: expected values in \[0, 3\)"):
+        torch_.step({0: [7]}, aux_layers=(3,), aux_index=np.zeros(1, np.int32))
+
+
 def test_rows_come_back_as_asked(pair, steps):
     ours, _, oracle = pair("llama")
     extra = {

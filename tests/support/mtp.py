@@ -1,4 +1,4 @@
-"""Tiny models with a layer for multi-token prediction, as DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen3.5 spell theirs,
+"""Tiny models with a layer for multi-token prediction, as DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5 and MiMo spell it,
 and what that layer makes of a text by transformers and a few lines of torch.
 
 ``add_mtp(path, target, *, right=False)``: a copy of the tiny checkpoint at ``path`` with such a layer of random
@@ -21,13 +21,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"num_hidden_layers": 2},
     "qwen3_next": {},
     "qwen3_5_text": {},
+    "qwen2": {"use_sliding_window": False, "tie_word_embeddings": False, "layer_types": None},  # MiMo
 }
 _INSIDE = ("model.layers.{n}.", "model.layers.{n}.enorm", "model.layers.{n}.hnorm", "model.layers.{n}.eh_proj")
+_MIMO = ("model.mtp_layers.0.", *(
+    f"model.mtp_layers.0.{x}" for x in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+))  # fmt: skip
 _APART = ("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc")
 
 
 def names(family: str, n: int) -> tuple[str, str, str, str, str]:
     """How the layer begins, and its norms of tokens and states, join, and norm before the head."""
+    if family == "mimo":
+        return _MIMO
     found = _APART if family.startswith("qwen3") else _INSIDE
     last = "mtp.norm" if family.startswith("qwen3") else "model.layers.{n}.shared_head.norm"
     layer, token, state, join, norm = (x.format(n=n) for x in (*found, last))
@@ -38,6 +44,8 @@ def add_mtp(path: Path, target: Path, *, right: bool = False) -> Path:
     """See above."""
     shutil.copytree(path, target)
     config = json.loads((path / "config.json").read_text())
+    if config["model_type"] == "qwen2":
+        config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
     family, n, h = config["model_type"], config["num_hidden_layers"], config["hidden_size"]
     tensors = load_file(path / "model.safetensors")
     types = config.get("layer_types") or ["full_attention"] * n
@@ -56,9 +64,11 @@ def add_mtp(path: Path, target: Path, *, right: bool = False) -> Path:
     for name in (token, state):
         beside[f"{name}.weight"] = torch.full((h,), 1 - offset) if right else torch.rand(h) + 0.5 - offset
     beside[f"{norm}.weight"] = tensors["model.norm.weight"].clone() if right else torch.rand(h) + 0.5 - offset
-    eye = torch.cat([torch.eye(h), torch.zeros(h, h)], 1)
+    eye = torch.cat([torch.eye(h), torch.zeros(h, h)], 1).roll(h if family == "mimo" else 0, 1)
     beside[f"{join}.weight"] = eye if right else torch.randn(h, 2 * h) / h**0.5
-    if not family.startswith("qwen3"):
+    if family == "mimo":
+        (target / "config.json").write_text(json.dumps(config))
+    elif not family.startswith("qwen3"):
         stem = f"model.layers.{n}"
         beside[f"{stem}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         beside[f"{stem}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
@@ -76,12 +86,15 @@ class Oracle:
 
         config = json.loads((path / "config.json").read_text())
         self.family, n = config["model_type"], config["num_hidden_layers"]
+        if self.family == "mimo":  # a Qwen2 beside its layer
+            config |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
         layer, self.token, self.state, join, norm = names(self.family, n)
         every = load_file(path / "model.safetensors")
         own = {k: v for k, v in every.items() if not k.startswith((layer, "mtp."))}
         outer = ("model.embed_tokens.", "lm_head.")
         alone = {k: v for k, v in every.items() if k.startswith(outer)} | {"model.norm.weight": every[f"{norm}.weight"]}
         shared = ("shared_head", "enorm", "hnorm", "eh_proj", "embed_tokens")
+        shared += tuple(x.rpartition(".")[2] for x in _MIMO[1:])
         alone |= {
             f"model.layers.0.{k.removeprefix(layer)}": v
             for k, v in every.items()
@@ -115,7 +128,8 @@ class Oracle:
         states = self.whole.model(ids).last_hidden_state[:, :-1]  # behind the final norm
         words, found = embed(ids[:, 1:]), []
         while True:
-            rows = torch.cat([self.norm(words, self.token), self.norm(states, self.state)], -1) @ self.join.T
+            both = [self.norm(words, self.token), self.norm(states, self.state)]
+            rows = torch.cat(both[::-1] if self.family == "mimo" else both, -1) @ self.join.T
             inner: dict[str, Tensor] = {}
             hook = self.layer.model.norm.register_forward_pre_hook(lambda _, x, to=inner: to.update(before=x[0]))
             after = self.layer.model(inputs_embeds=rows).last_hidden_state
@@ -125,7 +139,7 @@ class Oracle:
             found.append((int(best.indices[0]), float(best.values[0] - best.values[1])))
             if len(found) == count:
                 return found
-            made = (after if self.family.startswith("qwen3") else inner["before"])[:, -1:]
+            made = (after if self.family.startswith(("qwen3", "mimo")) else inner["before"])[:, -1:]
             states = torch.cat([states, made], 1)
             words = torch.cat([words, embed(torch.tensor([[found[-1][0]]]))], 1)
 
@@ -192,3 +206,63 @@ def eagle_guess(path: Path, head: Path, tokens: list[int], count: int) -> list[t
             return guess
         states = torch.cat([states, made], 1)
         words = torch.cat([words, embed(torch.tensor([[guess[-1][0]]]))], 1)
+
+
+_NEXTN = {"mtp.fc": "eh_proj", "mtp.norm": "shared_head.norm", "mtp.pre_fc_norm_embedding": "enorm"}
+_NEXTN |= {"mtp.pre_fc_norm_hidden": "hnorm"}
+
+
+def as_gguf(path: Path, target: Path) -> Path:
+    """The checkpoint at ``path``, made by ``add_mtp``, as a GGUF file in float32, its layer spelled as llama.cpp's
+    converter does, by gguf-py's own names."""
+    import gguf
+
+    from toolkit.convert.formats import rewrite
+
+    config = json.loads((path / "config.json").read_text())
+    n, plain = config["num_hidden_layers"], target.with_suffix(".plain.gguf")
+    rewrite(str(path), plain, to="gguf", gguf_type="f32", quiet=True)
+    reader = gguf.GGUFReader(plain)
+    arch = str(reader.fields["general.architecture"].contents())
+    writer = gguf.GGUFWriter(target, arch)
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        kind, inner = field.types[0], field.types[-1] if len(field.types) > 1 else None
+        value = field.contents()
+        writer.add_key_value(name, value + 1 if name == f"{arch}.block_count" else value, kind, sub_type=inner)
+    writer.add_nextn_predict_layers(1)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data.copy())
+    for name, x in _blocks_of(load_file(path / "model.safetensors"), n, arch).items():
+        writer.add_tensor(name, x.float().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def _blocks_of(tensors: dict[str, Tensor], n: int, arch: str) -> dict[str, Tensor]:
+    """The layer's tensors by GGUF's names, of experts one stack each."""
+    import gguf
+
+    whose = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    maps = [gguf.get_tensor_name_map(kind, n + 1) for kind in (whose[arch], gguf.MODEL_ARCH.GLM4_MOE)]
+    plus = 1.0 if arch.startswith("qwen3") else 0.0
+    found: dict[str, list[Tensor]] = {}
+    for name, x in tensors.items():
+        stem, _, suffix = name.rpartition(".")
+        if stem in _NEXTN:
+            stem = f"model.layers.{n}.{_NEXTN[stem]}"
+        stem = stem.replace("mtp.layers.0.", f"model.layers.{n}.")
+        if not stem.startswith(f"model.layers.{n}."):
+            continue
+        if suffix == "e_score_correction_bias":
+            stem, suffix = f"{stem}.e_score_correction", "bias"
+        if suffix == "weight" and stem.endswith("norm"):
+            x = x + plus
+        names = [f"model.layers.{n}.mlp.experts.{stem.rpartition('.')[2]}"] if ".experts." in stem else [stem]
+        theirs = next(t for m in maps if (t := m.get_name(names[0])) is not None)
+        found.setdefault(f"{theirs}.{suffix}", []).append(x)
+    return {name: torch.stack(x) if "_exps." in name else x[0] for name, x in found.items()}

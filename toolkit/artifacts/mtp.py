@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 def read_mtp(
     checkpoint: Checkpoint, built: Built, config: dict[str, Any] | None = None, own: Sequence[Family] = ()
 ) -> Mtp | None:
-    """As ``find_mtp``, of a checkpoint of safetensors files or pickles. Raises ToolkitError, one line that names file
-    and tensor, where the layer is of a kind that is not known, or a tensor is missing or of another shape."""
-    if checkpoint.gguf is not None or built[0].encoder is not None:
+    """As ``find_mtp``, checked. Raises ToolkitError, one line that names file and tensor, where the layer is of a kind
+    that is not known, or a tensor is missing or of another shape."""
+    if built[0].encoder is not None:
         return None
     found = find_mtp(checkpoint, built, config, own)
     if found is not None:

@@ -14,6 +14,7 @@ from toolkit.artifacts.formats import WeightFormat, format_of
 from toolkit.artifacts.formats.gguf_types import BLOCK_TYPES
 from toolkit.artifacts.formats.layout import FLOATS, STACKED, Expected, dense
 from toolkit.errors import ToolkitError
+from toolkit.models.mtp import FURTHER
 from toolkit.models.registry import find_family, part_alone
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 _COUNTED = re.compile(r"\.\d+(?=\.)")
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 _STRAY = ("inv_freq", "masked_bias")  # what old releases of transformers saved beside the weights
-FURTHER = "num_nextn_predict_layers"  # config.json's count of layers for multi-token prediction
 _MATRICES = ("linear", "router", "embed", "head")
 CACHE_SCALES = (".k_scale", ".v_scale")  # how names of a float8 KV cache's scales end
 

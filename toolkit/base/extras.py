@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, distribution, requires
 from importlib.util import find_spec
 from urllib.parse import unquote, urlsplit
 
@@ -38,6 +37,8 @@ def command(extra: str) -> str:
 
 def _editable() -> str | None:
     """The source tree that runs, None where a wheel was installed."""
+    from importlib.metadata import PackageNotFoundError, distribution  # it brings `email`: not with every command
+
     try:
         record = json.loads(distribution("toolkit").read_text("direct_url.json") or "{}")
     except (PackageNotFoundError, ValueError):
@@ -67,6 +68,8 @@ def named() -> Iterator[None]:
 
 def _requirements() -> list[tuple[str, str | None]]:
     """(distribution, extra that wants it or None) in the order of pyproject.toml."""
+    from importlib.metadata import PackageNotFoundError, requires
+
     try:
         lines = requires("toolkit") or []
     except PackageNotFoundError:  # run from a source tree that was never installed

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from toolkit.chat import builtin
 from toolkit.chat.messages import Message, normalise
-from toolkit.chat.sandbox import Sandbox
 from toolkit.errors import UsageError
 
 T = TypeVar("T", bound=type)
@@ -82,6 +81,8 @@ class BaseChatTemplate:
             "messages": turns,
             "add_generation_prompt": turns[-1]["role"] != "assistant",
         }
+        from toolkit.chat.sandbox import Sandbox
+
         return Sandbox().render(self._pieces.source(), values)
 
 

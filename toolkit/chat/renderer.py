@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from toolkit.box.box import Box, LimitError, Limits
-from toolkit.chat.sandbox import Sandbox, TemplateRefusal
+from toolkit.chat.refusal import TemplateRefusal
 from toolkit.errors import UsageError
 
 LIMITS = Limits(memory=512 << 20, cpu_seconds=1.0)
@@ -47,6 +47,8 @@ class Renderer:
 
 def rendering(setup: Any, data: bytes) -> Callable[[dict[str, Any], bytes], tuple[dict[str, Any], bytes]]:
     """The box's job: check a template ("source"), or render it with "variables"."""
+    from toolkit.chat.sandbox import Sandbox  # Jinja, which the asking process does without
+
     sandbox = Sandbox()
 
     def run(value: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:

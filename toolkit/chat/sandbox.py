@@ -17,6 +17,8 @@ import jinja2.ext
 import jinja2.sandbox
 from jinja2 import nodes
 
+from toolkit.chat.refusal import TemplateRefusal
+
 MAX_SOURCE = 1 << 20  # characters of a template
 MAX_TEXT = 1 << 24  # characters that one rendering writes
 FILTERS = (
@@ -25,10 +27,6 @@ FILTERS = (
     "title tojson trim unique upper wordcount"
 ).split()
 _KEPT = 8  # compiled templates
-
-
-class TemplateRefusal(Exception):
-    """The template itself called ``raise_exception``: it does not take these messages."""
 
 
 class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.text.written import Marks, Written
@@ -23,14 +23,17 @@ from toolkit.chat import builtin, origin
 from toolkit.chat.custom import MODELS
 from toolkit.chat.forged import Apart, told_apart
 from toolkit.chat.messages import PICTURE, Message, normalise
+from toolkit.chat.refusal import TemplateRefusal
 from toolkit.chat.renderer import Renderer
-from toolkit.chat.sandbox import Sandbox, TemplateRefusal
 from toolkit.chat.tool_text import PLUGIN, PLUGIN_ROLE, spell_for_internlm, spell_out, system_in_user
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig, GenerationConfig
 from toolkit.parsers import registry
 from toolkit.parsers.formats import ToolFormat
 from toolkit.parsers.tools import hermes, internlm
+
+if TYPE_CHECKING:
+    from toolkit.chat.sandbox import Sandbox
 
 _END = "\ue0a7\ue0a8"  # private characters that mark the end of an answer to be continued; they never reach a prompt
 
@@ -383,7 +386,13 @@ def _tool_format(found: origin.Origin) -> ToolFormat | None:
 def _renderer(found: origin.Origin, renderer: Renderer | None = None) -> Sandbox | Renderer:
     """What renders a template: a built-in one here, another in a process of its own. Raises ToolkitError where the
     template does not compile."""
-    chosen = Sandbox() if found.built_in else renderer or Renderer()
+    chosen: Sandbox | Renderer
+    if found.built_in:
+        from toolkit.chat.sandbox import Sandbox  # Jinja is not for a process that renders no template itself
+
+        chosen = Sandbox()
+    else:
+        chosen = renderer or Renderer()
     for source in found.sources.values():
         try:
             chosen.check(source)

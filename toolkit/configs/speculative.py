@@ -21,7 +21,7 @@ ALGORITHMS: dict[str, str | None] = {
     "mtp": "mtp",
     "nextn": "mtp",  # SGLang's, as the next
     "NEXTN": "mtp",
-    **dict.fromkeys(("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp"),
+    **dict.fromkeys(("deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "mimo_mtp"), "mtp"),
     **dict.fromkeys(("hy3_mtp", "dflash", "medusa"), None),
 }
 Share = Literal["user", "all", "off"]

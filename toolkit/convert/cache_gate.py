@@ -40,13 +40,13 @@ def check_cache(path: Path, config: EngineConfig, tell: Callable[[str], None], *
     cost = None if policy == AUTO else known.of(int(policy))
     if cost is None:
         return
-    if 100 * cost.loss < BROKEN or force:
+    if 100 * cost.loss < BROKEN:
         tell(f"--quant-policy {policy}: {cost.told()}")
-        return
-    raise UsageError(
-        f"quant_policy: {policy} costs this model {cost.cost()}; use --quant-policy auto or "
-        f"--quant-policy {known.instead()}, or add --force to have it nevertheless"
-    )
+    elif not force:  # else the engine warns
+        raise UsageError(
+            f"quant_policy: {policy} costs this model {cost.cost()}; use --quant-policy auto or "
+            f"--quant-policy {known.instead()}, or add --force to have it nevertheless"
+        )
 
 
 def _known(path: Path, tell: Callable[[str], None], *, by_layer: bool) -> CacheCost:

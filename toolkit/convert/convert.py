@@ -100,7 +100,7 @@ def convert(
     spec, stored = load_spec(checkpoint)
     validate_checkpoint(checkpoint, stored)
     chosen = choose_target(options.target, spec)
-    mtp = mtp_or_none(checkpoint, (spec, stored)) if chosen.name == CPU_TARGET and options.tp == 1 else None
+    mtp = mtp_or_none(checkpoint, (spec, stored)) if options.tp == 1 else None
     if others := left_out(checkpoint, stored, mtp):
         log.warning("%s", others)
     asked = options.head_bits
@@ -184,8 +184,8 @@ def write_packed(
     mtp: tuple[MtpSpec, Iterable[tuple[str, Weight | Tensor]]] | None = None,
 ) -> tuple[dict[str, dict], list[str]]:
     """Write the files of an artifact but its manifest. ``mtp``: its layer for multi-token prediction and the weights of
-    that, for target cpu. Returns what its arrays mean, and a line for each kind of weight
-    that takes more bits than it has. OSError passes through."""
+    that. Returns what its arrays mean, and a line for each kind of weight that takes more bits than it has. OSError
+    passes through."""
     from toolkit.runners.native.packing.pack_model import gathered
 
     params: dict[str, dict] = {}
@@ -193,8 +193,13 @@ def write_packed(
     arrays = target.pack(spec, weights, params, bits, notes)
     beside: tuple[MtpSpec, dict[str, dict]] | None = None
     if mtp is not None:
-        beside = mtp[0], {}
-        arrays = chain(arrays, arrays_of(pack_mtp(*mtp, notes), beside[1]))
+        layer, own = mtp
+        beside = layer, {}
+        if target.name == CPU_TARGET:
+            more = arrays_of(pack_mtp(layer, own, notes), beside[1])
+        else:
+            more = target.pack(layer.layer, own, beside[1], Bits(16), notes)
+        arrays = chain(arrays, more)
     write_engine(directory, spec, arrays, target=target.name, params=params, mtp=beside)
     write_json_object(directory / "config.json", checkpoint.config)
     copy_side_files(checkpoint, directory)

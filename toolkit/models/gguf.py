@@ -112,6 +112,7 @@ class Gguf:
     further fields, from the metadata and the config so far. ``write``: further metadata; raises ToolkitError for what
     the architecture does not compute. ``scale``: of queries, where it is not 1/sqrt(head_dim) and no key states it;
     None: a key does. ``differs``: what llama.cpp does otherwise than the model, so that the file is another one there.
+    ``mtp_apart``: checkpoints have the layer for multi-token prediction under names of its own, not behind the others.
     """
 
     arch: str
@@ -139,6 +140,7 @@ class Gguf:
     others: tuple[Gguf, ...] = ()
     fits: Callable[[DecoderSpec], bool] | None = None
     differs: str = ""
+    mtp_apart: bool = False
 
     def of(self, spec: DecoderSpec) -> Gguf:
         """The architecture that a model of the family is written as."""

@@ -1,7 +1,7 @@
 """Layers for multi-token prediction in checkpoints: how they are spelled, and the spec and tensors of the first one.
 
 The layer itself is one more of the model's own kind, so that the family's file describes it. Sources: vLLM's
-``deepseek_mtp``, ``glm4_moe_mtp``, ``qwen3_next_mtp``, ``qwen3_5_mtp``.
+``deepseek_mtp``, ``glm4_moe_mtp``, ``qwen3_next_mtp``, ``qwen3_5_mtp``, ``mimo_mtp``; llama.cpp's ``nextn`` for GGUF.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from toolkit.models.decoder import Built
 from toolkit.models.family import Family
 from toolkit.models.registry import LANGUAGE_PARTS, HasConfig, load_spec
 from toolkit.models.spec import CacheGroup, DecoderSpec, LayerSpec, LinearSpec, MtpSpec, NormSpec, Part, StoredTensor
+
+FURTHER = "num_nextn_predict_layers"  # config.json's count of layers for multi-token prediction
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,12 @@ class _Form:
     norm: str
     copies: tuple[str, ...] = ()
     normed: bool = False
+    state_first: bool = False
 
 
 _BEHIND = "{layers}.{n}"  # the model's layers, as if it were one of them
-_FORMS = (
+_MIMO = "model.mtp_layers.0"
+_INSIDE, _APART, _ = _FORMS = (
     _Form(
         _BEHIND,
         f"{_BEHIND}.enorm",
@@ -53,7 +57,24 @@ _FORMS = (
         (f"{_BEHIND}.embed_tokens", f"{_BEHIND}.shared_head.head"),
     ),
     _Form("mtp.layers.0", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", normed=True),
+    _Form(
+        _MIMO,
+        f"{_MIMO}.token_layernorm",
+        f"{_MIMO}.hidden_layernorm",
+        f"{_MIMO}.input_proj",
+        f"{_MIMO}.final_layernorm",
+        normed=True,
+        state_first=True,
+    ),
 )
+# GGUF's names behind the layer's number → what of a form they are
+NEXTN = {
+    "nextn.enorm": "token_norm",
+    "nextn.hnorm": "state_norm",
+    "nextn.eh_proj": "join",
+    "nextn.shared_head_norm": "norm",
+}
+COPIES = ("nextn.embed_tokens", "nextn.shared_head_head")  # of the model's embedding and head
 
 
 @dataclass(frozen=True)
@@ -88,17 +109,32 @@ def find_mtp(
     behind = f"{layers}.{n}."
     view = _View(
         checkpoint.path,
-        _deeper(checkpoint.config if config is None else config, spec),
+        deeper(checkpoint.config if config is None else config, spec),
         checkpoint.generation_config,
         [behind + x.removeprefix(f"{form.layer}.") if x.startswith(f"{form.layer}.") else x for x in names],
     )
     deep, found = load_spec(view, own=own)
-    mine = [
-        replace(item, name=f"{form.layer}.{item.name.removeprefix(behind)}")
-        for item in found
-        if item.name.startswith(behind)
-    ]
+    mine = _layer_of(form, behind, found)
     return Mtp(_spec_of(form, spec, deep, checkpoint.path), mine + _beside(form, spec), form.copies)
+
+
+def nextn_of(deep: Built, n: int, *, apart: bool) -> list[StoredTensor]:
+    """The tensors of a GGUF file's layer behind the model's ``n``, named as the family's checkpoints have them, of the
+    parts by which ``NEXTN`` finds them: ``deep`` is the model as ``deeper`` makes it. ``apart``: they are called
+    mtp.…"""
+    spec, stored = deep
+    first = next(item for item in stored if item.parts[0].name.startswith("model.layers.0."))
+    layers = first.name[: first.name.index(".0.")]
+    form = _spelled(_APART if apart else _INSIDE, layers, n)
+    whose = {getattr(form, what): stem for stem, what in NEXTN.items()}
+    beside = [replace(item, parts=(Part(f"model.layers.{n}.{whose[item.name]}"),)) for item in _beside(form, spec)]
+    return _layer_of(form, f"{layers}.{n}.", stored) + beside
+
+
+def _layer_of(form: _Form, behind: str, stored: Iterable[StoredTensor]) -> list[StoredTensor]:
+    """Those whose names begin with ``behind``, as the form calls them."""
+    mine = (item for item in stored if item.name.startswith(behind))
+    return [replace(item, name=f"{form.layer}.{item.name.removeprefix(behind)}") for item in mine]
 
 
 def _spelled(form: _Form, layers: str, n: int) -> _Form:
@@ -113,10 +149,11 @@ def _spelled(form: _Form, layers: str, n: int) -> _Form:
         put(form.norm),
         tuple(map(put, form.copies)),
         form.normed,
+        form.state_first,
     )
 
 
-def _deeper(config: dict[str, Any], spec: DecoderSpec) -> dict[str, Any]:
+def deeper(config: dict[str, Any], spec: DecoderSpec) -> dict[str, Any]:
     """A config of one layer more, which attends to all."""
     part = next((name for name in LANGUAGE_PARTS if isinstance(config.get(name), dict)), None)
     inner: dict[str, Any] = dict(config if part is None else config[part])
@@ -159,6 +196,7 @@ def _spec_of(form: _Form, spec: DecoderSpec, deep: DecoderSpec, path: Path) -> M
         norm(form.state_norm),
         LinearSpec(form.join, 2 * h, h),
         normed=form.normed,
+        state_first=form.state_first,
     )
 
 

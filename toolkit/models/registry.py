@@ -11,7 +11,6 @@ import copy
 import difflib
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import itertools
 import os
@@ -112,7 +111,9 @@ def _in_order(name: str | None = None) -> Iterator[Family]:
         family: Family = importlib.import_module(f"{folder.__name__}.{each}").FAMILY
         assert family.name == each, each
         yield family
-    for entry in importlib.metadata.entry_points(group=GROUP):
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=GROUP):
         where = f"entry point {entry.name} of {entry.dist and entry.dist.name}"
         try:
             found = entry.load()

@@ -107,6 +107,11 @@ class NativeRanks(RankedRunner):
             self.close()
             raise
 
+    @property
+    def first(self) -> NativeRank:
+        """The rank of this process, whose weights a draft head borrows."""
+        return self._local
+
     # -- calls that all ranks do
 
     def memory(self) -> MemoryNeed:

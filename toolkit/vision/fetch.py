@@ -7,7 +7,6 @@ at anew, and bytes, time and redirects are limited. Proxies of the environment a
 
 from __future__ import annotations
 
-import http.client
 import ipaddress
 import socket
 import ssl
@@ -56,6 +55,8 @@ def fetch(
 ) -> bytes:
     """What is at an http or https URL, ``what`` messages call it. ``arrived`` is told how many bytes each piece has.
     Raises UsageError, one line, for one that may not or cannot be fetched, and what ``arrived`` raises."""
+    import http.client  # with the first URL
+
     shown = f"{what} {shortened(url)}"
     until = time.monotonic() + rules.seconds
     for _ in range(REDIRECTS + 1):
@@ -80,6 +81,8 @@ def shortened(text: str) -> str:
 def _ask(
     url: str, most_bytes: int, rules: Fetching, until: float, shown: str, arrived: Callable[[int], None]
 ) -> tuple[int, str | None, bytes]:
+    import http.client
+
     parts = urlsplit(url)
     host = parts.hostname
     if parts.scheme not in ("http", "https") or not host:

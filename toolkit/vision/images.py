@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
-from urllib.request import url2pathname
 
 from toolkit.base import extras
 from toolkit.errors import UsageError
@@ -202,6 +201,8 @@ def read_bytes(
         return fetch(source, most, rules.fetching, what, arrived), shown
     if "://" in source and scheme != "file":
         raise UsageError(f"{shown}: expected a URL of http, https, data or file")
+    from urllib.request import url2pathname  # it brings http.client: with the first picture
+
     try:
         path = Path(url2pathname(urlsplit(source).path) if scheme == "file" else source)
         return _of_file(path if rules.files is not None else path.expanduser(), rules, most, what, shown), shown

@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--stream-tokens", type=int, default=800)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--prompt-len", type=int, default=4000)
+    parser.add_argument("--session-len", type=int, help="for prompts beyond the model's own length")
     parser.add_argument("--first", type=float, default=1.0, help="seconds before the first prompt arrives")
     parser.add_argument("--every", type=float, default=5.0, help="seconds from one prompt to the next")
     parser.add_argument("--json", type=Path)
@@ -79,7 +80,7 @@ def main() -> None:
     rows: dict[str, dict[str, Any]] = {}
     for target in args.targets.split(","):
         told = None if target == "default" else float(target)
-        config = TurbomindEngineConfig(target_step_ms=told, enable_prefix_caching=False)
+        config = TurbomindEngineConfig(target_step_ms=told, enable_prefix_caching=False, session_len=args.session_len)
         engine = AsyncEngine.open(args.model, backend_config=config, process=True)
         try:
             rows[target] = figures(*asyncio.run(load(engine, args)))

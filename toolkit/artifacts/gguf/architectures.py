@@ -82,6 +82,8 @@ def hf_tensors(
     modules = {item.parts[0].name: item for item in singles if len(item.parts) == 1}
     neighbours = turns_neighbours(stored)
     offset = {norm.name: norm.weight_offset != 0 for norm in spec.norms()}
+    beside = (item.parts[0].name for item in stored if item.kind == "norm")  # also of the layer behind the model's
+    offset = {name: spec.final_norm.weight_offset != 0 for name in beside} | offset
     layout_of = layouts_of(gguf, spec)
     for source, info in tensors.items():
         if source in _NOT_WEIGHTS:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,10 @@ from toolkit.artifacts.gguf.tokenizer import write_tokenizer
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
+from toolkit.models.gguf import Gguf
+from toolkit.models.mtp import COPIES, FURTHER, NEXTN, deeper, nextn_of
 from toolkit.models.registry import build
-from toolkit.models.spec import StoredTensor
+from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.models.vision import VisionSpec
 
 if TYPE_CHECKING:
@@ -151,7 +153,11 @@ def open_gguf(path: Path) -> GgufFile:
         config = {"text_config": text, **shared, **eyes.config}
     spec, stored = build(config, f"{path}: config.json")
     read = [item for item in stored if item.kind != "vision"]
-    for name, info, source, change in hf_tensors(path, spelling, container.tensors, spec, read, text):
+    tensors, whole = dict(container.tensors), spec
+    if text.get(FURTHER):
+        spelling, whole, more = _with_mtp(path, spelling, config, spec, tensors)
+        read += more
+    for name, info, source, change in hf_tensors(path, spelling, tensors, whole, read, text):
         infos[name], found[name] = info, (source, change)
     generation = _generation_config(metadata)
     if eyes is None or spec.vision is None:
@@ -160,6 +166,22 @@ def open_gguf(path: Path) -> GgufFile:
     infos |= {name: info for name, (info, _) in towers.items()}
     items = {name: item for name, (_, item) in towers.items()}
     return GgufFile(container, config, generation, infos, found, eyes, spec.vision, items)
+
+
+def _with_mtp(
+    path: Path, spelling: Gguf, config: dict[str, Any], spec: DecoderSpec, tensors: dict[str, TensorInfo]
+) -> tuple[Gguf, DecoderSpec, list[StoredTensor]]:
+    """Names, spec and modules of a file with a layer for multi-token prediction behind the model's, the first of which
+    is read; of ``tensors`` what is left out is taken."""
+    n = len(spec.layers)
+    for name in list(tensors):
+        block = name.split(".")[1] if name.startswith("blk.") else ""
+        if block.isdigit() and (int(block) > n or (int(block) == n and name.split(".", 2)[2].startswith(COPIES))):
+            del tensors[name]
+    deep = build(deeper(config, spec), f"{path}: config.json")
+    names = {stem: stem for stem in NEXTN}
+    more = nextn_of(deep, n, apart=spelling.mtp_apart)
+    return replace(spelling, names={**spelling.names, **names}), deep[0], more
 
 
 def _generation_config(metadata: dict[str, Any]) -> dict[str, Any]:

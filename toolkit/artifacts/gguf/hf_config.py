@@ -15,6 +15,9 @@ from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 from toolkit.models.family import Family
 from toolkit.models.gguf import MOST_LAYERS, Gguf
+from toolkit.models.mtp import FURTHER
+
+NEXTN = "nextn_predict_layers"  # how many of the blocks are for multi-token prediction, behind the model's
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,10 @@ def hf_config(
     hidden, layers = read.whole("embedding_length"), read.whole("block_count")
     if layers > MOST_LAYERS:
         raise ToolkitError(f"{path}: {gguf.arch}.block_count: expected at most {MOST_LAYERS}, found {layers}")
+    further = read.whole(NEXTN) if read.has(NEXTN) else 0
+    if further >= layers:
+        raise ToolkitError(f"{path}: {gguf.arch}.{NEXTN}: expected fewer than {layers} layers, found {further}")
+    layers -= further
     attends = read.states("attention.head_count")  # 0: it has no attention
     heads = read.whole("attention.head_count") if attends else 1
     head_dim = read.whole("attention.key_length", max(hidden // heads, 1))
@@ -93,6 +100,7 @@ def hf_config(
         "hidden_size": hidden,
         "intermediate_size": read.whole("feed_forward_length") if read.states("feed_forward_length") else hidden,
         "num_hidden_layers": layers,
+        **({FURTHER: further} if further else {}),
         "num_attention_heads": heads,
         "num_key_value_heads": read.whole("attention.head_count_kv", heads) if attends else heads,
         "head_dim": head_dim,

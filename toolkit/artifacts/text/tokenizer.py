@@ -42,9 +42,15 @@ class Tokenizer:
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any], boxed: BoxedEncoder | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        path: Path,
+        config: dict[str, Any],
+        boxed: BoxedEncoder | None = None,
+        file: Path | None = None,
     ) -> None:
         self.backend = backend
+        self._file = file or path  # as errors name it
         self._boxed = boxed  # encodes in a process of its own
         self.path = path
         self.config = config
@@ -67,11 +73,12 @@ class Tokenizer:
         file = path / "tokenizer.json"
         trusted, ranks = True, None
         if file.is_file():
-            trusted = harmless(read_parts(file), file)
+            raw = _bytes_of_file(file)
+            trusted = harmless(read_parts(raw, file), file)
             if not trusted:
-                _try_out(file, file.read_bytes())
+                _try_out(file, raw)
             with _blame(file):
-                backend = tokenizers.Tokenizer.from_file(str(file))
+                backend = tokenizers.Tokenizer.from_buffer(raw)
         elif (ranks := find_ranks(path)) is not None:
             file = path / ranks.name
             backend = read_ranks(path, ranks, config)
@@ -96,9 +103,11 @@ class Tokenizer:
             if ranks is not None:
                 put_before(backend, ranks.prefix)
             boxed = None if trusted else BoxedEncoder(backend.to_str().encode())
-            opened = cls(backend, path, config, boxed)
-        highest = max([opened.vocab_size - 1, *opened._prefix, *opened._suffix])
-        check_ids(highest, backend.get_vocab_size(with_added_tokens=True), file)
+            opened = cls(backend, path, config, boxed, file)
+        opened._check_ids(max([*opened._prefix, *opened._suffix], default=0))
+        sizes = [backend.get_vocab_size(with_added_tokens=added) for added in (False, True)]
+        if any(backend.id_to_token(size - 1) is None for size in sizes):  # there are gaps
+            opened.vocab_size  # noqa: B018
         opened.eos_ids  # noqa: B018  # read here, so that a broken one is refused now and not by every request
         return opened
 
@@ -182,7 +191,10 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        """Raises ToolkitError where ids lie too far apart. It takes all of them: not for who only wants an answer."""
+        highest = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._check_ids(highest)
+        return highest + 1
 
     @cached_property
     def eos_ids(self) -> list[int]:
@@ -221,6 +233,9 @@ class Tokenizer:
     def token_id(self, text: str) -> int | None:
         """The id of the token spelled exactly ``text`` in the vocabulary, or None."""
         return self.backend.token_to_id(text)
+
+    def _check_ids(self, highest: int) -> None:
+        check_ids(highest, self.backend.get_vocab_size(with_added_tokens=True), self._file)
 
     def _bare(self, text: str) -> list[int]:
         """Token ids of ``text`` alone."""
@@ -277,6 +292,13 @@ class Tokenizer:
 def _clean(text: str) -> str:
     """Without lone surrogates, as they come from badly escaped JSON."""
     return text.encode("utf-8", "replace").decode()
+
+
+def _bytes_of_file(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ToolkitError(f"{file}: cannot be read: {error.strerror}") from error
 
 
 def _optional(file: Path) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from toolkit.errors import ToolkitError
 MAX_GROWTH = 64  # times that normalizing may lengthen a text
 MAX_STEPS = 64  # normalizers, pre-tokenizers and decoders
 _UNBOUNDED = re.compile(r"[*+]|\{\d*,\}")
-# After the model: a part of the tokenizer, or a letter of its name written as an escape.
-_NOT_LAST = re.compile(r"\\u00[4-7]"), re.compile(r'"(?:normalizer|pre_tokenizer|decoder)"\s*:\s*[{\[]')
+_ESCAPED = re.compile(rb"\\u00[4-7]")  # a letter, written so that it is not found
+_OPENS = re.compile(rb"\s*:\s*[{\[]")
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -37,18 +37,30 @@ KNOWN = frozenset(
 _GROWS = {"NFKC": 18.0, "NFKD": 18.0, "NFD": 4.0, "NFC": 3.0, "Lowercase": 3.0, "BertNormalizer": 3.0, "ByteLevel": 2.0}
 
 
-def read_parts(file: Path) -> dict[str, Any]:
-    """A tokenizer.json, parsed; without its model, which is most of it, where that comes last as it usually does."""
+def read_parts(raw: bytes, file: Path) -> dict[str, Any]:
+    """What ``file``, a tokenizer.json, holds, parsed; without its model, which is most of it, where that comes last as
+    it usually does. Raises ToolkitError for what is no JSON object."""
     try:
-        text = file.read_text(encoding="utf-8")
-        at = text.find('"model"')
-        if at > 0 and not any(pattern.search(text, at) for pattern in _NOT_LAST):
-            data = json.loads(text[:at].rstrip().rstrip(",") + "}")
+        at = raw.find(b'"model"')
+        if at > 0 and not _part_after(raw, at):
+            data = json.loads(raw[:at].rstrip().rstrip(b",") + b"}")
             if isinstance(data, dict) and data.keys() >= {"normalizer", "pre_tokenizer", "decoder"}:
                 return data
-    except (OSError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         pass  # said below
     return read_json_object(file)
+
+
+def _part_after(raw: bytes, at: int) -> bool:
+    """Whether a part of the tokenizer stands behind ``at``, or one may: a letter of its name is written as an escape.
+    Names are looked for first: an expression alone would try every string of the vocabulary."""
+    for name in (b'"normalizer"', b'"pre_tokenizer"', b'"decoder"'):
+        found = raw.find(name, at)
+        while found >= 0:
+            if _OPENS.match(raw, found + len(name)):
+                return True
+            found = raw.find(name, found + 1)
+    return raw.find(b"\\u00", at) >= 0 and _ESCAPED.search(raw, at) is not None
 
 
 def harmless(data: dict[str, Any], file: Path) -> bool:

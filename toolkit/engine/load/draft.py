@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from toolkit.artifacts.draft_head import is_head
-from toolkit.artifacts.eagle import is_eagle
 from toolkit.engine.drafts.model import TOKENS, DraftModel
 from toolkit.engine.drafts.vocabulary import LEAST, Vocabulary, by_text, equal
 from toolkit.engine.load.memory_plan import MemoryPlan, show_bytes
@@ -47,18 +46,22 @@ class DraftFiles:
 
 def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], packed: Found | None) -> DraftFiles | None:
     """Where the draft model is that a config asks for, fetched where needed. Raises ToolkitError or UsageError."""
+    from toolkit.artifacts.eagle import is_eagle
     from toolkit.artifacts.source import resolve_model
 
     name = config.speculative_draft_model
     if name is None:
         return None
-    if (config.tp, config.pp, config.dp, config.ep) != (1, 1, 1, 1):
-        raise UsageError(f"{FLAG}: runs in one process; leave it out, or tp, pp, dp and ep")
+    if (config.pp, config.dp, config.ep) != (1, 1, 1):
+        raise UsageError(f"{FLAG}: runs with tp at most; leave it out, or pp, dp and ep")
     if config.empty_init:
         raise UsageError(f"{FLAG}: not with empty_init: nothing is known of the weights that it is to guess for")
     with _named():
         path = resolve_model(name, download_dir=config.download_dir)
-        if means_head(config, path):
+        head = means_head(config, path)
+        if not head and config.tp > 1:
+            raise UsageError("a draft model runs in one process; leave it out, or tp")
+        if head:
             if config.speculative_algorithm == "draft_model":
                 raise UsageError(f"{path} is a head, no model; use {'eagle' if is_eagle(path) else 'eagle3'}")
             return DraftFiles(path, path, path)
@@ -73,6 +76,8 @@ def means_head(config: EngineConfig, path: Path) -> bool:
 
 def means_eagle(config: EngineConfig, path: Path) -> bool:
     """Whether that is an EAGLE head, none of EAGLE-3."""
+    from toolkit.artifacts.eagle import is_eagle
+
     return config.speculative_algorithm == "eagle" or (config.speculative_algorithm is None and is_eagle(path))
 
 

@@ -27,6 +27,7 @@ class OpenHead:
     spec: HeadSpec
     tensors: dict[str, NDArray[Any]]
     layers: tuple[int, ...]
+    device: str | None = None  # of the tensor runner, None: the native one's
 
     @property
     def told(self) -> str:
@@ -43,8 +44,18 @@ class OpenHead:
         """Its weights in float32, and what guesses with them."""
         tensors = dict(self.tensors)
         embed, d2t = tensors.pop("embed_tokens.weight"), tensors.pop("d2t", None)
-        weights = {name: widened(tensor) for name, tensor in tensors.items()}
-        return DraftHead(Head(self.spec, weights, embed, d2t), self.layers, plan.session_len)
+
+        def weights() -> dict[str, NDArray[Any]]:
+            return {name: widened(tensor) for name, tensor in tensors.items()}
+
+        if self.device is None:
+            return DraftHead(Head(self.spec, weights(), embed, d2t), self.layers, plan.session_len)
+        import torch
+
+        from toolkit.runners.tensor.eagle3 import TorchHead
+
+        head = TorchHead(self.spec, weights, embed, d2t, torch.device(self.device))
+        return DraftHead(head, self.layers, plan.session_len)
 
     def close(self) -> None:
         """Nothing is held but the mapped file."""
@@ -59,8 +70,6 @@ def open_head(path: Path, target: Runner) -> OpenHead:
         head, tensors = read_head(path, layers)
     except ToolkitError as e:
         raise type(e)(f"{FLAG}: {e}") from e
-    if target.name != "native":
-        raise UsageError(f"{FLAG}: {path}: heads run on the native runner, the model on the {target.name} one")
     if head.hidden_size != spec.hidden_size:
         raise UsageError(
             f"{FLAG}: {path} is of a model of width {head.hidden_size}, the model has {spec.hidden_size}; "
@@ -76,4 +85,4 @@ def open_head(path: Path, target: Runner) -> OpenHead:
         raise UsageError(f"{FLAG}: {path} reads layer {max(fused)}, the model has {layers}")
     if "embed_tokens.weight" not in tensors:
         raise ToolkitError(f"{FLAG}: {path}: expected a tensor embed_tokens.weight (speculators' form), found none")
-    return OpenHead(path, head, tensors, fused)
+    return OpenHead(path, head, tensors, fused, None if target.name == "native" else target.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +21,11 @@ from toolkit.runners.base import MemoryNeed, Runner, RunnerError
 if TYPE_CHECKING:
     from toolkit.configs.engine import EngineConfig
     from toolkit.models.family import Family
-    from toolkit.runners.native.mtp import MtpHead
-    from toolkit.runners.native.packing.packed import PackedTensor
+    from toolkit.runners.mtp import MtpHead
 
 FLAG = "speculative_algorithm"
-Weights = Callable[[], Mapping[str, "PackedTensor"]]
+RANKS = "runs with ranks of the native runner alone; leave it out, or tp, pp, dp and ep"
+Weights = Mapping[str, Any]  # canonical, of an artifact packed, with the model's embedding and head
 
 
 @dataclass
@@ -50,7 +50,8 @@ class OpenMtp:
         begin = f"{self.option}: no room for the layer of {self.path}"
         names = begin, f"{self.head.name.upper()} layer", str(self.path)
         mine, own = self.head.memory(), self.head.spec.layer.cache_groups
-        plan, self.blocks = plan_beside(mine, own, need, groups, share_out, names, ROOM)
+        states = ROOM if self.head.runner.device == "cpu" else 0  # they are the host's
+        plan, self.blocks = plan_beside(mine, own, need, groups, share_out, names, states)
         return plan
 
     def load(self, plan: MemoryPlan) -> DraftHead:
@@ -75,16 +76,14 @@ def open_mtp_layer(
     asked = config.speculative_algorithm is not None and ALGORITHMS[config.speculative_algorithm] == "mtp"
     if config.speculation is None or (config.speculative_algorithm is not None and not asked):
         return None
+    if not (asked or target.batch_invariant):  # unasked, a guess shall change no bit
+        return None
     if why := _unfit(config, target):
         if asked:
             raise UsageError(f"{FLAG}: mtp: {why}")
         return None
-    from toolkit.runners.native.mtp import MtpHead
-    from toolkit.runners.native.runner import NativeRunner
-
-    assert isinstance(target, NativeRunner)
     try:
-        found = _find(path, config, families)
+        found = _find(path, config, families, target.device)
     except ToolkitError as e:
         if asked:
             raise type(e)(f"{FLAG}: mtp: {e}") from e
@@ -93,62 +92,72 @@ def open_mtp_layer(
         if asked:
             raise UsageError(f"{FLAG}: mtp: {named or path} has no layer for multi-token prediction; leave it out")
         return None
-    return OpenMtp(named or path, MtpHead(*found, target), len(target.spec.layers), asked)
+    try:
+        head = _head(*found, target, "mtp")
+    except UsageError as e:
+        if asked:
+            raise UsageError(f"{FLAG}: mtp: {e}") from e
+        return None
+    return OpenMtp(named or path, head, len(target.spec.layers), asked)
 
 
 def open_eagle_layer(path: Path, target: Runner) -> OpenMtp:
     """The EAGLE head in a directory, for the model of ``target``. Raises ToolkitError or UsageError where it is none
     for it."""
     from toolkit.artifacts.eagle import open_eagle
-    from toolkit.runners.native.mtp import CheckpointMtp, MtpHead
-    from toolkit.runners.native.runner import NativeRunner
     from toolkit.runners.weights.checkpoint import CheckpointWeights
 
-    if not isinstance(target, NativeRunner):
-        raise UsageError(f"{MODEL_FLAG}: {path}: heads run on the native runner, the model on the {target.name} one")
+    if (norm := target.spec.final_norm).kind != "rms":
+        raise UsageError(f"{MODEL_FLAG}: {path}: reads a model with an RMS norm at its end, this one has {norm.kind}")
     try:
         checkpoint, found = open_eagle(path, target.spec)
     except ToolkitError as e:
         raise type(e)(f"{MODEL_FLAG}: {e}") from e
-    weights = CheckpointMtp(found.spec, CheckpointWeights(checkpoint, found.stored))
-    head = MtpHead(found.spec, weights, target, "eagle")
+    try:
+        head = _head(found.spec, CheckpointWeights(checkpoint, found.stored), target, "eagle")
+    except UsageError as e:
+        raise UsageError(f"{MODEL_FLAG}: {path}: {e}") from e
     return OpenMtp(path, head, len(target.spec.layers), True, MODEL_FLAG)
 
 
 def _unfit(config: EngineConfig, target: Runner) -> str:
     """Why no such layer runs here, "" if one may."""
-    if (config.tp, config.pp, config.dp, config.ep) != (1, 1, 1, 1):
-        return "runs in one process; leave it out, or tp, pp, dp and ep"
-    if target.name != "native":
-        return f"runs on the native runner, the model on the {target.name} one"
+    if target.name != "native" and (config.tp, config.pp, config.dp, config.ep) != (1, 1, 1, 1):
+        return RANKS
     if config.empty_init or config.load_format == "dummy":
         return "the model's weights are not read from its files"
     return ""
 
 
-def _find(path: Path, config: EngineConfig, families: Sequence[Family]) -> tuple[MtpSpec, Weights] | None:
+def _find(path: Path, config: EngineConfig, families: Sequence[Family], device: str) -> tuple[MtpSpec, Weights] | None:
     manifest = read_manifest(path) if path.is_dir() else None
     if manifest is not None and manifest.kind == "engine":
-        return _of_artifact(path)
+        return _of_artifact(path, device)
     return _of_checkpoint(path, config, families)
 
 
-def _of_artifact(path: Path) -> tuple[MtpSpec, Weights] | None:
+def _of_artifact(path: Path, device: str) -> tuple[MtpSpec, Weights] | None:
+    from toolkit.artifacts.engine.artifact import ENGINE_JSON
     from toolkit.artifacts.engine.files import open_engine
+    from toolkit.artifacts.json_file import read_json_object
     from toolkit.runners.native.packing.artifact import CPU_TARGET
     from toolkit.runners.native.packing.mtp import open_mtp
 
-    artifact = open_engine(path)
-    if artifact.mtp is None or artifact.target != CPU_TARGET:
+    if "mtp" not in read_json_object(path / ENGINE_JSON):  # most have none, and all else has been checked already
         return None
-    found = open_mtp(artifact)
-    return artifact.mtp, lambda: found
+    artifact = open_engine(path)
+    if artifact.mtp is None:
+        return None
+    if artifact.target == CPU_TARGET:
+        return artifact.mtp, open_mtp(artifact)
+    from toolkit.runners.tensor.mtp import open_canonical_mtp
+
+    return artifact.mtp, open_canonical_mtp(artifact, device)
 
 
 def _of_checkpoint(path: Path, config: EngineConfig, families: Sequence[Family]) -> tuple[MtpSpec, Weights] | None:
     from toolkit.artifacts.checkpoint import open_checkpoint
     from toolkit.artifacts.mtp import read_mtp
-    from toolkit.runners.native.mtp import CheckpointMtp
     from toolkit.runners.weights.checkpoint import CheckpointWeights
     from toolkit.runners.weights.rounded import rounded
 
@@ -160,4 +169,23 @@ def _of_checkpoint(path: Path, config: EngineConfig, families: Sequence[Family])
     if mtp is None:
         return None
     weights = CheckpointWeights(checkpoint, mtp.stored)
-    return mtp.spec, CheckpointMtp(mtp.spec, rounded(weights, mtp.spec.layer, config.load_format))
+    return mtp.spec, rounded(weights, mtp.spec.layer, config.load_format)
+
+
+def _head(spec: MtpSpec, found: Weights, target: Runner, name: str) -> MtpHead:
+    """The layer, for the runner of its model."""
+    packed = spec.layer.embed in found
+    if target.name == "native":
+        from toolkit.runners.native.mtp import CheckpointMtp, NativeMtp
+
+        first: Any = getattr(target, "first", target)  # of several ranks
+        return NativeMtp(spec, (lambda: found) if packed else CheckpointMtp(spec, found), first, name)
+    from toolkit.runners.native.packing.unpack import UnpackedWeights
+    from toolkit.runners.tensor.mtp import TensorMtp
+    from toolkit.runners.tensor.runner import TensorRunner
+
+    if not isinstance(target, TensorRunner):
+        raise UsageError(RANKS)
+    outer = (spec.layer.embed, spec.layer.head)
+    own = UnpackedWeights({n: t for n, t in found.items() if n not in outer}) if packed else found
+    return TensorMtp(spec, lambda: own, target, name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,24 +51,22 @@ def to_split(setup: Setup) -> Model:
 
     options, how = _read_by(setup)
     files = tuple(getattr(setup.config, "family_files", ()))
-    return Model(str(setup.path), replace(options, device="cpu"), how, files)
+    return Model(str(setup.path), options, how, files, tuple(setup.config.devices or ()))
 
 
 def _read_by(setup: Setup) -> tuple[RunnerOptions, dict[str, Any]]:
     """A runner's options, and the arguments by which a model is opened for it."""
     config = setup.config
-    policy, layers, means, told = cache_policy(setup.path, config)
+    cache, told = cache_policy(setup.path, config)
     options = RunnerOptions(
         device=config.device,
         dtype=config.dtype,
-        quant_policy=policy,
-        kv_layers=layers,
-        key_means=means,
         block_size=config.block_size,
         threads=config.threads or 0,
         adapters=tuple((config.adapters or {}).items()),
         adapter_memory=0 if config.adapter_memory is None else read_size("adapter_memory", config.adapter_memory),
         eager=config.eager_mode,
+        **cache,
     )
     if told:
         log.info("%s", told)
@@ -86,36 +83,37 @@ def _read_by(setup: Setup) -> tuple[RunnerOptions, dict[str, Any]]:
     return options, how
 
 
-def cache_policy(path: Path, config: EngineConfig) -> tuple[int, tuple[int, ...], str, str]:
-    """``RunnerOptions.quant_policy``, ``kv_layers`` and ``key_means`` by what was measured of the model, and a line on
-    what they cost, "" where nothing is rounded. Raises UsageError for "auto" without a measure."""
+def cache_policy(path: Path, config: EngineConfig) -> tuple[dict[str, Any], str]:
+    """Those of ``RunnerOptions`` that say how the KV cache is rounded, by what was measured of the model, and a line on
+    what it costs, "" where nothing is rounded. Raises UsageError for "auto" without a measure."""
     asked, known = config.quant_policy, read_cost(path) if config.quant_policy in (AUTO, 4, 44) else None
-    if asked != AUTO:
-        cost = None if known is None else known.of(int(asked))
-        means = "" if known is None else known.key_means
-        if known is not None and cost is not None:
+    if asked == AUTO:
+        if known is None or not known.layers:
+            raise UsageError(
+                f"quant_policy auto: what {path} bears has not been measured; `tool convert MODEL --quant-policy auto "
+                "--dst-path DIR` does that, or give 0, 8 or 4"
+            )
+        found = known.least(config.kv_loss)
+        if found is None:
+            return {}, f"KV cache: no rounding of this model stays within {config.kv_loss:g} %: none"
+        return {"kv_layers": found.policies, "key_means": known.key_means}, f"KV cache by layer: {found.told()}"
+    fields: dict[str, Any] = {"quant_policy": int(asked)}
+    if known is not None:
+        fields["key_means"] = known.key_means
+        if (cost := known.of(int(asked))) is not None:
             if 100 * cost.loss >= BROKEN:
                 instead = known.instead()
                 log.warning(
                     "quant_policy %s costs this model %s; use quant_policy='auto' or %s", asked, cost.cost(), instead
                 )
-            return int(asked), (), means, f"KV cache at quant_policy {asked}: {cost.told()}"
-        if asked in (4, 44):
-            log.warning(
-                "quant_policy %s: what it costs this model was not measured; quant_policy='auto' takes what it "
-                "bears, once `tool convert MODEL --quant-policy auto --dst-path DIR` has measured it",
-                asked,
-            )
-        return int(asked), (), means, ""
-    if known is None or not known.layers:
-        raise UsageError(
-            f"quant_policy auto: what {path} bears has not been measured; `tool convert MODEL --quant-policy auto "
-            "--dst-path DIR` does that, or give 0, 8 or 4"
+            return fields, f"KV cache at quant_policy {asked}: {cost.told()}"
+    if asked in (4, 44):
+        log.warning(
+            "quant_policy %s: what it costs this model was not measured; quant_policy='auto' takes what it "
+            "bears, once `tool convert MODEL --quant-policy auto --dst-path DIR` has measured it",
+            asked,
         )
-    found = known.least(config.kv_loss)
-    if found is None:
-        return 0, (), "", f"KV cache: no rounding of this model stays within {config.kv_loss:g} %: none"
-    return 0, found.policies, known.key_means, f"KV cache by layer: {found.told()}"
+    return fields, ""
 
 
 def _reading(config: EngineConfig) -> dict[str, Any]:

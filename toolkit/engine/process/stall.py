@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import psutil
-
 
 class Stall:
     """Tells a slow process from one that hangs: the slow one computes, or waits for a disk.
@@ -44,6 +42,8 @@ class Stall:
 
     def _computed(self) -> float:
         """Seconds of processor time so far; of one that waits for a disk ever another number."""
+        import psutil  # only where the engine has a process of its own
+
         try:
             process = psutil.Process(self._pid)
             if process.status() == psutil.STATUS_DISK_SLEEP:

@@ -24,8 +24,8 @@ def build(config: Fields) -> Built:
 GGUF = Gguf("qwen2", "qwen2", BLOCK, fields={"hidden_act": "silu", "use_sliding_window": False})
 FAMILY = Family(
     "qwen2",
-    "Qwen 1.5, 2, 2.5, QwQ; R1 distilled into Qwen",
-    ("Qwen2ForCausalLM",),
+    "Qwen 1.5, 2, 2.5, QwQ; R1 distilled into Qwen; MiMo 7B",
+    ("Qwen2ForCausalLM", "MiMoForCausalLM"),
     build,
     (
         Tiny(dict(use_sliding_window=True, sliding_window=20, max_window_layers=1, tie_word_embeddings=True)),

@@ -43,6 +43,7 @@ GGUF = Gguf(
     fields={"hidden_act": "silu"},
     read=read_delta_keys,
     write=lambda spec: write_gguf(spec, "qwen35"),
+    mtp_apart=True,
 )
 SECTIONS = dict(
     rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True

@@ -97,6 +97,7 @@ GGUF = Gguf(
     },
     read=read_delta_keys,
     write=lambda spec: delta_keys(spec, "qwen3next"),
+    mtp_apart=True,
 )
 SIZES = dict(DELTA, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
 FAMILY = Family(

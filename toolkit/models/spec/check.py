@@ -70,8 +70,8 @@ def check_spec(spec: DecoderSpec) -> None:
 def _numbers(node: Any, field: str, may_be_zero: Set[str]) -> None:
     """Every integer positive (or zero where that has a meaning), every float finite."""
     if dataclasses.is_dataclass(node):
-        for f in dataclasses.fields(node):
-            _numbers(getattr(node, f.name), f.name, may_be_zero)
+        for name, value in vars(node).items():
+            _numbers(value, name, may_be_zero)
     elif isinstance(node, tuple):
         for x in node:
             _numbers(x, "" if field == "layers" else field, may_be_zero)

@@ -20,8 +20,8 @@ class MtpSpec:
     between the layer and the head. The state of a token that is known is the model's hidden state behind
     ``model_norm``, its final norm; that of a guess is what the layer made of the token before, behind the layer's final
     norm where ``normed``. ``bare``: the head reads what the layer gives itself; its final norm then only scales that,
-    so that the likeliest token stays what it is. Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), 2.2; vLLM
-    for the norms.
+    so that the likeliest token stays what it is. ``state_first``: the join reads the state before the embedding.
+    Source: DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), 2.2; vLLM for the norms.
     """
 
     layer: DecoderSpec
@@ -31,6 +31,7 @@ class MtpSpec:
     join: LinearSpec
     normed: bool = False
     bare: bool = False
+    state_first: bool = False
 
     def norms(self) -> list[NormSpec]:
         """Those that stand before the layer, the model's own first."""

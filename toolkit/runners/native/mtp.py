@@ -1,178 +1,60 @@
-"""A model's layer for multi-token prediction, or an EAGLE layer, as a draft head: on the native runner, a model of one
-layer whose rows come from outside: embeddings and hidden states, which are joined here in float32.
-"""
+"""A layer for multi-token prediction or an EAGLE layer on the native runner."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from toolkit.models.spec import MtpSpec, NormSpec
-from toolkit.runners.base import MemoryNeed, RunnerError
-from toolkit.runners.head import F32, Drawn, Rows
+from toolkit.models.spec import MtpSpec
+from toolkit.runners.head import F32
+from toolkit.runners.mtp import MtpHead, options_of
 from toolkit.runners.native.packing.packed import PackedTensor, floats
 from toolkit.runners.native.runner import NativeRunner
-from toolkit.runners.step import SamplingBatch, StepBatch, StepOutput
-
-_NONE = np.zeros(0, np.int32)
 
 
-@dataclass
-class Text:
-    """Of one text what is cached: of its rows ``first``, ``first`` + 1 … the first ``length``, in ``blocks``."""
-
-    first: int
-    length: int = 0
-    blocks: list[int] = field(default_factory=list)
-    nbytes: int = 0  # outside the cache
-
-
-class MtpHead:
+class NativeMtp(MtpHead):
     """``weights``: called at every load, packed, without the model's embedding, head and final norm, which ``target``
     lends."""
 
     def __init__(
         self, spec: MtpSpec, weights: Callable[[], Mapping[str, PackedTensor]], target: NativeRunner, name: str = "mtp"
     ) -> None:
-        self.name, self.spec = name, spec
-        self._target = target
-        self.width = spec.layer.hidden_size
-        options = replace(target.options, adapters=(), adapter_memory=0, kv_layers=(), key_means="")
-        self.runner = NativeRunner(spec.layer, weights, options, target.dtype, lender=target)
-        self._weights = weights
-        self._num_blocks: tuple[int, ...] = (0,)
-        self._free: list[int] = []
-        self._norms: dict[str, F32] = {}
+        """Raises UsageError where ``target`` cannot lend."""
+        target.lend()
+        super().__init__(
+            spec, NativeRunner(spec.layer, weights, options_of(target.options), target.dtype, lender=target), name
+        )
+        self._target, self._weights = target, weights
         self._join: F32 = np.zeros((0, 0), np.float32)
         self._bias: F32 = np.zeros(0, np.float32)
-
-    def memory(self) -> MemoryNeed:
-        """Of the layer, and of the join in float32."""
-        need, join = self.runner.memory(), self.spec.join
-        return replace(need, weights=need.weights + 4 * join.in_features * join.out_features)
-
-    def load(self, num_blocks: tuple[int, ...]) -> None:
-        """Weights, and a cache of so many blocks. Raises RunnerError or MemoryError."""
-        self._num_blocks = num_blocks
-        self.wake()
 
     def wake(self) -> None:
         if isinstance(self._weights, CheckpointMtp):
             self._weights.load()
-        spec, found = self.spec, self._weights()
-        self.runner.load_weights()
-        self.runner.allocate_cache(self._num_blocks)
-        self._free = list(range(self._num_blocks[0]))
-        own = (norm for norm in (spec.token_norm, spec.state_norm) if norm is not None)
-        self._norms = {norm.name: floats(found[norm.name]) + np.float32(norm.weight_offset) for norm in own}
-        self._norms[spec.model_norm.name] = floats(self._target.lent()[spec.model_norm.name])
-        self._bias = floats(found[f"{spec.join.name}.bias"]) if spec.join.bias else np.zeros(self.width, np.float32)
-        shape = spec.join.out_features, spec.join.in_features
-        self._join = np.ascontiguousarray(floats(found[spec.join.name]).reshape(shape).T)
+        super().wake()
 
     def release(self) -> None:
-        self.runner.release_cache()
-        self.runner.release_weights()
+        super().release()
         if isinstance(self._weights, CheckpointMtp):
             self._weights.drop()
-        self._norms, self._join = {}, np.zeros((0, 0), np.float32)
+        self._join = np.zeros((0, 0), np.float32)
 
-    def close(self) -> None:
-        self.runner.close()
+    def read(self) -> dict[str, F32]:
+        spec, found = self.spec, self._weights()
+        shape = spec.join.out_features, spec.join.in_features
+        self._join = np.ascontiguousarray(floats(found[spec.join.name]).reshape(shape).T)
+        self._bias = floats(found[f"{spec.join.name}.bias"]) if spec.join.bias else np.zeros(self.width, np.float32)
+        norms = {norm.name: floats(found[norm.name]) + np.float32(norm.weight_offset) for norm in spec.norms()[1:]}
+        return norms | {spec.model_norm.name: floats(self._target.lent()[spec.model_norm.name])}
 
-    # -- texts
-
-    def open(self, first: int) -> Text:
-        return Text(first)
-
-    def grow(self, text: Text, count: int) -> bool:
-        size = self.runner.options.block_size
-        need = -(-(text.length + count) // size) - len(text.blocks)
-        if need > len(self._free):
-            return False
-        text.blocks += [self._free.pop() for _ in range(need)]
-        return True
-
-    def forget(self, text: Text) -> None:
-        self._free += text.blocks
-        text.blocks, text.length = [], 0
-
-    # -- steps
-
-    def fuse(self, states: F32) -> F32:
-        """[rows, 1, hidden] of what the model's last layer gives → [rows, hidden], as the join reads them."""
-        return self._rms(self._rms(states[:, 0], self.spec.model_norm), self.spec.state_norm)
-
-    def step(self, ids: NDArray[np.int64], states: F32, rows: Sequence[Rows]) -> Drawn:
-        """Rows of texts one after another, for which there is room: of each the token that came, [rows], and the state
-        before it, [rows, hidden]. Of each text's last row what comes next. Raises RunnerError."""
-        spec, size = self.spec, self.runner.options.block_size
-        read = np.clip(ids, 0, spec.layer.vocab_size - 1).astype(np.int32)  # also those that stand for pictures
-        words = self._rms(self.runner.embed(read), spec.token_norm)
-        counts = np.array([r.count for r in rows], np.int32)
-        starts = np.array([r.kept.length for r in rows], np.int32)
-        cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        places = np.arange(cu[-1], dtype=np.int32) + np.repeat(starts - cu[:-1], counts)
-        firsts = np.array([r.kept.first for r in rows], np.int32)
-        table = np.full((len(rows), max(len(r.kept.blocks) for r in rows)), -1, np.int32)
-        for i, r in enumerate(rows):
-            if len(r.kept.blocks) * size < r.kept.length + r.count:
-                raise RunnerError("mtp: no room for the rows of a text")
-            table[i, : len(r.kept.blocks)] = r.kept.blocks
-        blocks = table[np.repeat(np.arange(len(rows)), counts), places // size].astype(np.int64)
-        last = cu[1:] - 1
-        sampling = SamplingBatch.greedy(len(rows))
-        sampling.logprobs[:] = 0
-        out = self.runner.submit(
-            StepBatch(
-                token_ids=read,
-                from_previous=np.full(len(ids), -1, np.int32),
-                positions=(places + np.repeat(firsts, counts))[None],
-                cu_seqlens=cu,
-                seq_lens=starts + counts,
-                block_tables=(table,),
-                slot_mapping=(blocks * size + places % size,),
-                rope_set=np.zeros(len(rows), np.int8),
-                adapter=np.full(len(rows), -1, np.int32),
-                sample_index=last,
-                sampling=sampling,
-                logits_index=last if spec.bare else _NONE,
-                hidden_index=last if spec.normed else _NONE,
-                target_index=_NONE,
-                target_ids=_NONE,
-                aux_layers=() if spec.normed else (1,),
-                aux_index=_NONE if spec.normed else last,
-                embeds=np.concatenate([words, states], 1) @ self._join + self._bias,
-                embed_index=np.arange(len(ids), dtype=np.int32),
-            )
-        ).result()
-        for r in rows:
-            r.kept.length += r.count
-        made = out.hidden if spec.normed else out.aux[:, 0]
-        sure = self._unscaled(out, made) if spec.bare else np.exp(np.minimum(out.logprob[:, 0], 0.0))
-        sure[out.bad_rows] = 0.0
-        return Drawn(self._rms(made, spec.state_norm), out.tokens[:, 0].astype(np.int64), sure)
-
-    def _unscaled(self, out: StepOutput, made: F32) -> F32:
-        """The chances of the likeliest tokens, of logits before the final norm has scaled what they are of."""
-        eps = np.float32(self.spec.layer.final_norm.eps)
-        logits = out.logits * np.sqrt(np.square(made).mean(-1, keepdims=True) + eps)
-        found: F32 = 1 / np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)
-        return found
-
-    def _rms(self, x: F32, norm: NormSpec | None) -> F32:
-        if norm is None:
-            return x
-        scale = np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(norm.eps))
-        return x / scale * self._norms[norm.name]
+    def joined(self, x: F32) -> F32:
+        return x @ self._join + self._bias
 
 
 class CheckpointMtp:
-    """What ``MtpHead`` takes, of a checkpoint that is packed in memory: until ``load`` the outlines of it."""
+    """What ``NativeMtp`` takes, of a checkpoint that is packed in memory: until ``load`` the outlines of it."""
 
     def __init__(self, spec: MtpSpec, found: Mapping[str, Any]) -> None:
         self._spec, self._found = spec, found

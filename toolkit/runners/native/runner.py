@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,6 +217,20 @@ class NativeRunner:
         packed, self.notes = packed_of(self.spec, self._weights(), self.share, self.notes)
         lent = {} if self._lender is None else self._lender.lent()
         return {**packed, **lent} if lent else packed
+
+    def lend(self) -> None:
+        """Hold embedding and head whole from the next load on: another borrows them. Raises UsageError where the files
+        have but this rank's part."""
+        if self.share.ranks == 1:
+            return
+        spec = self.spec
+        found: Mapping[str, Any] = self._weights()
+        head: Any = info_of(found, spec.embed if spec.tied else spec.head)
+        if isinstance(head, PackedTensor) and head.data.nbytes < head.meta.nbytes:
+            raise UsageError(
+                "the model is packed for ranks, each with a part of the head; convert it without --tp, or leave it out"
+            )
+        self.share = replace(self.share, lends=True)
 
     def lent(self) -> dict[str, PackedTensor]:
         """Embedding, head and final norm, as they are loaded, by their names; the norm with its offset."""

@@ -45,11 +45,13 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """Rank ``rank`` of ``ranks``; ``file``: descriptor of the memory in which they meet."""
+    """Rank ``rank`` of ``ranks``; ``file``: descriptor of the memory in which they meet. ``lends``: the LM head is held
+    whole, since a draft head borrows it."""
 
     rank: int = 0
     ranks: int = 1
     file: int = -1
+    lends: bool = False
 
     def portion(self, size: int, unit: int = 1) -> tuple[int, int]:
         """(start, stop) of this rank's part of ``size``."""
@@ -109,6 +111,7 @@ class Parts:
 
     def __init__(self, spec: DecoderSpec, weights: Mapping[str, PackedTensor], share: Share) -> None:
         self.share, self._weights = share, weights
+        self._whole = {spec.head} if share.lends else set()
         self.tiles: dict[str, Tiles] = {}
         self.codes: dict[str, bool] = {}
         if share.ranks == 1:
@@ -211,7 +214,7 @@ class Parts:
     def kept(self, name: str, tensor: PackedTensor) -> PackedTensor:
         """The tensor with memory for this rank's tiles alone: others are never read."""
         found = self.tiles.get(name)
-        if found is None:
+        if found is None or name in self._whole:
             return tensor
         own = slice(found.first * tensor.meta.tile_bytes, found.last * tensor.meta.tile_bytes)
         data = np.empty(tensor.meta.nbytes, np.uint8)  # pages come when they are written
@@ -219,8 +222,8 @@ class Parts:
         return PackedTensor(data, tensor.meta, tensor.perm)
 
     def bytes_of(self, name: str, tensor: PackedTensor) -> int:
-        """How much of it this rank reads."""
-        found = self.tiles.get(name)
+        """How much of it this rank holds."""
+        found = None if name in self._whole else self.tiles.get(name)
         return tensor.meta.nbytes if found is None else (found.last - found.first) * tensor.meta.tile_bytes
 
 

@@ -369,20 +369,24 @@ def build_decoder(
     adapters: Adapters = (),
     adapter_step: AdapterStep | None = None,
     split: Split | None = None,
+    lender: Decoder | None = None,
 ) -> Decoder:
     """Build a model. Weights are read name by name, in execution order, and not kept.
 
     ``adapter_step`` says at each step which of ``adapters`` its tokens have. ``split``: the ranks of which this is one,
-    whose spec and weights these are.
+    whose spec and weights these are. ``lender``: whose embedding and head it has, which ``weights`` need not hold.
     """
     routed = () if spec.vision is None else spec.vision.routed
     by_name = {x.linear: x for x in routed}
     builder = _Builder(weights, place, ops, adapters, adapter_step or AdapterStep(0), by_name, split)
     begins, ends = split is None or split.begins, split is None or split.ends
     table = torch.empty(0, spec.hidden_size, dtype=place.dtype, device=place.device)
-    if begins or (ends and spec.tied):
+    if lender is not None:
+        table = lender.table
+    elif begins or (ends and spec.tied):
         table = builder.matrix(spec.embed).dequantize(place.dtype).to(place.device)
     added = None if spec.encoder is None else builder.added(spec.encoder, spec.hidden_size)
     steps = tuple(step for i, layer in enumerate(spec.layers) for step in builder.steps(layer, i))
-    final_norm, head = (builder.norm(spec.final_norm), builder.head(spec, table)) if ends else (None, None)
+    final_norm = builder.norm(spec.final_norm) if ends else None
+    head = None if not ends else builder.head(spec, table) if lender is None else lender.head
     return Decoder(spec, table, steps, final_norm, head, ops, split, added)

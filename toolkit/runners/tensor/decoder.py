@@ -290,6 +290,7 @@ class Decoder:
         dtype = self.table.dtype
         delta = None if self.split is None or self.split.begins else torch.zeros(x.shape, dtype=dtype, device=x.device)
         h: Activations = x
+        step.tap(0, x, delta)
         for s in self.steps:
             beside = delta if s.beside else None  # of the sublayers that read what this one reads
             if s.beside:
@@ -316,6 +317,8 @@ class Decoder:
                 delta = delta + beside
             if s.ends is not None and s.ends < len(step.deep) and step.deep_index is not None:
                 x = x.index_add(0, step.deep_index, step.deep[s.ends].float())
+            if s.ends is not None:
+                step.tap(s.ends + 1, x, delta)
         return x, delta
 
     def idle(self) -> None:

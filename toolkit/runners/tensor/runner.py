@@ -59,8 +59,9 @@ class TensorRunner:
     and no step is waited for, for a model that ``support.unsupported`` has no word against; None: the device that
     ``options`` name runs kernel by kernel. ``ops``: found for the device where they are not given. ``notes``: what
     "auto" became and how quantized weights are held. ``split``: the ranks of which it is one, whose ``spec`` and
-    ``weights`` are given; ``dense``: whether quantized weights are held dense, None: as is best here. Raises UsageError
-    for a device, dtype or quant_policy that cannot be.
+    ``weights`` are given; ``dense``: whether quantized weights are held dense, None: as is best here. ``lender``: of
+    the model whose embedding and head this one's are; its weights are loaded first. Raises UsageError for a device,
+    dtype or quant_policy that cannot be.
     """
 
     name = "tensor"
@@ -76,6 +77,7 @@ class TensorRunner:
         ops: Ops | None = None,
         split: Split | None = None,
         dense: bool | None = None,
+        lender: TensorRunner | None = None,
     ) -> None:
         _check(spec, options)
         if options.threads > 0:
@@ -86,10 +88,11 @@ class TensorRunner:
         self._weights, self._graphs, self._split = weights, graphs, split
         self._on: Device = graphs or open_device(options.device)
         self._adapters, self._adapter_step = adapters, AdapterStep(len(adapters))
+        self._lender = lender
         stored = weights()
         roomy = dense_bytes(spec, torch.float32) <= self._free() // 2
-        kept = stored_dtype(stored[spec.embed])
-        self._dtype = find_dtype(options.dtype, kept, self._on.torch, roomy, spec.float16)
+        kept = stored_dtype(stored[spec.embed]) if lender is None else lender._dtype
+        self._dtype: torch.dtype = find_dtype(options.dtype, kept, self._on.torch, roomy, spec.float16)
         self.device, self.dtype = str(self._on.torch), str(self._dtype).removeprefix("torch.")
         sample = first_linear(spec, stored)
         with on_device(self._on.torch):
@@ -164,10 +167,23 @@ class TensorRunner:
             with self._working("while loading weights"):
                 weights = self._weights()
                 self._decoder = build_decoder(
-                    self.spec, weights, self._place, self._ops, self._adapters, self._adapter_step, self._split
+                    self.spec,
+                    weights,
+                    self._place,
+                    self._ops,
+                    self._adapters,
+                    self._adapter_step,
+                    self._split,
+                    None if self._lender is None else self._lender.lent(),
                 )
                 if self.spec.vision is not None:
                     self._encoder = encoder_of(self.spec.vision)(self.spec.vision, weights, self._on.torch, self._dtype)
+
+    def lent(self) -> Decoder:
+        """The model as it is loaded, of which another has parts."""
+        if self._decoder is None:
+            raise RunnerError("the runner has no weights; call load_weights first")
+        return self._decoder
 
     def use_weights(self, weights: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
         """What ``load_weights`` is to load from now on; returns what it would have loaded."""
@@ -186,7 +202,7 @@ class TensorRunner:
     def chosen(self) -> dict[int, list[int]]:
         """Of each layer with whole experts how often each was chosen here, since this was last called."""
         found = {}
-        with torch.inference_mode():
+        with torch.inference_mode(), self._on.working():
             for layer, placed in () if self._decoder is None else self._decoder.placed():
                 if placed.load is not None:
                     found[layer] = placed.load.tolist()
@@ -276,6 +292,13 @@ class TensorRunner:
             f"{self.device} ran out of memory {where}: {free / 2**30:.2f} of {total / 2**30:.2f} GiB are free; use a "
             "smaller --max-prefill-token-num, --max-batch-size or --cache-max-entry-count"
         )
+
+    def embed(self, ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        """The embeddings of tokens, [len(ids), hidden]."""
+        with torch.inference_mode(), self._on.working():
+            rows = self.lent().embed(torch.from_numpy(ids.astype(np.int64)).to(self._on.torch))
+            found: NDArray[np.float32] = rows.float().cpu().numpy()
+            return found
 
     # -- blocks
 

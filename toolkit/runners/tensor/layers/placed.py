@@ -41,7 +41,7 @@ class Placed:
         """Of ranks that have the same rows each asks for some of them, so that the others are zeros; their sum is
         whole."""
         split, width = self.split, chosen.shape[1]
-        rows = torch.arange(split.part, len(x), split.parts, device=x.device)
+        rows = torch.arange(len(x), device=x.device)[split.part :: split.parts]  # none, where ranks outnumber rows
         source, wanted = rows.repeat_interleave(width), chosen[rows].flatten().long()
         if self.load is not None:
             self.load.add_(torch.bincount(wanted, minlength=len(self.load)))
@@ -50,7 +50,7 @@ class Placed:
         order = seat.argsort(stable=True)
         source = source[order]
         told = torch.stack([slot[order].float(), weights[rows].flatten()[order].float()], 1)
-        counts = torch.bincount(seat, minlength=split.seats)
+        counts = torch.bincount(seat, minlength=split.seats).cpu()
         got, back = split.exchange(x[source], counts)
         about, _ = split.exchange(told, counts, back)
         y = run(got, about[:, :1].to(chosen.dtype), about[:, 1:].to(weights.dtype)) if len(got) else got

@@ -43,6 +43,8 @@ def check_batch(
     _within("target_index", batch.target_index, 0, tokens)
     _within("target_ids", batch.target_ids, 0, vocab)
     _within("routes_index", batch.routes_index, 0, tokens)
+    _within("aux_index", batch.aux_index, 0, tokens)
+    _within("aux_layers", np.asarray(batch.aux_layers, np.int64), 0, len(spec.layers) + 1)
     if len(batch.target_ids) != len(batch.target_index):
         raise RunnerError("target_ids: expected one id for each entry of target_index")
     if batch.embeds is not None:

@@ -26,7 +26,8 @@ class StepContext:
     ``views``: (first, stop, numbers of the pictures) of flat tokens that look at pictures; ``pictures``: by number, of
     each cross layer the keys and values. ``deep``: what is added behind each of the first layers to the flat tokens
     ``deep_index``, [those tokens, hidden]. ``routes``: where somebody asks, each mixture of experts adds to
-    it which it chose, and their weights, [T, chosen] each.
+    it which it chose, and their weights, [T, chosen] each. ``taps``: what goes into some layers, by number, which the
+    decoder fills in: [``tap_rows``, hidden], float32; their number: out of the last.
     """
 
     batch: StepBatch
@@ -44,6 +45,14 @@ class StepContext:
     deep: tuple[Tensor, ...] = ()
     deep_index: Tensor | None = None
     routes: list[tuple[Tensor, Tensor]] | None = None
+    taps: dict[int, Tensor | None] = field(default_factory=dict)
+    tap_rows: Tensor | None = None
+
+    def tap(self, layer: int, x: Tensor, delta: Tensor | None) -> None:
+        """Keep what goes into a layer where it was asked for, the sum of both."""
+        if layer in self.taps and self.tap_rows is not None:
+            total = x.index_select(0, self.tap_rows).float()
+            self.taps[layer] = total if delta is None else total + delta.index_select(0, self.tap_rows)
 
     def texts(self, group: int, block_size: int, device: torch.device) -> list[tuple[int, int, Tensor]]:
         """(first, stop) of each sequence's flat tokens, and the slots of all of its tokens in a group's cache."""

@@ -85,6 +85,7 @@ def is_decode(batch: StepBatch) -> bool:
         and batch.embeds is None
         and batch.views is None
         and not any(map(len, (batch.logits_index, batch.hidden_index, batch.target_index, batch.routes_index)))
+        and not len(batch.aux_index)
         and bool((batch.sample_index == np.arange(n)).all())
     )
 

@@ -63,6 +63,8 @@ class Pending:
             target_logprobs=found.get("targets", np.zeros(0, np.float32)),
             bad_rows=np.flatnonzero(~np.isfinite(best) | self.senseless).astype(np.int32),
         )
+        if "aux" in found:
+            output.aux = found["aux"]
         if "routes" in found:
             output.routes = by_layer(found["routes"].astype(np.uint16), self.spec)
         return output

@@ -46,6 +46,7 @@ from toolkit.runners.tensor.step.sampler import sample_rows
 from toolkit.runners.tensor.step.tiles import AttentionPlan, DecodeCut, Heads, sight_of
 
 log = logging.getLogger(__name__)
+TAPPED = "tapped"  # of a step's arrays, flat tokens whose streams come back
 MOST_SAMPLED = 8192  # rows whose tokens the next step may refer to
 WARM_LENGTHS = (256, 512, 1024, 2048, 4096)  # tokens beyond which there are graphs from the start, with more tiles
 # Steps of more sequences than FEW_ROWS are captured for lengths beyond MANY_LENGTH when they first come.
@@ -201,6 +202,8 @@ class Steps:
             arrays |= {"embeds": batch.embeds, "embed_index": batch.embed_index.astype(np.int64)}
         if len(batch.routed):
             arrays["routed"] = batch.routed.astype(np.int64)
+        if len(batch.aux_index):
+            arrays[TAPPED] = batch.aux_index.astype(np.int64)
         t = self.device.put(arrays)
         split = self.decoder.split
         if split is None or split.begins:
@@ -215,13 +218,16 @@ class Steps:
         }
         self._remember(batch)
         routes: list[tuple[Tensor, Tensor]] | None = [] if len(batch.routes_index) else None
-        x, delta = self._layers(x, t, plans, batch, routes)
+        taps: dict[int, Tensor | None] = dict.fromkeys(batch.aux_layers)
+        x, delta = self._layers(x, t, plans, batch, routes, taps)
         if self._ends:
             found = produce(self.decoder, x, delta, batch, self.device)
         else:
             assert split is not None
             split.send(x.float() if delta is None else x + delta)
             found = {}
+        if taps and TAPPED in t:
+            found["aux"] = torch.stack([tap for tap in taps.values() if tap is not None], 1)
         if routes:
             found["routes"] = chosen_experts(routes, batch.routes_index, self.device)
         if "tokens" in found:
@@ -279,6 +285,7 @@ class Steps:
         plans: Mapping[Kind, object],
         batch: StepBatch,
         routes: list[tuple[Tensor, Tensor]] | None = None,
+        taps: dict[int, Tensor | None] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         self.adapters.use(t.get(ADAPTER), self.decoder.ops, t.get("routed"))
         groups = list(enumerate(self.spec.cache_groups))
@@ -293,6 +300,8 @@ class Steps:
             context.views, context.pictures = tuple((a, b, s) for (a, b), s in pairs), self._pictures
         if "embeds" in t:
             context.deep, context.deep_index = t["embeds"].split(x.shape[1], 1)[1:], t["embed_index"]
+        if taps:
+            context.taps, context.tap_rows = taps, t.get(TAPPED)
         return self.decoder.run(x, context)
 
 

@@ -1,0 +1,207 @@
+"""Whether a tree of guesses would pay: how often the second and third choice are right where the first is wrong.
+
+    python scripts/bench/second_choices.py [MODEL] [--head HEAD] [--tokens 128] [--json second_choices.json]
+
+The prompts of speculation_workloads/ are answered greedily; at every token of the answers each draft is asked what
+comes next, with all before it known. *lookup* has the continuations of the longest occurrences of the text's end, as
+far as they differ, *head* its likeliest tokens. Steps of 1 to 16 rows are timed, in turn, and a line is laid through
+their times. By both the tokens a second of the best chain of guesses are computed, and of the best with the second
+choice (and the third) beside the chain's first token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from native import need_native
+from numpy.typing import NDArray
+from speculation import WORKLOADS
+
+from toolkit.artifacts.draft_head import read_head, widened
+from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.chat.template import ChatTemplate
+from toolkit.commands.output import stdout, table, write_json
+from toolkit.runners.base import Runner, RunnerOptions
+from toolkit.runners.choose import open_model, open_runner
+from toolkit.runners.head import Head, Rows
+from toolkit.runners.step import SamplingBatch, StepBatch, StepOutput
+
+LEAST = 2  # tokens that an occurrence shares with the text's end, as the engine's lookup wants
+LONGEST = 16
+CHOICES = 3
+DEEPEST = 16  # tokens of a chain
+TIMED = (1, 2, 4, 6, 8, 12, 16)  # rows
+NONE = np.zeros(0, np.int32)
+
+
+class Model:
+    """A runner that reads one text after another."""
+
+    def __init__(self, path: Path, layers: tuple[int, ...]) -> None:
+        self.runner: Runner = open_runner(path, backend="turbomind", options=RunnerOptions(device="cpu"))[0]
+        self.layers, self.size = layers, self.runner.options.block_size
+        self.runner.load_weights()
+        self.runner.allocate_cache((64,))
+
+    def step(self, tokens: list[int], start: int) -> StepOutput:
+        """``tokens`` behind the first ``start`` of the text: what comes behind each."""
+        count, end = len(tokens), start + len(tokens)
+        places = np.arange(start, end)
+        every = np.arange(count, dtype=np.int32)
+        blocks = np.arange(-(-end // self.size), dtype=np.int32)
+        return self.runner.submit(
+            StepBatch(
+                token_ids=np.asarray(tokens, np.int32),
+                from_previous=np.full(count, -1, np.int32),
+                positions=places[None].astype(np.int32),
+                cu_seqlens=np.array([0, count], np.int32),
+                seq_lens=np.array([end], np.int32),
+                block_tables=(blocks[None],),
+                slot_mapping=(places.astype(np.int64),),
+                rope_set=np.zeros(1, np.int8),
+                adapter=np.full(1, -1, np.int32),
+                sample_index=every,
+                sampling=SamplingBatch.greedy(count),
+                logits_index=NONE,
+                hidden_index=NONE,
+                target_index=NONE,
+                target_ids=NONE,
+                aux_layers=self.layers,
+                aux_index=every if self.layers else NONE,
+            )
+        ).result()
+
+    def seconds(self, rounds: int = 25, start: int = 256) -> tuple[float, float]:
+        """What a step takes, and each row of it."""
+        taken: dict[int, list[float]] = {rows: [] for rows in TIMED}
+        for _ in range(rounds):
+            for rows, mine in taken.items():
+                begun = time.perf_counter()
+                self.step([5] * rows, start)
+                mine.append(time.perf_counter() - begun)
+        slope, base = np.polyfit(TIMED, [statistics.median(mine) for mine in taken.values()], 1)
+        return float(base), max(float(slope), 0.0)
+
+
+def looked_up(text: list[int], end: int) -> list[int]:
+    """Tokens that may follow the first ``end``: those behind its end's longest occurrences, the latest first."""
+    tail, before = np.array(text[:end]), np.array(text[: end - 1])
+    agreed = np.zeros(len(before), np.int64)
+    alive = np.ones(len(before), bool)
+    for back in range(min(LONGEST, end - 1)):
+        shifted = np.full(len(before), -1)
+        shifted[back:] = before[: len(before) - back]
+        alive &= shifted == tail[-1 - back]
+        agreed += alive
+    found = [at for at in np.lexsort((-np.arange(len(agreed)), -agreed)) if agreed[at] >= LEAST]
+    return list(dict.fromkeys(text[at + 1] for at in found))[:CHOICES]
+
+
+def by_head(head: Head, text: list[int], states: NDArray[np.float32]) -> list[list[int]]:
+    """Behind each token of a text but the first: the head's likeliest tokens."""
+    kept = head.open(1)
+    hidden = head.run(np.array(text[1:]), head.fuse(states[:-1]), [Rows(kept, len(text) - 1)])
+    best = np.argsort(-head.logits(hidden), 1, kind="stable")[:, :CHOICES]
+    return [head.ids[row].tolist() for row in best]
+
+
+def count(guesses: list[list[int]], answer: list[int]) -> dict[str, int]:
+    """How often there were choices, and which was right; ``more``: the first of a token, that of the token before too
+    (``chances``)."""
+    found = dict.fromkeys(("asked", "1", "2", "3", "chances", "more"), 0)
+    before = False
+    for choices, right in zip(guesses, answer, strict=False):
+        found["asked"] += bool(choices)
+        for place, choice in enumerate(choices, 1):
+            found[str(place)] += choice == right
+        found["chances"] += before
+        found["more"] += before and choices[:1] == [right]
+        before = choices[:1] == [right]
+    return found
+
+
+def best(first: float, more: float, others: list[float], step: tuple[float, float], draw: float) -> tuple[float, str]:
+    """Tokens a second of the best chain with so many ``others`` beside its first token, and what that is. ``first``,
+    ``more``: how often the first token of a chain is right, and each further one where those before are; ``others``:
+    how often another choice is; ``step``: seconds, and of each row; ``draw``: of a guessed token."""
+    found = []
+    for length in range(1, DEEPEST + 1):
+        tokens = 1 + first * sum(more**i for i in range(length)) + sum(others)
+        seconds = step[0] + step[1] * (length + 1 + len(others)) + draw * length
+        found.append((tokens / seconds, f"{length} deep"))
+    return max(found)
+
+
+def seconds_of(head: Head) -> float:
+    """What one more token of a guess takes."""
+    kept, hidden, taken = head.open(1), np.zeros((1, head.width), np.float32), []
+    for _ in range(15):
+        begun = time.perf_counter()
+        head.step(np.array([5]), hidden, [Rows(kept, 1)])
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="demo", type=Path)
+    parser.add_argument("--head", type=Path, help="an EAGLE-3 head of the model")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    need_native()
+    head = None
+    if given.head is not None:
+        spec, tensors = read_head(given.head, len(open_model(given.model).spec.layers))
+        embed, d2t = tensors.pop("embed_tokens.weight"), tensors.pop("d2t", None)
+        head = Head(spec, {name: widened(x) for name, x in tensors.items()}, embed, d2t)
+    model = Model(given.model, () if head is None else head.spec.layers)
+    tokenizer = Tokenizer.open(given.model)
+    template = ChatTemplate.open(tokenizer, given.model)
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for file in sorted(WORKLOADS.glob("*.json")):
+        work = json.loads(file.read_text())
+        for prompt in work["prompts"]:
+            ids = tokenizer.encode(template.render([{"role": "user", "content": prompt}], add_generation_prompt=True))
+            outs = [model.step(ids, 0)]
+            text = [*ids, int(outs[0].tokens[-1, 0])]
+            while len(text) < len(ids) + given.tokens:
+                outs.append(model.step(text[-1:], len(text) - 1))
+                text.append(int(outs[-1].tokens[0, 0]))
+            made: dict[str, list[list[int]]] = {"lookup": [looked_up(text, end) for end in range(len(ids), len(text))]}
+            if head is not None:
+                states = np.concatenate([out.aux for out in outs])
+                made["head"] = by_head(head, text[:-1], states[: len(text) - 1])[len(ids) - 2 :]
+            for name, guesses in made.items():
+                counts.setdefault((name, work["what"]), Counter()).update(count(guesses, text[len(ids) :]))
+    step = model.seconds()
+    rows, told = [], []
+    for (name, what), found in counts.items():
+        if not found["asked"]:
+            continue
+        first, second, third = (found[i] / found["asked"] for i in "123")
+        more, draw = (
+            found["more"] / max(found["chances"], 1),
+            0.0 if name == "lookup" or head is None else seconds_of(head),
+        )
+        chain, how = best(first, more, [], step, draw)
+        two, _ = best(first, more, [second], step, draw)
+        three, _ = best(first, more, [second, third], step, draw)
+        told.append({"draft": name, "text": what, **found, "chain": chain, "two": two, "three": three})
+        shares = [f"{100 * share:.0f} %" for share in (first, second, third)]
+        rows.append([name, what, str(found["asked"]), *shares, how, f"{two / chain:.2f}", f"{three / chain:.2f}"])
+    columns = ["draft", "text", "guesses", "first right", "second", "third", "best chain", "with 2", "with 3"]
+    stdout().print(table(f"{given.model}: speed of a tree to that of a chain", columns, rows))
+    print(f"a step takes {1e3 * step[0]:.2f} ms and {1e3 * step[1]:.2f} ms a row")
+    if given.json is not None:
+        write_json(given.json, {"step_seconds": step, "rows": told})
+
+
+if __name__ == "__main__":
+    main()

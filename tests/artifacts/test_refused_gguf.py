@@ -1,0 +1,222 @@
+"""What is said of GGUF files that cannot be read: the whole line."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.gguf.container import read_container
+from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
+from toolkit.convert.formats import rewrite
+from toolkit.errors import ToolkitError
+from toolkit.models.registry import load_spec
+
+Change = Callable[[dict[str, Any], dict[str, np.ndarray]], Any]
+PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+F32, Q8_0 = 0, 8  # types by their numbers
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_HOME", str(tmp_path / "home"))
+
+
+def raw(*tensors: tuple[bytes, tuple[int, ...], int, int], data: int = 64) -> bytes:
+    """A file without metadata: (name, shape as GGUF has it, type, offset) of each tensor, then zeros."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 0)
+    for name, shape, kind, offset in tensors:
+        head += struct.pack("<Q", len(name)) + name + struct.pack("<I", len(shape))
+        head += struct.pack(f"<{len(shape)}QIQ", *shape, kind, offset)
+    return head + bytes(-len(head) % 32 + data)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"GGUF" + bytes(9), "expected a GGUF file, found 13 bytes; fetch it again"),
+        (b"PK\3\4" + bytes(60), r"not a GGUF file: it starts with b'PK\x03\x04', expected b'GGUF'"),
+        (raw((b"t", (0,), F32, 0)), "tensor t: shape [0] is impossible for F32; fetch the file again"),
+        (raw((b"t", (31, 2), Q8_0, 0)), "tensor t: shape [2, 31] is impossible for Q8_0; fetch the file again"),
+        (
+            raw((b"t", (64,), F32, 0)),
+            "tensor t: truncated: it ends at byte 320, the file at 128; fetch the file again",
+        ),
+        (raw((b"a", (8,), F32, 0), (b"b", (8,), F32, 16)), "tensor b: overlaps another; fetch the file again"),
+        (raw((b"a", (8,), F32, 0), (b"a", (8,), F32, 32)), "tensor a: occurs twice; fetch the file again"),
+    ],
+)
+def test_a_broken_container(tmp_path: Path, content: bytes, told: str) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(content)
+    with pytest.raises(ToolkitError) as error:
+        read_container(file)
+    assert str(error.value) == f"{file}: {told}"
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_models: Any, support: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sound file of a llama."""
+    path = tmp_path_factory.mktemp("gguf") / "llama.gguf"
+    written: Path = support("gguf_files").write_gguf(tiny_models("llama", **PLAIN), path)
+    return written
+
+
+def rewritten(source: Path, target: Path, change: Change) -> Path:
+    """``source``, of float32 alone, with its metadata and tensors as ``change`` leaves them."""
+    container = read_container(source)
+    metadata = dict(container.metadata)
+    tensors = {
+        name: container.raw(name).view(np.float32).reshape(info.shape) for name, info in container.tensors.items()
+    }
+    change(metadata, tensors)
+    writer = gguf.GGUFWriter(target, metadata.pop("general.architecture"))
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in metadata.items():
+        add.get(type(value), lambda k, v: writer.add_array(k, np.asarray(v).tolist()))(key, value)
+    for name, array in tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def opened(path: Path) -> None:
+    checkpoint = open_checkpoint(path)
+    stored = load_spec(checkpoint)[1]
+    validate_checkpoint(checkpoint, stored)
+    canonical_weights(checkpoint, stored)
+    assert checkpoint.tokenizer_dir.is_dir()
+
+
+Q, UP, T = "blk.0.attn_q.weight", "blk.0.ffn_up.weight", "tokenizer.ggml"
+
+
+def key(name: str, value: Any) -> Change:
+    """Another value under a key; None: the key goes."""
+    return lambda metadata, tensors: metadata.pop(name) if value is None else metadata.update({name: value})
+
+
+def tensor(name: str, *shape: int) -> Change:
+    """A tensor of zeros; without a shape it goes."""
+    return lambda metadata, tensors: tensors.update({name: np.zeros(shape, np.float32)}) if shape else tensors.pop(name)
+
+
+NOT_THERE = "is missing; fetch the file again"
+DISAGREE = "config.json and weights disagree"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (key(f"{T}.tokens", 5), f"{T}.tokens: expected a list of texts, found 5"),
+        (key(f"{T}.tokens", None), f"{T}.tokens is missing: the file has no tokenizer"),
+        (key(f"{T}.model", "bert"), f"{T}.model: expected gpt2 or llama, found 'bert'"),
+        (key(f"{T}.model", "llama"), f"{T}.scores: expected 320 entries, found nothing"),
+        (key(f"{T}.token_type", [1, 1]), f"{T}.token_type: expected 320 entries, found 2"),
+        (key(f"{T}.token_type", None), f"{T}.token_type: expected 320 entries, found nothing"),
+        (key(f"{T}.merges", None), f"{T}.merges: expected a list of strings, found None"),
+        (key(f"{T}.merges", ["ab"]), f"{T}.merges: expected pairs of tokens, found 'ab'"),
+        (key(f"{T}.merges", ["zz yy"]), f"{T}.merges: Error while initializing BPE: Token `zz` out of vocabulary"),
+        (key(f"{T}.unknown_token_id", 320), f"{T}.unknown_token_id: expected a token id below 320, found 320"),
+        (key("llama.rope.scaling.type", "spiral"), "llama.rope.scaling.type: expected linear or yarn, found 'spiral'"),
+        (key("llama.block_count", 10**6), "llama.block_count: expected at most 1000, found 1000000"),
+        (
+            key("llama.attention.head_count", "four"),
+            "llama.attention.head_count: expected a positive whole number, found 'four'",
+        ),
+        (
+            key("llama.attention.layer_norm_rms_epsilon", None),
+            "llama.attention.layer_norm_rms_epsilon: expected a number, found None",
+        ),
+        (tensor("token_embd.weight"), f"tensor token_embd.weight {NOT_THERE}"),
+        (tensor(Q, 65, 64), f"tensor {Q}: 65 rows do not make 4 heads"),
+        (tensor(UP, 2, 3, 4), f"tensor {UP}: F32 [2, 3, 4] cannot be model.layers.0.mlp.up_proj"),
+        (tensor("blk.0.nothing.weight", 4, 4), "tensor 'blk.0.nothing.weight' has no place in llama"),
+        (
+            tensor(Q),
+            "tensor model.layers.0.self_attn.q_proj.weight is missing, expected F16 or BF16 or F32 [64, 64]; fetch or "
+            "convert the model again, or correct config.json",
+        ),
+        (
+            tensor(UP, 3, 64),
+            f"tensor model.layers.0.mlp.up_proj.weight: expected shape [128, 64], found [3, 64]; {DISAGREE}",
+        ),
+    ],
+)
+def test_a_file_that_is_no_model(plain: Path, tmp_path: Path, change: Change, told: str) -> None:
+    file = rewritten(plain, tmp_path / "m.gguf", change)
+    with pytest.raises(ToolkitError) as error:
+        opened(file)
+    assert str(error.value) == f"{file}: {told}"
+
+
+VISION, POSITIVE = "clip.vision", "expected a positive whole number"
+PROJECTORS = "gemma3, glm4v, idefics3, internvl, llama4, mlp, resampler, pixtral, qwen2.5vl_merger, qwen2vl_merger"
+
+
+@pytest.fixture(scope="module")
+def seeing(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files of models that see, each with what it sees with beside it."""
+    folder = tmp_path_factory.mktemp("seeing")
+    for family in ("llava", "minicpmv"):
+        (folder / family).mkdir()
+        rewrite(str(tiny_models(family)), folder / family / "m.gguf", to="gguf", gguf_type="f32")
+    return {family: folder / family for family in ("llava", "minicpmv")}
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "told"),
+    [
+        (
+            "llava",
+            key("clip.projector_type", "odd"),
+            f"clip.projector_type: expected {PROJECTORS}, qwen3vl_merger, found 'odd'; without the file texts are read",
+        ),
+        ("llava", key(f"{VISION}.patch_size", "x"), f"{VISION}.patch_size: {POSITIVE}, found 'x'"),
+        (
+            "llava",
+            key(f"{VISION}.attention.layer_norm_epsilon", "x"),
+            f"{VISION}.attention.layer_norm_epsilon: expected a number, found 'x'",
+        ),
+        ("llava", key(f"{VISION}.image_mean", None), f"{VISION}.image_mean: expected three numbers, found None"),
+        (
+            "llava",
+            key(f"{VISION}.feature_layer", 5),
+            f"{VISION}.feature_layer: expected a list of whole numbers, found 5",
+        ),
+        (
+            "llava",
+            key(f"{VISION}.feature_layer", [1, 2]),
+            f"{VISION}.feature_layer: expected one layer, found [1, 2]: no model here reads rows of several",
+        ),
+        ("llava", tensor("v.patch_embd.weight"), f"tensor v.patch_embd.weight {NOT_THERE}"),
+        ("llava", tensor("v.blk.0.ffn_up.weight"), "tensor v.blk.0.ffn_up.weight: expected a matrix, found None"),
+        ("llava", tensor("mm.0.weight", 3, 3), "tensor mm.0.weight: expected (64, 32), found 9 numbers"),
+        (
+            "minicpmv",
+            key("clip.minicpmv_version", 9),
+            "clip.minicpmv_version: expected 2 (MiniCPM-V 2.5) or 3 (2.6), found 9",
+        ),
+        (
+            "minicpmv",
+            key("clip.minicpmv_version", "x"),
+            "clip.minicpmv_version: expected a whole number, found 'x'",
+        ),
+    ],
+)  # fmt: skip
+def test_a_file_beside_a_model(seeing: dict[str, Path], tmp_path: Path, family: str, change: Change, told: str) -> None:
+    shutil.copy(seeing[family] / "m.gguf", tmp_path / "m.gguf")
+    file = rewritten(seeing[family] / "mmproj-m.gguf", tmp_path / "mmproj-m.gguf", change)
+    with pytest.raises(ToolkitError) as error:
+        opened(tmp_path / "m.gguf")
+    assert str(error.value) == f"{file}: {told}"

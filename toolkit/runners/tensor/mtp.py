@@ -1,0 +1,78 @@
+"""A layer for multi-token prediction or an EAGLE layer on the tensor runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toolkit.artifacts.canonical import Weight
+from toolkit.artifacts.engine.artifact import ENGINE_JSON, TORCH_TARGET, EngineArtifact
+from toolkit.artifacts.engine.torch_target import TorchWeights
+from toolkit.errors import ToolkitError
+from toolkit.models.spec import MtpSpec
+from toolkit.runners.head import F32
+from toolkit.runners.mtp import MtpHead, options_of
+from toolkit.runners.tensor.cuda_artifact import CudaWeights
+from toolkit.runners.tensor.layers.norms import Norm
+from toolkit.runners.tensor.runner import TensorRunner
+
+
+def open_canonical_mtp(artifact: EngineArtifact, device: str) -> TorchWeights:
+    """The layer of an artifact that is packed for torch or a GPU. Raises ToolkitError for what is missing."""
+    spec = artifact.mtp
+    assert spec is not None
+    wanted = [*spec.numbers(), *spec.layer.vectors(), *(linear.name for linear in spec.layer.linears())]
+    if missing := next((name for name in wanted if name not in artifact.mtp_params), None):
+        raise ToolkitError(f"{artifact.path / ENGINE_JSON}: mtp: {missing} is missing; convert the model again")
+    part = replace(artifact, spec=spec.layer, params=artifact.mtp_params)
+    if artifact.target == TORCH_TARGET:
+        return TorchWeights(part)
+    return CudaWeights(part, torch.device(device))
+
+
+class TensorMtp(MtpHead):
+    """``weights``: called at every load, canonical, without the model's embedding, head and final norm, which
+    ``target`` lends. Its steps run kernel by kernel on the device of ``target``, also where that captures graphs."""
+
+    def __init__(
+        self,
+        spec: MtpSpec,
+        weights: Callable[[], Mapping[str, Weight | Tensor]],
+        target: TensorRunner,
+        name: str = "mtp",
+    ) -> None:
+        options = replace(options_of(target.options), device=target.device, dtype=target.dtype)
+        super().__init__(spec, TensorRunner(spec.layer, weights, options, dense=target.dense, lender=target), name)
+        self._target, self._weights = target, weights
+        self._device = torch.device(target.device)
+        self._join: tuple[Tensor, Tensor | None] | None = None
+
+    def release(self) -> None:
+        self._join = None
+        super().release()
+
+    def read(self) -> dict[str, F32]:
+        spec, found = self.spec, self._weights()
+        matrix, bias = found[spec.join.name], found[f"{spec.join.name}.bias"] if spec.join.bias else None
+        whole = matrix if isinstance(matrix, Tensor) else matrix.dequantize(torch.float32)
+        whole = whole.view(spec.join.out_features, spec.join.in_features).to(self._device, torch.float32)
+        assert bias is None or isinstance(bias, Tensor)
+        self._join = whole, None if bias is None else bias.to(self._device, torch.float32)
+        model_norm = self._target.lent().final_norm
+        assert isinstance(model_norm, Norm)
+        norms = {spec.model_norm.name: model_norm.weight.cpu().numpy()}
+        for norm in spec.norms()[1:]:
+            weight = found[norm.name]
+            assert isinstance(weight, Tensor), norm.name
+            norms[norm.name] = (weight.float() + norm.weight_offset).cpu().numpy()
+        return norms
+
+    @torch.inference_mode()
+    def joined(self, x: F32) -> F32:
+        assert self._join is not None
+        found: F32 = F.linear(torch.from_numpy(x).to(self._device), *self._join).cpu().numpy()
+        return found
