@@ -58,7 +58,7 @@ def fatbin_note(path: Path) -> dict[str, Any] | None:
 
 
 @functools.cache
-def _driver() -> Any:
+def cuda_driver() -> Any:
     """libcuda. OSError where there is none."""
     return ctypes.CDLL("libcuda.so.1")
 
@@ -67,7 +67,7 @@ def driver_version() -> int | None:
     """The newest CUDA version that the driver knows, as 13000; None without a driver."""
     version = c_int()
     try:
-        return version.value if _driver().cuDriverGetVersion(byref(version)) == 0 else None
+        return version.value if cuda_driver().cuDriverGetVersion(byref(version)) == 0 else None
     except OSError:
         return None
 
@@ -93,10 +93,10 @@ def _named(version: int) -> str:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    code = getattr(_driver(), name)(*arguments)
+    code = getattr(cuda_driver(), name)(*arguments)
     if code:
         text = c_char_p()
-        _driver().cuGetErrorString(code, byref(text))
+        cuda_driver().cuGetErrorString(code, byref(text))
         raise KernelError(f"{name}: {(text.value or b'unknown error').decode()} (CUDA error {code})")
 
 

@@ -2,6 +2,7 @@
 
     python scripts/bench/speculation.py                                   # the demo
     python scripts/bench/speculation.py MODEL --draft-model DRAFT --batch 1 8 --json speculation.json
+    python scripts/bench/speculation.py MODEL --answers-of demo           MODEL's weights are random, its words demo's
     python scripts/bench/speculation.py --llama-python PYTHON --gguf MODEL.gguf --llama-speculative ngram_simple
 
 The prompts lie in speculation_workloads/. Engines run in turn (off, auto, off, auto …), each answer greedy and once a
@@ -22,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from forced import Forced
 from native import need_native
 from speculation_peer import Ask, peers
 
@@ -56,10 +58,29 @@ def ask(pipe: Pipeline, prompt: str, config: GenerationConfig) -> tuple[str, int
     return text, count - first, time.perf_counter() - begun
 
 
-def answer(ask: Ask, prompts: list[str], config: GenerationConfig, batch: int) -> tuple[list[str], float]:
+def forced_by(model: str, works: list[dict[str, Any]]) -> Forced:
+    """Answers every prompt as ``model`` does."""
+    with pipeline(model, backend_config=PLAIN) as pipe:
+        answers = {
+            prompt: pipe(prompt, gen_config=settings(work)).token_ids for work in works for prompt in work["prompts"]
+        }
+        return Forced(answers, pipe.tokenizer.eos_ids[0])
+
+
+def settings(work: dict[str, Any]) -> GenerationConfig:
+    return GenerationConfig(
+        max_new_tokens=work["max_new_tokens"], do_sample=False, response_format=work.get("response_format")
+    )
+
+
+def answer(
+    ask: Ask, prompts: list[str], config: GenerationConfig, batch: int, forced: Forced | None
+) -> tuple[list[str], float]:
     """The answers, ``batch`` copies of each prompt at a time, and tokens a second."""
     tokens, seconds, texts = 0, 0.0, list[str]()
     for prompt in prompts:
+        if forced is not None:
+            forced.begin(prompt)
         found: list[tuple[str, int, float]] = []
         threads = [
             threading.Thread(target=lambda: found.append(ask(prompt, config)))  # noqa: B023  # it ends below
@@ -75,16 +96,16 @@ def answer(ask: Ask, prompts: list[str], config: GenerationConfig, batch: int) -
     return texts, tokens / seconds
 
 
-def measure(engines: dict[str, Ask], work: dict[str, Any], batch: int, rounds: int) -> dict[str, Any]:
+def measure(
+    engines: dict[str, Ask], work: dict[str, Any], batch: int, rounds: int, forced: Forced | None
+) -> dict[str, Any]:
     """One workload on all engines."""
-    config = GenerationConfig(
-        max_new_tokens=work["max_new_tokens"], do_sample=False, response_format=work.get("response_format")
-    )
+    config = settings(work)
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     answers: dict[str, list[str]] = {}
     for turn in range(rounds + 1):
         for name, ask in engines.items():
-            texts, speed = answer(ask, work["prompts"], config, batch)
+            texts, speed = answer(ask, work["prompts"], config, batch, forced)
             answers[name] = texts
             if turn:  # the first fills the prefix cache, and engines learn what steps cost
                 speeds[name].append(speed)
@@ -153,6 +174,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--draft-model")
+    parser.add_argument("--answers-of", help="a model whose answers this one, of the same vocabulary, is made to give")
     parser.add_argument("--llama-python", help="a Python that has xllamacpp: measure llama.cpp's server beside it")
     parser.add_argument("--gguf", help="the model that it serves")
     parser.add_argument("--llama-speculative", nargs="+", default=["ngram_simple"], help="how it guesses")
@@ -168,7 +190,13 @@ def main() -> int:
         parser.error("--llama-python and --gguf: expected both or none")
     check_json("--json", args.json, ["model"])
     check_plot("--plot", args.plot)
+    if args.answers_of is not None and (args.draft_model is not None or args.llama_python is not None):
+        parser.error("--answers-of goes with neither --draft-model nor --llama-python, whose answers are their own")
     files = sorted(f for f in WORKLOADS.glob("*.json") if args.only is None or f.stem in args.only)
+    works = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    for work in works:
+        work["max_new_tokens"] = args.tokens or work["max_new_tokens"]
+    forced = None if args.answers_of is None else forced_by(args.answers_of, works)
     rows = []
     with ExitStack() as stack:
         pipes = {
@@ -182,10 +210,8 @@ def main() -> int:
             more = peers(args.llama_python, args.gguf, args.llama_speculative, max(args.batch))
             engines |= stack.enter_context(more)
         for batch in args.batch:
-            for file in files:
-                work = json.loads(file.read_text(encoding="utf-8"))
-                work["max_new_tokens"] = args.tokens or work["max_new_tokens"]
-                rows.append(measure(engines, work, batch, args.rounds))
+            for work in works:
+                rows.append(measure(engines, work, batch, args.rounds, forced))
                 names = [name for name in engines if name != beside(name)]
                 ratios = ", ".join(f"{name} {rows[-1][f'{name} ratio']:.2f}" for name in names)
                 print(f"{work['what']}, {batch} at once: {rows[-1]['off']:.1f} tokens/s; {ratios}", flush=True)

@@ -123,10 +123,10 @@ def _run(core: Any, case: Case, load: Load, missed: list[str]) -> Row:
     name, before = f"{case.label}, {load.label}", len(missed)
     try:
         feed(core, load, case.config["vocab_size"], WARM)
-        _answer(core)
+        answer_of(core)
         warm = len(missed)
         feed(core, load, case.config["vocab_size"])
-        tokens, first, seconds = _answer(core)
+        tokens, first, seconds = answer_of(core)
     except ToolkitError as error:
         return {"name": name, "error": str(error)}
     row = {"name": name, "unit": "tok/s", "tokens": tokens, "seconds": seconds}
@@ -136,7 +136,7 @@ def _run(core: Any, case: Case, load: Load, missed: list[str]) -> Row:
     return row | {"value": tokens / seconds}
 
 
-def _answer(core: Any) -> tuple[int, float, float]:
+def answer_of(core: Any) -> tuple[int, float, float]:
     """Step until nothing is left to do: (tokens, seconds to the first, seconds). ToolkitError where a request fails."""
     first, tokens, began = 0.0, 0, time.perf_counter()
     while core.has_work:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gpu.kernels import Row, Where, _measured
+from gpu.kernels import Row, Where, measured
 from gpu.manifest_check import filled
 
 from toolkit.kernels.op import Case, Implementation
@@ -59,4 +59,4 @@ def _timed(name: str, found: Implementation, arguments: dict[str, Any], where: W
         arguments["plan"] = found.plan(*told, size, blocks, None, torch.device(where.device))
     touched = {id(t): t.nbytes for n, t in arguments.items() if isinstance(t, torch.Tensor) and n in TRAFFIC}
     moved = sum(touched.values()) * (2 if "states" in arguments else 1)
-    return _measured(name, lambda: [lambda: found.run(**arguments)], where, bytes=moved)
+    return measured(name, lambda: [lambda: found.run(**arguments)], where, bytes=moved)

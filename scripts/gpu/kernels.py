@@ -101,7 +101,7 @@ def copy_rate(size: Size, where: Where) -> Iterator[Row]:
     yield {"name": "copy", "value": 2 * size.copied / seconds([lambda: y.copy_(x)], where.device), "unit": "B/s"}
 
 
-def _measured(name: str, runs: Callable[[], list[Any]], where: Where, **more: Any) -> Row:
+def measured(name: str, runs: Callable[[], list[Any]], where: Where, **more: Any) -> Row:
     """A row; with what was raised instead of a figure where it does not run."""
     try:
         return {"name": name, "value": seconds(runs(), where.device), "unit": "s"} | more
@@ -142,7 +142,7 @@ def linears(size: Size, where: Where) -> Iterator[Row]:
         for rows in size.rows:
             inputs = [torch.randn(rows, i, device=where.device).to(where.half) for _, i in size.linears()]
             parts = [
-                _measured(label, lambda some=some, x=x: [lambda f=f, x=x: f(x) for f, _ in some], where)
+                measured(label, lambda some=some, x=x: [lambda f=f, x=x: f(x) for f, _ in some], where)
                 for some, x in zip(made, inputs, strict=True)
             ]
             yield _sum(f"{label}, {rows} rows", parts, bytes=total)
@@ -235,7 +235,7 @@ def _attend(
         )
 
     read = sum(t.nbytes for t in (k, v, kp, vp) if t is not None)
-    return _measured(name, lambda: [run], where, bytes=read)
+    return measured(name, lambda: [run], where, bytes=read)
 
 
 def _peer_decode(size: Size, where: Where, lengths: np.ndarray) -> Row:
@@ -244,7 +244,7 @@ def _peer_decode(size: Size, where: Where, lengths: np.ndarray) -> Row:
     q = torch.randn(size.sequences, size.heads, size.dim, device=where.device).to(torch.bfloat16)
     on_device = torch.from_numpy(table).to(where.device), torch.from_numpy(lengths).to(where.device)
     run = lambda: peers.flash_attention_decode(q, k, v, *on_device)  # noqa: E731
-    return _measured("attention decode flash_attn", lambda: [run], where)
+    return measured("attention decode flash_attn", lambda: [run], where)
 
 
 def row_wise(size: Size, where: Where) -> Iterator[Row]:
@@ -273,4 +273,4 @@ def _row(op: str, dtype: str, arguments: tuple[Any, ...], rows: int, where: Wher
     found = next((i for i, _ in where.ours(op, dtype) if i is not None), None)
     if found is None:
         return {"name": name, "error": "none of ours runs here"}
-    return _measured(name, lambda: [lambda: found.run(*arguments)] * 8, where)
+    return measured(name, lambda: [lambda: found.run(*arguments)] * 8, where)

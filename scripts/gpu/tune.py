@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from gpu.kernels import Row, Size, Where, _attend, _grouped, _measured
+from gpu.kernels import Row, Size, Where, _attend, _grouped, measured
 
 from toolkit.kernels.registry import load
 from toolkit.kernels.triton import tuning
@@ -90,7 +90,7 @@ def jobs(size: Size, where: Where) -> Iterator[Job]:
         inputs = [torch.randn(rows, i, device=where.device).to(where.half) for _, i in size.linears()]
         calls = [lambda f=f, x=x: f(x) for f, x in zip(made, inputs, strict=True)]
         name = f"tune linears w4, {rows} rows"
-        yield Job("group_linear_kernel", name, lambda name=name, calls=calls: _measured(name, lambda: calls, where))
+        yield Job("group_linear_kernel", name, lambda name=name, calls=calls: measured(name, lambda: calls, where))
 
 
 def candidates(kernel: str, key: str, capability: int | None) -> list[Choice]:

@@ -83,7 +83,7 @@ def bound(w: GroupInt, place):
     """The linear that the runner without graphs makes of ``w``, on CPU tensors."""
     here = runner_linear.Placement(torch.device("cpu"), torch.float16, False)
     constants = runner_linear._bind(w, None, here, type("Ops", (), {"linear_group_int": None})).constants
-    return runner_linear._group_linear(w, constants, place, None)
+    return runner_linear.group_linear(w, constants, place, None)
 
 
 def test_a_runner_packs_the_weights_that_the_kernels_take(host, place):
@@ -168,7 +168,7 @@ class FakeDriver:
 def gpu(monkeypatch, fatbin):
     """A fake driver and the parts of torch.cuda that loading and launching use: a GPU with 99 KiB of shared memory."""
     fake = FakeDriver()
-    monkeypatch.setattr(driver, "_driver", lambda: fake)
+    monkeypatch.setattr(driver, "cuda_driver", lambda: fake)
     monkeypatch.setattr(driver, "FATBIN", fatbin)
     monkeypatch.setattr(driver, "unavailable", lambda capability: None)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())

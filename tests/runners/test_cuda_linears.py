@@ -34,7 +34,7 @@ def test_weights_in_4_bits_and_a_head_in_8_give_the_torch_runners_logits(
 
     options, device = RunnerOptions(device="cpu", dtype=dtype, block_size=16), graphs.CpuDevice()
     oracle = steps.Driver(open_runner(tmp_path, backend="pytorch", options=options, load_format="dummy")[0])
-    monkeypatch.setattr(linears, "_group_linear", packed)
+    monkeypatch.setattr(linears, "group_linear", packed)
     runner = TensorRunner(opened.spec, opened.weights, options, graphs=device, ops=graphs.interpreted_ops())
     device.fail_captures = 99  # launches through ctypes are not recorded
     ours = steps.Driver(device.watch(runner))

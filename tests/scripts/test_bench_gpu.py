@@ -47,7 +47,7 @@ def test_a_load_is_run_once_before_it_is_timed(bench_gpu, monkeypatch):
         return 40, 0.5, 1.5
 
     monkeypatch.setattr(engine, "feed", lambda core, load, vocabulary, new=None: fed.append(new))
-    monkeypatch.setattr(engine, "_answer", answer)
+    monkeypatch.setattr(engine, "answer_of", answer)
     row = engine._run(None, engine.TINY[0], engine.ONE, missed)
     assert fed == [engine.WARM, None] and (row["compiled_late"], row["compiled_timed"]) == (4, 1)
     assert row["value"] == 39 / 1.0 and row["first_token_seconds"] == 0.5
@@ -159,7 +159,7 @@ def test_every_figure_is_predicted(bench_gpu, monkeypatch):
         assert 0 < low < high <= 2 * low or "start" in name, name
         assert bench_gpu.prediction(name, said).startswith(name)
     monkeypatch.setattr(kernels, "seconds", lambda runs, device: 1.0)
-    monkeypatch.setattr(kernels, "_measured", lambda name, *_, **more: {"name": name, "value": 1.0, "unit": "s"} | more)
+    monkeypatch.setattr(kernels, "measured", lambda name, *_, **more: {"name": name, "value": 1.0, "unit": "s"} | more)
     monkeypatch.setattr(kernels, "copies", lambda size, device: 1)
     where = kernels.meta(90)
     parts = (kernels.linears, kernels.attention, kernels.row_wise)
@@ -240,9 +240,8 @@ def test_choices_of_a_key_are_made_by_all_its_jobs_and_kept_at_once(bench_gpu, t
     (last,) = rows
     assert last["choice"] is None and "file" not in last  # nothing gained
     monkeypatch.setattr(tune.tuning, "_FOLDER", tmp_path)
-    names = {0: "nvidia-test-gpu", 1: "nvidia-other"}
-    monkeypatch.setattr(tune.tuning, "_name", lambda index: names[index])
-    used = [tune.tuning.tuned("attend_kernel", "a", {"keys": 32}, torch.device("cuda", i)) for i in names]
+    monkeypatch.setattr(torch.cuda, "get_device_name", ["NVIDIA Test GPU", "NVIDIA Other"].__getitem__)
+    used = [tune.tuning.tuned("attend_kernel", "a", {"keys": 32}, torch.device("cuda", i)) for i in (0, 1)]
     assert used == [{"keys": 128}, {"keys": 32}]
     tune.tuning._file.cache_clear()
 

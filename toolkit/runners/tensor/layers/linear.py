@@ -126,7 +126,7 @@ def _fuse_biases(biases: Sequence[Tensor | None], sizes: Sequence[int], place: P
     return torch.cat(parts).to(place.device, place.dtype)
 
 
-def _group_linear(weight: GroupInt, constants: tuple[Any, ...], place: Placement, ops: Ops) -> Linear:
+def group_linear(weight: GroupInt, constants: tuple[Any, ...], place: Placement, ops: Ops) -> Linear:
     """On a GPU by the kernels that take this weight's form, which may pack it once more for themselves.
 
     Where these are not the CUDA ones, a warning says why, once for each reason.
@@ -174,7 +174,7 @@ def _bind(weight: Weight, bias: Tensor | None, place: Placement, ops: Ops) -> Li
         zeros = None if weight.minima is not None else put(weight.zeros)
         index = put(weight.group_index)
         constants = (packed, put(weight.scales), zeros, put(weight.minima), weight.bits, index, bias)
-        return _group_linear(weight, constants, place, ops)
+        return group_linear(weight, constants, place, ops)
     if isinstance(weight, BlockFp8):
         rows = put(weight.block_of_rows().int())
         return Bound(ops.linear_block_fp8, (put(weight.weight), put(weight.scales), rows, weight.block[1], bias))
