@@ -21,10 +21,12 @@ import torch
 import torch.distributed as dist
 
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.engine.load import ranks as ranks_of_engine
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.parallel import devices, links, on_ray, watch
+from toolkit.parallel import choose, devices, links, on_ray, watch
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
+from toolkit.parallel.native_runner import NativeRanks
 from toolkit.parallel.runner import RankedRunner
 from toolkit.runners.base import RunnerOptions
 
@@ -49,15 +51,23 @@ def ranks(packages: Path, tmp_path: Path) -> Any:
     """``ranks(path, layout, what, **environment)``: what ``acme_ranks.py`` prints, in a process of its own, for torch
     keeps a device that it was told of."""
 
-    def run(path: Path, layout: dict[str, int], what: str, code: int = 0, **environment: str) -> dict[str, Any]:
+    def begin(path: Path, layout: dict[str, int], what: str, **environment: str) -> subprocess.Popen[str]:
         env = os.environ | {"PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1", "ACME_DEVICES": "4"}
         command = [sys.executable, str(packages / "acme_ranks.py"), str(path), json.dumps(layout), what]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=env | {"ACME_SEEN": str(tmp_path)} | environment, timeout=60
-        )
-        assert done.returncode == code, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        env |= {"ACME_SEEN": str(tmp_path)} | environment
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+    def run(*given: Any, code: int = 0, **environment: str) -> dict[str, Any]:
+        with begin(*given, **environment) as process:
+            try:
+                told, errors = process.communicate(timeout=100)
+            finally:
+                process.kill()
+        assert process.returncode == code, errors
+        found: dict[str, Any] = json.loads(told.splitlines()[-1])
         return found
+
+    run.begin = begin  # type: ignore[attr-defined]
 
     return run
 
@@ -70,7 +80,8 @@ def ranks(packages: Path, tmp_path: Path) -> Any:
 def test_ranks_on_devices_give_what_one_process_gives(
     family: str, layout: dict[str, int], messages: Any, tiny_models: Any, ranks: Any, tmp_path: Path
 ) -> None:
-    """No row of the hidden size comes to the host, and each rank speaks on a device of its own."""
+    """No row of the hidden size comes to the host; each rank speaks on a device of its own, and the one with least room
+    counts."""
     found = ranks(tiny_models(family), layout, "compare", ACME_USED="3,1")
     assert "refused" not in found, found
     assert found["tokens"][0] == found["tokens"][1]
@@ -80,7 +91,24 @@ def test_ranks_on_devices_give_what_one_process_gives(
     assert {file.name for file in tmp_path.iterdir()} == {
         f"{pid}-{number}" for pid, number in zip(found["pids"], (3, 1), strict=True)
     }
+    assert found["free"] == 1 << 30  # of acme:1; acme:3 has more
     assert found["device"] == "acme:3" and "2 ranks over acmeccl" in found["notes"][0]
+
+
+def test_torchrun_s_ranks_take_the_devices_that_it_counts(tiny_models: Any, ranks: Any, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    told |= {"TOOLKIT_RANKS_KEY": "between us", "ACME_USED": "3,1"}
+    given = tiny_models("llama"), {"tp": 2}, "compare"
+    with ranks.begin(*given, **told, RANK="1", LOCAL_RANK="1") as second:
+        try:
+            found = ranks(*given, **told, RANK="0", LOCAL_RANK="0")
+            second.communicate(timeout=100)
+        finally:
+            second.kill()
+    assert found["tokens"][0] == found["tokens"][1] and found["device"] == "acme:3" and second.returncode == 0
+    assert sorted(file.name.partition("-")[2] for file in tmp_path.iterdir()) == ["1", "3"]
 
 
 def test_fewer_devices_than_ranks_are_told_before_anything_is_opened(tmp_path: Path, ranks: Any) -> None:
@@ -201,6 +229,27 @@ def test_gpus_that_are_not_there(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     with pytest.raises(UsageError, match=message):
         RankedRunner(Model("none", RunnerOptions(device="cuda"), {}, devices=numbers), Layout(tp=2))
+
+
+@pytest.mark.parametrize(("backend", "told"), [(None, ""), ("turbomind", "turbomind's ranks run on CPUs; pytorch")])
+def test_pytorch_runs_ranks_on_gpus(
+    backend: Any, told: str, gpus: Any, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(2)
+    monkeypatch.setattr(choose, "RankedRunner", lambda model, layout, nodes: model.options.device)
+    model = Model(str(tiny_models("llama")), RunnerOptions(), {})
+    device, why = choose.open_ranks(model, Layout(tp=2), backend)
+    assert device == "auto" and why.startswith(told) and bool(why) == bool(told)
+    gpus(0)
+    runner, why = choose.open_ranks(model, Layout(tp=2), backend)
+    assert isinstance(runner, NativeRanks) and not why
+    runner.close()
+
+
+def test_devices_and_ray_choose_gpus_both() -> None:
+    config = PytorchEngineConfig(tp=2, devices=[0, 1], distributed_executor_backend="ray")
+    with pytest.raises(UsageError, match="devices: found with distributed_executor_backend ray"):
+        ranks_of_engine.check(config)
 
 
 def test_ray_s_gpu_is_found_among_those_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,7 @@ def main(path: str, layout: dict[str, Any], what: str) -> None:
     from toolkit.errors import ToolkitError, UsageError
     from toolkit.parallel.layout import Layout
     from toolkit.parallel.model import Model
+    from toolkit.parallel.nodes import Nodes, serve
     from toolkit.parallel.runner import RankedRunner
     from toolkit.runners.base import RunnerLost, RunnerOptions
     from toolkit.runners.choose import open_runner
@@ -98,10 +99,12 @@ def main(path: str, layout: dict[str, Any], what: str) -> None:
     options = {"dtype": "float32", "block_size": 16, "threads": 1}
     devices = tuple(int(x) for x in os.environ.get("ACME_USED", "").split(",") if x)
     told: dict[str, Any] = {}
+    model, sizes = Model(path, RunnerOptions(**options, device="acme"), {}, devices=devices), Layout(**layout)
+    nodes = Nodes.of(1, 0, None, sizes)  # torchrun's variables
+    if nodes is not None and nodes.rank:
+        return serve(model, sizes, nodes, print)
     try:
-        several = RankedRunner(
-            Model(path, RunnerOptions(**options, device="acme"), {}, devices=devices), Layout(**layout)
-        )
+        several = RankedRunner(model, sizes, nodes)
     except (ToolkitError, UsageError) as error:
         print(json.dumps({"refused": str(error)}))
         return
@@ -120,6 +123,7 @@ def main(path: str, layout: dict[str, Any], what: str) -> None:
         told["same"] = bool((found.tokens == one.step({a: prompt}).tokens).all())
         told["tokens"] = [driver.generate(prompt, 8), one.generate(prompt, 8)]
         told["layers"], told["hidden"] = len(several.spec.layers), several.spec.hidden_size
+        told["free"] = several.memory().free
         told["notes"], told["device"] = several.notes, several.device
         told["pids"] = [os.getpid(), *several.pids]
     else:

@@ -98,7 +98,7 @@ _setup_privateuseone_for_python_backend(
         current_device=lambda: 0,
         _is_in_bad_fork=lambda: False,
         manual_seed_all=lambda seed: None,
-        mem_get_info=lambda device=None: (MEMORY // 2, MEMORY),
+        mem_get_info=lambda device=None: (device << 30 if device else MEMORY // 2, MEMORY),  # they are not alike
     ),
 )
 _every, _aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
