@@ -104,9 +104,9 @@ class Writer:
             begun = time.thread_time()
             self._shelf.write(group)
             with self._changed:
-                self._written.clear()
+                held = sum(len(data) for written in self._written.values() for data in written)
                 for block, data in group:
-                    if isinstance(data, memoryview):
+                    if isinstance(data, memoryview) and (held := held + len(data)) <= GROUP:
                         self._written.setdefault(block.group, []).append(data)
             group.clear()
             spent += time.thread_time() - begun
