@@ -15,12 +15,18 @@ from safetensors.torch import save
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.formats.describe import common_layout
+from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.gguf.metadata import model_metadata
 from toolkit.artifacts.gguf.vocabulary import vocabulary
 from toolkit.artifacts.json_file import read_json
 from toolkit.artifacts.manifest import file_digest
+from toolkit.artifacts.output.result_file import append_csv, check_json, save_plot, write_text
+from toolkit.artifacts.output.stage import open_stage, write_file
 from toolkit.artifacts.rounding import to_mxfp4
+from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer_pieces import read_pieces
 from toolkit.artifacts.weight_files.new_weight_files import WeightFiles
+from toolkit.artifacts.weight_files.safetensors_file import read_header
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 from toolkit.errors import ToolkitError, UsageError
@@ -50,6 +56,11 @@ def refused(call: Callable[[], object], kind: type[ToolkitError] = ToolkitError)
             lambda data: data.update(normalizer={"type": "Lowercase"}),
             320,
             "normalizer: found 'Lowercase', which GGUF cannot say of a byte-level tokenizer",
+        ),
+        (
+            lambda data: data["model"].update(merges=[["zz", "yy"]]),
+            320,
+            "Token `zz` out of vocabulary at line 1 column 5528",
         ),
         (
             lambda data: data.update(pre_tokenizer={"type": "Whitespace"}),
@@ -156,3 +167,83 @@ def test_shapes_and_layouts() -> None:
     assert refused(lambda: to_mxfp4(torch.ones(4, 33), "w")) == told
     told = "quantization_config: expected at least one quantized linear, found none"
     assert refused(lambda: common_layout({"a": None})) == told
+
+
+class Figure:
+    """One that cannot be drawn."""
+
+    def savefig(self, *arguments: Any, **options: Any) -> None:
+        raise ValueError("dpi must be positive")
+
+
+def staged(target: Path) -> None:
+    with open_stage(target, kind="checkpoint", stage="none", parent={}, options={}):
+        pass
+
+
+def written(target: Path, error: OSError) -> None:
+    with write_file(target):
+        raise error
+
+
+def file_in(folder: Path) -> Path:
+    (folder / "file").touch()
+    return folder / "file"
+
+
+LONG = "n" * 250  # a name that leaves no room for the one that is written first
+OUT = "cannot be written"
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "told"),
+    [
+        (lambda at: append_csv("--csv", at, {"a": 1}), UsageError, f"--csv AT: {OUT} (Is a directory)"),
+        (lambda at: write_text("--json", at, "x"), UsageError, f"--json AT: {OUT} (Is a directory)"),
+        (
+            lambda at: save_plot("--plot", Figure(), at / "p.png", 0),
+            UsageError,
+            f"--plot AT/p.png: {OUT} (dpi must be positive)",
+        ),
+        (
+            lambda at: write_text("--json", file_in(at) / "x", "x"),
+            ToolkitError,
+            f"AT/file/x: {OUT}: File exists",
+        ),
+        (lambda at: staged(at / LONG), ToolkitError, f"AT/{LONG}: {OUT}: File name too long"),
+        (
+            lambda at: written(at / "x", OSError(5, "Input/output error")),
+            ToolkitError,
+            f"AT/x: {OUT}: Input/output error",
+        ),
+        (lambda at: read_pieces(at), ToolkitError, "AT: Is a directory"),
+        (lambda at: read_container(at), ToolkitError, "AT: cannot be read: Is a directory"),
+        (lambda at: read_header(at), ToolkitError, "AT: cannot be read: Is a directory"),
+    ],
+)
+def test_what_the_system_refuses(
+    tmp_path: Path, call: Callable[[Path], object], kind: type[ToolkitError], told: str
+) -> None:
+    assert refused(lambda: call(tmp_path), kind) == told.replace("AT", str(tmp_path))
+
+
+def test_what_may_not_be_read_or_written(tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert refused(lambda: read_json(loop)) == f"{loop}: cannot be read: Too many levels of symbolic links"
+    monkeypatch.setattr("toolkit.artifacts.json_file.MAX_JSON_BYTES", 1)
+    (tmp_path / "x.json").write_text("{}")
+    told = f"{tmp_path}/x.json: expected a JSON file of at most 1 bytes, found 2"
+    assert refused(lambda: read_json(tmp_path / "x.json")) == told
+    monkeypatch.undo()
+
+    def denied(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.access", lambda *arguments, **options: False)  # whoever runs this may do all
+    told = f"--json {tmp_path}/new: cannot be written (permission denied)"
+    assert refused(lambda: check_json("--json", tmp_path / "new", ()), UsageError) == told
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    (tmp_path / "tokenizer.json").touch()
+    told = f"{tmp_path}/tokenizer.json: cannot be read: Permission denied"
+    assert refused(lambda: Tokenizer.open(tmp_path)) == told

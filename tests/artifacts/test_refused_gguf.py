@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.gguf.architectures import family_of
 from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.convert.formats import rewrite
@@ -158,6 +159,14 @@ def test_a_file_that_is_no_model(plain: Path, tmp_path: Path, change: Change, to
     with pytest.raises(ToolkitError) as error:
         opened(file)
     assert str(error.value) == f"{file}: {told}"
+
+
+def test_an_architecture_that_has_no_experts() -> None:
+    file, metadata = Path("m.gguf"), {"general.architecture": "gemma2", "gemma2.expert_count": 4}
+    with pytest.raises(ToolkitError) as error:
+        family_of(file, metadata)
+    told = "m.gguf: gemma2 with experts cannot be read from GGUF; give the safetensors checkpoint"
+    assert str(error.value) == told
 
 
 VISION, POSITIVE = "clip.vision", "expected a positive whole number"

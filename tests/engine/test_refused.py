@@ -18,9 +18,11 @@ from toolkit.engine.cache.kept.port import Port
 from toolkit.engine.constraints.grammar_format import check_format, fitted_format
 from toolkit.engine.load import ranks
 from toolkit.engine.load.memory_plan import Wishes, plan
+from toolkit.engine.pictures.spans import find_spans
 from toolkit.engine.pooling import Head
 from toolkit.engine.process.adapter_names import AdapterNames
 from toolkit.engine.process.frontend import AsyncEngine
+from toolkit.engine.process.peers import Peers
 from toolkit.engine.process.streams import Streams
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.errors import ToolkitError, UsageError
@@ -91,10 +93,24 @@ def test_a_schema_that_no_grammar_holds_to() -> None:
             "tp=2, pp=2: turbomind splits by tp alone, and starts its ranks by itself; leave the rest out, or use "
             "PytorchEngineConfig (--backend pytorch)",
         ),
+        (
+            PytorchEngineConfig(tp=2, nnodes=2, dist_init_addr="a:1", distributed_executor_backend="ray"),
+            "distributed_executor_backend: ray places ranks by itself; leave nnodes or torchrun out",
+        ),
+        (
+            PytorchEngineConfig(tp=2, distributed_executor_backend="ray", devices=[0, 1]),
+            "devices: found with distributed_executor_backend ray, which chooses GPUs; leave one out",
+        ),
     ],
 )
 def test_layouts(config: Any, told: str) -> None:
     assert refused(lambda: ranks.check(config)) == told
+
+
+def test_what_several_machines_do_not_run() -> None:
+    config = PytorchEngineConfig(tp=2, nnodes=2, dist_init_addr="a:1")
+    told = "nnodes (or torchrun): tool eval is not run on several machines; serve one model"
+    assert refused(lambda: ranks.only_lead(config, "tool eval")) == told
 
 
 @pytest.mark.parametrize(
@@ -196,6 +212,51 @@ def test_numbers_behind_a_hidden_state() -> None:
     assert refused(lambda: head.score(four)) == f"{where}: expected a model with one label to rank by, found 2"
 
 
+def test_a_number_of_blocks_for_a_longer_session() -> None:
+    need, groups = MemoryNeed(256 * MIB, 20, (MIB,), 1 << 30, False), (CacheGroup("full", None, (0,)),)
+    words: dict[str, Any] = {"block_size": 64, "vocab_size": 32000, "max_position": 8192, "device": "cpu"}
+    told = refused(lambda: plan(need, groups, wishes=Wishes(kv=10, session_len=4096), **words))
+    holds = "cache_max_entry_count 10 holds 640 tokens; raise it to 64, or leave one of them out"
+    assert told == f"session_len 4096: {holds}"
+
+
+def test_pictures_and_their_places() -> None:
+    spec, _ = build(tiny_config(get("llama")))
+    runner: Any = SimpleNamespace(spec=spec, options=SimpleNamespace(adapters=()), adapters=())
+    picture: Any = SimpleNamespace(tokens=2)
+    request = EngineRequest("x", [1], SamplingParams(1), pictures=(picture,))
+    told = "image: this model reads text alone; leave the pictures out, or load a model that sees"
+    assert refused(lambda: check_request(request, runner, 100, 100)) == told
+    assert refused(lambda: find_spans([1, 2, 3], [picture], 9)) == (
+        "prompt: expected 2 image tokens (id 9) for 1 pictures, found 0; write no image tokens of the model's own, and "
+        "as many <IMAGE_TOKEN> as pictures"
+    )
+
+
+@pytest.mark.parametrize(
+    ("role", "here", "kind", "told"),
+    [
+        (
+            "Hybrid",
+            {},
+            UsageError,
+            "p2p_connect: this engine takes no blocks over; start it with --role decode",
+        ),
+        ("Decode", {}, ToolkitError, "p2p_connect: this engine hands nothing over; its log says why"),
+        (
+            "Decode",
+            {"model": "x"},
+            ToolkitError,
+            "the engines differ, and blocks of one are of no use to the other: model: x here, y there",
+        ),
+    ],
+)
+def test_engines_that_hand_nothing_over(role: str, here: dict[str, str], kind: type[ToolkitError], told: str) -> None:
+    facts: Any = SimpleNamespace(in_common=here)
+    peers = Peers(TurbomindEngineConfig(role=role), None, lambda: facts)  # type: ignore[arg-type]
+    assert refused(lambda: peers.connect("e", "a:1", False, {"model": "y"}), kind) == told
+
+
 def test_names_of_adapters() -> None:
     names = AdapterNames(lambda *arguments: True, ("one",), "base")
     for name in ("one", "base"):
@@ -241,11 +302,40 @@ def test_two_requests_of_one_id() -> None:
             {"backend_config": PytorchEngineConfig(dllm_block_length=8)},
             "dllm_block_length=8: this model draws one token after another; leave it out",
         ),
+        (
+            {"backend_config": TurbomindEngineConfig(quant_policy="auto")},
+            "quant_policy auto: what MODEL bears has not been measured; `tool convert MODEL --quant-policy auto "
+            "--dst-path DIR` does that, or give 0, 8 or 4",
+        ),
     ],
 )
 def test_engines_that_cannot_start(tiny_models: Any, options: dict[str, Any], told: str) -> None:
     model = str(tiny_models("llama"))
-    assert refused(lambda: AsyncEngine.open(model, **options)) == told.replace("MODEL", model)
+    told = told.replace("`tool convert MODEL", "`tool convert M")
+    assert refused(lambda: AsyncEngine.open(model, **options)) == told.replace("MODEL", model).replace(
+        "`tool convert M ", "`tool convert MODEL "
+    )
+
+
+def test_a_reader_s_session(tiny_models: Any) -> None:
+    config = TurbomindEngineConfig(session_len=100_000)
+    told = refused(lambda: AsyncEngine.open(str(tiny_models("bert")), backend_config=config))
+    assert told == "session_len: found 100000, expected at most 513: this model reads 512 tokens"
+
+
+def test_an_adapter_that_is_a_file(tiny_models: Any, tmp_path: Path) -> None:
+    file = tmp_path / "adapter.gguf"
+    file.touch()
+    config = TurbomindEngineConfig(adapters={"mine": str(file)})
+    told = refused(lambda: AsyncEngine.open(str(tiny_models("llama")), backend_config=config))
+    assert told == f"adapters: mine: expected a directory or hub id, found the file {file}"
+
+
+def test_ranks_of_a_model_that_is_not_split(tiny_models: Any) -> None:
+    engine = AsyncEngine.open(str(tiny_models("llama")), backend_config=TurbomindEngineConfig(session_len=64))
+    told = "ranks: the model is not split; expected --tp, --pp or --dp above 1"
+    assert refused(lambda: engine.trace_ranks(True)) == told
+    engine.close()
 
 
 def test_a_port_that_is_taken() -> None:
@@ -254,3 +344,6 @@ def test_a_port_that_is_taken() -> None:
         told = refused(lambda: Port("--kv-port", address, b"", "m", None, None), ToolkitError)  # type: ignore[arg-type]
     why = "cannot listen there: Address already in use; choose another port, 0 is any free one"
     assert told == f"--kv-port {address}: {why}"
+    address = "nosuch.invalid:1"
+    told = refused(lambda: Port("--kv-port", address, b"", b"", None, None), ToolkitError)  # type: ignore[arg-type]
+    assert told.startswith(f"--kv-port {address}: no address of this machine: ")

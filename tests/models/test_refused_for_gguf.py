@@ -115,6 +115,8 @@ def test_what_no_architecture_computes() -> None:
     }
     spec, _ = build(tiny_config(get("nemotron_h")) | fields)
     assert unsupported(spec) == "files of nemotron_h_moe are read without groups of experts"
+    spec, _ = build(tiny_config(get("falcon")) | get("falcon").tiny[4].fields)
+    assert unsupported(spec) == "llama.cpp's falcon turns q and k, this model has ALiBi instead"
     spec, _ = build(tiny_config(get("gemma2")) | {"query_pre_attn_scalar": 100})
     assert unsupported(spec) == "llama.cpp scales queries of this architecture by 0.176777, the model by 0.1"
 
