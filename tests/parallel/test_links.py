@@ -43,9 +43,9 @@ HEALTH = "import urllib.request; urllib.request.urlopen('http://127.0.0.1:23399/
 class Server:
     """One model on both machines; what it says goes to ``log``."""
 
-    def __init__(self, cable: Any, path: Path, copy: Path, log: Path) -> None:
+    def __init__(self, cable: Any, path: Path, copy: Path, log: Path, backend: str) -> None:
         self.cable, self.log = cable, log
-        flags = ["--backend", "pytorch", "--tp", "2", "--dtype", "float32", "--device", "cpu", "--threads", "1"]
+        flags = ["--backend", backend, "--tp", "2", "--dtype", "float32", "--device", "cpu", "--threads", "1"]
         flags += ["--session-len", "2048", "--nnodes", "2", "--dist-init-addr", f"10.97.5.1:{PORT}"]
         flags += ["--server-port", "23399", "--model-name", "tiny"]
         env = os.environ | {KEY: "between us", "TOOLKIT_RANKS_TIMEOUT": str(TIMEOUT)}
@@ -92,12 +92,12 @@ def read(client: subprocess.Popen[str]) -> list[Any]:
     return [json.loads(line) for line in out.splitlines()]
 
 
-@pytest.fixture
-def server(tiny_models: Any, support: Any, tmp_path: Path) -> Iterator[Server]:
+@pytest.fixture(params=["pytorch", "turbomind"])
+def server(request: Any, tiny_models: Any, support: Any, tmp_path: Path) -> Iterator[Server]:
     path = tiny_models("llama")
     copy = shutil.copytree(path, tmp_path / "elsewhere")
     with support("namespaces").cable() as cable:
-        made = Server(cable, path, copy, tmp_path / "log")
+        made = Server(cable, path, copy, tmp_path / "log", request.param)
         try:
             made.wait()
             yield made
