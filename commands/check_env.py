@@ -75,7 +75,11 @@ def _print(found: dict[str, Any]) -> None:
     speeds = [(row["name"], "up" if row["up"] else "down", row["mbit_per_s"] or "not told") for row in found["links"]]
     out.print(table("Links", ("", "", "Mbit/s"), speeds))
     out.print(
-        table("Ranks of a model speak by", ("", "here"), [(x["name"], x["why_not"] or "runs") for x in found["ranks"]])
+        table(
+            "Ranks of a model speak by",
+            ("", "here"),
+            [(x["name"], x["why_not"] or x["between"]) for x in found["ranks"]],
+        )
     )
     variants = [(row["isa"], _here(row)) for row in found["native"]]
     out.print(table("Native runner", ("TOOLKIT_CPU_ISA", "on this CPU"), variants))

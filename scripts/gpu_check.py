@@ -77,6 +77,7 @@ def arguments() -> argparse.Namespace:
     # the items: print the rows as JSON
     for name in ("--op", "--runner", "--tests", "--manifest", "--linears", "--case", "--behind"):
         parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--policy", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--trace", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()

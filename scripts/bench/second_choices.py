@@ -1,12 +1,12 @@
 """Whether a tree of guesses would pay: how often the second and third choice are right where the first is wrong.
 
-    python scripts/bench/second_choices.py [MODEL] [--head HEAD] [--tokens 128] [--json second_choices.json]
+    python scripts/bench/second_choices.py [MODEL] [--head HEAD] [--step-ms BASE ROW] [--json FILE]
 
 The prompts of speculation_workloads/ are answered greedily; at every token of the answers each draft is asked what
 comes next, with all before it known. *lookup* has the continuations of the longest occurrences of the text's end, as
 far as they differ, *head* its likeliest tokens. Steps of 1 to 16 rows are timed, in turn, and a line is laid through
-their times. By both the tokens a second of the best chain of guesses are computed, and of the best with the second
-choice (and the third) beside the chain's first token.
+their times. By both the tokens a second of the best chain of guesses are computed, or of none, and of the best chain
+with the second choice (and the third) beside its first token.
 """
 
 from __future__ import annotations
@@ -131,10 +131,10 @@ def best(first: float, more: float, others: list[float], step: tuple[float, floa
     ``more``: how often the first token of a chain is right, and each further one where those before are; ``others``:
     how often another choice is; ``step``: seconds, and of each row; ``draw``: of a guessed token."""
     found = []
-    for length in range(1, DEEPEST + 1):
+    for length in range(1 if others else 0, DEEPEST + 1):
         tokens = 1 + first * sum(more**i for i in range(length)) + sum(others)
         seconds = step[0] + step[1] * (length + 1 + len(others)) + draw * length
-        found.append((tokens / seconds, f"{length} deep"))
+        found.append((tokens / seconds, f"{length} deep" if length else "none"))
     return max(found)
 
 
@@ -153,6 +153,9 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="demo", type=Path)
     parser.add_argument("--head", type=Path, help="an EAGLE-3 head of the model")
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument(
+        "--step-ms", type=float, nargs=2, metavar=("BASE", "ROW"), help="a step's times, measured before"
+    )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     need_native()
@@ -180,7 +183,7 @@ def main() -> None:
                 made["head"] = by_head(head, text[:-1], states[: len(text) - 1])[len(ids) - 2 :]
             for name, guesses in made.items():
                 counts.setdefault((name, work["what"]), Counter()).update(count(guesses, text[len(ids) :]))
-    step = model.seconds()
+    step = model.seconds() if given.step_ms is None else (given.step_ms[0] / 1e3, given.step_ms[1] / 1e3)
     rows, told = [], []
     for (name, what), found in counts.items():
         if not found["asked"]:

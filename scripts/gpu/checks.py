@@ -123,6 +123,10 @@ def rows_of(options: argparse.Namespace) -> Iterable[Row]:
         from gpu.runner_check import check_runner
 
         return check_runner(options.runner, options.policy, options.device, graphs=not options.trace)
+    if options.ranks:
+        from gpu.ranks_check import check_ranks
+
+        return check_ranks(options.device)
     if options.tests is not None:
         return check_tests(options.tests, options.device)
     from gpu.manifest_check import check_manifest
@@ -194,7 +198,7 @@ def show(row: Row) -> None:
 
 def child(options: argparse.Namespace) -> bool:
     """Print the rows of one item as they come, if that is what this process is for."""
-    if not any((options.op, options.runner, options.tests, options.manifest, options.linears)):
+    if not any((options.op, options.runner, options.tests, options.manifest, options.linears, options.ranks)):
         return False
     end_with_parent()
     missed = count_misses(tell=True) if options.device == "cuda" else []

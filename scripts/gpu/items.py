@@ -112,6 +112,7 @@ def items(where: Where, smoke_only: bool, sanitizer: str | None, limit: float) -
     found += wide[1:]
     found += [_served(n, limit, "compile served") for n in served if n not in SERVED_FIRST]
     found += [_runner(family, policy, limit) for family, policy in all_but_smoke if family not in WIDE]
+    found.append(Item("runner", "ranks", ("--ranks",), limit, silence=SILENCE_RUNNER, after=("compile runner", NVCC)))
     short = ("--smoke",) if where.dry else ()
     after_ops = {"triton": ("compile ops",), "cuda": (NVCC,)}
     found += [_op("ops", n, f, limit, short, after_ops.get(f, ())) for n, f in ops]

@@ -81,13 +81,15 @@ def check_runner(family: str, policy: int, device: str, graphs: bool = True) -> 
     for (label, found), (_, expected) in zip(drive(ours, family), drive(oracle, family, "all"), strict=True):
         logits_close = None if label.startswith("decode") else close
         row: dict[str, Any] = {"what": f"runner {family}, quant_policy {policy}", "case": label, "skipped": None}
-        row["error"] = _differs(found, expected, logits_close, close)
+        row["error"] = differs(found, expected, logits_close, close)
         now = time.perf_counter()
         yield row | {"seconds": round(now - start, 2)}
         start = now
 
 
-def _differs(found: Any, expected: Any, logits_close: float | None, close: float) -> str | None:
+def differs(found: Any, expected: Any, logits_close: float | None, close: float) -> str | None:
+    """How a step's output is not the oracle's, or None. ``logits_close``: how far its logits may be apart, None: they
+    were not asked for; ``close``: by how much less likely a token may be than the oracle's, halved."""
     if logits_close is not None:
         worst = float(np.abs(found.logits - expected.logits).max())
         if not worst <= logits_close:

@@ -53,6 +53,8 @@ def scheme(**more: Any) -> dict[str, Any]:
 
 
 FOUR = {"bits": 4, "group_size": 32}
+ROWS = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "channel"}
+FP4 = scheme(config_groups={"g": {"targets": ["Linear"], "weights": ROWS}}, format="nvfp4-pack-quantized")
 
 
 @pytest.mark.parametrize(
@@ -69,6 +71,7 @@ FOUR = {"bits": 4, "group_size": 32}
             (8, 40),
             f"{CONFIG}.config_groups: group_size 32 does not divide the 40 {IN} up",
         ),
+        (compressed_tensors, FP4, (8, 33), "up: 33 input features of 4 bits do not fill whole bytes"),
         (
             compressed_tensors,
             scheme(ignore=["up"]),

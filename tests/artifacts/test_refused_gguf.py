@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 
 from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.gguf.architectures import family_of
 from toolkit.artifacts.gguf.container import read_container
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
+from toolkit.convert.formats import rewrite
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import load_spec
 
@@ -155,4 +158,74 @@ def test_a_file_that_is_no_model(plain: Path, tmp_path: Path, change: Change, to
     file = rewritten(plain, tmp_path / "m.gguf", change)
     with pytest.raises(ToolkitError) as error:
         opened(file)
+    assert str(error.value) == f"{file}: {told}"
+
+
+def test_an_architecture_that_has_no_experts() -> None:
+    file, metadata = Path("m.gguf"), {"general.architecture": "gemma2", "gemma2.expert_count": 4}
+    with pytest.raises(ToolkitError) as error:
+        family_of(file, metadata)
+    told = "m.gguf: gemma2 with experts cannot be read from GGUF; give the safetensors checkpoint"
+    assert str(error.value) == told
+
+
+VISION, POSITIVE = "clip.vision", "expected a positive whole number"
+PROJECTORS = "gemma3, glm4v, idefics3, internvl, llama4, mlp, resampler, pixtral, qwen2.5vl_merger, qwen2vl_merger"
+
+
+@pytest.fixture(scope="module")
+def seeing(tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files of models that see, each with what it sees with beside it."""
+    folder = tmp_path_factory.mktemp("seeing")
+    for family in ("llava", "minicpmv"):
+        (folder / family).mkdir()
+        rewrite(str(tiny_models(family)), folder / family / "m.gguf", to="gguf", gguf_type="f32")
+    return {family: folder / family for family in ("llava", "minicpmv")}
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "told"),
+    [
+        (
+            "llava",
+            key("clip.projector_type", "odd"),
+            f"clip.projector_type: expected {PROJECTORS}, qwen3vl_merger, found 'odd'; without the file texts are read",
+        ),
+        ("llava", key(f"{VISION}.patch_size", "x"), f"{VISION}.patch_size: {POSITIVE}, found 'x'"),
+        (
+            "llava",
+            key(f"{VISION}.attention.layer_norm_epsilon", "x"),
+            f"{VISION}.attention.layer_norm_epsilon: expected a number, found 'x'",
+        ),
+        ("llava", key(f"{VISION}.image_mean", None), f"{VISION}.image_mean: expected three numbers, found None"),
+        (
+            "llava",
+            key(f"{VISION}.feature_layer", 5),
+            f"{VISION}.feature_layer: expected a list of whole numbers, found 5",
+        ),
+        (
+            "llava",
+            key(f"{VISION}.feature_layer", [1, 2]),
+            f"{VISION}.feature_layer: expected one layer, found [1, 2]: no model here reads rows of several",
+        ),
+        ("llava", tensor("v.patch_embd.weight"), f"tensor v.patch_embd.weight {NOT_THERE}"),
+        ("llava", tensor("v.blk.0.ffn_up.weight"), "tensor v.blk.0.ffn_up.weight: expected a matrix, found None"),
+        ("llava", tensor("mm.0.weight", 3, 3), "tensor mm.0.weight: expected (64, 32), found 9 numbers"),
+        (
+            "minicpmv",
+            key("clip.minicpmv_version", 9),
+            "clip.minicpmv_version: expected 2 (MiniCPM-V 2.5) or 3 (2.6), found 9",
+        ),
+        (
+            "minicpmv",
+            key("clip.minicpmv_version", "x"),
+            "clip.minicpmv_version: expected a whole number, found 'x'",
+        ),
+    ],
+)  # fmt: skip
+def test_a_file_beside_a_model(seeing: dict[str, Path], tmp_path: Path, family: str, change: Change, told: str) -> None:
+    shutil.copy(seeing[family] / "m.gguf", tmp_path / "m.gguf")
+    file = rewritten(seeing[family] / "mmproj-m.gguf", tmp_path / "mmproj-m.gguf", change)
+    with pytest.raises(ToolkitError) as error:
+        opened(tmp_path / "m.gguf")
     assert str(error.value) == f"{file}: {told}"

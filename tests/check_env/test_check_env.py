@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from toolkit.check_env import machine, self_test
 from toolkit.check_env.advice import advice
 from toolkit.check_env.gpu import gpu_support
-from toolkit.check_env.links import links
+from toolkit.check_env.links import backends, links
 from toolkit.check_env.native import native_variants
 from toolkit.check_env.reference_llama import CONFIG, greedy, logits, random_weights
 from toolkit.commands.main import main
@@ -108,6 +109,31 @@ def test_links_are_what_the_system_says(tmp_path: Path) -> None:
     assert links(tmp_path / "none") == []
 
 
+def test_links_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus, near = 0, {(0, 1), (2, 3)}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) in near)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert [(row["name"], row["runs"], row["why_not"]) for row in backends()] == [
+        ("gloo", True, None),
+        ("nccl", False, "torch sees no GPU here"),
+    ]
+    gpus = 1
+    assert backends()[1]["why_not"] == "one GPU here, and each rank takes one of its own"
+    gpus = 2
+    assert backends()[1]["between"] == "ranks on GPUs: 2, which all reach each other's memory"
+    gpus = 4
+    assert backends()[1]["runs"] and "of which 0-1, 2-3 reach each other's memory" in backends()[1]["between"]
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert backends()[1] == {
+        "name": "nccl",
+        "runs": False,
+        "why_not": "this torch was built without it",
+        "between": None,
+    }
+
+
 def test_the_command(support: Any) -> None:
     done = support("command").tool("check_env", "--json", "-")
     assert done.returncode == 0, done.stderr
@@ -146,7 +172,7 @@ FOUND: dict[str, Any] = {
     "gpu_support": [{"gpu": None, "what": "GPU", "here": "none"}],
     "environment": {},
     "links": [{"name": "eth0", "up": True, "mbit_per_s": 1000, "loopback": False}],
-    "ranks": [{"name": "gloo", "runs": True, "why_not": None}],
+    "ranks": [{"name": "gloo", "runs": True, "why_not": None, "between": "ranks on CPUs"}],
     "native_refuses": {"mllama": "it runs no cross layers"},
     "native": [{"isa": "avx2", "runs": True, "chosen": True, "why_not": None}],
     "kernels": [{"op": "rope", "implementation": "torch", "runs": True, "chosen": True, "why_not": None}] * 80,

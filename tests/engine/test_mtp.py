@@ -52,7 +52,13 @@ def models(request: Any, mtp: Any, tiny_models: Any, tmp_path_factory: Any) -> t
 
 
 def answers_of(
-    path: Path, guess: bool | Path, made: Made | None = None, backend: Any = "turbomind", ranks: int = 1, **options: Any
+    path: Path,
+    guess: bool | Path,
+    made: Made | None = None,
+    backend: Any = "turbomind",
+    ranks: int = 1,
+    turns: int = 1,
+    **options: Any,
 ) -> tuple[dict[str, list[int]], int]:
     """What requests are answered, and of guesses how many tokens came true. ``guess``: by the model's layer, or an
     EAGLE head; ``made``: gets texts and guesses."""
@@ -86,13 +92,17 @@ def answers_of(
             return found
 
         drafts[0].propose = note  # type: ignore[method-assign]
-    for i, prompt in enumerate(PROMPTS):
-        core.add(EngineRequest(str(i), prompt, SamplingParams(40, temperature=0.7 * (i % 2), seed=i)))
     found: dict[str, list[int]] = {}
-    while core.has_work:
-        for output in core.step():
-            assert output.error is None
-            found.setdefault(output.id, []).extend(output.token_ids)
+    cached = 0
+    for turn in range(turns):
+        for i, prompt in enumerate(PROMPTS):
+            core.add(EngineRequest(f"{i} {turn}", prompt, SamplingParams(40, temperature=0.7 * (i % 2), seed=i)))
+        while core.has_work:
+            for output in core.step():
+                assert output.error is None
+                found.setdefault(output.id, []).extend(output.token_ids)
+                cached = max(cached, output.cached_tokens)
+    assert turns == 1 or cached >= 64, "a prompt's beginning comes from the cache"
     core.check_integrity()
     accepted = 0 if not drafts else core.stats()["spec_accepted_tokens"]
     left = drafts and core.speculator.drafts  # type: ignore[union-attr]
@@ -122,10 +132,10 @@ def test_guesses_are_those_of_the_layer(
     assert tried > 12
 
 
-@pytest.mark.parametrize("options", [{"blocks": 5}, {"max_batch_size": 1}, {"layer_blocks": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"blocks": 5}, {"max_batch_size": 1}, {"layer_blocks": 2}, {"turns": 2}], ids=str)
 @pytest.mark.parametrize("backend", ["turbomind", "pytorch"])
 def test_answers_stay_what_they_are(models: tuple[Path, Path], backend: str, options: dict[str, Any]) -> None:
-    plain = answers_of(models[1], False, None, backend)[0]
+    plain = answers_of(models[1], False, None, backend, turns=options.get("turns", 1))[0]
     answers, accepted = answers_of(models[1], True, None, backend, **options)
     assert answers == plain
     assert accepted > 20 or "blocks" in options  # where states are kept no slot is free for a guess
@@ -191,13 +201,14 @@ def test_a_right_layer_guesses_right_from_an_artifact(models: tuple[Path, Path],
     assert len(set(found.values())) == 1
 
 
-def test_it_guesses_again_after_sleep(models: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("backend", [TurbomindEngineConfig, PytorchEngineConfig])
+def test_it_guesses_again_after_sleep(models: tuple[Path, Path], backend: Any) -> None:
     from toolkit import pipeline
     from toolkit.messages import GenerationConfig
 
     config = GenerationConfig(max_new_tokens=20, ignore_eos=True, do_sample=False)
     fields = {"speculative_algorithm": "mtp", "session_len": 128}
-    with pipeline(str(models[1]), backend_config=TurbomindEngineConfig(**fields)) as p:
+    with pipeline(str(models[1]), backend_config=backend(**fields)) as p:
         before = p("Once", gen_config=config).text
         p.engine.weights.sleep()
         p.engine.weights.wake()
@@ -209,14 +220,15 @@ def test_it_guesses_again_after_sleep(models: tuple[Path, Path]) -> None:
         assert p.engine.stats()["spec_by_method"]["mtp"]["accepted"] > 0
 
 
-def test_it_guesses_by_the_head_of_new_weights(models: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("backend", [TurbomindEngineConfig, PytorchEngineConfig])
+def test_it_guesses_by_the_head_of_new_weights(models: tuple[Path, Path], backend: Any) -> None:
     from toolkit import pipeline
     from toolkit.messages import GenerationConfig
 
     config = GenerationConfig(max_new_tokens=20, ignore_eos=True, do_sample=False)
     fields = {"speculative_algorithm": "mtp", "session_len": 128}
     tensors = load_file(models[1] / "model.safetensors")
-    with pipeline(str(models[1]), backend_config=TurbomindEngineConfig(**fields)) as p:
+    with pipeline(str(models[1]), backend_config=backend(**fields)) as p:
         before = p("Once", gen_config=config).text
         p.update_weights(tensors | {"lm_head.weight": tensors["lm_head.weight"].roll(7, 0)})
         core = p.engine._loop._core

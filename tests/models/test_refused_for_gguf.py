@@ -67,6 +67,27 @@ RELEASED = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}  # MiniC
             "deepseek2 turns by YaRN with equal mscale and mscale_all_dim alone",
         ),
         (
+            "deepseek_v2",
+            {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"},
+            "deepseek2 takes groups for as good as their two best experts together",
+        ),
+        (
+            "deepseek",
+            {"n_shared_experts": 0},
+            "deepseek has experts in all layers after the first, some of them shared",
+        ),
+        ("ernie4_5_moe", {"moe_num_shared_experts": 0}, "ernie4_5-moe has a shared expert, this model has none"),
+        ("ernie4_5_moe", {"moe_layer_interval": 2}, "ernie4_5-moe has experts in all layers after the first with some"),
+        ("glm4_moe", {"first_k_dense_replace": 99}, "glm4moe has experts, this model has none"),
+        ("falcon", {"parallel_attn": False}, "falcon has attention and MLP side by side, this model has not"),
+        ("gpt_oss", {"attention_bias": False}, "gpt-oss slides in every other layer from the first, and has biases"),
+        ("smollm3", {"no_rope_layers": [1] * 4}, "smollm3 has no rope in every layer of 4 alone, this model not"),
+        (
+            "qwen3_next",
+            {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
+            "qwen3next has attention in every n-th layer, this model in others",
+        ),
+        (
             "qwen3_moe",
             {"norm_topk_prob": False},
             "qwen3moe has experts in every layer, this model in 2 of them",
@@ -81,6 +102,21 @@ def test_a_model_that_an_architecture_does_not_compute(family: str, fields: dict
 def test_what_no_architecture_computes() -> None:
     spec, _ = build(tiny_config(get("phimoe")) | {"rope_parameters": PHI})
     assert unsupported(spec) == "llama.cpp has one factor for short and long frequencies, this model two"
+    rope = tiny_config(get("gpt_oss"))["rope_parameters"] | {"truncate": True}
+    spec, _ = build(tiny_config(get("gpt_oss")) | {"rope_parameters": rope})
+    assert unsupported(spec) == (
+        "files of gpt-oss are read with the YaRN of the released models, which is not truncated"
+    )
+    fields = get("nemotron_h").tiny[1].fields | {
+        "n_group": 2,
+        "topk_group": 1,
+        "use_bias": False,
+        "mlp_bias": False,
+    }
+    spec, _ = build(tiny_config(get("nemotron_h")) | fields)
+    assert unsupported(spec) == "files of nemotron_h_moe are read without groups of experts"
+    spec, _ = build(tiny_config(get("falcon")) | get("falcon").tiny[4].fields)
+    assert unsupported(spec) == "llama.cpp's falcon turns q and k, this model has ALiBi instead"
     spec, _ = build(tiny_config(get("gemma2")) | {"query_pre_attn_scalar": 100})
     assert unsupported(spec) == "llama.cpp scales queries of this architecture by 0.176777, the model by 0.1"
 
@@ -93,6 +129,12 @@ def test_what_no_architecture_computes() -> None:
             {},
             {"use_mean_pooling": False},
             "llama.cpp's internvl is InternVL of version 2 and later, with use_mean_pooling",
+        ),
+        (
+            "internvl",
+            {},
+            {"norm_type": "rms_norm"},
+            "llama.cpp's internvl has RMS norms where its tower is 3200 wide and nowhere else",
         ),
         (
             "llava",

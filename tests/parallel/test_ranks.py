@@ -372,7 +372,8 @@ def test_a_full_disk_is_told(
     (PytorchEngineConfig(tp=2, attn_tp_size=1), "attn_tp_size: found 1, expected 2"),
     (PytorchEngineConfig(dp=2, ep=2), "ep=2: .*no experts to share out"),
     (PytorchEngineConfig(pp=99, device_type="cpu"), "pp=99: .*layers are fewer than 99 stages"),
-    (PytorchEngineConfig(tp=2, device_type="cuda"), "tp=2: ranks run on CPUs alone"),
+    (PytorchEngineConfig(tp=2, device_type="cuda"), "device: 'cuda' asked for, but this torch was built without CUDA"),
+    (PytorchEngineConfig(tp=2, device_type="cuda:1"), "device: found 'cuda:1', expected cuda: each rank takes"),
 ])  # fmt: skip
 def test_configs_that_cannot_be(config: Any, message: str, tiny_models: Any) -> None:
     with pytest.raises(UsageError, match=message):

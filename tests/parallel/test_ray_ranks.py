@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,5 +94,35 @@ def test_a_cluster_without_room_and_one_that_is_not_there(tiny_models: Any, monk
     monkeypatch.setattr(on_ray, "PLACE_SECONDS", 3.0)
     monkeypatch.setattr(on_ray, "connect", lambda *_: ray.init(num_cpus=1, include_dashboard=False))
     with pytest.raises(ToolkitError, match="tp=4: expected 3 free cores on the cluster, found 1"):
+        on_ray.open_on_ray(model(path), Layout(tp=4))
+    assert not ray.is_initialized()
+
+
+def test_each_rank_has_a_gpu_that_no_other_has(
+    tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that Ray is told of stand in; the ranks are not started."""
+    file = tmp_path / "second"
+
+    class Told(on_ray.Rank):
+        def run(self, *_: Any) -> None:
+            file.write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(on_ray, "Rank", Told)
+    monkeypatch.setattr(on_ray, "kind_of_ranks", lambda asked: "cuda")
+    monkeypatch.setattr(on_ray, "RankedRunner", lambda model, *rest: (model, rest[-1]))
+    monkeypatch.setattr(on_ray, "PLACE_SECONDS", 30.0)
+    monkeypatch.setattr(on_ray, "connect", lambda *_: ray.init(num_cpus=2, num_gpus=2, include_dashboard=False))
+    path = tiny_models("llama")
+    try:
+        opened, failed = on_ray.open_on_ray(model(path), Layout(tp=2))
+        while not failed():
+            time.sleep(0.1)
+        assert {opened.devices[0], int(file.read_text())} == {0, 1}
+    finally:
+        ray.shutdown()
+    monkeypatch.setattr(on_ray, "PLACE_SECONDS", 3.0)
+    with pytest.raises(ToolkitError, match="tp=4: expected 4 free GPUs on the cluster, found 2"):
         on_ray.open_on_ray(model(path), Layout(tp=4))
     assert not ray.is_initialized()

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.quant.draft.run import draft
 from toolkit.quant.lite import auto_awq, auto_gptq, auto_round, blocked_fp8, mxfp4, search, smooth_quant
 from toolkit.quant.merge import merge
-from toolkit.quant.options import AutoRound, Awq, Common, Gptq, Search, SmoothQuant
+from toolkit.quant.options import AutoRound, Awq, Common, DraftHead, Gptq, Search, SmoothQuant
 from toolkit.quant.text.calibration import local_texts
 
 NO_USE = "has no use for it; leave the option out"
@@ -79,6 +80,16 @@ def refused(call: Callable[[], object], kind: type[ToolkitError] = UsageError) -
         (auto_gptq, Gptq(shrink=2.0), Common(), "--shrink: expected a share from 0 to 1, found 2"),
         (search, Search(bits=4.5), SAVED, f"--calibration: search {NO_USE}"),
         (search, Search(), Common(), "--bits, --size: give one of them"),
+        (
+            search,
+            Search(bits=4.5),
+            Common(quantize_lm_head=True, skip=("layers",)),
+            "--skip, --include: no linear of a layer is left to choose for",
+        ),
+        (auto_awq, Awq(), Common(batch_size=0), "--batch-size: expected 1 or more, found 0"),
+        (auto_awq, Awq(), Common(eval_tokens=0), "--eval-tokens: expected 2 or more, found 0"),
+        (auto_awq, Awq(), Common(cache_memory=-1), "--cache-memory: expected GiB, 0 or more, found -1"),
+        (auto_awq, Awq(), Common(dtype="odd"), "--dtype: expected auto, float16, bfloat16, float32, found 'odd'"),
         (search, Search(bits=-1.0), Common(), "--bits: expected bits a weight, such as 4.5, found -1"),
         (
             smooth_quant,
@@ -97,6 +108,24 @@ def refused(call: Callable[[], object], kind: type[ToolkitError] = UsageError) -
 def test_options(tiny_models: Any, tmp_path: Path, method: Any, options: Any, common: Common, told: str) -> None:
     assert refused(lambda: method(str(tiny_models("llama")), tmp_path / "out", options, common=common)) == told
     assert not (tmp_path / "out").exists()
+
+
+def test_widths_that_do_not_fill_blocks(tiny_models: Any, tmp_path: Path) -> None:
+    odd, name = str(tiny_models("llama", intermediate_size=100)), "model.layers.0.mlp.down_proj: 100 inputs"
+    told = refused(lambda: mxfp4(odd, tmp_path / "out"))
+    assert told == f"{name} are no multiple of mxfp4's 32; leave it out with --skip"
+    told = refused(lambda: search(odd, tmp_path / "out", Search(bits=4.5), common=Common(format="gguf")))
+    assert told == f"{name} are no multiple of 32; leave it out by --skip"
+
+
+def test_models_that_write_nothing(tiny_models: Any, tmp_path: Path) -> None:
+    model = tiny_models("bert")
+    told = "reads texts and writes none; give a file of texts as it will read, or a known name such as wikitext2"
+    assert refused(lambda: auto_awq(str(model), tmp_path / "out")) == f"--calib-dataset: {model} {told}"
+    told = f"{model}: a model that writes its text from left to right is needed"
+    assert refused(lambda: draft(str(model), tmp_path / "out"), ToolkitError) == told
+    call = lambda: draft(str(model), tmp_path / "out", DraftHead(num_draft_tokens=17))  # noqa: E731
+    assert refused(call) == "--num-draft-tokens: expected 1 to 16, found 17"
 
 
 @pytest.mark.parametrize("method", [mxfp4, blocked_fp8])
@@ -150,6 +179,9 @@ def test_files_of_text(tmp_path: Path, name: str, content: bytes, told: str) -> 
 def test_a_folder_without_text(tmp_path: Path) -> None:
     told = f"--calib-dataset {tmp_path}: expected .txt, .jsonl, .json, .parquet files in the folder, found none"
     assert refused(lambda: list(local_texts(tmp_path, 0))) == told
+    none = tmp_path / "none.txt"
+    told = f"--calib-dataset {none}: cannot be read: No such file or directory"
+    assert refused(lambda: list(local_texts(none, 0))) == told
 
 
 @pytest.fixture

@@ -72,6 +72,14 @@ def test_what_matters_most_comes_first(gpu_check, h200):
     assert not [i for i in items(h200, False, None, 30) if i.stage == "sanitizer"]
 
 
+def test_ranks_are_left_out_where_gpus_are_too_few(gpu_check, monkeypatch):
+    from gpu.ranks_check import check_ranks
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    (row,) = check_ranks("cuda")
+    assert row["skipped"] == "1 GPU here, and NCCL takes none twice: ranks need 2" and row["error"] is None
+
+
 def process(code, stage="ops", name="x", limit=60.0, **more):
     from gpu.items import Item
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,39 @@ def links(net: Path = NET) -> list[dict[str, Any]]:
 
 
 def backends() -> list[dict[str, Any]]:
-    """Rows of name, runs, why_not, of this torch."""
+    """Rows of name, runs, why_not, between (what ranks over it are on; how GPUs reach each other), of this torch."""
+    import torch
     import torch.distributed as dist
 
     if not dist.is_available():
-        return [{"name": "gloo", "runs": False, "why_not": "this torch was built without torch.distributed"}]
-    nccl = dist.is_nccl_available()
+        why = "this torch was built without torch.distributed"
+        return [{"name": "gloo", "runs": False, "why_not": why, "between": None}]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    why_no_gloo = None if dist.is_gloo_available() else "this torch was built without it"
+    why_no_nccl = None if dist.is_nccl_available() else "this torch was built without it"
+    if why_no_nccl is None and count < 2:
+        why_no_nccl = "one GPU here, and each rank takes one of its own" if count else "torch sees no GPU here"
     return [
-        {
-            "name": "gloo",
-            "runs": dist.is_gloo_available(),
-            "why_not": None if dist.is_gloo_available() else "this torch was built without it",
-        },
+        {"name": "gloo", "runs": why_no_gloo is None, "why_not": why_no_gloo, "between": "ranks on CPUs"},
         {
             "name": "nccl",
-            "runs": False,
-            "why_not": "ranks run on CPUs alone so far" if nccl else "this torch was built without it",
+            "runs": why_no_nccl is None,
+            "why_not": why_no_nccl,
+            "between": None if why_no_nccl else f"ranks on GPUs: {reached(count)}",
         },
     ]
+
+
+def reached(count: int) -> str:
+    """Which of so many GPUs read each other's memory, over NVLink or PCIe; torch does not tell these apart."""
+    import torch
+
+    pairs = list(itertools.combinations(range(count), 2))
+    near = [(a, b) for a, b in pairs if torch.cuda.can_device_access_peer(a, b)]
+    if len(near) == len(pairs):
+        return f"{count}, which all reach each other's memory"
+    told = ", ".join(f"{a}-{b}" for a, b in near) or "none"
+    return f"{count}, of which {told} reach each other's memory; others speak through the host's"
 
 
 def _read(file: Path) -> str:

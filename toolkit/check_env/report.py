@@ -20,11 +20,11 @@ def report(on_step: Callable[[str], None] = lambda step: None) -> dict[str, Any]
     """Facts, kernels and self-tests; ``on_step`` is told what is being looked at.
 
     Keys: versions, cpu, memory (GiB), memory_bandwidth (GB/s), gpus, gpu_topology, gpu_support (rows of gpu, what,
-    here), links (rows of name, up, mbit_per_s, loopback), ranks (rows of name, runs, why_not: what ranks of a model
-    speak by), devices (rows of device, what, why_not, total_gib, free_gib), environment, native (rows of isa, runs,
-    chosen, why_not), native_refuses (family → why pytorch runs it), kernels (rows of op, implementation, runs, chosen,
-    why_not), self_test (rows of name, passed, detail, seconds), no_torch (why what needs torch was left out, None where
-    it was not: GPUs, devices, kernels, self_test).
+    here), links (rows of name, up, mbit_per_s, loopback), ranks (rows of name, runs, why_not, between: what ranks of a
+    model speak by), devices (rows of device, what, why_not, total_gib, free_gib), environment, native (rows of isa,
+    runs, chosen, why_not), native_refuses (family → why pytorch runs it), kernels (rows of op, implementation, runs,
+    chosen, why_not), self_test (rows of name, passed, detail, seconds), no_torch (why what needs torch was left out,
+    None where it was not: GPUs, devices, kernels, self_test).
     """
     on_step("Measuring memory bandwidth")
     found: dict[str, Any] = {

@@ -48,12 +48,14 @@ def _check_engine(config: EngineConfig, block: str) -> None:
     check_fields(config)
 
 
-def _only(devices: Any, device: str) -> str:
-    """The GPU that LMDeploy's list ``devices`` names. Raises UsageError where it is not one, or not ``device``."""
-    if not isinstance(devices, list) or len(devices) != 1 or type(devices[0]) is not int or devices[0] < 0:
-        wanted = "expected a list of one number; ranks run on CPUs alone so far, so that one GPU has a whole model"
-        raise UsageError(f"devices: found {shown(devices)}, {wanted}")
-    found = f"cuda:{devices[0]}"
+def _listed(devices: Any, device: str, ranks: int) -> str:
+    """The device of a model whose GPUs LMDeploy's list ``devices`` names, one for each of the ``ranks`` of a machine.
+    Raises UsageError where they are no numbers, or not ``device``."""
+    if not isinstance(devices, list) or not devices or any(type(x) is not int or x < 0 for x in devices):
+        raise UsageError(f"devices: found {shown(devices)}, expected numbers of GPUs, as [0, 1]")
+    if ranks == 1 and len(devices) > 1:
+        raise UsageError(f"devices: found {shown(devices)}, expected one number, for there is one rank")
+    found = "cuda" if ranks > 1 else f"cuda:{devices[0]}"
     if device not in ("auto", "cuda", found):
         raise UsageError(f"devices: found {shown(devices)}, expected what device says, {device}, or none")
     return found
@@ -114,7 +116,9 @@ class CommonEngineConfig:
     dtype: str = option(
         "auto", "Activations: auto, float16, bfloat16, float32 (least swayed by the batch).", allowed=DTYPES
     )
-    tp: int = option(1, "Ranks to split a model over, on this CPU.", allowed=Bounds(1, 1024, "int32"))
+    tp: int = option(
+        1, "Ranks to split a model over, of this CPU's cores or with a GPU each.", allowed=Bounds(1, 1024, "int32")
+    )
     pp: int = option(
         1, "Ranks to lay its layers out over, one behind the other (pytorch only).", allowed=Bounds(1, 1024, "int32")
     )
@@ -260,7 +264,8 @@ class CommonEngineConfig:
 class TurbomindEngineConfig(CommonEngineConfig):
     """Options of the ``turbomind`` backend, the fast path: the ``native`` runner.
 
-    ``async_`` 1: where the runner can. LMDeploy has ``adapters`` for ``pytorch`` alone.
+    ``async_`` 1: where the runner can. LMDeploy has ``adapters`` for ``pytorch`` alone. ``devices``: numbers of GPUs,
+    one for each rank on this machine.
     """
 
     cache_block_seq_len: int = option(64, "Tokens in a KV block.", allowed=Bounds(16, 1024, "int32"))
@@ -296,7 +301,7 @@ class TurbomindEngineConfig(CommonEngineConfig):
 
     def __post_init__(self) -> None:
         if self.devices is not None:
-            self.device = _only(self.devices, self.device)
+            self.device = _listed(self.devices, self.device, self.tp * self.pp * self.dp)
         _check_engine(self, "cache_block_seq_len")
         switches(self, "use_logn_attn")
 
@@ -312,12 +317,13 @@ class PytorchEngineConfig(CommonEngineConfig):
 
     ``num_gpu_blocks``: KV blocks, 0 = planned from memory. ``custom_module_map``: Python files that hold a model family
     each (docs/add-a-model.md), a path, several, or by the names of architectures; they are run. ``enable_mp_engine``:
-    ``pipeline()`` runs the engine in a process of its own.
+    ``pipeline()`` runs the engine in a process of its own. ``devices``: as of turbomind, which LMDeploy has it for.
     """
 
     block_size: int = same_option(TurbomindEngineConfig, "cache_block_seq_len")
     num_gpu_blocks: int = 0
     device_type: str = same_option(TurbomindEngineConfig, "device")
+    devices: list[int] | None = None
     custom_module_map: str | list[str] | dict[str, str] | None = None
     dp_rank: int = 0
     prefill_interval: int = 16
@@ -338,6 +344,8 @@ class PytorchEngineConfig(CommonEngineConfig):
     enable_transfer_obj_ref: bool = False
 
     def __post_init__(self) -> None:
+        if self.devices is not None:
+            self.device_type = _listed(self.devices, self.device_type, self.tp * self.pp * self.dp)
         _check_engine(self, "block_size")
         switches(self, "enable_mp_engine")
         number("num_gpu_blocks", self.num_gpu_blocks, 0, 1 << 40, whole=True)

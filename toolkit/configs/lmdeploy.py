@@ -78,7 +78,7 @@ _SPLIT = "attention, MLPs and experts are all split by tp"
 _CACHE = "engines share blocks of the cache by kv_cache_dir"
 _CHECKPOINTS = "states are kept at block borders by themselves, and evicted like blocks"
 _WHOLE = "whole blocks of every prompt are cached"
-_EXPERTS = "rows go to experts by all-to-all over gloo"
+_EXPERTS = "rows go to experts by all-to-all over NCCL or gloo"
 _DRAFT = "models and heads that guess are not run yet"
 _MOVED = "blocks go over by shared memory or TCP, as --migration-backend of the servers says"
 _STEPS = "a step's tokens are bounded by max_prefill_token_num"
@@ -94,7 +94,7 @@ OPTIONS: dict[str, Theirs] = {
     # engine configs
     "dtype": _works("float32 too"),
     "model_format": _works("w8a8, gguf, meta_llama and engine too; checked against what the model holds"),
-    "tp": _works("ranks on CPUs (docs/distributed.md); `convert` writes a file a rank"),
+    "tp": _works("ranks on CPUs or GPUs (docs/distributed.md); `convert` writes a file a rank"),
     "dp": _works("copies of `tp` ranks each, under one scheduler (docs/distributed.md)"),
     "ep": _works("tp x dp, or 1"),
     **{name: _works("as tp and ep have it") for name in ("attn_tp_size", "mlp_tp_size", "moe_tp_size")},
@@ -102,7 +102,7 @@ OPTIONS: dict[str, Theirs] = {
     "node_rank": _works(),
     "dist_init_addr": _works("of the first machine, or MASTER_ADDR and MASTER_PORT"),
     "distributed_executor_backend": _works("mp: processes, of one machine or several; ray: actors; uni: no ranks"),
-    "devices": _works("one GPU: ranks run on CPUs alone"),
+    "devices": _works("a GPU for each rank on this machine; pytorch takes them too"),
     "session_len": _works(),
     "max_batch_size": _works(),
     "cache_max_entry_count": _works("1, an integer, is one block"),
@@ -136,7 +136,7 @@ OPTIONS: dict[str, Theirs] = {
     "cache_generation": _notice("answers are cached as prompts are", "auto", "auto", "all", "none"),
     "cache_prompt": _notice(_WHOLE, "auto", "auto", "all"),
     "cache_prompt_boundary_skip": _notice(_WHOLE, 1),
-    "communicator": _notice("ranks speak by gloo", "nccl", "nccl", "native", "cuda-ipc"),
+    "communicator": _notice("ranks speak by NCCL on GPUs, by gloo on CPUs", "nccl", "nccl", "native", "cuda-ipc"),
     "cudagraph_capture_batch_sizes": _notice(_GRAPHS, None, list),
     "enable_eplb": _works("whole experts move between ranks by the load that is seen; no copies of them"),
     "enable_return_routed_experts": _notice("each request that says return_routed_experts is told", False),

@@ -11,7 +11,6 @@ from toolkit.configs.limits import SEED_MAX
 from toolkit.engine.constraints.grammar_cost import check_cost
 from toolkit.engine.constraints.grammar_format import check_format
 from toolkit.engine.request import SamplingParams
-from toolkit.errors import UsageError
 from toolkit.runners.step import Draw
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ def resolve(config: GenerationConfig, tokenizer: Tokenizer, prompt_len: int, ses
     if config.response_format is not None:
         check_format(config.response_format)
         check_cost(config.response_format)
-    if config.logits_processors and not all(callable(p) for p in config.logits_processors):
-        raise UsageError("logits_processors: expected a list of callables (token_ids, logits) -> logits")
     left = max(1, session_len - prompt_len)
     return SamplingParams(
         max_new_tokens=left if config.max_new_tokens is None else config.max_new_tokens,

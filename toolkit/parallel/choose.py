@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from toolkit.errors import UsageError
+from toolkit.parallel.devices import kind_of_ranks
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
 from toolkit.parallel.native_model import open_native
@@ -18,7 +21,10 @@ def open_ranks(model: Model, layout: Layout, backend: Backend | None, nodes: Nod
     of ``open_runner``. Raises ToolkitError or UsageError, one line."""
     why = ""
     explain_mapped_faults()
-    if backend != "pytorch":
+    if backend != "pytorch" and kind_of_ranks(model.options.device) != "cpu":
+        why = "turbomind's ranks run on CPUs; pytorch stands in" if backend == "turbomind" else ""
+    elif backend != "pytorch":
+        model = replace(model, options=replace(model.options, device="cpu"))
         opened, reason = open_native(model, layout.tp)
         if reason is None and (backend == "turbomind" or opened.target != "torch"):
             return NativeRanks(model, layout.tp, opened), ""

@@ -32,12 +32,14 @@ NEW = ("hf_overrides", "rope_scaling_factor", "load_format", "blind")  # of ``Mo
 
 @dataclass(frozen=True)
 class Model:
-    """What to open, and how: ``how`` are ``open_model``'s arguments, ``family_files`` Python files of families."""
+    """What to open, and how: ``how`` are ``open_model``'s arguments, ``family_files`` Python files of families,
+    ``devices`` numbers of devices for this machine's ranks, none: the first."""
 
     path: str
     options: RunnerOptions
     how: dict[str, Any]
     family_files: tuple[str, ...] = ()
+    devices: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for another process."""
@@ -83,8 +85,8 @@ def open_whole(model: Model, layout: Layout) -> Whole:
 
 
 class RankRunner(TensorRunner):
-    """One rank's part of a model. ``group``: what it adds up in, which is still to be joined. ``here``: how many ranks
-    this machine has, None: all."""
+    """One rank's part of a model. ``group``: what it adds up in, which is still to be joined. ``options`` name a
+    device of its own; ``here``: how many ranks this machine has, None: all."""
 
     def __init__(
         self,
@@ -97,7 +99,7 @@ class RankRunner(TensorRunner):
     ) -> None:
         self._whole, self._rank, self._number = whole, layout.part(rank), rank
         self._part = part = part_of(whole.spec, rank, layout, whole.unit)
-        self.group = Group(rank, layout, part, here or layout.world)
+        self.group = Group(rank, layout, part, here or layout.world, torch.device(options.device))
         adapters = [cut_adapter(adapter, part.cuts) for adapter in whole.adapters]
         options = replace(options, eager=True)
         super().__init__(part.spec, self._cut(whole.weights), options, adapters, split=self.group, dense=dense)
@@ -125,25 +127,34 @@ class RankRunner(TensorRunner):
 
     def check(self, batch: StepBatch) -> None:
         """Raise RunnerError for a step that cannot be; all ranks find the same."""
-        self._ready().check(batch)
+        with torch.inference_mode(), self._on.working():
+            self._ready().check(batch)
 
     def copy_blocks(self, group: int, pairs: NDArray[np.int32]) -> None:
         """Blocks ``pairs`` [C, 2], from the first to the second."""
-        with torch.inference_mode():
-            self._ready().cache.copy(group, *(torch.from_numpy(side.astype(np.int64)) for side in pairs.T))
+        with torch.inference_mode(), self._on.working():
+            ends = self._on.put({"source": pairs[:, 0].astype(np.int64), "target": pairs[:, 1].astype(np.int64)})
+            self._ready().cache.copy(group, ends["source"], ends["target"])
 
     def run(self, batch: StepBatch | None, parts: int) -> StepOutput | None:
         """A step, in as many parts as there are stages: while one is at work on a part, those before it are on the
         next. ``parts``: those of the copy of the model that has most, which all take part in where they share experts;
         None: no sequence of the step is of this copy."""
-        begun = time.monotonic()
+        begun = self.group.since = time.monotonic()
+        try:
+            return self._run(batch, parts)
+        finally:
+            self.group.since = None
+            if self.group.trace is not None:
+                tokens = 0 if batch is None else len(batch.token_ids)
+                self.group.trace.append(["step", begun, time.monotonic(), tokens])
+
+    def _run(self, batch: StepBatch | None, parts: int) -> StepOutput | None:
         shares = [] if batch is None else in_a_row(batch, self.group.layout.pp)
         found = [] if batch is None else [self.submit(select(batch, s, s[0] == 0)).result() for s in shares]
         if self.group.seats > 1:
             for _ in range(parts - len(shares)):
                 self._idle()
-        if self.group.trace is not None:
-            self.group.trace.append(["step", begun, time.monotonic(), 0 if batch is None else len(batch.token_ids)])
         return None if batch is None else joined(batch, found, shares)
 
     def trace(self, on: bool) -> list[Event]:
@@ -153,7 +164,7 @@ class RankRunner(TensorRunner):
 
     def _idle(self) -> None:
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._on.working():
                 self._ready().idle()
         except RuntimeError as e:
             raise RunnerError(f"the step failed: {e}") from e

@@ -281,7 +281,7 @@ def limit(end: socket.socket | Connection, seconds: float) -> None:
 
 def about(path: Path, model: Any, layout: Layout) -> dict[str, Any]:
     """What machines must have alike; ``model``: what is opened, and how, as a ``toolkit.parallel.model.Model``."""
-    told = model.to_json() | {"path": "", "family_files": len(model.family_files)}
+    told = model.to_json() | {"path": "", "devices": [], "family_files": len(model.family_files)}
     told["options"] |= {"threads": 0}
     options = json.loads(json.dumps([told, plain(layout)]))
     return {"version": __version__, "model": fingerprint(path), "options": options}
@@ -293,7 +293,7 @@ def about(path: Path, model: Any, layout: Layout) -> dict[str, Any]:
 def serve(model: Any, layout: Layout, nodes: Nodes, told: Callable[[str], None]) -> None:
     """Run the ranks of this machine for the first one, as often as it starts them, until it has ended. Raises
     ToolkitError where it turns them away, or is not there."""
-    own = about(Path(model.path), model, layout) | {"path": model.path}
+    own = about(Path(model.path), model, layout) | {"path": model.path, "devices": list(model.devices)}
     ranks = nodes.ranks(layout.world)
     who = f"ranks {ranks.start} to {ranks.stop - 1}" if len(ranks) > 1 else f"rank {ranks.start}"
     while True:

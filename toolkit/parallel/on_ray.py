@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.base.ray import check_ray
 from toolkit.base.ray_cluster import connect
 from toolkit.base.record import plain, read
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.parallel.devices import kind_of_ranks
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
 from toolkit.parallel.nodes import Nodes, serve
@@ -32,7 +34,14 @@ class Rank:
         missing = "" if Path(path).exists() else f"{path}: not on {socket.gethostname()}; copy the model there"
         return get_runtime_context().get_node_id(), missing
 
+    def gpu(self) -> str:
+        """The one that Ray has given it, as CUDA_VISIBLE_DEVICES names it."""
+        from ray import get_gpu_ids
+
+        return str(get_gpu_ids()[0])
+
     def run(self, model: dict[str, Any], layout: dict[str, Any], nodes: Nodes) -> None:
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # Ray shows it no other GPU than its own
         serve(Model.from_json(model), read(Layout, layout), nodes, lambda line: None)
 
 
@@ -52,6 +61,15 @@ def failure(runs: list[Any]) -> str:
     return ""
 
 
+def own_gpu(number: str) -> int:
+    """Which of the GPUs that this process sees is the one that CUDA_VISIBLE_DEVICES would call ``number``."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        return int(number) if shown is None else shown.split(",").index(number)
+    except ValueError:
+        raise ToolkitError(f"Ray gives the first rank GPU {number}, which CUDA_VISIBLE_DEVICES={shown} hides") from None
+
+
 def open_on_ray(model: Model, layout: Layout) -> RankedRunner:
     """A runner whose other ranks are actors of the cluster at ``RAY_ADDRESS``, or of one of this machine. Raises
     ToolkitError, UsageError."""
@@ -62,31 +80,41 @@ def open_on_ray(model: Model, layout: Layout) -> RankedRunner:
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    others = layout.world - 1
+    others, device = layout.world - 1, kind_of_ranks(model.options.device)
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"{option}: ranks on Ray run on cpu and cuda, found {device}; leave the option out")
+    gpu = int(device == "cuda")
     connect(os.environ.get(ADDRESS), others, ADDRESS)
     try:
-        group = placement_group([{"CPU": 1}] * others, strategy="PACK")
+        host = get_node_ip_address()
+        places: list[dict[str, float]] = [{"CPU": 1, "GPU": gpu} if gpu else {"CPU": 1}] * others
+        first: list[dict[str, float]] = [{"GPU": 1, f"node:{host}": 0.001}] * gpu  # that nobody else gets its GPU
+        group = placement_group([*places, *first], strategy="PACK")
         if not group.wait(PLACE_SECONDS):
-            free = ray.available_resources().get("CPU", 0)
-            raise ToolkitError(f"{option}: {layout}: expected {others} free cores on the cluster, found {free:g}")
+            what, wanted = ("GPU", layout.world) if gpu else ("CPU", others)
+            free, of = ray.available_resources().get(what, 0), "GPUs" if gpu else "cores"
+            raise ToolkitError(f"{option}: {layout}: expected {wanted} free {of} on the cluster, found {free:g}")
         kind: Any = ray.remote(Rank)
-        actors = [
-            kind.options(
-                num_cpus=1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i),
-            ).remote()
-            for i in range(others)
-        ]
+
+        def actor(at: int, cpus: int) -> Any:
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=at)
+            return kind.options(num_cpus=cpus, num_gpus=gpu, scheduling_strategy=strategy).remote()
+
+        actors = [actor(i, 1) for i in range(others)]
+        if gpu:
+            holder = actor(others, 0)
+            number = ray.get(holder.gpu.remote(), timeout=READY_SECONDS)
+            model = replace(model, devices=(own_gpu(number),))
         found = ray.get([actor.ready.remote(model.path) for actor in actors], timeout=READY_SECONDS)
         if missing := next((why for _, why in found if why), ""):
             raise ToolkitError(missing)
         own = ray.get_runtime_context().get_node_id()
         here = 1 + sum(node == own for node, _ in found)
-        host, secret = get_node_ip_address(), secrets.token_bytes(32)
+        secret = secrets.token_bytes(32)
         with socket.create_server((host, 0)) as free_port:
             port = free_port.getsockname()[1]
         nodes = [Nodes(layout.world, rank, host, port, launched=here, secret=secret) for rank in range(layout.world)]
-        told, split = model.to_json(), plain(layout)
+        told, split = replace(model, devices=()).to_json(), plain(layout)
         runs = [actor.run.remote(told, split, node) for actor, node in zip(actors, nodes[1:], strict=True)]
         return RankedRunner(model, layout, nodes[0], ray.shutdown, lambda: failure(runs))
     except ray.exceptions.RayError as error:

@@ -94,6 +94,11 @@ class Ranks:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
+    @property
+    def ends(self) -> list[int]:
+        """Descriptors of the connections to them, which hang up when they are gone."""
+        return [pipe.fileno() for pipe in self._pipes]
+
     def open(self, model: dict[str, Any], dense: bool, **more: Any) -> None:
         """Tell all what they are, and ``more``. Each answers twice: when it has opened the model, and when it has met
         the others; where they do not meet by messages, once."""
@@ -102,7 +107,7 @@ class Ranks:
             told = {"rank": rank, "world": world, "model": model, "dense": dense, "log_level": level}
             told |= {"folder": str(self.folder), "seconds": STEP_SECONDS, **more}
             if rank in self._hosts:
-                told["model"] = model | {"path": self._hosts[rank]["path"]}
+                told["model"] = model | {name: self._hosts[rank][name] for name in ("path", "devices")}
             self._put(rank, pipe, wire.pack(told))
 
     def have_met(self) -> None:

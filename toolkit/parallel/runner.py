@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from toolkit.base.record import plain
 from toolkit.base.threads import usable_cores
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.pictures import Picture
 from toolkit.parallel import balance
 from toolkit.parallel import ranks as timing
+from toolkit.parallel.devices import kind_of_ranks, own_device, place_of
 from toolkit.parallel.group import Event
 from toolkit.parallel.homes import Homes
 from toolkit.parallel.layout import Layout, number_of
@@ -28,6 +29,7 @@ from toolkit.parallel.model import Model, RankRunner, open_whole
 from toolkit.parallel.nodes import Nodes, about
 from toolkit.parallel.part import part_of
 from toolkit.parallel.ranks import RankLost, Ranks, crowded
+from toolkit.parallel.watch import Watch
 from toolkit.parallel.worker import digest
 from toolkit.runners.base import Backend, MemoryNeed, RunnerError, RunnerLost, StepHandle
 from toolkit.runners.step import StepBatch, StepOutput
@@ -48,6 +50,7 @@ class RankedRunner:
     _homes: Homes | None = None  # of several copies, where there is a cache
     _at_close: Callable[[], None] | None = None
     _store: Any = None  # where ranks of several machines met
+    _watch: Watch | None = None  # where messages are queued on devices
     _chosen = 0  # tokens that have chosen experts since these were last placed
 
     def __init__(
@@ -60,20 +63,27 @@ class RankedRunner:
     ) -> None:
         """Open the model and start the ranks, or wait for those of other ``nodes``, as long as none has ``failed``; no
         weights are loaded. ``close`` calls ``at_close`` at its end. Raises ToolkitError or UsageError, one line."""
-        self._at_close = at_close
-        whole, world = open_whole(model, layout), layout.world
+        self._at_close, world = at_close, layout.world
         here = world if nodes is None else nodes.here(world)
+        kind, launched = kind_of_ranks(model.options.device), nodes is not None and nodes.launched > 0
+        try:
+            device = own_device(kind, model.devices, place_of(0, here, launched))
+        except UsageError as e:
+            raise UsageError(f"{layout}: {e}") from None
+        whole = open_whole(model, layout)
         # not what torch has now, which another runner of this process may have set
         every = model.options.threads or number_of("OMP_NUM_THREADS", 0) or usable_cores()
         threads = max(1, every // here)
-        options = replace(model.options, threads=threads)
-        local = RankRunner(whole, 0, layout, options, None, here)
+        options = replace(model.options, threads=threads, device=kind)
+        local = RankRunner(whole, 0, layout, replace(options, device=device), None, here)
         self._local: Any = local
         self._group = local.group
         self.spec, self.options = whole.spec, local.options
         self.device, self.dtype = local.device, local.dtype
-        each = f"{world} ranks, threads of each: {threads}; numbers of memory are of one rank"
-        self.notes = [each, *crowded(here), *local.notes]
+        link = self._group.link
+        each = f"{world} ranks over {link.name}, threads of each: {threads}; numbers of memory are of one rank"
+        eager = [] if kind == "cpu" else ["ranks capture no graphs: decode steps run kernel by kernel"]
+        self.notes = [each, *(eager or crowded(here)), *local.notes]
         specs = (part_of(whole.spec, rank, layout, whole.unit).spec for rank in range(world))
         size, policy, dtype = options.block_size, options.quant_policy, getattr(torch, local.dtype)
         self._block_bytes = [block_bytes(spec, size, policy, dtype) for spec in specs]  # of each rank
@@ -87,14 +97,18 @@ class RankedRunner:
             if nodes is not None:
                 self._store = dist.TCPStore(nodes.host, 0, is_master=True, wait_for_workers=False)
                 store = [nodes.host, self._store.port]
-            self._ranks.open(told.to_json(), local.dense, layout=plain(layout), here=here, store=store)
+            more = {"layout": plain(layout), "here": here, "launched": launched, "store": store}
+            self._ranks.open(told.to_json(), local.dense, **more)
             self._met(self._ranks.answers(timing.OPEN_SECONDS))
             if store is None:
                 self._group.join(self._ranks.folder, timing.STEP_SECONDS)
             else:
                 self._group.join_at(store[0], store[1], store[0], timing.STEP_SECONDS)
             self._met(self._ranks.answers(timing.OPEN_SECONDS))
-            self._ranks.have_met()
+            if link.queued:  # which may come back to the folder
+                self._watch = Watch(self._group, self._ranks.ends, timing.STEP_SECONDS)
+            else:
+                self._ranks.have_met()
         except (RankLost, RuntimeError) as e:
             self.close()
             raise ToolkitError(f"{layout}: the ranks have not met: {e}") from None
@@ -120,9 +134,10 @@ class RankedRunner:
     # -- calls that all ranks do
 
     def memory(self) -> MemoryNeed:
-        """Of one rank, the largest of each number: stages are not alike. On a CPU free memory is shared out evenly."""
+        """Of one rank, the largest of each number: stages are not alike, nor are devices. On a CPU free memory is
+        shared out evenly."""
         found = self._local.memory()
-        if self._group.layout.pp == self._group.layout.ep == 1:
+        if self._group.layout.pp == self._group.layout.ep == 1 and self._group.device.type == "cpu":
             return found  # the first has the largest part
         mine, others = self._all("need")
         weights, token, *blocks = map(max, zip(*([x[0], x[1], *x[3:]] for x in (mine, *others)), strict=True))
@@ -318,14 +333,20 @@ class RankedRunner:
 
     def _lose(self, why: str) -> RunnerLost:
         self._lost = f"a rank of the model is lost: {why}"
-        self._group.leave()
+        self._part()
         self._ranks.end()
         return RunnerLost(self._lost)
+
+    def _part(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        self._group.leave()
 
     def close(self) -> None:
         """End the other ranks, release weights and cache."""
         self._lost = self._lost or "the model was closed"
-        self._group.leave()
+        self._part()
         self._ranks.close()
         self._local.close()
         if self._at_close is not None:

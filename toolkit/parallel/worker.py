@@ -13,6 +13,7 @@ import socket
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from toolkit.base import child_process
 from toolkit.base.record import read
 from toolkit.errors import ToolkitError
 from toolkit.parallel import wire
+from toolkit.parallel.devices import kind_of_ranks, own_device, place_of
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model, RankRunner, open_whole
+from toolkit.parallel.watch import Watch
 from toolkit.runners.base import RunnerError
 from toolkit.runners.step import StepOutput
 
@@ -42,14 +45,19 @@ def main(fd: int) -> None:
         try:
             model = Model.from_json(told["model"])
             layout = read(Layout, told["layout"])
+            place = place_of(told["rank"], told["here"], told["launched"])
+            device = own_device(kind_of_ranks(model.options.device), model.devices, place)
+            own = replace(model.options, device=device)
             whole = open_whole(model, layout)
-            runner = RankRunner(whole, told["rank"], layout, model.options, told["dense"], told["here"])
+            runner = RankRunner(whole, told["rank"], layout, own, told["dense"], told["here"])
             pipe.send_bytes(wire.pack({"error": None}))
             if told.get("store") is None:
                 runner.group.join(Path(told["folder"]), told["seconds"])
             else:
                 host, port = told["store"]
                 runner.group.join_at(host, port, _address(fd) or host, told["seconds"])
+            if runner.group.link.queued:
+                Watch(runner.group, [pipe.fileno()], told["seconds"])
             pipe.send_bytes(wire.pack({"error": None}))
         except (ToolkitError, RuntimeError, OSError) as e:
             pipe.send_bytes(wire.pack({"error": str(e)}))

@@ -231,7 +231,11 @@ def _read(container: GgufContainer, language: Mapping[str, Any]) -> Eyes:
     arch = language.get("general.architecture")
     spelling = next((one for one in fitting if one.text is not None and one.text.arch == arch), fitting[0])
     clip = _Clip(container, language.get("tokenizer.ggml.tokens") or [])
-    fields, preprocessor = spelling.read(clip)
+    try:
+        fields, preprocessor = spelling.read(clip)
+    except ToolkitError as error:  # a family names its key alone
+        named = str(error).startswith(str(container.path))
+        raise error if named else ToolkitError(f"{container.path}: {error}") from None
     fields = {"model_type": spelling.family, **fields}
     family = get(fields["model_type"])
     config = {"architectures": [family.architectures[0]], **fields}

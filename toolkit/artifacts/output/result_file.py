@@ -88,7 +88,8 @@ def write_text(option: str, file: Path, text: str) -> None:
         with write_file(file) as scratch:
             scratch.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UsageError(f"{option} {file}: cannot be written ({error})") from error
+        told = getattr(error, "strerror", None) or error
+        raise UsageError(f"{option} {file}: cannot be written ({told})") from error
 
 
 def save_plot(option: str, figure: Any, file: Path, dpi: int) -> None:
@@ -97,7 +98,8 @@ def save_plot(option: str, figure: Any, file: Path, dpi: int) -> None:
         with write_file(file) as scratch:
             figure.savefig(scratch, format="png", dpi=dpi, metadata=_PLOT_MARK)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{option} {file}: cannot be written ({error})") from error
+        told = getattr(error, "strerror", None) or error
+        raise UsageError(f"{option} {file}: cannot be written ({told})") from error
 
 
 def _is_special(path: Path) -> bool:

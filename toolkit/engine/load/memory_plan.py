@@ -206,6 +206,8 @@ class _Planner:
                 limit = one  # asked for by name: up to all that is left
             elif w.session_len is not None:
                 best = self._longest(left, length, tokens)
+                if best < min(length, self.size):
+                    raise self._no_block(left)
                 raise ToolkitError(
                     f"session_len {length}: its KV cache takes {show_bytes(one)}, {show_bytes(left)} are left beside "
                     f"weights and activations; use a session_len of at most {best}, or --quant-policy 8 or 4"
@@ -213,16 +215,19 @@ class _Planner:
             else:
                 reduced = self._longest(limit, length, tokens)
                 if reduced < min(length, self.size):
-                    block = show_bytes(sum(self.need.block_bytes))
-                    raise ToolkitError(
-                        f"not enough memory for a KV cache: {show_bytes(max(limit, 0))} are left for it beside weights "
-                        f"and activations, one block of {self.size} tokens takes {block}; free some memory, or use "
-                        "a quantized model or --quant-policy 8"
-                    )
+                    raise self._no_block(limit)
                 self.notices.append(f"session_len reduced from {length} to {reduced}: the KV cache must fit")
                 length = reduced
         blocks = self._spread(limit, length, batch, tokens)
         return self._fitted(length, batch, blocks)
+
+    def _no_block(self, limit: int) -> ToolkitError:
+        block = show_bytes(sum(self.need.block_bytes))
+        return ToolkitError(
+            f"not enough memory for a KV cache: {show_bytes(max(limit, 0))} are left for it beside weights and "
+            f"activations, one block of {self.size} tokens takes {block}; free some memory, or use a quantized model "
+            "or --quant-policy 8"
+        )
 
     def _share(self) -> float:
         default = self.wishes.kv == DEFAULT_SHARE

@@ -8,7 +8,6 @@ from toolkit.configs.engine import EngineConfig, TurbomindEngineConfig
 from toolkit.errors import UsageError
 from toolkit.parallel.layout import WORLD_SIZE, Layout
 from toolkit.parallel.nodes import Nodes, key
-from toolkit.runners.choose import gpu_is_likely
 
 
 def layout_of(config: EngineConfig) -> Layout:
@@ -51,6 +50,8 @@ def check(config: EngineConfig) -> None:
         return
     if executor == "ray" and nodes is not None:
         raise UsageError("distributed_executor_backend: ray places ranks by itself; leave nnodes or torchrun out")
+    if executor == "ray" and config.devices is not None:
+        raise UsageError("devices: found with distributed_executor_backend ray, which chooses GPUs; leave one out")
     if executor == "uni":
         raise UsageError(f"distributed_executor_backend: uni is one process, found {layout}; expected mp, or tp=1")
     elsewhere = nodes is not None or executor == "ray"
@@ -61,8 +62,6 @@ def check(config: EngineConfig) -> None:
     if nodes is not None:  # told now, and not when the model has been opened
         nodes.ranks(layout.world)
         key()
-    if config.device not in ("auto", "cpu") or (config.device == "auto" and gpu_is_likely()):
-        raise UsageError(f"{layout}: ranks run on CPUs alone so far; use device cpu, or leave it out")
 
 
 def leads(config: EngineConfig | None) -> bool:

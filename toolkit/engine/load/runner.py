@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +51,7 @@ def to_split(setup: Setup) -> Model:
 
     options, how = _read_by(setup)
     files = tuple(getattr(setup.config, "family_files", ()))
-    return Model(str(setup.path), replace(options, device="cpu"), how, files)
+    return Model(str(setup.path), options, how, files, tuple(setup.config.devices or ()))
 
 
 def _read_by(setup: Setup) -> tuple[RunnerOptions, dict[str, Any]]:

@@ -202,7 +202,7 @@ class TensorRunner:
     def chosen(self) -> dict[int, list[int]]:
         """Of each layer with whole experts how often each was chosen here, since this was last called."""
         found = {}
-        with torch.inference_mode():
+        with torch.inference_mode(), self._on.working():
             for layer, placed in () if self._decoder is None else self._decoder.placed():
                 if placed.load is not None:
                     found[layer] = placed.load.tolist()

@@ -43,7 +43,7 @@ class Split(Protocol):
 
     def exchange(self, x: Tensor, give: Tensor, take: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rows of ``x``, ``give[i]`` of them to each seat in turn -> (what all seats give this one, how many each).
-        ``take``: these numbers, where they are known."""
+        ``take``: these numbers, where they are known. Numbers are the host's, int64."""
 
     def receive(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """float32: what the layers before this rank's have come to."""

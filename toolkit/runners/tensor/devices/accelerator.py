@@ -74,14 +74,29 @@ def why_absent(device: torch.device) -> str | None:
 
 
 @dataclass(frozen=True)
+class Link:
+    """How ranks on a type of device speak. ``open(store, host, rank, world, seconds)``: a group of so many, as torch's
+    ``Backend`` with allreduce, allgather, alltoall_base, send, recv and abort, of tensors on the device; they meet at
+    ``store``, a message may take ``seconds``. ``queued``: messages run behind the device's other work, so that waiting
+    for one orders that work and tells of no failure; a message whose other end is gone lasts until ``abort``.
+    """
+
+    name: str
+    open: Callable[[Any, str, int, int, float], Any]
+    queued: bool = False
+
+
+@dataclass(frozen=True)
 class DeviceKind:
     """What is known of a type of device. ``known_as``: in a few words. ``open``: makes what the runner works with, of
-    a device that is there; ``absent``: why one is not, one line, or None.
+    a device that is there; ``absent``: why one is not, one line, or None. ``ranks``: how several speak, None: they do
+    not.
     """
 
     known_as: str
     open: Callable[[torch.device], Device] = Accelerator
     absent: Callable[[torch.device], str | None] = why_absent
+    ranks: Link | None = None
 
 
 OURS = ("cpu", "cuda")  # which no package brings: their looking-up is spared, which takes 10 ms

@@ -70,18 +70,19 @@ def why_no_gpu() -> str | None:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return f"torch cannot use a GPU here ({str(error).strip().splitlines()[0]})"
-    return f"torch sees no GPU here{_visible()}"
+    return f"torch sees no GPU here{visible()}"
 
 
-def _visible() -> str:
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+def visible(kind: str = "cuda") -> str:
+    """What the user shows of GPUs, in brackets behind what there is; "" where all."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES") if kind == "cuda" else None
     return "" if shown is None else f" (CUDA_VISIBLE_DEVICES={shown!r})"
 
 
 def missing_gpu(device: torch.device) -> str | None:
     """Why ``device``, a GPU by number, is not there, or None."""
     count = torch.cuda.device_count()
-    return None if (device.index or 0) < count else f"there are {count} GPUs, counted from 0{_visible()}"
+    return None if (device.index or 0) < count else f"there are {count} GPUs, counted from 0{visible()}"
 
 
 def describe_gpu(index: int) -> str:

@@ -50,7 +50,7 @@ class Placed:
         order = seat.argsort(stable=True)
         source = source[order]
         told = torch.stack([slot[order].float(), weights[rows].flatten()[order].float()], 1)
-        counts = torch.bincount(seat, minlength=split.seats)
+        counts = torch.bincount(seat, minlength=split.seats).cpu()
         got, back = split.exchange(x[source], counts)
         about, _ = split.exchange(told, counts, back)
         y = run(got, about[:, :1].to(chosen.dtype), about[:, 1:].to(weights.dtype)) if len(got) else got
