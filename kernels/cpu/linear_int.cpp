@@ -123,7 +123,7 @@ TK_INLINE void group_dots8(const uint8_t* const* codes, int64_t group, const int
 
 // M tokens from t0 on by N tiles: out[n * M + t]
 template <int M, int N, int BITS, bool MIN>
-void narrow(const Matrix& w, const uint8_t* const* tiles, const Rows& in, int64_t t0, F* out) {
+void narrow(const Matrix& w, const uint8_t* const* tiles, const Rows& in, int64_t t0, LaterAhead& later, F* out) {
     const int64_t groups = w.groups(), step = w.group_bytes(), header = w.header_bytes();
     const uint8_t* at[N];
     TK_EACH(n, N, at[n] = tiles[n];);
@@ -134,6 +134,7 @@ void narrow(const Matrix& w, const uint8_t* const* tiles, const Rows& in, int64_
         const uint8_t* codes[N];
         TK_EACH(n, N, codes[n] = at[n] + header;);
         const int8_t* a = in.q + t0 * in.ldq + g * w.group;
+        later.step(N);
         if (BITS == 4) group_dots4<M, N>(codes, w.group, a, in.ldq, d);
         else group_dots8<M, N>(codes, w.group, a, in.ldq, d);
         TK_EACH(n, N, {
@@ -157,7 +158,7 @@ void narrow(const Matrix& w, const uint8_t* const* tiles, const Rows& in, int64_
     TK_EACH(i, N * M, out[i] = y[i];);
 }
 
-typedef void (*Narrow)(const Matrix&, const uint8_t* const*, const Rows&, int64_t, F*);
+typedef void (*Narrow)(const Matrix&, const uint8_t* const*, const Rows&, int64_t, LaterAhead&, F*);
 
 template <int N>
 constexpr int most() { return N == 8 ? EIGHT : N == 4 ? FOUR : N == 2 ? TWO : NARROW; }
@@ -173,7 +174,7 @@ Narrow narrow_for(const Matrix& w, int64_t m) {
 
 // Tiles [t0, t1) in N runs side by side, what is left over in fewer.
 template <int N>
-void linear_narrow(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to) {
+void linear_narrow(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, LaterAhead& later) {
     const int64_t run = N == 1 || count <= most<N>() ? (t1 - t0) / N : 0;
     for (int64_t i = 0; i < run; i++) {
         const uint8_t* tiles[N];
@@ -181,12 +182,12 @@ void linear_narrow(const Matrix& w, const Rows& in, int64_t count, int64_t t0, i
         for (int64_t t = 0, m; t < count; t += m) {
             m = count - t < most<N>() ? count - t : most<N>();
             F y[N * most<N>()];
-            narrow_for<N>(w, m)(w, tiles, in, t, y);
+            narrow_for<N>(w, m)(w, tiles, in, t, later, y);
             for (int n = 0; n < N; n++)
                 for (int64_t j = 0; j < m; j++) store_tile(to, t + j, t0 + n * run + i, y[n * m + j]);
         }
     }
-    if constexpr (N > 1) linear_narrow<N / 2>(w, in, count, t0 + N * run, t1, to);
+    if constexpr (N > 1) linear_narrow<N / 2>(w, in, count, t0 + N * run, t1, to, later);
 }
 
 // fn(number) with how many tiles are read side by side at most on this processor
@@ -209,7 +210,8 @@ void gated_narrow(const Matrix& gate, const Matrix& up, const Rows& in, int64_t 
             tiles[2 * n + 1] = up.data + at;
         }
         F y[2 * N * most<2 * N>()];
-        narrow_for<2 * N>(gate, count)(gate, tiles, in, 0, y);
+        LaterAhead none(to, 0);
+        narrow_for<2 * N>(gate, count)(gate, tiles, in, 0, none, y);
         for (int n = 0; n < N; n++)
             for (int64_t t = 0; t < count; t++) store_gated(to, t, t0 + n * run + i, y[2 * n * count + t], y[(2 * n + 1) * count + t]);
     }
@@ -365,6 +367,7 @@ bool in_pairs(const Matrix& w, int64_t count) { return count >= PAIRS_FROM && (w
 
 void linear_pairs(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int64_t t1, const Store& to, void* scratch) {
     const int64_t bytes = w.tile_bytes(), steps = (count + WIDE - 1) / WIDE;
+    LaterAhead later(to, (t1 - t0) * steps);
     for (int64_t tile = t0; tile < t1; tile += 2) {
         const bool two = tile + 1 < t1;
         const uint8_t* data = w.data + tile * bytes;
@@ -373,6 +376,7 @@ void linear_pairs(const Matrix& w, const Rows& in, int64_t count, int64_t t0, in
         for (int64_t t = 0, m; t < count; t += m) {
             m = block_at(t, count, WIDE);
             next.step();
+            later.step(2);
             TilesAhead::results(to, t, m, tile);
             if (two) TilesAhead::results(to, t, m, tile + 1);
             pair_kernel(w, m)(w, p, in, t);
@@ -420,7 +424,8 @@ void linear_int(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int6
     if (in_split(w, count)) return linear_split(w, nullptr, in, count, t0, t1, to, scratch);
 #endif
     if (in_pairs(w, count)) return linear_pairs(w, in, count, t0, t1, to, scratch);
-    side_by_side([&](auto n) { linear_narrow<n>(w, in, count, t0, t1, to); });
+    LaterAhead later(to, (t1 - t0) * w.groups());
+    side_by_side([&](auto n) { linear_narrow<n>(w, in, count, t0, t1, to, later); });
 }
 
 void gated_int(const Matrix& gate, const Matrix& up, const Rows& in, int64_t count, int64_t t0, int64_t t1,
@@ -436,8 +441,9 @@ void gated_int(const Matrix& gate, const Matrix& up, const Rows& in, int64_t cou
             const int64_t m = count - t < NARROW ? count - t : NARROW;
             F g[NARROW], u[NARROW];
             const uint8_t *tile_gate = gate.data + tile * gate.tile_bytes(), *tile_up = up.data + tile * up.tile_bytes();
-            narrow_for<1>(gate, m)(gate, &tile_gate, in, t, g);
-            narrow_for<1>(up, m)(up, &tile_up, in, t, u);
+            LaterAhead none(to, 0);
+            narrow_for<1>(gate, m)(gate, &tile_gate, in, t, none, g);
+            narrow_for<1>(up, m)(up, &tile_up, in, t, none, u);
             for (int64_t i = 0; i < m; i++) store_gated(to, t + i, tile, g[i], u[i]);
         }
 }

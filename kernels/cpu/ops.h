@@ -68,6 +68,12 @@ struct Rows {
     int32_t loose = 0;  // and sums be in the order that is fastest for many rows, here for any number
 };
 
+// Memory that later work reads, `bytes` from each place on: a linear may fetch it while it computes.
+struct Later {
+    const uint8_t* at;
+    int64_t bytes;
+};
+
 // Where a linear's result goes: out[t * ld + row] = y, or += alpha * y where `add`; y includes the bias.
 struct Store {
     float* out = nullptr;
@@ -78,6 +84,8 @@ struct Store {
     float alpha = 1.0f;
     int32_t activation = -1;  // gated pair, or a plain linear followed by an activation
     float gate_scale = 1.0f;  // of the first of a gated pair, its bias included
+    const Later* later = nullptr;
+    int64_t laters = 0;
 };
 
 // Keys and values of one head in one block, in cells of 16 tokens. Sizes in bytes.

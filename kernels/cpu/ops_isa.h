@@ -105,6 +105,24 @@ struct TilesAhead {
     }
 };
 
+// Fetches what a Store says is read later, spread over `steps` equal parts of a linear's work.
+struct LaterAhead {
+    const Later *part, *end;
+    int64_t done = 0, share = 0;
+
+    LaterAhead(const Store& to, int64_t steps) : part(to.later), end(to.later + to.laters) {
+        int64_t bytes = 0;
+        for (const Later* p = part; p < end; p++) bytes += p->bytes;
+        if (steps > 0 && bytes) share = bytes / 64 / steps + 1;
+    }
+    void step(int64_t times) {
+        for (int64_t lines = share * times; lines > 0 && part < end; lines--) {
+            fetch_to_l2(part->at + done);
+            if ((done += 64) >= part->bytes) part++, done = 0;
+        }
+    }
+};
+
 TK_INLINE F apply_activation(F x, int32_t activation) {
     if (activation == SILU) return fmul(x, fsigmoid(x));
     if (activation == RELU) return fmax(x, fzero());

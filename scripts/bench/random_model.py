@@ -3,6 +3,7 @@
     python scripts/bench/random_model.py DIR --shape 1b            bf16, dense
     python scripts/bench/random_model.py DIR --shape 1b --awq      4-bit AWQ, groups of 64
     python scripts/bench/random_model.py DIR --shape v2-lite --awq --config-only      for --load-format dummy
+    python scripts/bench/random_model.py DIR --layers 1 --length 40960                long contexts, read quickly
 
 Shapes: 1b and 7b are Llama-3.2-1B's and Llama-2-7B's, moe, v2-lite, qwen3-next and lfm2 Qwen3-30B-A3B's,
 DeepSeek-V2-Lite's, Qwen3-Next-80B-A3B's and LFM2-1.2B's with fewer layers, experts or words. The tokenizer is the demo
@@ -176,15 +177,19 @@ def main() -> None:
     parser.add_argument("dir", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--awq", action="store_true")
+    parser.add_argument("--layers", type=int, help="instead of the shape's own number")
+    parser.add_argument("--length", type=int, default=8192, help="of a context, at most")
     parser.add_argument("--config-only", action="store_true", help="no weights")
     args = parser.parse_args()
     args.dir.mkdir(parents=True)
     config = SHAPES[args.shape] | {
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": args.length,
         "torch_dtype": "bfloat16",
     }
+    if args.layers is not None:
+        config["num_hidden_layers"] = args.layers
     if args.awq:
         quantization = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": GROUP, "zero_point": True}
         config["quantization_config"] = quantization

@@ -183,7 +183,7 @@ class FakeRunner:
         size = 1 if self.windows[group] == "state" else self.options.block_size
         return slice(block * size, (block + 1) * size)
 
-    def export_block(self, group: int, block: int) -> bytes:
+    def export_block(self, group: int, block: int, into: memoryview | None = None) -> bytes:
         part = self.part(group, block)
         return self.first[group][part].tobytes() + self.second[group][part].tobytes()
 

@@ -58,6 +58,8 @@ class Store(Structure):
         ("alpha", c_float),
         ("activation", c_int32),
         ("gate_scale", c_float),
+        ("later", c_void_p),
+        ("laters", c_int64),
     )
 
 

@@ -178,7 +178,7 @@ class RankedRunner:
         if self._homes is not None:
             self._homes.nowhere(group, blocks)
 
-    def export_block(self, group: int, block: int) -> bytes:
+    def export_block(self, group: int, block: int, into: memoryview | None = None) -> bytes:
         """The parts of all ranks of a copy that has it, one behind the other."""
         mine, others = self._all("export_block", group, block)
         home = 0 if self._homes is None else self._homes.home(group, block)

@@ -112,8 +112,9 @@ class Runner(Protocol):
 
     def submit(self, batch: StepBatch) -> StepHandle: ...
 
-    def export_block(self, group: int, block: int) -> bytes | memoryview:
-        """The content of a block that no step in flight writes to, in stored form, all layers of the group."""
+    def export_block(self, group: int, block: int, into: memoryview | None = None) -> bytes | memoryview:
+        """The content of a block that no step in flight writes to, in stored form, all layers of the group. ``into``:
+        what an earlier call for this group gave, whose memory may be used again."""
 
     def import_block(self, group: int, block: int, data: bytes | memoryview) -> None:
         """Inverse of ``export_block``, into a block that nobody has; waits for steps in flight."""

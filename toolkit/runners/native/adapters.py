@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.adapter import Change
 
 ABSENT = PackedTensor(np.zeros(0, np.uint8), PackedMeta(VECTOR, 0))
+_LINE = 64
 Slots = np.ndarray[Any, np.dtype[np.int32]]
 
 
@@ -54,13 +57,28 @@ def pack_adapter(
             matrix = turn(change.weight) if reads_turned else change.weight
             tensors += [ABSENT, ABSENT, ABSENT, pack_dense(matrix.to(kind).contiguous()).in_memory()]
             continue
-        a = change.a.T if name == spec.embed else turn(change.a) if reads_turned else change.a
+        a = turn(change.a) if reads_turned else change.a
         size = ABSENT if change.magnitude is None else vector(change.magnitude.numpy())
-        low |= {len(tensors): a, len(tensors) + 1: change.b}
+        low |= {len(tensors): a.T, len(tensors) + 1: change.b}
         tensors += [ABSENT, ABSENT, size, ABSENT]
     for place, tensor in zip(low, pack_alike(list(low.values()), kind), strict=True):
         tensors[place] = tensor
-    return PackedAdapter(np.array([sites[name] for name in changes], np.int32), tuple(tensors))
+    return PackedAdapter(np.array([sites[name] for name in changes], np.int32), _together(tensors))
+
+
+def _together(tensors: Sequence[PackedTensor]) -> tuple[PackedTensor, ...]:
+    """The same in one piece of memory, of huge pages where the system has them: a step reads a few KB here and there in
+    every adapter, and a lookup of an ordinary page would cost as much as what is read of it."""
+    places = np.cumsum([0, *(-(-t.data.nbytes // _LINE) * _LINE for t in tensors)])
+    memory = mmap.mmap(-1, max(int(places[-1]), 1))
+    with suppress(OSError):  # a system without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    for tensor, at in zip(tensors, places, strict=False):
+        whole[at : at + tensor.data.nbytes] = tensor.data
+    return tuple(
+        replace(tensor, data=whole[at : at + tensor.data.nbytes]) for tensor, at in zip(tensors, places, strict=False)
+    )
 
 
 class Shelf:

@@ -376,10 +376,10 @@ class NativeRunner:
         isa = self._library.tk_isa(library.wanted_isa().encode()) or b""
         return f"{file_digest(library.library_path())} {isa.decode()}"
 
-    def export_block(self, group: int, block: int) -> memoryview:
+    def export_block(self, group: int, block: int, into: memoryview | None = None) -> memoryview:
         """The block's bytes in stored form: layer after layer, head after head."""
         size = self._library.tk_block_bytes(self._loaded(), group)
-        data = np.empty(max(size, 0), np.uint8)
+        data = np.empty(max(size, 0), np.uint8) if into is None else np.frombuffer(into, np.uint8)
         self._check(self._library.tk_block_export(self._model, group, block, data.ctypes.data))
         return data.data
 

@@ -309,7 +309,7 @@ class TensorRunner:
         named = getattr(getattr(torch, kind, None), "get_device_name", None)
         return f"torch {torch.__version__} {kind} {named() if named else ''} dense {self.dense}"
 
-    def export_block(self, group: int, block: int) -> bytes:
+    def export_block(self, group: int, block: int, into: memoryview | None = None) -> bytes:
         """The block's content in stored form, all layers of the group."""
         with torch.inference_mode(), self._on.working():
             return self._ready().cache.export_block(group, block)

@@ -32,6 +32,7 @@ class Writer:
         self._waiting: deque[tuple[Block, Buffer]] = deque()
         self._size = 0  # of what waits or is being written
         self._spent = 0.0  # seconds that others have worked for it
+        self._written: dict[int, list[memoryview]] = {}  # memory, by groups: new one costs more than the copy
         self._busy = self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -44,7 +45,7 @@ class Writer:
         that it cannot be ``what``."""
         begun = time.perf_counter()
         try:
-            data = runner.export_block(block.group, at)
+            data = runner.export_block(block.group, at, self._used(block.group))
         except RunnerError as error:
             log.warning("a KV block cannot be %s: %s", what, error)
             return False
@@ -58,6 +59,12 @@ class Writer:
                 self._thread.start()
             self._changed.notify_all()
         return True
+
+    def _used(self, group: int) -> memoryview | None:
+        """Memory of a block that is written."""
+        with self._changed:
+            written = self._written.get(group)
+            return written.pop() if written else None
 
     def tell(self, busy: bool) -> None:
         """Whether requests run."""
@@ -96,6 +103,11 @@ class Writer:
                 spent, self._spent = self._spent, 0.0
             begun = time.thread_time()
             self._shelf.write(group)
+            with self._changed:
+                held = sum(len(data) for written in self._written.values() for data in written)
+                for block, data in group:
+                    if isinstance(data, memoryview) and (held := held + len(data)) <= GROUP:
+                        self._written.setdefault(block.group, []).append(data)
             group.clear()
             spent += time.thread_time() - begun
             with self._changed:

@@ -24,14 +24,23 @@ void RowWork::each_change(const Linear& l, int64_t first_row, int64_t rows, Body
     }
 }
 
-// a(x) of rows [row, end) where nobody has made it yet.
+// x a of rows [row, end) where nobody has made it yet.
 void RowWork::lower(const Linear& l, const Change& c, const InputBuffer& in, int64_t row, int64_t end) const {
     Lowered& low = table_->lowered;
     if (!low.claim(serial_, l.site, row + shift_)) return;
-    Store to;
-    to.out = low.row(l.site, row + shift_);
-    to.ld = low.ld();
-    ops.linear(c.a.w, rows_of(in, c.a, row), end - row, 0, c.a.w.tiles(), to, own_->linear.data());
+    float* out = low.row(l.site, row + shift_);
+    const int64_t width = c.a.w.rows;
+    if (width % LANES == 0) {
+        ops.linear_back(c.a.w, rows_of(in, c.a, row), end - row, 0, c.a.w.tiles(), out, low.ld());
+    } else {  // what stands behind a row must not be read
+        InputBuffer x;
+        x.x = own_->padded.data();
+        for (int64_t t = row; t < end; t++) {
+            std::memcpy(x.x, in.x + t * in.ldx, size_t(width) * 4);
+            std::fill(x.x + width, x.x + pad16(width), 0.0f);
+            ops.linear_back(c.a.w, rows_of(x, c.a, 0), 1, 0, c.a.w.tiles(), out + (t - row) * low.ld(), low.ld());
+        }
+    }
     low.made(serial_, l.site, row + shift_);
 }
 
@@ -55,6 +64,18 @@ void RowWork::changed(const Linear& l, const InputBuffer& in, int64_t first_row,
         part.out += (row - first_row) * to.ld;
         return part;
     };
+    // meanwhile comes what is added to them, which is read a few KB here and there: by itself it would take longer than its sums
+    std::vector<std::pair<int64_t, int64_t>>& runs = own_->runs;
+    runs.clear();
+    own_->later.clear();
+    each_change(l, first_row, rows, [&](int64_t row, int64_t end, const Change& c) {
+        if (!c.low()) return;
+        runs.emplace_back(row, end);
+        const int64_t bytes = c.b.w.tile_bytes();
+        own_->later.push_back({c.b.w.data + tiles.first * bytes, (tiles.last - tiles.first) * bytes});
+    });
+    to.later = own_->later.data();
+    to.laters = int64_t(own_->later.size());
     // rows that the linear is computed for as it is, all together
     for (int64_t row = first_row, end; row < last; row = end) {
         auto plain = [&](int64_t t) { return !change(l, t) || change(l, t)->adds(); };
@@ -63,13 +84,11 @@ void RowWork::changed(const Linear& l, const InputBuffer& in, int64_t first_row,
         while (end < last && plain(end)) end++;
         one(l, in, row, end - row, tiles, at(row));
     }
-    // who comes with this thread begins elsewhere
-    std::vector<std::pair<int64_t, int64_t>>& runs = own_->runs;
-    runs.clear();
+    to.laters = 0;
     each_change(l, first_row, rows, [&](int64_t row, int64_t end, const Change& c) {
-        if (c.low()) runs.emplace_back(row, end);
-        else one_whole(l, c, in, row, end - row, tiles, at(row));
+        if (!c.low()) one_whole(l, c, in, row, end - row, tiles, at(row));
     });
+    // who comes with this thread begins elsewhere
     const size_t n = runs.size(), from = threads_ > 0 ? n * size_t(thread_) / size_t(threads_) : 0;
     for (size_t i = 0; i < n; i++) {
         const auto [row, end] = runs[(from + i) % n];

@@ -31,6 +31,7 @@ void expect(const Record& r, const char* what, const Linear& l, int64_t rows, in
 // magnitude / |row of W + b a|, by rows of W.
 void find_factors(const Ops& ops, const Linear& base, const Change& c, const float* magnitude, float* out) {
     const int64_t cols = base.w.cols, rank = c.low() ? c.b.w.cols : 0, ld = pad16(cols);
+    std::vector<uint8_t> scratch(c.low() ? size_t(ops.linear_scratch(c.a.w)) : 0);
     std::vector<float> w(size_t(ld) + LANES), added(size_t(ld) + LANES), b(size_t(pad16(rank)) + LANES);
     for (int64_t row = 0; row < base.w.rows; row++) {
         ops.matrix_row(base.w, row, 1.0f, w.data());
@@ -39,7 +40,10 @@ void find_factors(const Ops& ops, const Linear& base, const Change& c, const flo
             Rows x;
             x.x = b.data();
             x.ldx = int64_t(b.size());
-            ops.linear_back(c.a.w, x, 1, 0, c.a.w.tiles(), added.data(), ld);
+            Store to;
+            to.out = added.data();
+            to.ld = ld;
+            ops.linear(c.a.w, x, 1, 0, c.a.w.tiles(), to, scratch.data());
         }
         double sum = 0;
         for (int64_t k = 0; k < cols; k++) {
@@ -80,7 +84,7 @@ void AdapterTable::put(const Program& p, const Ops& ops, int64_t count_threads, 
     Values none("", nullptr, 0, tensors, 4 * count);
     auto made = std::make_unique<Adapter>();
     made->changes.resize(p.sites.size());
-    int64_t room = 0, widest = rank, held = 0;
+    int64_t room = 0, widest = rank, held = 0, widest_input = 0;
     for (int64_t i = 0; i < count; i++)
         if (tensors[4 * i + 2].data) held += pad16(tensors[4 * i + 2].rows);
     made->held.resize(size_t(held));
@@ -101,8 +105,9 @@ void AdapterTable::put(const Program& p, const Ops& ops, int64_t count_threads, 
         if (c->low()) {
             const int64_t rank_here = c->b.w.cols;
             if (rank_here > MOST_RANK) r.fail("b", "of a rank above " + std::to_string(MOST_RANK));
-            if (embeds) expect(r, "a", c->a, base.w.rows, rank_here), expect(r, "b", c->b, base.w.cols, rank_here);
-            else expect(r, "a", c->a, rank_here, base.w.cols), expect(r, "b", c->b, base.w.rows, rank_here);
+            expect(r, "a", c->a, embeds ? base.w.rows : base.w.cols, rank_here);
+            expect(r, "b", c->b, embeds ? base.w.cols : base.w.rows, rank_here);
+            widest_input = std::max(widest_input, base.w.cols);
             widest = std::max(widest, rank_here);
         } else {
             expect(r, "whole", c->whole, base.w.rows, base.w.cols);
@@ -128,6 +133,7 @@ void AdapterTable::put(const Program& p, const Ops& ops, int64_t count_threads, 
     threads.resize(size_t(count_threads));
     for (Scratch& s : threads) {
         if (int64_t(s.linear.size()) < room + 128) s.linear.resize(size_t(room + 128));
+        if (int64_t(s.padded.size()) < pad16(widest_input)) s.padded.resize(size_t(pad16(widest_input)));
         if (!s.half.data()) s.half = Pages(2 * p.chunk * STRIPE * 4 + 128);
     }
     if (int64_t(slots.size()) <= slot) slots.resize(size_t(slot) + 1);

@@ -13,9 +13,9 @@
 
 namespace tk {
 
-// What an adapter makes of one linear. Of the embedding `a` is [vocabulary, rank], of a linear [rank, inputs].
+// What an adapter makes of one linear.
 struct Change {
-    Linear a, b;        // b(a(x)) is added, unless they are absent
+    Linear a, b;        // [inputs, rank], [outputs, rank]: x a b^T is added, unless they are absent
     Linear whole;       // in place of the linear
     Vector magnitudes;  // what W x + b(a(x)) is multiplied by, by outputs
     bool adds() const { return !whole.present() && !magnitudes; }
@@ -30,7 +30,7 @@ struct Adapter {
 
 using Adapters = std::vector<const Adapter*>;  // of rows; null = none
 
-// Products a(x) of the rows of a chunk. Threads that share the tiles of a linear share its rows out too: whoever comes first makes a
+// Products x a of the rows of a chunk. Threads that share the tiles of a linear share its rows out too: whoever comes first makes a
 // row's product, the others find it.
 class Lowered {
 public:
@@ -66,6 +66,8 @@ struct AdapterTable {
         std::vector<uint8_t> linear;
         Pages half;  // [CHUNK][STRIPE] of one half of a gated product, then as much of a product that is scaled
         std::vector<std::pair<int64_t, int64_t>> runs;
+        std::vector<Later> later;
+        std::vector<float> padded;  // a row of inputs
     };
     std::vector<Scratch> threads;
     bool changes_experts = false;
