@@ -94,9 +94,9 @@ class EngineFlags(CommonEngineConfig):
 
     @property
     def _by_messages(self) -> bool:
-        """Whether ranks are asked for that share no memory."""
+        """Whether ranks are asked for that turbomind has not."""
         elsewhere = launched() > 1 or self.distributed_executor_backend == "ray"
-        return max(self.pp, self.dp, self.ep, self.nnodes) > 1 or (self.tp > 1 and elsewhere)
+        return max(self.pp, self.dp, self.ep) > 1 or (self.tp > 1 and elsewhere)
 
     def config(self) -> EngineConfig:
         """The engine config these flags mean. Raises UsageError for a value out of range."""

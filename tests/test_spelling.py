@@ -130,7 +130,8 @@ def test_options_that_ask_for_more_than_there_is_are_refused(flag: str, value: s
 def test_ranks_are_of_either_backend() -> None:
     assert isinstance(engine_flags("--tp", "2").config(), TurbomindEngineConfig)
     assert isinstance(engine_flags("--tp", "2", "--backend", "pytorch").config(), PytorchEngineConfig)
-    for flag in ("--pp", "--dp", "--nnodes"):
+    assert isinstance(engine_flags("--tp", "2", "--nnodes", "2").config(), TurbomindEngineConfig)
+    for flag in ("--pp", "--dp"):
         assert isinstance(engine_flags(flag, "2").config(), PytorchEngineConfig)
 
 

@@ -90,7 +90,7 @@ def test_a_schema_that_no_grammar_holds_to() -> None:
         ),
         (
             TurbomindEngineConfig(tp=2, pp=2),
-            "tp=2, pp=2: turbomind splits by tp alone, and starts its ranks on one machine; leave the rest out, or use "
+            "tp=2, pp=2: turbomind splits by tp alone, and starts its ranks by itself; leave the rest out, or use "
             "PytorchEngineConfig (--backend pytorch)",
         ),
         (

@@ -279,7 +279,7 @@ def test_a_rank_that_draws_other_tokens_is_told(ranks: Any, monkeypatch: pytest.
 
 def test_ranks_that_find_another_model_do_not_begin(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_models("llama")
-    monkeypatch.setattr(native_runner, "signature", lambda opened, path: 0)
+    monkeypatch.setattr(native_runner, "signature", lambda opened, path, times: 0)
     with pytest.raises(ToolkitError, match="tp=2: the ranks have not met: rank 1 has found another model at"):
         NativeRanks(Model(str(path), options(), {}), 2)
 

@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -27,7 +26,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.parallel import nodes as module
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
-from toolkit.parallel.nodes import KEY, Door, Nodes, about, serve
+from toolkit.parallel.nodes import KEY, Door, Nodes, about
 from toolkit.parallel.runner import RankedRunner
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
@@ -54,29 +53,15 @@ def model(path: Path, **fields: Any) -> Model:
     return Model(str(path), RunnerOptions(**given), {})
 
 
-class Second:
-    """The second machine, in a thread. ``error``: what it ended with."""
-
-    def __init__(self, model: Model, port: int) -> None:
-        self.error, self.told = "", []
-        self._thread = threading.Thread(target=self._run, args=(model, Nodes(2, 1, "127.0.0.1", port)), daemon=True)
-        self._thread.start()
-
-    def _run(self, model: Model, nodes: Nodes) -> None:
-        try:
-            serve(model, LAYOUT, nodes, self.told.append)
-        except ToolkitError as e:
-            self.error = str(e)
-
-    def end(self) -> str:
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-        return self.error
+@pytest.fixture
+def second(support: Any, port: int) -> Any:
+    """``second(model)``: the second machine."""
+    return lambda model: support("second_machine").Second(model, port)
 
 
-def test_two_machines_give_what_one_process_gives(port: int, tiny_models: Any, support: Any) -> None:
+def test_two_machines_give_what_one_process_gives(port: int, second: Any, tiny_models: Any, support: Any) -> None:
     path, steps = tiny_models("llama"), support("steps")
-    second = Second(model(path), port)
+    other = second(model(path))
     ranks = RankedRunner(model(path), LAYOUT, Nodes(2, 0, "127.0.0.1", port))
     try:
         one = open_runner(path, backend="pytorch", options=model(path).options)[0]
@@ -84,18 +69,18 @@ def test_two_machines_give_what_one_process_gives(port: int, tiny_models: Any, s
         assert steps.Driver(ranks).generate(PROMPT, 8) == steps.Driver(one).generate(PROMPT, 8)
     finally:
         ranks.close()
-    assert second.end() == "" and second.told[-1].endswith("has ended")
+    assert other.end() == "" and other.told[-1].endswith("has ended")
 
 
 def test_a_first_machine_that_is_gone_is_looked_for(
-    port: int, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+    port: int, second: Any, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny_models("llama")
-    second = Second(model(path), port)
+    other = second(model(path))
     ranks = RankedRunner(model(path), LAYOUT, Nodes(2, 0, "127.0.0.1", port))
     monkeypatch.setattr(module, "COME_SECONDS", 0.5)
     ranks._ranks.end()  # without a word, as when it is killed
-    assert f"nobody is at 127.0.0.1:{port}" in second.end()
+    assert f"nobody is at 127.0.0.1:{port}" in other.end()
     ranks.close()
 
 
@@ -106,15 +91,15 @@ def door(port: int) -> Iterator[Door]:
 
 
 def test_another_key_is_turned_away_and_who_is_missing_is_named(
-    door: Door, port: int, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+    door: Door, second: Any, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = model(tiny_models("llama"))
     monkeypatch.setattr(module, "COME_SECONDS", 3.0)
     monkeypatch.setenv(KEY, "another")
-    second = Second(told, port)
+    other = second(told)
     with pytest.raises(ToolkitError, match=r"rank 1 \(node_rank 1\): not come to 127\.0\.0\.1:\d+ within 3 s"):
         door.collect(2, about(Path(told.path), told, LAYOUT))
-    assert second.end().startswith(f"{KEY}: ")
+    assert other.end().startswith(f"{KEY}: ")
 
 
 @pytest.mark.parametrize(("other", "what"), [
@@ -123,16 +108,16 @@ def test_another_key_is_turned_away_and_who_is_missing_is_named(
     ({}, "another version"),
 ])  # fmt: skip
 def test_machines_that_are_not_alike(
-    other: dict[str, Any], what: str, door: Door, port: int, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+    other: dict[str, Any], what: str, door: Door, second: Any, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = model(tiny_models("llama"))
     own = about(Path(mine.path), mine, LAYOUT)
     if not other:
         own["version"] = "0.0"
-    second = Second(model(tiny_models(other.pop("family", "llama")), **other), port)
+    machine = second(model(tiny_models(other.pop("family", "llama")), **other))
     with pytest.raises(ToolkitError, match=rf"rank 1 at 127\.0\.0\.1: it has {what}"):
         door.collect(2, own)
-    assert re.search(what, second.end())
+    assert re.search(what, machine.end())
 
 
 def test_a_stranger_is_no_hindrance(door: Door, port: int, tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +191,7 @@ def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Nodes.of(1, 0, None, LAYOUT)
     assert found == Nodes(2, 1, "::1", 7, launched=2) and found.here(2) == 2 and list(found.ranks(2)) == [1]
     assert leads(PytorchEngineConfig())  # of one rank: whoever started it wants as many engines
-    with pytest.raises(UsageError, match=r"tp=2 \(WORLD_SIZE=2\): turbomind .* starts its ranks on one machine"):
+    with pytest.raises(UsageError, match=r"tp=2 \(WORLD_SIZE=2\): turbomind .* starts its ranks by itself"):
         check(TurbomindEngineConfig(tp=2))
     with pytest.raises(UsageError, match=r"WORLD_SIZE=2 \(torchrun\): tp=3 has 3 ranks; start as many"):
         check(PytorchEngineConfig(tp=3))
@@ -270,11 +255,12 @@ def machines() -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
-def test_two_network_namespaces(machines: list[str], tiny_models: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["pytorch", "turbomind"])
+def test_two_network_namespaces(backend: str, machines: list[str], tiny_models: Any, tmp_path: Path) -> None:
     """The command as a user types it, on both; the model lies elsewhere on the second."""
     path = tiny_models("llama")
     copy = shutil.copytree(path, tmp_path / "elsewhere")
-    ask = ["--backend", "pytorch", "--dtype", "float32", "--device", "cpu", "--threads", "1", "--session-len", "64"]
+    ask = ["--backend", backend, "--dtype", "float32", "--device", "cpu", "--threads", "1", "--session-len", "64"]
     ask += ["--prompt", "Name three colours.", "--max-new-tokens", "8", "--temperature", "0"]
     tool = [sys.executable, "-m", "toolkit", "chat"]
     alone = subprocess.run([*tool, str(path), *ask], capture_output=True, text=True, timeout=200)

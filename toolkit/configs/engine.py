@@ -122,7 +122,7 @@ class CommonEngineConfig:
     pp: int = option(
         1, "Ranks to lay its layers out over, one behind the other (pytorch only).", allowed=Bounds(1, 1024, "int32")
     )
-    nnodes: int = option(1, "Machines that the ranks are on (pytorch only).", allowed=Bounds(1, 1024, "int32"))
+    nnodes: int = option(1, "Machines that the ranks are on.", allowed=Bounds(1, 1024, "int32"))
     node_rank: int = option(0, "Which of them this is; the first one serves.", allowed=Bounds(0, 1023, "int32"))
     dist_init_addr: str | None = option(None, "HOST:PORT at which the first one waits for the others.")
     master_addr: str | None = option(None, "HOST of --dist-init-addr, as torchrun has it.", hidden=True)

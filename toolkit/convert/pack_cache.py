@@ -75,7 +75,7 @@ def is_for(config: EngineConfig, backend: str | None) -> bool:
     say what it is, which can change."""
     plain = (config.model_format, config.load_format, config.adapters) == (None, "auto", None)
     plain = plain and not os.environ.get(registry.VARIABLE)
-    plain = plain and not config.empty_init
+    plain = plain and not config.empty_init and config.nnodes == 1  # what all machines have is the checkpoint
     plain = plain and not config.hf_overrides and not getattr(config, "rope_scaling_factor", 0.0)
     if not plain or backend == "pytorch" or isinstance(config, PytorchEngineConfig):
         return False

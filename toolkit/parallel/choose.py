@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from toolkit.errors import UsageError
 from toolkit.parallel.devices import kind_of_ranks
 from toolkit.parallel.layout import Layout
@@ -24,10 +22,9 @@ def open_ranks(model: Model, layout: Layout, backend: Backend | None, nodes: Nod
     if backend != "pytorch" and kind_of_ranks(model.options.device) != "cpu":
         why = "turbomind's ranks run on CPUs; pytorch stands in" if backend == "turbomind" else ""
     elif backend != "pytorch":
-        model = replace(model, options=replace(model.options, device="cpu"))
         opened, reason = open_native(model, layout.tp)
         if reason is None and (backend == "turbomind" or opened.target != "torch"):
-            return NativeRanks(model, layout.tp, opened), ""
+            return NativeRanks(model, layout.tp, opened, nodes), ""
         why = f"turbomind's native runner does not split it: {reason}; pytorch stands in" if reason else ""
     try:
         return RankedRunner(model, layout, nodes), why

@@ -16,6 +16,7 @@ from toolkit.models.registry import from_files
 from toolkit.parallel.group import Event
 from toolkit.parallel.model import Model
 from toolkit.runners.choose import Opened, changes_of, check_dtype, native_unsupported, open_model
+from toolkit.runners.native import library
 from toolkit.runners.native.arrays import Arrays
 from toolkit.runners.native.packing.artifact import of_first_alone
 from toolkit.runners.native.runner import NativeRunner
@@ -28,10 +29,10 @@ from toolkit.runners.weights.new import open_new_weights
 def open_native(model: Model, world: int, rank: int = 0) -> tuple[Opened, str | None]:
     """The model as ``rank`` has it, without reading weights, and why the native runner does not split it over ``world``
     ranks, or None. Raises ToolkitError or UsageError where it cannot be opened."""
-    families = from_files(model.family_files)
+    families, options = from_files(model.family_files), replace(model.options, device="cpu")
     opened = open_model(Path(model.path), **model.how, device="cpu", families=families, rank=(rank, world))
-    check_dtype(opened, model.options)
-    return opened, native_unsupported(opened, model.options) or unsupported(opened.spec, world)
+    check_dtype(opened, options)
+    return opened, native_unsupported(opened, options) or unsupported(opened.spec, world)
 
 
 class NativeRank(NativeRunner):
@@ -73,6 +74,11 @@ class NativeRank(NativeRunner):
         if self._model is not None:
             self._library.tk_model_lose(self._model)
 
+    @property
+    def lost(self) -> bool:
+        """Whether a rank is lost, here or on another machine."""
+        return self._model is not None and bool(self._library.tk_model_lost(self._model))
+
     def _run(self, arrays: Arrays, *results: Any) -> StepOutput:
         begun = time.monotonic()
         try:
@@ -82,17 +88,23 @@ class NativeRank(NativeRunner):
                 self._steps.append(["step", begun, time.monotonic(), arrays.structure.tokens])
 
 
-def signature(opened: Opened, path: Path) -> int:
-    """Of the model's spec, and of the names, forms and files of its weights: alike where ranks have opened the same."""
+def signature(opened: Opened, path: Path, times: bool = True) -> int:
+    """Of the model's spec, and of the names, forms and files of its weights: alike where ranks have opened the same.
+    ``times``: also where the files were last written, which copies on other machines need not be."""
     weights: Mapping[str, Any] = opened.weights()
     forms = sorted((name, str(_form(info_of(weights, name)))) for name in weights if not of_first_alone(name))
     files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
     found = [
         opened.spec.to_json(),
         forms,
-        [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
+        [(file.name, file.stat().st_size, file.stat().st_mtime_ns if times else 0) for file in files],
     ]
     return zlib.crc32(json.dumps(found, sort_keys=True, default=str).encode())
+
+
+def instructions() -> str:
+    """Those that the native runner takes here; with others it may round otherwise."""
+    return str(library.load(library.library_path()).tk_isa(library.wanted_isa().encode()).decode())
 
 
 def _form(value: Any) -> Any:

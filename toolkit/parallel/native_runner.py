@@ -1,4 +1,5 @@
-"""Ranks of the native runner: processes of one machine that hand each other rows in memory that all have mapped.
+"""Ranks of the native runner: processes that hand each other rows in memory that all of a machine have mapped, and that
+a bridge joins to other machines'.
 
 Every linear's rows are shared out, heads and their caches too; what ranks make is gathered, and no sum is cut. So they
 give the bits of one process.
@@ -15,21 +16,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from toolkit.base.threads import usable_cores
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.pictures import Picture
 from toolkit.parallel import ranks as timing
+from toolkit.parallel.bridge import Bridge
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
-from toolkit.parallel.native_model import NativeRank, open_native, signature
+from toolkit.parallel.native_model import NativeRank, instructions, open_native, signature
+from toolkit.parallel.nodes import Nodes, about
 from toolkit.parallel.places import cores_of, on_cores
 from toolkit.parallel.ranks import RankLost, Ranks, crowded
 from toolkit.parallel.runner import RankedRunner
 from toolkit.parallel.worker import digest
 from toolkit.runners.base import Backend, MemoryNeed, RunnerError, RunnerLost, StepHandle
 from toolkit.runners.choose import Opened
+from toolkit.runners.native.library import ISA_VARIABLE
 from toolkit.runners.native.need import block_bytes
 from toolkit.runners.native.share import Share
 from toolkit.runners.native.stepper import Running
@@ -64,17 +69,20 @@ class NativeRanks(RankedRunner):
     backend: Backend = "turbomind"
     device = "cpu"
     batch_invariant = asynchronous = True
+    _bridge: Bridge | None = None  # to the ranks of other machines
 
-    def __init__(self, model: Model, world: int, opened: Opened | None = None) -> None:
-        """Open the model and start the ranks; no weights are loaded. ``opened``: what ``open_native`` has of it, which
-        says nothing against it. Raises ToolkitError or UsageError, one line."""
+    def __init__(self, model: Model, world: int, opened: Opened | None = None, nodes: Nodes | None = None) -> None:
+        """Open the model and start the ranks, or wait for those of other ``nodes``; no weights are loaded. ``opened``:
+        what ``open_native`` has of it, which says nothing against it. Raises ToolkitError or UsageError, one line."""
         if opened is None:
             opened, reason = open_native(model, world)
             if reason is not None:
                 raise UsageError(f"tp={world}: {model.path}: {reason}")
-        cores, total = cores_of(world), model.options.threads or usable_cores()
-        threads = max(1, total // world) if cores is None else min(map(len, cores))
-        model = replace(model, options=replace(model.options, threads=threads))
+        own = None if nodes is None else about(Path(model.path), model, Layout(tp=world))
+        here = world if nodes is None else nodes.here(world)
+        cores, total = cores_of(here), model.options.threads or usable_cores()
+        threads = max(1, total // here) if cores is None else min(map(len, cores))
+        model = replace(model, options=replace(model.options, device="cpu", threads=threads))
         self._memory = os.memfd_create("toolkit-ranks")
         self._cores = None if cores is None else cores[0]
         local = NativeRank(opened, model, Share(0, world, self._memory))
@@ -82,25 +90,40 @@ class NativeRanks(RankedRunner):
         self._weights = opened.weights
         self._group: Any = _Meeting(local, world)
         self.spec, self.options, self.dtype = opened.spec, local.options, local.dtype
-        self.notes = [f"{world} ranks, threads of each: {threads}; numbers of memory are of one rank"]
-        self.notes += crowded(world)
+        self._here = here
+        on = "" if nodes is None else f" on {nodes.count} machines"
+        self.notes = [f"{world} ranks{on}, threads of each: {threads}; numbers of memory are of one rank"]
+        self.notes += crowded(here)
         self._block_bytes = [
             block_bytes(self.spec, self.options, self.dtype, Share(rank, world)) for rank in range(world)
         ]
         self._steps: deque[_Step] = deque()  # under way, in their order
         self._lost = ""
-        self._ranks = Ranks(world, threads, worker="toolkit.parallel.native_worker")
+        self._ranks = Ranks(world, threads, "toolkit.parallel.native_worker", nodes, own)
         told = replace(model, options=replace(model.options, dtype=local.dtype))
         try:
-            memory = f"/proc/{os.getpid()}/fd/{self._memory}"
-            self._ranks.open(told.to_json(), True, memory=memory, cores=cores)
+            shared = {"memory": f"/proc/{os.getpid()}/fd/{self._memory}", "here": here, "store": None}
+            if nodes is not None:
+                self._store = dist.TCPStore(nodes.host, 0, is_master=True, wait_for_workers=False)
+                shared["store"] = [nodes.host, self._store.port]
+            self._ranks.open(told.to_json(), True, **shared)
             answers = self._ranks.answers(timing.OPEN_SECONDS)
             self._met(answers)
+            mine, how = signature(opened, Path(model.path), times=nodes is None), instructions()
             for rank, answer in enumerate(answers, 1):
-                if answer["value"] != signature(opened, Path(model.path)):
+                if answer["value"] != mine:
                     raise RankLost(f"rank {rank} has found another model at {model.path}; was it changed meanwhile?")
+                if answer["instructions"] != how:
+                    raise RankLost(
+                        f"rank {rank} computes with {answer['instructions']}, rank 0 with {how}, which may round "
+                        f"otherwise; set {ISA_VARIABLE} to what all machines have"
+                    )
+            if nodes is not None:
+                more = {"world": world, "seconds": timing.STEP_SECONDS, "machine": 0, "own": nodes.host}
+                self._bridge = Bridge(shared | more, local.lose)
+                self._met(self._ranks.answers(timing.OPEN_SECONDS))
             self._ranks.have_met()
-        except RankLost as e:
+        except (RankLost, RuntimeError) as e:
             self.close()
             raise ToolkitError(f"tp={world}: the ranks have not met: {e}") from None
         except BaseException:
@@ -117,7 +140,7 @@ class NativeRanks(RankedRunner):
     def memory(self) -> MemoryNeed:
         """Of one rank: the first, whose part is the largest. Free memory is shared out evenly."""
         found = self._local.memory()
-        return replace(found, free=found.free // len(self._block_bytes))
+        return replace(found, free=found.free // self._here)
 
     def load_weights(self) -> None:
         """All ranks load their parts, at the same time."""
@@ -195,8 +218,9 @@ class NativeRanks(RankedRunner):
             output = running.result()
         except RunnerError as e:
             error = e
-        if broken:
-            raise self._lose(self._ranks.why_lost())
+        if broken or self._local.lost:
+            found = self._ranks.why_lost(), "" if self._bridge is None else self._bridge.why()
+            raise self._lose("; ".join(filter(None, found)))
         try:
             answers = self._ranks.answers(timing.STEP_SECONDS)
         except RankLost as e:
@@ -219,6 +243,11 @@ class NativeRanks(RankedRunner):
                 self._group.leave()
                 return False
         return True
+
+    def _part(self) -> None:
+        super()._part()
+        if self._bridge is not None:
+            self._bridge.close()
 
     def close(self) -> None:
         """End the other ranks, release weights and cache."""

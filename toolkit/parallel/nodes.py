@@ -39,6 +39,7 @@ STEP_SECONDS = number_of(
 COME_SECONDS = 300.0  # in which all ranks must have come, and in which another machine looks for the first
 LOOK_SECONDS = 5.0  # in which one look for the first ends
 ASK_SECONDS = 1.0  # after which whoever started the others is asked whether one has failed
+WORKERS = ("toolkit.parallel.worker", "toolkit.parallel.native_worker")  # what ranks run
 GREET_SECONDS = 10.0  # that one who has come may take to prove that it knows the key
 
 
@@ -162,9 +163,9 @@ def key() -> bytes:
 class Door:
     """Where the first machine waits."""
 
-    def __init__(self, nodes: Nodes) -> None:
-        """Raises UsageError for an address that cannot be had."""
-        self._key, self._nodes = nodes.key, nodes
+    def __init__(self, nodes: Nodes, worker: str = WORKERS[0]) -> None:
+        """``worker``: what ranks of other machines are to run. Raises UsageError for an address that cannot be had."""
+        self._key, self._nodes, self._worker = nodes.key, nodes, worker
         try:
             own = (nodes.host, 0 if nodes.store else nodes.port)
             self._socket = socket.create_server(own, backlog=64, reuse_port=False)
@@ -211,7 +212,7 @@ class Door:
                 pipe.send_bytes(wire.pack({"error": why}))
                 pipe.close()
                 raise ToolkitError(f"rank {hello['rank']} at {peer[0]}: {why}")
-            pipe.send_bytes(wire.pack({"error": None}))
+            pipe.send_bytes(wire.pack({"error": None, "worker": self._worker}))
             found[hello["rank"]] = pipe, hello | {"host": peer[0]}
         return found
 
@@ -299,6 +300,8 @@ def serve(model: Any, layout: Layout, nodes: Nodes, told: Callable[[str], None])
     while True:
         told(f"{who}: looking for {nodes.host}:{nodes.port}")
         started: list[subprocess.Popen[bytes]] = []
+        memory = os.memfd_create("toolkit-ranks")  # new at each start; ranks that speak by messages leave it empty
+        own["memory"] = f"/proc/{os.getpid()}/fd/{memory}"
         try:
             started += [_start(nodes, own | {"rank": rank}) for rank in ranks]
             told(f"{who} at work for {nodes.host}:{nodes.port}")
@@ -307,6 +310,7 @@ def serve(model: Any, layout: Layout, nodes: Nodes, told: Callable[[str], None])
             for process in started:
                 process.kill()
                 process.wait()
+            os.close(memory)
         if not any(codes):
             return told(f"{who}: {nodes.host}:{nodes.port} has ended")
 
@@ -327,7 +331,8 @@ def _start(nodes: Nodes, hello: dict[str, Any]) -> subprocess.Popen[bytes]:
         if answer["error"] is not None:
             raise ToolkitError(f"{at} turned rank {hello['rank']} away: {answer['error']}")
         limit(sock, 0)  # the first step may be long in coming
-        return child_process.start("toolkit.parallel.worker", sock, stdout=sys.stderr)
+        assert answer["worker"] in WORKERS
+        return child_process.start(answer["worker"], sock, stdout=sys.stderr)
 
 
 def _reach(nodes: Nodes) -> socket.socket:

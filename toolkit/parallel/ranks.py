@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import shutil
 import socket
 import struct
@@ -20,7 +21,7 @@ from toolkit.base import child_process
 from toolkit.base.threads import usable_cores
 from toolkit.errors import ToolkitError
 from toolkit.parallel import wire
-from toolkit.parallel.nodes import STEP_SECONDS, Door, Nodes, limit
+from toolkit.parallel.nodes import STEP_SECONDS, WORKERS, Door, Nodes, limit
 
 OPEN_SECONDS = 300.0  # that a rank may take to start and to open the model
 LOAD_SECONDS = 3600.0  # … and to load its part
@@ -46,7 +47,7 @@ class Ranks:
         self,
         world: int,
         threads: int,
-        worker: str = "toolkit.parallel.worker",
+        worker: str = WORKERS[0],
         nodes: Nodes | None = None,
         own: dict[str, Any] | None = None,
         failed: Callable[[], str] | None = None,
@@ -55,7 +56,7 @@ class Ranks:
         must have alike; ``failed``: why one of these will not come, "" where all may. Raises ToolkitError where the
         system has no file, process or memory for them, or where some do not come."""
         self._hosts: dict[int, dict[str, Any]] = {}  # by rank: what those of other machines say
-        door = None if nodes is None else Door(nodes)
+        door = None if nodes is None else Door(nodes, worker)
         try:
             self.folder = Path(tempfile.mkdtemp(prefix="toolkit-ranks-"))
         except OSError as e:
@@ -107,7 +108,8 @@ class Ranks:
             told = {"rank": rank, "world": world, "model": model, "dense": dense, "log_level": level}
             told |= {"folder": str(self.folder), "seconds": STEP_SECONDS, **more}
             if rank in self._hosts:
-                told["model"] = model | {name: self._hosts[rank][name] for name in ("path", "devices")}
+                host = self._hosts[rank]
+                told |= {"model": model | {name: host[name] for name in ("path", "devices")}, "memory": host["memory"]}
             self._put(rank, pipe, wire.pack(told))
 
     def have_met(self) -> None:
@@ -127,8 +129,11 @@ class Ranks:
         return [self._answer(rank, pipe, until, seconds) for rank, pipe in enumerate(self._pipes, 1)]
 
     def gone(self) -> bool:
-        """Whether a process has ended."""
-        return any(process.poll() is not None for process in self._processes)
+        """Whether a process has ended, or one of another machine hung up."""
+        poll = select.poll()
+        for rank in self._hosts:
+            poll.register(self._pipes[rank - 1], select.POLLRDHUP)
+        return bool(poll.poll(0)) or any(process.poll() is not None for process in self._processes)
 
     def why_lost(self) -> str:
         """After a message between ranks has failed: which one it was, as far as that can be told."""

@@ -342,6 +342,7 @@ class RankedRunner:
             self._watch.stop()
             self._watch = None
         self._group.leave()
+        self._store = None  # whoever still waits for others there hears of it
 
     def close(self) -> None:
         """End the other ranks, release weights and cache."""

@@ -36,9 +36,9 @@ def main(fd: int) -> None:
     """Open what the first message says, then run steps until the other end closes."""
     child_process.ignore(signal.SIGINT, signal.SIGTERM)
     ended = False
-    if _address(fd):
+    if address(fd):
         child_process.end_with_parent()  # the first rank, far away, would not notice
-    with Connection(fd) as pipe, _until_it_is_gone():
+    with Connection(fd) as pipe, until_it_is_gone():
         told = wire.unpack(pipe.recv_bytes())
         line = f"%(asctime)s %(levelname)s rank {told['rank']}: %(message)s"
         logging.basicConfig(level=told["log_level"], format=line)
@@ -55,7 +55,7 @@ def main(fd: int) -> None:
                 runner.group.join(Path(told["folder"]), told["seconds"])
             else:
                 host, port = told["store"]
-                runner.group.join_at(host, port, _address(fd) or host, told["seconds"])
+                runner.group.join_at(host, port, address(fd) or host, told["seconds"])
             if runner.group.link.queued:
                 Watch(runner.group, [pipe.fileno()], told["seconds"])
             pipe.send_bytes(wire.pack({"error": None}))
@@ -67,7 +67,7 @@ def main(fd: int) -> None:
 
 
 @contextmanager
-def _until_it_is_gone() -> Iterator[None]:
+def until_it_is_gone() -> Iterator[None]:
     """What is done for the first rank, which may go without a word, or behind a link that fails."""
     try:
         yield
@@ -77,7 +77,7 @@ def _until_it_is_gone() -> Iterator[None]:
         log.warning("the first rank is lost: %s", e)
 
 
-def _address(fd: int) -> str:
+def address(fd: int) -> str:
     """Of this machine, as its connection to the first one has it; "" where it is the first."""
     with socket.socket(fileno=os.dup(fd)) as sock:
         return "" if sock.family == socket.AF_UNIX else str(sock.getsockname()[0])

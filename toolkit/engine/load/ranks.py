@@ -54,11 +54,11 @@ def check(config: EngineConfig) -> None:
         raise UsageError("devices: found with distributed_executor_backend ray, which chooses GPUs; leave one out")
     if executor == "uni":
         raise UsageError(f"distributed_executor_backend: uni is one process, found {layout}; expected mp, or tp=1")
-    elsewhere = nodes is not None or executor == "ray"
+    elsewhere = (nodes is not None and nodes.launched > 0) or executor == "ray"
     if isinstance(config, TurbomindEngineConfig) and (layout.world > layout.tp or layout.ep > 1 or elsewhere):
         by = f" ({WORLD_SIZE}={os.environ[WORLD_SIZE]})" if nodes is not None and nodes.launched else ""
         instead = "leave the rest out, or use PytorchEngineConfig (--backend pytorch)"
-        raise UsageError(f"{layout}{by}: turbomind splits by tp alone, and starts its ranks on one machine; {instead}")
+        raise UsageError(f"{layout}{by}: turbomind splits by tp alone, and starts its ranks by itself; {instead}")
     if nodes is not None:  # told now, and not when the model has been opened
         nodes.ranks(layout.world)
         key()

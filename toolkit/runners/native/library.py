@@ -166,7 +166,14 @@ def load(path: Path) -> ctypes.CDLL:
     ]
     lib.tk_model_free.argtypes, lib.tk_model_free.restype = [c_void_p], None
     lib.tk_model_join.argtypes, lib.tk_model_join.restype = [c_void_p, c_int], c_int
+    lib.tk_bridge_open.argtypes, lib.tk_bridge_open.restype = [c_int, c_int64, c_int64, c_int64], c_void_p
+    lib.tk_bridge_wait.argtypes, lib.tk_bridge_wait.restype = [c_void_p], c_int64
+    lib.tk_bridge_pack.argtypes, lib.tk_bridge_pack.restype = [c_void_p, c_void_p], c_int64
+    lib.tk_bridge_unpack.argtypes, lib.tk_bridge_unpack.restype = [c_void_p, c_void_p], c_int
+    for end in (lib.tk_bridge_arrive, lib.tk_bridge_lose, lib.tk_bridge_close):
+        end.argtypes, end.restype = [c_void_p], None
     lib.tk_model_lose.argtypes, lib.tk_model_lose.restype = [c_void_p], None
+    lib.tk_model_lost.argtypes, lib.tk_model_lost.restype = [c_void_p], c_int
     lib.tk_model_meetings.argtypes, lib.tk_model_meetings.restype = [c_void_p], c_int64
     lib.tk_model_trace.argtypes, lib.tk_model_trace.restype = [c_void_p, c_int], None
     lib.tk_model_traced.argtypes, lib.tk_model_traced.restype = [c_void_p, c_void_p, c_int64], c_int64

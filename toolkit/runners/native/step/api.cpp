@@ -13,6 +13,7 @@
 #include "step/model.h"
 #include "packing/pack_tiles.h"
 #include "step/step.h"
+#include "system/bridge.h"
 #include "towers/tower.h"
 
 #define TK_EXPORT extern "C" __attribute__((visibility("default")))
@@ -103,6 +104,35 @@ TK_EXPORT int tk_model_join(tk::Model* model, int file) {
 TK_EXPORT void tk_model_lose(tk::Model* model) {
     if (model->link) model->link->lose();
 }
+
+// Whether one is lost.
+TK_EXPORT int tk_model_lost(tk::Model* model) { return model->link && model->link->lost(); }
+
+// Of tk::Bridge; `file` stays the caller's.
+TK_EXPORT tk::Bridge* tk_bridge_open(int file, int64_t ranks, int64_t first, int64_t here) {
+    tk::Bridge* bridge = nullptr;
+    guarded([&] { bridge = new tk::Bridge(file, ranks, first, here); });
+    return bridge;
+}
+
+TK_EXPORT void tk_bridge_close(tk::Bridge* bridge) { delete bridge; }
+
+// -1 with tk_error().
+TK_EXPORT int64_t tk_bridge_wait(tk::Bridge* bridge) {
+    int64_t most = -1;
+    guarded([&] { most = bridge->wait(); });
+    return most;
+}
+
+TK_EXPORT int64_t tk_bridge_pack(tk::Bridge* bridge, uint8_t* to) { return bridge->pack(to); }
+
+TK_EXPORT int tk_bridge_unpack(tk::Bridge* bridge, const uint8_t* from) {
+    return guarded([&] { bridge->unpack(from); });
+}
+
+TK_EXPORT void tk_bridge_arrive(tk::Bridge* bridge) { bridge->arrive(); }
+
+TK_EXPORT void tk_bridge_lose(tk::Bridge* bridge) { bridge->lose(); }
 
 // How often ranks have handed each other what they had made, so far.
 TK_EXPORT int64_t tk_model_meetings(tk::Model* model) { return model->meetings; }

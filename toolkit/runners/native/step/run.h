@@ -95,7 +95,8 @@ private:
         meetings++;
         const bool traced = thread == 0 && model.trace;
         const double begun = traced ? seconds() : 0;
-        uint8_t* place = model.link->place(model.meetings + meetings);
+        const uint32_t meeting = model.meetings + meetings;
+        uint8_t* place = model.link->place(meeting);
         auto each = [&](int64_t t, auto&& copy) {
             int64_t at = 0;
             for (const Columns& c : parts) {
@@ -114,8 +115,13 @@ private:
                     });
                 }
             },
-            [&] { model.link->arrive(); });
-        model.link->wait(model.meetings + meetings);
+            [&] {
+                Posted& mine = model.link->posted(meeting, p.rank);
+                mine.count = 0;
+                for (const Columns& c : parts) mine.parts[mine.count++] = {c.rows, c.width, c.own.first, c.own.last};
+                model.link->arrive(meeting);
+            });
+        model.link->wait(meeting);
         if (traced) {
             int64_t bytes = 0;
             for (const Columns& c : parts) bytes += c.rows * (c.own.last - c.own.first);
