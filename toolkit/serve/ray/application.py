@@ -71,11 +71,11 @@ def _replicas(settings: RaySettings, model: Model) -> serve.Deployment:
         }
         count = {"autoscaling_config": scaling}
     affine = {"affine": settings.strategy == "prefix_cache_aware"}
-    router = RequestRouterConfig(request_router_class=ROUTER, request_router_kwargs=affine)
+    router: dict[str, Any] = {"request_router_class": ROUTER, "request_router_kwargs": affine}
     return serve.deployment(
         name=re.sub(r"[^\w.-]", "_", model.name),
         **count,
-        request_router_config=router,
+        request_router_config=RequestRouterConfig(**router),
         max_ongoing_requests=settings.max_ongoing_requests,
         max_queued_requests=settings.limits.max_queue,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},

@@ -22,7 +22,7 @@ class Handle:
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
-        self._streams = handle.options(stream=True, method_name="answer")
+        self._streams: Any = handle.options(stream=True, method_name="answer")
         self._metrics: Sequence[tuple[str, bytes]] = []  # as they were last
 
     async def stream(self, asked: Asked) -> AsyncGenerator[list[Message], None]:
