@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.refused import refusing
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.engine.torch_target import torch_weights
 from toolkit.artifacts.manifest import check_files, read_manifest
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
-from toolkit.errors import ToolkitError
 
 AGAIN = "convert the model again"
 EMBED = "model.embed_tokens"
@@ -41,10 +41,7 @@ def up(**fields: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda data: data.update(fields)
 
 
-def refused(call: Callable[[], object]) -> str:
-    with pytest.raises(ToolkitError) as error:
-        call()
-    return str(error.value)
+refused = refusing()
 
 
 @pytest.mark.parametrize(

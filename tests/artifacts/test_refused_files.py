@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from tests.support.refused import refusing
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.formats.describe import common_layout
@@ -35,12 +36,7 @@ from toolkit.models.tiny import tiny_config
 
 CUTS = "gpt-2, smollm, qwen2, qwen35, llama-bpe, dbrx, gpt-4o, tekken, kimi-k2, deepseek-v3, deepseek-coder, falcon"
 
-
-def refused(call: Callable[[], object], kind: type[ToolkitError] = ToolkitError) -> str:
-    with pytest.raises(ToolkitError) as error:
-        call()
-    assert type(error.value) is kind
-    return str(error.value)
+refused = refusing(ToolkitError)
 
 
 @pytest.mark.parametrize(

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.refused import refusing
 from toolkit.artifacts.canonical import Dense, GroupInt
 from toolkit.artifacts.formats import auto_round, awq, blocked_fp8, compressed_tensors, gptq, mxfp4, w8a8
 from toolkit.artifacts.formats.describe import layout_of
 from toolkit.artifacts.gguf.quantize import quantize
 from toolkit.artifacts.rounding import to_channel_int8
-from toolkit.errors import ToolkitError
 
 CONFIG = "config.json: quantization_config"
 IN = "input features of"
 OPEN = "missing ), unterminated subpattern at position 0"
 NOT_CODES = "GPTQ holds codes of 2, 3, 4 or 8 bits with zero points"
 
-
-def refused(call: Callable[[], object]) -> str:
-    with pytest.raises(ToolkitError) as error:
-        call()
-    return str(error.value)
+refused = refusing()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.refused import refusing
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.engine.adapters import Adapters
 from toolkit.engine.admission import check_request
@@ -34,12 +34,7 @@ from toolkit.runners.base import MemoryNeed
 TYPES = "text, json_object, json_schema, regex_schema, grammar, choice, structural_tag"
 MIB = 1 << 20
 
-
-def refused(call: Callable[[], object], kind: type[ToolkitError] = UsageError) -> str:
-    with pytest.raises(ToolkitError) as error:
-        call()
-    assert type(error.value) is kind
-    return str(error.value)
+refused = refusing(UsageError)
 
 
 @pytest.mark.parametrize(

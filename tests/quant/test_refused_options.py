@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.refused import refusing
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.quant.draft.run import draft
 from toolkit.quant.lite import auto_awq, auto_gptq, auto_round, blocked_fp8, mxfp4, search, smooth_quant
@@ -22,12 +23,7 @@ NO_USE = "has no use for it; leave the option out"
 READS_NONE = "--calibration: this method reads no statistics; leave the option out"
 SAVED = Common(calibration="saved")
 
-
-def refused(call: Callable[[], object], kind: type[ToolkitError] = UsageError) -> str:
-    with pytest.raises(ToolkitError) as error:
-        call()
-    assert type(error.value) is kind
-    return str(error.value)
+refused = refusing(UsageError)
 
 
 @pytest.mark.parametrize(
