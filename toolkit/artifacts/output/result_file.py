@@ -9,7 +9,8 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,22 +82,24 @@ def append_csv(option: str, file: Path, row: Mapping[str, Any]) -> None:
 
 def write_text(option: str, file: Path, text: str) -> None:
     """Write ``file``, whole or not at all. Raises UsageError, ToolkitError where the disk is full."""
-    try:
+    with _refusals_told(option, file):
         if _is_special(file):
             file.write_text(text, encoding="utf-8")
             return
         with write_file(file) as scratch:
             scratch.write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        told = getattr(error, "strerror", None) or error
-        raise UsageError(f"{option} {file}: cannot be written ({told})") from error
 
 
 def save_plot(option: str, figure: Any, file: Path, dpi: int) -> None:
     """Draw a matplotlib figure into ``file``, a PNG. Raises UsageError or ToolkitError as ``write_text`` does."""
+    with _refusals_told(option, file), write_file(file) as scratch:
+        figure.savefig(scratch, format="png", dpi=dpi, metadata=_PLOT_MARK)
+
+
+@contextmanager
+def _refusals_told(option: str, file: Path) -> Iterator[None]:
     try:
-        with write_file(file) as scratch:
-            figure.savefig(scratch, format="png", dpi=dpi, metadata=_PLOT_MARK)
+        yield
     except (OSError, ValueError) as error:
         told = getattr(error, "strerror", None) or error
         raise UsageError(f"{option} {file}: cannot be written ({told})") from error
