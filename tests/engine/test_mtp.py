@@ -174,6 +174,25 @@ def test_a_gguf_file_guesses_what_its_checkpoint_does(models: tuple[Path, Path],
     assert open_engine(convert(str(file), tmp_path / "engine", quiet=True).path).mtp is not None
 
 
+@pytest.mark.parametrize("models", FAMILIES[:-1], indirect=True)
+def test_a_gguf_file_of_ours_has_the_layer_as_llama_cpp_writes_it(
+    models: tuple[Path, Path], mtp: Any, tmp_path: Path
+) -> None:
+    import gguf
+
+    from toolkit.convert.formats import rewrite
+
+    rewrite(str(models[0]), tmp_path / "ours.gguf", to="gguf", gguf_type="f32", quiet=True)
+    ours, theirs = (gguf.GGUFReader(f) for f in (tmp_path / "ours.gguf", mtp.as_gguf(models[0], tmp_path / "m.gguf")))
+    arch = str(ours.fields["general.architecture"].contents())
+    for key in (f"{arch}.block_count", f"{arch}.nextn_predict_layers"):
+        assert ours.fields[key].contents() == theirs.fields[key].contents()
+    mine, its = ({t.name: t.data for t in reader.tensors} for reader in (ours, theirs))
+    assert mine.keys() == its.keys()
+    for name, data in its.items():
+        assert mine[name].shape == data.shape and (mine[name] == data).all(), name
+
+
 def test_a_right_layer_guesses_right_from_an_artifact(models: tuple[Path, Path], tmp_path: Path) -> None:
     from toolkit import pipeline
     from toolkit.messages import GenerationConfig
