@@ -8,22 +8,19 @@ import re
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from tests.serve.test_real_model import serving
+from toolkit.convert.convert import convert
+from toolkit.convert.options import Packing
 
-ADD = {
-    "type": "object",
-    "properties": {"first": {"type": "integer", "maximum": 99}, "second": {"enum": ["one", "two"]}},
-    "required": ["first", "second"],
-}
+ADD = {"type": "object", "properties": {"of": {"enum": ["one", "two"]}}, "required": ["of"]}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": ADD}}]
 DRAWN: dict[str, Any] = {"temperature": 0.9, "seed": 7}
-SAID = "the fox and the sea, the fox and the sea"
+SAID = "fox and sea, fox and"
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "four": {"n": 4, **DRAWN},
@@ -104,12 +101,12 @@ def _body(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def servers(packed: Path, tiny_models: Any, support: Any, tmp_path_factory: Any) -> Iterator[tuple[Asked, Asked]]:
+def servers(tiny_models: Any, support: Any, tmp_path_factory: Any) -> Iterator[tuple[Asked, Asked]]:
     """(without guesses, as it is unasked)."""
-    adapter = support("adapters").write_adapter(
-        tmp_path_factory.mktemp("adapter") / "tales", tiny_models("llama"), "q_proj|up_proj", rank=4, seed=1
-    )
-    flags = "--model-name", "tiny", "--session-len", "512", "--adapters", f"tales={adapter}", "--speculative"
+    base, model = tmp_path_factory.mktemp("same"), tiny_models("llama", max_position_embeddings=1024)
+    packed = convert(str(model), base / "model", Packing(target="cpu", dtype="float32", head_bits=16), quiet=True).path
+    adapter = support("adapters").write_adapter(base / "tales", model, "q_proj|up_proj", rank=4, seed=1)
+    flags = "--model-name", "tiny", "--session-len", "1024", "--adapters", f"tales={adapter}", "--speculative"
     with ExitStack() as stack:
         off, auto = (Asked(stack.enter_context(serving(packed, *flags, how))[0]) for how in ("off", "auto"))
         yield off, auto

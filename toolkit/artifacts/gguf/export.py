@@ -312,21 +312,19 @@ def _pieces(
     spec: DecoderSpec, stored: list[StoredTensor], model: ModelMetadata, checkpoint: Checkpoint, mtp: Mtp | None
 ) -> list[Piece]:
     """Every tensor of the file, in the order of the checkpoint."""
-    attention = dict(spec.attention_layers())
-    if mtp is not None:
-        attention |= {len(spec.layers): layer for _, layer in mtp.spec.layer.attention_layers()}
+    whole = spec if mtp is None else replace(spec, layers=(*spec.layers, *mtp.spec.layer.layers))
+    attention = dict(whole.attention_layers())
     neighbours = turns_neighbours(stored)
     if not neighbours and model.gguf.interleaved_qk and not attention:
         raise ToolkitError(f"gguf: llama.cpp's {model.gguf.arch} turns neighbours, the two halves turn in this model")
-    offsets = {norm.name: norm.weight_offset for norm in spec.norms()}
-    if mtp is not None:  # all are of the model's kind
-        norms = [name for item in stored if item.kind == "norm" for name in [item.parts[0].name]]
-        offsets = {name: spec.final_norm.weight_offset for name in norms} | offsets
+    beside = (item.parts[0].name for item in stored if item.kind == "norm")  # also those of NEXTN
+    offsets = dict.fromkeys(beside, spec.final_norm.weight_offset)
+    offsets |= {norm.name: norm.weight_offset for norm in whole.norms()}
     order = {name: i for names in model.gguf.joined.values() for i, name in enumerate(names)}
     stems = {ours: theirs for theirs, ours in model.gguf.names.items()}
     stems |= {name: theirs for theirs, names in model.gguf.joined.items() for name in names}
     top = {ours: theirs for theirs, ours in model.gguf.top.items()}
-    layout_of = layouts_of(model.gguf, spec)
+    layout_of = layouts_of(model.gguf, whole)
     count = model.values.get(f"{model.gguf.arch}.expert_count", 0)
     pieces: dict[str, Piece] = {}
     for item in stored:
