@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-SECONDS = 60.0
+SECONDS = 180.0
 
 
 class Server:
