@@ -13,7 +13,7 @@ from toolkit.engine.plan import Plan
 
 MOST_MS = 150.0  # the target where none is told
 STRETCH = 2.0  # and then: times what decoding alone would take that a step may take with prompts,
-NEAR = 1024  # of a prompt with so many tokens in the cache; with more, in proportion: each step reads them all again
+NEAR = 2048  # of a prompt with so many tokens in the cache; with more, in proportion: each step reads them all again
 FIRST_GUESS = 128  # prompt tokens of a step as long as nothing has been measured
 LEAST = 8  # prompt tokens that a step may always take: fewer cost no less, for kernels take several rows at once
 MOST_FREE = 128  # of those at most that are found to cost next to nothing

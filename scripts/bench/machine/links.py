@@ -4,9 +4,7 @@ python scripts/bench/machine/links.py
 Two network namespaces stand for machines (veth and htb; needs root, ip and tc). Acknowledgements (short packets) go
 first: behind data, as a plain throttle keeps them, they let a connection that sends both ways have half of the link. A
 throttle lets through at once what it has saved while nothing was sent, and no more than the processors carry: each
-link's rate is measured by a stream both ways, with the smallest burst that gets near it. A virtual core that waits
-sleeps, and its host wakes it up 0.1 to 1.4 ms later: cores are kept awake by work of the lowest priority, --asleep
-leaves that out.
+link's rate is measured by a stream both ways, with the smallest burst that gets near it.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 ADDRESSES = ("10.97.6.1", "10.97.6.2")
 RATES = {"no limit": 0.0, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "100 Gbit/s": 1e11}  # bits a second
@@ -116,19 +114,6 @@ def machines() -> Iterator[list[tuple[str, str]]]:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 
-@contextmanager
-def awake() -> Iterator[None]:
-    """No core has nothing to do; whatever else is to be done comes first."""
-    code = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
-    busy = [subprocess.Popen([sys.executable, "-c", code]) for _ in os.sched_getaffinity(0)]
-    try:
-        yield
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
-
-
 def run(*command: str) -> None:
     subprocess.run(command, check=True)
 
@@ -182,8 +167,8 @@ def throttled(link: list[tuple[str, str]], rate: float) -> tuple[float, int]:
     return best
 
 
-def main(asleep: bool) -> None:
-    with machines() as link, nullcontext() if asleep else awake():
+def main() -> None:
+    with machines() as link:
         limits = {told: throttled(link, rate) if rate else (stream(link), 0) for told, rate in RATES.items()}
         passes: list[dict[str, list[float]]] = []
         for _ in range(PASSES):  # by turns: a virtual core wakes up sooner or later from minute to minute
@@ -210,6 +195,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=["stream", "sums"], help="used by the script itself")
     parser.add_argument("rank", nargs="?", type=int, help="used by the script itself: run as this rank")
-    parser.add_argument("--asleep", action="store_true", help="let cores sleep that have nothing to do")
     given = parser.parse_args()
-    {None: lambda _: main(given.asleep), "stream": stream_main, "sums": sums_main}[given.what](given.rank)
+    {None: lambda _: main(), "stream": stream_main, "sums": sums_main}[given.what](given.rank)
