@@ -8,7 +8,10 @@
 // With few query rows the time is that of reading the cache. Scattered blocks of 16 KB are too short for the processor's
 // prefetcher, so the tile that comes next is fetched line by line, in order of addresses, while this one is computed: into the
 // second-level cache, for the first one does not hold two tiles.
+#include "ops_isa.h"
+#if defined(TK_READS_CODES)
 #include "codes.h"
+#endif
 #if defined(__AMX_TILE__)
 #include "loose_amx.h"
 #endif

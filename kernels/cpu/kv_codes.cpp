@@ -1,10 +1,11 @@
 // Cells of codes of up to 8 bits to bytes, four of a lane side by side, and queries to the integers that multiply them (codes.h).
+#include "ops_isa.h"
+
+#if defined(TK_READS_CODES)
 #include "codes.h"
 
 namespace tk {
 namespace TK_ISA {
-
-#if defined(TK_READS_CODES)
 namespace {
 
 // What a shuffle takes, byte by byte of its result.
@@ -140,7 +141,7 @@ void query_codes(const float* x, int64_t d, uint8_t* out) {
     const QueryTail tail{factor, factor * float(hsum(sum)) + hsum(lost)};
     memcpy(out + 2 * d, &tail, sizeof tail);
 }
-#endif
 
 }  // namespace TK_ISA
 }  // namespace tk
+#endif
