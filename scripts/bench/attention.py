@@ -85,8 +85,9 @@ def main() -> int:
     with ExitStack() as stack:
         for each in args.policies:
             config = TurbomindEngineConfig(
-                quant_policy=each, kv_loss=args.kv_loss, speculative="off", speculative_shared="off", enable_prefix_caching=True,
-                max_batch_size=1, session_len=lengths[-1] + args.tokens + 64, cache_max_entry_count=room // 64 + 8,
+                quant_policy=each, kv_loss=args.kv_loss, speculative="off", speculative_shared="off",
+                enable_prefix_caching=True, max_batch_size=1, session_len=lengths[-1] + args.tokens + 64,
+                cache_max_entry_count=room // 64 + 8,
             )  # fmt: skip
             pipe = stack.enter_context(pipeline(args.model, backend_config=config))
             engines[f"ours, {each}"] = ours(pipe)
