@@ -204,9 +204,11 @@ private:
     };
     Sight sight(const Attention& a, const Piece& piece) const;
     void find_cells(const Attention& a, int64_t seq, int64_t head, int64_t tile, Range tokens, KvTile* to) const;
+    void find_cells(const Attention& a, const Piece& piece, KvTile* to) const;
     void load_cells(const Attention& a, int64_t tile, Range tokens, const KvTile* ahead, KvTile* cells);
-    bool reads_stored(const Attention& a) const;
-    void attend_tile(const Attention& a, const Piece& piece, const Piece* next, const AttnState& to);
+    int32_t reads(const Attention& a) const;
+    int64_t query_bytes(const Attention& a) const;
+    void attend_tile(const Attention& a, const Piece& piece, KvTile& kv, const KvTile* next, const AttnState& to);
     void attend_blocks(const Attention& a, Range which, Range heads);
     void attend_split(const Attention& a);
     void merge_split(const Attention& a, InputBuffer& to, Range heads);

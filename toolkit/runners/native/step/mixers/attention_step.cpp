@@ -44,7 +44,7 @@ void Run::project(const Input& in, const Norm& norm, const float* from, int64_t 
 
 const uint8_t* Run::query(const Attention& a, int64_t head, int64_t t) const {
     const int64_t rows = hand.last - hand.first;
-    return w.queries + (hand.first * w.queries_ld + (head * rows + t - hand.first) * a.per_kv * a.dpad) * (p.bf16 ? 2 : 4);
+    return w.queries + hand.first * w.queries_ld * 4 + (head * rows + t - hand.first) * a.per_kv * query_bytes(a);
 }
 
 // Of those that look at sink tokens apart; they lie behind the others.
@@ -53,7 +53,8 @@ const uint8_t* Run::sink_query(const Attention& a, int64_t head, int64_t t) cons
 }
 
 void Run::put_query(const Attention& a, const float* row, uint8_t* to) const {
-    if (p.bf16) ops.to_bf16(row, reinterpret_cast<uint16_t*>(to), a.dpad);
+    if (reads(a) == KV_BYTES) ops.query_codes(row, a.dpad, to);
+    else if (p.bf16) ops.to_bf16(row, reinterpret_cast<uint16_t*>(to), a.dpad);
     else std::memcpy(to, row, size_t(a.dpad) * 4);
 }
 
@@ -105,7 +106,7 @@ void Run::turn_and_store(const Attention& a, int64_t t, int64_t head) {
     uint8_t* to = const_cast<uint8_t*>(query(a, head, t));
     uint8_t* from_sinks = const_cast<uint8_t*>(sink_query(a, head, t));
     for (int64_t i = 0; i < a.per_kv; i++) {
-        const int64_t h = a.first_head + head * a.per_kv + i, at = i * a.dpad * (p.bf16 ? 2 : 4);
+        const int64_t h = a.first_head + head * a.per_kv + i, at = i * query_bytes(a);
         load(q + h * hd, a.q_norm, h, cos, sin);
         if (a.q_form) std::for_each(row, row + hd, [&](float& x) { x *= factor; });
         put_query(a, row, to + at);
@@ -146,12 +147,13 @@ void Run::find_cells(const Attention& a, int64_t seq, int64_t head, int64_t tile
     const Group& g = p.groups[size_t(a.group)];
     const int32_t* table = in.block_tables[a.group] + seq * in.table_width[a.group];
     const int64_t cells = p.block_size / LANES;
+    const int shift = __builtin_ctzll(uint64_t(cells));  // a power of two; divisions would take longer than the rest
     for (int64_t c = 0; c < KV_CELLS; c++) {
         const int64_t at = tile * KV_TILE + c * LANES;
         to->k[c] = to->v[c] = to->kp[c] = to->vp[c] = w.dummy_cell;
         if (at >= tokens.last || at + LANES <= tokens.first) continue;
-        const int64_t cell = at % p.block_size / LANES;
-        const uint8_t* base = g.data + table[at / p.block_size] * g.block_bytes + a.layer_offset + head * a.head_bytes;
+        const int64_t cell = at / LANES & (cells - 1);
+        const uint8_t* base = g.data + table[at / LANES >> shift] * g.block_bytes + a.layer_offset + head * a.head_bytes;
         const uint8_t *values = base + cells * a.cell.k_cell, *params = values + cells * a.cell.v_cell;
         to->v[c] = values + cell * a.cell.v_cell;
         to->k[c] = a.rows ? to->v[c] : base + cell * a.cell.k_cell;
@@ -160,23 +162,28 @@ void Run::find_cells(const Attention& a, int64_t seq, int64_t head, int64_t tile
     }
 }
 
-// Cells as they are stored to the form that the attention kernel reads, where that is another; meanwhile those of `ahead` (or
-// null) are fetched.
+// Cells as they are stored to the form that the attention kernel reads; meanwhile those of `ahead` (or null) are fetched.
 void Run::load_cells(const Attention& a, int64_t tile, Range tokens, const KvTile* ahead, KvTile* cells) {
-    const int64_t element = p.bf16 ? 2 : 4;
-    const bool as_stored = a.kv_type == loaded_type(p.bf16);
+    const int32_t read = reads(a);
+    const int64_t element = read == KV_BYTES ? 1 : p.bf16 ? 2 : 4;
     auto fetch = [](const void* from, int64_t bytes) {
         for (int64_t i = 0; i < bytes; i += 64) fetch_to_l2(static_cast<const uint8_t*>(from) + i);
     };
     for (int64_t c = 0; c < KV_CELLS; c++) {
         const int64_t at = tile * KV_TILE + c * LANES;
-        if (ahead) fetch(ahead->k[c], a.cell.k_cell), fetch(ahead->v[c], a.cell.v_cell);
+        if (ahead) {
+            fetch(ahead->k[c], a.cell.k_cell), fetch(ahead->v[c], a.cell.v_cell);
+            fetch(ahead->kp[c], a.cell.k_params), fetch(ahead->vp[c], a.cell.v_params);
+        }
         if (cells->k[c] == w.dummy_cell) continue;
         const uint8_t* kc = static_cast<const uint8_t*>(cells->k[c]);
         const uint8_t* vc = static_cast<const uint8_t*>(cells->v[c]);
         uint8_t* k = own.attention.keys + c * LANES * a.dpad * element;
         uint8_t* v = own.attention.values + c * LANES * a.dpad * element;
-        if (!as_stored) {
+        if (read == KV_BYTES) {
+            ops.kv_bytes(a.kv_type, a.dpad, kc, vc, std::min(LANES, tokens.last - at), k, v);
+            cells->v[c] = v;
+        } else if (a.kv_type != read) {
             ops.kv_load(a.kv_type, a.dpad, kc, vc, cells->kp[c], cells->vp[c], p.bf16, std::min(LANES, tokens.last - at),
                         a.rows ? nullptr : k, v);
             cells->v[c] = v;
@@ -186,10 +193,12 @@ void Run::load_cells(const Attention& a, int64_t tile, Range tokens, const KvTil
     }
 }
 
-// Whether the attention kernel reads cells where they lie.
-bool Run::reads_stored(const Attention& a) const {
-    return !a.rows && reads_cells(a.kv_type, p.bf16, ops.bf16_dot);
+// The form of the cells that the attention kernel reads.
+int32_t Run::reads(const Attention& a) const {
+    return a.rows ? loaded_type(p.bf16) : read_type(ops, a.kv_type, p.bf16);
 }
+
+int64_t Run::query_bytes(const Attention& a) const { return tk::query_bytes(reads(a), p.bf16, a.dpad); }
 
 // Whether a piece is that of sink tokens seen apart; what it sees, as absolute positions, and in which tile of them.
 Run::Sight Run::sight(const Attention& a, const Piece& piece) const {
@@ -198,21 +207,20 @@ Run::Sight Run::sight(const Attention& a, const Piece& piece) const {
     return {false, {oldest, reach(a, piece.seq, piece.last - 1)}, piece.tile};
 }
 
-// One piece of attention into a fresh state; `next` is the one that this thread takes on afterwards, or null.
-void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next, const AttnState& to) {
+void Run::find_cells(const Attention& a, const Piece& piece, KvTile* to) const {
+    const Sight seen = sight(a, piece);
+    find_cells(a, piece.seq, piece.head, seen.tile, seen.tokens, to);
+}
+
+// One piece of attention into a fresh state; `kv` are its cells, `next` those of the one that this thread takes on afterwards, or null.
+void Run::attend_tile(const Attention& a, const Piece& piece, KvTile& kv, const KvTile* next, const AttnState& to) {
     const int64_t seq = piece.seq, head = piece.head, t0 = piece.first, t1 = piece.last;
     AttnScratch& s = own.attention;
     const auto [apart, tokens, tile] = sight(a, piece);
     const int64_t base = tile * KV_TILE;
-    KvTile kv, ahead;
-    find_cells(a, seq, head, tile, tokens, &kv);
-    if (next) {
-        const Sight then = sight(a, *next);
-        find_cells(a, next->seq, next->head, then.tile, then.tokens, &ahead);
-    }
-    const bool stored = reads_stored(a);
-    if (stored) kv.next = next ? &ahead : nullptr;
-    else load_cells(a, tile, tokens, next && t1 - t0 == 1 ? &ahead : nullptr, &kv);
+    const bool stored = !a.rows && reads(a) == a.kv_type;
+    if (stored) kv.next = next;
+    else load_cells(a, tile, tokens, t1 - t0 == 1 ? next : nullptr, &kv);
     for (int64_t t = t0; t < t1; t++) {
         const int64_t pos = position_of(seq, t), low = apart ? 0 : a.oldest(pos) - base;
         const int64_t high = !apart ? reach(a, seq, t) - base : a.sinks_apart(pos) ? a.sink_tokens : 0;
@@ -225,7 +233,7 @@ void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next,
             s.from[r] = int32_t(a.alibi_rounded != 0.0f ? base : base - (apart ? a.window + a.sink_tokens - 1 : pos));
         }
     }
-    AttnParams params{a.dpad, a.vpad, a.scale, a.softcap, stored ? a.kv_type : loaded_type(p.bf16)};
+    AttnParams params{a.dpad, a.vpad, a.scale, a.softcap, reads(a)};
     if (a.alibi) params.slope = s.slope, params.from = s.from, params.rounded = a.alibi_rounded, params.both = a.mutual;
     ops.attn_tile(params, kv, apart ? sink_query(a, head, t0 - first) : query(a, head, t0 - first), (t1 - t0) * a.per_kv, s.lo, s.hi, to, s.scores);
 }
@@ -250,6 +258,7 @@ void Run::finish_rows(const Attention& a, int64_t head, int64_t t, const AttnSta
 // Query blocks [first, last) of the chunk, all kv heads `heads` of each: tile after tile, and in a tile head after head, as
 // they lie in the cache.
 void Run::attend_blocks(const Attention& a, Range which, Range heads) {
+    if (which.first == which.last) return;
     AttnScratch& s = own.attention;
     const int64_t count_heads = heads.last - heads.first;
     Piece piece, next;
@@ -257,19 +266,26 @@ void Run::attend_blocks(const Attention& a, Range which, Range heads) {
         const QueryBlock& b = blocks[size_t(block)];
         return Piece{b.seq, heads.first + i % count_heads, b.first, b.last, tiles_of(a, b.seq, b.first, b.last).first + i / count_heads};
     };
+    KvTile tiles[2];  // of the piece, and of the one after it
+    int64_t turn = 0;
     next = at(which.first, 0);
+    find_cells(a, next, &tiles[0]);
     for (int64_t block = which.first; block < which.last; block++) {
         const QueryBlock& b = blocks[size_t(block)];
         const int64_t rows = (b.last - b.first) * a.per_kv;
-        const Range tiles = tiles_of(a, b.seq, b.first, b.last);
-        const int64_t pieces = (tiles.last - tiles.first) * count_heads;
+        const Range seen = tiles_of(a, b.seq, b.first, b.last);
+        const int64_t pieces = (seen.last - seen.first) * count_heads;
         for (int64_t i = 0; i < pieces; i++) {
             piece = next;
             const bool more = i + 1 < pieces || block + 1 < which.last;
-            if (more) next = i + 1 < pieces ? at(block, i + 1) : at(block + 1, 0);
+            KvTile &kv = tiles[turn], &ahead = tiles[turn = 1 - turn];
+            if (more) {
+                next = i + 1 < pieces ? at(block, i + 1) : at(block + 1, 0);
+                find_cells(a, next, &ahead);
+            }
             const int64_t row = i % count_heads * rows;
             const AttnState into{s.running.m + row, s.running.l + row, s.running.acc + row * a.vpad};
-            attend_tile(a, piece, more ? &next : nullptr, i < count_heads ? into : s.part);
+            attend_tile(a, piece, kv, more ? &ahead : nullptr, i < count_heads ? into : s.part);
             if (i >= count_heads) ops.attn_merge(a.vpad, rows, into, s.part);
         }
         for (int64_t t = b.first; t < b.last; t++)
@@ -282,25 +298,29 @@ void Run::attend_blocks(const Attention& a, Range which, Range heads) {
 // tile after tile, as they lie in the cache.
 void Run::attend_split(const Attention& a) {
     int64_t items = 0;
-    Range tiles[SMALL];
+    Range seen[SMALL];
     for (int64_t t = 0; t < count; t++) {
-        tiles[t] = tiles_of(a, seq_of[size_t(t)], first + t, first + t + 1);
-        items += (tiles[t].last - tiles[t].first) * a.kv_heads;
+        seen[t] = tiles_of(a, seq_of[size_t(t)], first + t, first + t + 1);
+        items += (seen[t].last - seen[t].first) * a.kv_heads;
     }
     auto at = [&](int64_t i) {
         int64_t t = 0;
-        for (; i >= (tiles[t].last - tiles[t].first) * a.kv_heads; t++) i -= (tiles[t].last - tiles[t].first) * a.kv_heads;
-        return Piece{seq_of[size_t(t)], i % a.kv_heads, first + t, first + t + 1, tiles[t].first + i / a.kv_heads};
+        for (; i >= (seen[t].last - seen[t].first) * a.kv_heads; t++) i -= (seen[t].last - seen[t].first) * a.kv_heads;
+        return Piece{seq_of[size_t(t)], i % a.kv_heads, first + t, first + t + 1, seen[t].first + i / a.kv_heads};
     };
     const int64_t size = a.per_kv * (a.vpad + 2);
     float* partial = w.partial_pages.at<float>(0);
     share(P_ATTENTION, items, 1, [&](Range r) {
         Piece piece, next = at(r.first);
+        KvTile tiles[2];  // of the piece, and of the one after it
+        find_cells(a, next, &tiles[r.first % 2]);
         for (int64_t item = r.first; item < r.last; item++) {
+            const bool more = item + 1 < r.last;
+            KvTile &kv = tiles[item % 2], &ahead = tiles[(item + 1) % 2];
             piece = next;
-            if (item + 1 < r.last) next = at(item + 1);
+            if (more) find_cells(a, next = at(item + 1), &ahead);
             float* s = partial + item * size;
-            attend_tile(a, piece, item + 1 < r.last ? &next : nullptr, {s, s + a.per_kv, s + 2 * a.per_kv});
+            attend_tile(a, piece, kv, more ? &ahead : nullptr, {s, s + a.per_kv, s + 2 * a.per_kv});
         }
     });
 }
