@@ -96,6 +96,16 @@ def test_conversations_tokens_and_names(http: httpx.Client) -> None:
     assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["m"]
 
 
+def test_json_answers_keep_to_their_schema(http: httpx.Client) -> None:
+    """vLLM calls the schema otherwise in Python than in JSON."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked = {"model": "m", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 60, "response_format": form}
+    told = http.post("/v1/chat/completions", json=asked)
+    assert told.status_code == 200, told.text
+    assert json.loads(told.json()["choices"][0]["message"]["content"])["a"] in (1, 2)
+
+
 def test_what_we_refuse_comes_with_our_words_and_status(http: httpx.Client) -> None:
     asked = {"model": "m", "prompt": "abc " * 2000, "max_tokens": 4}
     refused = http.post("/v1/completions", json=asked)

@@ -26,8 +26,8 @@ _OWN = {f.name for f in fields(RaySettings)} - {"replicas", "model_name", "ray_a
 
 
 class Server:
-    """Implements Ray's ``LLMServerProtocol``. ``engine_kwargs``: options of ``tool serve ray`` by their Python names;
-    ``backend``: turbomind (default) or pytorch. Raises ToolkitError, UsageError."""
+    """Implements Ray's ``LLMServerProtocol``. ``engine_kwargs``: options of ``tool serve ray`` by their Python names
+    (adapters are called MODEL:NAME by requests, which Ray routes so); ``backend``: turbomind (default) or pytorch. Raises ToolkitError, UsageError."""
 
     def __init__(self, llm_config: LLMConfig) -> None:
         self._config = llm_config
@@ -88,7 +88,7 @@ class Server:
 
     async def _answer(self, path: str, request: Any, kind: type[Any]) -> AsyncGenerator[Any, None]:
         """Events of a stream as they are, a whole answer as ``kind``, or an ErrorResponse."""
-        body = json.dumps(request.model_dump(mode="json", exclude_unset=True)).encode()
+        body = json.dumps(request.model_dump(mode="json", by_alias=True, exclude_unset=True)).encode()
         asked = Asked("POST", path, [JSON], body)
         status, streams, whole = 500, False, b""
         async with aclosing(self._replica.answer(asked)) as answer:
@@ -121,6 +121,8 @@ def _read(config: LLMConfig) -> tuple[Model, RaySettings]:
     backend = given.pop("backend", "turbomind")
     if backend not in CONFIGS:
         raise UsageError(f"engine_kwargs: backend: expected {' or '.join(CONFIGS)}, found {backend!r:.40}")
+    if isinstance(adapters := given.get("adapters"), dict):  # Ray routes requests to them by such names
+        given["adapters"] = {f"{config.model_id}:{name}": path for name, path in adapters.items()}
     template = given.pop("chat_template", None)
     try:
         settings = read(RaySettings, {name: given.pop(name) for name in _OWN & set(given)})
