@@ -19,6 +19,7 @@ from traffic.servers import TOOL
 START_S = 300.0
 KINDS = ("kill", "stop", "stop the engine", "slow", "kill the engine")
 HEALTH = ["--health-check-period-s", "2", "--health-check-timeout-s", "10"]
+ENGINE_S = 10.0  # without progress, after which a replica replaces its engine
 HANGS_S = 20.0  # of silence after which Ray Serve may replace one
 
 
@@ -62,7 +63,8 @@ class RayFleet:
         return list(self._tags())
 
     def may_lose(self, kind: str, seconds: float) -> bool:
-        return kind.startswith("kill") or (kind == "stop" and seconds >= HANGS_S)
+        most = {"stop": HANGS_S, "stop the engine": ENGINE_S}
+        return kind.startswith("kill") or seconds >= most.get(kind, float("inf"))
 
     def sent(self, request: str) -> dict[str, float]:
         return {}  # answers say it themselves
