@@ -174,6 +174,38 @@ def test_bits_do_not_depend_on_chunks_batch_or_threads(family, form, options, dr
         np.testing.assert_array_equal(np.concatenate(found), expected)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    "family, form, options",
+    [("llama", "int4", options) for options in CACHES]
+    + [(family, "bf16", options) for family in ("gemma2", "minicpm3", "qwen3_moe", "mpt") for options in CACHES[:2]],
+)
+def test_bits_do_not_depend_on_a_prefix_that_others_share(family, form, options, threads, drive) -> None:
+    """Some begin with the same blocks of the cache, which are read once for all of them: tiles of 128 tokens."""
+    common, shared = prompt(300, 1), (288, 288, 0, 144, 272, 288, 288, 128)
+    tails = [prompt(7 + 19 * i, 10 + i) for i in range(len(shared))]
+    steps = [[prompt(1 + (i * turn) % 4, 30 + i) for i in range(len(shared))] for turn in range(3)]
+    driver = drive(family, weights=form, threads=threads, blocks=200, **options)
+    first = driver.add()
+    driver.step({first: common})
+    numbers = []
+    for n in shared:
+        numbers.append(driver.add())
+        s = driver.sequences[-1]
+        s.blocks, s.length = [blocks[: n // 16] for blocks in driver.sequences[first].blocks], n
+    for number, n, tail in zip(numbers, shared, tails, strict=True):
+        driver.step({number: common[n:] + tail})
+    found = [driver.step(dict(zip(numbers, new, strict=True)), "all").logits for new in steps]
+    for i, tail in enumerate(tails):
+        alone = drive(family, weights=form, threads=1, **options)
+        one = alone.add()
+        alone.step({one: common + tail})
+        for new, logits in zip(steps, found, strict=True):
+            start = sum(map(len, new[:i]))
+            expected = alone.step({one: new[i]}, "all").logits
+            np.testing.assert_array_equal(logits[start : start + len(new[i])], expected)
+
+
 @pytest.mark.parametrize(
     "family, model", [("llama", {"intermediate_size": 12288}), ("qwen3_moe", {"moe_intermediate_size": 6144})]
 )

@@ -195,7 +195,7 @@ bool Run::reads_stored(const Attention& a) const {
 Run::Sight Run::sight(const Attention& a, const Piece& piece) const {
     const int64_t oldest = a.oldest(position_of(piece.seq, piece.first));
     if (piece.tile < oldest / KV_TILE) return {true, {0, a.sink_tokens}, 0};
-    return {false, {oldest, reach(a, piece.seq, piece.last - 1)}, piece.tile};
+    return {false, {oldest, reach(a, seq_of[size_t(piece.last - 1 - first)], piece.last - 1)}, piece.tile};
 }
 
 // One piece of attention into a fresh state; `next` is the one that this thread takes on afterwards, or null.
@@ -214,8 +214,8 @@ void Run::attend_tile(const Attention& a, const Piece& piece, const Piece* next,
     if (stored) kv.next = next ? &ahead : nullptr;
     else load_cells(a, tile, tokens, next && t1 - t0 == 1 ? &ahead : nullptr, &kv);
     for (int64_t t = t0; t < t1; t++) {
-        const int64_t pos = position_of(seq, t), low = apart ? 0 : a.oldest(pos) - base;
-        const int64_t high = !apart ? reach(a, seq, t) - base : a.sinks_apart(pos) ? a.sink_tokens : 0;
+        const int64_t of = seq_of[size_t(t - first)], pos = position_of(of, t), low = apart ? 0 : a.oldest(pos) - base;
+        const int64_t high = !apart ? reach(a, of, t) - base : a.sinks_apart(pos) ? a.sink_tokens : 0;
         for (int64_t i = 0; i < a.per_kv; i++) {
             const int64_t r = (t - t0) * a.per_kv + i;
             s.lo[r] = int32_t(std::clamp<int64_t>(low, 0, KV_TILE));
@@ -278,49 +278,80 @@ void Run::attend_blocks(const Attention& a, Range which, Range heads) {
     }
 }
 
-// Few tokens: the tiles of every token and head are items of their own, merged afterwards in the same order. They are taken
-// tile after tile, as they lie in the cache.
+// Query blocks that begin alike, one kv head of them: the tiles in common first, for all of them together, then each one's own.
+void Run::attend_shared(const Attention& a, const SharedPrefix& prefix, int64_t head) {
+    AttnScratch& s = own.attention;
+    const QueryBlock &front = in_order[size_t(prefix.first)], &back = in_order[size_t(prefix.last - 1)];
+    int64_t block = prefix.first - 1;
+    Piece next{front.seq, head, front.first, back.last, -1};
+    int64_t end = prefix.tiles;
+    auto advance = [&] {
+        if (++next.tile < end) return true;
+        if (++block == prefix.last) return false;
+        const QueryBlock& b = in_order[size_t(block)];
+        next = {b.seq, head, b.first, b.last, prefix.tiles};
+        end = tiles_of(a, b.seq, b.first, b.last).last;
+        return true;
+    };
+    for (bool more = advance(); more;) {
+        const Piece piece = next;
+        more = advance();
+        const int64_t row = (piece.first - front.first) * a.per_kv;
+        const AttnState into{s.running.m + row, s.running.l + row, s.running.acc + row * a.vpad};
+        attend_tile(a, piece, more ? &next : nullptr, piece.tile ? s.part : into);
+        if (piece.tile) ops.attn_merge(a.vpad, (piece.last - piece.first) * a.per_kv, into, s.part);
+    }
+    for (int64_t t = front.first; t < back.last; t++)
+        finish_rows(a, head, t - first, s.running, (t - front.first) * a.per_kv, result(a, t - first));
+}
+
+// Few tokens: the tiles of every query block and head are items of their own, merged afterwards in the same order. They are taken
+// tile after tile, as they lie in the cache; a tile is read once for all tokens of a block.
 void Run::attend_split(const Attention& a) {
     int64_t items = 0;
-    Range tiles[SMALL];
-    for (int64_t t = 0; t < count; t++) {
-        tiles[t] = tiles_of(a, seq_of[size_t(t)], first + t, first + t + 1);
-        items += (tiles[t].last - tiles[t].first) * a.kv_heads;
-    }
-    auto at = [&](int64_t i) {
-        int64_t t = 0;
-        for (; i >= (tiles[t].last - tiles[t].first) * a.kv_heads; t++) i -= (tiles[t].last - tiles[t].first) * a.kv_heads;
-        return Piece{seq_of[size_t(t)], i % a.kv_heads, first + t, first + t + 1, tiles[t].first + i / a.kv_heads};
+    for (const QueryBlock& b : blocks) items += split_items(a, b);
+    struct Item {
+        Piece piece;
+        AttnState state;
     };
-    const int64_t size = a.per_kv * (a.vpad + 2);
-    float* partial = w.partial_pages.at<float>(0);
+    auto at = [&](int64_t i) {
+        float* partial = w.partial_pages.at<float>(0);
+        const QueryBlock* b = blocks.data();
+        for (int64_t n; i >= (n = split_items(a, *b)); i -= n) partial += n * split_floats(a, *b++);
+        const int64_t tile = tiles_of(a, b->seq, b->first, b->last).first + i / a.kv_heads;
+        return Item{{b->seq, i % a.kv_heads, b->first, b->last, tile}, split_state(a, *b, partial, i)};
+    };
     share(P_ATTENTION, items, 1, [&](Range r) {
-        Piece piece, next = at(r.first);
-        for (int64_t item = r.first; item < r.last; item++) {
-            piece = next;
-            if (item + 1 < r.last) next = at(item + 1);
-            float* s = partial + item * size;
-            attend_tile(a, piece, item + 1 < r.last ? &next : nullptr, {s, s + a.per_kv, s + 2 * a.per_kv});
+        Item item, next = at(r.first);
+        for (int64_t i = r.first; i < r.last; i++) {
+            item = next;
+            if (i + 1 < r.last) next = at(i + 1);
+            attend_tile(a, item.piece, i + 1 < r.last ? &next.piece : nullptr, item.state);
         }
     });
 }
 
+// What the tiles of one head gave for the rows [row, row + rows) of its part of a block, merged into `into`.
+void Run::merge_tiles(const Attention& a, const QueryBlock& b, const float* partial, int64_t head, int64_t row, int64_t rows, const AttnState& into) {
+    const Range tiles = tiles_of(a, b.seq, b.first, b.last);
+    std::fill(into.m, into.m + rows, -INFINITY);
+    for (int64_t tile = 0; tile < tiles.last - tiles.first; tile++) {
+        const AttnState s = split_state(a, b, const_cast<float*>(partial), tile * a.kv_heads + head);
+        ops.attn_merge(a.vpad, rows, into, {s.m + row, s.l + row, s.acc + row * a.vpad});
+    }
+}
+
 // What the tiles of `heads` gave, merged, into `to`.
 void Run::merge_split(const Attention& a, InputBuffer& to, Range heads) {
-    const int64_t size = a.per_kv * (a.vpad + 2);
-    float* partial = w.partial_pages.at<float>(0);
+    const float* partial = w.partial_pages.at<float>(0);
     AttnState& into = own.attention.running;
-    for (int64_t t = 0; t < count; t++) {
-        const Range tiles = tiles_of(a, seq_of[size_t(t)], first + t, first + t + 1);
-        for (int64_t h = heads.first; h < heads.last; h++) {
-            std::fill(into.m, into.m + a.per_kv, -INFINITY);
-            for (int64_t tile = 0; tile < tiles.last - tiles.first; tile++) {
-                float* s = partial + (tile * a.kv_heads + h) * size;
-                ops.attn_merge(a.vpad, a.per_kv, into, {s, s + a.per_kv, s + 2 * a.per_kv});
+    for (const QueryBlock& b : blocks) {
+        for (int64_t t = b.first; t < b.last; t++)
+            for (int64_t h = heads.first; h < heads.last; h++) {
+                merge_tiles(a, b, partial, h, (t - b.first) * a.per_kv, a.per_kv, into);
+                finish_rows(a, h, t - first, into, 0, to.x + (t - first) * to.ldx);
             }
-            finish_rows(a, h, t, into, 0, to.x + t * to.ldx);
-        }
-        partial += (tiles.last - tiles.first) * a.kv_heads * size;
+        partial += split_items(a, b) * split_floats(a, b);
     }
 }
 
@@ -359,8 +390,12 @@ void Run::mix(const Sublayer& s, const Attention& a) {
 
 // More than a few tokens: their query blocks, whose results each thread finishes itself. `skipped`: sequences left out, if any.
 void Run::attend_all(const Attention& a, const std::vector<uint8_t>& skipped) {
-    const int64_t n = int64_t(blocks.size()) * a.kv_heads;
-    if (runs.empty())
+    const int64_t n = int64_t(blocks.size()) * a.kv_heads, prefixes = int64_t(shared.size()) * a.kv_heads;
+    if (prefixes && !a.window && skipped.empty())
+        share(P_ATTENTION, prefixes, 1, [&](Range r) {
+            for (int64_t i = r.first; i < r.last; i++) attend_shared(a, shared[size_t(i / a.kv_heads)], i % a.kv_heads);
+        }, prefixes);
+    else if (runs.empty())
         share(P_ATTENTION, n, 1, [&](Range r) {
             for (int64_t i = r.first; i < r.last; i++)
                 if (skipped.empty() || !skipped[size_t(blocks[size_t(i / a.kv_heads)].seq)])
