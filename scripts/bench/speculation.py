@@ -3,9 +3,11 @@
     python scripts/bench/speculation.py                                   # the demo
     python scripts/bench/speculation.py MODEL --draft-model DRAFT --batch 1 8 --json speculation.json
     python scripts/bench/speculation.py MODEL --answers-of demo           MODEL's weights are random, its words demo's
+    python scripts/bench/speculation.py MODEL --recorded                  its words are a competent writer's
     python scripts/bench/speculation.py --llama-python PYTHON --gguf MODEL.gguf --llama-speculative ngram_simple
 
-The prompts lie in speculation_workloads/. Engines run in turn (off, auto, off, auto …), each answer greedy and once a
+The prompts lie in speculation_workloads/, in recorded/ there those with answers: files as they were edited or go on,
+and what was written by hand. Engines run in turn (off, auto, off, auto …), each answer greedy and once a
 round; time is taken from the first token to the last. No engine looks up its earlier answers, which would be the same.
 Speeds are medians over rounds; *ratio* is the median of each round's, with its lowest and highest. Ends with 1 where
 two engines gave two answers. llama.cpp's server is compared with itself without guesses.
@@ -29,6 +31,8 @@ from speculation_peer import Ask, peers
 
 from toolkit import GenerationConfig, Pipeline, TurbomindEngineConfig, pipeline
 from toolkit.artifacts.output.result_file import check_json, check_plot, save_plot
+from toolkit.artifacts.source import resolve_model
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.commands.output import stdout, table, write_json
 
 WORKLOADS = Path(__file__).parent / "speculation_workloads"
@@ -65,6 +69,17 @@ def forced_by(model: str, works: list[dict[str, Any]]) -> Forced:
             prompt: pipe(prompt, gen_config=settings(work)).token_ids for work in works for prompt in work["prompts"]
         }
         return Forced(answers, pipe.tokenizer.eos_ids[0])
+
+
+def recorded(model: str, works: list[dict[str, Any]]) -> Forced:
+    """Answers every prompt as its workload says."""
+    tokenizer = Tokenizer.open(resolve_model(model))
+    answers = {
+        prompt: tokenizer.encode(answer, add_special_tokens=False)
+        for work in works
+        for prompt, answer in zip(work["prompts"], work["answers"], strict=True)
+    }
+    return Forced(answers, tokenizer.eos_ids[0])
 
 
 def settings(work: dict[str, Any]) -> GenerationConfig:
@@ -175,6 +190,7 @@ def main() -> int:
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--draft-model")
     parser.add_argument("--answers-of", help="a model whose answers this one, of the same vocabulary, is made to give")
+    parser.add_argument("--recorded", action="store_true", help="the model is made to give the recorded answers")
     parser.add_argument("--llama-python", help="a Python that has xllamacpp: measure llama.cpp's server beside it")
     parser.add_argument("--gguf", help="the model that it serves")
     parser.add_argument("--llama-speculative", nargs="+", default=["ngram_simple"], help="how it guesses")
@@ -190,13 +206,17 @@ def main() -> int:
         parser.error("--llama-python and --gguf: expected both or none")
     check_json("--json", args.json, ["model"])
     check_plot("--plot", args.plot)
-    if args.answers_of is not None and (args.draft_model is not None or args.llama_python is not None):
-        parser.error("--answers-of goes with neither --draft-model nor --llama-python, whose answers are their own")
-    files = sorted(f for f in WORKLOADS.glob("*.json") if args.only is None or f.stem in args.only)
+    if args.answers_of is not None and args.recorded:
+        parser.error("--answers-of and --recorded: expected one of them")
+    if (args.answers_of or args.recorded) and (args.draft_model is not None or args.llama_python is not None):
+        parser.error("--answers-of and --recorded: not with --draft-model or --llama-python")
+    folder = WORKLOADS / "recorded" if args.recorded else WORKLOADS
+    files = sorted(f for f in folder.glob("*.json") if args.only is None or f.stem in args.only)
     works = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     for work in works:
         work["max_new_tokens"] = args.tokens or work["max_new_tokens"]
     forced = None if args.answers_of is None else forced_by(args.answers_of, works)
+    forced = recorded(args.model, works) if args.recorded else forced
     rows = []
     with ExitStack() as stack:
         pipes = {

@@ -111,7 +111,7 @@ def test_memory_is_what_the_server_plans(engine: Path, tmp_path: Path) -> None:
     assert many.host >= many.plan.total / SAFE_SHARE + PROCESSES
     given = deploy(str(engine), tmp_path / "c", to="k8s", asked=Deployment(memory="1GiB")).memory
     assert given.host == 1 << 30 and given.plan.free == (1 << 30) - PROCESSES
-    with pytest.raises(ToolkitError, match="processes alone take 768 MiB, found 700MiB"):
+    with pytest.raises(ToolkitError, match=r"^--memory: the server's processes alone take 768 MiB, found 700MiB"):
         deploy(str(engine), tmp_path / "d", to="k8s", asked=Deployment(memory="700MiB"))
     with pytest.raises(ToolkitError, match="max_batch_size 100000: its logits and activations take"):
         deploy(str(engine), tmp_path / "d", to="k8s", asked=Deployment(memory="800MiB", max_batch_size=100000))
@@ -199,6 +199,14 @@ def test_a_format_that_is_not_read_there_says_which_is(models: dict[str, Path], 
     assert set(TURNED.values()) <= {"awq", "gptq", "compressed-tensors"}
 
 
+def test_the_checkpoint_that_an_artifact_was_made_of_is_named_where_it_can_go_itself(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ToolkitError, match=f"not an engine artifact; deploy {models['hf']}, which it was made of$"):
+        deploy(str(models["engine"]), tmp_path / "out", to="vllm")
+    assert deploy(str(models["hf"]), tmp_path / "out", to="vllm").files
+
+
 def test_a_device_that_an_artifact_is_not_packed_for(models: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ToolkitError, match=r"not packed for one.*`tool convert .* --target cpu --dst-path"):
         deploy(str(models["hf"]), tmp_path / "out", to="compose", asked=Deployment(device="cpu"))
@@ -260,6 +268,17 @@ def test_paths_with_odd_characters(engine: Path, tmp_path: Path) -> None:
         bad = tmp_path / "a,b"
         shutil.copytree(engine, bad)
         deploy(str(bad), tmp_path / "none", to="docker")
+
+
+def test_a_unit_says_what_its_user_cannot_open(engine: Path, tmp_path: Path) -> None:
+    """It is no user's home that others may not enter."""
+    home = tmp_path / "home"
+    model = shutil.copytree(engine, home / "engine")
+    model.chmod(0o755)
+    home.chmod(0o700)
+    told = deploy(str(model), tmp_path / "out", to="systemd").notes
+    assert any(note.startswith(f"{home}: ") and f"chmod o+rX {home}" in note for note in told)
+    assert not any(str(home) in note for note in deploy(str(model), tmp_path / "other", to="compose").notes)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")

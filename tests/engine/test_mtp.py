@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -25,6 +26,7 @@ from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.sequence import Sequence
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.models.mtp import COPIES
 from toolkit.parallel.choose import open_ranks
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
@@ -172,6 +174,26 @@ def test_a_gguf_file_guesses_what_its_checkpoint_does(models: tuple[Path, Path],
         assert answers_of(path, True, made[-1])[0] == answers_of(models[0], False)[0]
     assert made[1] == made[0] and any(guess for _, guess in made[0])
     assert open_engine(convert(str(file), tmp_path / "engine", quiet=True).path).mtp is not None
+
+
+@pytest.mark.parametrize("models", FAMILIES[:-1], indirect=True)
+def test_a_gguf_file_of_ours_has_the_layer_as_llama_cpp_writes_it(
+    models: tuple[Path, Path], mtp: Any, tmp_path: Path
+) -> None:
+    import gguf
+
+    from toolkit.convert.formats import rewrite
+
+    rewrite(str(models[0]), tmp_path / "ours.gguf", to="gguf", gguf_type="f32", quiet=True)
+    ours, theirs = (gguf.GGUFReader(f) for f in (tmp_path / "ours.gguf", mtp.as_gguf(models[0], tmp_path / "m.gguf")))
+    arch = str(ours.fields["general.architecture"].contents())
+    for key in (f"{arch}.block_count", f"{arch}.nextn_predict_layers"):
+        assert ours.fields[key].contents() == theirs.fields[key].contents()
+    mine, its = ({t.name: t.data for t in reader.tensors} for reader in (ours, theirs))
+    its = {name: data for name, data in its.items() if not name.split(".", 2)[-1].startswith(COPIES)}
+    assert mine.keys() == its.keys()
+    for name, data in its.items():
+        assert np.array_equal(mine[name].ravel(), data.ravel()), name
 
 
 def test_a_right_layer_guesses_right_from_an_artifact(models: tuple[Path, Path], tmp_path: Path) -> None:

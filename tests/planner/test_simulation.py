@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from tests.planner import real_engine
 from toolkit.engine.request import EngineRequest, SamplingParams, Whose
 from toolkit.planner import engine as module
+from toolkit.planner import fleet
 from toolkit.planner.engine import Engine, Limits
 from toolkit.planner.fit import Measured, _seconds, fit
-from toolkit.planner.fleet import Around, simulate
+from toolkit.planner.fleet import LOOKS, Around, simulate
 from toolkit.planner.step_time import StepTime, features, made, non_negative
 from toolkit.planner.traffic import Ask, drawn
 
@@ -51,9 +52,12 @@ def test_one_request_takes_the_time_of_its_steps() -> None:
 def test_requests_take_as_long_as_in_the_real_engine(
     rate: float, time: StepTime, lengths: str, fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole engine loop, with its pace and its turns, on a clock that the same step times drive."""
+    """The whole engine loop, with its pace and its turns, on a clock that the same step times drive, warm as a server
+    is that has answered before."""
     asks = drawn(3, 100, rate, lengths, "64", 0)
-    real = real_engine.served(fake, monkeypatch, asks, time, 16)
+    before = [Ask(2.0 * i, size, 32) for i, size in enumerate((512, 64, 256, 128))]
+    later = [replace(ask, arrival=ask.arrival + 20) for ask in asks]
+    real = real_engine.served(fake, monkeypatch, [*before, *later], time, 16)[len(before) :]
     found = simulate(asks, time, Limits(16), 1)
     for i, name in enumerate(("ttft", "e2e")):
         times = [getattr(one, name) for one in found.served]
@@ -76,6 +80,9 @@ def test_engines_on_one_machine_share_its_cores() -> None:
     step = PROMPT + DECODE  # of one request that decodes: what is beside it is as much again
     one = simulate(asks[:1], PLAIN, Limits(), 1, Around(cores=1, token=step)).served[0]
     assert one.ttft == pytest.approx(alone.ttft) and one.tpot == pytest.approx(2 * (alone.tpot or 0))
+    alike = replace(PLAIN, start=step, slopes=(0.0,))  # each step waits as long again for what others read
+    one, two = (simulate(asks[:n], alike, Limits(), 2, Around(cores=2, step=step)).served[0] for n in (1, 2))
+    assert two.e2e == pytest.approx(2 * one.e2e, rel=0.03)  # a step that had begun before is no longer
     late = [Ask(0.0, 50, 2000), Ask(5.0, 50, 20)]
     first, second = (simulate(late, PLAIN, Limits(), 2, Around(cores=1)).served[i] for i in (0, 1))
     first, second = sorted((first, second), key=lambda one: one.e2e, reverse=True)
@@ -89,12 +96,55 @@ def test_what_the_way_takes() -> None:
     ask = Ask(1.0, 200, 5)
     for prefills, around, more in (
         (0, Around(way=0.1), 0.1),
-        (1, Around(handing=0.1, handing_token=0.001), 0.1 + 192 * 0.001),
+        (1, Around(handing=0.1, handing_token=0.001), 0.1 + 200 * 0.001),
         (1, Around(way=0.1), 0.2),
     ):
-        (plain,) = simulate([ask], TIME, Limits(), 1, prefills=prefills).served
-        (one,) = simulate([ask], TIME, Limits(), 1, around, prefills).served
+        (plain,) = simulate([ask], TIME, Limits(paced=False), 1, prefills=prefills).served
+        (one,) = simulate([ask], TIME, Limits(paced=False), 1, around, prefills).served
         assert one.ttft == pytest.approx(plain.ttft + more) and one.tpot == pytest.approx(plain.tpot)
+
+
+def test_blocks_come_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that writes answers asks for lent blocks in one step and has them two later; one at rest, at once."""
+    asks = [Ask(0.0, 100, 200), Ask(1.0, 100, 5)]
+    found = {}
+    for looks in (0, LOOKS):
+        monkeypatch.setattr(fleet, "LOOKS", looks)
+        served = simulate(asks, PLAIN, Limits(paced=False), 1, prefills=1).served
+        found[looks] = sorted((one.e2e, one.ttft) for one in served)
+    (_, second), (_, first) = found[LOOKS]
+    assert first == pytest.approx(PLAIN.seconds(100) + PLAIN.seconds(36)) == found[0][1][1]
+    assert second == pytest.approx(found[0][0][1] + 2 * PLAIN.seconds(1))
+
+
+def test_clients_that_ask_one_after_the_other() -> None:
+    """So many are there at any time, and each comes when one has gone."""
+    asks = [Ask(0.0, 50, 20)] * 6
+    alone = simulate(asks[:1], PLAIN, Limits(), 1).seconds
+    assert simulate(asks, PLAIN, Limits(), 1, at_once=1).seconds == pytest.approx(6 * alone)
+    assert simulate(asks, PLAIN, Limits(), 2, at_once=2).seconds == pytest.approx(3 * alone)
+
+
+def test_a_pace_that_has_served_before_cuts_the_first_prompts_as_later_ones() -> None:
+    """A cold one takes what it does not know for free, and a request that writes waits for another's whole prompt."""
+    asks = [Ask(0.0, 50, 100), Ask(0.0, 400, 2)]
+    longest = {warm: max(_steps(asks, warm)) for warm in (False, True)}
+    assert longest[True] < longest[False]
+
+
+def _steps(asks: list[Ask], warm: bool) -> list[float]:
+    """Seconds of the steps in which one decodes while another's prompt is computed."""
+    engine, found, left = Engine(PLAIN, Limits(), warm=warm), [], list(asks)
+    while left or engine.stretch is not None:
+        if left and left[0].arrival <= engine.end:
+            ask = left.pop(0)
+            engine.add(ask, ask.arrival)
+            continue
+        assert engine.stretch is not None
+        if engine.stretch.decodes and engine.stretch.chunks:
+            found.append(engine.stretch.first)
+        engine.run()
+    return found
 
 
 def test_prompts_on_engines_of_their_own() -> None:
@@ -186,14 +236,6 @@ def test_a_full_cache_makes_requests_wait_or_begin_again() -> None:
     assert tight.seconds > free.seconds
 
 
-@given(st.integers(1, 40), st.floats(0.001, 0.3), st.integers(0, 5000))
-def test_the_prompt_that_fits_takes_the_time_it_may(decodes: int, seconds: float, before: int) -> None:
-    time = StepTime(0.004, (2.0, 16.0), (0.0, 0.001, 0.0006), 1e-6, 3e-8)
-    count = time.fitting(decodes, before, seconds)
-    taken = time.seconds(decodes + count, 0, count * (before + count / 2)) - time.seconds(decodes)
-    assert taken == pytest.approx(seconds, rel=1e-6)
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10**6))
 def test_least_squares_without_negative_coefficients(seed: int) -> None:
@@ -222,7 +264,7 @@ def test_times_are_found_again_from_what_they_gave() -> None:
                 ttft, decode = _seconds(row, TIME, limits)
                 rows.append(Measured(size, row.count, length, 64, ttft, decode, served, not served))
     found = fit(rows, limits)
-    asks = drawn(7, 120, 2.0, "32:400", "16:96", 0)
+    asks = drawn(7, 120, 1.8, "32:400", "16:96", 0)
     for name, percent in (("ttft", 50), ("ttft", 99), ("tpot", 50), ("tpot", 99)):
         real, guessed = (simulate(asks, time, limits, 1).percentile(name, percent) for time in (TIME, found.time))
         assert guessed == pytest.approx(real, rel=0.1), (name, percent)

@@ -226,14 +226,15 @@ def as_gguf(path: Path, target: Path) -> Path:
     arch = str(reader.fields["general.architecture"].contents())
     writer = gguf.GGUFWriter(target, arch)
     for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name == "general.architecture":
+        if name.startswith("GGUF.") or name in ("general.architecture", f"{arch}.nextn_predict_layers"):
             continue
         kind, inner = field.types[0], field.types[-1] if len(field.types) > 1 else None
         value = field.contents()
-        writer.add_key_value(name, value + 1 if name == f"{arch}.block_count" else value, kind, sub_type=inner)
+        writer.add_key_value(name, n + 1 if name == f"{arch}.block_count" else value, kind, sub_type=inner)
     writer.add_nextn_predict_layers(1)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data.copy())
+        if not tensor.name.startswith(f"blk.{n}."):
+            writer.add_tensor(tensor.name, tensor.data.copy())
     for name, x in _blocks_of(load_file(path / "model.safetensors"), n, arch).items():
         writer.add_tensor(name, x.float().contiguous().numpy())
     writer.write_header_to_file()

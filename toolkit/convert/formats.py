@@ -19,6 +19,7 @@ from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.formats.writers import WRITERS
 from toolkit.artifacts.gguf.eyes import FILE
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind
+from toolkit.artifacts.mtp import mtp_or_none
 from toolkit.artifacts.output.replace import check_directory_target, check_file_target
 from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import open_stage, write_file
@@ -153,7 +154,10 @@ def _write_gguf(
     from toolkit.artifacts.gguf.eyes_export import write_eyes
     from toolkit.runners.native.packing.gguf_scales import find_scales
 
-    export = plan_export(checkpoint, spec, stored, gguf_type, importance)
+    mtp = mtp_or_none(checkpoint, (spec, stored)) if spec.vision is None else None
+    if mtp is not None and mtp.spec.state_first:
+        mtp = None  # llama.cpp's reads the token before the state
+    export = plan_export(checkpoint, spec, stored, gguf_type, importance, mtp=mtp)
     check_room(target, export.nbytes)
     if eyes is not None:
         write_eyes(checkpoint, spec, stored, eyes)
@@ -161,7 +165,7 @@ def _write_gguf(
     layers = [{"name": name, "rel_error": error} for name, error in export.errors.items()]
     blind = spec.vision is not None and eyes is None
     alone = "the language model alone, without what it sees with, of which no such file is written here"
-    others = [left_out(checkpoint, stored), alone if blind else ""]
+    others = [left_out(checkpoint, stored, mtp), alone if blind else ""]
     as_it_is = gguf_type == "auto" and not any_quantized(checkpoint, stored)
     notes = [*_gguf_notes(export, as_it_is), *without_scales(checkpoint, "gguf"), *filter(None, others)]
     return notes, {"layers": layers, "types": export.types}

@@ -15,7 +15,7 @@ from toolkit.artifacts.manifest import describe_parent
 from toolkit.artifacts.output.stage import open_stage
 from toolkit.artifacts.source import resolve_model
 from toolkit.deploy import ray_serve
-from toolkit.deploy.facts import GRACE, Artifact, Memory, open_artifact, plan_memory
+from toolkit.deploy.facts import GRACE, Artifact, Memory, form_at, open_artifact, plan_memory
 from toolkit.deploy.options import Deployment, name_of
 from toolkit.deploy.targets import OURS, TARGETS, TURNED, Target
 from toolkit.errors import ToolkitError, UsageError
@@ -66,7 +66,10 @@ def deploy(
     options = {"to": to, **asdict(asked)}
     where = {"out": shlex.quote(str(out)), "absolute": shlex.quote(str(out.absolute()))}
     start = target.next.format(name=name, **where)
-    done = Deployed(out, to, name, list(written), start, memory, list(memory.plan.notices))
+    notes = list(memory.plan.notices)
+    if to == "systemd":
+        notes += [*_closed(artifact.file), *_closed(Path(known["tool"]))]
+    done = Deployed(out, to, name, list(written), start, memory, notes)
     parent = describe_parent(path)
     with open_stage(
         out, kind="deployment", stage="deploy", parent=parent, options=options, overwrite=overwrite
@@ -84,6 +87,15 @@ def deploy(
 def _check_path(path: Path) -> None:
     if bad := sorted({c for c in str(path) if c in ',"' or not c.isprintable()}):
         raise UsageError(f"{str(path)!r}: expected a path without {' '.join(map(repr, bad))}, which mounts cannot name")
+
+
+def _closed(path: Path) -> list[str]:
+    """A note where the unit's own user cannot get at ``path``."""
+    for one in filter(Path.exists, (path, *path.resolve().parents)):
+        wanted = 0o001 if one.is_dir() else 0o004
+        if one.stat().st_mode & wanted != wanted:
+            return [f"{one}: the unit has a user of its own, which may not open it: `chmod o+rX {one}`, or move it"]
+    return []
 
 
 def _device(artifact: Artifact, asked: str, target: Target) -> str:
@@ -116,6 +128,8 @@ def _elsewhere(artifact: Artifact, to: str, target: Target) -> str:
         source = artifact.source
         if source is None:
             return f"{artifact.path}: {to} reads {reads}, not an engine artifact; deploy the checkpoint it was made of"
+        if form_at(source) in target.reads:
+            return f"{artifact.path}: {to} reads {reads}, not an engine artifact; deploy {source}, which it was made of"
         best = target.reads[0]
         name = f"{name_of(artifact.path.name)}-{best}"
         return (

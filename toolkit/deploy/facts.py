@@ -67,6 +67,14 @@ def open_artifact(path: Path) -> Artifact:
     return Artifact(path, NAMES.get(method, method), None, manifest)
 
 
+def form_at(path: str) -> str:
+    """``Artifact.form`` of what lies there; "" where no model does."""
+    try:
+        return open_artifact(Path(path)).form
+    except ToolkitError:
+        return ""
+
+
 @dataclass(frozen=True)
 class Memory:
     """``plan``: how a replica shares it out; ``host``: bytes that its container may take; ``blocks``: of the KV cache.
@@ -85,7 +93,7 @@ def plan_memory(artifact: Artifact, asked: Deployment, device: str) -> Memory:
     need, runner_device, groups, size, vocab, longest = _need(artifact, asked, cuda)
     limit = asked.memory_bytes
     if limit is not None and limit <= PROCESSES:
-        raise ToolkitError(f"memory: the server's processes alone take {PROCESSES >> 20} MiB, found {asked.memory}")
+        raise ToolkitError(f"--memory: the server's processes alone take {PROCESSES >> 20} MiB, found {asked.memory}")
     if limit is None or cuda:
         length = asked.session_len or min(longest, LONGEST)
         wishes = Wishes(length, asked.max_batch_size or BATCH, kv=1.0)

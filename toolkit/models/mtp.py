@@ -131,6 +131,19 @@ def nextn_of(deep: Built, n: int, *, apart: bool) -> list[StoredTensor]:
     return _layer_of(form, f"{layers}.{n}.", stored) + beside
 
 
+def as_nextn(found: Mtp, n: int) -> list[StoredTensor]:
+    """The tensors of a layer behind the model's ``n``, of the parts by which ``NEXTN`` finds them."""
+    spec = found.spec
+    ours = (spec.token_norm, spec.state_norm, spec.join, spec.layer.final_norm)
+    whose = {part.name: stem for part, stem in zip(ours, NEXTN, strict=True) if part is not None}
+
+    def spelled(item: StoredTensor) -> StoredTensor:
+        stem = whose.get(item.name)
+        return item if stem is None else replace(item, parts=(Part(f"model.layers.{n}.{stem}"),))
+
+    return [spelled(item) for item in found.stored]
+
+
 def _layer_of(form: _Form, behind: str, stored: Iterable[StoredTensor]) -> list[StoredTensor]:
     """Those whose names begin with ``behind``, as the form calls them."""
     mine = (item for item in stored if item.name.startswith(behind))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,7 @@ class Job:
     produced: int = 0
     first: float = 0.0
     end: float = 0.0
+    looks: int = 0  # steps that it has waited for while its blocks were fetched
     fed: int = -1  # step in which its last turn ended
     taken: int = 0  # tokens of the present one
     at_start: Features | None = None
@@ -83,6 +86,9 @@ class Engine:
     time: StepTime
     limits: Limits
     keeps_features: bool = False
+    more: float = 0.0  # seconds that each step takes longer at present
+    warm: bool = True  # its pace has learned what steps cost, as that of an engine which has served before
+    looks: int = 0  # steps of a busy engine in which it asks for, and then reads, blocks that another one lends
     prompts: list[Job] = field(default_factory=list)
     decoding: list[Job] = field(default_factory=list)
     waiting: deque[Job] = field(default_factory=deque)
@@ -95,6 +101,10 @@ class Engine:
     _leaving: int = 0  # requests whose end the next step does not know of: their places are not free yet
     _rushed: int = 0  # steps in which newcomers came before who has waited longest
     _unseen: bool = False  # a request waits that the next step was made without
+
+    def __post_init__(self) -> None:
+        if self.warm and self.limits.paced:
+            self._pace = deepcopy(_learned(self.time, self.limits))
 
     @property
     def end(self) -> float:
@@ -119,9 +129,23 @@ class Engine:
                 job.at_start = job.at_start + passed * self._contents(self.stretch)
         if self.stretch is None:
             self._begin(now, now)
-        elif self.stretch.count > 1:
-            self.stretch.count = min(self.stretch.count, _steps_until(self.stretch, now))
+        else:
+            self._cut(self.stretch, now)
         return job
+
+    def slow(self, more: float, now: float) -> bool:
+        """From the next step on each takes ``more`` seconds longer than its content does. Whether that is new."""
+        if more == self.more:
+            return False
+        self.more = more
+        if self.stretch is not None:
+            self._cut(self.stretch, now)
+        return True
+
+    def _cut(self, stretch: Stretch, now: float) -> None:
+        """Let it end with the step of ``now``: the next one is another."""
+        if stretch.count > 1:
+            stretch.count = min(stretch.count, _steps_until(stretch, now))
 
     def run(self) -> list[Job]:
         """End the stretch and begin the next one; the requests that ended in it."""
@@ -184,7 +208,7 @@ class Engine:
         tokens = len(decodes) + sum(count for _, count in chunks)
         context = float(sum(job.length for job in decodes))
         pairs = sum(count * (job.computed + count / 2) for job, count in chunks)
-        first = self.time.seconds(tokens, context, pairs)
+        first = self.time.seconds(tokens, context, pairs) + self.more
         sums = features(self.time.knots, tokens, context, pairs) if self.keeps_features else None
         self.stretch = Stretch(now, decodes, chunks, steps, first, self.time.context * len(decodes), sums)
 
@@ -223,16 +247,22 @@ class Engine:
         self._unseen = False
         held = sum(blocks_for(max(job.length, job.computed), BLOCK) for job in (*self.prompts, *self.decoding))
         places = self.limits.max_batch_size - (self._leaving if self.running else 0)
-        while self.waiting and self.running < places:
-            job = self.waiting[0]
+        busy = self.running > 0
+        for job in list(self.waiting):
+            if self.running >= places:
+                return
             if job.came > seen:
                 self._unseen = True
                 return
+            if busy and job.ask.cached and job.looks < self.looks:
+                job.looks += 1
+                self._unseen = True
+                continue
             need = blocks_for(job.length + 1, BLOCK)
             room = self.limits.kv_tokens
             if self.running and room is not None and (held + need) * BLOCK > room:
                 return
-            self.waiting.popleft()
+            self.waiting.remove(job)
             job.computed = min(job.ask.cached, job.length - 1)
             self.prompts.append(job)
             held += need
@@ -276,6 +306,20 @@ class Engine:
         grown[-2] = len(stretch.decodes) * stretch.count * (stretch.count - 1) / 2
         found: Features = stretch.sums * stretch.count + grown
         return found
+
+
+@lru_cache(maxsize=16)
+def _learned(time: StepTime, limits: Limits) -> Pace:
+    """What an engine's pace knows after some requests, long before the first that counts."""
+    engine, now = Engine(time, limits, warm=False), -1e6
+    for size in (512, 64, 256, 128):
+        engine.add(Ask(now, size, 32), now)
+        while engine.stretch is not None and len(engine.prompts) > 0:
+            engine.run()
+        now = engine.stretch.start if engine.stretch is not None else now
+    while engine.stretch is not None:
+        engine.run()
+    return engine._pace
 
 
 def _steps_until(stretch: Stretch, now: float) -> int:

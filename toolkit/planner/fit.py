@@ -58,13 +58,14 @@ def read_profile(path: Path) -> list[Measured]:
     except ToolkitError as error:
         raise UsageError(f"--profile: {error}") from None
     rows = found if isinstance(found, list) else [found]
-    made = [_read(f"--profile: {path}", row) for row in rows]
+    made = [read_row(f"--profile: {path}", row) for row in rows]
     if not made:
         raise UsageError(f"--profile: {path}: expected a row a run, found none")
     return made
 
 
-def _read(where: str, row: Any) -> Measured:
+def read_row(where: str, row: Any) -> Measured:
+    """``where``: what messages name. Raises UsageError where it is none, or was measured at a rate."""
     kinds = "expected what `tool profile generation` or `tool profile api_server` write with --json"
     if not isinstance(row, dict):
         raise UsageError(f"{where}: {kinds}, found {type(row).__name__}")
@@ -116,9 +117,10 @@ def fit(rows: Sequence[Measured], limits: Limits) -> Fit:
 
 
 def _knots(rows: Sequence[Measured], limits: Limits) -> tuple[float, ...]:
-    """Where the line of a step's tokens may bend: at the largest batch, and where there are many more figures than
-    coefficients at some smaller ones, evenly among those that were measured."""
-    sizes = sorted({min(row.at_once, limits.max_batch_size) for row in rows})
+    """Where the line of a step's tokens may bend: at the largest size, and where there are many more figures than
+    coefficients at some smaller ones, evenly among those that were measured: batches, and prompts that were alone."""
+    alone = {row.input_len for row in rows if row.together and row.at_once == 1}
+    sizes = sorted({min(row.at_once, limits.max_batch_size) for row in rows} | alone)
     count = max(1, min(len(sizes), (2 * len(rows) - 5) // 3))
     return tuple(float(sizes[-1 - i * len(sizes) // count]) for i in reversed(range(count)))
 

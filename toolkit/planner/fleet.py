@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 import numpy as np
@@ -13,6 +14,8 @@ import numpy as np
 from toolkit.planner.engine import BLOCK, Engine, Job, Limits
 from toolkit.planner.step_time import StepTime
 from toolkit.planner.traffic import Ask
+
+LOOKS = 2  # steps of a busy engine between that it hears of blocks and that it has them, as ``Keeper`` fetches them
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,10 @@ class Run:
 @dataclass(frozen=True)
 class Around:
     """What there is beside engines. ``way``: seconds of a request through a proxy. ``handing``: seconds until an engine
-    that writes answers has the blocks that another one lends it, and ``handing_token``: for each token in them.
+    that writes answers has the blocks that another one lends it; ``handing_token``: of the latter, for each token.
     ``cores``: that all engines, and what speaks for them, share; None: each has its own. ``threads``: cores of an
-    engine while it computes; ``token``: core-seconds of each output token outside of it: HTTP, proxy, client."""
+    engine while it computes; ``step``: seconds that each of its steps takes longer while others compute, for they read
+    memory, too; ``token``: core-seconds of each output token outside of engines: HTTP, proxy, client."""
 
     way: float = 0.0
     handing: float = 0.0
@@ -61,37 +65,52 @@ class Around:
     cores: float | None = None
     threads: float = 1.0
     token: float = 0.0
+    step: float = 0.0
 
 
 ALONE = Around()
 
 
 def simulate(
-    asks: Sequence[Ask], time: StepTime, limits: Limits, replicas: int, around: Around = ALONE, prefills: int = 0
+    asks: Sequence[Ask],
+    time: StepTime,
+    limits: Limits,
+    replicas: int,
+    around: Around = ALONE,
+    prefills: int = 0,
+    seed: int = 0,
+    at_once: int | None = None,
 ) -> Run:
     """``asks``, by arrival, on so many engines; each request goes where fewest are (the proxy's default). Each must fit
     into an engine's cache. ``prefills``: engines that compute prompts alone; the others then begin with what these
-    lend, the whole blocks of a prompt."""
-    writing = Group([Engine(time, limits) for _ in range(replicas)])
-    lending = Group([Engine(time, limits) for _ in range(prefills)])
+    lend, the whole blocks of a prompt. ``seed``: of the lots among engines with equally many requests.
+    ``at_once``: so many clients ask one after the other, whenever requests would have come."""
+    writing = Group([Engine(time, limits, looks=LOOKS if prefills else 0) for _ in range(replicas)], seed)
+    copied = replace(time, slopes=tuple(slope + around.handing_token for slope in time.slopes))
+    lending = Group([Engine(copied, limits) for _ in range(prefills)], seed)
     fleet = Fleet([writing, lending], around)
-    came: dict[int, float] = {}
+    came: dict[int, float] = {}  # by the ids of what engines are asked, which they keep
     heads: dict[int, Ask] = {}  # requests that compute a prompt, for whom
-    for ask in asks:
-        first = Ask(ask.arrival, ask.input_len, 1, ask.cached) if prefills else ask
-        came[id(first)] = ask.arrival
+
+    def send(ask: Ask, now: float) -> None:
+        first = replace(ask, output_len=1) if prefills else replace(ask)
+        came[id(first)] = now
         if prefills:
             heads[id(first)] = ask
-        fleet.come(ask.arrival + time.wait + around.way, first, lending if prefills else writing)
-    later = []  # kept, for they are known by their ids
+        fleet.come(now + time.wait + around.way, first, lending if prefills else writing)
+
+    left = deque(asks)
+    for _ in range(min(len(asks), at_once or len(asks))):
+        send(left[0], 0.0 if at_once else left[0].arrival)
+        left.popleft()
     while (ended := fleet.turn()) is not None:
         for job in ended:
             if (wanted := heads.get(id(job.ask))) is not None:
-                whole = (wanted.input_len - 1) // BLOCK * BLOCK
-                later.append(Ask(wanted.arrival, wanted.input_len, wanted.output_len, whole))
-                came[id(later[-1])] = wanted.arrival
-                handed = around.handing + around.handing_token * whole
-                fleet.come(fleet.now + handed + time.wait + around.way, later[-1], writing)
+                later = replace(wanted, cached=(wanted.input_len - 1) // BLOCK * BLOCK)
+                came[id(later)] = came[id(job.ask)]
+                fleet.come(fleet.now + around.handing + time.wait + around.way, later, writing)
+            elif left:
+                send(left.popleft(), fleet.now)
     jobs = [job for engine in writing.engines for job in engine.done]
     ends = fleet.clock([job.end for job in jobs])
     firsts = fleet.clock([job.first for job in jobs])
@@ -110,10 +129,10 @@ def simulate(
 class Group:
     """Engines that do the same. ``queued``: how many requests each request has found in its engine, in all."""
 
-    def __init__(self, engines: list[Engine]) -> None:
+    def __init__(self, engines: list[Engine], seed: int = 0) -> None:
         self.engines = engines
         self.queued = 0
-        self._draw = random.Random(len(engines))
+        self._draw = random.Random(len(engines) + (seed << 32))
         self._counted = [0] * len(engines)  # which entry of ``_loads`` holds
         self._loads: list[tuple[int, float, int, int]] = []  # requests, a draw, engine, which count of it
         for i in range(len(engines)):
@@ -198,15 +217,28 @@ class Fleet:
     def _note(self, g: int, i: int) -> None:
         engine = self.groups[g].engines[i]
         self.groups[g].note(i)
-        self._version[g, i] += 1
-        if engine.end < math.inf:
-            heappush(self._ends, (engine.end, g, i, self._version[g, i]))
+        self._push(g, i)
         around, stretch, before = self._around, engine.stretch, self._wants[g, i]
         told = 0.0 if stretch is None else around.token * len(stretch.decodes) / stretch.first
         self._wants[g, i] = 0.0 if stretch is None else around.threads + told
-        self._computing += (stretch is not None) - (before > 0)
+        began = (stretch is not None) - (before > 0)
+        self._computing += began
         if around.cores is not None:
             self._slow = max(1.0, sum(self._wants.values()) / around.cores)
+            if began and around.step:
+                self._crowd()
+
+    def _crowd(self) -> None:
+        """One begins to compute, or rests: for the others reading takes longer, or no longer."""
+        for (g, i), wants in self._wants.items():
+            engine = self.groups[g].engines[i]
+            if engine.slow(self._around.step * (self._computing > (wants > 0)), self._own):
+                self._push(g, i)
+
+    def _push(self, g: int, i: int) -> None:
+        self._version[g, i] += 1
+        if (end := self.groups[g].engines[i].end) < math.inf:
+            heappush(self._ends, (end, g, i, self._version[g, i]))
 
 
 def _served(job: Job, came: float, first: float, end: float) -> Served:

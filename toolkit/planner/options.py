@@ -54,11 +54,16 @@ class Demand:
     outside_us: float = option(
         0.0, "With --cores: µs of a core that an output token takes outside of engines (HTTP, proxy, client).", min=0
     )
+    step_us: float = option(
+        0.0, "With --cores: µs that a step takes longer while other engines compute: they read memory, too.", min=0
+    )
     route_ms: float = option(0.0, "What a proxy adds to the time of a first token.", min=0)
     handover_ms: float = option(
         0.0, "With --prefill: what handing a prompt's blocks over adds to it, whatever their size.", min=0
     )
-    handover_us: float = option(0.0, "With --prefill: what each token in these blocks adds to it, in µs.", min=0)
+    handover_us: float = option(
+        0.0, "With --prefill: µs that a prompt's token takes more on the engine that lends its blocks.", min=0
+    )
     paced: str = option("auto", "Whether chunks of prompts are cut so that steps stay short: yes, no, auto (CPUs).")
 
     def check(self) -> None:
@@ -95,6 +100,7 @@ class Demand:
             self.cores,
             self.threads,
             self.outside_us / 1e6,
+            self.step_us / 1e6,
         )
 
     def asks(self) -> list[Ask]:

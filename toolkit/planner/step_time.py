@@ -40,23 +40,6 @@ class StepTime:
             before = knot
         raise AssertionError("the last line goes on for ever")
 
-    def fitting(self, tokens: float, before: float, seconds: float) -> float:
-        """Tokens of a prompt with ``before`` in the cache that make a step of ``tokens`` so much longer, 0 or more."""
-        found, left = 0.0, seconds - (0.0 if tokens else self.start)
-        for knot, slope in zip((*self.knots, float("inf")), self.slopes, strict=True):
-            room = knot - tokens - found
-            if room <= 0:
-                continue
-            each = slope + self.pairs * (before + found)
-            if left < 0 or room == float("inf") or each * room + self.pairs * room * room / 2 > left:
-                if left <= 0:
-                    return found
-                root = (each * each + 2 * self.pairs * left) ** 0.5
-                return found + (2 * left / (each + root) if each + root else room)
-            left -= each * room + self.pairs * room * room / 2
-            found += room
-        return found
-
     def times(self, factor: float) -> StepTime:
         """On a machine that takes so many times as long."""
         return StepTime(

@@ -24,6 +24,7 @@ from toolkit.artifacts.gguf.blocks import to_blocks
 from toolkit.artifacts.gguf.columns import take_columns
 from toolkit.artifacts.gguf.container import TOOL_KEY
 from toolkit.artifacts.gguf.fit import ORDER, fit, smallest
+from toolkit.artifacts.gguf.hf_config import NEXTN as PREDICTS
 from toolkit.artifacts.gguf.metadata import ModelMetadata, model_metadata
 from toolkit.artifacts.gguf.mixtures import MIXTURES, Mixture, Place, columns_of, find_mixture, type_of
 from toolkit.artifacts.gguf.quantize import Search, quantize
@@ -32,6 +33,7 @@ from toolkit.artifacts.gguf.writer import Entry, write_gguf
 from toolkit.artifacts.weights import is_present, load_stored, split_parts
 from toolkit.errors import ToolkitError
 from toolkit.models.gguf import EXPERTS, PLAIN, Gguf, Layout
+from toolkit.models.mtp import NEXTN, Mtp, as_nextn
 from toolkit.models.spec import AttentionSpec, DecoderSpec, Part, StoredTensor
 
 Load = Callable[[StoredTensor], tuple[Weight | Tensor, Tensor | None]]
@@ -187,16 +189,20 @@ def plan_export(
     gguf_type: str = "auto",
     importance: Mapping[str, Tensor] | None = None,
     load: Load | None = None,
+    mtp: Mtp | None = None,
 ) -> Export:
     """Decide on every tensor. ``gguf_type``: a mixture's name, or "auto": each matrix as it is stored, in the smallest
     type that holds it exactly. ``importance``: canonical name → float [in], mean squared inputs. ``load``: where
-    modules come from if not from ``checkpoint``, which then gives the names and the tokenizer alone.
+    modules come from if not from ``checkpoint``, which then gives the names and the tokenizer alone. ``mtp``: the layer
+    for multi-token prediction, where the file is to have it.
 
     Raises ToolkitError for a quantized matrix that the type cannot hold exactly, and for a model GGUF cannot express.
     """
     model = model_metadata(spec)
+    if mtp is not None:
+        model, stored = _deeper(model, spec), [*stored, *as_nextn(mtp, len(spec.layers))]
     mixture = None if gguf_type == "auto" else find_mixture(gguf_type)
-    pieces = _pieces(spec, stored, model, checkpoint)
+    pieces = _pieces(spec, stored, model, checkpoint, mtp)
     load = _last(load or partial(load_stored, checkpoint))
     falls: dict[tuple[str, str, int], set[str]] = {}
     grown: dict[tuple[str, str], set[str]] = {}
@@ -294,18 +300,31 @@ def _common(weights: list[Weight]) -> str:
     return next(kind for kind in ORDER if all(fit(weight, kind) is not None for weight in weights))
 
 
-def _pieces(spec: DecoderSpec, stored: list[StoredTensor], model: ModelMetadata, checkpoint: Checkpoint) -> list[Piece]:
+def _deeper(model: ModelMetadata, spec: DecoderSpec) -> ModelMetadata:
+    """The same of a file with one layer more, for multi-token prediction."""
+    arch, n = model.gguf.arch, len(spec.layers)
+    names = {**model.gguf.names, **{stem: stem for stem in NEXTN}}
+    values = {**model.values, f"{arch}.block_count": n + 1, f"{arch}.{PREDICTS}": 1}
+    return replace(model, gguf=replace(model.gguf, names=names), values=values)
+
+
+def _pieces(
+    spec: DecoderSpec, stored: list[StoredTensor], model: ModelMetadata, checkpoint: Checkpoint, mtp: Mtp | None
+) -> list[Piece]:
     """Every tensor of the file, in the order of the checkpoint."""
-    attention = dict(spec.attention_layers())
+    whole = spec if mtp is None else replace(spec, layers=(*spec.layers, *mtp.spec.layer.layers))
+    attention = dict(whole.attention_layers())
     neighbours = turns_neighbours(stored)
     if not neighbours and model.gguf.interleaved_qk and not attention:
         raise ToolkitError(f"gguf: llama.cpp's {model.gguf.arch} turns neighbours, the two halves turn in this model")
-    offsets = {norm.name: norm.weight_offset for norm in spec.norms()}
+    beside = (item.parts[0].name for item in stored if item.kind == "norm")  # also those of NEXTN
+    offsets = dict.fromkeys(beside, spec.final_norm.weight_offset)
+    offsets |= {norm.name: norm.weight_offset for norm in whole.norms()}
     order = {name: i for names in model.gguf.joined.values() for i, name in enumerate(names)}
     stems = {ours: theirs for theirs, ours in model.gguf.names.items()}
     stems |= {name: theirs for theirs, names in model.gguf.joined.items() for name in names}
     top = {ours: theirs for theirs, ours in model.gguf.top.items()}
-    layout_of = layouts_of(model.gguf, spec)
+    layout_of = layouts_of(model.gguf, whole)
     count = model.values.get(f"{model.gguf.arch}.expert_count", 0)
     pieces: dict[str, Piece] = {}
     for item in stored:

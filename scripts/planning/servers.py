@@ -1,0 +1,150 @@
+"""The servers of one part of ``scripts/check_plan.py``, and loads on them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.base.arrivals import poisson_starts
+from toolkit.profile.exchange import Exchange
+from toolkit.profile.http_client import Client
+from toolkit.profile.load import raise_if_all_failed, run_at
+from toolkit.profile.options import Traffic
+from toolkit.profile.serving import WARM_UP, asks_of, row
+
+TOOL = [sys.executable, "-m", "toolkit"]
+CORES = 2
+BATCH, LENGTH = 16, 2048
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+ENGINE = ["--max-batch-size", BATCH, "--session-len", LENGTH]
+ROLES: dict[str, list[list[str]]] = {
+    "one": [[]],
+    "two": [[], []],
+    "apart": [["--role", "prefill"], ["--role", "decode"]],
+}
+
+
+@contextmanager
+def running(port: int, *words: object) -> Iterator[tuple[str, psutil.Process]]:
+    """A server of ours until the block ends."""
+    process = subprocess.Popen(
+        [*TOOL, "serve", *map(str, words), "--server-port", str(port)], stderr=subprocess.DEVNULL
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(240):
+            with suppress(OSError):
+                urllib.request.urlopen(f"{url}/health", timeout=5)
+                break
+            time.sleep(0.5)
+        yield url, psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+class Servers:
+    """Those of one part, and the proxy in front of them. ``seed``: of the first load; each has prompts of its own, and
+    so finds none in a cache."""
+
+    def __init__(self, stack: ExitStack, model: str, part: str, seed: int) -> None:
+        self._tokenizer = Tokenizer.open(Path(model))
+        self._seed = seed
+        roles = ROLES[part]
+        engine = [*ENGINE, "--threads", CORES // len(roles)]
+        engine += ["--speculative", "off"]  # guesses come true as texts have it: no plan knows
+        started = [
+            stack.enter_context(running(23401 + i, "api_server", model, *engine, *role)) for i, role in enumerate(roles)
+        ]
+        self.urls = [url for url, _ in started]
+        self._fronts = [process for _, process in started]  # without the engines' processes
+        self.front = self.urls[0]
+        if len(roles) > 1:
+            nodes = [word for url in self.urls for word in ("--node", url)]
+            apart = ["--serving-strategy", "DistServe", "--prefill-min-bytes", 0] if part == "apart" else []
+            self.front, proxy = stack.enter_context(running(23400, "proxy", *nodes, *apart))
+            self._fronts.append(proxy)
+            time.sleep(3)  # it looks at its nodes
+
+    def load(
+        self,
+        urls: Sequence[str],
+        shape: tuple[int, int],
+        count: int,
+        concurrency: int | None = None,
+        rate: float = math.inf,
+    ) -> list[dict[str, Any]]:
+        """A row of each of ``urls``, which are loaded at once. ``outside_s``: seconds of the cores that all but engines
+        have had for an output token; ``ttft_s``, ``tpot_s``: of each request; ``seed``: of their arrivals."""
+        self._seed += 1000
+        traffics = [
+            Traffic(
+                seed=self._seed + i, num_prompts=count, random_input_len=shape[0], random_output_len=shape[1],
+                tokenizer=self._tokenizer,
+            )
+            for i in range(len(urls))
+        ]  # fmt: skip
+        asks = [asks_of(traffic, 0) for traffic in traffics]
+        clients = [Client(url, extra=GREEDY) for url in urls]
+
+        async def go() -> list[tuple[list[Exchange], float]]:
+            for client in clients:
+                await client.choose_model()
+                await client.run(WARM_UP)
+            before = self._seconds()
+            runs = [
+                run_at(
+                    some, lambda _, ask, client=client: client.run(ask), concurrency=concurrency,
+                    starts=None if rate == math.inf else poisson_starts(traffic.seed, count, rate),
+                )
+                for some, client, traffic in zip(asks, clients, traffics, strict=True)
+            ]  # fmt: skip
+            found = await asyncio.gather(*runs)
+            self._taken = self._seconds() - before
+            return found
+
+        rows = []
+        for client, traffic, (exchanges, duration) in zip(clients, traffics, asyncio.run(go()), strict=True):
+            records = [client.record(exchange) for exchange in exchanges]
+            raise_if_all_failed(records)
+            one = row(traffic, rate, concurrency, records, duration)
+            each = {
+                "ttft_s": [r.ttft for r in records],
+                "tpot_s": [r.tpot for r in records],
+                "seed": traffic.seed,
+                "began": exchanges[0].start,
+            }
+            rows.append(one | each)
+        tokens = sum(one["total_output_tokens"] for one in rows)
+        return [one | {"outside_s": self._taken / tokens} for one in rows]
+
+    def _seconds(self) -> float:
+        return time.process_time() + sum(one.cpu_times().user + one.cpu_times().system for one in self._fronts)
+
+
+def batches(model: str, threads: int, shape: tuple[int, int], sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Batches that begin together, in an engine alone: what a step takes that only decodes; then what
+    one takes that computes a prompt of each of ``sizes`` tokens."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        for tokens, at_once in [(shape[0], "1,2,4,8,16"), *((size, "1") for size in sizes)]:
+            words = ["profile", "generation", model, "--json", file, "--rounds", 3 if at_once == "1" else 1]
+            words += ["--concurrency", at_once, "--prompt-tokens", tokens, "--completion-tokens", shape[1]]
+            words += [*ENGINE, "--threads", threads]
+            subprocess.run([*TOOL, *map(str, words)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            found += json.loads(file.read_text())
+    return found
