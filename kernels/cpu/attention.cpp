@@ -9,6 +9,9 @@
 // prefetcher, so the tile that comes next is fetched line by line, in order of addresses, while this one is computed: into the
 // second-level cache, for the first one does not hold two tiles.
 #include "ops_isa.h"
+#if defined(TK_READS_CODES)
+#include "codes.h"
+#endif
 #if defined(__AMX_TILE__)
 #include "loose_amx.h"
 #endif
@@ -344,6 +347,42 @@ void softmax_rows(const AttnParams& p, int64_t rows, const int32_t* lo, const in
     }
 }
 
+#if defined(TK_READS_CODES)
+// The rows from r on, M of them or fewer; returns the row behind them.
+template <int M = 4>
+int64_t score_codes(const AttnParams& p, const KvTile& tile, const uint8_t* q, int64_t r, int64_t rows, int64_t cells, float* s) {
+    if constexpr (M > 1)
+        if (rows - r < M) return score_codes<M - 1>(p, tile, q, r, rows, cells, s);
+    const uint8_t* of = q + r * query_bytes(KV_BYTES, false, p.dpad);
+    float* to = s + r * KV_TILE;
+    int64_t c = 0;
+    for (; c + 2 <= cells; c += 2) scores_codes<M, 2>(of, p.dpad, tile.k + c, tile.kp + c, to + c * 16);
+    if (c < cells) scores_codes<M, 1>(of, p.dpad, tile.k + c, tile.kp + c, to + c * 16);
+    return r + M;
+}
+
+template <int M = 4>
+int64_t value_codes(const AttnParams& p, const KvTile& tile, const int8_t* w, int64_t r, int64_t rows, int64_t tokens, const float* s, float* acc) {
+    if constexpr (M > 1)
+        if (rows - r < M) return value_codes<M - 1>(p, tile, w, r, rows, tokens, s, acc);
+    constexpr int N = M == 4 ? 2 : 4;
+    w += r * 2 * KV_TILE, s += r * KV_TILE, acc += r * p.vpad;
+    int64_t col = 0;
+    for (; col + 16 * N <= p.vpad; col += 16 * N) values_codes<M, N>(w, tile, p.dpad, col, tokens, s, acc, p.vpad);
+    for (; col < p.vpad; col += 16) values_codes<M, 1>(w, tile, p.dpad, col, tokens, s, acc, p.vpad);
+    return r + M;
+}
+
+void attend_codes(const AttnParams& p, const KvTile& tile, const uint8_t* q, int64_t rows, const int32_t* lo, const int32_t* hi,
+                  int64_t tokens, int64_t cells, const AttnState& out, float* s) {
+    for (int64_t r = 0; r < rows;) r = score_codes(p, tile, q, r, rows, cells, s);
+    int8_t* weights = (int8_t*)(s + rows * KV_TILE);
+    softmax_rows(p, rows, lo, hi, s, (uint16_t*)weights, out);
+    weigh_codes(tile, rows, cells, s, weights);
+    for (int64_t r = 0; r < rows;) r = value_codes(p, tile, weights, r, rows, tokens, s, out.acc);
+}
+#endif
+
 }  // namespace
 
 void attn_tile(const AttnParams& p, const KvTile& tile, const void* q, int64_t rows, const int32_t* lo,
@@ -365,6 +404,9 @@ void attn_tile(const AttnParams& p, const KvTile& tile, const void* q, int64_t r
         return values_loose(p, tile, probs, rows, last, out.acc);
     }
 #endif
+#if defined(TK_READS_CODES)
+    if (p.type == KV_BYTES) return attend_codes(p, tile, (const uint8_t*)q, rows, lo, hi, last, cells, out, s);
+#endif
     uint16_t* h = (uint16_t*)(scratch + rows * KV_TILE);
     const bool ahead = tile.next && rows <= FEW_ROWS;
     int64_t r = ahead ? score_some<true>(p, tile, q, 0, rows, cells, s) : 0;
@@ -377,21 +419,19 @@ void attn_tile(const AttnParams& p, const KvTile& tile, const void* q, int64_t r
     while (r < rows) r = value_some<false>(p, tile, s, h, r, rows, last, out.acc);
 }
 
-// Factors 2^(a - max) and 2^(b - max) of up to 16 rows, and the maxima.
-TK_INLINE void merge_factors(const float* a, const float* b, int64_t rows, float* m, float* x, float* y) {
-    float u[16], v[16];
-    for (int i = 0; i < 16; i++) u[i] = i < rows ? a[i] : 0.0f, v[i] = i < rows ? b[i] : 0.0f;
-    const F top = fmax(fload(u), fload(v));
+// Factors 2^(a - max) and 2^(b - max) of 16 rows, and the maxima.
+TK_INLINE void merge_factors(F a, F b, float* m, float* x, float* y) {
+    const F top = fmax(a, b);
     fstore(m, top);
-    fstore(x, fexp2(fsub(fload(u), top)));
-    fstore(y, fexp2(fsub(fload(v), top)));
+    fstore(x, fexp2(fsub(a, top)));
+    fstore(y, fexp2(fsub(b, top)));
 }
 
 void attn_merge(int64_t d, int64_t rows, const AttnState& into, const AttnState& part) {
     float m[16], x[16], y[16];
     for (int64_t r = 0; r < rows; r++) {
         const int64_t j = r % 16;
-        if (j == 0) merge_factors(into.m + r, part.m + r, rows - r, m, x, y);
+        if (j == 0) merge_factors(fload(into.m + r), fload(part.m + r), m, x, y);  // what lies behind the last row is of no use
         if (part.m[r] == MASKED) continue;
         float *a = into.acc + r * d, *b = part.acc + r * d;
         if (into.m[r] == MASKED) {
@@ -412,7 +452,7 @@ void attn_finish(int64_t d, float m, float l, const float* acc, const float* sin
     if (sink) {
         const float s = *sink * LOG2E;
         float top[16], x[16], y[16];
-        merge_factors(&m, &s, 1, top, x, y);
+        merge_factors(fset1(m), fset1(s), top, x, y);
         weight = x[0];
         l = l * x[0] + y[0];
     }

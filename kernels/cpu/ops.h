@@ -18,6 +18,9 @@ inline int value_bits(int32_t type) { return type == KV_INT8 ? 8 : type == KV_IN
 // Whether keys (and queries with them) and values are turned by a Hadamard matrix before they are rounded. Results of values
 // are turned back.
 inline bool turns(int32_t type) { return type > KV_INT8; }
+// Not as cells are stored, but as some instruction sets read codes: bytes, four of a lane side by side. K cell [d/4][16 tokens][4],
+// V cell [4][d][4 tokens].
+constexpr int32_t KV_BYTES = 16;
 enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, SWIGLUOAI = 4, RELU2 = 5, SIGMOID = 6, QUICK_GELU = 7 };
 
 constexpr int64_t LANES = 16;     // rows of a weight tile; tokens of a cache cell
@@ -117,11 +120,11 @@ inline CellLayout cell_layout(int32_t type, int64_t head_dim, bool rows = false)
 // Fetches a line into the second-level cache: what is read much later would push the first level's own lines out.
 inline void fetch_to_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// One tile of keys and values as the attention kernel reads it: F32 or BF16 cells (see CellLayout).
+// One tile of keys and values as the attention kernel reads it: see read_type.
 struct KvTile {
     const void* k[KV_CELLS];
     const void* v[KV_CELLS];
-    const uint8_t* kp[KV_CELLS];  // scales and minima, of KV_INT8 alone
+    const uint8_t* kp[KV_CELLS];  // scales and minima, of KV_INT8 and KV_BYTES alone
     const uint8_t* vp[KV_CELLS];
     const KvTile* next = nullptr;  // read after this one: its lines may be fetched meanwhile
 };
@@ -136,17 +139,16 @@ struct AttnState {
 // Of cells that are made for attention, beside queries of bfloat16 or else of floats.
 inline int32_t loaded_type(bool bf16) { return bf16 ? KV_BF16 : KV_F32; }
 
-// Whether attention reads cells as they are stored, beside queries of bfloat16 or else of floats.
-inline bool reads_cells(int32_t type, bool bf16, bool bf16_dot) {
-    return type == loaded_type(bf16) || (!bf16_dot && (type == KV_BF16 || type == KV_INT8));
-}
+
+// Bytes of a query, by the form of the cells that it meets: floats or bfloat16, or of KV_BYTES what query_codes makes.
+inline int64_t query_bytes(int32_t read, bool bf16, int64_t dpad) { return read == KV_BYTES ? 2 * dpad + 8 : dpad * (bf16 ? 2 : 4); }
 
 struct AttnParams {
     int64_t dpad;  // of queries and cells
     int64_t vpad;  // of results: the first so many columns of values
     float scale;
     float softcap;  // 0 = none
-    int32_t type;   // of the cells: KV_F32, KV_BF16 (queries are bfloat16 too where Ops::bf16_dot), KV_INT8 (where not)
+    int32_t type;   // of the cells: KV_F32, KV_BF16 (queries are bfloat16 too where Ops::bf16_dot), KV_INT8 (where not), KV_BYTES
     // ALiBi; null = none. Row r's score of token t of the tile is raised by slope[r] * (from[r] + t), before it is scaled, or
     // where `rounded` by rounded * bfloat16(slope[r] * bfloat16(from[r] + t)); where `both`, lowered by slope[r] * |from[r] + t|.
     const float* slope = nullptr;
@@ -229,7 +231,8 @@ struct FitRun {
 
 struct Ops {
     const char* name;
-    int32_t bf16_dot;  // it multiplies bfloat16
+    int32_t bf16_dot;     // it multiplies bfloat16
+    int32_t reads_codes;  // attention multiplies codes of the cache as integers: kv_bytes, query_codes
 
     // scratch bytes that linear and gated need for this matrix
     int64_t (*linear_scratch)(const Matrix& w);
@@ -273,9 +276,13 @@ struct Ops {
     // cells of `type` to float32 or bfloat16 cells; k_out null = values alone
     void (*kv_load)(int32_t type, int64_t dpad, const uint8_t* kc, const uint8_t* vc, const uint8_t* kp, const uint8_t* vp,
                     int32_t to_bf16, int64_t tokens, void* k_out, void* v_out);
+    // cells of codes to KV_BYTES
+    void (*kv_bytes)(int32_t type, int64_t dpad, const uint8_t* kc, const uint8_t* vc, int64_t tokens, uint8_t* k_out, uint8_t* v_out);
+    // a query to two bytes a number, its factor and its sum
+    void (*query_codes)(const float* x, int64_t dpad, uint8_t* out);
     // keys of a float32 or bfloat16 cell whose values they are
     void (*key_cell)(int64_t dpad, int32_t bf16, const void* values, void* keys);
-    // one tile: rows of q [rows][dpad] (float or bfloat16) over tokens [lo[r], hi[r]) of the tile; writes a fresh state.
+    // one tile: rows of q, of query_bytes each, over tokens [lo[r], hi[r]) of the tile; writes a fresh state.
     // scratch: rows * KV_TILE floats and as many bfloat16.
     void (*attn_tile)(const AttnParams& p, const KvTile& tile, const void* q, int64_t rows, const int32_t* lo,
                       const int32_t* hi, const AttnState& out, float* scratch);
@@ -297,6 +304,13 @@ struct Ops {
     // multiplications and additions it did
     int64_t (*int_products)(int64_t rounds);
 };
+
+// The form in which attention reads cells of `type`, as they are stored where it can, beside queries of bfloat16 or else of floats.
+inline int32_t read_type(const Ops& ops, int32_t type, bool bf16) {
+    if (type >= KV_INT8 && ops.reads_codes) return KV_BYTES;
+    const bool stored = !ops.bf16_dot && (type == KV_BF16 || type == KV_INT8);
+    return stored ? type : loaded_type(bf16);
+}
 
 // The table for an instruction set (toolkit/runners/native/build.py has their names), or null where this processor or this
 // build lacks it; empty name = the best. `reason` says why null.

@@ -39,6 +39,8 @@ void kv_write(int32_t type, int64_t dpad, const float* k, const float* v, uint8_
 void kv_cell(int64_t dpad, const float* k, const float* v, int64_t ld, uint8_t* kc, uint8_t* vc);
 void kv_load(int32_t type, int64_t dpad, const uint8_t* kc, const uint8_t* vc, const uint8_t* kp, const uint8_t* vp,
              int32_t to_bf16, int64_t tokens, void* k_out, void* v_out);
+void kv_bytes(int32_t type, int64_t dpad, const uint8_t* kc, const uint8_t* vc, int64_t tokens, uint8_t* k_out, uint8_t* v_out);
+void query_codes(const float* x, int64_t dpad, uint8_t* out);
 void key_cell(int64_t dpad, int32_t bf16, const void* values, void* keys);
 void attn_tile(const AttnParams& p, const KvTile& tile, const void* q, int64_t rows, const int32_t* lo,
                const int32_t* hi, const AttnState& out, float* scratch);

@@ -9,6 +9,7 @@
 //
 // Every instruction set has the same functions, in a file of its own, and says what is special about it:
 //   TK_BF16_DOT    it multiplies bfloat16: dot_bf16, zip_halves, load_u16
+//   TK_READS_CODES attention multiplies the cache's codes as integers (kv_codes.cpp)
 //   TK_CENTRED     dot4 takes unsigned bytes below 128 alone; others are first made Centred, which takes 128 off each
 //   TK_SHORT_SUMS  products of small bytes may be added in 16 bits: hdot, widen
 #pragma once

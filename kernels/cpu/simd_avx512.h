@@ -71,6 +71,7 @@ TK_INLINE I dot4(I acc, B u, B s) {
     return acc;
 }
 #define TK_BF16_DOT
+#define TK_READS_CODES
 // acc[lane] += products of two pairs of bfloat16
 TK_INLINE F dot_bf16(F acc, B a, B b) {
     __asm__("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));

@@ -179,8 +179,8 @@ TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, in
     const int64_t d = tk::pad16(head_dim), cells = (tokens + 15) / 16, tiles = (tokens + tk::KV_TILE - 1) / tk::KV_TILE;
     const int32_t half = bf16 && ops->bf16_dot;
     const bool rows_alone = !values;
-    const int32_t loaded_type = tk::loaded_type(half);
-    const bool as_stored = rows_alone ? kv_type == loaded_type : tk::reads_cells(kv_type, half, ops->bf16_dot);
+    const int32_t read = rows_alone ? tk::loaded_type(half) : tk::read_type(*ops, kv_type, half);
+    const bool as_stored = kv_type == read;
     const tk::CellLayout cell = tk::cell_layout(kv_type, head_dim, rows_alone);
     std::vector<uint8_t> store(size_t(cells * cell.bytes() + 64)), dummy(size_t(d * 64));
     auto part = [&](int64_t c, int which) {
@@ -196,12 +196,16 @@ TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, in
         ops->kv_write(kv_type, d, rows_alone ? nullptr : row.data(), row.data() + d, part(t / 16, 0), part(t / 16, 1), part(t / 16, 2), part(t / 16, 3),
                       t % 16, t + 1 == tokens);
     }
-    std::vector<uint16_t> q16(size_t(rows * d));
+    const int64_t query = tk::query_bytes(read, half, d);
+    std::vector<uint8_t> queries_read(size_t(rows * query));
     for (int64_t r = 0; r < rows; r++) {
         std::memcpy(q.data() + r * d, queries + r * head_dim, size_t(head_dim) * 4);
         if (tk::turns(kv_type)) ops->hadamard(q.data() + r * d, head_dim);
+        uint8_t* to = queries_read.data() + r * query;
+        if (read == tk::KV_BYTES) ops->query_codes(q.data() + r * d, d, to);
+        else if (half) ops->to_bf16(q.data() + r * d, reinterpret_cast<uint16_t*>(to), d);
+        else std::memcpy(to, q.data() + r * d, size_t(query));
     }
-    ops->to_bf16(q.data(), q16.data(), rows * d);
     std::vector<float> states(size_t(2 * rows * (d + 2))), scores(size_t(rows * tk::KV_TILE * 2));
     tk::AttnState into{states.data(), states.data() + rows, states.data() + 2 * rows};
     float* second = states.data() + rows * (d + 2);
@@ -220,7 +224,10 @@ TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, in
             kv.vp[c] = part(at, 3);
             if (as_stored && !rows_alone) continue;
             uint8_t *k = loaded.data() + c * d * 64, *v = loaded.data() + tk::KV_TILE * d * 4 + c * d * 64;
-            if (!as_stored) {
+            if (read == tk::KV_BYTES) {
+                ops->kv_bytes(kv_type, d, part(at, 0), part(at, 1), std::min<int64_t>(tokens - at * 16, 16), k, v);
+                kv.v[c] = v;
+            } else if (!as_stored) {
                 ops->kv_load(kv_type, d, part(at, 0), part(at, 1), part(at, 2), part(at, 3), half,
                              tokens - at * 16 < 16 ? tokens - at * 16 : 16, rows_alone ? nullptr : k, v);
                 kv.v[c] = v;
@@ -233,9 +240,8 @@ TK_EXPORT int tk_op_attention(const char* isa, int32_t kv_type, int32_t bf16, in
             l[size_t(r)] = int32_t(a < 0 ? 0 : a > tk::KV_TILE ? tk::KV_TILE : a);
             h[size_t(r)] = int32_t(b < 0 ? 0 : b > tk::KV_TILE ? tk::KV_TILE : b);
         }
-        const tk::AttnParams params{d, d, scale, softcap, as_stored ? kv_type : loaded_type};
-        const void* qs = half ? static_cast<const void*>(q16.data()) : q.data();
-        ops->attn_tile(params, kv, qs, rows, l.data(), h.data(), tile ? next : into, scores.data());
+        const tk::AttnParams params{d, d, scale, softcap, read};
+        ops->attn_tile(params, kv, queries_read.data(), rows, l.data(), h.data(), tile ? next : into, scores.data());
         if (tile) ops->attn_merge(d, rows, into, next);
     }
     for (int64_t r = 0; r < rows; r++) {

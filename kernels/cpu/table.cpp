@@ -58,6 +58,14 @@ int64_t int_products(int64_t rounds) {
 
 }  // namespace
 
+#if defined(TK_READS_CODES)
+constexpr auto bytes = kv_bytes;
+constexpr auto codes = query_codes;
+#else
+constexpr decltype(Ops::kv_bytes) bytes = nullptr;
+constexpr decltype(Ops::query_codes) codes = nullptr;
+#endif
+
 extern const Ops table;
 const Ops table = {
     TK_TEXT(TK_ISA),
@@ -66,8 +74,13 @@ const Ops table = {
 #else
     0,
 #endif
+#if defined(TK_READS_CODES)
+    1,
+#else
+    0,
+#endif
     linear_scratch, linear, gated, linear_back, matrix_row, quantize, round_rows, squares, fit_scales, rms_norm, layer_norm, add_scaled, rope, hadamard, activate,
-    multiply, to_bf16, kv_write, kv_cell, kv_load, key_cell, attn_tile, attn_merge, attn_finish, convolve, recur,
+    multiply, to_bf16, kv_write, kv_cell, kv_load, bytes, codes, key_cell, attn_tile, attn_merge, attn_finish, convolve, recur,
     row_max, at_least, sum_exp, scale_logits, int_products,
 };
 

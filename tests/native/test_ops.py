@@ -388,6 +388,32 @@ def test_attention_rows_do_not_meet(ops) -> None:
             np.testing.assert_array_equal(alone, whole[some])
 
 
+def cached(x: np.ndarray, bits: int) -> np.ndarray:
+    """Rows as a cache of codes gives them back: a scale and a minimum each, float16."""
+    levels = np.float32(2**bits - 1)
+    low = x.min(1, keepdims=True).astype(np.float16).astype(np.float32)
+    scale = ((x.max(1, keepdims=True) - low) / levels).astype(np.float16).astype(np.float32)
+    codes = np.rint(np.clip((x - low) * (np.float32(1) / scale), 0, levels))
+    return codes.astype(np.float64) * scale + low
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80, 128])
+@pytest.mark.parametrize("kind, bits", [(3, (8, 8)), (4, (6, 4)), (5, (4, 4)), (6, (5, 5)), (7, (5, 4)), (8, (6, 5))])
+def test_what_codes_stand_for_is_multiplied_nearly_exactly(dim, kind, bits, ops) -> None:
+    """Whether queries and weights become integers of 16 bits for it or codes become floats; bfloat16 would lose more."""
+    def turned(x: np.ndarray) -> np.ndarray:
+        if kind == 3:
+            return x
+        return np.stack([ops.in_place("tk_op_hadamard", row.copy(), c_int64(dim)) for row in x])
+
+    k, v, q = random((300, dim), 32, outliers=0), random((300, dim), 33, outliers=0), random((9, dim), 34)
+    lo, hi = np.arange(9, dtype=np.int64) * 17, np.array([300, 18, 299, 130, 129, 128, 300, 280, 145], np.int64)
+    found = ops.attention(k, v, q, lo, hi, kv_type=kind, bf16=False, scale=dim**-0.5)
+    keys, values = cached(turned(k), bits[0]), cached(turned(v), bits[1])
+    expected = reference_attention(keys, values, turned(q), lo, hi, dim**-0.5, 0.0, None)
+    close(found, turned(np.asarray(expected, np.float32)), 1e-3)
+
+
 def test_cells_of_bfloat16_are_read_as_their_numbers(ops) -> None:
     """Queries of floats meet them widened, wherever that is done."""
     k, v, q = random((300, 80), 26), random((300, 80), 27), random((13, 80), 28)

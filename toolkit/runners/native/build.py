@@ -32,6 +32,7 @@ FAMILIES = (
     "round_rows",
     "fit_scales",
     "kv_cache",
+    "kv_codes",
     "attention",
     "state",
     "table",

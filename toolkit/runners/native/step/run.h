@@ -168,7 +168,7 @@ private:
     void turn_table(size_t rope, Range tokens) const;
     void mix(const Sublayer& s, const Mlp& m);
 
-    // attention_step.cpp
+    // attention_step.cpp, attend_step.cpp
     void mix(const Sublayer& s, const Attention& a);
     // Tiles of a linear that are computed, and the column of a row of projections where its first would lie.
     struct Projection {
@@ -204,9 +204,11 @@ private:
     };
     Sight sight(const Attention& a, const Piece& piece) const;
     void find_cells(const Attention& a, int64_t seq, int64_t head, int64_t tile, Range tokens, KvTile* to) const;
+    void find_cells(const Attention& a, const Piece& piece, KvTile* to) const;
     void load_cells(const Attention& a, int64_t tile, Range tokens, const KvTile* ahead, KvTile* cells);
-    bool reads_stored(const Attention& a) const;
-    void attend_tile(const Attention& a, const Piece& piece, const Piece* next, const AttnState& to);
+    int32_t reads(const Attention& a) const;
+    int64_t query_bytes(const Attention& a) const;
+    void attend_tile(const Attention& a, const Piece& piece, KvTile& kv, const KvTile* next, const AttnState& to);
     void attend_blocks(const Attention& a, Range which, Range heads);
     void attend_shared(const Attention& a, const SharedPrefix& prefix, int64_t head);
     // Of few tokens: the tiles of a block's heads, a partial state each.
