@@ -70,6 +70,7 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 7936], help="of prompts, tokens")
     parser.add_argument("--tokens", type=int, default=32, help="of an answer")
     parser.add_argument("--policies", type=policy, nargs="+", default=[0, 8], help="our caches: --quant-policy")
+    parser.add_argument("--kv-loss", type=float, default=0.5, help="with auto: rise of the perplexity, %%")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--llama-python", help="a Python that has xllamacpp: measure llama.cpp's server beside ours")
     parser.add_argument("--gguf", help="the model that it serves")
@@ -84,8 +85,9 @@ def main() -> int:
     with ExitStack() as stack:
         for each in args.policies:
             config = TurbomindEngineConfig(
-                quant_policy=each, speculative="off", speculative_shared="off", enable_prefix_caching=True,
-                max_batch_size=1, session_len=lengths[-1] + args.tokens + 64, cache_max_entry_count=room // 64 + 8,
+                quant_policy=each, kv_loss=args.kv_loss, speculative="off", speculative_shared="off",
+                enable_prefix_caching=True, max_batch_size=1, session_len=lengths[-1] + args.tokens + 64,
+                cache_max_entry_count=room // 64 + 8,
             )  # fmt: skip
             pipe = stack.enter_context(pipeline(args.model, backend_config=config))
             engines[f"ours, {each}"] = ours(pipe)

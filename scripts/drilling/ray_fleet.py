@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -84,3 +85,17 @@ class RayFleet:
         until = time.monotonic() + START_S
         while time.monotonic() < until and len(await asyncio.to_thread(self._tags)) < self._count:
             await asyncio.sleep(0.5)
+        while kind == "kill the engine" and time.monotonic() < until:
+            if await asyncio.to_thread(self._answers) == server:
+                return
+            await asyncio.sleep(0.5)
+
+    def _answers(self) -> str:
+        """Which replica answers a question that none has had before, "" where none does."""
+        asked = {"model": self.model, "prompt": f"{time.monotonic()}", "max_tokens": 1}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(asked).encode(), {"content-type": "application/json"}
+        )
+        with suppress(OSError), urllib.request.urlopen(request, timeout=30) as reply:
+            return str(reply.headers.get(self.where, ""))
+        return ""

@@ -79,12 +79,6 @@ def test_a_draft_that_is_nowhere_or_has_nothing_to_guess_for(tmp_path: Path) -> 
         find(pp=2, backend=PytorchEngineConfig)
 
 
-def test_a_draft_model_runs_in_one_process(tiny_models: Any) -> None:
-    config = TurbomindEngineConfig(speculative_draft_model=str(tiny_models("llama")), tp=2)
-    with pytest.raises(UsageError, match=r"^speculative_draft_model: a draft model runs in one process; leave it out"):
-        find_draft(config, Path, None)
-
-
 @pytest.fixture
 def models(tiny_models: Any, tmp_path: Path) -> Any:
     """``models(family, **changes)``: a tiny model with a tokenizer, and its files as those of a draft."""

@@ -152,17 +152,29 @@ def test_by_default_gaps_stay_within_three_of_those_without_prompts(
     assert np.mean(m.mixed()) > 1.6 * alone  # and prompts get on
 
 
-def test_by_default_only_the_target_holds_for_what_is_very_long(
-    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("toolkit.engine.pace.LONG", 1000)
+@pytest.mark.parametrize("prompt", [2000, 8000, 12_000, 16_000])
+def test_gaps_grow_with_a_long_prompt_by_degrees(machine: Callable[..., Machine], prompt: int) -> None:
+    """On the demo's figures of a newer processor, by which a token at 12,000 costs ten times what one at 0 does."""
+    m = machine(token=6e-4, far=4.1e-7, decode=0.003, one=0.0006, target=None)
+    for i in range(4):
+        m.ask(f"stream {i}", 20, 20_000)
+    m.run(60)
+    m.ask("long", prompt)
+    while not any(output.id == "long" for output in m.core.step()):
+        pass
+    times = m.mixed()
+    assert np.percentile(times, 99) < 3 * np.median(times) and max(times) < 1.3 * TARGET / 1000
+
+
+def test_what_is_very_long_gets_more_of_a_step(machine: Callable[..., Machine]) -> None:
     m = machine(token=1e-3, decode=0.01, target=None)
     m.ask("stream", 20, 3000)
     m.run(60)
-    m.ask("long", 3000)
-    m.run(800)
+    m.ask("long", 12_000)
+    while not any(output.id == "long" for output in m.core.step()):
+        pass
     counts = [c for _, chunks, _ in m.steps for name, c in chunks if name == "long"]
-    assert counts[5] <= 20 and counts[-2] > 80 and sum(counts) == 3000
+    assert counts[5] <= 20 and counts[-2] > 24 and sum(counts) == 12_000
     assert max(m.mixed()) <= 0.25
 
 

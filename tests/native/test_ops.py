@@ -400,7 +400,8 @@ def cached(x: np.ndarray, bits: int) -> np.ndarray:
 @pytest.mark.parametrize("dim", [16, 64, 80, 128])
 @pytest.mark.parametrize("kind, bits", [(3, (8, 8)), (4, (6, 4)), (5, (4, 4)), (6, (5, 5)), (7, (5, 4)), (8, (6, 5))])
 def test_what_codes_stand_for_is_multiplied_nearly_exactly(dim, kind, bits, ops) -> None:
-    """Whether queries and weights become integers of 16 bits for it or codes become floats; bfloat16 would lose more."""
+    """Whether queries and weights become integers of 16 bits or codes floats; bfloat16 would lose more."""
+
     def turned(x: np.ndarray) -> np.ndarray:
         if kind == 3:
             return x

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from toolkit import GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig, pipeline
@@ -39,6 +40,21 @@ def test_an_answer_of_seven_times_the_model_s_length_takes_the_blocks_of_a_windo
         # another's chunks, no cached prefix: the same bits
         other = pipe(prompt, GenerationConfig(max_new_tokens=40, **GREEDY), do_preprocess=False)
         assert other.token_ids == again.token_ids
+
+
+@pytest.mark.slow
+def test_memory_of_a_text_without_end_stays_flat(model: str) -> None:
+    """But for its own tokens, and what is looked up in them: some hundred bytes each."""
+    asked = GenerationConfig(max_new_tokens=24_000, do_sample=True, random_seed=1, ignore_eos=True)
+    process, taken, blocks = psutil.Process(), list[int](), set[int]()
+    with pipeline(model, config(cache_max_entry_count=16)) as pipe:
+        for part in pipe.stream_infer("The quick brown fox", gen_config=asked, do_preprocess=False):
+            if part.generate_token_len >= 4_000 * (len(taken) + 1) and part.finish_reason is None:
+                taken.append(process.memory_info().rss)
+                blocks.add(round(16 * pipe.engine.stats()["kv_usage"]))
+    assert part.generate_token_len == 24_000 and len(taken) == 5
+    assert max(blocks) <= -(-(WINDOW + SINKS) // BLOCK) + 2
+    assert taken[-1] - taken[0] < 600 * 16_000
 
 
 def test_a_text_that_is_shorter_is_answered_as_ever(model: str) -> None:

@@ -5,13 +5,22 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from toolkit.artifacts.engine.artifact import is_rank_file
+
 SMALL = 1 << 20  # bytes of files that are compared as a whole; of larger ones the sizes
+
+
+def files_of_all(path: Path) -> list[Path]:
+    """Of a model those files that every machine has: not what one rank alone opens."""
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.iterdir() if file.is_file() and not is_rank_file(file.name))
 
 
 def fingerprint(path: Path) -> str:
     """Of a model, that machines with different ones notice: names of its files, sizes, and small ones' content."""
     found = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(x for x in path.iterdir() if x.is_file()):
+    for file in files_of_all(path):
         size = file.stat().st_size
         found.update(f"{file.name if path.is_dir() else ''} {size}\n".encode())
         if size <= SMALL:

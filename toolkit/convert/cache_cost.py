@@ -23,7 +23,6 @@ from toolkit.measure.text import heldout_text
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.native.key_means import key_sums, slow_parts, write_means
-from toolkit.runners.native.load import stored_dtype
 from toolkit.runners.native.need import KV_BITS, kept_bytes
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.native.runner import NativeRunner
@@ -69,8 +68,8 @@ class _Bench:
         length = min(PIECE, spec.max_position)
         room = min(WORK // size, HELD // spec.vocab_size) // length
         starts = _openings(tokenizer, min(max(room, 1), MOST_PIECES), min(OPENING, length - 1), spec.vocab_size)
-        self.dtype = stored_dtype(weights[spec.embed])
         with _Open(spec, weights) as runner:
+            self.dtype = runner.dtype
             self.texts = write_on(runner, starts, length)
             make_ready(runner, length)
             self.exact: list[F32] = []
@@ -156,8 +155,7 @@ class _Bench:
 
 
 class _Open:
-    """A native runner of the packed weights while it is used, in float32: attention to unrounded keys would else lose more
-    than 8 bits of them do, where the processor multiplies bfloat16."""
+    """A native runner of the packed weights while it is used."""
 
     def __init__(
         self,
@@ -166,7 +164,7 @@ class _Open:
         policies: tuple[int, ...] = (),
         means: str = "",
     ) -> None:
-        self.runner = NativeRunner(spec, lambda: weights, RunnerOptions(dtype="float32", kv_layers=policies, key_means=means))
+        self.runner = NativeRunner(spec, lambda: weights, RunnerOptions(kv_layers=policies, key_means=means))
 
     def __enter__(self) -> NativeRunner:
         self.runner.load_weights()

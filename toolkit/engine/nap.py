@@ -65,8 +65,11 @@ class Nap:
         """Load other weights in place of those that are there, slept away or still to come; a KV cache that was given
         back stays so. Nothing runs. Raises ToolkitError where they cannot be loaded: what was there is there again."""
         was = [] if self.empty else self.gone
+        try:
+            before = self._runner.use_weights(weights)
+        except RunnerError as e:  # a rank on another machine cannot read them
+            raise ToolkitError(f"the new weights cannot be loaded, the old ones stay: {e}") from e
         self.begin()
-        before = self._runner.use_weights(weights)
         try:
             self._runner.load_weights()
             if "kv_cache" not in was:

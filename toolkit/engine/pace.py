@@ -13,7 +13,7 @@ from toolkit.engine.plan import Plan
 
 MOST_MS = 150.0  # the target where none is told
 STRETCH = 2.0  # and then: times what decoding alone would take that a step may take with prompts,
-LONG = 8192  # unless so many tokens of a prompt are in the cache: each step reads all of them again
+NEAR = 2048  # of a prompt with so many tokens in the cache; with more, in proportion: each step reads them all again
 FIRST_GUESS = 128  # prompt tokens of a step as long as nothing has been measured
 LEAST = 8  # prompt tokens that a step may always take: fewer cost no less, for kernels take several rows at once
 MOST_FREE = 128  # of those at most that are found to cost next to nothing
@@ -38,7 +38,7 @@ class Pace:
     """Seconds that steps take, and from them the budget of the next one.
 
     ``target_ms``: of a step in which requests decode; 0 = no limit, None = ``MOST_MS``, or ``STRETCH`` times what that
-    step would take without prompts where this is less, but for prompts that have become ``LONG``.
+    step would take without prompts where this is less; what it takes longer grows with prompts beyond ``NEAR``.
     """
 
     def __init__(self, target_ms: float | None) -> None:
@@ -67,8 +67,8 @@ class Pace:
             least = self._free.tokens
             target = self.target * min(1.0, times)
             seconds = max(target - decode, target * LEAST_SHARE)
-            if decode and self.stretch and before < LONG:
-                seconds = min(seconds, (self.stretch - 1) * decode)
+            if decode and self.stretch:
+                seconds = min(seconds, (self.stretch - 1) * decode * max(1.0, before / NEAR))
         else:
             least = ALONE_LEAST
             seconds = max(self.target * times - decode, self.target * LEAST_SHARE)

@@ -86,6 +86,7 @@ def main(fd: int) -> None:
     child_process.ignore(signal.SIGINT, signal.SIGTERM)
     with Connection(fd) as pipe, suppress(EOFError, OSError):
         told = wire.unpack(pipe.recv_bytes())
+        threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
         try:
             span = Span(os.open(told["memory"], os.O_RDWR), told["world"], told["machine"], told["here"])
             host, port = told["store"]
@@ -94,7 +95,6 @@ def main(fd: int) -> None:
         except (ToolkitError, RuntimeError, OSError) as e:
             pipe.send_bytes(wire.pack({"error": _line(e)}))
         else:
-            threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
             pipe.send_bytes(wire.pack({"error": None}))
             pipe.send_bytes(wire.pack({"error": span.carry()}))
     os._exit(0)

@@ -60,6 +60,7 @@ class Whole:
     """A model before it is cut: weights are made when they are asked for. ``renewed(model, files)``: what new weights
     in place of them would be."""
 
+    path: Path
     spec: DecoderSpec
     weights: Callable[[], Weights]
     unit: Unit
@@ -81,7 +82,7 @@ def open_whole(model: Model, layout: Layout) -> Whole:
     def renewed(named_by: Path, files: Path) -> Callable[[], Weights]:
         return open_new_weights(named_by, files, opened.spec, **how)
 
-    return Whole(opened.spec, weights, unit, read_adapters(opened, model.options), renewed)
+    return Whole(Path(model.path), opened.spec, weights, unit, read_adapters(opened, model.options), renewed)
 
 
 class RankRunner(TensorRunner):
@@ -105,9 +106,11 @@ class RankRunner(TensorRunner):
         super().__init__(part.spec, self._cut(whole.weights), options, adapters, split=self.group, dense=dense)
 
     def renew(self, named_by: str | None, files: str | None) -> None:
-        """Load the weights in ``files`` from now on, by the names of the checkpoint ``named_by``; None: its own."""
-        whole, own = self._whole, named_by is None or files is None
-        self.use_weights(self._cut(whole.weights if own else whole.renewed(Path(str(named_by)), Path(str(files)))))
+        """Load the weights in ``files`` from now on, None: its own, by the names of the checkpoint ``named_by``, None:
+        the model's."""
+        whole = self._whole
+        by = whole.path if named_by is None else Path(named_by)
+        self.use_weights(self._cut(whole.weights if files is None else whole.renewed(by, Path(files))))
 
     def chosen_experts(self) -> list[list[Any]]:
         """``chosen`` as a list."""

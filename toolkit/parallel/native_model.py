@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from toolkit.artifacts.alike import files_of_all
 from toolkit.models.registry import from_files
 from toolkit.parallel.group import Event
 from toolkit.parallel.model import Model
@@ -41,16 +42,15 @@ class NativeRank(NativeRunner):
     def __init__(self, opened: Opened, model: Model, share: Share) -> None:
         options = replace(model.options, device="cpu")
         super().__init__(opened.spec, opened.weights, options, None, share, changes_of(opened))
-        self._opened, self._how = opened, model.new_weights_by()
+        self._opened, self._path, self._how = opened, Path(model.path), model.new_weights_by()
         self._steps: list[Event] | None = None
 
     def renew(self, named_by: str | None, files: str | None) -> None:
-        """Load the weights in ``files`` from now on, by the names of the checkpoint ``named_by``; None: its own."""
-        own = named_by is None or files is None
+        """Load the weights in ``files`` from now on, None: its own, by the names of the checkpoint ``named_by``, None:
+        the model's."""
+        by = self._path if named_by is None else Path(named_by)
         self.use_weights(
-            self._opened.weights
-            if own
-            else open_new_weights(Path(str(named_by)), Path(str(files)), self.spec, **self._how)
+            self._opened.weights if files is None else open_new_weights(by, Path(files), self.spec, **self._how)
         )
 
     def trace(self, on: bool) -> list[Event]:
@@ -93,11 +93,10 @@ def signature(opened: Opened, path: Path, times: bool = True) -> int:
     ``times``: also where the files were last written, which copies on other machines need not be."""
     weights: Mapping[str, Any] = opened.weights()
     forms = sorted((name, str(_form(info_of(weights, name)))) for name in weights if not of_first_alone(name))
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.is_file())
     found = [
         opened.spec.to_json(),
         forms,
-        [(file.name, file.stat().st_size, file.stat().st_mtime_ns if times else 0) for file in files],
+        [(file.name, file.stat().st_size, file.stat().st_mtime_ns if times else 0) for file in files_of_all(path)],
     ]
     return zlib.crc32(json.dumps(found, sort_keys=True, default=str).encode())
 

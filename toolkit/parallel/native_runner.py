@@ -87,7 +87,7 @@ class NativeRanks(RankedRunner):
         self._cores = None if cores is None else cores[0]
         local = NativeRank(opened, model, Share(0, world, self._memory))
         self._local: NativeRank = local
-        self._weights = opened.weights
+        self._weights, self._path = opened.weights, model.path
         self._group: Any = _Meeting(local, world)
         self.spec, self.options, self.dtype = opened.spec, local.options, local.dtype
         self._here = here
@@ -122,7 +122,6 @@ class NativeRanks(RankedRunner):
                 more = {"world": world, "seconds": timing.STEP_SECONDS, "machine": 0, "own": nodes.host}
                 self._bridge = Bridge(shared | more, local.lose)
                 self._met(self._ranks.answers(timing.OPEN_SECONDS))
-            self._ranks.have_met()
         except (RankLost, RuntimeError) as e:
             self.close()
             raise ToolkitError(f"tp={world}: the ranks have not met: {e}") from None

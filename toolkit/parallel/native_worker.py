@@ -22,7 +22,7 @@ from toolkit.parallel.bridge import SHARED, Bridge
 from toolkit.parallel.model import Model
 from toolkit.parallel.native_model import NativeRank, instructions, open_native, signature
 from toolkit.parallel.places import cores_of
-from toolkit.parallel.worker import address, digest, until_it_is_gone
+from toolkit.parallel.worker import address, digest, end_behind, until_it_is_gone
 from toolkit.runners.base import RunnerError, StepHandle
 from toolkit.runners.native.share import Share
 
@@ -38,6 +38,7 @@ def main(fd: int) -> None:
         child_process.end_with_parent()  # the first rank, far away, would not notice
     with Connection(fd) as pipe, until_it_is_gone():
         told = wire.unpack(pipe.recv_bytes())
+        end_behind(fd)
         line = f"%(asctime)s %(levelname)s rank {told['rank']}: %(message)s"
         logging.basicConfig(level=told["log_level"], format=line)
         try:

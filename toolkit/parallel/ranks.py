@@ -56,14 +56,8 @@ class Ranks:
         must have alike; ``failed``: why one of these will not come, "" where all may. Raises ToolkitError where the
         system has no file, process or memory for them, or where some do not come."""
         self._hosts: dict[int, dict[str, Any]] = {}  # by rank: what those of other machines say
+        self._folder: Path | None = None
         door = None if nodes is None else Door(nodes, worker)
-        try:
-            self.folder = Path(tempfile.mkdtemp(prefix="toolkit-ranks-"))
-        except OSError as e:
-            if door is not None:
-                door.close()
-            where = tempfile.gettempdir()
-            raise ToolkitError(f"ranks meet in a folder of {where} (TMPDIR), where none can be: {e.strerror}") from e
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         env = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
@@ -106,15 +100,25 @@ class Ranks:
         level, world = logging.getLogger("toolkit").getEffectiveLevel(), len(self._pipes) + 1
         for rank, pipe in enumerate(self._pipes, 1):
             told = {"rank": rank, "world": world, "model": model, "dense": dense, "log_level": level}
-            told |= {"folder": str(self.folder), "seconds": STEP_SECONDS, **more}
+            told |= {"seconds": STEP_SECONDS, **more}
             if rank in self._hosts:
                 host = self._hosts[rank]
                 told |= {"model": model | {name: host[name] for name in ("path", "devices")}, "memory": host["memory"]}
             self._put(rank, pipe, wire.pack(told))
 
+    def meeting_place(self) -> Path:
+        """A new folder, which those that are told of it remove where this process is killed. Raises ToolkitError."""
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="toolkit-ranks-"))
+        except OSError as e:
+            where = tempfile.gettempdir()
+            raise ToolkitError(f"ranks meet in a folder of {where} (TMPDIR), where none can be: {e.strerror}") from e
+        return self._folder
+
     def have_met(self) -> None:
         """Where they met is not needed any more."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def tell(self, name: str, *arguments: Any, own: Sequence[Any] = ()) -> None:
         """Have all call the runner's method ``name``; ``own``: of each, a last argument. Raises RankLost where one is

@@ -88,21 +88,25 @@ class RankedRunner:
         size, policy, dtype = options.block_size, options.quant_policy, getattr(torch, local.dtype)
         self._block_bytes = [block_bytes(spec, size, policy, dtype) for spec in specs]  # of each rank
         self._weights: Callable[[], Mapping[str, Any]] = whole.weights
+        self._path = model.path
         self._lost = ""
         told = replace(model, options=replace(options, dtype=local.dtype))
         own = None if nodes is None else about(Path(model.path), model, layout)
         self._ranks = Ranks(world, threads, nodes=nodes, own=own, failed=failed)
-        store: list[Any] | None = None  # where ranks of several machines meet
+        folder, store = None, None
         try:
-            if nodes is not None:
+            if nodes is None:
+                folder = self._ranks.meeting_place()
+            else:
                 self._store = dist.TCPStore(nodes.host, 0, is_master=True, wait_for_workers=False)
                 store = [nodes.host, self._store.port]
             more = {"layout": plain(layout), "here": here, "launched": launched, "store": store}
+            more["folder"] = None if folder is None else str(folder)
             self._ranks.open(told.to_json(), local.dense, **more)
             self._met(self._ranks.answers(timing.OPEN_SECONDS))
-            if store is None:
-                self._group.join(self._ranks.folder, timing.STEP_SECONDS)
-            else:
+            if folder is not None:
+                self._group.join(folder, timing.STEP_SECONDS)
+            elif store is not None:
                 self._group.join_at(store[0], store[1], store[0], timing.STEP_SECONDS)
             self._met(self._ranks.answers(timing.OPEN_SECONDS))
             if link.queued:  # which may come back to the folder
@@ -148,11 +152,23 @@ class RankedRunner:
         self._all("load_weights")
 
     def use_weights(self, weights: Callable[[], Mapping[str, Any]]) -> Callable[[], Mapping[str, Any]]:
-        """Each rank opens the files by itself: ``weights`` are ``NewWeights``, or what this has returned."""
-        told = (str(weights.model), str(weights.files)) if isinstance(weights, NewWeights) else (None, None)
-        before, self._weights = self._weights, weights
-        self._all("renew", *told)
+        """Each rank opens the files by itself: ``weights`` are ``NewWeights``, or what this has returned. Raises
+        RunnerError where one cannot: all keep those that they have."""
+        before = self._weights
+        try:
+            self._all("renew", *self._told_of(weights))
+        except (ToolkitError, RunnerError):
+            if not self._lost:
+                self._all("renew", *self._told_of(before))
+            raise
+        self._weights = weights
         return before
+
+    def _told_of(self, weights: Callable[[], Mapping[str, Any]]) -> tuple[str | None, str | None]:
+        """(the checkpoint by whose names they are read, their files); None: each rank's own."""
+        if not isinstance(weights, NewWeights):
+            return None, None
+        return None if str(weights.model) == self._path else str(weights.model), str(weights.files)
 
     def release_weights(self) -> None:
         self._all("release_weights")

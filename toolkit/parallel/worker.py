@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import select
+import shutil
 import signal
 import socket
+import threading
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,21 +29,23 @@ from toolkit.parallel import wire
 from toolkit.parallel.devices import kind_of_ranks, own_device, place_of
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model, RankRunner, open_whole
-from toolkit.parallel.watch import Watch
+from toolkit.parallel.watch import BACK_SECONDS, Watch
 from toolkit.runners.base import RunnerError
 from toolkit.runners.step import StepOutput
 
 log = logging.getLogger(__name__)
+BEHIND_SECONDS = BACK_SECONDS + 5  # in which a rank that is left alone ends by itself, with what there is to say
 
 
 def main(fd: int) -> None:
     """Open what the first message says, then run steps until the other end closes."""
     child_process.ignore(signal.SIGINT, signal.SIGTERM)
-    ended = False
+    ended, told = False, {}
     if address(fd):
         child_process.end_with_parent()  # the first rank, far away, would not notice
     with Connection(fd) as pipe, until_it_is_gone():
         told = wire.unpack(pipe.recv_bytes())
+        end_behind(fd, told["folder"])
         line = f"%(asctime)s %(levelname)s rank {told['rank']}: %(message)s"
         logging.basicConfig(level=told["log_level"], format=line)
         try:
@@ -51,7 +57,7 @@ def main(fd: int) -> None:
             whole = open_whole(model, layout)
             runner = RankRunner(whole, told["rank"], layout, own, told["dense"], told["here"])
             pipe.send_bytes(wire.pack({"error": None}))
-            if told.get("store") is None:
+            if told["folder"] is not None:
                 runner.group.join(Path(told["folder"]), told["seconds"])
             else:
                 host, port = told["store"]
@@ -63,6 +69,8 @@ def main(fd: int) -> None:
             pipe.send_bytes(wire.pack({"error": str(e)}))
         else:
             ended = _serve(pipe, runner)
+    if told.get("folder") is not None:
+        shutil.rmtree(told["folder"], ignore_errors=True)
     os._exit(0 if ended else 1)  # what is left of a broken group would end this with an abort
 
 
@@ -75,6 +83,22 @@ def until_it_is_gone() -> Iterator[None]:
         pass
     except OSError as e:
         log.warning("the first rank is lost: %s", e)
+
+
+def end_behind(fd: int, folder: str | None = None) -> None:
+    """Have this process end soon after the first rank has hung up at ``fd``, whatever it waits for or computes;
+    ``folder``, where ranks were to meet, goes at once."""
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(fd, select.POLLRDHUP)
+        poll.poll()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(BEHIND_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="ranks-end", daemon=True).start()
 
 
 def address(fd: int) -> str:

@@ -4,6 +4,7 @@ imports no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,11 @@ Tiles = Mapping[str, tuple[int, int]]
 def rank_file(rank: int, ranks: int) -> str:
     """The name of a rank's arrays in an artifact that was packed for so many."""
     return f"rank-{rank}-of-{ranks}.safetensors"
+
+
+def is_rank_file(name: str) -> bool:
+    """Whether it is such a name."""
+    return re.fullmatch(r"rank-\d+-of-\d+\.safetensors", name) is not None
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,6 @@ def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], pack
     with _named():
         path = resolve_model(name, download_dir=config.download_dir)
         head = means_head(config, path)
-        if not head and config.tp > 1:
-            raise UsageError("a draft model runs in one process; leave it out, or tp")
         if head:
             if config.speculative_algorithm == "draft_model":
                 raise UsageError(f"{path} is a head, no model; use {'eagle' if is_eagle(path) else 'eagle3'}")
@@ -172,7 +170,7 @@ def open_draft(
     try:
         if why := _unfit(runner.spec):
             raise UsageError(f"{FLAG}: {files.source} {why}; use a decoder with attention alone")
-        mine, its = target.memory().weights, runner.memory().weights
+        mine, its = config.tp * target.memory().weights, runner.memory().weights  # a rank has about a part of all
         if its > mine:
             sizes = f"{show_bytes(its)} of weights, the model has {show_bytes(mine)}"
             raise UsageError(

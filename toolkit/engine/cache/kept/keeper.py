@@ -40,12 +40,14 @@ FLUSH_SECONDS = 5.0
 
 @dataclass
 class Fetch:
-    """Blocks on their way for a request. ``todo``: those that nobody reads yet."""
+    """Blocks on their way for a request. ``todo``: those that nobody reads yet; ``refused``: how many the source had
+    refused before."""
 
     seq: Sequence
     source: Source
     todo: deque[Block]
     tokens: int
+    refused: int
     reads: deque[tuple[Block, Future[memoryview | None]]] = field(default_factory=deque)
 
     @property
@@ -172,7 +174,8 @@ class Keeper:
         lacking = [(g, j) for g, j in wanted if pools[g].find(seq.keys[j]) is None]
         lacking.sort(key=lambda at: (self._blocks.windows[at[0]] is None, at[1]))  # without a state all is in vain
         todo = deque(block_of(seq, g, j, self._size) for g, j in lacking)
-        fetch = self._fetches[seq.id] = Fetch(seq, source, todo, (best - hit) * self._size)
+        fetch = Fetch(seq, source, todo, (best - hit) * self._size, source.counts.refused)
+        self._fetches[seq.id] = fetch
         self._blocks.keep_cached(fetch.name, [(g, seq.keys[j]) for g, j in wanted])
         self._read(fetch)
 
@@ -226,8 +229,12 @@ class Keeper:
 
     def _end(self, fetch: Fetch, whole: bool) -> None:
         del self._fetches[fetch.seq.id]
-        for _, read in fetch.reads:
-            read.cancel()
+        if fetch.source is self._shelf and fetch.source.counts.refused > fetch.refused:
+            for block in fetch.todo:  # perhaps damaged too: known to be so, they are written anew
+                self._readers.submit(fetch.source.read, block)
+        else:
+            for _, read in fetch.reads:
+                read.cancel()
         fetch.seq.fetches += 1
         self._arrived.append(fetch)
         if whole and fetch.source is self._shelf:
