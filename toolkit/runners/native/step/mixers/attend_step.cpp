@@ -1,5 +1,6 @@
 // A step's tokens attend to the cache: tile by tile, and who takes which.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "step/run.h"
