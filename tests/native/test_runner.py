@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -185,21 +186,21 @@ def test_bits_do_not_depend_on_a_prefix_that_others_share(family, form, options,
     common, shared = prompt(300, 1), (288, 288, 0, 144, 272, 288, 288, 128)
     tails = [prompt(7 + 19 * i, 10 + i) for i in range(len(shared))]
     steps = [[prompt(1 + (i * turn) % 4, 30 + i) for i in range(len(shared))] for turn in range(3)]
-    driver = drive(family, weights=form, threads=threads, blocks=200, **options)
-    first = driver.add()
-    driver.step({first: common})
-    numbers = []
-    for n in shared:
-        numbers.append(driver.add())
-        s = driver.sequences[-1]
-        s.blocks, s.length = [blocks[: n // 16] for blocks in driver.sequences[first].blocks], n
-    for number, n, tail in zip(numbers, shared, tails, strict=True):
-        driver.step({number: common[n:] + tail})
+
+    def begun(threads: int, which: Iterable[int]) -> tuple[Any, list[int]]:
+        driver, numbers = drive(family, weights=form, threads=threads, blocks=200, **options), []
+        driver.step({(first := driver.add()): common})
+        for i in which:
+            numbers.append(driver.add())
+            s, n = driver.sequences[-1], shared[i]
+            s.blocks, s.length = [blocks[: n // 16] for blocks in driver.sequences[first].blocks], n
+            driver.step({numbers[-1]: common[n:] + tails[i]})
+        return driver, numbers
+
+    driver, numbers = begun(threads, range(len(shared)))
     found = [driver.step(dict(zip(numbers, new, strict=True)), "all").logits for new in steps]
-    for i, tail in enumerate(tails):
-        alone = drive(family, weights=form, threads=1, **options)
-        one = alone.add()
-        alone.step({one: common + tail})
+    for i in range(len(shared)):
+        alone, (one,) = begun(1, [i])
         for new, logits in zip(steps, found, strict=True):
             start = sum(map(len, new[:i]))
             expected = alone.step({one: new[i]}, "all").logits
