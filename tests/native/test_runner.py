@@ -82,7 +82,7 @@ def test_quantized_weights_stay_near_the_dequantized_model(family, form, drive) 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_bfloat16_rounds_the_inputs_of_linears_that_are(family, drive) -> None:
-    """Linears with float32 weights stay exact. Of a cache of codes attention multiplies integers, or floats, in both."""
+    """Linears with float32 weights stay exact. Attention multiplies codes alike in both, as integers or as floats."""
     ids, found = prompt(40, 5), {}
     for weights in ("dense", "bf16"):
         for dtype in ("float32", "bfloat16"):
