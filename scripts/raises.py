@@ -1,9 +1,9 @@
 """Which errors that a user can meet do tests raise: python scripts/raises.py [--least SHARE] [ARGUMENTS OF PYTEST].
 
 Runs pytest and counts, room by room, the places in toolkit/ and commands/ that raise ToolkitError, one of its kinds
-or ApiError, and those that were reached. What other processes than those of pytest raise is not seen: the share is at
-least what is printed. --keep FILE adds what was reached to a file, so that a suite can be run in parts; --only-count
-runs none. (A line that moves is not found again: count before you edit.)
+or ApiError, and those that were reached, by pytest or by what it starts with its own environment. --keep FILE adds what
+was reached to a file, so that a suite can be run in parts; --only-count runs none. (A line that moves is not found
+again: count before you edit.)
 """
 
 from __future__ import annotations
@@ -16,43 +16,10 @@ import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-WHERE = "TOOLKIT_RAISES_FILE"
+WATCH = ROOT / "scripts" / "testing" / "watch_raises"  # its sitecustomize.py notes what each process raises
 ERRORS = {"ToolkitError", "UsageError", "BusyError", "HopelessError", "ApiError"}
-reached: set[str] = set()
-
-
-# --- inside pytest, as a plugin of its name ---------------------------------------------------------------------------
-
-
-def note(line: str) -> None:
-    """At once, so that a run that is cut off has counted."""
-    if line not in reached:
-        reached.add(line)
-        with open(os.environ[WHERE], "a", encoding="utf-8") as out:
-            out.write(f"{line}\n")
-
-
-def watch(error: type[Exception]) -> None:
-    """Each one that is made notes the line that makes it."""
-
-    def new(cls: type[Exception], *arguments: Any, **_: Any) -> Exception:
-        frame: FrameType = sys._getframe(1)
-        note(f"{Path(frame.f_code.co_filename).resolve()}:{frame.f_lineno}")
-        return Exception.__new__(cls, *arguments)
-
-    error.__new__ = new  # type: ignore[method-assign,assignment]
-
-
-def pytest_configure() -> None:
-    from toolkit.errors import ToolkitError
-    from toolkit.serve.http.errors import ApiError
-
-    watch(ToolkitError)
-    watch(ApiError)
 
 
 # --- the count --------------------------------------------------------------------------------------------------------
@@ -97,9 +64,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         file = (args.keep or Path(folder) / "reached").resolve()
         if not args.only_count:
-            paths = [str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
-            env = {**os.environ, WHERE: str(file), "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
-            with subprocess.Popen([sys.executable, "-m", "pytest", "-p", "raises", *rest], cwd=ROOT, env=env) as run:
+            paths = [str(WATCH), *filter(None, [os.environ.get("PYTHONPATH")])]
+            watched = {"TOOLKIT_RAISES_FILE": str(file), "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+            command = [sys.executable, "-m", "pytest", *rest]
+            with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **watched}) as run:
                 try:
                     code = run.wait()
                 except KeyboardInterrupt:  # pytest has it too, and ends; what it reached is counted

@@ -53,6 +53,23 @@ def random_model(work: Path, shape: str, *more: str) -> Path:
     return target
 
 
+def gguf_of(source: str, kind: str, work: Path) -> Path:
+    target = work / f"{kind}.gguf"
+    if not target.exists():
+        make("convert", source, "--to", "gguf", "--gguf-type", kind, "--dst-path", target)
+    return target
+
+
+def of_ik(build: Path, source: str, kind: str, work: Path) -> Path:
+    """A type that ik_llama.cpp alone has, made by its own tool."""
+    target, partial = work / f"{kind}.gguf", work / f".{kind}.gguf"
+    if not target.exists():
+        tool = build / "bin" / "llama-quantize"
+        subprocess.run([tool, gguf_of(source, "f16", work), partial, kind], check=True, stdout=subprocess.DEVNULL)
+        partial.rename(target)
+    return target
+
+
 def prepare(args: argparse.Namespace) -> dict[str, list[str]]:
     """Engine name -> the command that measures it, without the shape arguments."""
     work: Path = args.work_dir
@@ -67,13 +84,16 @@ def prepare(args: argparse.Namespace) -> dict[str, list[str]]:
         make("convert", work / "awq", "--dst-path", engine, "--target", "cpu")
     commands = {"ours": ["tool", "profile", "generation", str(engine), "--json", "-"]}
     readers = {"llama.cpp": args.llama_python, "ik_llama.cpp": args.ik_llama_python, "openvino": args.openvino_python}
-    if any(readers.values()):
-        gguf = work / "q4_0.gguf"
-        if not gguf.exists():
-            make("convert", source, "--to", "gguf", "--gguf-type", "q4_0", "--dst-path", gguf)
+    if args.ik_build or any(readers.values()):
+        gguf = gguf_of(source, "q4_0", work)
         for name, python in readers.items():
             if python:
                 commands[name] = [python, str(HERE / PEER_OF[name]), str(gguf)]
+    if args.ik_build:
+        peer = [sys.executable, str(HERE / "peers/peer_ik_build.py"), str(args.ik_build)]
+        commands["ik built here, q4_0"] = [*peer, str(gguf)]
+        for kind in filter(None, args.ik_types.split(",")):
+            commands[f"ik built here, {kind}"] = [*peer, str(of_ik(args.ik_build, source, kind, work))]
     if args.vllm_python:
         make("lite", "smooth_quant", source, "--work-dir", work / "w8a8", "--calib-samples", "16")
         make("convert", work / "w8a8", "--to", "compressed-tensors", "--dst-path", work / "w8a8-ct")
@@ -153,6 +173,8 @@ def main() -> None:
     parser.add_argument("--quantized", help="ours runs this quantized checkpoint instead of quantizing --model")
     parser.add_argument("--llama-python")
     parser.add_argument("--ik-llama-python")
+    parser.add_argument("--ik-build", type=Path, metavar="DIR", help="ik_llama.cpp built from its source in DIR")
+    parser.add_argument("--ik-types", default="", help="more types for it, as iq4_ks,iq4_k (rows of 256 columns)")
     parser.add_argument("--openvino-python")
     parser.add_argument("--vllm-python")
     parser.add_argument("--torch", action="store_true", help="the unquantized model too: pytorch backend, transformers")

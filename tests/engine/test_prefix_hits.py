@@ -41,3 +41,26 @@ def test_a_beginning_is_computed_once(fake: Any, kind: str, users: int, prefaces
         core.add(EngineRequest(str(number), prompt, SamplingParams(4), whose=whose))
     fake.run(core)
     assert core.stats()["prefix_hit_tokens"] >= (COUNT - prefaces) * PREFACE
+
+
+def test_those_that_begin_alike_lie_side_by_side_in_a_step(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runners read what neighbours have in common once."""
+    core = fake.make_core(block_size=SIZE, session_len=256, blocks=800, max_batch_size=16, cheap=True)
+    submit, crowded = core.runner.submit, []
+
+    def watched(batch: Any) -> Any:
+        firsts = batch.block_tables[0][:, 0].tolist()
+        if len(firsts) == 12 and len(batch.token_ids) == 12:
+            crowded.append(firsts)
+        return submit(batch)
+
+    monkeypatch.setattr(core.runner, "submit", watched)
+    for i in range(3):  # known before the others come
+        core.add(EngineRequest(f"first {i}", ids(f"preface {i}", PREFACE), SamplingParams(1)))
+    fake.run(core)
+    for number, (_, _, prompt) in zip(range(12), prompts("mixed", 1), strict=False):
+        core.add(EngineRequest(str(number), prompt, SamplingParams(8)))
+    fake.run(core)
+    assert crowded
+    for firsts in crowded:
+        assert len(set(firsts)) == 3 and firsts == [first for first in dict.fromkeys(firsts) for _ in range(4)]

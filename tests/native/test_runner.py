@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_quantized_weights_stay_near_the_dequantized_model(family, form, drive) 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_bfloat16_rounds_the_inputs_of_linears_that_are(family, drive) -> None:
-    """Linears with float32 weights stay exact: there bfloat16 attention alone makes the difference."""
+    """Linears with float32 weights stay exact. Attention multiplies codes alike in both, as integers or as floats."""
     ids, found = prompt(40, 5), {}
     for weights in ("dense", "bf16"):
         for dtype in ("float32", "bfloat16"):
@@ -92,7 +93,7 @@ def test_bfloat16_rounds_the_inputs_of_linears_that_are(family, drive) -> None:
         for w in ("dense", "bf16")
     )
     if {"amx", "avx512vnni"} & {*library.isas()}:
-        assert 0 < attention < all_products < 0.02
+        assert attention == 0 < all_products < 0.02
     else:
         assert attention == all_products == 0
 
@@ -172,6 +173,38 @@ def test_bits_do_not_depend_on_chunks_batch_or_threads(family, form, options, dr
             step = driver.step({other: prompt(3, start), number: piece} if start % 2 else {number: piece}, "all")
             found.append(step.logits[-len(piece) :])
         np.testing.assert_array_equal(np.concatenate(found), expected)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    "family, form, options",
+    [("llama", "int4", options) for options in CACHES]
+    + [(family, "bf16", options) for family in ("gemma2", "minicpm3", "qwen3_moe", "mpt") for options in CACHES[:2]],
+)
+def test_bits_do_not_depend_on_a_prefix_that_others_share(family, form, options, threads, drive) -> None:
+    """Some begin with the same blocks of the cache, which are read once for all of them: tiles of 128 tokens."""
+    common, shared = prompt(300, 1), (288, 288, 0, 144, 272, 288, 288, 128)
+    tails = [prompt(7 + 19 * i, 10 + i) for i in range(len(shared))]
+    steps = [[prompt(1 + (i * turn) % 4, 30 + i) for i in range(len(shared))] for turn in range(3)]
+
+    def begun(threads: int, which: Iterable[int]) -> tuple[Any, list[int]]:
+        driver, numbers = drive(family, weights=form, threads=threads, blocks=200, **options), []
+        driver.step({(first := driver.add()): common})
+        for i in which:
+            numbers.append(driver.add())
+            s, n = driver.sequences[-1], shared[i]
+            s.blocks, s.length = [blocks[: n // 16] for blocks in driver.sequences[first].blocks], n
+            driver.step({numbers[-1]: common[n:] + tails[i]})
+        return driver, numbers
+
+    driver, numbers = begun(threads, range(len(shared)))
+    found = [driver.step(dict(zip(numbers, new, strict=True)), "all").logits for new in steps]
+    for i in range(len(shared)):
+        alone, (one,) = begun(1, [i])
+        for new, logits in zip(steps, found, strict=True):
+            start = sum(map(len, new[:i]))
+            expected = alone.step({one: new[i]}, "all").logits
+            np.testing.assert_array_equal(logits[start : start + len(new[i])], expected)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = """
+import subprocess
+import sys
+
 import pytest
 
 from toolkit.configs.engine import TurbomindEngineConfig
@@ -19,6 +22,10 @@ from toolkit.errors import UsageError
 def test_one():
     with pytest.raises(UsageError, match="kv_window"):
         TurbomindEngineConfig(kv_sinks=9)
+
+
+def test_another_process():
+    assert subprocess.run([sys.executable, "-m", "toolkit", "chat", "no-such-model"]).returncode
 """
 
 
@@ -34,9 +41,10 @@ def test_what_a_test_raises_is_counted_and_kept(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     kept = tmp_path / "kept"
     code, said = counted("--keep", str(kept), "-q", "-p", "no:cacheprovider", str(tmp_path / "test_it.py"))
-    assert code == 0 and "1 passed" in said, said
+    assert code == 0 and "2 passed" in said, said
     assert re.search(r"^toolkit/configs +1 of +\d+$", said, re.MULTILINE), said
-    assert re.search(r"^all +1 of +\d+$", said, re.MULTILINE), said
+    assert re.search(r"^commands +1 of +\d+$", said, re.MULTILINE), said
+    assert re.search(r"^all +2 of +\d+$", said, re.MULTILINE), said
     code, said = counted("--keep", str(kept), "--only-count", "--missing", "--least", "0.95")
     assert code == 1 and re.search(r"^toolkit/configs +1 of ", said, re.MULTILINE), said
     assert re.search(r"^    toolkit/serve/\S+\.py:\d+$", said, re.MULTILINE)

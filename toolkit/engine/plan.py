@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from toolkit.engine.cache.block_manager import BlockManager
 from toolkit.engine.sequence import Sequence
 
 
@@ -42,3 +43,14 @@ class Plan:
         yield from self.decodes
         for seq, _, _ in self.chunks:
             yield seq
+
+
+def side_by_side(decodes: list[Sequence], blocks: BlockManager) -> list[Sequence]:
+    """By turn, but those whose caches begin with the same block together: the native runner reads it once for all."""
+    whole = next((g for g, window in enumerate(blocks.windows) if window is None and not blocks.states[g]), None)
+    if whole is None or len(decodes) < 3:
+        return decodes
+    places: dict[int, int] = {}
+    firsts = blocks.tables[whole][[s.row for s in decodes], 0].tolist()
+    order = [places.setdefault(first, len(places)) for first in firsts]
+    return [decodes[i] for i in sorted(range(len(order)), key=order.__getitem__)]

@@ -25,7 +25,7 @@ from toolkit.engine.cache.prefix import extend_keys
 from toolkit.engine.cache.told import Told
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.pace import ALONE, HASTY, SERVED, SHARED, Pace
-from toolkit.engine.plan import Plan
+from toolkit.engine.plan import Plan, side_by_side
 from toolkit.engine.sequence import Sequence
 from toolkit.engine.turns import LEAST_TOKENS, PATIENCE, Group, Held, Round, Waiting, group_of, split, turn
 
@@ -98,6 +98,7 @@ class Scheduler:
             plan.chunks = [c for c in plan.chunks if c[0].row >= 0]
             plan.guesses = {s: count for s, count in plan.guesses.items() if s.row >= 0}
             plan.started = [s for s in plan.started if s.row >= 0]
+        plan.decodes = side_by_side(plan.decodes, self.blocks)
         return plan
 
     def finish(self, seq: Sequence, *, keep: bool = False) -> None:

@@ -91,6 +91,61 @@ void cut_looks(Cut& cut, int64_t first, int64_t last, int64_t tokens) {
     }
 }
 
+// How many tiles from the first on two sequences have in the same blocks of the cache, in every group of attention without a window.
+int64_t tiles_shared(const StepArrays& in, const std::vector<int64_t>& groups, int64_t block_size, int64_t a, int64_t b, int64_t most) {
+    int64_t tiles = most;
+    for (int64_t g : groups) {
+        const int32_t *x = in.block_tables[g] + a * in.table_width[g], *y = in.block_tables[g] + b * in.table_width[g];
+        const int64_t n = (tiles * KV_TILE + block_size - 1) / block_size;
+        const int64_t same = std::mismatch(x, x + n, y).first - x;
+        if (same < n) tiles = same * block_size / KV_TILE;
+    }
+    return tiles;
+}
+
+// Blocks side by side that begin alike, as long as one more of them saves more reads than it costs. Nothing is shared where that would
+// save less than an eighth of all reads: threads that take runs of sequences read them faster.
+void cut_shared(Cut& cut, const Program& p, const StepArrays& in, int64_t tokens, int64_t threads) {
+    std::vector<int64_t> groups;
+    int64_t heads = 1;
+    for (const Sublayer& s : p.sublayers) {
+        const Attention* a = s.attends();
+        if (!a || a->window) continue;
+        heads = std::max(heads, a->kv_heads);
+        if (std::find(groups.begin(), groups.end(), a->group) == groups.end()) groups.push_back(a->group);
+    }
+    const int64_t items = (2 * threads + heads - 1) / heads;  // so many at least, that no thread waits for another's
+    tokens = std::min(tokens, (cut.count + items - 1) / items);
+    if (in.reach || groups.empty() || tokens < 2) return;
+    // tiles that all tokens of a block see whole
+    auto whole = [&](const QueryBlock& b) { return (in.seq_lens[b.seq] - (in.cu_seqlens[b.seq + 1] - b.first)) / KV_TILE; };
+    const std::vector<QueryBlock>& blocks = cut.blocks;
+    const int64_t n = int64_t(blocks.size());
+    int64_t all = 0, saved = 0;
+    for (const QueryBlock& b : blocks) all += whole(b) + 1;
+    for (int64_t i = 0, end; i < n; i = end) {
+        SharedPrefix one{i, i + 1, 0};
+        int64_t tiles = whole(blocks[size_t(i)]);
+        for (end = i + 1; end < n && blocks[size_t(end)].last - blocks[size_t(i)].first <= tokens; end++) {
+            const QueryBlock& b = blocks[size_t(end)];
+            tiles = tiles_shared(in, groups, p.block_size, blocks[size_t(i)].seq, b.seq, std::min(tiles, whole(b)));
+            if (tiles * (end - i) <= one.tiles * (one.last - one.first - 1)) break;
+            one = {i, end + 1, tiles};
+        }
+        end = one.last;
+        saved += one.tiles * (one.last - one.first - 1);
+        cut.shared.push_back(one);
+    }
+    if (saved * 8 < all) return cut.shared.clear();
+    cut.in_order = blocks;
+    auto reads = [&](const SharedPrefix& s) {
+        int64_t sum = s.tiles;
+        for (int64_t i = s.first; i < s.last; i++) sum += whole(blocks[size_t(i)]) + 1 - s.tiles;
+        return sum;
+    };
+    std::stable_sort(cut.shared.begin(), cut.shared.end(), [&](auto& a, auto& b) { return reads(a) > reads(b); });
+}
+
 // Runs of sequences with a token each, for threads to read their caches in one go: the longest left to the thread that has
 // the least. None where there are too few, or one is too long.
 void cut_runs(Cut& cut, const StepArrays& in, int64_t threads) {
@@ -152,6 +207,7 @@ Cut cut_chunk(const Program& p, const StepArrays& in, int64_t first, int64_t cou
     if (cut.parts.empty()) {
         cut_looks(cut, first, end, look_tokens);
         cut_blocks(cut, in, first, end, tokens);
+        if (count > SMALL) cut_shared(cut, p, in, tokens, threads);
         std::stable_sort(cut.blocks.begin(), cut.blocks.end(),
                          [&](const QueryBlock& a, const QueryBlock& b) { return cost(in, a) > cost(in, b); });
         cut_runs(cut, in, threads);
@@ -198,8 +254,8 @@ int64_t partial_floats(const Program& p, const StepArrays& in, const Cut& cut) {
         int64_t tiles = 0;
         for (int64_t t = 0; t < cut.count; t++) {
             const int64_t length = in.seq_lens[cut.seq_of[size_t(t)]];
-            // of a window a tile at each end is seen in part, and that of the sink tokens is one more
-            tiles += a->sink_tokens ? std::min(length, a->window + a->sink_tokens) / KV_TILE + 3 : length / KV_TILE + 1;
+            // of a window a tile at each end is seen in part; that of the sink tokens and that of a block's last token are more
+            tiles += a->sink_tokens ? std::min(length, a->window + a->sink_tokens) / KV_TILE + 4 : length / KV_TILE + 1;
         }
         most = std::max(most, tiles * a->heads * (a->vpad + 2));
     }

@@ -51,6 +51,12 @@ struct QueryBlock {
     int64_t seq, first, last;
 };
 
+// Query blocks [first, last) of Cut::in_order whose sequences begin with the same blocks of the cache: each of the first `tiles`
+// tiles is read once for all of them. A block that shares nothing is one by itself.
+struct SharedPrefix {
+    int64_t first, last, tiles;
+};
+
 struct Adapter;
 
 // How a chunk of tokens, flat ones from `first` on, is cut for the threads.
@@ -64,6 +70,8 @@ struct Cut {
     std::vector<int32_t> view_of;     // of the chunk's tokens, -1: looks at no picture
     std::vector<QueryBlock> looks;    // as blocks, of tokens of one view: `seq` is its number
     std::vector<RowPart> parts;       // empty where every phase is shared out for itself
+    std::vector<QueryBlock> in_order;  // blocks as their tokens lie, and …
+    std::vector<SharedPrefix> shared;  // … which of them read a prefix together; empty where none do
     std::vector<int64_t> runs;        // of blocks, one a thread, equally long to read; empty where blocks are taken singly
 };
 

@@ -22,7 +22,7 @@ public:
                   {cut.seen.empty() ? nullptr : cut.seen.data(), &m.work->threads[size_t(index)].low,
                    cut.adapters.empty() ? nullptr : cut.adapters.data(), &m.adapters, index, m.pool.size()}),
           model(m), p(m.program), w(*m.work), in(i), out(o), plan(pl), seq_of(cut.seq_of), view_of(cut.view_of), spans(cut.spans),
-          blocks(cut.blocks), looks(cut.looks), parts(cut.parts), runs(cut.runs), adapters(cut.adapters), first(cut.first), count(cut.count),
+          blocks(cut.blocks), in_order(cut.in_order), shared(cut.shared), looks(cut.looks), parts(cut.parts), runs(cut.runs), adapters(cut.adapters), first(cut.first), count(cut.count),
           thread(index), threads(m.pool.size()), own(m.work->threads[size_t(index)]) {
         for (LowScratch::Rows& made : own.low.made) made.of = nullptr;
     }
@@ -168,7 +168,7 @@ private:
     void turn_table(size_t rope, Range tokens) const;
     void mix(const Sublayer& s, const Mlp& m);
 
-    // attention_step.cpp
+    // attention_step.cpp, attend_step.cpp
     void mix(const Sublayer& s, const Attention& a);
     // Tiles of a linear that are computed, and the column of a row of projections where its first would lie.
     struct Projection {
@@ -193,7 +193,7 @@ private:
         return a.mutual && a.window ? std::min<int64_t>(in.reach[flat], at + a.window) : in.reach[flat];
     }
     Range tiles_of(const Attention& a, int64_t seq, int64_t t0, int64_t t1) const;
-    // One tile, for tokens [first, last) of a sequence and one kv head.
+    // One tile, for tokens [first, last) and one kv head; of sequence `seq`, or of several that have the tile in common with it.
     struct Piece {
         int64_t seq, head, first, last, tile;
     };
@@ -210,7 +210,20 @@ private:
     int64_t query_bytes(const Attention& a) const;
     void attend_tile(const Attention& a, const Piece& piece, KvTile& kv, const KvTile* next, const AttnState& to);
     void attend_blocks(const Attention& a, Range which, Range heads);
+    void attend_shared(const Attention& a, const SharedPrefix& prefix, int64_t head);
+    // Of few tokens: the tiles of a block's heads, a partial state each.
+    int64_t split_items(const Attention& a, const QueryBlock& b) const {
+        const Range tiles = tiles_of(a, b.seq, b.first, b.last);
+        return (tiles.last - tiles.first) * a.kv_heads;
+    }
+    static int64_t split_floats(const Attention& a, const QueryBlock& b) { return (b.last - b.first) * a.per_kv * (a.vpad + 2); }
+    static AttnState split_state(const Attention& a, const QueryBlock& b, float* partial, int64_t item) {
+        float* s = partial + item * split_floats(a, b);
+        const int64_t rows = (b.last - b.first) * a.per_kv;
+        return {s, s + rows, s + 2 * rows};
+    }
     void attend_split(const Attention& a);
+    void merge_tiles(const Attention& a, const QueryBlock& b, const float* partial, int64_t head, int64_t row, int64_t rows, const AttnState& into);
     void merge_split(const Attention& a, InputBuffer& to, Range heads);
     void finish_rows(const Attention& a, int64_t head, int64_t t, const AttnState& s, int64_t row, float* to);
     const uint8_t* query(const Attention& a, int64_t head, int64_t t) const;
@@ -285,6 +298,8 @@ private:
     const std::vector<int32_t>& view_of;
     const std::vector<QueryBlock>& spans;
     const std::vector<QueryBlock>& blocks;
+    const std::vector<QueryBlock>& in_order;
+    const std::vector<SharedPrefix>& shared;
     const std::vector<QueryBlock>& looks;
     const std::vector<RowPart>& parts;
     const std::vector<int64_t>& runs;

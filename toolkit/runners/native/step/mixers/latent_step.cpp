@@ -63,17 +63,15 @@ void Run::absorb(const Latent& a, int64_t head, Range rows) {
 // Few tokens: what a head's tiles gave (attend_split), merged.
 void Run::merge_head(const Latent& a, int64_t head) {
     const Attention& core = a.core;
-    const int64_t size = core.heads * (core.vpad + 2);
     const AttnState& into = own.attention.running;
-    float* partial = w.partial_pages.at<float>(0);
-    for (int64_t t = 0; t < count; t++) {
-        const Range tiles = tiles_of(core, seq_of[size_t(t)], first + t, first + t + 1);
-        into.m[0] = -INFINITY;
-        for (int64_t tile = tiles.first; tile < tiles.last; tile++, partial += size)
-            ops.attn_merge(core.vpad, 1, into,
-                           {partial + head, partial + core.heads + head, partial + 2 * core.heads + head * core.vpad});
-        ops.attn_finish(core.vpad, into.m[0], into.l[0], into.acc, nullptr, own.attention.row);
-        std::memcpy(result(core, t) + head * a.kv_rank(), own.attention.row, size_t(a.kv_rank()) * 4);
+    const float* partial = w.partial_pages.at<float>(0);
+    for (const QueryBlock& b : blocks) {
+        for (int64_t t = b.first; t < b.last; t++) {
+            merge_tiles(core, b, partial, 0, (t - b.first) * core.per_kv + head, 1, into);
+            ops.attn_finish(core.vpad, into.m[0], into.l[0], into.acc, nullptr, own.attention.row);
+            std::memcpy(result(core, t - first) + head * a.kv_rank(), own.attention.row, size_t(a.kv_rank()) * 4);
+        }
+        partial += split_items(core, b) * split_floats(core, b);
     }
 }
 

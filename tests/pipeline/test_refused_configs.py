@@ -1,0 +1,71 @@
+"""What engine and generation configs say of values that cannot be: the whole line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.refused import refusing
+from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.configs.generation import GenerationConfig
+from toolkit.configs.speculative import SpeculativeConfig
+from toolkit.errors import UsageError
+
+refused = refusing(UsageError)
+ALGORITHMS = "lookup, draft_model, eagle3, eagle, mtp"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"cache_block_seq_len": 48}, "cache_block_seq_len: expected a power of two, found 48"),
+        ({"kv_sinks": 2}, "kv_sinks: found 2 without kv_window; give that too"),
+        ({"kv_cache_dir": " "}, "kv_cache_dir: expected a path, found ' '"),
+        ({"kv_cache_dir": "x", "kv_cache_disk": 5}, "kv_cache_disk: expected a size such as '20GiB', found 5"),
+        ({"adapters": {}}, "adapters: expected a dict of names and paths, found {}"),
+        ({"adapters": ["a"]}, "adapters: expected a dict of names and paths, found ['a']"),
+        ({"adapters": {"": "a"}}, "adapters: expected names and paths, found '': 'a'"),
+        ({"adapters": {"a": ""}}, "adapters: expected names and paths, found 'a': ''"),
+        (
+            {"kv_transfer_key": "k"},
+            "kv_transfer_key: only with role prefill or decode; name the role too, or leave it out",
+        ),
+        ({"kv_transfer_address": 5}, "kv_transfer_address: expected a text, found 5"),
+        ({"kv_transfer_memory": 5}, "kv_transfer_memory: expected a size such as '1GiB', found 5"),
+        ({"speculative_algorithm": "odd"}, f"speculative_algorithm: expected one of {ALGORITHMS}, found 'odd'"),
+        ({"speculative_draft_model": " "}, "speculative_draft_model: expected a path or hub id, found ' '"),
+        (
+            {"speculative_algorithm": "lookup", "speculative_draft_model": "m"},
+            "speculative_draft_model: lookup takes none; use draft_model or eagle3, or leave it out",
+        ),
+    ],
+)  # fmt: skip
+def test_an_engine_config(given: dict[str, Any], told: str) -> None:
+    assert refused(lambda: TurbomindEngineConfig(**given)) == told
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (
+            lambda: PytorchEngineConfig(devices=[1], device_type="cuda:2"),
+            "devices: found [1], expected what device says, cuda:2, or none",
+        ),
+        (
+            lambda: SpeculativeConfig(method="lookup", dflash_block_size=4),
+            "dflash_block_size: found 4; leave it out: it does not run yet",
+        ),
+        (
+            lambda: SpeculativeConfig(method="dflash"),
+            f"method: expected one of {ALGORITHMS}, found 'dflash': it does not run yet",
+        ),
+        (
+            lambda: GenerationConfig(min_new_tokens=9, max_new_tokens=8),
+            "min_new_tokens: at most max_new_tokens (8), found 9",
+        ),
+    ],
+)
+def test_others(make: Callable[[], object], told: str) -> None:
+    assert refused(make) == told

@@ -1,0 +1,63 @@
+"""What the planner says of files and options that cannot be: the whole line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.refused import refusing
+from toolkit.errors import UsageError
+from toolkit.planner.machines import read_machines
+from toolkit.planner.options import Demand
+from toolkit.planner.traffic import lengths, read_trace
+
+refused = refusing(UsageError)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("lognormal:9:9", "--x: expected lognormal:MEDIAN:P99 with 1 <= MEDIAN < P99, found lognormal:9:9"),
+        ("9:8", "--x: expected MIN:MAX with 1 <= MIN <= MAX, found 9:8"),
+        ("0", "--x: expected 1 token or more, found 0"),
+        ("many", "--x: expected tokens, MIN:MAX, or lognormal:MEDIAN:P99, found 'many'"),
+    ],
+)
+def test_lengths(text: str, told: str) -> None:
+    assert refused(lambda: lengths("--x", text)) == told
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.txt", "", "trace: expected a .jsonl or .csv file, found {path}"),
+        ("a.jsonl", "\n", "trace: {path}: expected a line a request, found none"),
+        ("a.csv", "\xff", "trace: {path}: cannot be read ("),
+    ],
+)
+def test_a_trace(tmp_path: Path, name: str, text: str, told: str) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="latin-1")
+    assert refused(lambda: read_trace(path, 0)).startswith(told.format(path=path))
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ([], 'expected {"model": {…}, "machines": [{"name": …}, …]}'),
+        ({"machines": []}, 'expected {"model": {…}, "machines": [{"name": …}, …]}'),
+        ({"machines": [5]}, "expected an object with a name, found 5"),
+        ({"machines": [{"name": 5}]}, "expected an object with a name, found {'name': 5}"),
+        (
+            {"machines": [{"name": "a"}]},
+            "a: expected a profile, or a model in the file from which its times can be predicted",
+        ),
+        ({"machines": [{"name": "a", "profile": []}]}, "a: profile: expected names of files, found []"),
+    ],
+)
+def test_machines(tmp_path: Path, data: object, told: str) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps(data))
+    assert refused(lambda: read_machines(path, Demand())) == f"--machines: {path}: {told}"
