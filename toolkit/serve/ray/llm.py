@@ -27,7 +27,8 @@ _OWN = {f.name for f in fields(RaySettings)} - {"replicas", "model_name", "ray_a
 
 class Server:
     """Implements Ray's ``LLMServerProtocol``. ``engine_kwargs``: options of ``tool serve ray`` by their Python names
-    (adapters are called MODEL:NAME by requests, which Ray routes so); ``backend``: turbomind (default) or pytorch. Raises ToolkitError, UsageError."""
+    (requests call adapters MODEL:NAME, as Ray routes them); ``backend``: turbomind (default) or pytorch. Raises
+    ToolkitError, UsageError."""
 
     def __init__(self, llm_config: LLMConfig) -> None:
         self._config = llm_config
