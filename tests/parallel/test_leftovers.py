@@ -41,6 +41,7 @@ class Server:
             "2",
         ]
         command += ["--device", "cpu", "--threads", "2", "--session-len", "256", "--server-port", self._port]
+        command += ["--model-name", "tiny"]
         env = os.environ | {"TMPDIR": str(self.temporary)}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
