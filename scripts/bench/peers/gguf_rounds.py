@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peer_row import row
+from peer_row import add_sizes, row
 
 
 class Peer:
@@ -64,10 +64,7 @@ def main(about: str | None, engine: Callable[[Path, int, int, int], Peer]) -> No
     """Print one JSON list of rows. ``engine`` opens a file for so many sequences of so many tokens and threads."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--concurrency", default="1,8,32")
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--completion-tokens", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=2)
+    add_sizes(parser)
     args = parser.parse_args()
     counts = [int(c) for c in args.concurrency.split(",")]
     rng = random.Random(0)

@@ -16,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from peer_row import add_sizes
+
 
 def measure(build: Path, model: Path, n: int, prompt: int, new: int, threads: int) -> dict[str, float]:
     command = [build / "bin" / "llama-batched-bench", "-m", model, "-c", n * (prompt + new), "-b", 512, "-ub", 512]
@@ -43,10 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("build", type=Path, help="folder of the build: bin/llama-batched-bench in it")
     parser.add_argument("model", type=Path)
-    parser.add_argument("--concurrency", default="1,8,32")
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--completion-tokens", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=2)
+    add_sizes(parser)
     args = parser.parse_args()
     sizes = (args.prompt_tokens, args.completion_tokens, args.threads)
     print(json.dumps([measure(args.build, args.model, int(n), *sizes) for n in args.concurrency.split(",")]))

@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 import numpy as np
-from peer_row import row
+from peer_row import add_sizes, row
 
 if TYPE_CHECKING:
     import openvino_genai as genai
@@ -43,11 +43,8 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--concurrency", default="1,8,32")
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--completion-tokens", type=int, default=128)
+    add_sizes(parser)
     parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     import openvino_genai as genai
 

@@ -1,8 +1,19 @@
-"""A row as ``tool profile generation`` has it, of a peer in whose process this runs."""
+"""A row as ``tool profile generation`` has it, of a peer in whose process this runs, and the sizes it is asked for."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+
+
+def add_sizes(
+    parser: argparse.ArgumentParser, concurrency: str = "1,8,32", prompt: int = 512, completion: int = 128
+) -> None:
+    """The options that ``bench/cpu.py`` gives to every peer."""
+    parser.add_argument("--concurrency", default=concurrency)
+    parser.add_argument("--prompt-tokens", type=int, default=prompt)
+    parser.add_argument("--completion-tokens", type=int, default=completion)
+    parser.add_argument("--threads", type=int, default=2)
 
 
 def row(n: int, prompt: int, new: int, prefill: float, decode: float, tokens: int) -> dict[str, float]:

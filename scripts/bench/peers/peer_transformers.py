@@ -12,7 +12,7 @@ import json
 import time
 
 import torch
-from peer_row import row
+from peer_row import add_sizes, row
 from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
@@ -46,10 +46,7 @@ def measure(model: torch.nn.Module, n: int, prompt: int, new: int, rng: torch.Ge
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--concurrency", default="1,8")
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--completion-tokens", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=2)
+    add_sizes(parser, "1,8", 64, 64)
     parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -20,7 +20,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
-from peer_row import row
+from peer_row import add_sizes, row
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -52,11 +52,8 @@ def measure(llm: LLM, n: int, prompt: int, new: int, vocab: int, rng: random.Ran
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--concurrency", default="1,8,32")
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--completion-tokens", type=int, default=128)
+    add_sizes(parser)
     parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     from vllm import LLM
 
