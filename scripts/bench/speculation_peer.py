@@ -1,4 +1,4 @@
-"""llama.cpp's server with its guesses and without, for speculation.py."""
+"""llama.cpp's server and vLLM with their guesses and without, for speculation.py."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from typing import Any
 
 from toolkit import GenerationConfig
 
-SERVER = Path(__file__).parent / "peers" / "peer_llama_server.py"
+PEERS = Path(__file__).parent / "peers"
+SERVER, VLLM = PEERS / "peer_llama_server.py", PEERS / "peer_vllm_answers.py"
 Ask = Callable[[str, GenerationConfig], tuple[str, int, float]]
 
 
 @contextmanager
-def peers(python: str, gguf: str, ways: list[str], slots: int) -> Iterator[dict[str, Ask]]:
-    """Servers in the environment of ``python``, the one that guesses nothing first."""
+def peers(python: str, gguf: str, ways: list[str], draft: str | None, slots: int) -> Iterator[dict[str, Ask]]:
+    """Servers in the environment of ``python``, the one that guesses nothing first. ``draft``: a smaller model."""
     with ExitStack() as stack:
-        options = {way: ["--speculative", way] if way else [] for way in ("", *ways)}
+        more = [] if draft is None else ["--draft", draft]
+        options = {way: ["--speculative", way, *more] if way else [] for way in ("", *ways)}
         urls = {
             way: stack.enter_context(server(python, gguf, "--slots", str(slots), *more))
             for way, more in options.items()
@@ -44,6 +46,37 @@ def server(python: str, gguf: str, *more: str) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def vllm(python: str, model: str) -> Iterator[dict[str, Ask]]:
+    """vLLM in the environment of ``python``, without guesses and with those that it finds in the text."""
+    with ExitStack() as stack:
+        found = {}
+        for way in ("off", "ngram"):
+            command = [python, str(VLLM), model, *(["--speculative", way] if way != "off" else [])]
+            process = stack.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+            stack.callback(process.kill)
+            found[f"vllm {way}"] = _ask_lines(process)
+        yield found
+
+
+def _ask_lines(process: subprocess.Popen[str]) -> Ask:
+    """As ``_ask``, of a program that answers each line by one. One request at a time."""
+
+    def ask(prompt: str, config: GenerationConfig) -> tuple[str, int, float]:
+        assert process.stdin is not None and process.stdout is not None
+        fields = {"prompt": prompt, "max_tokens": config.max_new_tokens, "response_format": config.response_format}
+        print(json.dumps(fields), file=process.stdin, flush=True)
+        line = process.stdout.readline()
+        if not line:
+            raise SystemExit("vLLM has ended; what it said stands above")
+        text, count, seconds = json.loads(line)
+        return text, count, seconds
+
+    return ask
 
 
 def _ask(url: str) -> Ask:

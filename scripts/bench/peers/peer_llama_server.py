@@ -15,7 +15,8 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--length", type=int, default=512, help="tokens of a request")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--speculative", help="how it guesses: ngram_simple, ngram_cache, ngram_mod …")
+    parser.add_argument("--speculative", help="how it guesses: ngram_simple, ngram_cache, draft_simple …")
+    parser.add_argument("--draft", default="", help="the model (.gguf) that guesses for draft_simple")
     parser.add_argument("--lora", nargs="+", default=[], help="adapters (.gguf), for requests that ask for them")
     args = parser.parse_args()
     import xllamacpp
@@ -29,6 +30,8 @@ def main() -> None:
     if args.speculative is not None:
         name = f"COMMON_SPECULATIVE_TYPE_{args.speculative.upper()}"
         params.speculative.types = [xllamacpp.common_speculative_type[name]]
+        params.speculative.draft.mparams.path = args.draft
+        params.speculative.draft.cpuparams.n_threads = args.threads
     params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(path, 0.0) for path in args.lora]
     server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)
