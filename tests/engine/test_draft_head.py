@@ -33,18 +33,25 @@ from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.head import Head, KeysValues, Rows
 from toolkit.runners.native import library
+from toolkit.runners.native.draft_head import Linears, packed_bytes
 from toolkit.runners.tensor.eagle3 import TorchHead
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library is not here")
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 40, 150)]
 
 
-def random_head(spec: HeadSpec = SPEC, scale: float = 0.3, make: Any = Head) -> Any:
+def in_few_bits(*what: Any) -> Head:
+    """As an engine of the native runner has it."""
+    return Head(*what, linear=Linears(2))
+
+
+def random_head(spec: HeadSpec = SPEC, scale: float = 0.3, make: Any = Head, **more: Any) -> Any:
     draw = np.random.default_rng(7)
     weights = {
         name: (np.ones(shape) if len(shape) == 1 else draw.normal(size=shape) * scale).astype(np.float32)
         for name, shape in spec.shapes(len(spec.layers)).items()
     }
+    weights |= more
     embed = draw.normal(size=(spec.vocab_size, spec.hidden_size)).astype(np.float32)
     ids = np.sort(draw.choice(spec.vocab_size, spec.draft_vocab_size, replace=False))
     return make(spec, weights, embed, ids - np.arange(spec.draft_vocab_size))
@@ -125,7 +132,7 @@ def short_of_the_best(source: LayerSource, head: Head, tokens: list[int], guess:
     return found
 
 
-RUNNERS = [("turbomind", Head), ("pytorch", on_torch)]
+RUNNERS = [("turbomind", Head), ("turbomind", in_few_bits), ("pytorch", on_torch)]
 
 
 @pytest.mark.parametrize("backend, make", RUNNERS)
@@ -156,10 +163,11 @@ def test_ranks_answer_the_same(model: Path, backend: str, make: Any) -> None:
     assert answers_of(model, [told], backend, ranks=2) == plain and len(told.made) > 20
 
 
+@pytest.mark.parametrize("make", [Head, in_few_bits])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, 1e30])
-def test_a_broken_head_changes_no_answer(model: Path, wrong: float) -> None:
-    head = random_head()
-    head._w["lm_head.weight"] = np.full_like(head._w["lm_head.weight"], wrong)
+def test_a_broken_head_changes_no_answer(model: Path, wrong: float, make: Any) -> None:
+    words = np.full((SPEC.draft_vocab_size, SPEC.hidden_size), wrong, np.float32)
+    head = random_head(make=make, **{"lm_head.weight": words})
     with np.errstate(all="ignore"):
         assert answers_of(model, [DraftHead(head, LAYERS, 400)]) == answers_of(model, None)
 
@@ -167,6 +175,29 @@ def test_a_broken_head_changes_no_answer(model: Path, wrong: float) -> None:
 def test_there_is_no_more_room(model: Path) -> None:
     draft = DraftHead(random_head(), LAYERS, 400, room=0)
     assert answers_of(model, [draft]) == answers_of(model, None)
+
+
+@pytest.mark.parametrize("cols", [16, 96, 128, 192, 200])  # of which the last makes no groups
+@pytest.mark.parametrize("threads", [1, 3])
+def test_linears_in_8_bits_are_near_those_in_float32(cols: int, threads: int) -> None:
+    draw = np.random.default_rng(1)
+    x, weight = (draw.standard_normal((rows, cols)).astype(np.float32) for rows in (9, 40000 // cols))
+    x[:, 3] *= 50  # as hidden states have channels far above the others
+    for count in (1, 4, 9):
+        found, wanted = Linears(threads)(weight)(x[:count]), x[:count] @ weight.T
+        assert found.shape == wanted.shape
+        assert np.linalg.norm(found - wanted) < (0.015 if cols % 16 == 0 else 1e-5) * np.linalg.norm(wanted)
+    assert packed_bytes(weight.shape) < (1.6 if cols % 16 == 0 else 4.2) * weight.size
+
+
+def test_what_is_likeliest_in_8_bits_is_mostly_what_is_in_float32() -> None:
+    ids, states = np.arange(200) % 320, np.random.default_rng(2).standard_normal((200, 3, 64)).astype(np.float32)
+    found = []
+    for make in (Head, in_few_bits):
+        head = random_head(make=make)
+        found.append(head.logits(head.run(ids, head.fuse(states), [Rows(head.open(1), 200)])))
+    assert (found[0].argmax(1) == found[1].argmax(1)).mean() > 0.9
+    assert np.corrcoef(found[0].ravel(), found[1].ravel())[0, 1] > 0.999
 
 
 FLAGS = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from toolkit.models.rope import inv_freq
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
+Linear = Callable[[F32], F32]  # [rows, in] -> [rows, out]
 QUERIES = 256  # of a text, whose scores are held at once
 
 
@@ -95,24 +96,38 @@ class Reader(Protocol):
         """Nothing is guessed any more."""
 
 
+def in_float32(weight: F32) -> Linear:
+    """What multiplies rows by a matrix [out, in]."""
+    turned = np.ascontiguousarray(weight.T)
+    return lambda x: x @ turned
+
+
 class Head:
     """``weights``: by the names of ``HeadSpec.shapes``, float32; ``embed``: the embedding as it is stored, float32,
-    float16 or the bits of bfloat16."""
+    float16 or the bits of bfloat16; ``linear``: what makes a function of each matrix."""
 
     name = "eagle3"
 
-    def __init__(self, spec: HeadSpec, weights: Mapping[str, F32], embed: NDArray[Any], d2t: I64 | None) -> None:
+    def __init__(
+        self,
+        spec: HeadSpec,
+        weights: Mapping[str, F32],
+        embed: NDArray[Any],
+        d2t: I64 | None,
+        linear: Callable[[F32], Linear] = in_float32,
+    ) -> None:
         self.spec = spec
         self.width = spec.hidden_size
-        self._w = {name: w if w.ndim == 1 else np.ascontiguousarray(w.T) for name, w in weights.items()}
+        self._norms = {name: w for name, w in weights.items() if w.ndim == 1}
         self._embed = embed
         ids = np.arange(spec.draft_vocab_size)
         self.ids: I64 = ids if d2t is None else ids + d2t  # in the model's vocabulary, of each of its own
         self._freq, self._factor = inv_freq(spec.rope)
-        qkv = [self._w.pop(f"layers.0.self_attn.{x}_proj.weight") for x in "qkv"]
-        self._qkv = np.concatenate(qkv, 1)
-        gate_up = [self._w.pop(f"layers.0.mlp.{x}_proj.weight") for x in ("gate", "up")]
-        self._gate_up = np.concatenate(gate_up, 1)
+        self._qkv = linear(np.concatenate([weights[f"layers.0.self_attn.{x}_proj.weight"] for x in "qkv"]))
+        self._o = linear(weights["layers.0.self_attn.o_proj.weight"])
+        self._gate_up = linear(np.concatenate([weights[f"layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up")]))
+        self._down = linear(weights["layers.0.mlp.down_proj.weight"])
+        self._fuse, self._vocabulary = linear(weights["fc.weight"]), linear(weights["lm_head.weight"])
 
     def open(self, first: int) -> KeysValues:
         return KeysValues(self.spec, first)
@@ -142,13 +157,13 @@ class Head:
 
     def fuse(self, states: F32) -> F32:
         """[rows, fused, hidden] of the model's hidden states → [rows, hidden]."""
-        s, w = self.spec, self._w
+        s = self.spec
         if s.fc_norm:
             states = np.stack([self._rms(states[:, i], f"fc_norm.{i}.weight") for i in range(states.shape[1])], 1)
         flat = states.reshape(len(states), -1)
         if s.norm_before_fc:
             flat = self._rms(flat, "input_norm.weight")
-        return flat @ w["fc.weight"]
+        return self._fuse(flat)
 
     def run(self, ids: I64, hidden: F32, rows: Sequence[Rows]) -> F32:
         """Rows of texts one after another: of each the token that came, [rows], and the hidden state before it, fused
@@ -157,19 +172,19 @@ class Head:
         normed = self._rms(hidden, "layers.0.hidden_norm.weight")
         words = self._rms(self._words(ids), "layers.0.input_layernorm.weight")
         x = (normed if s.norm_before_residual else hidden) + self._attend(np.concatenate([words, normed], 1), rows)
-        inner = self._rms(x, "layers.0.post_attention_layernorm.weight") @ self._gate_up
+        inner = self._gate_up(self._rms(x, "layers.0.post_attention_layernorm.weight"))
         gate, up = np.split(inner, 2, 1)
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ self._w["layers.0.mlp.down_proj.weight"]
+        x = x + self._down(gate / (1 + np.exp(-gate)) * up)
         return self._rms(x, "norm.weight") if s.norm_output else x
 
     def logits(self, hidden: F32) -> F32:
         """[rows, draft vocabulary] of what ``run`` returned."""
         x = hidden if self.spec.norm_output else self._rms(hidden, "norm.weight")
-        return x @ self._w["lm_head.weight"]
+        return self._vocabulary(x)
 
     def _attend(self, x: F32, rows: Sequence[Rows]) -> F32:
         s = self.spec
-        q, k, v = np.split((x @ self._qkv).reshape(len(x), -1, s.head_dim), [s.heads, s.heads + s.kv_heads], 1)
+        q, k, v = np.split(self._qkv(x).reshape(len(x), -1, s.head_dim), [s.heads, s.heads + s.kv_heads], 1)
         if s.qk_norm:
             q = self._rms(q, "layers.0.self_attn.q_norm.weight")
             k = self._rms(k, "layers.0.self_attn.k_norm.weight")
@@ -186,14 +201,14 @@ class Head:
                 seen = r.kept.length - r.count + stop
                 out[at + start : at + stop] = _attended(q[at + start : at + stop], r.kept, seen)
             at += r.count
-        return out.reshape(len(x), -1) @ self._w["layers.0.self_attn.o_proj.weight"]
+        return self._o(out.reshape(len(x), -1))
 
     def _words(self, ids: I64) -> F32:
         return widened(self._embed[ids])
 
     def _rms(self, x: F32, name: str) -> F32:
         scale = np.sqrt(np.square(x).mean(-1, keepdims=True) + np.float32(self.spec.eps))
-        return x / scale * self._w[name]
+        return x / scale * self._norms[name]
 
 
 def _turned(x: F32, cos: F32, sin: F32) -> F32:

@@ -10,6 +10,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from toolkit.artifacts.draft_head import HeadSpec, read_head, widened
+from toolkit.base.threads import usable_cores
 from toolkit.engine.drafts.head import ROOM, DraftHead
 from toolkit.engine.load.draft import FLAG, ShareOut, plan_beside
 from toolkit.engine.load.memory_plan import MemoryPlan
@@ -17,6 +18,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import CacheGroup
 from toolkit.runners.base import MemoryNeed, Runner
 from toolkit.runners.head import Head
+from toolkit.runners.native.draft_head import Linears, packed_bytes
 
 
 @dataclass
@@ -27,6 +29,7 @@ class OpenHead:
     spec: HeadSpec
     tensors: dict[str, NDArray[Any]]
     layers: tuple[int, ...]
+    threads: int
     device: str | None = None  # of the tensor runner, None: the native one's
 
     @property
@@ -36,12 +39,15 @@ class OpenHead:
 
     def plan(self, need: MemoryNeed, groups: Seq[CacheGroup], share_out: ShareOut) -> MemoryPlan:
         """How memory is shared out among a model that needs ``need`` and this. Raises ToolkitError."""
-        weights = sum(4 * tensor.size for name, tensor in self.tensors.items() if name != "embed_tokens.weight")
+        own = [tensor for name, tensor in self.tensors.items() if name != "embed_tokens.weight"]
+        whole = [tensor for tensor in own if self.device is not None or tensor.ndim == 1]  # in float32
+        weights = 4 * sum(tensor.size for tensor in whole)
+        weights += sum(packed_bytes(tensor.shape) for tensor in own if self.device is None and tensor.ndim > 1)
         names = f"{FLAG}: no room for {self.path}", "draft head", str(self.path)
         return plan_beside(MemoryNeed(weights, 0, (), 0, True), (), need, groups, share_out, names, ROOM)[0]
 
     def load(self, plan: MemoryPlan) -> DraftHead:
-        """Its weights in float32, and what guesses with them."""
+        """Its weights, in 8 bits on the native runner, else in float32, and what guesses with them."""
         tensors = dict(self.tensors)
         embed, d2t = tensors.pop("embed_tokens.weight"), tensors.pop("d2t", None)
 
@@ -49,7 +55,8 @@ class OpenHead:
             return {name: widened(tensor) for name, tensor in tensors.items()}
 
         if self.device is None:
-            return DraftHead(Head(self.spec, weights(), embed, d2t), self.layers, plan.session_len)
+            head = Head(self.spec, weights(), embed, d2t, Linears(self.threads))
+            return DraftHead(head, self.layers, plan.session_len)
         import torch
 
         from toolkit.runners.tensor.eagle3 import TorchHead
@@ -85,4 +92,5 @@ def open_head(path: Path, target: Runner) -> OpenHead:
         raise UsageError(f"{FLAG}: {path} reads layer {max(fused)}, the model has {layers}")
     if "embed_tokens.weight" not in tensors:
         raise ToolkitError(f"{FLAG}: {path}: expected a tensor embed_tokens.weight (speculators' form), found none")
-    return OpenHead(path, head, tensors, fused, None if target.name == "native" else target.device)
+    threads = target.options.threads or usable_cores()
+    return OpenHead(path, head, tensors, fused, threads, None if target.name == "native" else target.device)

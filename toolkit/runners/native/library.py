@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 32  # tk_version of api.cpp, which says when both are raised
+VERSION = 33  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -189,6 +189,7 @@ def load(path: Path) -> ctypes.CDLL:
     lib.tk_adapter_drop.argtypes, lib.tk_adapter_drop.restype = [c_void_p, c_int64], None
     lib.tk_step.argtypes = [c_void_p, POINTER(StepArrays), POINTER(StepResults)]
     lib.tk_embed.argtypes, lib.tk_embed.restype = [c_void_p, c_void_p, c_int64, c_void_p], c_int
+    lib.tk_linear.argtypes = [c_char_p, POINTER(TensorRecord), c_void_p, c_int64, c_void_p, c_int64]
     lib.tk_pack.argtypes = [POINTER(TensorRecord), c_void_p, POINTER(PackSource), c_int64]
     lib.tk_pack_file.argtypes = [POINTER(TensorRecord), c_int, c_int64, POINTER(PackSource), c_int64]
     lib.tk_profile_print.argtypes, lib.tk_profile_print.restype = [c_void_p], None
@@ -198,7 +199,7 @@ def load(path: Path) -> ctypes.CDLL:
     lib.tk_op_round.restype, lib.tk_op_round.argtypes = c_int, [c_char_p, POINTER(RoundRun), c_int64]
     lib.tk_op_squares.restype, lib.tk_op_squares.argtypes = c_int, [c_char_p, POINTER(SquaresRun), c_int64]
     lib.tk_op_fit_scales.restype, lib.tk_op_fit_scales.argtypes = c_int, [c_char_p, POINTER(FitRun), c_int64]
-    packs = ("tk_pack", "tk_pack_file")
+    packs = ("tk_pack", "tk_pack_file", "tk_linear")
     for name in ("tk_cache_allocate", "tk_cache_discard", "tk_block_export", "tk_block_import", "tk_step", *packs):
         getattr(lib, name).restype = c_int
     return lib

@@ -85,11 +85,11 @@ def pack_model(
             out.add(name, pack_nearest(name, value, notes))
         if head_bits is not None:
             for held, dense in waiting:
-                out.add(held, _pack_head(held, dense, head_bits, notes))
+                out.add(held, pack_head(held, dense, head_bits, notes))
             waiting = []
         yield from out.take()
     for held, dense in waiting:
-        out.add(held, _pack_head(held, dense, 16, notes))
+        out.add(held, pack_head(held, dense, 16, notes))
     yield from out.take(last=True)
 
 
@@ -128,7 +128,7 @@ def outlines(spec: DecoderSpec, weights: Mapping[str, Weight | Tensor]) -> dict[
     return dict(pack_model(spec, ((name, info_of(weights, name)) for name in weights), None, []))
 
 
-def _pack_head(name: str, w: Dense, bits: int, notes: list[str]) -> PackedTensor:
+def pack_head(name: str, w: Dense, bits: int, notes: list[str]) -> PackedTensor:
     """Quantized where asked for; its origin then still names the float type that the model was stored in."""
     rounded = None if bits == 16 else quantize_head(w, bits)
     packed = pack_nearest(name, w if rounded is None else rounded, notes)

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "step/alone.h"
 #include "step/model.h"
 #include "packing/pack_tiles.h"
 #include "step/step.h"
@@ -72,7 +73,7 @@ tk::Group& group_of(tk::Model* m, int64_t group, int64_t block) {
 
 // Of all that passes here: functions, structures, the program's record, how tensors are packed. VERSION in library.py says
 // the same; raise both when any of it changes, so that neither side reads the other's as its own.
-TK_EXPORT int tk_version() { return 32; }
+TK_EXPORT int tk_version() { return 33; }
 
 TK_EXPORT const char* tk_error() { return message.c_str(); }
 
@@ -214,6 +215,14 @@ TK_EXPORT int tk_embed(tk::Model* model, const int32_t* ids, int64_t count, floa
             if (p.embed.turned) model->ops->hadamard(row.data(), p.hidden);
             std::memcpy(to + i * p.hidden, row.data(), size_t(p.hidden) * sizeof(float));
         }
+    });
+}
+
+// Float rows [count, cols] by a packed matrix, to [count, whole tiles of rows].
+TK_EXPORT int tk_linear(const char* isa, const tk::TensorRecord* w, const float* x, int64_t count, float* to, int64_t threads) {
+    return guarded([&] {
+        const tk::Matrix matrix = described(*w, static_cast<uint8_t*>(const_cast<void*>(w->data)));
+        tk::linear_alone(*ops_or_throw(isa), matrix, w->turned, x, count, to, threads_or_throw(threads));
     });
 }
 

@@ -1,0 +1,44 @@
+"""The matrices of a draft head in 8 bits: a token of a guess takes the time of a quarter of the bytes."""
+
+from __future__ import annotations
+
+from ctypes import byref
+
+import numpy as np
+import torch
+
+from toolkit.artifacts.canonical import Dense
+from toolkit.runners.base import RunnerError
+from toolkit.runners.head import F32, Linear
+from toolkit.runners.native import library
+from toolkit.runners.native.packing.pack_model import pack_head
+
+BITS = 8  # a wrong guess costs time alone
+
+
+def packed_bytes(shape: tuple[int, ...]) -> int:
+    """Of a matrix [out, in]."""
+    return pack_head("draft head", Dense(torch.empty(shape, device="meta")), BITS, []).meta.nbytes
+
+
+class Linears:
+    """Makes functions of matrices, which ``threads`` threads compute."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._lib, self._isa = library.load(library.library_path()), library.wanted_isa().encode()
+
+    def __call__(self, weight: F32) -> Linear:
+        """What multiplies rows by a matrix [out, in], float32; where its inputs make no groups its numbers stay."""
+        packed = pack_head("draft head", Dense(torch.from_numpy(np.ascontiguousarray(weight))), BITS, []).in_memory()
+        record, out = library.tensor_records([packed])[0], packed.meta.tiles * 16
+
+        def linear(x: F32) -> F32:
+            x = np.ascontiguousarray(x, np.float32)
+            to = np.empty((len(x), out), np.float32)
+            where = x.ctypes.data, len(x), to.ctypes.data
+            if self._lib.tk_linear(self._isa, byref(record), *where, self._threads):
+                raise RunnerError(f"the draft head: {library.error(self._lib)}")
+            return to[:, : packed.meta.rows]
+
+        return linear
