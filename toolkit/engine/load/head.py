@@ -55,8 +55,8 @@ class OpenHead:
             return {name: widened(tensor) for name, tensor in tensors.items()}
 
         if self.device is None:
-            head = Head(self.spec, weights(), embed, d2t, Linears(self.threads))
-            return DraftHead(head, self.layers, plan.session_len)
+            packed = Head(self.spec, weights(), embed, d2t, Linears(self.threads))
+            return DraftHead(packed, self.layers, plan.session_len)
         import torch
 
         from toolkit.runners.tensor.eagle3 import TorchHead
