@@ -3,6 +3,7 @@
     python scripts/bench/speculation.py                                   # the demo
     python scripts/bench/speculation.py MODEL --draft-model DRAFT --batch 1 8 --json speculation.json
     python scripts/bench/speculation.py MODEL --answers-of demo           MODEL's weights are random, its words demo's
+    python scripts/bench/speculation.py MODEL --answers-of demo --draft-model HEAD --guesses-of DEMO-HEAD
     python scripts/bench/speculation.py MODEL --recorded                  its words are a competent writer's
     python scripts/bench/speculation.py --llama-python PYTHON --gguf MODEL.gguf --llama-speculative ngram_simple
     python scripts/bench/speculation.py --vllm-python PYTHON
@@ -28,6 +29,7 @@ from typing import Any
 
 from forced import Forced
 from native import need_native
+from replayed import Replayed, guesses
 from speculation_peer import Ask, peers, vllm
 
 from toolkit import GenerationConfig, Pipeline, TurbomindEngineConfig, pipeline
@@ -90,13 +92,13 @@ def settings(work: dict[str, Any]) -> GenerationConfig:
 
 
 def answer(
-    ask: Ask, prompts: list[str], config: GenerationConfig, batch: int, forced: Forced | None
+    ask: Ask, prompts: list[str], config: GenerationConfig, batch: int, told: list[Forced | Replayed]
 ) -> tuple[list[str], float]:
     """The answers, ``batch`` copies of each prompt at a time, and tokens a second."""
     tokens, seconds, texts = 0, 0.0, list[str]()
     for prompt in prompts:
-        if forced is not None:
-            forced.begin(prompt)
+        for one in told:
+            one.begin(prompt)
         found: list[tuple[str, int, float]] = []
         threads = [
             threading.Thread(target=lambda: found.append(ask(prompt, config)))  # noqa: B023  # it ends below
@@ -113,7 +115,7 @@ def answer(
 
 
 def measure(
-    engines: dict[str, Ask], work: dict[str, Any], batch: int, rounds: int, forced: Forced | None
+    engines: dict[str, Ask], work: dict[str, Any], batch: int, rounds: int, told: list[Forced | Replayed]
 ) -> dict[str, Any]:
     """One workload on all engines."""
     config = settings(work)
@@ -121,7 +123,7 @@ def measure(
     answers: dict[str, list[str]] = {}
     for turn in range(rounds + 1):
         for name, ask in engines.items():
-            texts, speed = answer(ask, work["prompts"], config, batch, forced)
+            texts, speed = answer(ask, work["prompts"], config, batch, told)
             answers[name] = texts
             if turn:  # the first fills the prefix cache, and engines learn what steps cost
                 speeds[name].append(speed)
@@ -191,6 +193,9 @@ def main() -> int:
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--draft-model")
     parser.add_argument("--answers-of", help="a model whose answers this one, of the same vocabulary, is made to give")
+    parser.add_argument(
+        "--guesses-of", help="with --answers-of: that model's head, whose guesses --draft-model's makes"
+    )
     parser.add_argument("--recorded", action="store_true", help="the model is made to give the recorded answers")
     parser.add_argument("--llama-python", help="a Python that has xllamacpp: measure llama.cpp's server beside it")
     parser.add_argument("--gguf", help="the model that it serves")
@@ -212,7 +217,9 @@ def main() -> int:
     if args.answers_of is not None and args.recorded:
         parser.error("--answers-of and --recorded: expected one of them")
     others = args.draft_model or args.llama_python or args.vllm_python
-    if (args.answers_of or args.recorded) and others is not None:
+    if args.guesses_of is not None and (args.answers_of is None or args.draft_model is None):
+        parser.error("--guesses-of: expected --answers-of and --draft-model beside it")
+    if (args.answers_of or args.recorded) and others is not None and args.guesses_of is None:
         parser.error("--answers-of and --recorded: not with --draft-model, --llama-python or --vllm-python")
     if args.vllm_python is not None and max(args.batch) > 1:
         parser.error(f"--vllm-python: expected --batch 1, found {max(args.batch)}")
@@ -223,6 +230,10 @@ def main() -> int:
         work["max_new_tokens"] = args.tokens or work["max_new_tokens"]
     forced = None if args.answers_of is None else forced_by(args.answers_of, works)
     forced = recorded(args.model, works) if args.recorded else forced
+    replayed = None
+    if args.guesses_of is not None:
+        config = {prompt: settings(work) for work in works for prompt in work["prompts"]}
+        replayed = Replayed(guesses(args.answers_of, args.guesses_of, list(config), config.__getitem__))
     rows = []
     with ExitStack() as stack:
         pipes = {
@@ -239,7 +250,9 @@ def main() -> int:
             engines |= stack.enter_context(vllm(args.vllm_python, str(resolve_model(args.model))))
         for batch in args.batch:
             for work in works:
-                rows.append(measure(engines, work, batch, args.rounds, forced))
+                rows.append(
+                    measure(engines, work, batch, args.rounds, [x for x in (forced, replayed) if x is not None])
+                )
                 names = [name for name in engines if name != beside(name)]
                 ratios = ", ".join(f"{name} {rows[-1][f'{name} ratio']:.2f}" for name in names)
                 print(f"{work['what']}, {batch} at once: {rows[-1]['off']:.1f} tokens/s; {ratios}", flush=True)
