@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -13,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
 
+from tests.support.draft_head import LAYERS, SPEC, write
 from toolkit.artifacts.draft_head import HeadSpec
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.speculative import Speculation, SpeculativeConfig
@@ -25,7 +24,6 @@ from toolkit.engine.options import EngineOptions
 from toolkit.engine.request import EngineRequest, SamplingParams
 from toolkit.engine.sequence import Sequence
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.spec import RopeSpec
 from toolkit.parallel.choose import open_ranks
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
@@ -38,8 +36,6 @@ from toolkit.runners.native import library
 from toolkit.runners.tensor.eagle3 import TorchHead
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library is not here")
-LAYERS = (1, 2, 4)
-SPEC = HeadSpec(64, 96, 4, 2, 16, 320, 150, 1e-5, RopeSpec(16, 1e4), LAYERS, norm_before_residual=True)
 PROMPTS = [list(range(3, 3 + n)) for n in (1, 5, 40, 150)]
 
 
@@ -220,29 +216,6 @@ def test_rows_one_by_one_are_rows_together(flags: dict[str, bool]) -> None:
     rows = [Rows(KeysValues(spec, 1), len(x)) for x in ids]
     together = head.run(np.concatenate(ids), np.concatenate(states), rows)
     np.testing.assert_allclose(together, np.concatenate(whole), rtol=2e-3, atol=2e-3)
-
-
-def write(path: Path, spec: HeadSpec = SPEC, **fields: Any) -> Path:
-    """A head in the form of its authors, with an embedding."""
-    path.mkdir()
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "vocab_size": spec.vocab_size,
-        "draft_vocab_size": spec.draft_vocab_size,
-        "max_position_embeddings": 512,
-        "eagle_aux_hidden_state_layer_ids": list(spec.layers),
-    }
-    (path / "config.json").write_text(json.dumps(config | fields))
-    tensors = {name: torch.randn(shape) for name, shape in spec.shapes(len(spec.layers)).items()}
-    tensors |= {"embed_tokens.weight": torch.randn(spec.vocab_size, spec.hidden_size)}
-    tensors |= {"d2t": torch.zeros(spec.draft_vocab_size, dtype=torch.int64)}
-    save_file(tensors, path / "model.safetensors")
-    return path
 
 
 def test_heads_of_other_models_are_refused(model: Path, tiny_models: Any, tmp_path: Path) -> None:

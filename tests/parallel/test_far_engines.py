@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.support.draft_head import write
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 from toolkit.parallel.nodes import KEY
@@ -154,8 +155,8 @@ def test_files_of_ranks(machines: Machines, tiny_models: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("kind", "guess"), [
-    ("turbomind", "lookup"), ("turbomind", "mtp"), ("turbomind", "draft_model"),
-    ("pytorch", "lookup"), ("pytorch", "draft_model"),
+    ("turbomind", "lookup"), ("turbomind", "mtp"), ("turbomind", "draft_model"), ("turbomind", "eagle3"),
+    ("pytorch", "lookup"), ("pytorch", "draft_model"), ("pytorch", "eagle3"),
 ])  # fmt: skip
 def test_guesses(kind: str, guess: str, machines: Machines, tiny_models: Any, support: Any, tmp_path: Path) -> None:
     fields: dict[str, Any] = {"speculative_algorithm": guess}
@@ -163,7 +164,10 @@ def test_guesses(kind: str, guess: str, machines: Machines, tiny_models: Any, su
         mtp = support("mtp")
         path = mtp.add_mtp(tiny_models("qwen2", **mtp.CONFIGS["qwen2"]), tmp_path / "model", right=True)
     else:
-        path = shutil.copytree(tiny_models("llama"), tmp_path / "model")
+        layers = {"num_hidden_layers": 4} if guess == "eagle3" else {}
+        path = shutil.copytree(tiny_models("llama", **layers), tmp_path / "model")
+    if guess == "eagle3":
+        fields["speculative_draft_model"] = str(write(tmp_path / "head"))
     if guess == "draft_model":
         fields["speculative_draft_model"] = str(shutil.copytree(path, tmp_path / "draft"))
     deeds = [["ask", {"prompt": PROMPT[:20] * 3, "tokens": 40}], DRAWN]
@@ -171,7 +175,9 @@ def test_guesses(kind: str, guess: str, machines: Machines, tiny_models: Any, su
     several = machines.both(kind, path, deeds, **fields)
     same(kind, one, several)
     counts = {name: count["tokens"] for name, count in several[1]["spec_by_method"].items()}
-    assert counts[guess] > 0 and (guess == "lookup" or several[1]["spec_by_method"][guess]["accepted"] > 0)
+    assert counts[guess] > 0
+    if guess in ("mtp", "draft_model"):  # of a head with random weights no guess need be right
+        assert several[1]["spec_by_method"][guess]["accepted"] > 0
 
 
 @KINDS

@@ -270,6 +270,10 @@ def test_a_lost_rank_is_told(number: int, told: str, ranks: Any, monkeypatch: py
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_a_rank_that_is_lost_while_nothing_runs_is_told(ranks: Any, support: Any) -> None:
+    support("lost_ranks").lost_while_idle(ranks().runner)
+
+
 def test_a_rank_that_draws_other_tokens_is_told(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     several = ranks()
     monkeypatch.setattr(native_runner, "digest", lambda output: 0)
@@ -363,6 +367,8 @@ def test_a_killed_rank_ends_its_requests_and_the_engine_comes_back(tiny_models: 
         while "killed by signal 9" not in told:
             told = asyncio.run(lost.crash(engine, PROMPT))
         assert "rank 1" in told and "restarted" in told
+        assert asyncio.run(_answers(engine)) == expected
+        lost.back_without_a_request(engine)
         assert asyncio.run(_answers(engine)) == expected
         pid = engine._loop.pid  # type: ignore[attr-defined]
         ranks = lost.children(pid)

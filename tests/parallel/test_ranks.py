@@ -418,6 +418,8 @@ def test_a_killed_rank_ends_its_requests_and_the_engine_comes_back(tiny_models: 
             told = asyncio.run(lost.crash(engine, PROMPT))
         assert "rank 1" in told and "restarted" in told
         assert whole(engine, PROMPT, max_new_tokens=12).token_ids == expected
+        lost.back_without_a_request(engine)
+        assert whole(engine, PROMPT, max_new_tokens=12).token_ids == expected
         pid = engine._loop.pid  # type: ignore[attr-defined]
         ranks = lost.children(pid)
         assert len(ranks) == 1
@@ -441,6 +443,10 @@ def test_a_rank_that_stands_still_is_told_after_a_while(
     with pytest.raises(RunnerLost):
         several.step({number: [5]})
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_rank_that_is_lost_while_nothing_runs_is_told(tiny_models: Any, pair: Any, support: Any) -> None:
+    support("lost_ranks").lost_while_idle(pair(tiny_models("llama"), 2)[1].runner)
 
 
 def test_a_message_that_a_rank_does_not_take_is_no_hang(

@@ -353,7 +353,11 @@ def test_without_ray_the_message_says_how_to_get_it(
     assert (told is None) == (found in ("2.60.0", "3.0.0.dev0"))
     if told is None:
         return
-    for command in (["serve", "ray", "demo"], ["batch", "a", "b", "--model", "demo", "--ray", "2"]):
+    for command in (
+        ["serve", "ray", "demo"],
+        ["batch", "a", "b", "--model", "demo", "--ray", "2"],
+        ["lite", "mxfp4", "demo", "--ray", "2"],
+    ):
         done = support("command").tool(*command)
         assert done.returncode == 2 and "[ray]'" in done.stderr
         assert ("2.9.3 is installed, expected 2.60" in done.stderr) == (found == "2.9.3")

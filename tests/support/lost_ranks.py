@@ -8,9 +8,13 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.messages import GenerationConfig
+from toolkit.runners.base import RunnerLost
 
 
 def children(pid: int) -> list[int]:
@@ -42,4 +46,28 @@ def all_gone(ranks: list[int]) -> None:
     end = time.monotonic() + 20
     while any(Path(f"/proc/{rank}").exists() for rank in ranks):
         assert time.monotonic() < end, "a rank outlives its engine"
+        time.sleep(0.05)
+
+
+def lost_while_idle(runner: Any) -> None:
+    """Rank 1 is killed between steps: who looks is told, and so is the next step."""
+    seconds = runner.look()
+    assert 0 < seconds <= 5
+    (pid,) = runner.pids
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RunnerLost, match=rf"rank 1 \(process {pid}\) was killed by signal 9"):
+        for _ in range(100):  # until the system has closed what it had open
+            runner.look()
+            time.sleep(0.05)
+    with pytest.raises(RunnerLost):
+        runner.look()
+
+
+def back_without_a_request(engine: AsyncEngine) -> None:
+    """Rank 1 is killed while nothing runs: the engine starts anew by itself."""
+    pid = engine._loop.pid  # type: ignore[attr-defined]
+    os.kill(children(pid)[0], signal.SIGKILL)
+    end = time.monotonic() + 60
+    while engine._loop.pid == pid or not engine.healthy:  # type: ignore[attr-defined]
+        assert time.monotonic() < end, "the engine does not come back"
         time.sleep(0.05)

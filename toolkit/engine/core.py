@@ -93,6 +93,7 @@ class EngineCore:
         self.sequences: dict[str, Sequence] = {}
         self._outputs: list[EngineOutput] = []  # made between steps
         self._lookahead = runner.asynchronous if options.lookahead is None else options.lookahead
+        self._look = runner.look()
         self._damage = ""
         self._steps = 0
         self._step_seconds = 0.0
@@ -258,10 +259,13 @@ class EngineCore:
 
     @property
     def patience(self) -> float | None:
-        """Seconds after which ``step`` should be called even without work, to give memory back; None = never."""
-        if self.keeper is not None and self.keeper.pending and not self._nap.gone:
+        """Seconds after which ``step`` should be called even without work: to give memory back, or to look whether the
+        runner is whole; None = never."""
+        if self._nap.gone:
+            return None
+        if self.keeper is not None and self.keeper.pending:
             return WRITE_SECONDS
-        return None if self._nap.gone else self.memory.patience
+        return min((x for x in (self.memory.patience, self._look) if x is not None), default=None)
 
     def _queue(self, seq: Sequence) -> None:
         self.sequences[seq.id] = seq
@@ -288,6 +292,8 @@ class EngineCore:
         started = time.perf_counter()
         if not self._nap.gone:
             self.memory.sweep()
+            if self._look is not None and not self.has_work:
+                self._look = self.runner.look()
         if self.intake.held:
             for found in self.intake.ready(idle=not self.sequences and not self._outputs):
                 if isinstance(found, Sequence):

@@ -218,8 +218,7 @@ class NativeRanks(RankedRunner):
         except RunnerError as e:
             error = e
         if broken or self._local.lost:
-            found = self._ranks.why_lost(), "" if self._bridge is None else self._bridge.why()
-            raise self._lose("; ".join(filter(None, found)))
+            raise self._lose_with_bridge(self._ranks.why_lost())
         try:
             answers = self._ranks.answers(timing.STEP_SECONDS)
         except RankLost as e:
@@ -233,6 +232,14 @@ class NativeRanks(RankedRunner):
             raise error
         assert output is not None
         return output
+
+    def look(self) -> float | None:
+        if not self._lost and self._local.lost:
+            raise self._lose_with_bridge(self._ranks.gone())
+        return super().look()
+
+    def _lose_with_bridge(self, why: str) -> RunnerLost:
+        return self._lose("; ".join(filter(None, (why, "" if self._bridge is None else self._bridge.why()))))
 
     def _has_ended(self, running: Running) -> bool:
         """Wait for this rank's step; where others do not come it is broken off, and this is False."""

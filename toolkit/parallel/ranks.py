@@ -132,12 +132,13 @@ class Ranks:
         until = time.monotonic() + seconds
         return [self._answer(rank, pipe, until, seconds) for rank, pipe in enumerate(self._pipes, 1)]
 
-    def gone(self) -> bool:
-        """Whether a process has ended, or one of another machine hung up."""
+    def gone(self) -> str:
+        """Which have ended or, on other machines, hung up; "" where all are there."""
         poll = select.poll()
-        for rank in self._hosts:
-            poll.register(self._pipes[rank - 1], select.POLLRDHUP)
-        return bool(poll.poll(0)) or any(process.poll() is not None for process in self._processes)
+        for pipe in self._pipes:
+            poll.register(pipe, select.POLLRDHUP)
+        ended = {end for end, _ in poll.poll(0)}
+        return "; ".join(self._ended(rank) for rank, pipe in enumerate(self._pipes, 1) if pipe.fileno() in ended)
 
     def why_lost(self) -> str:
         """After a message between ranks has failed: which one it was, as far as that can be told."""

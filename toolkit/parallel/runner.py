@@ -38,6 +38,7 @@ from toolkit.runners.tensor.step.pending import Failed
 from toolkit.runners.weights.new import NewWeights
 
 log = logging.getLogger(__name__)
+IDLE_SECONDS = 1.0  # without steps, after which it looks whether all ranks are there
 
 
 class RankedRunner:
@@ -248,6 +249,13 @@ class RankedRunner:
             if answer["error"] is not None:
                 raise RunnerError(f"rank {rank}: {answer['error']}")
         return mine, [answer["value"] for answer in answers]
+
+    def look(self) -> float | None:
+        if self._lost:
+            raise RunnerLost(self._lost)
+        if why := self._ranks.gone():
+            raise self._lose(why)
+        return IDLE_SECONDS
 
     # -- steps
 

@@ -110,6 +110,10 @@ class Runner(Protocol):
     def encode(self, pictures: Sequence[Picture]) -> list[NDArray[np.float32]]:
         """The rows that pictures become in a prompt, [tokens, hidden] each. Raises RunnerError where it fails."""
 
+    def look(self) -> float | None:
+        """While nothing runs: whether all that steps need is there. Returns the seconds after which to look again, None
+        where nothing can go. Raises RunnerLost."""
+
     def submit(self, batch: StepBatch) -> StepHandle: ...
 
     def export_block(self, group: int, block: int, into: memoryview | None = None) -> bytes | memoryview:

@@ -25,7 +25,7 @@ BURSTS = (8000, 16_000, 64_000, 256_000, 1 << 20)  # bytes that pass at once
 NEAR = 0.93  # of its rate a stream must get, headers left out, else the next burst is tried
 SEGMENT = 64 << 10  # bytes that the system hands to the link as one packet, which passes whole
 SIZES = (8 << 10, 64 << 10, 1 << 20, 8 << 20)  # bytes: of a token's row of 2048 floats, of 8, of 128, of 1024
-PORT, PASSES, ROUNDS, ROUND_SECONDS = 29533, 2, 5, 0.15
+PORT, TURNS, ROUND_SECONDS = 29533, 24, 0.08
 STREAM_SECONDS, SKIPPED = 0.5, 4 << 20  # bytes at its begin, by which the throttle has nothing saved
 
 
@@ -56,7 +56,8 @@ def stream_main(rank: int) -> None:
 
 
 def sums_main(rank: int) -> None:
-    """Sums of all sizes, one behind the other; the first rank prints seconds of each: the least of rounds' means."""
+    """Sums of all sizes, ``TURNS`` times for each link: the first rank begins when it is told to, and prints seconds of
+    each size. Both stay for all turns, so that every link meets the same connection."""
     import torch
     import torch.distributed as dist
 
@@ -78,20 +79,24 @@ def sums_main(rank: int) -> None:
             group.sum(x)
         return (time.perf_counter() - begun) / count
 
-    for size in SIZES:
-        x = torch.zeros(size // 4)
-        count = torch.tensor([ROUND_SECONDS / taken(x, 5)])
-        group.sum(count)  # both ranks take the same
-        least = min(taken(x, max(3, int(count) // 2)) for _ in range(ROUNDS))
+    for _ in range(TURNS * len(RATES)):
         if rank == 0:
-            print(least, flush=True)
+            input()
+        found = []
+        for size in SIZES:
+            x = torch.zeros(size // 4)
+            count = torch.tensor([ROUND_SECONDS / taken(x, 3)])
+            group.sum(count)  # both ranks take the same
+            found.append(taken(x, max(3, int(count) // 2)))
+        if rank == 0:
+            print(*found, flush=True)
 
 
-def predicted(size: int, bare: float, least: float, bits: float, burst: int) -> float:
+def predicted(size: int, bare: float, piece: float, bits: float, burst: int) -> float:
     """Seconds of a sum of ``size`` bytes over two ranks, which send as many each, on a link of ``bits`` a second that
-    lets ``burst`` bytes pass at once: ``bare`` is what it takes without a limit, ``least`` what the smallest does."""
-    wire, saved = 8 * size / bits, 8 * burst / bits
-    return max(bare, wire, least + wire - saved)
+    lets ``burst`` bytes pass at once: ``bare`` is what it takes without a limit, ``piece`` what one of ``SEGMENT``
+    bytes at most does. Ranks copy and add while later pieces are on their way: one piece comes on top."""
+    return max(bare, piece + 8 * max(0, size - burst) / bits)
 
 
 @contextmanager
@@ -118,21 +123,26 @@ def run(*command: str) -> None:
     subprocess.run(command, check=True)
 
 
-def both(link: list[tuple[str, str]], what: str) -> list[list[float]]:
-    """Numbers that each rank prints."""
-    ranks: list[subprocess.Popen[str]] = []
+def ranks(link: list[tuple[str, str]], what: str) -> list[subprocess.Popen[str]]:
+    """A process in each namespace; the first has printed nothing yet."""
+    found: list[subprocess.Popen[str]] = []
     for i, (name, _) in enumerate(link):
         command = ["ip", "netns", "exec", name, sys.executable, __file__, what, str(i)]
-        ranks.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        found.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         if what == "stream" and i == 0:
-            assert ranks[0].stdout is not None
-            ranks[0].stdout.readline()
-    return [[float(line) for line in rank.communicate(timeout=180)[0].split()] for rank in ranks]
+            said(found[0])
+    return found
+
+
+def said(rank: subprocess.Popen[str]) -> list[float]:
+    """The numbers of the line that a rank prints next."""
+    assert rank.stdout is not None
+    return [float(word) for word in rank.stdout.readline().split()]
 
 
 def stream(link: list[tuple[str, str]]) -> float:
     """Bits a second that each way gets, the slower one."""
-    return min(found[0] for found in both(link, "stream"))
+    return min(said(rank)[0] for rank in ranks(link, "stream"))
 
 
 def unlimited(link: list[tuple[str, str]]) -> None:
@@ -155,38 +165,40 @@ def throttle(link: list[tuple[str, str]], rate: float, burst: int) -> None:
 
 
 def throttled(link: list[tuple[str, str]], rate: float) -> tuple[float, int]:
-    """(bits a second that a stream gets, the burst): of the smallest burst that comes near, else of the best."""
+    """(bits a second that a stream gets, the burst): of the smallest burst that comes near, else of the largest, whose
+    timer costs the processors least."""
     found: list[tuple[float, int]] = []
     for burst in BURSTS:
         throttle(link, rate, burst)
         found.append((stream(link), burst))
         if found[-1][0] > NEAR * rate:
             return found[-1]
-    best = max(found)
-    throttle(link, rate, best[1])
-    return best
+    return found[-1]
 
 
 def main() -> None:
     with machines() as link:
         limits = {told: throttled(link, rate) if rate else (stream(link), 0) for told, rate in RATES.items()}
-        passes: list[dict[str, list[float]]] = []
-        for _ in range(PASSES):  # by turns: a virtual core wakes up sooner or later from minute to minute
-            unlimited(link)
-            found: dict[str, list[float]] = {}
+        found: dict[str, list[list[float]]] = {told: [] for told in RATES}
+        first, second = ranks(link, "sums")
+        assert first.stdin is not None
+        for _ in range(TURNS):  # a virtual core wakes up sooner or later from minute to minute
             for told, rate in RATES.items():
+                unlimited(link)
                 if rate:
                     throttle(link, rate, limits[told][1])
-                found[told] = both(link, "sums")[0]
-            passes.append(found)
-    least = {told: [min(x) for x in zip(*(found[told] for found in passes), strict=True)] for told in RATES}
+                print(file=first.stdin, flush=True)
+                found[told].append(said(first))
+        second.wait(timeout=60)
+    least = {told: [min(x) for x in zip(*turns, strict=True)] for told, turns in found.items()}
     bare = least["no limit"]
     for told, (bits, burst) in limits.items():
         print(f"{told}: a stream gets {bits / 1e9:.2f} Gbit/s each way, burst {burst} bytes")
         for size, seconds, without in zip(SIZES, least[told], bare, strict=True):
             line = f"{told:>11} {size >> 10:6} KiB {1e3 * seconds:10.3f} ms"
             if RATES[told]:
-                before = predicted(size, without, bare[0], bits, burst + SEGMENT)
+                piece = bare[SIZES.index(min(size, SEGMENT))]
+                before = predicted(size, without, piece, bits, burst)
                 line += f" {1e3 * before:10.3f} ms predicted ({100 * (seconds / before - 1):+.0f} %)"
             print(line, flush=True)
 

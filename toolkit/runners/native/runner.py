@@ -282,6 +282,9 @@ class NativeRunner:
             with suppress(ModuleNotFoundError):  # texts are answered without torch; who sends a picture is told
                 self._encoder = self._open_encoder()
 
+    def look(self) -> None:
+        """Nothing that it needs is elsewhere."""
+
     def discard_blocks(self, group: int, blocks: Sequence[int]) -> None:
         """Give the memory of blocks that no step uses back to the system; they are zeros then."""
         numbers = np.asarray(blocks, np.int64)

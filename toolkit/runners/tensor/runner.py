@@ -230,6 +230,9 @@ class TensorRunner:
         self._steps = self._cache = None
         self._on.trim()
 
+    def look(self) -> None:
+        """Nothing that it needs is elsewhere."""
+
     def discard_blocks(self, group: int, blocks: Sequence[int]) -> None:
         """On a CPU: give the memory of blocks that no step uses back to the system; they are zeros then."""
         self._ready().cache.discard(group, blocks)
