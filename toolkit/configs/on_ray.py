@@ -14,7 +14,7 @@ _PANEL = {"rich_help_panel": "On a cluster"}
 class OnRay:
     """``cpus``, ``gpus``: as Ray counts them."""
 
-    ray: int | None = option(None, "Workers on a Ray cluster that share the work out.", min=1, **_PANEL)
+    ray: int | None = option(None, "Workers on a Ray cluster that share the work.", min=1, **_PANEL)
     ray_address: str | None = option(
         None, "Cluster to use: auto, or HOST:PORT. Default: one of its own, on this machine.", **_PANEL
     )
