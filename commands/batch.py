@@ -14,10 +14,11 @@ import typer
 
 from toolkit.base.progress import Progress
 from toolkit.base.ray import check_ray
-from toolkit.batch.options import BatchSettings, Filling, RayActors
+from toolkit.batch.options import BatchSettings, Filling
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import say_how_it_runs
 from toolkit.commands.sampling_options import SamplingFlags, with_request_flags
+from toolkit.configs.on_ray import OnRay
 from toolkit.serve.http.limits import Limits
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 @with_flags("settings", BatchSettings)
 @with_request_flags
 @with_flags("filling", Filling)
-@with_flags("actors", RayActors)
+@with_flags("actors", OnRay)
 def run(
     source: Annotated[
         Path, typer.Argument(metavar="IN", help="Requests (.jsonl, as OpenAI's batches have them), or rows (--prompt).")
@@ -42,7 +43,7 @@ def run(
     settings: BatchSettings,
     limits: Limits,
     engine: EngineFlags,
-    actors: RayActors,
+    actors: OnRay,
     model: Annotated[str, typer.Option(help="Local directory, hub id, .gguf file, artifact, or demo.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Throw away the answers that OUT has.")] = False,
 ) -> None:
@@ -52,7 +53,7 @@ def run(
     tool batch in.csv out.jsonl --model demo --prompt "Translate: {text}" --max-tokens 64
     """
     config = engine.config()
-    actors.check()
+    actors.check_ray()
     if actors.ray is not None:
         check_ray("--ray")
     from toolkit.batch import run as batch
@@ -89,7 +90,7 @@ def _opened(
     settings: BatchSettings,
     limits: Limits,
     engine: EngineFlags,
-    actors: RayActors,
+    actors: OnRay,
     config: EngineConfig,
     bar: Progress,
 ) -> Iterator[Answerer]:

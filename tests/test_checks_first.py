@@ -130,6 +130,30 @@ def test_an_artifact_that_cannot_be_written(
     assert done.stderr.count("\n") == 1, "nothing was begun"
 
 
+def test_what_engines_hand_prompts_over_by(tool: Any, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    key = tmp_path / "key"
+    key.write_bytes(bytes(32))
+    key.chmod(0o600)
+    start = ("serve", "api_server", "nosuch", "--role", "prefill", "--kv-transfer-address")
+    told = refused_here(
+        tool,
+        (*start, "127.0.0.1:0", "--kv-transfer-key", tmp_path / "none"),
+        (*start, "nowhere", "--kv-transfer-key", key),
+        (*start, "127.0.0.1:0", "--kv-transfer-key", key, "--kv-transfer-cert", key),
+    )
+    for line, expected in zip(
+        told,
+        (
+            f"--kv-transfer-key: {tmp_path / 'none'}: cannot be read",
+            "--kv-transfer-address: expected HOST:PORT, such as 10.0.0.4:23400, found 'nowhere'",
+            "--kv-transfer-cert: expected a file with a certificate and its key (PEM), without a password, found",
+        ),
+        strict=True,
+    ):
+        assert expected in line
+
+
 def test_a_port_that_is_taken(tool: Any) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -36,6 +36,10 @@ def told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
             "--enable-thinking: expected true or false, found 'maybe'",
         ),
         (("parse",), "--parser, --reasoning-parser: expected one of them, or both, found none"),
+        (
+            ("serve", "proxy", "--node", "nowhere"),
+            "--node: expected the address of a server, such as http://127.0.0.1:23333, found 'nowhere'",
+        ),
         (("serve", "gradio", "m", "--api-key", "x"), "--api-key: only for a server's URL; leave it out"),
         (
             ("serve", "gradio", SERVER, "--session-len", "64"),

@@ -9,7 +9,7 @@
 
 namespace tk {
 
-enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
+enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2, ONES = 3 };  // ONES: of scales that are all 1 and stand nowhere
 enum Format : int32_t { DENSE = 1, INT = 2 };
 // Those with two digits have keys and values of so many bits.
 enum KvType : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_F16 = 2, KV_INT8 = 3, KV_INT64 = 4, KV_INT44 = 5, KV_INT55 = 6, KV_INT54 = 7, KV_INT65 = 8 };
@@ -34,7 +34,8 @@ constexpr int64_t pad16(int64_t n) { return (n + 15) / 16 * 16; }
 //
 // DENSE   tile = [cols][16 rows] elements of `dtype`.
 // INT     tile = for each group of `group` columns: a header, then the codes.
-//         header: 16 scales of `dtype`, then 16 minima of `dtype` or 16 uint8 zeros; padded to 64 bytes (128 for F32)
+//         header: 16 scales of `dtype`, then 16 minima of `dtype` or 16 uint8 zeros; padded to 64 bytes (128 for F32). With ONES
+//         there is none: codes of 8 bits without minima.
 //         codes, 4 bits: for each 8 columns 64 bytes, byte 4r+j = code(r, k+j) | code(r, k+4+j) << 4
 //         codes, 8 bits: for each 4 columns 64 bytes, byte 4r+j = code(r, k+j)
 //         w = (code - zero) * scale, or code * scale + minimum. 8-bit codes without minima have zero 128 throughout.
@@ -50,7 +51,7 @@ struct Matrix {
 
     int64_t tiles() const { return (rows + LANES - 1) / LANES; }
     int64_t groups() const { return cols / group; }
-    int64_t header_bytes() const { return dtype == F32 ? 128 : 64; }
+    int64_t header_bytes() const { return dtype == ONES ? 0 : dtype == F32 ? 128 : 64; }
     int64_t group_bytes() const { return header_bytes() + int64_t(group) * LANES * bits / 8; }
     int64_t tile_bytes() const {
         return format == INT ? groups() * group_bytes() : cols * LANES * (dtype == F32 ? 4 : 2);

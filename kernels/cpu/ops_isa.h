@@ -76,6 +76,7 @@ TK_INLINE void store_part(float* p, int64_t n, F x) {
 TK_INLINE F header_floats(const uint8_t* h, int32_t dtype, int which) {
     if (dtype == F16) return load_f16((const uint16_t*)h + 16 * which);
     if (dtype == BF16) return load_bf16((const uint16_t*)h + 16 * which);
+    if (dtype == ONES) return fset1(1.0f);
     return fload((const float*)h + 16 * which);
 }
 

@@ -14,6 +14,7 @@ import httpx2 as httpx
 WORDS = "the river keeper of seven lights wrote down every ship that came past his small grey island in spring".split()
 PATIENCE_S = 90.0  # of a client, for a whole answer
 ID = "x-request-id"
+NEVER = 1 << 20  # tokens that an answer would have to repeat: it ends before
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,13 @@ class Question:
             for i in range(count)
         ]
 
-    def body(self, model: str) -> dict[str, Any]:
+    def body(self, model: str, number: int) -> dict[str, Any]:
+        """``number``: sets it apart from all others, in a field that changes no answer of ours: an engine refuses what
+        ran both times when it died, known by all that is asked for but the seed."""
         talk = [{"role": "user", "content": self.text}]
         asked = {"model": model, "messages": talk, "max_tokens": self.max_tokens, "stream": self.stream}
-        return asked | self.sampling | {"ignore_eos": True}
+        apart = {"repetition_ngram_size": NEVER, "repetition_ngram_threshold": number}
+        return asked | self.sampling | apart | {"ignore_eos": True}
 
 
 @dataclass
@@ -81,6 +85,7 @@ class Load:
     key: str | None = None
     visits: list[Visit] = field(default_factory=list)
     under_way: set[str] = field(default_factory=set)
+    _asked: int = 0
 
     async def run(self, clients: int, stop: asyncio.Event) -> None:
         expected = self.expected
@@ -126,9 +131,11 @@ class Load:
     async def _ask(self, http: httpx.AsyncClient, question: Question, visit: Visit) -> str | None:
         """The answer's text; None where it is lost, and then ``visit`` says how."""
         self.under_way.add(visit.id)
+        self._asked += 1
+        number = self._asked
         try:
             async with asyncio.timeout(PATIENCE_S):
-                asked = question.body(self.model)
+                asked = question.body(self.model, number)
                 url = f"{self.url}/v1/chat/completions"
                 async with http.stream("POST", url, json=asked, headers={ID: visit.id}) as reply:
                     visit.at = reply.headers.get(self.where, "") if self.where else ""

@@ -228,6 +228,8 @@ def test_a_device_that_an_artifact_is_not_packed_for(models: dict[str, Path], tm
         (["--to", "k8s", "--image", "a b"], "--image: expected the name of an image"),
         (["--to", "k8s", "--memory", "much"], "--memory: expected a size such as"),
         (["--to", "k8s", "--device", "tpu"], "--device: expected one of auto, cpu, cuda"),
+        (["--to", "docker", "--replicas", "2"], "--replicas: docker has no use for it, k8s, kuberay, ray, dynamo have"),
+        (["--to", "ray", "--claim", "mine"], "--claim: ray has no use for it, k8s, kuberay, dynamo have"),
         (["--to", "k8s", "--quant-policy", "auto"], "Invalid value for '--quant-policy'"),
     ],
 )

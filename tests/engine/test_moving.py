@@ -432,7 +432,7 @@ def test_addresses_that_are_none(address: str) -> None:
 
 def test_a_port_in_use_is_told(memory: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        with pytest.raises(ToolkitError, match=r"kv_transfer_address .*: cannot listen there"):
+        with pytest.raises(ToolkitError, match=r"kv_transfer_address: cannot listen at .*: Address already in use"):
             hand(port_at=f"127.0.0.1:{taken.getsockname()[1]}")
     assert not list(memory.iterdir())  # nothing is left behind
 

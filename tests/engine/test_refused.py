@@ -337,8 +337,11 @@ def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         told = refused(lambda: Port("--kv-port", address, b"", "m", None, None), ToolkitError)  # type: ignore[arg-type]
-    why = "cannot listen there: Address already in use; choose another port, 0 is any free one"
-    assert told == f"--kv-port {address}: {why}"
+    why = "Address already in use; choose another port, 0 is any free one"
+    assert told == f"--kv-port: cannot listen at {address}: {why}"
+    address = "192.0.2.1:0"  # a machine of documents'
+    told = refused(lambda: Port("--kv-port", address, b"", b"", None, None), ToolkitError)  # type: ignore[arg-type]
+    assert told == f"--kv-port: expected an address of this machine, found {address}"
     address = "nosuch.invalid:1"
     told = refused(lambda: Port("--kv-port", address, b"", b"", None, None), ToolkitError)  # type: ignore[arg-type]
-    assert told.startswith(f"--kv-port {address}: no address of this machine: ")
+    assert told.startswith(f"--kv-port: expected an address of this machine, found {address} (")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -353,10 +354,34 @@ def test_without_ray_the_message_says_how_to_get_it(
     assert (told is None) == (found in ("2.60.0", "3.0.0.dev0"))
     if told is None:
         return
-    for command in (["serve", "ray", "demo"], ["batch", "a", "b", "--model", "demo", "--ray", "2"]):
+    for command in (
+        ["serve", "ray", "demo"],
+        ["batch", "a", "b", "--model", "demo", "--ray", "2"],
+        ["lite", "mxfp4", "demo", "--ray", "2"],
+    ):
         done = support("command").tool(*command)
         assert done.returncode == 2 and "[ray]'" in done.stderr
         assert ("2.9.3 is installed, expected 2.60" in done.stderr) == (found == "2.9.3")
+
+
+@pytest.mark.parametrize(
+    ("token", "mode", "expected"), [(True, None, "token"), (False, None, None), (True, "k8s", "k8s")]
+)
+def test_a_token_is_shown_to_a_cluster_that_is_there(
+    token: bool, mode: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ray_here, "why_no_ray", lambda: None)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # restored afterwards, whatever is set below
+        monkeypatch.delenv(name)
+    if token:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("a" * 64)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    ray_here.check_ray("--ray")
+    assert os.environ.get("RAY_AUTH_MODE") == expected
 
 
 def test_the_command_refuses_what_it_cannot_do_before_it_starts_anything(support: Any, tmp_path: Path) -> None:

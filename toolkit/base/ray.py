@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from toolkit.base.extras import command
 from toolkit.errors import UsageError
@@ -23,6 +25,13 @@ def why_no_ray() -> str | None:
 
 
 def check_ray(option: str) -> None:
-    """Raise UsageError where what ``option`` names cannot have it."""
+    """Raise UsageError where what ``option`` names cannot have it. To be called before it is imported.
+
+    A cluster of machines that have a token wants it of all who come. Ray shows it where it starts a cluster itself, and
+    elsewhere only as its environment says when it is imported.
+    """
     if (why := why_no_ray()) is not None:
         raise UsageError(f"{option}: {why}")
+    told = "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ
+    if told or (Path.home() / ".ray" / "auth_token").is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")

@@ -50,5 +50,18 @@ def _ask(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
 
 
+def why(error: BaseException) -> str:
+    """What was said over there by what has failed, or by Ray of a process that is gone; one line."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, ToolkitError):
+        return str(cause)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    for line in reversed(lines):
+        name, colon, rest = line.partition(": ")
+        if colon and name.startswith("toolkit.errors."):
+            return rest
+    return lines[0][:300] if lines else type(error).__name__
+
+
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -7,14 +7,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from toolkit.configs.option import option, same_option, spelled
-from toolkit.errors import UsageError
+from toolkit.configs.option import option, same_option
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.openai.batches.urls import CHAT, PROMPTED
 from toolkit.serve.options import ServerSettings
-from toolkit.serve.ray.options import RaySettings
-
-_RAY = {"rich_help_panel": "On a cluster"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,20 +54,3 @@ class BatchSettings:
         """As a server's application takes them."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         return ServerSettings(**given, limits=limits, no_page=True, disable_fastapi_docs=True, disable_metrics=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RayActors:
-    """Where the model runs, if it is not this process. ``cpus``, ``gpus``: as Ray counts them."""
-
-    ray: int | None = option(None, "Engines on a Ray cluster that share the lines out.", min=1, **_RAY)
-    ray_address: str | None = same_option(RaySettings, "ray_address")
-    cpus: float = option(1.0, "With --ray: cores of each engine.", min=0, **_RAY)
-    gpus: float = option(0.0, "With --ray: GPUs of each.", min=0, **_RAY)
-
-    def check(self) -> None:
-        """Raise UsageError for what does not go together."""
-        if self.ray is None:
-            for name in ("ray_address", "cpus", "gpus"):
-                if getattr(self, name) != getattr(type(self), name):
-                    raise UsageError(f"{spelled(name)}: only with --ray, the number of engines")

@@ -9,12 +9,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from toolkit.base.ray_cluster import connect
+from toolkit.base.ray_cluster import connect, why
 from toolkit.base.record import plain
 from toolkit.batch.actors import About, Engine, Gone, Spread
-from toolkit.batch.options import BatchSettings, RayActors
+from toolkit.batch.options import BatchSettings
 from toolkit.batch.run import Answerer
 from toolkit.configs.engine import EngineConfig
+from toolkit.configs.on_ray import OnRay
 from toolkit.errors import ToolkitError
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.ray.plan import Model
@@ -37,7 +38,7 @@ class RayActor:
         try:
             return About(**ray.get(self._actor.about.remote()))
         except RayError as error:
-            raise ToolkitError(_why(error)) from None
+            raise ToolkitError(why(error)) from None
 
     async def about(self) -> About:
         return About(**await self._called(self._actor.about.remote()))
@@ -56,20 +57,7 @@ class RayActor:
         except RayTaskError:
             raise  # a mistake of ours
         except (RayActorError, RayError) as error:
-            raise Gone(_why(error)) from None
-
-
-def _why(error: BaseException) -> str:
-    """What an engine has said that did not start, or Ray of one that is gone."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, ToolkitError):
-        return str(cause)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    for line in reversed(lines):
-        name, colon, rest = line.partition(": ")
-        if colon and name.startswith("toolkit.errors."):
-            return rest
-    return lines[0][:300] if lines else type(error).__name__
+            raise Gone(why(error)) from None
 
 
 @contextmanager
@@ -77,7 +65,7 @@ def on_ray(
     model: str,
     settings: BatchSettings,
     limits: Limits,
-    actors: RayActors,
+    actors: OnRay,
     *,
     config: EngineConfig,
     chat_template: str | None,

@@ -17,7 +17,7 @@ from toolkit.artifacts.source import resolve_model
 from toolkit.deploy import ray_serve
 from toolkit.deploy.facts import GRACE, Artifact, Memory, form_at, open_artifact, plan_memory
 from toolkit.deploy.options import Deployment, name_of
-from toolkit.deploy.targets import OURS, TARGETS, TURNED, Target
+from toolkit.deploy.targets import OPTIONS, OURS, TARGETS, TURNED, Target
 from toolkit.errors import ToolkitError, UsageError
 
 USER = 10001  # of our images
@@ -51,6 +51,9 @@ def deploy(
     if to not in TARGETS:
         raise UsageError(f"--to: expected one of {', '.join(TARGETS)}, found {to!r}")
     asked.check()
+    for field, places in OPTIONS.items():
+        if to not in places and getattr(asked, field) != getattr(Deployment, field):
+            raise UsageError(f"{field}: {to} has no use for it, {', '.join(places)} have; leave it out")
     target = TARGETS[to]
     path = resolve_model(model).absolute()
     artifact = open_artifact(path)

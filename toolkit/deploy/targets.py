@@ -72,6 +72,12 @@ TARGETS: dict[str, Target] = {
     ),
 }  # fmt: skip
 
+# Options that these places alone have a use for.
+OPTIONS = {
+    "replicas": ("k8s", "kuberay", "ray", "dynamo"),
+    "secret": ("k8s", "kuberay", "dynamo"),
+    "claim": ("k8s", "kuberay", "dynamo"),
+}
 # Where a place does not read a format: the one to convert to, if the place reads that, else "hf".
 TURNED = {
     "gptq_v2": "gptq",

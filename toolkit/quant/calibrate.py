@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -17,8 +18,7 @@ from toolkit.quant.layers.layerwise import Flow
 from toolkit.quant.layers.masked import as_met
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.spill import Spill
-from toolkit.quant.layers.statistics import Gram
-from toolkit.quant.layers.statistics_file import KIND, PARTS, file_name, planned_bytes, write_statistics
+from toolkit.quant.layers.statistics_file import KIND, file_name, planned_bytes, raw_state, write_statistics
 from toolkit.quant.options import Common
 from toolkit.quant.run import (
     Progress,
@@ -62,7 +62,7 @@ def calibrate(
             tokenizer = Tokenizer.open(source.checkpoint.tokenizer_dir)
             ids = as_met(source.spec, text.read(stage, tokenizer, parent["digest"], progress))
             with spill_of(stage, common) as spill:
-                _collect(source, stage, ids, device, common.batch_size, spill, progress)
+                _collect(source, stage, ids, device, common, spill, progress)
             stage.finish()
         return Result(Path(work_dir), options, {}, stage.already_there)
 
@@ -72,43 +72,45 @@ def _collect(
     stage: Stage,
     ids: torch.Tensor,
     device: torch.device,
-    batch_size: int,
+    common: Common,
     spill: Spill,
     progress: Progress,
 ) -> None:
     """Statistics of every layer, each kept in the stage as soon as it is known, then all written out."""
     spec = source.spec
-    flow = Flow(source, ids, source.outer_weights(device)[spec.embed], device, batch_size, spill)
+    flow = Flow(source, ids, source.outer_weights(device)[spec.embed], device, common.batch_size, spill)
     count = len(spec.layers)
-    last = max((i for i in range(count + 1) if not stage.done(_key(i))), default=-1)
-    for i, layer in enumerate(spec.layers[: last + 1]):
-        progress("taking statistics", i, count)
-        weights, moved = source.layer(i, device), False
-        if not stage.done(_key(i)):
-            sites = layer_sites(layer)
-            grams, moved = flow.statistics(i, layer, weights, sites, advance=True)
-            _save(stage, i, ((site.name, grams.raw(site.name)) for site in reversed(sites)))
-            del grams
-        if not moved:
-            flow.advance(i, layer, weights)
-    if last == count:
-        _save(stage, count, flow.head_statistics(source.outer_weights(device)).items())
+    missing = [i for i in range(count + 1) if not stage.done(_key(i))]
+    if common.ray is None:
+        _look(source, stage, flow, missing, progress)
+    else:
+        from toolkit.quant.cluster import Place, statistics
+
+        with closing(statistics(common, Place.of(source), flow.hidden, device, missing)) as found:
+            for i in missing:
+                progress("taking statistics", i, count)
+                stage.save(_key(i), *next(found))
     progress("taking statistics", count, count)
     for i in range(count + 1):
         write_statistics(stage.dir / file_name(i), stage.load(_key(i)), stage.load_meta(_key(i)))
 
 
+def _look(source: LayerSource, stage: Stage, flow: Flow, missing: Sequence[int], progress: Progress) -> None:
+    """Statistics of the layers that are ``missing``, saved; the one after the last is the head's input."""
+    count, device, last = len(source.spec.layers), flow.device, max(missing, default=-1)
+    for i, layer in enumerate(source.spec.layers[: last + 1]):
+        progress("taking statistics", i, count)
+        weights, moved = source.layer(i, device), False
+        if i in missing:
+            sites = layer_sites(layer)
+            grams, moved = flow.statistics(i, layer, weights, sites, advance=True)
+            stage.save(_key(i), *raw_state((site.name, grams.raw(site.name)) for site in reversed(sites)))
+            del grams
+        if not moved:
+            flow.advance(i, layer, weights)
+    if last == count:
+        stage.save(_key(count), *raw_state(flow.head_statistics(source.outer_weights(device)).items()))
+
+
 def _key(index: int) -> str:
     return f"statistics.{index}"
-
-
-def _save(stage: Stage, index: int, grams: Iterable[tuple[str, Gram | None]]) -> None:
-    rows: dict[str, int] = {}
-
-    def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        for site, gram in grams:
-            if gram is not None:
-                rows[site] = gram.rows
-                yield from ((f"{site}:{part}", getattr(gram, part).cpu()) for part in PARTS)
-
-    stage.save(_key(index), stream(), rows)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from toolkit.configs.engine import CommonEngineConfig, TurbomindEngineConfig
+from toolkit.configs.on_ray import OnRay
 from toolkit.configs.option import option, same_option
 from toolkit.quant.presets import Preset, choose_preset
 
@@ -16,8 +17,8 @@ def _unheard(line: str) -> None:
 
 
 @dataclass(frozen=True)
-class Common:
-    """What every method shares. ``notice``: told of the plan."""
+class Common(OnRay):
+    """What every method shares; workers on Ray only where layers are independent. ``notice``: told of the plan."""
 
     preset: str = option(
         "balanced",

@@ -19,13 +19,22 @@ from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import Stage, open_stage
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.base.ray import check_ray
 from toolkit.configs.option import show_size
 from toolkit.errors import UsageError
 from toolkit.measure.text import heldout_text
 from toolkit.models.spec import LinearSpec
 from toolkit.quant import estimate, gguf
 from toolkit.quant.format_choice import choose_format
-from toolkit.quant.layers.layerwise import Flow, Setting, load_head, probe_layers, quantize_layers, saved_layers
+from toolkit.quant.layers.layerwise import (
+    Flow,
+    Setting,
+    Spread,
+    load_head,
+    probe_layers,
+    quantize_layers,
+    saved_layers,
+)
 from toolkit.quant.layers.masked import as_met
 from toolkit.quant.layers.output import write_gguf, write_layers
 from toolkit.quant.layers.probe import Probe
@@ -164,6 +173,8 @@ def choose(source: LayerSource, common: Common) -> Selection:
 def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, progress: Progress) -> Result:
     """Quantize ``source`` by ``recipe`` into ``work_dir``. Raises UsageError or ToolkitError, one line."""
     check_common(common)
+    if recipe.prepare is not None or (recipe.calibrated and common.calibration is None):
+        check_alone(common, recipe.stage)
     statistics_dir = [Path(common.calibration).expanduser()] if common.calibration else []
     check_directory_target(work_dir, [source.path, *statistics_dir], common.overwrite)
     device, dtype = find_device(common.device), store_dtype(common.dtype, source)
@@ -211,7 +222,10 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
             saved=statistics.grams if statistics else None if recipe.calibrated else lambda index: {},
         )  # fmt: skip
         _tell_time(source, stage, setting, recipe, plan, common, parent["digest"], tune_steps)
-        quality = _quantize(source, stage, setting, recipe, text, common, parent["digest"], tune_steps, progress)
+        spread = _spread(common, source, setting, statistics)
+        quality = _quantize(
+            source, stage, setting, recipe, text, common, parent["digest"], tune_steps, progress, spread
+        )
         progress("writing", 0, 1)
         if form == gguf.FORMAT:
             outer = gguf.outer_matrices(source, selection.head) if recipe.round_outer else []
@@ -265,6 +279,7 @@ def _quantize(
     digest: str,
     tune_steps: int,
     progress: Progress,
+    spread: Spread | None,
 ) -> dict[str, Any]:
     """Everything between an open stage and its files. Returns the quality figures."""
     source.check_finite()
@@ -285,7 +300,7 @@ def _quantize(
         told = lambda done, total: progress("quantizing layers", done, total)  # noqa: E731
         # where the last layer is there already, the text does not go through the original layers up to it
         stays = setting.sequential or stage.done(f"layer.{len(source.spec.layers) - 1}")
-        reports = quantize_layers(source, setting, flow, None if tune_steps else probe, stage, told)
+        reports = quantize_layers(source, setting, flow, None if tune_steps else probe, stage, told, spread)
         if tune_steps:
             if stays and not stage.done(KEY):
                 table = source.outer_weights(setting.device)[source.spec.embed]
@@ -334,7 +349,17 @@ def _saved(source: LayerSource, recipe: Recipe, common: Common, digest: str) -> 
         return None
     if not recipe.calibrated:
         raise UsageError("--calibration: this method reads no statistics; leave the option out")
-    return open_statistics(Path(common.calibration).expanduser(), digest, source)
+    return open_statistics(Path(common.calibration).expanduser().absolute(), digest, source)
+
+
+def _spread(common: Common, source: LayerSource, setting: Setting, statistics: SavedStatistics | None) -> Spread | None:
+    """The workers that ``--ray`` asks for."""
+    if common.ray is None:
+        return None
+    from toolkit.quant.cluster import Place, quantized
+
+    place = Place.of(source, *([statistics.path] if statistics else []))
+    return lambda indices: quantized(common, place, setting, indices)
 
 
 def _size(source: LayerSource, stage: Stage, bits_of: Callable[[Weight], int]) -> dict[str, Any]:
@@ -358,6 +383,18 @@ def check_common(common: Common) -> None:
         raise UsageError(f"--cache-memory: expected GiB, 0 or more, found {common.cache_memory:g}")
     if common.measured < 2:
         raise UsageError(f"--eval-tokens: expected 2 or more, found {common.measured}")
+    common.check_ray()
+    if common.ray is not None:
+        check_ray("--ray")
+
+
+def check_alone(common: Common, stage: str) -> None:
+    """Raise UsageError where a method whose layers depend on one another is to be spread over workers."""
+    if common.ray is not None:
+        raise UsageError(
+            f"--ray: {stage} takes what each layer gives to the next; expected calibrate, blocked_fp8, mxfp4, or "
+            "auto_awq, auto_gptq or smooth_quant with --calibration DIR"
+        )
 
 
 def store_dtype(wanted: str, source: LayerSource) -> torch.dtype:

@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 import httpx2 as httpx
 
 from toolkit.base import tls
-from toolkit.errors import UsageError
 from toolkit.serve.proxy.nodes import checked
 
 logger = logging.getLogger("toolkit.serve")
@@ -38,10 +37,7 @@ class Announcement:
         """Raise UsageError for an address that is none."""
         for option, url in (("--proxy-url", self.proxy_url), ("--node-url", self.node_url)):
             if url is not None:
-                try:
-                    checked(url)
-                except UsageError as e:
-                    raise UsageError(f"{option}: {str(e).partition(': ')[2]}") from e
+                checked(url, option)
 
     def own_address(self, url: str) -> str:
         """``url``, where this server listens, as the proxy reaches it: 0.0.0.0 is no address to connect to."""

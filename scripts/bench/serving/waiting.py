@@ -3,7 +3,7 @@
     python scripts/bench/serving/waiting.py MODEL --targets default,150,0
 
 A row a target: gaps between the streams' tokens without and with prompts, what the prompts waited for their first
-token, and tokens computed a second of both kinds together.
+token, and tokens computed a second of both kinds together. Streams begin anew until the prompts have their answers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,18 @@ from bench.native import need_native
 from toolkit.commands.output import stderr, stdout, table
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.engine.process.frontend import AsyncEngine
-from toolkit.profile.load import run_all
+from toolkit.messages import GenerationConfig
+from toolkit.profile.load import run_all, run_one
 from toolkit.profile.metrics import RequestRecord, completed
-from toolkit.profile.workload import random_asks
+from toolkit.profile.workload import Ask, random_asks
+
+
+async def keep_writing(engine: AsyncEngine, ask: Ask, name: str, prompts: asyncio.Task[Any]) -> list[RequestRecord]:
+    """One answer after another, until the prompts have theirs."""
+    records: list[RequestRecord] = []
+    while not records or not prompts.done():
+        records.append(await run_one(engine, ask, f"{name}-{len(records)}", GenerationConfig()))
+    return records
 
 
 async def load(engine: AsyncEngine, args: argparse.Namespace) -> tuple[list[RequestRecord], list[RequestRecord]]:
@@ -34,10 +43,10 @@ async def load(engine: AsyncEngine, args: argparse.Namespace) -> tuple[list[Requ
     prompts = random_asks(2, engine.tokenizer, args.prompts, args.prompt_len, 8)
     await run_all(engine, random_asks(3, engine.tokenizer, 1, 16, 4), name="warm-up")
     starts = [args.first + i * args.every for i in range(len(prompts))]
-    (long_lived, _), (arriving, _) = await asyncio.gather(
-        run_all(engine, streams, name="stream"), run_all(engine, prompts, starts=starts, name="prompt")
-    )
-    return completed(long_lived), completed(arriving)
+    arriving = asyncio.create_task(run_all(engine, prompts, starts=starts, name="prompt"))
+    writing = (keep_writing(engine, ask, f"stream-{i}", arriving) for i, ask in enumerate(streams))
+    records = [record for stream in await asyncio.gather(*writing) for record in stream]
+    return completed(records), completed((await arriving)[0])
 
 
 def figures(streams: list[RequestRecord], prompts: list[RequestRecord]) -> dict[str, float]:
@@ -80,7 +89,13 @@ def main() -> None:
     rows: dict[str, dict[str, Any]] = {}
     for target in args.targets.split(","):
         told = None if target == "default" else float(target)
-        config = TurbomindEngineConfig(target_step_ms=told, enable_prefix_caching=False, session_len=args.session_len)
+        config = TurbomindEngineConfig(
+            target_step_ms=told,
+            enable_prefix_caching=False,
+            session_len=args.session_len,
+            speculative="off",  # tokens of a guess come together: their gaps are 0
+            speculative_shared="off",
+        )
         engine = AsyncEngine.open(args.model, backend_config=config, process=True)
         try:
             rows[target] = figures(*asyncio.run(load(engine, args)))

@@ -16,14 +16,24 @@ from toolkit.configs.moving import OWN, EngineRole
 from toolkit.configs.option import read_size, show_size
 from toolkit.engine.cache.kept.block import read_secret
 from toolkit.engine.cache.kept.moving import FLAG, Moving, shared_memory
+from toolkit.engine.cache.kept.port import split
 from toolkit.engine.load.kept import no_name
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
+    from toolkit.configs.engine import EngineConfig
     from toolkit.engine.load.setup import Setup
     from toolkit.runners.base import Runner
 
 SPARE = 0.8  # of what the memory that processes share has left
+
+
+def check_moving_files(config: EngineConfig) -> None:
+    """Before a model is loaded: raise UsageError for a key, certificate or address that cannot be used."""
+    _secret(config.kv_transfer_key)
+    _tls(config.kv_transfer_cert)
+    if config.kv_transfer_address is not None:
+        split("kv_transfer_address", config.kv_transfer_address)
 
 
 def open_moving(setup: Setup, runner: Runner, tell: Callable[[str], None]) -> Moving | None:
@@ -36,10 +46,7 @@ def open_moving(setup: Setup, runner: Runner, tell: Callable[[str], None]) -> Mo
     if why := no_name(setup):
         tell(f"role: nothing is handed over: {why}")
         return None
-    secret = None
-    if config.kv_transfer_key is not None:
-        extras.require("cryptography", "kv_transfer_key")
-        secret = read_secret("kv_transfer_key", Path(config.kv_transfer_key).expanduser())
+    secret = _secret(config.kv_transfer_key)
     lends, most = role == EngineRole.Prefill, read_size(FLAG, config.kv_transfer_memory)
     if lends:
         room = int(SPARE * shutil.disk_usage(shared_memory().parent).free)
@@ -92,6 +99,13 @@ def _weights(path: Path) -> str:
     if manifest is not None and not manifest.pending and manifest.files:
         return repr(sorted((entry.name, entry.sha256) for entry in manifest.files))
     return content_digest(path)
+
+
+def _secret(file: str | None) -> bytes | None:
+    if file is None:
+        return None
+    extras.require("cryptography", "kv_transfer_key")
+    return read_secret("kv_transfer_key", Path(file).expanduser())
 
 
 def _tls(file: str | None) -> ssl.SSLContext | None:

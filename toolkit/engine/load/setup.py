@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 from toolkit.artifacts.engine.adapters import packed_adapters
 from toolkit.base.record import read
 from toolkit.configs.engine import EngineConfig, PytorchEngineConfig, TurbomindEngineConfig
+from toolkit.configs.moving import EngineRole
 from toolkit.engine.load import ranks
 from toolkit.engine.load.draft import DraftFiles, find_draft
 from toolkit.engine.load.memory_plan import MemoryPlan
@@ -152,6 +153,10 @@ def find(model: str, config: EngineConfig | None, backend: Backend | None, packe
     elif backend is None:
         backend = "pytorch" if isinstance(config, PytorchEngineConfig) else "turbomind"
     ranks.check(config)
+    if config.role != EngineRole.Hybrid:
+        from toolkit.engine.load.moving import check_moving_files
+
+        check_moving_files(config)
     path = resolve_model(model, revision=config.revision, download_dir=config.download_dir)
     held = packed_adapters(path)
     if config.adapters or held:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ from toolkit.quant.selection import Selection, head_site
 Progress = Callable[[int, int], None]
 """Called with (layers done, layers in all)."""
 CPU_TOKENS = 2048  # go through a layer at once on a CPU: what lies between its linears then stays in the caches
+State = tuple[Iterable[tuple[str, Tensor]], Mapping[str, Any]]  # as ``Stage.save`` takes it
+Spread = Callable[[Sequence[int]], Generator[State, None, None]]
+"""Layers quantized, each on statistics taken earlier, in the order given (the one after the last is the head)."""
 HEAD = "head"  # the stage's key of a quantized head; layers are "layer.N"
 
 
@@ -73,6 +77,13 @@ class Flow:
         self.hidden = Tensors(
             (embed(source.spec, table, b.to(table.device), source.rows, source.added).cpu() for b in batches), spill
         )
+
+    @staticmethod
+    def between(source: LayerSource, hidden: Iterable[Tensor], device: torch.device) -> Flow:
+        """Batches of the text as layers before have left them."""
+        flow = Flow(source, torch.zeros(0, 1, dtype=torch.int64), torch.zeros(0), device, 1)
+        flow.hidden = Tensors(hidden)
+        return flow
 
     def statistics(
         self,
@@ -150,10 +161,16 @@ class Flow:
 
 
 def quantize_layers(
-    source: LayerSource, setting: Setting, flow: Flow, probe: Probe | None, stage: Stage, progress: Progress
+    source: LayerSource,
+    setting: Setting,
+    flow: Flow,
+    probe: Probe | None,
+    stage: Stage,
+    progress: Progress,
+    spread: Spread | None = None,
 ) -> list[LinearReport]:
     """Quantize every layer and save each under ``layer.N`` in ``stage``, the head under ``head``; ``probe`` goes along,
-    if there is one.
+    if there is one. ``spread``: who does so where statistics were taken earlier, None = this process.
 
     Unless ``setting.sequential``, statistics are taken in the unquantized model, so a layer's result depends on no
     other's. Layers that ``stage`` holds already are not quantized again, only passed through. Raises ToolkitError
@@ -173,10 +190,10 @@ def quantize_layers(
             if setting.saved is None:
                 grams, advanced = flow.statistics(i, layer, original, sites, not moved, setting.products)
                 moved = moved or advanced
+                stage.save(keys[i], *_state(setting.method(sites, original, grams), sites, grams))
+                del grams
             else:
-                grams = _saved(source, i, sites, setting.saved(i), setting.device)
-            _save(stage, keys[i], setting.method(sites, original, grams), sites, grams)
-            del grams
+                stage.save(keys[i], *next(made))
             give_back()
         if not moved:
             flow.advance(i, layer, original)
@@ -190,14 +207,20 @@ def quantize_layers(
         return _in_order(result.reports, sites)
 
     reports: list[LinearReport] = []
-    for i in range(len(layers)):
-        progress(i, len(keys))
-        reports += one_layer(i)
-    if setting.selection.head:
-        progress(len(layers), len(keys))
-        if len(layers) in missing:
-            _quantize_head(source, setting, flow, stage)
-        reports += _load(stage, HEAD).reports
+    here = (saved_state(source, setting, i) for i in sorted(missing))
+    with closing(here if spread is None else spread(sorted(missing))) as made:
+        for i in range(len(layers)):
+            progress(i, len(keys))
+            reports += one_layer(i)
+        if setting.selection.head:
+            progress(len(layers), len(keys))
+            if len(layers) in missing and setting.saved is not None:
+                stage.save(HEAD, *next(made))
+            elif len(layers) in missing:
+                outer = source.outer_weights(setting.device)
+                found = flow.head_statistics(outer, setting.products)
+                stage.save(HEAD, *_head_state(source, setting, outer, found))
+            reports += _load(stage, HEAD).reports
     progress(len(keys), len(keys))
     return reports
 
@@ -213,16 +236,22 @@ def probe_layers(source: LayerSource, setting: Setting, probe: Probe, stage: Sta
     progress(count, count)
 
 
-def _quantize_head(source: LayerSource, setting: Setting, flow: Flow, stage: Stage) -> None:
-    spec, outer = source.spec, source.outer_weights(setting.device)
-    if setting.saved is None:
-        found: Mapping[str, Gram] = flow.head_statistics(outer, setting.products)
-    else:
-        found = setting.saved(len(spec.layers))
+def saved_state(source: LayerSource, setting: Setting, index: int) -> State:
+    """Layer ``index``, the one after the last being the head, quantized on ``setting.saved``."""
+    assert setting.saved is not None
+    found = setting.saved(index)
+    if index == len(source.spec.layers):
+        return _head_state(source, setting, source.outer_weights(setting.device), found)
+    sites = setting.selection.sites(source.spec.layers[index])
+    grams = _saved(source, index, sites, found, setting.device)
+    return _state(setting.method(sites, source.layer(index, setting.device), grams), sites, grams)
+
+
+def _head_state(source: LayerSource, setting: Setting, outer: Weights, found: Mapping[str, Gram]) -> State:
+    spec, sites = source.spec, [head_site(source)]
     weights = {name: outer[name].float() for name in (spec.head, f"{spec.head}.bias") if name in outer}
-    sites = [head_site(source)]
     grams = _saved(source, len(spec.layers), sites, found, setting.device)
-    _save(stage, HEAD, setting.method(sites, weights, grams), sites, grams)
+    return _state(setting.method(sites, weights, grams), sites, grams)
 
 
 def _saved(
@@ -247,8 +276,8 @@ def check_finite(source: LayerSource, index: int, grams: Mapping[str, Gram]) -> 
             )
 
 
-def _save(stage: Stage, key: str, made: Iterable[Made], sites: Sequence[Site], grams: Taken) -> None:
-    """Save parameters as they are made, the number of dead inputs in the report of each linear."""
+def _state(made: Iterable[Made], sites: Sequence[Site], grams: Taken) -> State:
+    """Parameters as they are made, the number of dead inputs in the report of each linear."""
     site_of = {x.name: site.name for site in sites for x in site.linears}
 
     def counted() -> Iterator[Made]:
@@ -259,7 +288,7 @@ def _save(stage: Stage, key: str, made: Iterable[Made], sites: Sequence[Site], g
                 dead = grams.dead.get(site_of[one.name], 0)
                 yield replace(one, report=replace(one.report, dead_inputs=dead))
 
-    stage.save(key, *to_state(counted()))
+    return to_state(counted())
 
 
 def _in_order(reports: Iterable[LinearReport], sites: Sequence[Site]) -> list[LinearReport]:

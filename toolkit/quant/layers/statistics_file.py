@@ -7,7 +7,7 @@ One ``statistics-NNNNN.safetensors`` a layer (the head's input is the last): for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +35,20 @@ def planned_bytes(source: LayerSource) -> int:
     """Bytes of the statistics of every site of ``source``, the head's included."""
     sizes = [site.size for layer in source.spec.layers for site in layer_sites(layer)] + [source.spec.hidden_size]
     return sum(4 * n * n + 8 * n + 8 + 4 * SAMPLE * n for n in sizes)
+
+
+def raw_state(grams: Iterable[tuple[str, Gram | None]]) -> tuple[Iterator[tuple[str, Tensor]], dict[str, int]]:
+    """Statistics by site as a stage saves them: ``SITE:part`` for all of ``PARTS``, and the rows by site, which are
+    whole when the stream has ended."""
+    rows: dict[str, int] = {}
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for site, gram in grams:
+            if gram is not None:
+                rows[site] = gram.rows
+                yield from ((f"{site}:{part}", getattr(gram, part).cpu()) for part in PARTS)
+
+    return stream(), rows
 
 
 def write_statistics(path: Path, tensors: Mapping[str, Tensor], rows: Mapping[str, int]) -> None:

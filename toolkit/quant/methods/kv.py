@@ -35,6 +35,7 @@ from toolkit.quant.room import dense_bytes
 from toolkit.quant.run import (
     Progress,
     Result,
+    check_alone,
     check_common,
     open_source,
     read_text,
@@ -61,6 +62,7 @@ def kv(
     Raises UsageError or ToolkitError, one line.
     """
     check_common(common)
+    check_alone(common, "lite kv")
     source = open_source(model, common, "kv")
     if not source.spec.keeps_keys():
         raise ToolkitError(

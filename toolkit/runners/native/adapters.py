@@ -16,10 +16,11 @@ import numpy as np
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError
 from toolkit.runners.native import library
-from toolkit.runners.native.packing.packed import VECTOR, PackedMeta, PackedTensor, vector
+from toolkit.runners.native.packing.packed import INT, VECTOR, PackedMeta, PackedTensor, vector
 
 if TYPE_CHECKING:
     from toolkit.artifacts.adapter import Change
+    from toolkit.runners.native.program import Program
 
 ABSENT = PackedTensor(np.zeros(0, np.uint8), PackedMeta(VECTOR, 0))
 _LINE = 64
@@ -38,32 +39,41 @@ class PackedAdapter:
         return sum(t.data.nbytes for t in self.tensors)
 
 
-def pack_adapter(
-    changes: Mapping[str, Change], spec: DecoderSpec, sites: Mapping[str, int], dtype: str, turned: bool
-) -> PackedAdapter:
-    """``dtype``: of its matrices; ``turned``: the head is turned by a Hadamard matrix. Imports torch."""
+def pack_adapter(changes: Mapping[str, Change], spec: DecoderSpec, program: Program, dtype: str) -> PackedAdapter:
+    """``dtype``: of its matrices, but for those beside linears of integers, which have 8 bits. Imports torch."""
     import torch
 
     from toolkit.artifacts.adapter import Whole
     from toolkit.runners.native.packing.head import turn
+    from toolkit.runners.native.packing.low_rank import Pair, pack_pairs
     from toolkit.runners.native.packing.pack import pack_alike, pack_dense
 
     kind = getattr(torch, dtype)
     tensors: list[PackedTensor] = []
     low: dict[int, torch.Tensor] = {}  # by their places in ``tensors``
+    pairs: dict[int, Pair] = {}
     for name, change in changes.items():
-        reads_turned = turned and name == spec.head
+        base = program.bases.get(name)
+        reads_turned = name == spec.head and base is not None and base.meta.turned
         if isinstance(change, Whole):
             matrix = turn(change.weight) if reads_turned else change.weight
             tensors += [ABSENT, ABSENT, ABSENT, pack_dense(matrix.to(kind).contiguous()).in_memory()]
             continue
         a = turn(change.a) if reads_turned else change.a
         size = ABSENT if change.magnitude is None else vector(change.magnitude.numpy())
-        low |= {len(tensors): a.T, len(tensors) + 1: change.b}
+        if base is not None and base.meta.kind == INT and change.magnitude is None and name != spec.embed:
+            pairs[len(tensors)] = Pair(a, change.b, base.meta.group, base.perm)
+        else:
+            low |= {len(tensors): a.T, len(tensors) + 1: change.b}
         tensors += [ABSENT, ABSENT, size, ABSENT]
+    for place, packed in zip(pairs, pack_pairs(list(pairs.values())), strict=True):
+        if packed is None:
+            low |= {place: pairs[place].a.T, place + 1: pairs[place].b}
+        else:
+            tensors[place : place + 3] = packed
     for place, tensor in zip(low, pack_alike(list(low.values()), kind), strict=True):
         tensors[place] = tensor
-    return PackedAdapter(np.array([sites[name] for name in changes], np.int32), _together(tensors))
+    return PackedAdapter(np.array([program.sites[name] for name in changes], np.int32), _together(tensors))
 
 
 def _together(tensors: Sequence[PackedTensor]) -> tuple[PackedTensor, ...]:

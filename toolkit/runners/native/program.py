@@ -82,6 +82,7 @@ class Program:
     values: tuple[float, ...]
     tensors: tuple[PackedTensor, ...]
     sites: dict[str, int]  # of linears, embedding and head: by which adapters name them
+    bases: dict[str, PackedTensor]  # those linears and the head
 
 
 def build_program(
@@ -124,7 +125,9 @@ def build_program(
         "head": _head(spec, tensors),
     }
     names, values = zip(*flat(record), strict=True)
-    return Program(names, values, tuple(tensors.found), tensors.sites)
+    bases = {name: tensors.found[at] for name in tensors.sites if (at := tensors.place(name)) is not None}
+    bases[spec.head] = weights[spec.embed if spec.tied else spec.head]
+    return Program(names, values, tuple(tensors.found), tensors.sites, bases)
 
 
 def _encoder(added: EncoderSpec, tensors: Tensors) -> dict[str, Any]:

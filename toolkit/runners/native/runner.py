@@ -201,8 +201,7 @@ class NativeRunner:
         path, program = self._adapter_paths.get(number) or self._coming_adapters.get(number), self._program
         if path is None or program is None or self._changes is None:
             raise RunnerError(f"adapter: there is none of number {number}")
-        head = program.tensors[int(program.values[program.names.index("head.matrix")])]
-        return pack_adapter(self._changes(path), self.spec, program.sites, self.dtype, head.meta.turned)
+        return pack_adapter(self._changes(path), self.spec, program, self.dtype)
 
     def _put_adapter(self, number: int, adapter: PackedAdapter) -> None:
         self._stepper.finish()

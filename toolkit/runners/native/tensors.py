@@ -66,6 +66,10 @@ class Tensors:
             self._index[name] = self.add(self.weights[name])
         return self._index[name]
 
+    def place(self, name: str) -> int | None:
+        """Where that of the weights is; None = nothing has named it."""
+        return self._index.get(name)
+
     def stored(self, name: str) -> Floats:
         """The numbers of a vector among the weights."""
         found = self.weights[name]

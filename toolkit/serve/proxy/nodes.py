@@ -201,8 +201,9 @@ class Nodes:
                 scratch.write_bytes(orjson.dumps(state, option=orjson.OPT_INDENT_2))
 
 
-def checked(url: str) -> str:
-    """A node's URL as it is kept: scheme, host and port. Raises UsageError for anything else."""
+def checked(url: str, option: str = "url") -> str:
+    """A node's URL as it is kept: scheme, host and port. Raises UsageError, which names ``option``, for anything
+    else."""
     try:
         parts = urlsplit(url.strip())
         fair = url.isprintable() and len(url) <= MOST_URL
@@ -211,7 +212,9 @@ def checked(url: str) -> str:
     except (ValueError, httpx.InvalidURL):
         good = False
     if not good or parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
-        raise UsageError(f"url: expected the address of a server, such as http://127.0.0.1:23333, found {url!r:.200}")
+        raise UsageError(
+            f"{option}: expected the address of a server, such as http://127.0.0.1:23333, found {url!r:.200}"
+        )
     return f"{parts.scheme}://{parts.netloc}"
 
 

@@ -19,7 +19,7 @@ from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.options import DIST_SERVE, ProxySettings
 from toolkit.serve.proxy.apart import Apart
 from toolkit.serve.proxy.metrics import ProxyMetrics
-from toolkit.serve.proxy.nodes import ELSEWHERE, Node, Nodes
+from toolkit.serve.proxy.nodes import ELSEWHERE, Node, Nodes, checked
 from toolkit.serve.proxy.strategies import strategy
 
 MOST_SHOWN = 20  # names in a message
@@ -54,7 +54,7 @@ class ProxyState:
         self.clock = clock
         self.nodes = Nodes(settings.state_file, clock)
         for url in settings.node:
-            self.nodes.add(url, trusted=True)
+            self.nodes.add(checked(url, "--node"), trusted=True)
         self.strategy = strategy(settings.strategy)
         self.metrics = ProxyMetrics(self.nodes)
         self.lanes = Lanes(settings.limits)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from toolkit.configs.on_ray import OnRay
 from toolkit.configs.option import option, same_option, spelled
 from toolkit.errors import UsageError
 from toolkit.serve.http.limits import Limits
@@ -45,11 +46,7 @@ class RaySettings:
     health_check_timeout_s: float = option(
         10.0, "Seconds without an answer to one; after three in a row it is replaced.", min=0.1, **_RAY
     )
-    ray_address: str | None = option(
-        None,
-        "Cluster to deploy to: auto, or HOST:PORT. Default: one of its own, on this machine.",
-        **_RAY,
-    )
+    ray_address: str | None = same_option(OnRay, "ray_address")
     write_config: Path | None = option(
         None, "Write a file for `serve deploy` there (YAML), and end; keys are left out of it.", **_RAY
     )

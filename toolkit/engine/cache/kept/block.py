@@ -146,14 +146,14 @@ def read_secret(flag: str, file: Path) -> bytes:
             mode = stat.S_IMODE(file.stat().st_mode)
             found = opened.read(4 * _SECRET)
     except OSError as error:
-        raise UsageError(f"{flag} {file}: cannot be read: {error.strerror}; {make}") from error
+        raise UsageError(f"{flag}: {file}: cannot be read: {error.strerror}; {make}") from error
     if mode & 0o077:
-        raise UsageError(f"{flag} {file}: others may read it (mode {mode:04o}); chmod 600 it, or {make}")
+        raise UsageError(f"{flag}: {file}: others may read it (mode {mode:04o}); chmod 600 it, or {make}")
     if len(found) != _SECRET:
         try:
             found = bytes.fromhex(found.decode("ascii").strip())
         except ValueError:
             found = b""
     if len(found) != _SECRET:
-        raise UsageError(f"{flag} {file}: expected {_SECRET} bytes, or twice as many hexadecimal digits; {make}")
+        raise UsageError(f"{flag}: {file}: expected {_SECRET} bytes, or twice as many hexadecimal digits; {make}")
     return found

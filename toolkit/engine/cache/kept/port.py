@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import ssl
@@ -34,15 +35,20 @@ class Port:
             family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._sock = socket.socket(family, kind, proto)
         except OSError as error:
-            raise ToolkitError(f"{flag} {address}: no address of this machine: {error.strerror}") from error
+            raise ToolkitError(
+                f"{flag}: expected an address of this machine, found {address} ({error.strerror})"
+            ) from error
         try:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._sock.bind(where)
             self._sock.listen(MOST)
         except OSError as error:
             self._sock.close()
-            what = f"cannot listen there: {error.strerror}; choose another port, 0 is any free one"
-            raise ToolkitError(f"{flag} {address}: {what}") from error
+            if error.errno == errno.EADDRNOTAVAIL:
+                what = f"expected an address of this machine, found {address}"
+            else:
+                what = f"cannot listen at {address}: {error.strerror}; choose another port, 0 is any free one"
+            raise ToolkitError(f"{flag}: {what}") from error
         self.address = f"{host}:{self._sock.getsockname()[1]}"
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()

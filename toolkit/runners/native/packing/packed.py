@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 VECTOR, DENSE, INT = 0, 1, 2
-F32, BF16, F16 = 0, 1, 2
+F32, BF16, F16, ONES = 0, 1, 2, 3
 ITEM_BYTES = {F32: 4, BF16: 2, F16: 2}
 LANES = 16
 LAYOUT_VERSION = 2  # 2: heads turned by a Hadamard matrix
@@ -44,7 +44,7 @@ class PackedMeta:
 
     @property
     def header_bytes(self) -> int:
-        return 128 if self.dtype == F32 else 64
+        return {F32: 128, ONES: 0}.get(self.dtype, 64)
 
     @property
     def group_bytes(self) -> int:

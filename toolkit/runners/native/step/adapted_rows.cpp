@@ -6,10 +6,23 @@
 
 namespace tk {
 
+namespace {
+
+constexpr int64_t WIDEST = 1024, FITS = 8 * WIDEST;  // columns, and numbers, of one half of a gated product that are made before the other's
+
+}  // namespace
+
 bool RowWork::adapted(const Linear& l, int64_t first_row, int64_t rows) const {
     if (!adapters_ || l.site < 0) return false;
     for (int64_t t = first_row; t < first_row + rows; t++)
         if (change(l, t)) return true;
+    return false;
+}
+
+bool RowWork::reads_floats(const Linear& l, int64_t first_row, int64_t rows) const {
+    if (!adapters_ || l.site < 0) return false;
+    for (int64_t t = first_row; t < first_row + rows; t++)
+        if (const Change* c = change(l, t); c && !c->coded()) return true;
     return false;
 }
 
@@ -28,17 +41,28 @@ void RowWork::each_change(const Linear& l, int64_t first_row, int64_t rows, Body
 void RowWork::lower(const Linear& l, const Change& c, const InputBuffer& in, int64_t row, int64_t end) const {
     Lowered& low = table_->lowered;
     if (!low.claim(serial_, l.site, row + shift_)) return;
-    float* out = low.row(l.site, row + shift_);
+    const InputBuffer made = low.rows(l.site, row + shift_);
+    float* out = made.x;
     const int64_t width = c.a.w.rows;
-    if (width % LANES == 0) {
-        ops.linear_back(c.a.w, rows_of(in, c.a, row), end - row, 0, c.a.w.tiles(), out, low.ld());
+    if (c.coded()) {
+        Store to;
+        to.out = out;
+        to.ld = made.ldx;
+        ops.linear(c.a.w, rows_of(in, l, row), end - row, 0, c.a.w.tiles(), to, own_->linear.data());
+        for (int64_t t = 0; t < end - row; t++) {
+            ops.multiply(out + t * made.ldx, c.steps.data, c.steps.size, -1);
+            ops.quantize(out + t * made.ldx, nullptr, c.b.w.group, 0, c.b.w.groups(), made.q[0] + t * made.ldq, made.scale[0] + t * made.lds,
+                         made.sum[0] + t * made.lds);
+        }
+    } else if (width % LANES == 0) {
+        ops.linear_back(c.a.w, rows_of(in, c.a, row), end - row, 0, c.a.w.tiles(), out, made.ldx);
     } else {  // what stands behind a row must not be read
         InputBuffer x;
         x.x = own_->padded.data();
         for (int64_t t = row; t < end; t++) {
             std::memcpy(x.x, in.x + t * in.ldx, size_t(width) * 4);
             std::fill(x.x + width, x.x + pad16(width), 0.0f);
-            ops.linear_back(c.a.w, rows_of(x, c.a, 0), 1, 0, c.a.w.tiles(), out + (t - row) * low.ld(), low.ld());
+            ops.linear_back(c.a.w, rows_of(x, c.a, 0), 1, 0, c.a.w.tiles(), out + (t - row) * made.ldx, made.ldx);
         }
     }
     low.made(serial_, l.site, row + shift_);
@@ -47,13 +71,10 @@ void RowWork::lower(const Linear& l, const Change& c, const InputBuffer& in, int
 void RowWork::add_low(const Linear& l, const Change& c, int64_t row, int64_t end, Range tiles, Store to) const {
     Lowered& low = table_->lowered;
     low.wait(serial_, l.site, row + shift_);
-    InputBuffer x;
-    x.x = low.row(l.site, row + shift_);
-    x.ldx = low.ld();
     if (!to.add) to.alpha = 1.0f;
     to.add = 1;
     to.bias = nullptr;
-    ops.linear(c.b.w, rows_of(x, c.b, 0), end - row, tiles.first, tiles.last, to, own_->linear.data());
+    ops.linear(c.b.w, rows_of(low.rows(l.site, row + shift_), c.b, 0), end - row, tiles.first, tiles.last, to, own_->linear.data());
 }
 
 // As `linear`, for rows of which some have a change.
@@ -145,7 +166,6 @@ void RowWork::embed_low(const Change& c, int64_t id, float scale, float* x) cons
 
 // As `gated`, for rows of which some have a change of either half: of those each half is made by itself, some tiles at a time.
 void RowWork::gated_changed(const Mlp& m, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, float* out, int64_t ld) const {
-    constexpr int64_t STEP = STRIPE / LANES;
     const int64_t last = first_row + rows;
     auto apart = [&](int64_t t) { return change(m.up, t) || (m.gate.present() && change(m.gate, t)); };
     float* half = own_->half.at<float>(0);
@@ -157,17 +177,18 @@ void RowWork::gated_changed(const Mlp& m, const InputBuffer& in, int64_t first_r
             pair(m.gate, m.up, m, in, row, end - row, tiles, to, ld);
             continue;
         }
-        for (int64_t t0 = tiles.first; t0 < tiles.last; t0 += STEP) {
-            const Range part{t0, std::min(t0 + STEP, tiles.last)};
+        const int64_t step = std::clamp(FITS / (end - row), STRIPE, WIDEST) / LANES, ld_half = step * LANES;
+        for (int64_t t0 = tiles.first; t0 < tiles.last; t0 += step) {
+            const Range part{t0, std::min(t0 + step, tiles.last)};
             const int64_t back = t0 * LANES, width = std::min(m.up.w.rows, part.last * LANES) - back;
             Store gate, up;
             gate.out = half - back;
-            gate.ld = STRIPE;
+            gate.ld = ld_half;
             up.out = to - tiles.first * LANES;
             up.ld = ld;
             if (m.gate.present()) linear(m.gate, in, row, end - row, part, gate);
             linear(m.up, in, row, end - row, part, up);
-            for (int64_t i = 0; i < end - row; i++) join_halves(m, half + i * STRIPE, up.out + i * ld + back, width);
+            for (int64_t i = 0; i < end - row; i++) join_halves(m, half + i * ld_half, up.out + i * ld + back, width);
         }
     }
 }

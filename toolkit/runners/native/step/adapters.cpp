@@ -14,11 +14,11 @@ namespace {
 
 constexpr int64_t MOST_RANK = 1 << 14;
 
-Linear dense(const Record& r, const TensorRecord& t, const char* what) {
+Linear read(const Record& r, const TensorRecord& t, const char* what, int32_t format) {
     Linear l;
     if (!t.data) return l;
     l.w = r.matrix(t);
-    if (l.w.format != DENSE || t.perm) r.fail(what, "not of floats");
+    if (l.w.format != format || t.perm) r.fail(what, format == INT ? "not of codes" : "not of floats");
     return l;
 }
 
@@ -61,7 +61,22 @@ void Lowered::grow(int64_t rows, int64_t rank) {
     rows_ = std::max(rows, rows_);
     ld_ = std::max(pad16(rank), ld_);
     numbers_ = Pages(PLACES * rows_ * ld_ * 4 + 128);
+    codes_ = Pages(PLACES * rows_ * ld_ + 128);
+    scales_ = Pages(PLACES * rows_ * groups() * 4 + 128);
+    sums_ = Pages(PLACES * rows_ * groups() * 4 + 128);
     states_ = std::make_unique<std::atomic<uint64_t>[]>(size_t(PLACES * rows_));
+}
+
+InputBuffer Lowered::rows(int site, int64_t row) const {
+    const int64_t at = site % PLACES * rows_ + row;
+    InputBuffer found;
+    found.x = numbers_.at<float>(at * ld_ * 4);
+    found.ldx = found.ldq = ld_;
+    found.q[0] = codes_.at<int8_t>(at * ld_);
+    found.lds = groups();
+    found.scale[0] = scales_.at<float>(at * groups() * 4);
+    found.sum[0] = sums_.at<int32_t>(at * groups() * 4);
+    return found;
 }
 
 bool Lowered::claim(uint64_t serial, int site, int64_t row) {
@@ -98,14 +113,16 @@ void AdapterTable::put(const Program& p, const Ops& ops, int64_t count_threads, 
         const bool embeds = site == p.embed.site;
         const TensorRecord* t = tensors + 4 * i;
         auto c = std::make_unique<Change>();
-        c->a = dense(r, t[0], "a");
-        c->b = dense(r, t[1], "b");
-        c->whole = dense(r, t[3], "whole");
+        const int32_t format = t[0].data ? t[0].kind : DENSE;
+        c->a = read(r, t[0], "a", format);
+        c->b = read(r, t[1], "b", format);
+        c->whole = read(r, t[3], "whole", DENSE);
         if (c->a.present() != c->b.present() || c->a.present() == c->whole.present()) r.fail("a", "expected two matrices, or one in its place");
         if (c->low()) {
             const int64_t rank_here = c->b.w.cols;
             if (rank_here > MOST_RANK) r.fail("b", "of a rank above " + std::to_string(MOST_RANK));
-            expect(r, "a", c->a, embeds ? base.w.rows : base.w.cols, rank_here);
+            if (c->coded()) expect(r, "a", c->a, rank_here, base.w.cols);
+            else expect(r, "a", c->a, embeds ? base.w.rows : base.w.cols, rank_here);
             expect(r, "b", c->b, embeds ? base.w.cols : base.w.rows, rank_here);
             widest_input = std::max(widest_input, base.w.cols);
             widest = std::max(widest, rank_here);
@@ -114,7 +131,12 @@ void AdapterTable::put(const Program& p, const Ops& ops, int64_t count_threads, 
         }
         for (const Linear* l : {&c->a, &c->b, &c->whole})
             if (l->present()) room = std::max(room, ops.linear_scratch(l->w));
-        if (t[2].data) {
+        if (c->coded()) {
+            if (embeds || base.w.format != INT || c->a.w.group != base.w.group) r.fail("a", "its linear reads no such codes");
+            if (t[2].kind != 0 || t[2].rows != c->b.w.cols || t[2].bytes < t[2].rows * 4 || !t[2].data || t[2].rows % LANES)
+                r.fail("steps", "do not fit");
+            c->steps = {static_cast<const float*>(t[2].data), t[2].rows};
+        } else if (t[2].data) {
             if (t[2].kind != 0 || t[2].rows != base.w.rows || t[2].bytes < pad16(base.w.rows) * 4 || embeds || !c->low() || base.turned)
                 r.fail("magnitudes", "do not fit");
             find_factors(ops, base, *c, static_cast<const float*>(t[2].data), factors);

@@ -16,10 +16,12 @@ namespace tk {
 // What an adapter makes of one linear.
 struct Change {
     Linear a, b;        // [inputs, rank], [outputs, rank]: x a b^T is added, unless they are absent
+    Vector steps;       // of codes: a is [rank, inputs], read with what the linear reads, and (x a^T) * steps is rounded for b
     Linear whole;       // in place of the linear
     Vector magnitudes;  // what W x + b(a(x)) is multiplied by, by outputs
     bool adds() const { return !whole.present() && !magnitudes; }
     bool low() const { return a.present(); }
+    bool coded() const { return low() && a.w.format == INT; }
 };
 
 struct Adapter {
@@ -30,7 +32,7 @@ struct Adapter {
 
 using Adapters = std::vector<const Adapter*>;  // of rows; null = none
 
-// Products x a of the rows of a chunk. Threads that share the tiles of a linear share its rows out too: whoever comes first makes a
+// Products of the rows of a chunk with a, as floats and as codes where b has codes. Threads that share the tiles of a linear share its rows out too: whoever comes first makes a
 // row's product, the others find it.
 class Lowered {
 public:
@@ -40,19 +42,20 @@ public:
     // Rows come `times` times that are made anew each: the last time is number `serial()`, those before count down.
     void begin(uint64_t times = 1) { serial_ += times; }
     uint64_t serial() const { return serial_; }
-    int64_t ld() const { return ld_; }
-    float* row(int site, int64_t row) const { return numbers_.at<float>(0) + (site % PLACES * rows_ + row) * ld_; }
+    // Of the row, and those behind it.
+    InputBuffer rows(int site, int64_t row) const;
     // Whether the caller is to make the product of the row, or of the rows from it on that are always made together.
     bool claim(uint64_t serial, int site, int64_t row);
     void made(uint64_t serial, int site, int64_t row);
     void wait(uint64_t serial, int site, int64_t row) const;
 
 private:
+    int64_t groups() const { return ld_ / LANES; }  // at most
     static uint64_t mark(uint64_t serial, int site) { return (serial << 24 | uint64_t(site)) << 1; }
     std::atomic<uint64_t>& state(int site, int64_t row) const { return states_[size_t(site % PLACES * rows_ + row)]; }
     int64_t rows_ = 0, ld_ = 0;
     uint64_t serial_ = 1;
-    Pages numbers_;
+    Pages numbers_, codes_, scales_, sums_;
     std::unique_ptr<std::atomic<uint64_t>[]> states_;
 };
 
@@ -72,7 +75,7 @@ struct AdapterTable {
     std::vector<Scratch> threads;
     bool changes_experts = false;
 
-    // Tensors come four a site: a, b, magnitudes, whole; those without data are absent. Raises Error.
+    // Tensors come four a site: a, b, magnitudes or steps, whole; those without data are absent. Raises Error.
     void put(const Program& p, const Ops& ops, int64_t threads, int64_t slot, const int32_t* sites, const TensorRecord* tensors,
              int64_t count);
     void drop(int64_t slot);

@@ -186,10 +186,12 @@ public:
         m.data = static_cast<const uint8_t*>(t.data);
         auto wrong = [&](const std::string& what) { fail("matrix", what); };
         if (!m.data || (m.format != DENSE && m.format != INT)) wrong("not a packed matrix");
-        if (m.dtype < F32 || m.dtype > F16 || m.rows < 1 || m.cols < 1 || m.rows > LIMIT || m.cols > LIMIT)
+        if (m.dtype < F32 || m.dtype > ONES || m.rows < 1 || m.cols < 1 || m.rows > LIMIT || m.cols > LIMIT)
             wrong("bad dtype or shape");
+        if (m.format == DENSE && m.dtype == ONES) wrong("bad dtype");
         if (m.format == INT) {
             if ((m.bits != 4 && m.bits != 8) || m.group < 16 || m.group % 16 || m.cols % m.group) wrong("bad bits or group size");
+            if (m.dtype == ONES && (m.bits != 8 || m.minima)) wrong("scales of 1 beside 4 bits or minima");
             if (m.group * int64_t(m.bits == 8 ? 255 : 31) * 128 >= LIMIT) wrong("group too long for int32 sums");
         }
         if (t.bytes != m.tiles() * m.tile_bytes())

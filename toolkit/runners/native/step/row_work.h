@@ -42,6 +42,8 @@ protected:
     bool splits(const Mlp& m) const { return kinds_.seen && m.routed(); }
     // Whether adapters change the linear for any of the rows.
     bool adapted(const Linear& l, int64_t first_row, int64_t rows) const;
+    // Whether one of them reads floats beside it.
+    bool reads_floats(const Linear& l, int64_t first_row, int64_t rows) const;
     const Change* change(const Linear& l, int64_t row) const {
         return adapters_ && adapters_[row] ? adapters_[row]->at(l.site) : nullptr;
     }
