@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ NEAR = 0.93  # of its rate a stream must get, headers left out, else the next bu
 SEGMENT = 64 << 10  # bytes that the system hands to the link as one packet, which passes whole
 SIZES = (8 << 10, 64 << 10, 1 << 20, 8 << 20)  # bytes: of a token's row of 2048 floats, of 8, of 128, of 1024
 PORT, TURNS, ROUND_SECONDS = 29533, 40, 0.05
+WARM = 100  # small sums before those that count: behind long ones, cores take longer to wake up
 STREAM_SECONDS, SKIPPED = 0.5, 4 << 20  # bytes at its begin, by which the throttle has nothing saved
 
 
@@ -83,6 +85,7 @@ def sums_main(rank: int) -> None:
         if rank == 0:
             input()
         found = []
+        taken(torch.zeros(SIZES[0] // 4), WARM)
         for size in SIZES:
             x = torch.zeros(size // 4)
             count = torch.tensor([ROUND_SECONDS / taken(x, 3)])
@@ -183,7 +186,7 @@ def main() -> None:
         first, second = ranks(link, "sums")
         assert first.stdin is not None
         for _ in range(TURNS):  # a virtual core wakes up sooner or later from minute to minute
-            for told, rate in RATES.items():
+            for told, rate in random.sample(list(RATES.items()), len(RATES)):
                 unlimited(link)
                 if rate:
                     throttle(link, rate, limits[told][1])
