@@ -197,7 +197,7 @@ def test_what_is_likeliest_in_8_bits_is_mostly_what_is_in_float32() -> None:
         head = random_head(make=make)
         found.append(head.logits(head.run(ids, head.fuse(states), [Rows(head.open(1), 200)])))
     assert (found[0].argmax(1) == found[1].argmax(1)).mean() > 0.9
-    assert np.corrcoef(found[0].ravel(), found[1].ravel())[0, 1] > 0.999
+    assert np.corrcoef(found[0].ravel(), found[1].ravel())[0, 1] > 0.995
 
 
 FLAGS = [
