@@ -18,7 +18,6 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import CacheGroup
 from toolkit.runners.base import MemoryNeed, Runner
 from toolkit.runners.head import Head
-from toolkit.runners.native.draft_head import Linears, packed_bytes
 
 
 @dataclass
@@ -39,6 +38,8 @@ class OpenHead:
 
     def plan(self, need: MemoryNeed, groups: Seq[CacheGroup], share_out: ShareOut) -> MemoryPlan:
         """How memory is shared out among a model that needs ``need`` and this. Raises ToolkitError."""
+        from toolkit.runners.native.draft_head import packed_bytes
+
         own = [tensor for name, tensor in self.tensors.items() if name != "embed_tokens.weight"]
         whole = [tensor for tensor in own if self.device is not None or tensor.ndim == 1]  # in float32
         weights = 4 * sum(tensor.size for tensor in whole)
@@ -55,6 +56,8 @@ class OpenHead:
             return {name: widened(tensor) for name, tensor in tensors.items()}
 
         if self.device is None:
+            from toolkit.runners.native.draft_head import Linears
+
             packed = Head(self.spec, weights(), embed, d2t, Linears(self.threads))
             return DraftHead(packed, self.layers, plan.session_len)
         import torch
