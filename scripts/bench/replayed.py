@@ -20,7 +20,7 @@ def guesses(
     """By prompts and by the tokens of the answer that were known: what ``head`` guesses as ``model`` answers."""
     found: dict[str, dict[int, Guessed]] = {prompt: {} for prompt in prompts}
     now: dict[int, Guessed] = {}
-    kept = DraftHead.propose, DraftHead._goes_on, Speculator._depth
+    kept = DraftHead.propose, DraftHead.__dict__["_goes_on"], Speculator._depth
 
     def propose(self: DraftHead, asked: Any) -> Any:
         kept[0](self, [(seq, DEEPEST) for seq, _ in asked])
