@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.base.progress import Progress
-from toolkit.base.ray import check_ray
 from toolkit.batch.options import BatchSettings, Filling
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import say_how_it_runs
@@ -54,8 +53,6 @@ def run(
     """
     config = engine.config()
     actors.check_ray()
-    if actors.ray is not None:
-        check_ray("--ray")
     from toolkit.batch import run as batch
 
     files = batch.open_files(

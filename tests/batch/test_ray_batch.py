@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from tests.support.ray_processes import named
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 
@@ -52,17 +52,6 @@ def texts(path: Path) -> dict[str, str]:
     return found
 
 
-def actors(process: int) -> list[int]:
-    found = []
-    for one in psutil.Process(process).children(recursive=True):
-        try:
-            if " ".join(one.cmdline()).startswith("ray::Engine"):
-                found.append(one.pid)
-        except psutil.Error:
-            continue
-    return found
-
-
 def killed_once(answers: Path, command: list[object]) -> str:
     """What the command says; one of its actors is killed when some lines are answered."""
     process = subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True)
@@ -70,7 +59,7 @@ def killed_once(answers: Path, command: list[object]) -> str:
     while process.poll() is None and (not answers.exists() or answers.read_bytes().count(b"\n") < 8):
         assert time.monotonic() < end
         time.sleep(0.02)
-    os.kill(min(actors(process.pid)), signal.SIGKILL)
+    os.kill(min(named(process.pid, "Engine")), signal.SIGKILL)
     _, told = process.communicate(timeout=400)
     assert process.returncode == 0, told
     return told

@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import toolkit.base.ray
+from tests.support.ray_processes import named
 from tests.support.refused import refusing
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.quant.calibrate import calibrate
@@ -127,19 +127,8 @@ def test_a_part_whose_worker_is_killed_is_done_again(tiny_models: Any, tmp_path:
     end, found = time.monotonic() + 300, list[int]()
     while not found:
         assert process.poll() is None and time.monotonic() < end
-        found = _at_work(process.pid)
+        found = named(process.pid, "_quantize")
     os.kill(found[0], signal.SIGKILL)
     _, told = process.communicate(timeout=400)
     assert process.returncode == 0, told
     assert content(there) == content(here)
-
-
-def _at_work(process: int) -> list[int]:
-    found = []
-    for one in psutil.Process(process).children(recursive=True):
-        try:
-            if " ".join(one.cmdline()).startswith("ray::_quantize"):
-                found.append(one.pid)
-        except psutil.Error:
-            continue
-    return found

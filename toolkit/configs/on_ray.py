@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from toolkit.base.ray import check_ray
 from toolkit.configs.option import option, spelled
 from toolkit.errors import UsageError
 
@@ -22,8 +23,10 @@ class OnRay:
     gpus: float = option(0.0, "With --ray: GPUs of each.", min=0, **_PANEL)
 
     def check_ray(self) -> None:
-        """Raise UsageError for what does not go together."""
-        if self.ray is None:
-            for name in ("ray_address", "cpus", "gpus"):
-                if getattr(self, name) != getattr(OnRay, name):
-                    raise UsageError(f"{spelled(name)}: only with --ray, the number of workers")
+        """Raise UsageError for what does not go together, or where there is no Ray."""
+        if self.ray is not None:
+            check_ray("--ray")
+            return
+        for name in ("ray_address", "cpus", "gpus"):
+            if getattr(self, name) != getattr(OnRay, name):
+                raise UsageError(f"{spelled(name)}: only with --ray, the number of workers")

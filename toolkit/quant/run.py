@@ -19,7 +19,6 @@ from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import Stage, open_stage
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.text.tokenizer import Tokenizer
-from toolkit.base.ray import check_ray
 from toolkit.configs.option import show_size
 from toolkit.errors import UsageError
 from toolkit.measure.text import heldout_text
@@ -384,8 +383,6 @@ def check_common(common: Common) -> None:
     if common.measured < 2:
         raise UsageError(f"--eval-tokens: expected 2 or more, found {common.measured}")
     common.check_ray()
-    if common.ray is not None:
-        check_ray("--ray")
 
 
 def check_alone(common: Common, stage: str) -> None:

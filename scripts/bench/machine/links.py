@@ -177,13 +177,11 @@ def middle(taken: Sequence[float]) -> float:
 def throttled(link: list[tuple[str, str]], rate: float) -> tuple[float, int]:
     """(bits a second that a stream gets, the burst): of the smallest burst that comes near, else of the largest, whose
     timer costs the processors least."""
-    found: list[tuple[float, int]] = []
     for burst in BURSTS:
         throttle(link, rate, burst)
-        found.append((stream(link), burst))
-        if found[-1][0] > NEAR * rate:
-            return found[-1]
-    return found[-1]
+        if (got := stream(link)) > NEAR * rate:
+            break
+    return got, burst
 
 
 def main() -> None:

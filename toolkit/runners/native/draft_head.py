@@ -12,6 +12,7 @@ from toolkit.runners.base import RunnerError
 from toolkit.runners.head import F32, Linear
 from toolkit.runners.native import library
 from toolkit.runners.native.packing.pack_model import pack_head
+from toolkit.runners.native.packing.packed import LANES
 
 BITS = 8  # a wrong guess costs time alone
 
@@ -31,7 +32,7 @@ class Linears:
     def __call__(self, weight: F32) -> Linear:
         """What multiplies rows by a matrix [out, in], float32; where its inputs make no groups its numbers stay."""
         packed = pack_head("draft head", Dense(torch.from_numpy(np.ascontiguousarray(weight))), BITS, []).in_memory()
-        record, out = library.tensor_records([packed])[0], packed.meta.tiles * 16
+        record, out = library.tensor_records([packed])[0], packed.meta.tiles * LANES
 
         def linear(x: F32) -> F32:
             x = np.ascontiguousarray(x, np.float32)
