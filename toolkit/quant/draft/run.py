@@ -25,8 +25,9 @@ from toolkit.quant.draft.plot import plot_curve
 from toolkit.quant.draft.text import LENGTH, Writer
 from toolkit.quant.draft.train import BATCH, Part, Teacher, Text, Training
 from toolkit.quant.layers.source import LayerSource
+from toolkit.quant.opening import open_source
 from toolkit.quant.options import Common, DraftHead
-from toolkit.quant.run import Result, open_source
+from toolkit.quant.run import Result
 from toolkit.quant.text.calibration_text import Progress
 from toolkit.runners.tensor.devices.find import find_device
 
