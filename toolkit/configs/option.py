@@ -3,6 +3,7 @@ Python callers pass and what a manifest holds; ``commands/options.py`` shows it 
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
@@ -46,12 +47,17 @@ def spelled(name: str) -> str:
 
 
 def check_ranges(record: Any) -> None:
-    """Raise UsageError for an option of ``record`` that is below its ``min``, as a command line would."""
+    """Raise UsageError for an option of ``record`` that is below its ``min`` or above its ``max``, as a command line
+    would."""
     for f in fields(record):
         told, value = option_of(f), getattr(record, f.name)
-        low = None if told is None else told.shown.get("min")
-        if low is not None and value is not None and not value >= low:
+        if told is None or value is None:
+            continue
+        low, high = told.shown.get("min", -math.inf), told.shown.get("max", math.inf)
+        if not low <= value:
             raise UsageError(f"{f.name}: expected at least {low:g}, found {value!r}")
+        if not value <= high:
+            raise UsageError(f"{f.name}: expected at most {high:g}, found {value!r}")
 
 
 def show_size(size: int, like: object = "") -> str:
