@@ -318,3 +318,13 @@ def copy_of(model: Path, path: Path) -> Path:
     """A private copy of a cached checkpoint, to be modified."""
     shutil.copytree(model, path)
     return path
+
+
+def broken_copy(model: Path, path: Path) -> Path:
+    """A copy whose weights give logits that are no numbers."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(copy_of(model, path) / "model.safetensors")
+    tensors["model.norm.weight"][:] = float("nan")
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
