@@ -328,3 +328,13 @@ def broken_copy(model: Path, path: Path) -> Path:
     tensors["model.norm.weight"][:] = float("nan")
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+def wordy_copy(model: Path, path: Path, word: str) -> Path:
+    """A copy whose tokenizer has one token more than the model, ``word``."""
+    file = copy_of(model, path) / "tokenizer.json"
+    data = json.loads(file.read_text(encoding="utf-8"))
+    flags = dict.fromkeys(("special", "normalized", "single_word", "lstrip", "rstrip"), False)
+    data["added_tokens"].append({"id": len(data["model"]["vocab"]), "content": word, **flags})
+    file.write_text(json.dumps(data), encoding="utf-8")
+    return path

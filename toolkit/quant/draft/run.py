@@ -136,7 +136,7 @@ def _prepare(
             if not stage.done(f"text.{number}"):
                 written = lambda done: progress("writing text", behind + done, whole)  # noqa: B023, E731
                 made = writer.part(number, count, length, written)
-                _fits(source, made)
+                source.check_tokens(made)
                 stage.save(f"text.{number}", {"ids": made})
             behind += count * length
             progress("writing text", behind, whole)
@@ -154,14 +154,6 @@ def _prepare(
         told(0)
     parts_of = [Part(stage.load(f"text.{n}")["ids"], stage.load(f"states.{n}")) for n, _ in parts]
     return Text(parts_of[1:]), Text(parts_of[:1])
-
-
-def _fits(source: LayerSource, ids: Tensor) -> None:
-    if int(ids.max()) >= source.spec.vocab_size:
-        raise ToolkitError(
-            f"{source.path}: the tokenizer gives token id {int(ids.max())}, but the model has "
-            f"{source.spec.vocab_size} tokens; tokenizer and weights disagree"
-        )
 
 
 def _train(
