@@ -3,7 +3,6 @@ Python callers pass and what a manifest holds; ``commands/options.py`` shows it 
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
@@ -51,12 +50,10 @@ def check_ranges(record: Any) -> None:
     would."""
     for f in fields(record):
         told, value = option_of(f), getattr(record, f.name)
-        if told is None or value is None:
-            continue
-        low, high = told.shown.get("min", -math.inf), told.shown.get("max", math.inf)
-        if not low <= value:
+        low, high = (None, None) if told is None or value is None else map(told.shown.get, ("min", "max"))
+        if low is not None and not value >= low:
             raise UsageError(f"{f.name}: expected at least {low:g}, found {value!r}")
-        if not value <= high:
+        if high is not None and not value <= high:
             raise UsageError(f"{f.name}: expected at most {high:g}, found {value!r}")
 
 
