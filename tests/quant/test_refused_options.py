@@ -202,21 +202,21 @@ PLAIN = {"calib_samples": 2, "calib_self_samples": 0, "calib_seqlen": 16}
 @pytest.fixture
 def text(tmp_path: Path) -> str:
     path = tmp_path / "text.txt"
-    path.write_text("Some text with a zebra that is long enough to be cut into samples. " * 99)
+    path.write_text("A zebra met a zebra, and this is long enough to be cut into samples. " * 99)
     return str(path)
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "value", "told"),
     [
-        ("model.layers.0.input_layernorm.weight", "activations of layer 0 overflow at "),
-        ("model.layers.0.mlp.down_proj.weight", "activations of layer 0 are not finite"),
+        ("model.layers.0.self_attn.v_proj.weight", 1e22, "activations of layer 0 overflow at "),
+        ("model.layers.0.input_layernorm.weight", 1e30, "activations of layer 0 are not finite"),
     ],
 )
 def test_activations_that_are_no_numbers(
-    name: str, told: str, huge: Callable[..., Path], text: str, tmp_path: Path
+    name: str, value: float, told: str, huge: Callable[..., Path], text: str, tmp_path: Path
 ) -> None:
-    model = huge(name, float("inf") if "down" in name else 1e30)
+    model = huge(name, value)
     common = Common(calib_dataset=text, **PLAIN)  # type: ignore[arg-type]
     call = lambda: auto_awq(str(model), tmp_path / "out", Awq(rounding="nearest", tune_steps=0), common=common)  # noqa: E731
     found = refused(call, ToolkitError)

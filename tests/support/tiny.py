@@ -321,11 +321,11 @@ def copy_of(model: Path, path: Path) -> Path:
 
 
 def broken_copy(model: Path, path: Path) -> Path:
-    """A copy whose weights give logits that are no numbers."""
+    """A copy whose weights are numbers, and whose logits are none."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(copy_of(model, path) / "model.safetensors")
-    tensors["model.norm.weight"][:] = float("nan")
+    tensors["model.norm.weight"][:] = 3e38
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
