@@ -229,20 +229,3 @@ def test_a_file_beside_a_model(seeing: dict[str, Path], tmp_path: Path, family: 
     with pytest.raises(ToolkitError) as error:
         opened(tmp_path / "m.gguf")
     assert str(error.value) == f"{file}: {told}"
-
-
-@pytest.mark.parametrize(
-    ("family", "name", "shape", "told"),
-    [
-        ("phi3", "blk.0.attn_qkv.weight", (66, 64), "F32 [66, 64] cannot be model.layers.0.self_attn.qkv_proj"),
-        ("mixtral", "blk.0.ffn_gate_exps.weight", (3, 128, 64), "F32 [3, 128, 64] cannot be "),
-    ],
-)
-def test_tensors_of_several_modules(
-    family: str, name: str, shape: tuple[int, ...], told: str, tiny_models: Any, support: Any, tmp_path: Path
-) -> None:
-    sound = support("gguf_files").write_gguf(tiny_models(family, **PLAIN), tmp_path / "sound.gguf")
-    file = rewritten(sound, tmp_path / "m.gguf", tensor(name, *shape))
-    with pytest.raises(ToolkitError) as error:
-        opened(file)
-    assert str(error.value).startswith(f"{file}: tensor {name}: {told}")
