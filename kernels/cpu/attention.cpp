@@ -22,7 +22,7 @@ namespace {
 
 constexpr float MASKED = -INFINITY;
 constexpr float LOG2E = 1.44269504088896341f;
-constexpr int64_t FEW_ROWS = 8;  // up to so many query rows reading the cache takes longer than computing
+constexpr int64_t FEW_ROWS = 24;  // up to so many query rows reading the cache is a good part of the time
 
 // 2^x for x <= 0: 2^n * p(r), |r| <= 1/2, the power added to the exponent's bits; relative error below 3e-7. Below -126 it
 // stops falling. NaN stays NaN (see fexp).

@@ -126,32 +126,29 @@ void Run::finish_rows(const Attention& a, int64_t head, int64_t t, const AttnSta
     }
 }
 
-// Query blocks [first, last) of the chunk, all kv heads `heads` of each: tile after tile, and in a tile head after head, as
-// they lie in the cache.
-void Run::attend_blocks(const Attention& a, Range which, Range heads) {
-    if (which.first == which.last) return;
+// Query blocks from `b` on, all kv heads `heads` of each: tile after tile, and in a tile head after head, as they lie in the cache.
+void Run::attend_blocks(const Attention& a, const QueryBlock* b, const QueryBlock* end, Range heads) {
+    if (b == end) return;
     AttnScratch& s = own.attention;
     const int64_t count_heads = heads.last - heads.first;
     Piece piece, next;
-    auto at = [&](int64_t block, int64_t i) {  // piece i of a block
-        const QueryBlock& b = blocks[size_t(block)];
+    auto at = [&](const QueryBlock& b, int64_t i) {  // piece i of a block
         return Piece{b.seq, heads.first + i % count_heads, b.first, b.last, tiles_of(a, b.seq, b.first, b.last).first + i / count_heads};
     };
     KvTile tiles[2];  // of the piece, and of the one after it
     int64_t turn = 0;
-    next = at(which.first, 0);
+    next = at(*b, 0);
     find_cells(a, next, &tiles[0]);
-    for (int64_t block = which.first; block < which.last; block++) {
-        const QueryBlock& b = blocks[size_t(block)];
-        const int64_t rows = (b.last - b.first) * a.per_kv;
-        const Range seen = tiles_of(a, b.seq, b.first, b.last);
+    for (; b < end; b++) {
+        const int64_t rows = (b->last - b->first) * a.per_kv;
+        const Range seen = tiles_of(a, b->seq, b->first, b->last);
         const int64_t pieces = (seen.last - seen.first) * count_heads;
         for (int64_t i = 0; i < pieces; i++) {
             piece = next;
-            const bool more = i + 1 < pieces || block + 1 < which.last;
+            const bool more = i + 1 < pieces || b + 1 < end;
             KvTile &kv = tiles[turn], &ahead = tiles[turn = 1 - turn];
             if (more) {
-                next = i + 1 < pieces ? at(block, i + 1) : at(block + 1, 0);
+                next = i + 1 < pieces ? at(*b, i + 1) : at(b[1], 0);
                 find_cells(a, next, &ahead);
             }
             const int64_t row = i % count_heads * rows;
@@ -159,9 +156,9 @@ void Run::attend_blocks(const Attention& a, Range which, Range heads) {
             attend_tile(a, piece, kv, more ? &ahead : nullptr, i < count_heads ? into : s.part);
             if (i >= count_heads) ops.attn_merge(a.vpad, rows, into, s.part);
         }
-        for (int64_t t = b.first; t < b.last; t++)
+        for (int64_t t = b->first; t < b->last; t++)
             for (int64_t h = heads.first; h < heads.last; h++)
-                finish_rows(a, h, t - first, s.running, (h - heads.first) * rows + (t - b.first) * a.per_kv, result(a, t - first));
+                finish_rows(a, h, t - first, s.running, (h - heads.first) * rows + (t - b->first) * a.per_kv, result(a, t - first));
     }
 }
 
@@ -252,21 +249,42 @@ void Run::merge_split(const Attention& a, InputBuffer& to, Range heads) {
     }
 }
 
-// More than a few tokens: their query blocks, whose results each thread finishes itself. `skipped`: sequences left out, if any.
+// Into how many parts of `tokens` each of `heads` is cut, so that threads which take them are done soonest.
+static int64_t best_parts(int64_t tokens, int64_t heads, int64_t threads) {
+    auto time = [&](int64_t parts) { return (heads * parts + threads - 1) / threads * ((tokens + parts - 1) / parts); };
+    int64_t best = 1;
+    for (int64_t parts = 2; parts <= std::min(tokens, threads); parts++)
+        if (time(parts) < time(best)) best = parts;
+    return best;
+}
+
+// More than a few tokens: their query blocks, whose results each thread finishes itself; first the longest, of whose heads there may be
+// too few for the threads. `skipped`: sequences left out, if any.
 void Run::attend_all(const Attention& a, const std::vector<uint8_t>& skipped) {
     const int64_t n = int64_t(blocks.size()) * a.kv_heads, prefixes = int64_t(shared.size()) * a.kv_heads;
     if (prefixes && !a.window && skipped.empty())
         share(P_ATTENTION, prefixes, 1, [&](Range r) {
             for (int64_t i = r.first; i < r.last; i++) attend_shared(a, shared[size_t(i / a.kv_heads)], i % a.kv_heads);
         }, prefixes);
-    else if (runs.empty())
-        share(P_ATTENTION, n, 1, [&](Range r) {
-            for (int64_t i = r.first; i < r.last; i++)
-                if (skipped.empty() || !skipped[size_t(blocks[size_t(i / a.kv_heads)].seq)])
-                    attend_blocks(a, {i / a.kv_heads, i / a.kv_heads + 1}, {i % a.kv_heads, i % a.kv_heads + 1});
-        }, n);
-    else
-        share(P_ATTENTION, threads, 1, [&](Range r) { attend_blocks(a, {runs[size_t(r.first)], runs[size_t(r.last)]}, {0, a.kv_heads}); });
+    else if (runs.empty()) {
+        const QueryBlock& front = blocks[0];
+        const int64_t tokens = front.last - front.first, parts = heavy ? best_parts(tokens, a.kv_heads, threads) : 1;
+        const int64_t more = a.kv_heads * (parts - 1);
+        share(P_ATTENTION, n + more, 1, [&](Range r) {
+            for (int64_t i = r.first; i < r.last; i++) {
+                QueryBlock b = blocks[size_t(std::max<int64_t>(i - more, 0) / a.kv_heads)];
+                int64_t head = std::max<int64_t>(i - more, 0) % a.kv_heads;
+                if (i < a.kv_heads * parts) {  // parts of a head side by side: what one of them reads the next finds in the processor's caches
+                    head = i / parts;
+                    b = {front.seq, front.first + tokens * (i % parts) / parts, front.first + tokens * (i % parts + 1) / parts};
+                }
+                if (skipped.empty() || !skipped[size_t(b.seq)]) attend_blocks(a, &b, &b + 1, {head, head + 1});
+            }
+        }, n + more);
+    } else
+        share(P_ATTENTION, threads, 1, [&](Range r) {
+            attend_blocks(a, blocks.data() + runs[size_t(r.first)], blocks.data() + runs[size_t(r.last)], {0, a.kv_heads});
+        });
 }
 
 }  // namespace tk
