@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.base.progress import Progress
 from toolkit.batch.options import BatchSettings, Filling
+from toolkit.commands.answer_all import answer_all
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
-from toolkit.commands.output import say_how_it_runs
 from toolkit.commands.sampling_options import SamplingFlags, with_request_flags
 from toolkit.configs.on_ray import OnRay
 from toolkit.serve.http.limits import Limits
 
 if TYPE_CHECKING:
-    from toolkit.batch.run import Answerer
-    from toolkit.configs.engine import EngineConfig
     from toolkit.serve.openai.batches.loop import Tally
 
 
@@ -51,72 +45,20 @@ def run(
     Examples: tool batch in.jsonl out.jsonl --model demo;
     tool batch in.csv out.jsonl --model demo --prompt "Translate: {text}" --max-tokens 64
     """
-    config = engine.config()
+    engine.config()  # what is wrong with it is told before any file is read
     actors.check_ray()
-    from toolkit.batch import run as batch
+    from toolkit.batch.run import open_files
 
-    files = batch.open_files(
-        source, target, replace(filling, defaults=sampling.given()), model, limits, overwrite=overwrite
-    )
-    tally, began = files.tally, time.monotonic()
+    files = open_files(source, target, replace(filling, defaults=sampling.given()), model, limits, overwrite=overwrite)
+    tally = files.tally
     try:
-        if tally.done < tally.total:
-            with ExitStack() as stack:
-                with Progress() as bar:
-                    by = stack.enter_context(_opened(model, settings, limits, engine, actors, config, bar))
-                began = time.monotonic()
-                with Progress() as bar:
-                    here = f"{target}: the answers so far stay, and the same command goes on"
-                    batch.answer(
-                        by,
-                        files,
-                        lambda tally: bar.update("lines", tally.done, tally.total),
-                        lambda: bar.console.print(here, markup=False, soft_wrap=True),
-                    )
+        seconds = answer_all(files, target, "lines", model, settings, limits, engine, actors)
         files.finish()
-        _say(tally, target, time.monotonic() - began)
+        _say(tally, target, seconds)
     finally:
         files.close()
     if tally.total and not tally.completed:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _opened(
-    model: str,
-    settings: BatchSettings,
-    limits: Limits,
-    engine: EngineFlags,
-    actors: OnRay,
-    config: EngineConfig,
-    bar: Progress,
-) -> Iterator[Answerer]:
-    """What answers, with what there is to say of it."""
-    from toolkit.batch import run as batch
-
-    if actors.ray is not None:
-        from toolkit.batch.ray_actor import on_ray
-
-        template = engine.chat_template
-        with on_ray(model, settings, limits, actors, config=config, chat_template=template, progress=bar.update) as by:
-            yield by
-        return
-    console = bar.console
-
-    def note(line: str) -> None:
-        console.print(line, style="dim", markup=False, soft_wrap=True)
-
-    bar.update(f"loading {model}")
-    with batch.opened(
-        model,
-        settings.server(limits),
-        engine_config=config,
-        chat_template=engine.chat_template,
-        packed=engine.packed(config, note),
-        progress=bar.update,
-    ) as app:
-        say_how_it_runs(console, app.state.server.engine, app.state.server.engine.runner_note)
-        yield batch.Answerer.of(app)
 
 
 def _say(tally: Tally, target: Path, seconds: float) -> None:

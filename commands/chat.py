@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from toolkit.chat.conversation import Conversation
     from toolkit.chat.repl import Model
     from toolkit.chat.sessions import Session
+    from toolkit.pipeline.pipeline import Pipeline
 
 PATIENCE = 1.0  # seconds for piped text to come before it is said that it is waited for
 MEDIA: Any = {"rich_help_panel": "Images and videos"}
@@ -71,7 +72,6 @@ def run(
     from toolkit.chat import settings
     from toolkit.chat.conversation import Conversation
     from toolkit.chat.sessions import Session
-    from toolkit.engine.load.memory_plan import show_bytes
     from toolkit.messages import GenerationConfig
     from toolkit.pipeline.pipeline import Pipeline
     from toolkit.runners.base import Backend
@@ -107,16 +107,22 @@ def run(
             talk.show(pipe.checked_video(source), "video_url")
         if question is None:
             say_how_it_runs(console, pipe.engine, pipe.engine.runner_note)
-            plan, template = pipe.engine.plan, pipe.chat_template
-            facts = f"{model} on {pipe.engine.device}, at most {show_bytes(plan.total)}"
-            facts += "" if template.name == "hf" else f", chat template: {template.note}"
-            converse(pipe, model, talk, facts, f" · context {plan.session_len}", session=kept)
+            converse(pipe, model, talk, _facts(model, pipe), f" · context {pipe.engine.plan.session_len}", session=kept)
         else:
             note = pipe.engine.runner_note if engine.backend is not None else ""
             say_how_it_runs(console, pipe.engine, note)
             answer_once(pipe, talk, question)
             if kept is not None:
                 kept.keep(talk, model)
+
+
+def _facts(model: str, pipe: Pipeline) -> str:
+    """Where it runs, and what a user should know of it."""
+    from toolkit.engine.load.memory_plan import show_bytes
+
+    template = pipe.chat_template
+    facts = f"{model} on {pipe.engine.device}, at most {show_bytes(pipe.engine.plan.total)}"
+    return facts + ("" if template.name == "hf" else f", chat template: {template.note}")
 
 
 def read_question(prompt: str | None) -> str | None:

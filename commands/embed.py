@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import sys
-import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from toolkit.base.progress import Progress
 from toolkit.batch.options import BatchSettings, Filling
 from toolkit.batch.vectors import answers_file, check_target, collect
+from toolkit.commands.answer_all import answer_all
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
-from toolkit.commands.output import say_how_it_runs
+from toolkit.configs.on_ray import OnRay
 from toolkit.serve.http.limits import Limits
 
 
@@ -44,11 +42,11 @@ def run(
     Examples: tool embed docs.jsonl docs.npy --model bge-m3;
     tool embed docs.csv docs.parquet --model bge-m3 --text "{title}: {body}" --id-column id
     """
-    from toolkit.batch import run as batch_run
+    from toolkit.batch.run import open_files
     from toolkit.errors import UsageError
     from toolkit.serve.openai.batches.urls import EMBEDDINGS
 
-    config = engine.config()
+    engine.config()  # what is wrong with it is told before any file is read
     check_target(target)
     if target.exists() and not overwrite:
         raise UsageError(f"{target}: is there already; add --overwrite to replace it")
@@ -57,41 +55,17 @@ def run(
     fields |= {} if dimensions is None else {"dimensions": dimensions}
     filling = Filling(prompt=text, endpoint=EMBEDDINGS, id_column=id_column, extra_body=fields)
     answers = answers_file(target)
-    files = batch_run.open_files(source, answers, filling, model, limits, overwrite=overwrite)
-    tally, began = files.tally, time.monotonic()
+    files = open_files(source, answers, filling, model, limits, overwrite=overwrite)
+    tally = files.tally
     try:
-        if tally.done < tally.total:
-            with ExitStack() as stack:
-                with Progress() as bar:
-                    console = bar.console
-                    bar.update(f"loading {model}")
-                    opened = batch_run.opened(
-                        model,
-                        BatchSettings(pooling=pooling).server(limits),
-                        engine_config=config,
-                        chat_template=engine.chat_template,
-                        packed=engine.packed(config, lambda line: console.print(line, style="dim", markup=False)),
-                        progress=bar.update,
-                    )
-                    app = stack.enter_context(opened)
-                    say_how_it_runs(console, app.state.server.engine, app.state.server.engine.runner_note)
-                began = time.monotonic()
-                with Progress() as bar:
-                    here = f"{answers}: what is done stays, and the same command goes on"
-                    batch_run.answer(
-                        batch_run.Answerer.of(app),
-                        files,
-                        lambda tally: bar.update("texts", tally.done, tally.total),
-                        lambda: bar.console.print(here, markup=False, soft_wrap=True),
-                    )
+        seconds = answer_all(files, answers, "texts", model, BatchSettings(pooling=pooling), limits, engine, OnRay())
     finally:
         files.close()
     rows, width = collect(answers, target)
     if not tally.failed:
         answers.unlink()
-    seconds, now = time.monotonic() - began, tally.done - tally.earlier
     said = f"{target}: {rows:,} vectors of {width}"
-    if now:
+    if tally.done > tally.earlier:
         said += f"; {seconds:,.1f} s, {tally.prompt_tokens / seconds:,.0f} tokens/s"
     print(said, file=sys.stderr)
     if tally.failed:

@@ -2,8 +2,7 @@
 
 Runs pytest and counts, room by room, the places in toolkit/ and commands/ that raise ToolkitError, one of its kinds
 or ApiError, and those that were reached, by pytest or by what it starts with its own environment. --keep FILE adds what
-was reached to a file, so that a suite can be run in parts; --only-count runs none. (A line that moves is not found
-again: count before you edit.)
+was reached to a file, so that a suite can be run in parts and between edits; --only-count runs none.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 WATCH = ROOT / "scripts" / "testing" / "watch_raises"  # its sitecustomize.py notes what each process raises
@@ -25,30 +25,57 @@ ERRORS = {"ToolkitError", "UsageError", "BusyError", "HopelessError", "ApiError"
 # --- the count --------------------------------------------------------------------------------------------------------
 
 
-def sites(path: Path) -> list[tuple[int, int]]:
-    """First and last line of each place that raises one."""
-    return [
-        (node.lineno, node.end_lineno or node.lineno)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
-        and ast.unparse(node.exc.func).rpartition(".")[2] in ERRORS
-    ]  # fmt: skip
+class Site(NamedTuple):
+    """A place that raises: its first and last line, and what it is called wherever it moves in its file."""
+
+    first: int
+    last: int
+    name: str
 
 
-def count(lines: set[str]) -> dict[str, list[tuple[str, bool]]]:
-    """By room: each place, and whether it was reached."""
-    met = defaultdict(set)
+def sites(path: Path) -> list[Site]:
+    """Each place of a file that raises one."""
+    found: list[Site] = []
+    twins: Counter[str] = Counter()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not (isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)):
+            continue
+        if ast.unparse(node.exc.func).rpartition(".")[2] in ERRORS:
+            text = ast.unparse(node)
+            twins[text] += 1
+            found.append(Site(node.lineno, node.end_lineno or node.lineno, f"{text} #{twins[text]}"))
+    return sorted(found)
+
+
+def every_site() -> dict[str, list[Site]]:
+    """By path from the repository's root."""
+    paths = sorted(path for folder in ("toolkit", "commands") for path in (ROOT / folder).rglob("*.py"))
+    return {str(path.relative_to(ROOT)): sites(path) for path in paths}
+
+
+def names_of(lines: set[str]) -> set[str]:
+    """The sites that ``/path/file.py:line`` lie in, each as ``file.py: name``."""
+    every = every_site()
+    names = set()
     for line in lines:
-        name, _, number = line.rpartition(":")
-        met[name].add(int(number))
+        where, _, number = line.rpartition(":")
+        path = os.path.relpath(where, ROOT.resolve())
+        names |= {f"{path}: {s.name}" for s in every.get(path, ()) if s.first <= int(number) <= s.last}
+    return names
+
+
+def count(reached: set[str]) -> dict[str, list[tuple[str, bool]]]:
+    """By room: each place, and whether it was reached."""
     rooms = defaultdict(list)
-    for path in sorted(p for folder in ("toolkit", "commands") for p in (ROOT / folder).rglob("*.py")):
-        inside = path.relative_to(ROOT).parts
+    for path, found in every_site().items():
+        inside = Path(path).parts
         room = "/".join(inside[: 2 if inside[0] == "toolkit" and len(inside) > 2 else 1])
-        for first, last in sites(path):
-            hit = any(first <= number <= last for number in met[str(path.resolve())])
-            rooms[room].append((f"{path.relative_to(ROOT)}:{first}", hit))
-    return rooms
+        rooms[room] += [(f"{path}:{site.first}", f"{path}: {site.name}" in reached) for site in found]
+    return {room: places for room, places in rooms.items() if places}
+
+
+def lines_of(file: Path) -> set[str]:
+    return set(file.read_text(encoding="utf-8").split("\n")) - {""} if file.is_file() else set()
 
 
 def main() -> int:
@@ -61,9 +88,10 @@ def main() -> int:
     if args.only_count and not (args.keep and args.keep.is_file()):
         parser.error(f"--only-count: {args.keep or 'no --keep'}: expected --keep with the file of an earlier run")
     code = 0
-    with tempfile.TemporaryDirectory() as folder:
-        file = (args.keep or Path(folder) / "reached").resolve()
-        if not args.only_count:
+    reached = lines_of(args.keep) if args.keep else set()
+    if not args.only_count:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "lines"
             paths = [str(WATCH), *filter(None, [os.environ.get("PYTHONPATH")])]
             watched = {"TOOLKIT_RAISES_FILE": str(file), "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
             command = [sys.executable, "-m", "pytest", *rest]
@@ -72,7 +100,10 @@ def main() -> int:
                     code = run.wait()
                 except KeyboardInterrupt:  # pytest has it too, and ends; what it reached is counted
                     code = run.wait() or 1
-        rooms = count(set(file.read_text(encoding="utf-8").split("\n")) - {""} if file.is_file() else set())
+            reached |= names_of(lines_of(file))
+        if args.keep:
+            args.keep.write_text("".join(f"{name}\n" for name in sorted(reached)), encoding="utf-8")
+    rooms = count(reached)
     every = [one for places in rooms.values() for one in places]
     for room, places in [*rooms.items(), ("all", every)]:
         print(f"{room:24}{sum(hit for _, hit in places):5} of {len(places):5}")

@@ -16,6 +16,7 @@ from toolkit.configs.generation import PARAMETERS
 from toolkit.configs.limits import MOST, SEED_MAX, TEMPLATE_STOPS, WORD_LENGTH
 from toolkit.configs.lmdeploy import notices
 from toolkit.errors import UsageError
+from toolkit.messages import ChatTemplateConfig
 
 FIELDS = sorted(GenerationConfig.__dataclass_fields__)
 ANYTHING = st.recursive(
@@ -185,3 +186,8 @@ def test_fields_that_change_nothing_are_taken_with_a_notice_each() -> None:
 def test_what_has_no_effect_is_named(fields: dict[str, Any], named: list[str]) -> None:
     found = GenerationConfig(**fields).without_effect()
     assert [line.partition(" has no effect")[0] for line in found] == named
+
+
+def test_a_chat_template_that_is_no_json() -> None:
+    with pytest.raises(UsageError, match=r"^chat template: not valid JSON \("):
+        ChatTemplateConfig.from_json("{")

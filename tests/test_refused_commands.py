@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,3 +104,35 @@ def test_a_file_of_vectors_that_is_there(told: Callable[..., str], tmp_path: Pat
     line = f"{target}: is there already; add --overwrite to replace it"
     assert told("embed", str(source), str(target), "--model", "m", "--text", "{text}") == line
     assert target.read_bytes() == b"mine"
+
+
+def test_dynamo_reads_the_tokenizer_itself(
+    told: Callable[..., str], tmp_path: Path, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolkit.base.extras.require", lambda module, option: None)
+    (file := tmp_path / "m.gguf").touch()
+    line = "expected a directory with tokenizer.json: Dynamo's front end reads that itself"
+    assert told("serve", "dynamo", str(file)) == f"{file}: {line}"
+    line = "--chat-template: Dynamo's front end renders prompts; leave the option out"
+    assert told("serve", "dynamo", str(tiny_models("llama")), "--chat-template", "chatml") == line
+
+
+def test_a_self_test_that_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.check_env import report as whole
+
+    found = {"versions": {}, "self_test": [{"name": "softcap", "passed": False}]}
+    monkeypatch.setattr(whole, "report", lambda step: found)
+    with pytest.raises(SystemExit) as left:
+        main(["check_env", "--json", "-"])
+    assert left.value.code == 1
+    assert capsys.readouterr().err.endswith("tool: error: self-test failed: softcap\n")
+
+
+def test_a_model_that_cannot_answer(
+    tiny_models: Any, support: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(support("tiny").broken_copy(tiny_models("llama"), tmp_path / "broken"))
+    with pytest.raises(SystemExit) as left:
+        main(["eval", "passkey", model, "--lengths", "200", "--depths", "50"])
+    assert left.value.code == 1
+    assert " ".join(capsys.readouterr().err.split()).count("tool: error: the model fails: no token can be drawn") == 1

@@ -78,7 +78,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out.to(x.dtype)
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -90,7 +90,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 @activation.act.register("torch")
 def act(x: Tensor, activation: str) -> Tensor:
     """torch's function in x's own dtype."""
-    return _ACTIVATIONS[activation](x)
+    return ACTIVATIONS[activation](x)
 
 
 @activation.act_and_mul.register("torch")
@@ -99,7 +99,7 @@ def act_and_mul(x: Tensor, activation: str) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     if activation == "swigluoai":
         return swigluoai(gate.float(), up.float()).to(x.dtype)
-    return _ACTIVATIONS[activation](gate).mul_(up)
+    return ACTIVATIONS[activation](gate).mul_(up)
 
 
 @activation.act_and_mul_quant.register("torch")

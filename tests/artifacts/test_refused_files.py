@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save
 
 from tests.support.refused import refusing
+from toolkit.artifacts.cache_cost import FORM, CacheCost, keep_cost
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.engine.files import open_engine
 from toolkit.artifacts.formats.describe import common_layout
@@ -25,7 +26,9 @@ from toolkit.artifacts.output.result_file import append_csv, check_json, save_pl
 from toolkit.artifacts.output.stage import open_stage, write_file
 from toolkit.artifacts.rounding import to_mxfp4
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.artifacts.text.tokenizer_classes import with_older_files
 from toolkit.artifacts.text.tokenizer_pieces import read_pieces
+from toolkit.artifacts.text.tokenizer_ranks import RANKS, read_ranks
 from toolkit.artifacts.weight_files.new_weight_files import WeightFiles
 from toolkit.artifacts.weight_files.safetensors_file import read_header
 from toolkit.convert.convert import convert
@@ -133,6 +136,30 @@ def test_new_weights_that_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     told = refused(lambda: files.add_bytes(save({"a": torch.zeros(1 << 19)})))
     kept = "new weights are kept here until the next ones: they need 2 MiB, and 0 are free"
     assert told == f"{files.path.parent}: {kept}; make room, or set TMPDIR to a folder with more"
+
+
+def test_new_weights_that_have_no_folder() -> None:
+    files = WeightFiles()
+    shutil.rmtree(files.path)
+    told = refused(lambda: files.add_bytes(save({"a": torch.zeros(4)})))
+    assert told == f"{files.path.parent}: the new weights cannot be kept: No such file or directory"
+
+
+def test_files_of_older_tokenizers(tmp_path: Path) -> None:
+    (tmp_path / "added_tokens.json").write_text("{}")
+    told = f"{tmp_path / 'tokenizer_config.json'}: added_tokens_decoder: expected an object by id"
+    assert refused(lambda: with_older_files(tmp_path, {"added_tokens_decoder": [5]})) == told
+    kind = next(iter(RANKS))
+    (file := tmp_path / kind.name).mkdir()
+    assert refused(lambda: read_ranks(tmp_path, kind, {})) == f"{file}: Is a directory"
+
+
+def test_a_cost_that_cannot_be_kept(tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = convert(str(tiny_models("llama")), tmp_path / "e", Packing(target="cpu"), quiet=True).path
+    (home := tmp_path / "home").write_text("a file stands in its way")
+    monkeypatch.setenv("TOOLKIT_HOME", str(home))
+    told = refused(lambda: keep_cost(path, CacheCost(1, (), (), form=FORM)))
+    assert told.startswith(f"{home}/") and told.endswith(": cannot be written: Not a directory")
 
 
 def test_what_is_no_file(tiny_models: Any, tmp_path: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.refused import refusing
+from toolkit.batch import run
 from toolkit.batch.filling import MOST_SCHEMA, Filler, Filling
 from toolkit.batch.vectors import check_target, collect
+from toolkit.engine.process.outage import Outage
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.serve.http.limits import Limits
 
 refused = refusing(UsageError)
 
@@ -54,3 +58,29 @@ def test_answers_without_a_vector(tmp_path: Path) -> None:
     answers.write_text("")
     told = f"{answers}: no line has a vector; its lines say why"
     assert refused(lambda: collect(answers, tmp_path / "a.npy"), ToolkitError) == told
+
+
+def test_answers_whose_table_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyarrow")
+    (source := tmp_path / "in.jsonl").write_text("")
+    target = tmp_path / "out.parquet"
+    files = run.open_files(source, target, Filling(), "m", Limits(), overwrite=False)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run, "write_table", full)
+    told = f"{target}: cannot be written (No space left on device); all answers are in {target}.jsonl"
+    assert refused(files.finish, ToolkitError) == told
+    files.close()
+
+
+def test_an_engine_that_ended_for_good(tmp_path: Path) -> None:
+    (source := tmp_path / "in.jsonl").write_text(
+        '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}\n'
+    )
+    files = run.open_files(source, tmp_path / "out.jsonl", Filling(), "m", Limits(), overwrite=False)
+    gone = run.Answerer(None, "m", 64, 1, Limits(), lambda: Outage("killed", restarting=False))  # type: ignore[arg-type]
+    told = "the engine ended (killed); the same command goes on where it was"
+    assert refused(lambda: run.answer(gone, files), ToolkitError) == told
+    files.close()

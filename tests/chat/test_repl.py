@@ -150,8 +150,8 @@ def test_set(desk: Desk) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["/set nonsense 1", "/set top_p 7", "/set top_k many", "/set do_sample maybe", "/set seed", "/nonsense", "/save",
-     "/load", "/load /no/such/file", "/save /no/such/folder/file", "/retry"],
+    ["/set nonsense 1", "/set top_p 7", "/set top_k many", "/set do_sample maybe", "/set seed", "/nonsense",
+     "/image", "/video", "/save", "/load", "/load /no/such/file", "/save /no/such/folder/file", "/retry"],
 )  # fmt: skip
 def test_mistakes_are_one_line_and_change_nothing(desk: Desk, line: str) -> None:
     desk.type(line)

@@ -41,3 +41,13 @@ def test_a_conversation_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_names_that_cannot_be(name: str) -> None:
     with pytest.raises(UsageError, match="--session: expected a name"):
         Session(name)
+
+
+def test_a_session_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_HOME", str(tmp_path))
+    (tmp_path / "sessions").write_text("a file stands in its way")
+    session = Session("ada")
+    told = f"--session {session.file}: cannot be written: File exists"
+    with pytest.raises(ToolkitError) as error:
+        session.keep(Conversation(GenerationConfig()), "demo")
+    assert str(error.value) == told

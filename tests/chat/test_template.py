@@ -156,6 +156,14 @@ def test_trailing_blanks_of_an_answer_to_be_continued_are_kept(make: Any) -> Non
     assert template.render([*TALK[:2], {"role": "assistant", "content": "I am "}]).endswith("assistant\nI am ")
 
 
+def test_an_answer_that_the_template_drops_is_not_continued(make: Any) -> None:
+    tok = make("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    template = ChatTemplate.open(tok, tok.path)
+    told = rf"^chat template \({template.note}\): it drops the last answer, which then cannot be continued$"
+    with pytest.raises(ToolkitError, match=told):
+        template.render(TALK[:3])
+
+
 def test_content_parts_are_joined(make: Any) -> None:
     tok = make(CHATML)
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -312,6 +320,7 @@ def test_messages_a_template_refuses_are_the_user_s_error(make: Any) -> None:
         [{"role": "user", "content": 3}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
         [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}],
         [{"role": "user", "content": [3]}],
         [{"role": "assistant", "content": "x", "tool_calls": "f"}],
         [{"role": "assistant", "content": "x", "tool_calls": [{"function": {}}]}],

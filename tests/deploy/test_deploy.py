@@ -291,3 +291,10 @@ def test_systemd_accepts_the_unit(engine: Path, tmp_path: Path) -> None:
     assert done.returncode == 0 and not [x for x in done.stderr.splitlines() if unit.name in x], done.stderr
     (probe,) = re.findall(r'^ExecStartPost="[^"]*" "-c" "(.*)"$', unit.read_text(), re.M)
     compile(probe.replace("\\n", "\n"), "probe", "exec")
+
+
+def test_a_port_that_cannot_be() -> None:
+    with pytest.raises(UsageError, match=r"^server_port: expected at most 65535, found 70000$"):
+        Deployment(server_port=70000).check()
+    with pytest.raises(UsageError, match=r"^server_port: expected at least 1, found 0$"):
+        Deployment(server_port=0).check()

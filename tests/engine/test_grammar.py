@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from toolkit.base import child_process
 from toolkit.box import box
 from toolkit.box.box import Cancelled, Limits, OutOfTime, Ticket
 from toolkit.engine.constraints import grammar, grammar_job
@@ -548,22 +549,18 @@ def test_grammars_of_one_step_share_its_time(monkeypatch: pytest.MonkeyPatch) ->
     assert lasts(64, 0.0039) < 10 and lasts(64, 0.0007) < 150 and lasts(64, 0.0004) == 1000
 
 
-def killed_by_the_kernel(child: Any, *args: Any) -> Any:
-    child._process.kill()
-    raise EOFError
+def test_what_the_machine_is_to_blame_for_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel kills a box: later the same grammar is compiled."""
+    start = child_process.start
 
+    def killed_by_the_kernel(*args: Any, **options: Any) -> Any:
+        process = start(*args, **options)
+        process.kill()
+        return process
 
-@pytest.mark.parametrize("limits", [Limits(2 << 30, 10.0, seconds=0.2), Limits(2 << 30, 10.0, seconds=60)])
-def test_what_the_machine_is_to_blame_for_is_not_remembered(monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
-    """Both boxes are taken by others, or the kernel kills one: later the same grammar is compiled."""
-    monkeypatch.setattr(grammar, "LIMITS", limits)
+    monkeypatch.setattr(child_process, "start", killed_by_the_kernel)
     grammars = Grammars(Letters(), SIZE)  # type: ignore[arg-type]
-    if limits.seconds > 1:
-        monkeypatch.setattr(box._Child, "ask", killed_by_the_kernel)
-    else:
-        monkeypatch.setattr(grammars._box, "_free", 0)
     with pytest.raises(BusyError, match=r"^response_format: the choice cannot be compiled now: .*; try again$"):
         grammars.state(grammars.compiled({"type": "choice", "choice": ["yes"]}), [])
     monkeypatch.undo()
-    grammars._box._free, grammars._box._limits = 2, grammar.LIMITS
     assert follow(grammars, {"type": "choice", "choice": ["yes"]}, b"yes")

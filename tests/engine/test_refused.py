@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.refused import refusing
+from toolkit.base import child_process
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.engine.adapters import Adapters
 from toolkit.engine.admission import check_request
@@ -18,6 +20,8 @@ from toolkit.engine.cache.kept.port import Port
 from toolkit.engine.constraints.grammar_format import check_format, fitted_format
 from toolkit.engine.load import ranks
 from toolkit.engine.load.memory_plan import Wishes, plan
+from toolkit.engine.load.mtp import OpenMtp, open_eagle_layer
+from toolkit.engine.nap import Nap
 from toolkit.engine.pictures.spans import find_spans
 from toolkit.engine.pooling import Head
 from toolkit.engine.process.adapter_names import AdapterNames
@@ -29,7 +33,8 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import build, get
 from toolkit.models.spec import CacheGroup, HeadLayer, TextHead
 from toolkit.models.tiny import tiny_config
-from toolkit.runners.base import MemoryNeed
+from toolkit.runners.base import MemoryNeed, RunnerError
+from toolkit.runners.native.runner import NativeRunner
 
 TYPES = "text, json_object, json_schema, regex_schema, grammar, choice, structural_tag"
 MIB = 1 << 20
@@ -345,3 +350,79 @@ def test_a_port_that_is_taken() -> None:
     address = "nosuch.invalid:1"
     told = refused(lambda: Port("--kv-port", address, b"", b"", None, None), ToolkitError)  # type: ignore[arg-type]
     assert told.startswith(f"--kv-port: expected an address of this machine, found {address} (")
+
+
+def test_a_token_that_memory_does_not_hold() -> None:
+    need, groups = MemoryNeed(256 * MIB, 1 << 30, (MIB,), 1 << 30, False), (CacheGroup("full", None, (0,)),)
+    words: dict[str, Any] = {"block_size": 64, "vocab_size": 32000, "max_position": 8192, "device": "cpu"}
+    assert refused(lambda: plan(need, groups, wishes=Wishes(), **words), ToolkitError) == (
+        "not enough memory: 716.8 MiB are left beside the weights, one token's activations take 1.00 GiB; free some "
+        "memory or use a smaller max_batch_size"
+    )
+
+
+def failing(*_: Any, **__: Any) -> Any:
+    raise RunnerError("no room")
+
+
+def test_adapters_and_layers_that_do_not_load() -> None:
+    adapters = Adapters(SimpleNamespace(add_adapter=failing), [])  # type: ignore[arg-type]
+    assert refused(lambda: adapters.load(1, Path("x"), digest=False), ToolkitError) == "x: no room"
+    head: Any = SimpleNamespace(load=failing, name="mtp")
+    layer = OpenMtp("m", head, 2, True)
+    told = "speculative_algorithm: mtp: m: its layer cannot be loaded: no room"
+    assert refused(lambda: layer.load(None), ToolkitError) == told  # type: ignore[arg-type]
+    target: Any = SimpleNamespace(spec=SimpleNamespace(final_norm=SimpleNamespace(kind="layer")))
+    told = "speculative_draft_model: e: reads a model with an RMS norm at its end, this one has layer"
+    assert refused(lambda: open_eagle_layer(Path("e"), target)) == told
+
+
+def test_a_model_that_does_not_wake() -> None:
+    blocks: Any = SimpleNamespace(reset_cache=lambda: None)
+    runner: Any = SimpleNamespace(
+        release_cache=lambda: None, release_weights=lambda: None, load_weights=failing, use_weights=failing
+    )
+    nap = Nap(runner, blocks, (1,))
+    told = "the new weights cannot be loaded, the old ones stay: no room"
+    assert refused(lambda: nap.renew(dict), ToolkitError) == told
+    nap.begin()
+    assert refused(lambda: nap.end(["weights"]), ToolkitError) == "the model cannot be woken: no room"
+
+
+def test_blocks_that_do_not_hold_what_is_guessed_together(tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    model = support("tiny").copy_of(tiny_models("sdar"), tmp_path / "m")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"block_size": 6}))
+    told = refused(lambda: AsyncEngine.open(str(model)))
+    more = "expected a multiple of the 6 tokens that this model guesses together"
+    assert told == f"cache_block_seq_len (block_size): found 64, {more}"
+
+
+def test_memory_that_ends_while_a_model_loads(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(runner: NativeRunner) -> None:
+        raise MemoryError("4 GiB")
+
+    monkeypatch.setattr(NativeRunner, "load_weights", full)
+    model = tiny_models("llama")
+    told = f"{model}: out of memory while loading (4 GiB); close other programs or quantize"
+    assert refused(lambda: AsyncEngine.open(str(model)), ToolkitError) == told
+
+
+def test_an_engine_that_is_killed_while_it_loads(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = child_process.start
+
+    def killed(*args: Any, **options: Any) -> Any:
+        process = start(*args, **options)
+        process.kill()
+        return process
+
+    monkeypatch.setattr(child_process, "start", killed)
+    told = refused(lambda: AsyncEngine.open(str(tiny_models("llama")), process=True), ToolkitError)
+    assert told.startswith("the engine failed while it was loading (")
+
+
+def test_blocks_of_another_process(tiny_models: Any) -> None:
+    engine = AsyncEngine.open(str(tiny_models("llama")), process=True)
+    told = "tell_blocks: expected an engine in this process (process=False)"
+    assert refused(lambda: engine.tell_blocks(None)) == told  # type: ignore[arg-type]
+    engine.close()

@@ -330,8 +330,8 @@ def test_the_whole_row_is_read_only_where_lists_do_not_decide(monkeypatch):
         passed.append(int(k.handle.data.item()))
         return search(row_start, t, peak, vocab, k, *rest)
 
-    whole, search = sampling_flat._draw, sampling_flat.search_row
-    monkeypatch.setattr(sampling_flat, "_draw", draw)
+    whole, search = sampling_flat.draw, sampling_flat.search_row
+    monkeypatch.setattr(sampling_flat, "draw", draw)
     monkeypatch.setattr(sampling_flat, "search_row", passes)
     for name in ("PASS_BLOCK", "PIVOT_BLOCK"):
         monkeypatch.setattr(sampling, name, 4096)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.refused import refusing
+from toolkit import pipeline
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.generation import GenerationConfig
 from toolkit.configs.speculative import SpeculativeConfig
@@ -69,3 +70,13 @@ def test_an_engine_config(given: dict[str, Any], told: str) -> None:
 )
 def test_others(make: Callable[[], object], told: str) -> None:
     assert refused(make) == told
+
+
+def test_what_a_pipeline_does_not_take(tiny_models: Any) -> None:
+    model = str(tiny_models("llama"))
+    told = refused(lambda: pipeline(model, vision_config=5))
+    assert told == "vision_config: expected a VisionConfig, found int"
+    with pipeline(model, TurbomindEngineConfig(session_len=64)) as pipe:
+        assert refused(lambda: pipe.chat(5)) == "prompt: expected text or (text, images), found int"
+        two = GenerationConfig(n=2, max_new_tokens=1, do_sample=True)
+        assert refused(lambda: pipe.chat("a", gen_config=two)) == "n: expected 1 in a conversation, found more"

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from toolkit.engine import core as core_module
 from toolkit.engine import in_flight
-from toolkit.engine.plan import Plan
 from toolkit.engine.request import EngineRequest, SamplingParams, Whose
 from toolkit.planner.step_time import StepTime
 from toolkit.planner.traffic import Ask
+from toolkit.runners.step import StepBatch
 
 
 class Clock:
@@ -36,17 +37,17 @@ def served(
     core = fake.make_core(
         (None,), 61, blocks=4096, block_size=64, cheap=True, target_step_ms=None, lookahead=True, **limits
     )
-    start = core.flight._start
+    submit = core.runner.submit
 
-    def timed(plan: Plan) -> Any:
-        tokens = len(plan.decodes) + sum(count for _, _, count in plan.chunks)
-        context = sum(seq.computed + 1 for seq in plan.decodes)
-        pairs = sum(count * (before + count / 2) for _, before, count in plan.chunks)
-        step, handle = start(plan)
-        end = clock.free = max(clock.now, clock.free) + time.seconds(tokens, context, pairs)
-        return step, _Handle(handle, clock, end)
+    def timed(batch: StepBatch) -> Any:
+        counts = np.diff(batch.cu_seqlens)
+        decodes = counts == 1
+        context = int(batch.seq_lens[decodes].sum())
+        pairs = float((counts * (batch.seq_lens - counts / 2))[~decodes].sum())
+        end = clock.free = max(clock.now, clock.free) + time.seconds(len(batch.token_ids), context, pairs)
+        return _Handle(submit(batch), clock, end)
 
-    monkeypatch.setattr(core.flight, "_start", timed)
+    monkeypatch.setattr(core.runner, "submit", timed)
     coming = list(enumerate(asks))
     first: dict[str, float] = {}
     last: dict[str, float] = {}

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.refused import refusing
 from toolkit.errors import UsageError
+from toolkit.planner.fit import read_profile
 from toolkit.planner.machines import read_machines
 from toolkit.planner.options import Demand
 from toolkit.planner.traffic import lengths, read_trace
@@ -61,3 +62,35 @@ def test_machines(tmp_path: Path, data: object, told: str) -> None:
     path = tmp_path / "m.json"
     path.write_text(json.dumps(data))
     assert refused(lambda: read_machines(path, Demand())) == f"--machines: {path}: {told}"
+
+
+MADE_BY = "expected what `tool profile generation` or `tool profile api_server` write with --json"
+SERVED = {"max_concurrency": 4, "completed": 4, "total_input_tokens": 40, "mean_ttft_ms": 1.0, "mean_tpot_ms": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ([], "expected a row a run, found none"),
+        ([5], f"{MADE_BY}, found int"),
+        ({"a": 1}, f"{MADE_BY}, found a"),
+        (
+            {"decode_throughput": 1.0, "concurrency": 1, "prompt_tokens": 8, "completion_tokens": 1},
+            "completion_tokens: expected 2 or more, for a speed of decoding, found 1",
+        ),
+        ({"decode_throughput": 1.0}, f"{MADE_BY} (KeyError: 'concurrency')"),
+        (
+            {**SERVED, "total_output_tokens": 4},
+            "expected answers of 2 tokens or more, for a speed of decoding",
+        ),
+        (
+            {**SERVED, "request_rate": 2.0},
+            "measured at a rate; expected --concurrency alone (1,2,4,8, say): times of steps show where the number of "
+            "requests is known",
+        ),
+    ],
+)
+def test_profiles(tmp_path: Path, data: object, told: str) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(data))
+    assert refused(lambda: read_profile(path)) == f"--profile: {path}: {told}"

@@ -182,6 +182,7 @@ def test_bits_of_their_own_by_layer(tiny_models: Any, tmp_path: Path, common: Co
     [
         ("nosuch.json", "expected a JSON file or object"),
         ("{", "expected a JSON file or object"),
+        ("{}", "expected an object of names or patterns, found {}"),
         ('{"(": {"bits": 8}}', "neither a name nor a regular expression"),
         ('{"nosuch": {"bits": 8}}', "fits no linear"),
         ('{"down_proj": {"bits": 5}}', "expected 2, 3, 4, 8 or 16, found 5"),

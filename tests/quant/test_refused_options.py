@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.refused import refusing
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.quant.calibrate import calibrate
 from toolkit.quant.draft.run import draft
 from toolkit.quant.lite import auto_awq, auto_gptq, auto_round, blocked_fp8, mxfp4, search, smooth_quant
 from toolkit.quant.merge import merge
+from toolkit.quant.methods.kv import kv
 from toolkit.quant.options import AutoRound, Awq, Common, DraftHead, Gptq, Search, SmoothQuant
 from toolkit.quant.text.calibration import local_texts
 
@@ -182,16 +184,74 @@ def test_a_folder_without_text(tmp_path: Path) -> None:
 
 @pytest.fixture
 def huge(tiny_models: Any, tmp_path: Path) -> Callable[[str], Path]:
-    """A model in which one number of a tensor is beyond float16."""
+    """A model in which one number of a tensor is beyond float16, or is ``value``."""
 
-    def make(name: str) -> Path:
+    def make(name: str, value: float = 1e9) -> Path:
         shutil.copytree(tiny_models("llama"), tmp_path / "m")
         tensors = {key: value.float() for key, value in load_file(tmp_path / "m/model.safetensors").items()}
-        tensors[name].view(-1)[0] = 1e9
+        tensors[name].view(-1)[0] = value
         save_file(tensors, tmp_path / "m/model.safetensors")
         return tmp_path / "m"
 
     return make
+
+
+PLAIN = {"calib_samples": 2, "calib_self_samples": 0, "calib_seqlen": 16}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("A zebra met a zebra, and this is long enough to be cut into samples. " * 99)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("model.layers.0.self_attn.v_proj.weight", 1e22, "activations of layer 0 overflow at "),
+        ("model.layers.0.input_layernorm.weight", 1e30, "activations of layer 0 are not finite"),
+    ],
+)
+def test_activations_that_are_no_numbers(
+    name: str, value: float, told: str, huge: Callable[..., Path], text: str, tmp_path: Path
+) -> None:
+    model = huge(name, value)
+    common = Common(calib_dataset=text, **PLAIN)  # type: ignore[arg-type]
+    call = lambda: auto_awq(str(model), tmp_path / "out", Awq(rounding="nearest", tune_steps=0), common=common)  # noqa: E731
+    found = refused(call, ToolkitError)
+    assert found.startswith(f"{model}: {told}") and found.endswith("; nothing to calibrate on")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tiny_models: Any, support: Any, text: str, tmp_path: Path) -> None:
+    model = support("tiny").wordy_copy(tiny_models("llama"), tmp_path / "wordy", "zebra")
+    told = "the tokenizer gives token id 320, but the model has 320 tokens; tokenizer and weights disagree"
+    common = Common(calib_dataset=text, **PLAIN)  # type: ignore[arg-type]
+    assert refused(lambda: calibrate(str(model), tmp_path / "out", common=common), ToolkitError) == f"{model}: {told}"
+
+
+def test_a_model_that_cannot_write_its_text(tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    model = support("tiny").broken_copy(tiny_models("llama"), tmp_path / "broken")
+    common = Common(calib_dataset="self", calib_samples=1, calib_seqlen=16)
+    told = refused(lambda: calibrate(str(model), tmp_path / "out", common=common), ToolkitError)
+    assert told.startswith(f"{model}: the model cannot write its own calibration text: no token can be drawn")
+    told = refused(lambda: draft(str(model), tmp_path / "head", DraftHead(tokens=512)), ToolkitError)
+    assert told.startswith(f"{model}: the model cannot write its own text: no token can be drawn")
+
+
+def test_statistics_that_are_not_whole(tiny_models: Any, text: str, tmp_path: Path) -> None:
+    model, saved = str(tiny_models("llama")), tmp_path / "statistics"
+    calibrate(model, saved, common=Common(calib_dataset=text, **PLAIN))  # type: ignore[arg-type]
+    (gone := sorted(saved.glob("*.safetensors"))[0]).unlink()
+    call = lambda: auto_awq(model, tmp_path / "out", common=Common(calibration=str(saved)))  # noqa: E731
+    told = f"--calibration {saved}: {gone.name} is missing; run tool lite calibrate again"
+    assert refused(call, ToolkitError) == told
+
+
+def test_a_model_without_keys(tiny_models: Any, tmp_path: Path) -> None:
+    model = tiny_models("mamba2")
+    told = "lite kv finds scales of keys and values, of which this model keeps none; --quant-policy 8 or 16 needs none"
+    assert refused(lambda: kv(str(model), tmp_path / "out"), ToolkitError) == f"{model}: {told}"
 
 
 @pytest.mark.parametrize(
@@ -227,3 +287,18 @@ def test_an_adapter_is_merged_into_floats_alone(tiny_models: Any, tmp_path: Path
     assert told == (
         f"{tmp_path / 'four'}: it is quantized already; merge the adapter into the float model and quantize that"
     )
+
+
+def test_an_adapter_for_a_tensor_that_is_not_there(tiny_models: Any, tmp_path: Path) -> None:
+    shutil.copytree(tiny_models("llama"), tmp_path / "m")
+    tensors = load_file(tmp_path / "m/model.safetensors")
+    del tensors["model.layers.0.self_attn.q_proj.weight"]
+    save_file(tensors, tmp_path / "m/model.safetensors")
+    (adapter := tmp_path / "adapter").mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+    q = "base_model.model.model.layers.0.self_attn.q_proj"
+    pair = {f"{q}.lora_A.weight": torch.ones(2, 64), f"{q}.lora_B.weight": torch.ones(64, 2)}
+    save_file(pair, adapter / "adapter_model.safetensors")
+    told = refused(lambda: merge(str(tmp_path / "m"), str(adapter), tmp_path / "merged"), ToolkitError)
+    gone = "model.layers.0.self_attn.q_proj.weight"
+    assert told == f"{tmp_path / 'm'}: expected a tensor {gone}, which the adapter changes; found none"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,17 +11,26 @@ from typing import Any, cast
 
 import pytest
 
+from tests.support.refused import refusing
 from toolkit import TurbomindEngineConfig, serve
+from toolkit.chat.custom import MODELS, BaseChatTemplate
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.serve.adapter_routes import load
 from toolkit.serve.client import APIClient
 from toolkit.serve.http.certificate import ssl_files
+from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.keys import FILE_BYTES, ApiKeys
 from toolkit.serve.options import ProxySettings, ServerSettings
+from toolkit.serve.proxy.nodes import MOST_MODELS
+from toolkit.serve.proxy.state import ProxyState
 from toolkit.serve.ray.options import RaySettings
 from toolkit.serve.ray.plan import Model, Plan
 from toolkit.serve.remote import RemoteModel
 from toolkit.serve.watch import log, traces
 
 CONFIG = TurbomindEngineConfig()
+
+refused = refusing(UsageError)
 
 
 def ray_model(**changed: Any) -> Model:
@@ -82,3 +93,56 @@ def test_other_files_on_another_machine_are_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ToolkitError, match=r"not what it is where the deployment was made .* copy it anew$"):
         ray_model(model=str(tmp_path), fingerprint="0" * 64).check_files()
+
+
+def test_a_proxy_that_shuts_down() -> None:
+    state = ProxyState(ProxySettings())
+    state.closing = True
+    with pytest.raises(ApiError) as error:
+        state.candidates(None)
+    assert (error.value.status, error.value.code) == (503, "shutting_down")
+    assert str(error.value) == "the proxy is shutting down; ask again later"
+
+
+def test_a_node_with_too_many_models() -> None:
+    told = f"status.models: expected at most {MOST_MODELS:,} names, found {MOST_MODELS + 1:,}"
+    nodes = ProxyState(ProxySettings()).nodes
+    assert refused(lambda: nodes.add("http://127.0.0.1:1", ["m"] * (MOST_MODELS + 1))) == told
+
+
+def test_a_file_of_too_many_keys(tmp_path: Path) -> None:
+    (file := tmp_path / "keys").write_bytes(b"k" * (FILE_BYTES + 1))
+    told = f"--api-key-file {file}: expected one key a line, found more than {FILE_BYTES:,} bytes"
+    assert refused(lambda: ApiKeys(file=file)) == told
+
+
+def test_names_and_folders_of_adapters(tmp_path: Path) -> None:
+    state: Any = SimpleNamespace(model_names={"m"})
+    told = "lora_name: 'm' is taken; unload that one first, or choose another name"
+    assert refused(lambda: load(state, "m", tmp_path)) == told
+    told = f"lora_path: {tmp_path / 'no'}: no such directory"
+    assert refused(lambda: load(state, "n", tmp_path / "no")) == told
+
+
+def test_a_class_of_template_in_another_process() -> None:
+    @MODELS.register_module(name="of_this_process", force=True)
+    class Own(BaseChatTemplate):
+        pass
+
+    told = "chat_template_config: 'of_this_process' is a Python class, which another process does not have"
+    assert refused(lambda: serve("m", chat_template_config="of_this_process")) == told
+
+
+def test_an_answer_that_breaks_off() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with listener.accept()[0] as caller:
+                caller.recv(1 << 16)
+                caller.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n20\r\ndata: {")
+
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        asked = APIClient(url).completions_v1(model="m", prompt="a", stream=True)
+        told = refused(lambda: list(asked), ToolkitError)
+    assert told.startswith(f"{url}: the answer broke off (IncompleteRead")

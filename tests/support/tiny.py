@@ -318,3 +318,23 @@ def copy_of(model: Path, path: Path) -> Path:
     """A private copy of a cached checkpoint, to be modified."""
     shutil.copytree(model, path)
     return path
+
+
+def broken_copy(model: Path, path: Path) -> Path:
+    """A copy whose weights are numbers, and whose logits are none."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(copy_of(model, path) / "model.safetensors")
+    tensors["model.norm.weight"][:] = 3e38
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def wordy_copy(model: Path, path: Path, word: str) -> Path:
+    """A copy whose tokenizer has one token more than the model, ``word``."""
+    file = copy_of(model, path) / "tokenizer.json"
+    data = json.loads(file.read_text(encoding="utf-8"))
+    flags = dict.fromkeys(("special", "normalized", "single_word", "lstrip", "rstrip"), False)
+    data["added_tokens"].append({"id": len(data["model"]["vocab"]), "content": word, **flags})
+    file.write_text(json.dumps(data), encoding="utf-8")
+    return path

@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 
+from tests.support.refused import refusing
 from toolkit import GenerationConfig, PytorchEngineConfig, pipeline
-from toolkit.vl.tools.merge_xcomposer2d5_task import TASKS, main
+from toolkit.errors import ToolkitError, UsageError
+from toolkit.vl.tools.merge_xcomposer2d5_task import TASKS, main, merge
 
 MODULES = ("attention.wqkv", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 RANKS = {"web": 5, "sft": 3, "dpo": 3}
+
+refused = refusing(UsageError)
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +79,11 @@ def test_what_is_wrong_is_one_line(published: Path, tiny_models: Any, tmp_path: 
         told = capsys.readouterr().err
         assert says in told and told.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_merged(tiny_models: Any, tmp_path: Path) -> None:
+    path = tiny_models("llama")
+    told = refused(lambda: merge(str(path), tmp_path / "out", "odd"))
+    assert told == "--task: expected web or write, found 'odd'"
+    told = refused(lambda: merge(str(path), tmp_path / "out", "web"), ToolkitError)
+    assert told == f"{path}: expected tensors ending in .lora_web_A.weight, as XComposer 2.5 has them, found none"

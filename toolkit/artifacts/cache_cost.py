@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,8 @@ def keep_cost(artifact: Path, cost: CacheCost) -> None:
         scratch.write_text(json.dumps(to_json(cost)), encoding="utf-8")
         os.replace(scratch, path)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):
+            scratch.unlink()
         raise ToolkitError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 

@@ -15,6 +15,8 @@ from toolkit.chat import builtin
 from toolkit.chat.custom import MODELS
 from toolkit.errors import UsageError
 from toolkit.messages import ChatTemplateConfig
+from toolkit.parsers import registry
+from toolkit.parsers.formats import ReasoningFormat, ToolFormat
 
 log = logging.getLogger(__name__)
 CHATTY = re.compile(r"chat|instruct|assistant|\bit\b")  # as models are named that were taught to talk
@@ -36,6 +38,26 @@ class Origin:
     custom: Any = None
     built_in: bool = False
     parse_special: bool = False
+
+    @property
+    def spells_tools(self) -> bool:
+        """Whether tools stand in the system text, for the template has no place for them."""
+        return self.custom is None and not any("tools" in source for source in self.sources.values())
+
+    @property
+    def knows_ipython(self) -> bool:
+        return any("ipython" in source for source in self.sources.values())
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How its source has a model call tools."""
+        source = self.sources.get("tool_use", self.sources.get("default", ""))
+        return None if self.pieces is not None or "tools" not in source else registry.spot_tools(source)
+
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """How its source has a model think."""
+        return None if self.pieces is not None else registry.spot_reasoning(self.sources.get("default", ""))
 
 
 def choose(tokenizer: Tokenizer, model_path: str | Path, config: ChatTemplateConfig | str | None) -> Origin:

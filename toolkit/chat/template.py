@@ -28,8 +28,6 @@ from toolkit.chat.renderer import Renderer
 from toolkit.chat.tool_text import PLUGIN, PLUGIN_ROLE, spell_for_internlm, spell_out, system_in_user
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig, GenerationConfig
-from toolkit.parsers import registry
-from toolkit.parsers.formats import ToolFormat
 from toolkit.parsers.tools import hermes, internlm
 
 if TYPE_CHECKING:
@@ -63,14 +61,13 @@ class ChatTemplate:
         self._bare = False
         self._custom = found.custom
         self.capability = found.capability
-        self._spells_tools = found.custom is None and not any("tools" in source for source in found.sources.values())
-        self.tool_format = hermes.FORMAT if self._spells_tools else _tool_format(found)
+        self._spells_tools = found.spells_tools
+        self.tool_format = hermes.FORMAT if self._spells_tools else found.tool_format
         self._spell = spell_out
-        usual = found.sources.get("default", "")
-        self.reasoning_format = None if found.pieces is not None else registry.spot_reasoning(usual)
+        self.reasoning_format = found.reasoning_format
         self._pieces = found.pieces
         self._built_in = found.built_in
-        self._knows_ipython = any("ipython" in source for source in found.sources.values())
+        self._knows_ipython = found.knows_ipython
         self._tokenizer = tokenizer
         self._sources = found.sources
         self._renderer = _renderer(found, renderer)
@@ -93,7 +90,7 @@ class ChatTemplate:
         """Its Jinja text as others can run it: what a built-in one is given here stands in it; "" for one in Python."""
         if self._custom is not None:
             return ""
-        values, ahead = {"start": self._start(), "pieces": self._pieces}, ""
+        values, ahead = {"start": self._tokenizer.start_text, "pieces": self._pieces}, ""
         if self._built_in:
             ahead = "".join(f"{{%- set {name} = {_literal(value)} -%}}" for name, value in values.items())
         if self._meta_instruction is not None:
@@ -150,9 +147,9 @@ class ChatTemplate:
         """
         if isinstance(messages, str):
             if self.capability in ("completion", "python"):
-                return _plain(self._start() + messages)
+                return _plain(self._tokenizer.start_text + messages)
             if self.capability == "infilling":
-                return _plain(self._start() + _infilling(messages))
+                return _plain(self._tokenizer.start_text + _infilling(messages))
             messages = [{"role": "user", "content": messages}]
         turns = normalise(messages, self.picture is not None)
         if self.parse_special:
@@ -254,7 +251,7 @@ class ChatTemplate:
             text = self._custom.messages2prompt(turns, True, **given)
         except Exception as e:
             raise ToolkitError(f"chat template ({self.note}) fails: {type(e).__name__}: {e}") from e
-        return self._start() + text
+        return self._tokenizer.start_text + text
 
     def _run_jinja(
         self, turns: list[Message], tools: list[dict[str, Any]] | None, open_answer: bool, variables: dict[str, Any]
@@ -282,7 +279,7 @@ class ChatTemplate:
     ) -> str:
         values = {
             **self._tokenizer.special_tokens,
-            "start": self._start(),
+            "start": self._tokenizer.start_text,
             "pieces": self._pieces,
             "messages": turns,
             "tools": tools or None,
@@ -333,9 +330,6 @@ class ChatTemplate:
             made.append({**turn, "content": content})
         return made
 
-    def _start(self) -> str:
-        return self._tokenizer.start_text
-
     def _prints_plugin_turns(self) -> bool:
         """Whether this is a model of InternLM's with a template that prints any role."""
         if self._tokenizer.token_id(PLUGIN) not in self._tokenizer.special_ids:
@@ -376,11 +370,6 @@ def _literal(value: Any) -> str:
 
 def _has_system(turns: list[Message]) -> bool:
     return turns[0]["role"] in ("system", "developer")
-
-
-def _tool_format(found: origin.Origin) -> ToolFormat | None:
-    source = found.sources.get("tool_use", found.sources.get("default", ""))
-    return None if found.pieces is not None or "tools" not in source else registry.spot_tools(source)
 
 
 def _renderer(found: origin.Origin, renderer: Renderer | None = None) -> Sandbox | Renderer:

@@ -46,12 +46,15 @@ def spelled(name: str) -> str:
 
 
 def check_ranges(record: Any) -> None:
-    """Raise UsageError for an option of ``record`` that is below its ``min``, as a command line would."""
+    """Raise UsageError for an option of ``record`` that is below its ``min`` or above its ``max``, as a command line
+    would."""
     for f in fields(record):
         told, value = option_of(f), getattr(record, f.name)
-        low = None if told is None else told.shown.get("min")
-        if low is not None and value is not None and not value >= low:
+        low, high = (None, None) if told is None or value is None else map(told.shown.get, ("min", "max"))
+        if low is not None and not value >= low:
             raise UsageError(f"{f.name}: expected at least {low:g}, found {value!r}")
+        if high is not None and not value <= high:
+            raise UsageError(f"{f.name}: expected at most {high:g}, found {value!r}")
 
 
 def show_size(size: int, like: object = "") -> str:

@@ -28,7 +28,8 @@ from toolkit.configs.engine import DTYPES
 from toolkit.convert.cache_gate import measure_cache
 from toolkit.convert.options import Packing
 from toolkit.convert.targets import Bits, Target, choose_target
-from toolkit.errors import ToolkitError, UsageError
+from toolkit.convert.weights import cast
+from toolkit.errors import UsageError
 from toolkit.models.mtp import Mtp
 from toolkit.models.registry import load_spec
 from toolkit.models.spec import DecoderSpec, MtpSpec, StoredTensor
@@ -107,20 +108,11 @@ def convert(
     if spec.encoder is not None and chosen.head_bits is not None:
         asked = asked or 16  # no head is multiplied: rows of the embedding are looked up, at no cost of their own
     bits = Bits(_head_bits(chosen, asked), _vision_bits(chosen, spec, options.vision))
-    told: dict[str, Any] = {"target": chosen.name, "dtype": options.dtype}
-    told |= {} if bits.head is None else {"head_bits": bits.head}
-    told |= {} if bits.vision == 16 else {"vision": options.vision}
-    told |= {} if options.quant_policy is None else {"quant_policy": options.quant_policy}
-    told |= {} if load_format == "auto" else {"load_format": load_format}
+    _check_policy(options.quant_policy, spec, chosen)
+    told = _told(options, chosen, bits)
     adapters = {name: resolve_model(where, progress=not quiet) for name, where in (options.adapters or {}).items()}
     told |= {"adapters": check_adapters(adapters, spec, stored)} if adapters else {}
     told |= {} if options.tp == 1 else {"tp": _ranks(options.tp, chosen, spec)}
-    if options.quant_policy not in (None, "auto"):
-        raise UsageError(f"--quant-policy: expected auto, found {options.quant_policy!r}; others need no measure")
-    if options.quant_policy is not None and spec.encoder is not None:
-        raise UsageError("--quant-policy: this model keeps nothing of a text; leave the option out")
-    if options.quant_policy is not None and chosen.name != CPU_TARGET:
-        raise UsageError(f"--quant-policy: for target {CPU_TARGET}, this is {chosen.name}; leave the option out")
     with open_stage(
         dst_path, kind="engine", stage="convert", parent=describe_parent(path), options=told, overwrite=overwrite
     ) as stage:
@@ -129,15 +121,15 @@ def convert(
             assert manifest is not None
             return Converted(Path(dst_path), chosen.name, manifest, True)
         check_room(dst_path, _needed(checkpoint, stored, options, bits))
-        cast = _cast(_read(checkpoint, spec, stored, load_format, progress), options.dtype)
-        weights: Iterable[tuple[str, Weight | Tensor]] = chain(cast, cache_scales(checkpoint, stored))
+        dense = _cast(_read(checkpoint, spec, stored, load_format, progress), options.dtype)
+        weights: Iterable[tuple[str, Weight | Tensor]] = chain(dense, cache_scales(checkpoint, stored))
         order = tensor_names(checkpoint, stored) if load_format == "auto" else ()
         with checkpoint.reading_ahead(order):
             further = None if mtp is None else (mtp.spec, _mtp_weights(checkpoint, mtp, options))
             params, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, bits, further)
         write_adapters(stage.dir, adapters)
-        quality = {}
         artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
+        quality = {}
         if chosen.name == CPU_TARGET and bits.head != 16 and spec.encoder is None:
             from toolkit.convert.head_cost import head_cost
 
@@ -148,6 +140,28 @@ def convert(
         if options.tp > 1:
             write_rank_files(artifact, options.tp)
         return Converted(Path(dst_path), chosen.name, stage.finish(quality), False, notes)
+
+
+def _told(options: Packing, chosen: Target, bits: Bits) -> dict[str, Any]:
+    """What a manifest has of the options: those that change the weights."""
+    told: dict[str, Any] = {"target": chosen.name, "dtype": options.dtype}
+    told |= {} if bits.head is None else {"head_bits": bits.head}
+    told |= {} if bits.vision == 16 else {"vision": options.vision}
+    told |= {} if options.quant_policy is None else {"quant_policy": options.quant_policy}
+    told |= {} if options.load_format == "auto" else {"load_format": options.load_format}
+    return told
+
+
+def _check_policy(policy: Any, spec: DecoderSpec, chosen: Target) -> None:
+    """Raise UsageError where there is nothing to measure."""
+    if policy is None:
+        return
+    if policy != "auto":
+        raise UsageError(f"--quant-policy: expected auto, found {policy!r}; others need no measure")
+    if spec.encoder is not None:
+        raise UsageError("--quant-policy: this model keeps nothing of a text; leave the option out")
+    if chosen.name != CPU_TARGET:
+        raise UsageError(f"--quant-policy: for target {CPU_TARGET}, this is {chosen.name}; leave the option out")
 
 
 def _ranks(tp: int, chosen: Target, spec: DecoderSpec) -> int:
@@ -257,21 +271,14 @@ def _mtp_weights(checkpoint: Checkpoint, mtp: Mtp, options: Packing) -> Iterator
 
 
 def _cast(weights: Iterable[tuple[str, Weight | Tensor]], dtype: str) -> Iterator[tuple[str, Weight | Tensor]]:
-    """Dense weights and plain tensors in ``dtype``. Raises ToolkitError for a value that float16 cannot hold."""
+    """Dense weights and plain tensors in ``dtype``; what is quantized stays. Raises ToolkitError."""
     import torch
 
     from toolkit.artifacts.canonical import Dense
 
-    if dtype == "auto":
-        yield from weights
-        return
-    wanted = getattr(torch, dtype)
     for name, value in weights:
-        tensor = value.weight if isinstance(value, Dense) else value
-        if not isinstance(tensor, torch.Tensor):
-            yield name, value
-            continue
-        cast = tensor.to(wanted)
-        if wanted == torch.float16 and not torch.equal(cast.isfinite(), tensor.isfinite()):
-            raise ToolkitError(f"{name}: a value is beyond float16's 65504; use --dtype bfloat16 or float32")
-        yield name, Dense(cast) if isinstance(value, Dense) else cast
+        if dtype != "auto" and isinstance(value, Dense):
+            value = Dense(cast(name, value.weight, dtype))
+        elif dtype != "auto" and isinstance(value, torch.Tensor):
+            value = cast(name, value, dtype)
+        yield name, value

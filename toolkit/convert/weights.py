@@ -220,14 +220,22 @@ def _dense_tensors(work: Work) -> Iterator[tuple[str, Tensor]]:
 def _cast(name: str, tensor: Tensor, work: Work) -> Tensor:
     import torch
 
-    cast = tensor.to(getattr(torch, work.dtype))
-    if not torch.equal(cast.isfinite(), tensor.isfinite()):
-        raise ToolkitError(f"{name}: a value is beyond float16's 65504; use --dtype bfloat16 or float32")
-    if name.endswith(".weight") and not torch.equal(cast.float(), tensor.float()):
+    found = cast(name, tensor, work.dtype)
+    if name.endswith(".weight") and not torch.equal(found.float(), tensor.float()):
         work.errors[name.removesuffix(".weight")] = float(
-            (cast.float() - tensor.float()).norm() / tensor.float().norm()
+            (found.float() - tensor.float()).norm() / tensor.float().norm()
         )
-    return cast
+    return found
+
+
+def cast(name: str, tensor: Tensor, dtype: str) -> Tensor:
+    """Raises ToolkitError for a value that float16 cannot hold."""
+    import torch
+
+    found = tensor.to(getattr(torch, dtype))
+    if found.dtype == torch.float16 and not torch.equal(found.isfinite(), tensor.isfinite()):
+        raise ToolkitError(f"{name}: a value is beyond float16's 65504; use --dtype bfloat16 or float32")
+    return found
 
 
 def _notes(work: Work) -> list[str]:

@@ -110,8 +110,3 @@ def _check_room(engine: AsyncEngine, grid: Grid) -> None:
             f"--concurrency {max(grid.concurrency)}: memory allows a batch of {engine.max_batch_size}; "
             "measure smaller ones, or use --quant-policy 8"
         )
-    if engine.session_len < grid.prompt_tokens + grid.completion_tokens:
-        raise ToolkitError(
-            f"--prompt-tokens {grid.prompt_tokens} + --completion-tokens {grid.completion_tokens}: the session holds "
-            f"{engine.session_len} tokens"
-        )

@@ -11,8 +11,8 @@ from toolkit.quant import gguf
 from toolkit.quant.artifact_size import bits_beside
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.methods import search as finder
+from toolkit.quant.opening import store_dtype
 from toolkit.quant.options import Common, Search
-from toolkit.quant.run import store_dtype
 
 FEW_BITS = 3.5  # a weight, below which quality falls fast
 

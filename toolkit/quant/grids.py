@@ -14,8 +14,8 @@ from toolkit.quant import gguf
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.methods import awq, gptq
 from toolkit.quant.methods.grid import choose_groups, some_of
+from toolkit.quant.opening import choose, targets
 from toolkit.quant.options import AutoRound, Awq, Common, Gptq
-from toolkit.quant.run import choose, targets
 
 MIXED = ("compressed-tensors", "gptq_v2", "gptq", "auto_round")  # formats that hold layers of different groups
 

@@ -45,13 +45,13 @@ def read_layer_config(
 def _read(text: str) -> dict[str, Any]:
     try:
         if text.lstrip().startswith("{"):
-            found = parse_json(text, "the object")
+            found: dict[str, Any] = parse_json(text, "the object")
         else:
             found = read_json_object(Path(text).expanduser())
     except ToolkitError as error:
         raise UsageError(f"{OPTION}: expected a JSON file or object: {str(error).splitlines()[0]}") from error
-    if not isinstance(found, dict) or not found:
-        raise UsageError(f"{OPTION}: expected an object of names or patterns, found {found!r:.40}")
+    if not found:
+        raise UsageError(f"{OPTION}: expected an object of names or patterns, found {{}}")
     return found
 
 

@@ -27,8 +27,9 @@ from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.methods import autoround, awq, floats, gptq, smooth
 from toolkit.quant.methods import search as finder
 from toolkit.quant.methods.sensitivity import SAMPLES
+from toolkit.quant.opening import choose, open_source, targets
 from toolkit.quant.options import AutoRound, Awq, BlockedFp8, Common, Gptq, Search, SmoothQuant
-from toolkit.quant.run import Prepared, Progress, Recipe, Result, choose, open_source, run, targets
+from toolkit.quant.run import Prepared, Progress, Recipe, Result, run
 from toolkit.quant.selection import head_site
 
 __all__ = ["Common", "Result", "auto_awq", "auto_gptq", "auto_round", "blocked_fp8", "mxfp4", "search", "smooth_quant"]

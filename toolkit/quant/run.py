@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +12,10 @@ import torch
 
 from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.formats.writers import WRITERS
-from toolkit.artifacts.manifest import describe_parent, require_kind
+from toolkit.artifacts.manifest import describe_parent
 from toolkit.artifacts.output.replace import check_directory_target
 from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import Stage, open_stage
-from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.configs.option import show_size
 from toolkit.errors import UsageError
@@ -42,15 +40,15 @@ from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.spill import Spill
 from toolkit.quant.layers.statistics_file import SavedStatistics, open_statistics
 from toolkit.quant.methods.tune import KEY, choose_steps, most_samples, needed, tune
+from toolkit.quant.opening import check_alone, check_common, choose, read_text, store_dtype, targets
 from toolkit.quant.options import Common
 from toolkit.quant.plan import Plan, plan_memory
 from toolkit.quant.room import disk_bytes
-from toolkit.quant.selection import Selection, select
-from toolkit.quant.text.calibration import CalibrationPlan, make_plan
+from toolkit.quant.selection import Selection
+from toolkit.quant.text.calibration import CalibrationPlan
 from toolkit.quant.text.calibration_text import CalibrationText, Progress
 from toolkit.quant.text.selftext import is_written
-from toolkit.runners.native.library import explain_mapped_faults
-from toolkit.runners.tensor.devices.find import DTYPES, find_device
+from toolkit.runners.tensor.devices.find import find_device
 
 
 @dataclass(frozen=True)
@@ -145,27 +143,6 @@ def tell_plan(
     )  # fmt: skip
     common.notice(memory.line())
     return memory
-
-
-def open_source(model: str, common: Common, what: str) -> LayerSource:
-    """The unquantized checkpoint behind MODEL. Raises ToolkitError for one that is quantized or cannot be read."""
-    path = resolve_model(model, revision=common.revision, download_dir=common.download_dir)
-    require_kind(path, ("checkpoint",), f"tool lite {what}")
-    explain_mapped_faults()
-    return LayerSource(path)
-
-
-def targets(source: LayerSource, selection: Selection) -> list[LinearSpec]:
-    """Every linear that will be quantized, the head last."""
-    found = [x for x in source.quantizable() if x.name not in selection.dense]
-    if selection.head:
-        found.append(LinearSpec(source.spec.head, source.spec.hidden_size, source.spec.head_size))
-    return found
-
-
-def choose(source: LayerSource, common: Common) -> Selection:
-    """What ``--skip``, ``--include`` and ``--quantize-lm-head`` ask for."""
-    return select(source, common.skip, common.include, common.quantize_lm_head)
 
 
 @torch.inference_mode()
@@ -327,22 +304,6 @@ def _stored_linears(source: LayerSource, selection: Selection) -> list[LinearSpe
     return found + [x for x in targets(source, selection) if x.name == source.spec.head]
 
 
-def read_text(source: LayerSource, common: Common) -> CalibrationText:
-    """The text that the ``--calib-…`` options ask for, which are checked now. Raises UsageError."""
-    writes = source.spec.encoder is None
-    if not writes and common.calib_dataset == "self":
-        raise UsageError(
-            f"--calib-dataset: {source.path} reads texts and writes none; give a file of texts as it will read, or a "
-            "known name such as wikitext2"
-        )
-    own = common.calib_self_samples if writes else common.calib_self_samples or 0
-    plan = make_plan(
-        common.calib_dataset, common.calib_samples, common.calib_seqlen, common.seed, source.spec.max_position,
-        own, common.effort.calib_samples,
-    )  # fmt: skip
-    return CalibrationText(source, plan)
-
-
 def _saved(source: LayerSource, recipe: Recipe, common: Common, digest: str) -> SavedStatistics | None:
     if common.calibration is None:
         return None
@@ -372,33 +333,3 @@ def _size(source: LayerSource, stage: Stage, bits_of: Callable[[Weight], int]) -
                 count += value.shape[0] * value.shape[1]
     size = sum(f.stat().st_size for f in stage.dir.iterdir() if f.suffix in (".safetensors", ".gguf"))
     return {"bits_per_weight": bits / count, "size_bytes": size}
-
-
-def check_common(common: Common) -> None:
-    """Raise UsageError for numbers that cannot be."""
-    if common.batch_size < 1:
-        raise UsageError(f"--batch-size: expected 1 or more, found {common.batch_size}")
-    if not 0 <= common.cache_memory < math.inf:
-        raise UsageError(f"--cache-memory: expected GiB, 0 or more, found {common.cache_memory:g}")
-    if common.measured < 2:
-        raise UsageError(f"--eval-tokens: expected 2 or more, found {common.measured}")
-    common.check_ray()
-
-
-def check_alone(common: Common, stage: str) -> None:
-    """Raise UsageError where a method whose layers depend on one another is to be spread over workers."""
-    if common.ray is not None:
-        raise UsageError(
-            f"--ray: {stage} takes what each layer gives to the next; expected calibrate, blocked_fp8, mxfp4, or "
-            "auto_awq, auto_gptq or smooth_quant with --calibration DIR"
-        )
-
-
-def store_dtype(wanted: str, source: LayerSource) -> torch.dtype:
-    """What dense tensors are stored as: "auto" keeps half precision and makes float16 of float32."""
-    if wanted != "auto":
-        if wanted not in DTYPES:
-            raise UsageError(f"--dtype: expected auto, {', '.join(DTYPES)}, found {wanted!r}")
-        return DTYPES[wanted]
-    stored = {source.checkpoint.info(n).dtype for n in source.checkpoint.names()}
-    return torch.bfloat16 if "BF16" in stored else torch.float16

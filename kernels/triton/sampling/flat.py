@@ -92,7 +92,7 @@ def _kept(row_start, start, t, peak, vocab, threshold, ties, used, least, BLOCK:
 
 
 @triton.jit
-def _draw(row_start, t, peak, threshold, ties, least, uniform, vocab, BLOCK: tl.constexpr):
+def draw(row_start, t, peak, threshold, ties, least, uniform, vocab, BLOCK: tl.constexpr):
     """The token drawn from a whole row, or ``vocab`` where nothing weighs anything."""
     total, used = uniform * 0.0, ties * 0
     for start in range(0, vocab, BLOCK):
@@ -146,7 +146,7 @@ def flat_kernel(
             threshold, ties = search_row(
                 row_start, t, peak, vocab, k, limit, low, high, above_low, above_high, heavier, PASS_BLOCK, THRESHOLDS
             )
-    found = _draw(row_start, t, peak, threshold, ties, least, tl.load(u + row).to(tl.float64), vocab, BLOCK)
+    found = draw(row_start, t, peak, threshold, ties, least, tl.load(u + row).to(tl.float64), vocab, BLOCK)
     of_chunk = tl.load(best + row * chunks + chunk, mask=chunk < chunks, other=0)
     top = tl.min(tl.where((chunk < chunks) & (chunk_peak == peak), of_chunk, vocab - 1), 0)
     tl.store(out + row, tl.where(found == vocab, top, found).to(tl.int64))

@@ -86,12 +86,18 @@ class WeightFiles:
         self._folder.cleanup()
 
     def _check_room(self, needed: int) -> None:
-        free = shutil.disk_usage(self.path).free - SPARE_BYTES
+        try:
+            free = shutil.disk_usage(self.path).free - SPARE_BYTES
+        except OSError as e:  # something has tidied up there
+            raise self._lost(e) from e
         if needed > free:
             raise ToolkitError(
                 f"{self.path.parent}: new weights are kept here until the next ones: they need {needed >> 20} MiB, and "
                 f"{max(0, free) >> 20} are free; make room, or set TMPDIR to a folder with more"
             )
+
+    def _lost(self, error: OSError) -> ToolkitError:
+        return ToolkitError(f"{self.path.parent}: the new weights cannot be kept: {error.strerror or error}")
 
     def _add(self, write: Callable[[Path], Any]) -> None:
         part = self.path / f"part-{self._parts:05d}.safetensors"
@@ -100,7 +106,7 @@ class WeightFiles:
             write(part)
             found = read_header(part)
         except OSError as e:
-            raise ToolkitError(f"{self.path.parent}: the new weights cannot be kept: {e.strerror or e}") from e
+            raise self._lost(e) from e
         except ToolkitError as e:
             raise ToolkitError(str(e).replace(str(part), told)) from None
         if twice := next((name for name in found if name in self.names), None):

@@ -10,7 +10,7 @@ from toolkit.models.spec import sound
 from toolkit.models.spec.keeps import Paged
 from toolkit.models.spec.mixer import MixerSpec, Rotary
 from toolkit.models.spec.parts import AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec, Spread
-from toolkit.models.spec.share import Cut, Share, Unit, by, cut_linear, own_heads, unfit_heads, unfit_inputs
+from toolkit.models.spec.share import Cut, Share, Unit, by, cut_linear, own_heads, unfit
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,7 @@ class AttentionSpec(MixerSpec):
         return Paged(self.kv_heads, self.head_dim, window, self.chunked, self.sink_tokens)
 
     def unshared(self, world: int, unit: Unit) -> str | None:
-        if (reason := unfit_heads(self.heads, self.kv_heads, world)) is not None:
-            return reason
-        own = [own_heads(self.heads, self.kv_heads, rank, world)[0] for rank in range(world)]
-        return unfit_inputs(self.o, by(self.head_dim, *own), unit)
+        return unfit(self.heads, self.kv_heads, self.o, self.head_dim, world, unit)
 
     def share(self, rank: int, world: int, unit: Unit) -> Share:
         """Heads of its own."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.parts import LinearSpec, NormSpec
-from toolkit.models.spec.share import Share, Unit, by, cut_linear, cut_rows, own_heads, unfit_heads, unfit_inputs
+from toolkit.models.spec.share import Share, Unit, by, cut_linear, cut_rows, own_heads, unfit
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,7 @@ class CrossSpec(MixerSpec):
         return 2 * self.kv_heads * self.head_dim
 
     def unshared(self, world: int, unit: Unit) -> str | None:
-        if (reason := unfit_heads(self.heads, self.kv_heads, world)) is not None:
-            return reason
-        own = [own_heads(self.heads, self.kv_heads, rank, world)[0] for rank in range(world)]
-        return unfit_inputs(self.o, by(self.head_dim, *own), unit)
+        return unfit(self.heads, self.kv_heads, self.o, self.head_dim, world, unit)
 
     def share(self, rank: int, world: int, unit: Unit) -> Share:
         """Heads of its own, of what is kept of pictures too."""

@@ -18,8 +18,7 @@ from toolkit.models.spec.share import (
     cut_rows,
     own_heads,
     rows,
-    unfit_heads,
-    unfit_inputs,
+    unfit,
 )
 from toolkit.models.spec.short_conv import ConvSpec
 
@@ -76,10 +75,7 @@ class DeltaSpec(MixerSpec):
         return State((self.conv.tail, StatePart((self.heads, self.k_dim, self.v_dim), wide=True)))
 
     def unshared(self, world: int, unit: Unit) -> str | None:
-        if (reason := unfit_heads(self.heads, self.k_heads, world, "q and k")) is not None:
-            return reason
-        own = [own_heads(self.heads, self.k_heads, rank, world)[0] for rank in range(world)]
-        return unfit_inputs(self.out, by(self.v_dim, *own), unit)
+        return unfit(self.heads, self.k_heads, self.out, self.v_dim, world, unit, "q and k")
 
     def share(self, rank: int, world: int, unit: Unit) -> Share:
         """Heads of its own, with the q and k that they share."""

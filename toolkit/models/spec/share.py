@@ -126,3 +126,12 @@ def unfit_inputs(linear: LinearSpec, spans: Sequence[Span], unit: Unit) -> str |
         if start % least or (stop % least and stop != linear.in_features):
             return f"{linear.name}: rank {rank}'s inputs {start} to {stop - 1} cut a group of {least} weights"
     return None
+
+
+def unfit(
+    heads: int, few: int, end: LinearSpec, size: int, world: int, unit: Unit, what: str = "keys and values"
+) -> str | None:
+    """Why ranks cannot have heads of their own (see ``own_heads``), each with ``size`` inputs of ``end``, or None."""
+    if (reason := unfit_heads(heads, few, world, what)) is not None:
+        return reason
+    return unfit_inputs(end, by(size, *(own_heads(heads, few, rank, world)[0] for rank in range(world))), unit)

@@ -25,8 +25,9 @@ from toolkit.quant.draft.plot import plot_curve
 from toolkit.quant.draft.text import LENGTH, Writer
 from toolkit.quant.draft.train import BATCH, Part, Teacher, Text, Training
 from toolkit.quant.layers.source import LayerSource
+from toolkit.quant.opening import open_source
 from toolkit.quant.options import Common, DraftHead
-from toolkit.quant.run import Result, open_source
+from toolkit.quant.run import Result
 from toolkit.quant.text.calibration_text import Progress
 from toolkit.runners.tensor.devices.find import find_device
 
@@ -135,7 +136,7 @@ def _prepare(
             if not stage.done(f"text.{number}"):
                 written = lambda done: progress("writing text", behind + done, whole)  # noqa: B023, E731
                 made = writer.part(number, count, length, written)
-                _fits(source, made)
+                source.check_tokens(made)
                 stage.save(f"text.{number}", {"ids": made})
             behind += count * length
             progress("writing text", behind, whole)
@@ -153,14 +154,6 @@ def _prepare(
         told(0)
     parts_of = [Part(stage.load(f"text.{n}")["ids"], stage.load(f"states.{n}")) for n, _ in parts]
     return Text(parts_of[1:]), Text(parts_of[:1])
-
-
-def _fits(source: LayerSource, ids: Tensor) -> None:
-    if int(ids.max()) >= source.spec.vocab_size:
-        raise ToolkitError(
-            f"{source.path}: the tokenizer gives token id {int(ids.max())}, but the model has "
-            f"{source.spec.vocab_size} tokens; tokenizer and weights disagree"
-        )
 
 
 def _train(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from toolkit.kernels.reference.activation import swigluoai
 from toolkit.kernels.reference.moe import moe_route
+from toolkit.kernels.torch.dense import ACTIVATIONS
 from toolkit.kernels.torch.product import product
 from toolkit.models.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 from toolkit.quant.layers.forward_attention import attention, latent_attention
@@ -147,25 +148,16 @@ def head_logits(spec: DecoderSpec, weights: Weights, hidden: Tensor) -> Tensor:
     return logits
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-}
-
-
 def _mlp(m: MlpSpec, weights: Weights, raw: Tensor, x: Tensor, watch: Watch) -> Tensor:
     if m.seen is not None:
         return _nothing(m, weights, raw, x, watch)
     up = linear(m.up, weights, x)
     if m.gate is None:
-        inner = _ACTIVATIONS[m.activation](up)
+        inner = ACTIVATIONS[m.activation](up)
     elif m.activation == "swigluoai":
         inner = swigluoai(linear(m.gate, weights, x) * m.gate_scale, up)
     else:
-        inner = _ACTIVATIONS[m.activation](linear(m.gate, weights, x) * m.gate_scale) * up
+        inner = ACTIVATIONS[m.activation](linear(m.gate, weights, x) * m.gate_scale) * up
     return linear(m.down, weights, watch(m.down.name, inner))
 
 

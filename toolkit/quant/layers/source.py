@@ -49,6 +49,14 @@ class LayerSource:
     def path(self) -> Path:
         return self.checkpoint.path
 
+    def check_tokens(self, ids: Tensor) -> None:
+        """Raise ToolkitError for ids that the model does not know."""
+        if (last := int(ids.max())) >= self.spec.vocab_size:
+            raise ToolkitError(
+                f"{self.path}: the tokenizer gives token id {last}, but the model has {self.spec.vocab_size} tokens; "
+                "tokenizer and weights disagree"
+            )
+
     def quantizable(self) -> list[LinearSpec]:
         """Every linear that may be quantized: all inside the layers but routers and shared-expert gates."""
         return [x for layer in self.spec.layers for site in layer_sites(layer) for x in site.linears]

@@ -30,19 +30,10 @@ from toolkit.quant.layers.masked import as_met
 from toolkit.quant.layers.output import cast_to, stored_as
 from toolkit.quant.layers.probe import Probe
 from toolkit.quant.layers.source import LayerSource
+from toolkit.quant.opening import check_alone, check_common, open_source, read_text, store_dtype
 from toolkit.quant.options import Common
 from toolkit.quant.room import dense_bytes
-from toolkit.quant.run import (
-    Progress,
-    Result,
-    check_alone,
-    check_common,
-    open_source,
-    read_text,
-    spill_of,
-    store_dtype,
-    tell_plan,
-)
+from toolkit.quant.run import Progress, Result, spill_of, tell_plan
 from toolkit.runners.tensor.devices.find import find_device
 
 FP8_MAX = 448.0

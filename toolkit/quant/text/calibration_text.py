@@ -14,7 +14,6 @@ import torch
 from toolkit.artifacts.manifest import file_digest
 from toolkit.artifacts.output.stage import Stage
 from toolkit.artifacts.text.tokenizer import Tokenizer
-from toolkit.errors import ToolkitError
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.text.calibration import CalibrationPlan, interleave, read_samples, shown_files
 from toolkit.quant.text.datasets import find_known
@@ -57,11 +56,7 @@ class CalibrationText:
             told = lambda done, total: progress("writing calibration text", done, total)  # noqa: E731
             parts.append(self_samples(self.source.path, digest, written, tokenizer, told))
         ids = torch.tensor(interleave(parts), dtype=torch.int64)
-        if (last := int(ids.where(ids < FIRST, 0).max())) >= self.source.spec.vocab_size:
-            raise ToolkitError(
-                f"{self.source.path}: the tokenizer gives token id {last}, but the model has "
-                f"{self.source.spec.vocab_size} tokens; tokenizer and weights disagree"
-            )
+        self.source.check_tokens(ids.where(ids < FIRST, 0))
         kept = {"ids": ids}
         if bool((ids >= FIRST).any()):
             progress("looking at pictures", 0, 1)

@@ -197,6 +197,10 @@ private:
     struct Piece {
         int64_t seq, head, first, last, tile;
     };
+    struct Work {
+        Piece piece;
+        AttnState into;  // of its rows
+    };
     struct Sight {
         bool apart;
         Range tokens;
@@ -209,7 +213,15 @@ private:
     int32_t reads(const Attention& a) const;
     int64_t query_bytes(const Attention& a) const;
     void attend_tile(const Attention& a, const Piece& piece, KvTile& kv, const KvTile* next, const AttnState& to);
-    void attend_blocks(const Attention& a, const QueryBlock* b, const QueryBlock* end, Range heads);
+    // The state of the rows of this thread's piece, from `row` on.
+    AttnState state_rows(const Attention& a, int64_t row) const {
+        const AttnState& s = own.attention.running;
+        return {s.m + row, s.l + row, s.acc + row * a.vpad};
+    }
+    template <class Advance, class Each>
+    void walk(const Attention& a, Advance advance, Each each);
+    void attend_more(const Attention& a, const Work& work, bool first_tile, KvTile& kv, const KvTile* next);
+    void attend_blocks(const Attention& a, const QueryBlock* block, const QueryBlock* last, Range heads);
     void attend_shared(const Attention& a, const SharedPrefix& prefix, int64_t head);
     // Of few tokens: the tiles of a block's heads, a partial state each.
     int64_t split_items(const Attention& a, const QueryBlock& b) const {

@@ -126,73 +126,78 @@ void Run::finish_rows(const Attention& a, int64_t head, int64_t t, const AttnSta
     }
 }
 
-// Query blocks from `b` on, all kv heads `heads` of each: tile after tile, and in a tile head after head, as they lie in the cache.
-void Run::attend_blocks(const Attention& a, const QueryBlock* b, const QueryBlock* end, Range heads) {
-    if (b == end) return;
-    AttnScratch& s = own.attention;
-    const int64_t count_heads = heads.last - heads.first;
-    Piece piece, next;
-    auto at = [&](const QueryBlock& b, int64_t i) {  // piece i of a block
-        return Piece{b.seq, heads.first + i % count_heads, b.first, b.last, tiles_of(a, b.seq, b.first, b.last).first + i / count_heads};
-    };
-    KvTile tiles[2];  // of the piece, and of the one after it
-    int64_t turn = 0;
-    next = at(*b, 0);
-    find_cells(a, next, &tiles[0]);
-    for (; b < end; b++) {
-        const int64_t rows = (b->last - b->first) * a.per_kv;
-        const Range seen = tiles_of(a, b->seq, b->first, b->last);
-        const int64_t pieces = (seen.last - seen.first) * count_heads;
-        for (int64_t i = 0; i < pieces; i++) {
-            piece = next;
-            const bool more = i + 1 < pieces || b + 1 < end;
-            KvTile &kv = tiles[turn], &ahead = tiles[turn = 1 - turn];
-            if (more) {
-                next = i + 1 < pieces ? at(*b, i + 1) : at(b[1], 0);
-                find_cells(a, next, &ahead);
-            }
-            const int64_t row = i % count_heads * rows;
-            const AttnState into{s.running.m + row, s.running.l + row, s.running.acc + row * a.vpad};
-            attend_tile(a, piece, kv, more ? &ahead : nullptr, i < count_heads ? into : s.part);
-            if (i >= count_heads) ops.attn_merge(a.vpad, rows, into, s.part);
-        }
-        for (int64_t t = b->first; t < b->last; t++)
-            for (int64_t h = heads.first; h < heads.last; h++)
-                finish_rows(a, h, t - first, s.running, (h - heads.first) * rows + (t - b->first) * a.per_kv, result(a, t - first));
+// Pieces one after the other: `advance` finds the one that comes and where its result goes, `each` gets it with its cells and those
+// of the one behind it, or null.
+template <class Advance, class Each>
+void Run::walk(const Attention& a, Advance advance, Each each) {
+    Work work, next;
+    KvTile tiles[2];  // of `work` and `next`, in turns
+    bool more = advance(next);
+    if (more) find_cells(a, next.piece, &tiles[0]);
+    for (int64_t turn = 0; more; turn = 1 - turn) {
+        KvTile &kv = tiles[turn], &ahead = tiles[1 - turn];
+        work = next;
+        more = advance(next);
+        if (more) find_cells(a, next.piece, &ahead);
+        each(work, kv, more ? &ahead : nullptr);
     }
+}
+
+// A piece into the state of its rows, the first of their pieces, or merged with what is there.
+void Run::attend_more(const Attention& a, const Work& work, bool first_tile, KvTile& kv, const KvTile* next) {
+    const AttnState& part = own.attention.part;
+    attend_tile(a, work.piece, kv, next, first_tile ? work.into : part);
+    if (!first_tile) ops.attn_merge(a.vpad, (work.piece.last - work.piece.first) * a.per_kv, work.into, part);
+}
+
+// Query blocks from `block` on, all kv heads `heads` of each: tile after tile, and in a tile head after head, as they lie in the
+// cache.
+void Run::attend_blocks(const Attention& a, const QueryBlock* block, const QueryBlock* last, Range heads) {
+    AttnScratch& s = own.attention;
+    int64_t head = heads.last - 1, tile = 0, end = 0;
+    const QueryBlock* next_block = block;
+    auto rows_of = [&](const QueryBlock& b) { return (b.last - b.first) * a.per_kv; };
+    auto advance = [&](Work& to) {
+        if (++head == heads.last) head = heads.first, tile++;
+        if (tile >= end) {
+            if (next_block == last) return false;
+            block = next_block++;
+            const Range seen = tiles_of(a, block->seq, block->first, block->last);
+            tile = seen.first, end = seen.last;
+        }
+        to = {{block->seq, head, block->first, block->last, tile}, state_rows(a, (head - heads.first) * rows_of(*block))};
+        return true;
+    };
+    walk(a, advance, [&](const Work& work, KvTile& kv, const KvTile* next) {
+        const auto& [seq, of, t0, t1, at] = work.piece;
+        const Range seen = tiles_of(a, seq, t0, t1);
+        attend_more(a, work, at == seen.first, kv, next);
+        if (at + 1 < seen.last || of + 1 < heads.last) return;
+        const int64_t rows = (t1 - t0) * a.per_kv;
+        for (int64_t t = t0; t < t1; t++)
+            for (int64_t h = heads.first; h < heads.last; h++)
+                finish_rows(a, h, t - first, s.running, (h - heads.first) * rows + (t - t0) * a.per_kv, result(a, t - first));
+    });
 }
 
 // Query blocks that begin alike, one kv head of them: the tiles in common first, for all of them together, then each one's own.
 void Run::attend_shared(const Attention& a, const SharedPrefix& prefix, int64_t head) {
-    AttnScratch& s = own.attention;
     const QueryBlock &front = in_order[size_t(prefix.first)], &back = in_order[size_t(prefix.last - 1)];
-    int64_t block = prefix.first - 1;
-    Piece next{front.seq, head, front.first, back.last, -1};
-    int64_t end = prefix.tiles;
-    auto advance = [&] {
-        if (++next.tile < end) return true;
-        if (++block == prefix.last) return false;
-        const QueryBlock& b = in_order[size_t(block)];
-        next = {b.seq, head, b.first, b.last, prefix.tiles};
-        end = tiles_of(a, b.seq, b.first, b.last).last;
+    int64_t block = prefix.first - 1, end = prefix.tiles;
+    Piece piece{front.seq, head, front.first, back.last, -1};
+    auto advance = [&](Work& to) {
+        if (++piece.tile == end) {
+            if (++block == prefix.last) return false;
+            const QueryBlock& b = in_order[size_t(block)];
+            piece = {b.seq, head, b.first, b.last, prefix.tiles};
+            end = tiles_of(a, b.seq, b.first, b.last).last;
+        }
+        to = {piece, state_rows(a, (piece.first - front.first) * a.per_kv)};
         return true;
     };
-    KvTile tiles[2];  // of the piece, and of the one after it
-    int64_t turn = 0;
-    bool more = advance();
-    find_cells(a, next, &tiles[0]);
-    while (more) {
-        const Piece piece = next;
-        KvTile &kv = tiles[turn], &ahead = tiles[turn = 1 - turn];
-        more = advance();
-        if (more) find_cells(a, next, &ahead);
-        const int64_t row = (piece.first - front.first) * a.per_kv;
-        const AttnState into{s.running.m + row, s.running.l + row, s.running.acc + row * a.vpad};
-        attend_tile(a, piece, kv, more ? &ahead : nullptr, piece.tile ? s.part : into);
-        if (piece.tile) ops.attn_merge(a.vpad, (piece.last - piece.first) * a.per_kv, into, s.part);
-    }
+    walk(a, advance, [&](const Work& work, KvTile& kv, const KvTile* next) { attend_more(a, work, work.piece.tile == 0, kv, next); });
     for (int64_t t = front.first; t < back.last; t++)
-        finish_rows(a, head, t - first, s.running, (t - front.first) * a.per_kv, result(a, t - first));
+        finish_rows(a, head, t - first, own.attention.running, (t - front.first) * a.per_kv, result(a, t - first));
 }
 
 // Few tokens: the tiles of every query block and head are items of their own, merged afterwards in the same order. They are taken
@@ -200,28 +205,21 @@ void Run::attend_shared(const Attention& a, const SharedPrefix& prefix, int64_t 
 void Run::attend_split(const Attention& a) {
     int64_t items = 0;
     for (const QueryBlock& b : blocks) items += split_items(a, b);
-    struct Item {
-        Piece piece;
-        AttnState state;
-    };
     auto at = [&](int64_t i) {
         float* partial = w.partial_pages.at<float>(0);
         const QueryBlock* b = blocks.data();
         for (int64_t n; i >= (n = split_items(a, *b)); i -= n) partial += n * split_floats(a, *b++);
         const int64_t tile = tiles_of(a, b->seq, b->first, b->last).first + i / a.kv_heads;
-        return Item{{b->seq, i % a.kv_heads, b->first, b->last, tile}, split_state(a, *b, partial, i)};
+        return Work{{b->seq, i % a.kv_heads, b->first, b->last, tile}, split_state(a, *b, partial, i)};
     };
     share(P_ATTENTION, items, 1, [&](Range r) {
-        Item item, next = at(r.first);
-        KvTile tiles[2];  // of the item, and of the one after it
-        find_cells(a, next.piece, &tiles[r.first % 2]);
-        for (int64_t i = r.first; i < r.last; i++) {
-            const bool more = i + 1 < r.last;
-            KvTile &kv = tiles[i % 2], &ahead = tiles[(i + 1) % 2];
-            item = next;
-            if (more) find_cells(a, (next = at(i + 1)).piece, &ahead);
-            attend_tile(a, item.piece, kv, more ? &ahead : nullptr, item.state);
-        }
+        int64_t i = r.first;
+        auto advance = [&](Work& to) {
+            if (i == r.last) return false;
+            to = at(i++);
+            return true;
+        };
+        walk(a, advance, [&](const Work& work, KvTile& kv, const KvTile* next) { attend_tile(a, work.piece, kv, next, work.into); });
     });
 }
 
