@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from toolkit.configs.speculative import Speculation
 from toolkit.engine.core import EngineCore
-from toolkit.engine.drafts.cost import StepCost, worth
+from toolkit.engine.drafts.cost import StepCost, least_chance, worth
 from toolkit.engine.drafts.draft import Draft, Guess, Outlook
 from toolkit.engine.drafts.lookup import USERS, Lookup
 from toolkit.engine.drafts.model import DraftModel
-from toolkit.engine.drafts.search import Answers, Seen, pairs
+from toolkit.engine.drafts.search import Answers, Newest, Seen, pairs
 from toolkit.engine.drafts.speculator import Speculator
 from toolkit.engine.drafts.vocabulary import equal
 from toolkit.engine.plan import Plan
@@ -287,6 +287,16 @@ def test_lookup_goes_on_as_the_text_did_before() -> None:
     assert guessed(Lookup(), [1, 2, 3, 7, 1, 9, 3, 8, 5, 1, 2, 3])[1] == [7, 1, 9, 3], "the longest first"
     assert guessed(Lookup(), [5, 6, 5, 6])[1] == [5, 6, 5, 6], "round and round"
     assert guessed(Lookup(), [1, 2, 3, 4])[1] == []
+    assert guessed(Lookup(), [1, 2, 3, 9, 2])[1] == [3, 9, 2, 3], "one token alike is enough"
+    assert guessed(Lookup(), [1, 2, 7, 3, 2, 8, 5, 9, 2])[1] == [8, 5, 9, 2], "where it stands last"
+
+
+def test_lookup_does_not_guess_what_cannot_pay() -> None:
+    """One token alike comes true now and then; a text that goes on for long comes true nearly always."""
+    lookup = Lookup()
+    lookup.least = 0.5
+    assert guessed(lookup, [1, 2, 3, 9, 2])[1] == []
+    assert guessed(lookup, [*range(20), 40, *range(16)])[1] == [16, 17, 18, 19]
 
 
 def test_lookup_steps_over_what_was_edited() -> None:
@@ -341,6 +351,17 @@ def test_pairs_that_were_seen_are_known(tokens: list[int], room: int) -> None:
     assert int(found[-1]) in seen
 
 
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(0, 60))
+def test_where_a_token_stands_last_is_known(tokens: list[int], room: int) -> None:
+    text = np.array(tokens, np.int32)
+    newest = Newest(text[: len(text) // 2], len(tokens) + room)
+    for place in range(len(text) // 2, len(text)):
+        newest.add(int(text[place]), place + 1)
+    for token in range(10):
+        place = newest.of(token)
+        assert place == max((i + 1 for i, other in enumerate(tokens) if other == token), default=place)
+
+
 def test_as_many_guesses_are_verified_as_pay() -> None:
     cost = StepCost()
     for rows in range(1, 17):
@@ -354,6 +375,20 @@ def test_as_many_guesses_are_verified_as_pay() -> None:
         dear.note(rows, float(rows))
     assert worth([[0.1] * 5, [0.9] * 5], 2, 100, free) == [5, 5]
     assert worth([[0.9] * 5], 1, 100, dear) == [0]
+
+
+@given(
+    st.integers(1, 8),
+    st.lists(st.floats(0.1, 4.0), min_size=20, max_size=20),
+    st.lists(st.floats(0.0, 1.0), min_size=1, max_size=8),
+)
+def test_a_chance_too_small_for_a_row_is_never_verified(rows: int, seconds: list[float], chances: list[float]) -> None:
+    cost = StepCost()
+    for i in range(len(seconds)):
+        cost.note(rows + i, sum(seconds[: i + 1]))
+    least = least_chance(rows, 16, cost)
+    assert 0 <= least
+    assert worth([chances], rows, 16, cost) == [0] or chances[0] >= least - 1e-9
 
 
 def test_what_few_rows_cost_is_known_beside_others() -> None:

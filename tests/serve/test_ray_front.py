@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx2 as httpx
@@ -365,12 +367,21 @@ def test_without_ray_the_message_says_how_to_get_it(
 
 
 @pytest.mark.parametrize(
-    ("token", "mode", "expected"), [(True, None, "token"), (False, None, None), (True, "k8s", "k8s")]
+    ("token", "mode", "imported", "expected"),
+    [(True, None, False, "token"), (False, None, False, None), (True, "k8s", False, "k8s"), (True, None, True, None)],
 )
 def test_a_token_is_shown_to_a_cluster_that_is_there(
-    token: bool, mode: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    token: bool,
+    mode: str | None,
+    imported: bool,
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(ray_here, "why_no_ray", lambda: None)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    if imported:  # it has read its environment
+        monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.setenv(name, "")  # restored afterwards, whatever is set below

@@ -14,6 +14,7 @@ _FIRST_ROW = 0.1  # of a step of one row, what each further one is taken to cost
 _NEW = 0.25  # of what is kept, what the latest step makes; of the first steps each counts alike
 _DRIFT = 0.3  # the power of a change with which other numbers of rows follow: contexts grow, other processes come
 _SURPRISE = 3.0  # times what was expected, beyond which a step says nothing more
+_NEAR = 16  # further rows, of which a step may have some more for next to nothing
 PAYS = 1.03  # times the tokens a second without guesses, from which they are made: what is measured is not exact
 
 
@@ -90,3 +91,11 @@ def worth(chances: list[list[float]], rows: int, room: int, cost: StepCost) -> l
     owners = np.repeat(np.arange(len(gains)), [len(g) for g in gains])
     np.add.at(counts, owners[order[:chosen]], 1)
     return [int(n) for n in counts]
+
+
+def least_chance(rows: int, room: int, cost: StepCost) -> float:
+    """The chance of a token below which no further row pays: what one adds to a step's time at least, as a share of
+    the time of a token. ``rows``, ``room``: as of ``worth``; of the further rows only the first ones count."""
+    more = np.arange(min(room, _NEAR) + 1)
+    seconds = cost.of(rows + more)
+    return max(0.0, float(np.min((seconds[1:] / seconds[0] - 1) / more[1:], initial=1.0 / rows)) * rows)

@@ -42,12 +42,14 @@ class Outlook:
 
 class Draft:
     """``name``: of the method, in metrics. ``costs``: guesses take time to make, so that ``outlook`` is asked before
-    ``propose`` is. ``aux_layers``: of the model whose inputs come back from every step, for ``observe``. One engine's
+    ``propose`` is. ``aux_layers``: of the model whose inputs come back from every step, for ``observe``. ``least``: the
+    chance of a token below which its row does not pay now; guesses that promise less need not be made. One engine's
     thread owns a draft."""
 
     name: str
     costs: bool = False
     aux_layers: tuple[int, ...] = ()
+    least: float = 0.0
 
     def outlook(self, asked: Seq[tuple[Sequence, int]]) -> Outlook:
         """What guesses of up to so many tokens for all of these requests promise; only where they cost."""

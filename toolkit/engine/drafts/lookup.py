@@ -8,6 +8,7 @@ what would have been guessed, guessed or not, so the chances are known without a
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -16,10 +17,10 @@ from numpy.typing import NDArray
 from toolkit.configs.speculative import Share
 from toolkit.engine.drafts.draft import NO_GUESS, Draft, Guess
 from toolkit.engine.drafts.odds import Kind, Odds, lookup_odds, place
-from toolkit.engine.drafts.search import BORDER, LONGEST, Answers, Seen, longest, pair, pairs
+from toolkit.engine.drafts.search import BORDER, LONGEST, Answers, IDs, Newest, Seen, longest, pair, pairs
 from toolkit.engine.sequence import Sequence
 
-LEAST = 2  # tokens that have to agree in a text of the request's own: a pair
+LEAST = 2  # tokens of an answer that is kept
 USERS = 64  # whose answers are kept, those that last asked
 _NOTHING = np.zeros(0, np.int32)
 
@@ -37,7 +38,7 @@ class Lookup(Draft):
 
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
         """Behind what each request's known tokens ended with before."""
-        return [self._of(seq).guess(most) for seq, most in asked]
+        return [self._of(seq).guess(most, self.least) for seq, most in asked]
 
     def forget(self, seq: Sequence) -> None:
         """Keep its answer for others."""
@@ -98,6 +99,7 @@ class Copy:
         self._pair = int(prompt[-1]) if len(prompt) else -1  # the last two; most have never stood side by side before
         self._pairs = Seen(prompt[:-1], seq.prompt_len + seq.left)
         self._predicted_pairs = Seen(pairs(self._predicted))
+        self._newest = Newest(seq.tokens[: seq.prompt_len - 1], seq.prompt_len + seq.left)
         if len(self._predicted):
             self._text = self.kind = Kind.PREDICTED
             self.agreed = LONGEST
@@ -105,16 +107,18 @@ class Copy:
         if self.kind is None:
             self._search()
 
-    def guess(self, most: int) -> Guess:
-        """Up to ``most`` tokens behind the known ones."""
+    def guess(self, most: int, least: float = 0.0) -> Guess:
+        """Up to ``most`` tokens behind the known ones. ``least``: of a draft."""
         if self._seen < self.seq.known:
             self._follow()
             if self.kind is None or self.kind == Kind.RESUMED:
                 self._search()
-        if self.kind is None or most < 1:
+        if self.kind is None or most < 1 or (first := self._odds.of(place(self.kind, self.agreed))) < least:
             return NO_GUESS
         tokens = self._next(most)
-        return Guess(tokens, [self._odds.of(place(self.kind, self.agreed + i)) for i in range(len(tokens))])
+        return Guess(
+            tokens, [first, *(self._odds.of(place(self.kind, self.agreed + i)) for i in range(1, len(tokens)))]
+        )
 
     def _source(self) -> NDArray[np.int32]:
         if self._text == Kind.OWN:
@@ -133,6 +137,8 @@ class Copy:
         """Compare the tokens that have come with those that are copied."""
         last = int(self.seq.tokens[self._seen - 1]) if self._seen else 0
         for token in self.seq.tokens[self._seen : self.seq.known].tolist():
+            if self._seen:
+                self._newest.add(last, self._seen)
             self._seen += 1
             if self._pair >= 0:
                 self._pairs.add(self._pair)
@@ -153,26 +159,28 @@ class Copy:
             self.agreed = self.agreed + 1 if right else 0
 
     def _search(self) -> None:
-        if self._pair not in self._pairs and self._pair not in self._predicted_pairs:
-            found = (0, 0) if self._others is None else self._others.find(self.seq.tokens[: self.seq.known][-LONGEST:])
-            if found[1]:
-                (self.at, self.agreed), self.kind, self._text = found, Kind.SHARED, Kind.SHARED
-            return
         known = self.seq.tokens[: self.seq.known]
         tail = known[-LONGEST:]
         best = (0.0, 0)  # chance, tokens alike
         if self.kind == Kind.RESUMED:
             best = self._odds.of(place(self.kind, self.agreed)), self.agreed
         chosen: tuple[Kind, int, int] | None = None
-        for text in (Kind.PREDICTED, Kind.OWN, Kind.SHARED):
-            if text == Kind.PREDICTED:
-                at, agreed = longest(self._predicted, tail, self._reached)
-            elif text == Kind.OWN:
-                at, agreed = longest(known, tail)
-            else:
-                at, agreed = (0, 0) if self._others is None else self._others.find(tail)
-            if agreed >= LEAST and (rank := (self._odds.of(place(text, agreed)), agreed)) > best:
+        for text, at, agreed in self._found(known, tail):
+            if agreed and (rank := (self._odds.of(place(text, agreed)), agreed)) > best:
                 best, chosen = rank, (text, at, agreed)
         if chosen is not None:
             self.kind, self.at, self.agreed = chosen
             self._text = chosen[0]
+
+    def _found(self, known: IDs, tail: IDs) -> Iterator[tuple[Kind, int, int]]:
+        """Where the text's end has stood: a kind, the place behind it there, and how many tokens are alike."""
+        shared = (0, 0) if self._others is None else self._others.find(tail)
+        if self._pair in self._pairs or self._pair in self._predicted_pairs:
+            at, agreed = longest(self._predicted, tail, self._reached)
+            if agreed > 1:
+                yield Kind.PREDICTED, at, agreed
+            yield Kind.OWN, *longest(known, tail)
+        elif not shared[1] and len(known):
+            at = self._newest.of(int(known[-1]))
+            yield Kind.OWN, at, int(at > 0 and known[at - 1] == known[-1])
+        yield Kind.SHARED, *shared

@@ -69,7 +69,25 @@ class Seen:
         return bool(self._table[_place(number, self._bits)])
 
 
-def _spread(numbers: NDArray[np.int64], bits: int) -> NDArray[np.uint64]:
+class Newest:
+    """Behind which place of a text each of its tokens stands last. One in four may be taken for another that came
+    later."""
+
+    def __init__(self, tokens: IDs, room: int) -> None:
+        self._bits = max(10, (4 * room).bit_length())
+        self._places: IDs = np.zeros(1 << self._bits, np.int32)
+        self._places[_spread(tokens, self._bits)] = np.arange(1, len(tokens) + 1)
+
+    def add(self, token: int, place: int) -> None:
+        """It stands before this place."""
+        self._places[_place(token, self._bits)] = place
+
+    def of(self, token: int) -> int:
+        """The place, 0 where it has not stood."""
+        return int(self._places[_place(token, self._bits)])
+
+
+def _spread(numbers: NDArray[np.int64] | IDs, bits: int) -> NDArray[np.uint64]:
     """A place of ``bits`` bits for each number."""
     spread: NDArray[np.uint64] = numbers.astype(np.uint64) * np.uint64(_ODD)
     return spread >> np.uint64(64 - bits)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.configs.speculative import Speculation
-from toolkit.engine.drafts.cost import StepCost, fastest, worth
+from toolkit.engine.drafts.cost import StepCost, fastest, least_chance, worth
 from toolkit.engine.drafts.draft import Draft, Guess
 from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
@@ -92,7 +92,7 @@ class Speculator:
         if self._plain_due() or not any(s.pending for s in ready):
             return False
         asked = self._asked(ready)
-        guesses = self._at_once(asked, ahead=1).items()
+        guesses = self._at_once(asked, len(ready), ahead=1).items()
         behind = {s: Found(_behind(guess), draft) for s, (guess, draft) in guesses if len(guess.tokens) > 1}
         if any(self._worth([guess for guess, _ in behind.values()], len(ready))):
             return True
@@ -104,7 +104,7 @@ class Speculator:
         if self._plain_due():
             return {}
         asked = self._asked([s for s in ready if not s.pending])
-        guesses = self._at_once(asked)
+        guesses = self._at_once(asked, len(ready))
         started = time.perf_counter()
         for draft in [d for d in self.drafts if d.costs]:
             self._draft(draft, asked, guesses, len(ready))
@@ -133,11 +133,15 @@ class Speculator:
     def _asked(self, ready: Iterable[Sequence]) -> list[Asked]:
         return [(s, most) for s in ready if may(s) and (most := self._most(s)) > 0]
 
-    def _at_once(self, asked: list[Asked], ahead: int = 0) -> dict[Sequence, Found]:
+    def _at_once(self, asked: list[Asked], rows: int, ahead: int = 0) -> dict[Sequence, Found]:
         """The best guesses that take no time to make. ``ahead``: tokens in flight, which they begin with."""
         best: dict[Sequence, Found] = {}
+        least = 0.0
+        if asked and not self.options.always:
+            least = least_chance(rows, self._rows - rows, self.cost) if self.cost.known else 1.0
         for draft in self.drafts:
             if not draft.costs:
+                draft.least = least
                 self._take(draft, [(s, most + ahead) for s, most in asked], best)
         return best
 
