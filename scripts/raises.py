@@ -109,8 +109,7 @@ def main() -> int:
     if args.only_count and not (args.keep and args.keep.is_file()):
         parser.error(f"--only-count: {args.keep or 'no --keep'}: expected --keep with the file of an earlier run")
     code = 0
-    kept = args.keep.read_text(encoding="utf-8").split("\n") if args.keep and args.keep.is_file() else []
-    reached = set(filter(None, kept))
+    reached: set[str] = set()
     if not args.only_count:
         with listening() as (place, lines):
             paths = [str(WATCH), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -121,8 +120,10 @@ def main() -> int:
                     code = run.wait()
                 except KeyboardInterrupt:  # pytest has it too, and ends; what it reached is counted
                     code = run.wait() or 1
-        reached |= names_of(lines)
-        if args.keep:
+        reached = names_of(lines)
+    if args.keep:  # read now: another part may have written meanwhile
+        reached |= set(filter(None, args.keep.read_text(encoding="utf-8").split("\n") if args.keep.is_file() else []))
+        if not args.only_count:
             args.keep.write_text("".join(f"{name}\n" for name in sorted(reached)), encoding="utf-8")
     rooms = count(reached)
     every = [one for places in rooms.values() for one in places]
