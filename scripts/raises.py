@@ -124,6 +124,7 @@ def main() -> int:
     if args.keep:  # read now: another part may have written meanwhile
         reached |= set(filter(None, args.keep.read_text(encoding="utf-8").split("\n") if args.keep.is_file() else []))
         if not args.only_count:
+            args.keep.parent.mkdir(parents=True, exist_ok=True)
             args.keep.write_text("".join(f"{name}\n" for name in sorted(reached)), encoding="utf-8")
     rooms = count(reached)
     every = [one for places in rooms.values() for one in places]
