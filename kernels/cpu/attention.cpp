@@ -17,7 +17,7 @@ namespace tk {
 namespace TK_ISA {
 namespace {
 
-constexpr int64_t FEW_ROWS = 8;  // up to so many query rows reading the cache takes longer than computing
+constexpr int64_t FEW_ROWS = 24;  // up to so many query rows reading the cache is a good part of the time
 
 #if defined(TK_READS_CODES)
 // The rows from r on, M of them or fewer; returns the row behind them.

@@ -166,6 +166,22 @@ def test_gaps_grow_with_a_long_prompt_by_degrees(machine: Callable[..., Machine]
     assert np.percentile(times, 99) < 3 * np.median(times) and max(times) < 1.3 * TARGET / 1000
 
 
+def test_what_prompts_have_of_a_step_grows_to_a_limit() -> None:
+    """With equal costs of a token everywhere, 12,000 tokens get what 100,000 get; 8,000 twice what 4,000 get."""
+    from toolkit.engine.scheduler import Plan
+
+    pace, now = Pace(None), 1.0
+    for start in range(0, 100_000, 1000):
+        for tokens in (0, 64, 4096):
+            plan = Plan(decodes=[None] * 4, chunks=[(None, start, tokens)] * (tokens > 0), submitted=now)  # type: ignore
+            now += 0.006 + 1e-5 * tokens
+            pace.ended(plan, now)
+    near, far = pace.budget(4, 4096, 8192), pace.budget(4, 8192, 8192)
+    assert far == pytest.approx(2 * near, rel=0.05)
+    assert pace.budget(4, 12_288, 8192) == pytest.approx(3 * near, rel=0.05)
+    assert pace.budget(4, 100_000, 8192) == pytest.approx(3 * near, rel=0.1)
+
+
 def test_what_is_very_long_gets_more_of_a_step(machine: Callable[..., Machine]) -> None:
     m = machine(token=1e-3, decode=0.01, target=None)
     m.ask("stream", 20, 3000)

@@ -13,7 +13,8 @@ from toolkit.engine.plan import Plan
 
 MOST_MS = 150.0  # the target where none is told
 STRETCH = 2.0  # and then: times what decoding alone would take that a step may take with prompts,
-NEAR = 2048  # of a prompt with so many tokens in the cache; with more, in proportion: each step reads them all again
+NEAR = 2048  # of a prompt with so many tokens in the cache; with more, in proportion: each step reads them all again,
+MOST_STRETCH = 6.0  # to at most so many times what prompts have of a step there: later gaps would stand out
 FIRST_GUESS = 128  # prompt tokens of a step as long as nothing has been measured
 LEAST = 8  # prompt tokens that a step may always take: fewer cost no less, for kernels take several rows at once
 MOST_FREE = 128  # of those at most that are found to cost next to nothing
@@ -38,7 +39,8 @@ class Pace:
     """Seconds that steps take, and from them the budget of the next one.
 
     ``target_ms``: of a step in which requests decode; 0 = no limit, None = ``MOST_MS``, or ``STRETCH`` times what that
-    step would take without prompts where this is less; what it takes longer grows with prompts beyond ``NEAR``.
+    step would take without prompts where this is less; what it takes longer grows with prompts beyond ``NEAR``, to
+    ``MOST_STRETCH`` times as much.
     """
 
     def __init__(self, target_ms: float | None) -> None:
@@ -68,7 +70,7 @@ class Pace:
             target = self.target * min(1.0, times)
             seconds = max(target - decode, target * LEAST_SHARE)
             if decode and self.stretch:
-                seconds = min(seconds, (self.stretch - 1) * decode * max(1.0, before / NEAR))
+                seconds = min(seconds, (self.stretch - 1) * decode * min(MOST_STRETCH, max(1.0, before / NEAR)))
         else:
             least = ALONE_LEAST
             seconds = max(self.target * times - decode, self.target * LEAST_SHARE)

@@ -211,6 +211,9 @@ Cut cut_chunk(const Program& p, const StepArrays& in, int64_t first, int64_t cou
         std::stable_sort(cut.blocks.begin(), cut.blocks.end(),
                          [&](const QueryBlock& a, const QueryBlock& b) { return cost(in, a) > cost(in, b); });
         cut_runs(cut, in, threads);
+        int64_t total = 0;
+        for (const QueryBlock& b : cut.blocks) total += cost(in, b);
+        cut.heavy = cost(in, cut.blocks[0]) * threads > total;
         return cut;
     }
     for (RowPart& part : cut.parts) {

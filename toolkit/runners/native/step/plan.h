@@ -73,6 +73,7 @@ struct Cut {
     std::vector<QueryBlock> in_order;  // blocks as their tokens lie, and …
     std::vector<SharedPrefix> shared;  // … which of them read a prefix together; empty where none do
     std::vector<int64_t> runs;        // of blocks, one a thread, equally long to read; empty where blocks are taken singly
+    bool heavy = false;               // the first block costs more than a thread's share of all
 };
 
 // Sequences, parts, query blocks and runs of tokens [first, first + count). Long ones first: threads take them as they get

@@ -46,7 +46,7 @@ void Run::down_rows(const Sublayer& s, const Linear& l, Range rows, Phase phase)
 }
 
 void Run::attend_rows(const Sublayer& s, const Attention& a, const RowPart& part) {
-    for (int64_t h = 0; h < a.kv_heads; h++) attend_blocks(a, {part.first_block, part.last_block}, {h, h + 1});
+    for (int64_t h = 0; h < a.kv_heads; h++) attend_blocks(a, blocks.data() + part.first_block, blocks.data() + part.last_block, {h, h + 1});
     mark(P_ATTENTION);
     for (int64_t t = part.rows.first; t < part.rows.last; t++) quantize_row(a.out, w.mid, t);
     mark(P_PREPARE);

@@ -22,7 +22,7 @@ public:
                   {cut.seen.empty() ? nullptr : cut.seen.data(), &m.work->threads[size_t(index)].low,
                    cut.adapters.empty() ? nullptr : cut.adapters.data(), &m.adapters, index, m.pool.size()}),
           model(m), p(m.program), w(*m.work), in(i), out(o), plan(pl), seq_of(cut.seq_of), view_of(cut.view_of), spans(cut.spans),
-          blocks(cut.blocks), in_order(cut.in_order), shared(cut.shared), looks(cut.looks), parts(cut.parts), runs(cut.runs), adapters(cut.adapters), first(cut.first), count(cut.count),
+          blocks(cut.blocks), in_order(cut.in_order), shared(cut.shared), looks(cut.looks), parts(cut.parts), runs(cut.runs), heavy(cut.heavy), adapters(cut.adapters), first(cut.first), count(cut.count),
           thread(index), threads(m.pool.size()), own(m.work->threads[size_t(index)]) {
         for (LowScratch::Rows& made : own.low.made) made.of = nullptr;
     }
@@ -221,7 +221,7 @@ private:
     template <class Advance, class Each>
     void walk(const Attention& a, Advance advance, Each each);
     void attend_more(const Attention& a, const Work& work, bool first_tile, KvTile& kv, const KvTile* next);
-    void attend_blocks(const Attention& a, Range which, Range heads);
+    void attend_blocks(const Attention& a, const QueryBlock* block, const QueryBlock* last, Range heads);
     void attend_shared(const Attention& a, const SharedPrefix& prefix, int64_t head);
     // Of few tokens: the tiles of a block's heads, a partial state each.
     int64_t split_items(const Attention& a, const QueryBlock& b) const {
@@ -315,6 +315,7 @@ private:
     const std::vector<QueryBlock>& looks;
     const std::vector<RowPart>& parts;
     const std::vector<int64_t>& runs;
+    const bool heavy;
     const Adapters& adapters;
     const int64_t first, count;  // the chunk's flat tokens
     Range hand{0, count};        // those that this thread has in hand: a part of their own, or all

@@ -150,21 +150,22 @@ void Run::attend_more(const Attention& a, const Work& work, bool first_tile, KvT
     if (!first_tile) ops.attn_merge(a.vpad, (work.piece.last - work.piece.first) * a.per_kv, work.into, part);
 }
 
-// Query blocks [first, last) of the chunk, all kv heads `heads` of each: tile after tile, and in a tile head after head, as
-// they lie in the cache.
-void Run::attend_blocks(const Attention& a, Range which, Range heads) {
+// Query blocks from `block` on, all kv heads `heads` of each: tile after tile, and in a tile head after head, as they lie in the
+// cache.
+void Run::attend_blocks(const Attention& a, const QueryBlock* block, const QueryBlock* last, Range heads) {
     AttnScratch& s = own.attention;
-    int64_t block = which.first - 1, head = heads.last - 1, tile = 0, end = 0;
+    int64_t head = heads.last - 1, tile = 0, end = 0;
+    const QueryBlock* next_block = block;
     auto rows_of = [&](const QueryBlock& b) { return (b.last - b.first) * a.per_kv; };
     auto advance = [&](Work& to) {
         if (++head == heads.last) head = heads.first, tile++;
         if (tile >= end) {
-            if (++block == which.last) return false;
-            const Range seen = tiles_of(a, blocks[size_t(block)].seq, blocks[size_t(block)].first, blocks[size_t(block)].last);
+            if (next_block == last) return false;
+            block = next_block++;
+            const Range seen = tiles_of(a, block->seq, block->first, block->last);
             tile = seen.first, end = seen.last;
         }
-        const QueryBlock& b = blocks[size_t(block)];
-        to = {{b.seq, head, b.first, b.last, tile}, state_rows(a, (head - heads.first) * rows_of(b))};
+        to = {{block->seq, head, block->first, block->last, tile}, state_rows(a, (head - heads.first) * rows_of(*block))};
         return true;
     };
     walk(a, advance, [&](const Work& work, KvTile& kv, const KvTile* next) {
@@ -246,21 +247,42 @@ void Run::merge_split(const Attention& a, InputBuffer& to, Range heads) {
     }
 }
 
-// More than a few tokens: their query blocks, whose results each thread finishes itself. `skipped`: sequences left out, if any.
+// Into how many parts of `tokens` each of `heads` is cut, so that threads which take them are done soonest.
+static int64_t best_parts(int64_t tokens, int64_t heads, int64_t threads) {
+    auto time = [&](int64_t parts) { return (heads * parts + threads - 1) / threads * ((tokens + parts - 1) / parts); };
+    int64_t best = 1;
+    for (int64_t parts = 2; parts <= std::min(tokens, threads); parts++)
+        if (time(parts) < time(best)) best = parts;
+    return best;
+}
+
+// More than a few tokens: their query blocks, whose results each thread finishes itself; first the longest, of whose heads there may be
+// too few for the threads. `skipped`: sequences left out, if any.
 void Run::attend_all(const Attention& a, const std::vector<uint8_t>& skipped) {
     const int64_t n = int64_t(blocks.size()) * a.kv_heads, prefixes = int64_t(shared.size()) * a.kv_heads;
     if (prefixes && !a.window && skipped.empty())
         share(P_ATTENTION, prefixes, 1, [&](Range r) {
             for (int64_t i = r.first; i < r.last; i++) attend_shared(a, shared[size_t(i / a.kv_heads)], i % a.kv_heads);
         }, prefixes);
-    else if (runs.empty())
-        share(P_ATTENTION, n, 1, [&](Range r) {
-            for (int64_t i = r.first; i < r.last; i++)
-                if (skipped.empty() || !skipped[size_t(blocks[size_t(i / a.kv_heads)].seq)])
-                    attend_blocks(a, {i / a.kv_heads, i / a.kv_heads + 1}, {i % a.kv_heads, i % a.kv_heads + 1});
-        }, n);
-    else
-        share(P_ATTENTION, threads, 1, [&](Range r) { attend_blocks(a, {runs[size_t(r.first)], runs[size_t(r.last)]}, {0, a.kv_heads}); });
+    else if (runs.empty()) {
+        const QueryBlock& front = blocks[0];
+        const int64_t tokens = front.last - front.first, parts = heavy ? best_parts(tokens, a.kv_heads, threads) : 1;
+        const int64_t more = a.kv_heads * (parts - 1);
+        share(P_ATTENTION, n + more, 1, [&](Range r) {
+            for (int64_t i = r.first; i < r.last; i++) {
+                QueryBlock b = blocks[size_t(std::max<int64_t>(i - more, 0) / a.kv_heads)];
+                int64_t head = std::max<int64_t>(i - more, 0) % a.kv_heads;
+                if (i < a.kv_heads * parts) {  // parts of a head side by side: what one of them reads the next finds in the processor's caches
+                    head = i / parts;
+                    b = {front.seq, front.first + tokens * (i % parts) / parts, front.first + tokens * (i % parts + 1) / parts};
+                }
+                if (skipped.empty() || !skipped[size_t(b.seq)]) attend_blocks(a, &b, &b + 1, {head, head + 1});
+            }
+        }, n + more);
+    } else
+        share(P_ATTENTION, threads, 1, [&](Range r) {
+            attend_blocks(a, blocks.data() + runs[size_t(r.first)], blocks.data() + runs[size_t(r.last)], {0, a.kv_heads});
+        });
 }
 
 }  // namespace tk
