@@ -10,10 +10,14 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,7 +70,7 @@ def names_of(lines: set[str]) -> set[str]:
 
 def count(reached: set[str]) -> dict[str, list[tuple[str, bool]]]:
     """By room: each place, and whether it was reached."""
-    rooms = defaultdict(list)
+    rooms: dict[str, list[tuple[str, bool]]] = defaultdict(list)
     for path, found in every_site().items():
         inside = Path(path).parts
         room = "/".join(inside[: 2 if inside[0] == "toolkit" and len(inside) > 2 else 1])
@@ -74,8 +78,25 @@ def count(reached: set[str]) -> dict[str, list[tuple[str, bool]]]:
     return {room: places for room, places in rooms.items() if places}
 
 
-def lines_of(file: Path) -> set[str]:
-    return set(file.read_text(encoding="utf-8").split("\n")) - {""} if file.is_file() else set()
+@contextmanager
+def listening() -> Iterator[tuple[str, set[str]]]:
+    """A socket, by its path, and the lines that processes have told it when the block ends."""
+    lines: set[str] = set()
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
+        heard.bind(place := f"{folder}/socket")
+
+        def listen() -> None:
+            while line := heard.recv(1 << 16):
+                lines.add(line.decode())
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        try:
+            yield place, lines
+        finally:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+                end.sendto(b"", place)
+            thread.join()
 
 
 def main() -> int:
@@ -88,20 +109,22 @@ def main() -> int:
     if args.only_count and not (args.keep and args.keep.is_file()):
         parser.error(f"--only-count: {args.keep or 'no --keep'}: expected --keep with the file of an earlier run")
     code = 0
-    reached = lines_of(args.keep) if args.keep else set()
+    reached: set[str] = set()
     if not args.only_count:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "lines"
+        with listening() as (place, lines):
             paths = [str(WATCH), *filter(None, [os.environ.get("PYTHONPATH")])]
-            watched = {"TOOLKIT_RAISES_FILE": str(file), "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+            watched = {"TOOLKIT_RAISES_SOCKET": place, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
             command = [sys.executable, "-m", "pytest", *rest]
             with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **watched}) as run:
                 try:
                     code = run.wait()
                 except KeyboardInterrupt:  # pytest has it too, and ends; what it reached is counted
                     code = run.wait() or 1
-            reached |= names_of(lines_of(file))
-        if args.keep:
+        reached = names_of(lines)
+    if args.keep:  # read now: another part may have written meanwhile
+        reached |= set(filter(None, args.keep.read_text(encoding="utf-8").split("\n") if args.keep.is_file() else []))
+        if not args.only_count:
+            args.keep.parent.mkdir(parents=True, exist_ok=True)
             args.keep.write_text("".join(f"{name}\n" for name in sorted(reached)), encoding="utf-8")
     rooms = count(reached)
     every = [one for places in rooms.values() for one in places]

@@ -36,6 +36,10 @@ def told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
             ("parse", "--reasoning-parser", "qwen3", "--enable-thinking", "maybe"),
             "--enable-thinking: expected true or false, found 'maybe'",
         ),
+        (
+            ("serve", "api_server", "--models-dir", "/no/such/folder"),
+            "--models-dir /no/such/folder: expected a directory",
+        ),
         (("parse",), "--parser, --reasoning-parser: expected one of them, or both, found none"),
         (
             ("serve", "proxy", "--node", "nowhere"),

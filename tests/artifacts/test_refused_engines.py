@@ -117,3 +117,19 @@ def test_a_file_that_is_gone(engines: dict[str, Path], tmp_path: Path) -> None:
     assert manifest is not None
     told = f"{path}/config.json: missing, though manifest.json lists it; make the artifact again"
     assert refused(lambda: check_files(path, manifest)) == told
+
+
+def test_weights_that_cannot_be_read(engines: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = next(iter(engines.values()))
+    real = Path.open
+
+    def broken(file: Path, *args: Any, **options: Any) -> Any:
+        if file.suffix == ".safetensors":
+            raise OSError(5, "Input/output error")
+        return real(file, *args, **options)
+
+    monkeypatch.setattr(Path, "open", broken)
+    manifest = read_manifest(path)
+    assert manifest is not None
+    told = refused(lambda: check_files(path, manifest))
+    assert told == f"{path / 'engine.safetensors'}: cannot be read: Input/output error"

@@ -33,7 +33,7 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import build, get
 from toolkit.models.spec import CacheGroup, HeadLayer, TextHead
 from toolkit.models.tiny import tiny_config
-from toolkit.runners.base import MemoryNeed, RunnerError
+from toolkit.runners.base import MemoryNeed, RunnerError, RunnerLost
 from toolkit.runners.native.runner import NativeRunner
 
 TYPES = "text, json_object, json_schema, regex_schema, grammar, choice, structural_tag"
@@ -426,3 +426,43 @@ def test_blocks_of_another_process(tiny_models: Any) -> None:
     told = "tell_blocks: expected an engine in this process (process=False)"
     assert refused(lambda: engine.tell_blocks(None)) == told  # type: ignore[arg-type]
     engine.close()
+
+
+def test_ranks_that_cannot_be_started(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(child_process, "start", full)
+    config = PytorchEngineConfig(tp=2, device_type="cpu")
+    told = refused(lambda: AsyncEngine.open(str(tiny_models("llama")), backend_config=config), ToolkitError)
+    assert told == "a rank's process cannot be started: [Errno 12] Cannot allocate memory"
+
+
+def test_an_engine_that_is_lost(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = AsyncEngine.open(str(tiny_models("llama")), backend_config=TurbomindEngineConfig(session_len=64))
+
+    def lost(runner: NativeRunner, batch: Any) -> None:
+        raise RunnerLost("rank 1 is gone")
+
+    monkeypatch.setattr(NativeRunner, "submit", lost)
+    (last,) = [delta for delta in engine.generate_sync([1, 2, 3]) if delta.finish_reason is not None]
+    assert last.finish_reason == "error" and last.error_message is not None and "rank 1 is gone" in last.error_message
+    told = refused(lambda: engine.tell_blocks(None), ToolkitError)  # type: ignore[arg-type]
+    assert told.startswith("the engine failed (") and told.endswith("and has been given up; start it again")
+    engine.close()
+
+
+def test_a_draft_that_does_not_load(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, loaded = NativeRunner.load_weights, list[NativeRunner]()
+
+    def second_fails(runner: NativeRunner) -> None:
+        loaded.append(runner)
+        if len(loaded) == 2:
+            raise RunnerError("no room")
+        load(runner)
+
+    monkeypatch.setattr(NativeRunner, "load_weights", second_fails)
+    draft = str(tiny_models("llama", num_hidden_layers=1))
+    config = TurbomindEngineConfig(speculative_draft_model=draft, session_len=64)
+    told = refused(lambda: AsyncEngine.open(str(tiny_models("llama")), backend_config=config), ToolkitError)
+    assert told == f"speculative_draft_model: {draft}: cannot be loaded: no room; use a smaller one"

@@ -59,6 +59,10 @@ def test_an_engine_config(given: dict[str, Any], told: str) -> None:
             "dflash_block_size: found 4; leave it out: it does not run yet",
         ),
         (
+            lambda: TurbomindEngineConfig(speculative="off", speculative_algorithm="lookup"),
+            "speculative: off, but speculative_algorithm or speculative_draft_model asks for it; leave one out",
+        ),
+        (
             lambda: SpeculativeConfig(method="dflash"),
             f"method: expected one of {ALGORITHMS}, found 'dflash': it does not run yet",
         ),

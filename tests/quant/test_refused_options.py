@@ -269,6 +269,14 @@ def test_weights_whose_scales_are_infinite(
     assert refused(call, ToolkitError) == f"{name}: {told}"
 
 
+def test_tuned_scales_that_are_infinite(huge: Callable[[str], Path], text: str, tmp_path: Path) -> None:
+    pytest.importorskip("auto_round")
+    name = "model.layers.0.mlp.down_proj"
+    common = Common(calib_dataset=text, **PLAIN)  # type: ignore[arg-type]
+    call = lambda: auto_round(str(huge(f"{name}.weight")), tmp_path / "out", AutoRound(iters=1), common=common)  # noqa: E731
+    assert refused(call, ToolkitError) == f"{name}: its scales do not fit float16; leave it out with --skip"
+
+
 def test_norms_that_are_beyond_the_dtype(huge: Callable[[str], Path], tmp_path: Path) -> None:
     model, half = str(huge("model.norm.weight")), Common(dtype="float16")
     told = refused(lambda: mxfp4(model, tmp_path / "out", common=half), ToolkitError)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.refused import refusing
+from toolkit.artifacts.engine.files import open_engine
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 from toolkit.errors import ToolkitError, UsageError
@@ -18,6 +20,10 @@ from toolkit.models.tiny import tiny_config
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.native import key_means
+from toolkit.runners.native.packing.artifact import open_packed
+from toolkit.runners.native.packing.mtp import check_numbers
+from toolkit.runners.native.rank_files import open_rank
+from toolkit.runners.tensor.mtp import open_canonical_mtp
 
 refused = refusing(UsageError)
 
@@ -68,3 +74,44 @@ def test_adapters_of_an_artifact_whose_config_was_changed(tiny_models: Any, tmp_
     given = RunnerOptions(adapters=(("mine", str(tmp_path)),))
     told = f"{path / 'config.json'}: describes another model than the artifact's spec; convert the model again"
     assert refused(lambda: open_runner(path, backend="pytorch", options=given), ToolkitError) == told
+
+
+Q, NORM = "model.layers.0.self_attn.q_proj", "model.layers.0.input_layernorm"
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "told"),
+    [
+        (Q, {"rows": 32, "cols": 128}, "expected 64 x 64, found 32 x 128"),
+        (Q, {"rows": "many"}, "rows: expected "),
+        (NORM, {"dtype": 1, "rows": 128}, "expected numbers of 32 bits, found another type"),
+    ],
+)
+def test_parameters_of_an_artifact(name: str, fields: Any, told: str, tiny_models: Any, tmp_path: Path) -> None:
+    path = convert(str(tiny_models("llama")), tmp_path / "e", Packing(target="cpu"), quiet=True).path
+    whole = open_engine(path)
+    odd = replace(whole, params=whole.params | {name: whole.params[name] | fields})
+    found = refused(lambda: open_packed(odd), ToolkitError)
+    assert found.startswith(f"{path / 'engine.json'}: params: {name}: {told}")
+    assert found.endswith("; convert the model again")
+
+
+def test_files_of_ranks(tiny_models: Any, tmp_path: Path) -> None:
+    path = convert(str(tiny_models("llama")), tmp_path / "e", Packing(target="cpu", tp=2), quiet=True).path
+    part = open_engine(path, (0, 2))
+    (first, *others), again = part.tiles, "convert the model again"
+    for tiles, told in (
+        ((0, 999), f"{path / 'engine.json'}: params: {Q}: ranks: found tiles 0 to 999; {again}"),
+        ((1, 3), f"{path}: cut for ranks by another version; {again}"),
+    ):
+        odd = replace(part, tiles=type(part.tiles)([first | {Q: tiles}, *others]))
+        assert refused(lambda odd=odd: open_rank(odd), ToolkitError) == told  # type: ignore[misc]
+
+
+def test_artifacts_whose_mtp_layer_lacks_something() -> None:
+    spec: Any = SimpleNamespace(numbers=lambda: {"a": 3}, layer=SimpleNamespace(vectors=dict, linears=list))
+    told = "m: a: expected 3 numbers, found nothing; convert the model again"
+    assert refused(lambda: check_numbers(spec, {}, "m"), ToolkitError) == told
+    artifact: Any = SimpleNamespace(mtp=spec, mtp_params={}, path=Path("m"))
+    told = "m/engine.json: mtp: a is missing; convert the model again"
+    assert refused(lambda: open_canonical_mtp(artifact, "cpu"), ToolkitError) == told

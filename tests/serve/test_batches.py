@@ -501,3 +501,11 @@ def test_folders_of_killed_servers_are_removed_and_no_others(tmp_path: Path, mon
     assert (living.root / "salt").exists() and all(folder.exists() for folder in kept)
     living.close()
     assert not killed.exists()
+
+
+def test_a_server_that_ends_takes_no_batch(start: Any, tmp_path: Path) -> None:
+    server = start(batch_dir=tmp_path / "kept")
+    server.app.state.server.closing = True
+    with pytest.raises(openai.APIStatusError) as error:
+        create(client_of(server.v1), [line("r")])
+    assert error.value.status_code == 503 and "the server is shutting down; ask again later" in str(error.value)

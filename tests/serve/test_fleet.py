@@ -406,6 +406,41 @@ def test_what_does_not_go_through_loads_nothing(tmp_path: Path, method: str, tar
     run(go)
 
 
+@pytest.mark.parametrize(
+    ("closing", "code", "told"),
+    [
+        (True, "shutting_down", "the server is shutting down; ask again later"),
+        (False, "engine_unavailable", "the model's server failed ("),  # nobody listens at its address
+    ],
+)
+def test_a_request_that_no_server_answers(tmp_path: Path, closing: bool, code: str, told: str) -> None:
+    found, _ = fleet(tmp_path, "a", at={"a": "http://127.0.0.1:1"})
+    app = create_app(found, ProxySettings(node_key="inner"), lambda model: {})
+    app.state.server.closing = closing
+
+    async def go() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
+            reply = await client.post("/v1/completions", json={"model": "a"}, timeout=60)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"]) == (503, code) and error["message"].startswith(told)
+
+    run(go)
+
+
+def test_a_broken_model_is_not_shown(tmp_path: Path) -> None:
+    def show(model: Any) -> dict[str, Any]:
+        raise ToolkitError("config.json is missing")
+
+    app = create_app(fleet(tmp_path, "a")[0], ProxySettings(), show)
+
+    async def go() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://front") as client:
+            reply = await client.post("/api/show", json={"model": "a"}, timeout=60)
+        assert reply.status_code == 503 and "a: config.json is missing" in reply.text
+
+    run(go)
+
+
 # -- which models there are -------------------------------------------------------------------------------
 
 

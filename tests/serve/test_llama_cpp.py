@@ -114,3 +114,10 @@ def test_tokens_in_llama_cpps_words(start: Any) -> None:
     assert pieces == [{"id": 104, "piece": "h"}, {"id": 195, "piece": [195]}, {"id": 169, "piece": [169]}]
     assert ask(server.url, "/detokenize", {"tokens": [104, 105]})[1]["content"] == "hi"
     assert ask(server.url, "/tokenize", {"content": "a", "prompt": "a"})[0] == 400
+
+
+def test_no_slot_is_free(start: Any) -> None:
+    server = start()
+    server.engine.max_batch_size = 0
+    status, told = get(f"{server.url}/slots?fail_on_no_slot=1", None)
+    assert (status, told["error"]["message"]) == (503, "no slot available; try again later")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,3 +58,10 @@ def test_options_of_pictures(family: str, options: dict[str, Any], told: str) ->
 def test_frames_of_several_sizes() -> None:
     frames = [Image.new("RGB", (width, 4)) for width in (4, 5)]
     assert refused(lambda: of_frames(frames, Rules(), 1.0)) == "video: expected frames of one size, found 2 sizes"
+
+
+def test_files_that_are_too_large(tmp_path: Path) -> None:
+    (file := tmp_path / "a.png").write_bytes(b"12345")
+    assert refused(lambda: read_bytes(str(file), Rules(), 3)) == f"image {file}: expected at most 3 bytes, found 5"
+    url = "data:image/png;base64,MTIzNDU="
+    assert refused(lambda: read_bytes(url, Rules(), 3)).startswith("image (data URL): expected at most 3 bytes, found ")

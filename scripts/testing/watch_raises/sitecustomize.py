@@ -1,11 +1,12 @@
 """Python reads this as it starts, where scripts/raises.py has put this folder on its path.
 
-Each error of the toolkit that is made notes the file and line that made it in $TOOLKIT_RAISES_FILE, at once, so that
-a process that is killed has counted.
+Each error of the toolkit that is made tells $TOOLKIT_RAISES_SOCKET the file and line that made it, at once, so that a
+process that is killed has counted. It is a socket, for boxes may write no files.
 """
 
 import os
 import sys
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
@@ -17,8 +18,10 @@ met: set[str] = set()
 def note(line: str) -> None:
     if line not in met:
         met.add(line)
-        with open(os.environ["TOOLKIT_RAISES_FILE"], "a", encoding="utf-8") as out:
-            out.write(f"{line}\n")
+        import socket  # not in every process that starts
+
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
+            out.sendto(line.encode(), os.environ["TOOLKIT_RAISES_SOCKET"])
 
 
 def watch(error: type[Exception]) -> None:
