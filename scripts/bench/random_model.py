@@ -50,6 +50,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
         "tie_word_embeddings": False,
     },
+    "8b": LLAMA
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    },
     "moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",

@@ -17,6 +17,7 @@ _GRAM = 3
 _BITS = 21  # of a token id, in a key of three
 _ODD, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 _PLACES_BITS = 18  # of the table of an ``Answers``: some places are taken by others' threes, which are compared
+_MOST_BITS = 14  # of the table of a ``Newest``
 BORDER = -1  # between two answers, in an ``Answers``
 _LEAD = 8  # tokens of the prompt that stand before an answer
 
@@ -70,11 +71,11 @@ class Seen:
 
 
 class Newest:
-    """Behind which place of a text each of its tokens stands last. One in four may be taken for another that came
-    later."""
+    """Behind which place of a text each of its tokens stands last. Some may be taken for another that came later: the
+    table stays small, for there is one a request, and texts have few tokens that differ."""
 
     def __init__(self, tokens: IDs, room: int) -> None:
-        self._bits = max(10, (4 * room).bit_length())
+        self._bits = min(max(10, (4 * room).bit_length()), _MOST_BITS)
         self._places: IDs = np.zeros(1 << self._bits, np.int32)
         self._places[_spread(tokens, self._bits)] = np.arange(1, len(tokens) + 1)
 
