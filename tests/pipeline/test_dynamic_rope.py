@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,10 @@ def test_models_without_dynamic_rope_refuse_it(tiny_models: Any) -> None:
         pipeline(str(tiny_models("llama")), backend_config=TurbomindEngineConfig(dynamic_rope="request"))
     with pytest.raises(UsageError, match=r"^dynamic_rope: expected one of session, request"):
         TurbomindEngineConfig(dynamic_rope="each")
+
+
+def test_that_positions_scale_is_said(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(model, "native"):
+        pass
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any("turned by dynamic NTK" in line for line in said)

@@ -313,7 +313,7 @@ def _by_pattern(file: Path, field: str, patterns: dict[str, N] | None, module: s
 def _load(file: Path, mapped: Tensor, module: str, sides: Mapping[str, TensorInfo], scale: float) -> LowRank:
     made = {side: _numbers(file, mapped, f"{module}.lora_{side}", info) for side, info in sides.items()}
     magnitude = made["magnitude"].reshape(-1) if "magnitude" in made else None
-    return LowRank(made["A"], made["B"] * scale, magnitude)
+    return LowRank(made["A"], made["B"] if scale == 1 else made["B"] * scale, magnitude)
 
 
 def _numbers(file: Path, mapped: Tensor, name: str, info: TensorInfo) -> Tensor:

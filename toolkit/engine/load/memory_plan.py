@@ -39,7 +39,8 @@ class Wishes:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What was decided. ``rows``: (what, bytes, remark) in the order they are allocated; ``notices``: what was reduced.
+    """What was decided. ``rows``: (what, bytes, remark) in the order they are allocated; ``notices``: what was reduced
+    or is done in another way.
 
     ``num_blocks``: KV blocks of each cache group. ``model_len``: positions that the model states.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -63,11 +64,12 @@ def _start(
                 raise
             progress(f"{e}; the model runs without it")
             draft, memory = None, share_out(setup, runner, None)
-        for notice in memory.notices:
-            progress(notice)
         trained = stretched_from(runner.spec)
         if trained is not None and memory.session_len > trained:
-            progress(f"requests of more than {trained} tokens are turned by dynamic NTK (docs/how-to/long-prompts.md)")
+            turned = f"requests of more than {trained} tokens are turned by dynamic NTK (docs/how-to/long-prompts.md)"
+            memory = replace(memory, notices=(*memory.notices, turned))
+        for notice in memory.notices:
+            progress(notice)
         if config.kv_window is not None:
             kept = f"the first {config.kv_sinks} tokens and the last {config.kv_window}"
             progress(f"a text sees keys and values of {kept} alone (docs/how-to/endless-texts.md)")

@@ -56,8 +56,8 @@ def _pack_alike(pairs: Sequence[Pair]) -> list[Packed | None]:
         a = a[..., torch.from_numpy(first.perm).long()]
     more = -rank % LANES
     wide = rank + more
-    a = torch.nn.functional.pad(a, (0, 0, 0, more)).view(len(pairs), wide, -1, group)
-    b = torch.nn.functional.pad(torch.stack([pair.b for pair in pairs]), (0, more, 0, -outputs % LANES))
+    a = _padded(a, (0, 0, 0, more)).view(len(pairs), wide, -1, group)
+    b = _padded(torch.stack([pair.b for pair in pairs]), (0, more, 0, -outputs % LANES))
     a_scales, b_scales = _bfloat16_above(_largest(a, -1) / 127), _largest(b, 1) / 127
     fine = (_error(a, a_scales) < MOST_ERROR) & (_error(b, b_scales) < MOST_ERROR)
     a_tiles = _words(a, a_scales).view(len(pairs), wide // LANES, LANES, inputs // group, group // 4)
@@ -75,6 +75,10 @@ def _pack_alike(pairs: Sequence[Pair]) -> list[Packed | None]:
         (PackedTensor(a_data[i], a_meta), PackedTensor(b_data[i], b_meta), vector(steps[i])) if fine[i] else None
         for i in range(len(pairs))
     ]
+
+
+def _padded(x: Tensor, by: tuple[int, ...]) -> Tensor:
+    return torch.nn.functional.pad(x, by) if any(by) else x  # by nothing it would copy all the same
 
 
 def _largest(x: Tensor, dim: int) -> Tensor:
