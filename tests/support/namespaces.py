@@ -14,17 +14,17 @@ FIRST, SECOND = "10.97.5.1", "10.97.5.2"
 
 
 class Cable:
-    """``names``: of the namespaces, which have the addresses FIRST and SECOND."""
+    """``names``: of the namespaces, which have the addresses FIRST and SECOND; ``ends``: their devices."""
 
     def __init__(self) -> None:
         self.names = [f"ranks-{os.getpid()}-{i}" for i in (1, 2)]
-        self._ends = [f"rk{os.getpid() % 100000}{side}" for side in "ab"]
+        self.ends = [f"rk{os.getpid() % 100000}{side}" for side in "ab"]
 
     def lay(self) -> None:
         for name in self.names:
             _run("ip", "netns", "add", name)
-        _run("ip", "link", "add", self._ends[0], "type", "veth", "peer", "name", self._ends[1])
-        for name, end, address in zip(self.names, self._ends, (FIRST, SECOND), strict=True):
+        _run("ip", "link", "add", self.ends[0], "type", "veth", "peer", "name", self.ends[1])
+        for name, end, address in zip(self.names, self.ends, (FIRST, SECOND), strict=True):
             _run("ip", "link", "set", end, "netns", name)
             _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", end)
             _run("ip", "-n", name, "link", "set", end, "up")
@@ -32,7 +32,7 @@ class Cable:
 
     def cut(self) -> None:
         """Nothing passes any more, what is under way is lost, and nobody is told: as where a switch fails."""
-        for name, end in zip(self.names, self._ends, strict=True):
+        for name, end in zip(self.names, self.ends, strict=True):
             _run(
                 "tc",
                 "-n",
@@ -53,13 +53,13 @@ class Cable:
 
     def throttle(self, rate: str, burst: str = "64kb") -> None:
         """No more than ``rate`` ("20mbit") passes, either way."""
-        for name, end in zip(self.names, self._ends, strict=True):
+        for name, end in zip(self.names, self.ends, strict=True):
             limit = ("rate", rate, "burst", burst, "latency", "400ms")
             _run("tc", "-n", name, "qdisc", "replace", "dev", end, "root", "tbf", *limit)
 
     def mend(self) -> None:
         """As it was laid."""
-        for name, end in zip(self.names, self._ends, strict=True):
+        for name, end in zip(self.names, self.ends, strict=True):
             _run("tc", "-n", name, "qdisc", "del", "dev", end, "root", check=False)
 
     def take_up(self) -> None:
