@@ -146,7 +146,7 @@ def test_a_port_that_is_taken(door: Door, port: int) -> None:
 
 @pytest.mark.parametrize(("given", "message"), [
     ({"node_rank": 2}, "node_rank: found 2, expected 0 to 1"),
-    ({}, "dist_init_addr: found None, expected HOST:PORT"),
+    ({}, "dist_init_addr: found nothing, expected HOST:PORT"),
     ({"dist_init_addr": "a:99999"}, "expected HOST:PORT"),
     ({"dist_init_addr": "a"}, "expected HOST:PORT"),
     ({"master_addr": "a"}, "expected HOST:PORT"),
