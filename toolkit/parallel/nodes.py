@@ -71,8 +71,8 @@ class Nodes:
         host, _, port = (address or "").rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
             raise UsageError(
-                f"dist_init_addr: found {address or 'nothing'}, expected HOST:PORT of the first machine, the same on all, "
-                f"with nnodes={count} (or master_addr and master_port, or MASTER_ADDR and MASTER_PORT)"
+                f"dist_init_addr: found {address or 'nothing'}, expected HOST:PORT of the first machine, "
+                f"the same on all, with nnodes={count} (or master_addr and master_port, or MASTER_ADDR and MASTER_PORT)"
             )
         return Nodes(count, rank, host.strip("[]"), int(port))
 
