@@ -5,9 +5,9 @@
     python scripts/bench/random_model.py DIR --shape v2-lite --awq --config-only      for --load-format dummy
     python scripts/bench/random_model.py DIR --layers 1 --length 40960                long contexts, read quickly
 
-Shapes: 1b and 7b are Llama-3.2-1B's and Llama-2-7B's, moe, v2-lite, qwen3-next and lfm2 Qwen3-30B-A3B's,
-DeepSeek-V2-Lite's, Qwen3-Next-80B-A3B's and LFM2-1.2B's with fewer layers, experts or words. The tokenizer is the demo
-model's, cut to the vocabulary.
+Shapes: 1b, 7b and 8b are Llama-3.2-1B's, Llama-2-7B's and Llama-3.1-8B's, moe, v2-lite, qwen3-next and lfm2
+Qwen3-30B-A3B's, DeepSeek-V2-Lite's, Qwen3-Next-80B-A3B's and LFM2-1.2B's with fewer layers, experts or words. The
+tokenizer is the demo model's, cut to the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,23 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from gpu.models import BIG
+
 from toolkit.artifacts.output.checkpoint_writer import write_model
 from toolkit.artifacts.source import resolve_model
 from toolkit.models.registry import build
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500000.0}
 SHAPES: dict[str, dict[str, Any]] = {
-    "1b": LLAMA
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 128256,
-        "tie_word_embeddings": True,
-    },
+    "1b": LLAMA | BIG["1b"],
     "7b": LLAMA
     | {
         "hidden_size": 4096,
@@ -50,17 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
         "tie_word_embeddings": False,
     },
-    "8b": LLAMA
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128256,
-        "tie_word_embeddings": False,
-    },
+    "8b": LLAMA | {"tie_word_embeddings": False} | BIG["8b"],
     "moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",

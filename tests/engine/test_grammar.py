@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from toolkit.base import child_process
 from toolkit.box import box
 from toolkit.box.box import Cancelled, Limits, OutOfTime, Ticket
 from toolkit.engine.constraints import grammar, grammar_job
@@ -549,16 +548,9 @@ def test_grammars_of_one_step_share_its_time(monkeypatch: pytest.MonkeyPatch) ->
     assert lasts(64, 0.0039) < 10 and lasts(64, 0.0007) < 150 and lasts(64, 0.0004) == 1000
 
 
-def test_what_the_machine_is_to_blame_for_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_machine_is_to_blame_for_is_not_remembered(support: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel kills a box: later the same grammar is compiled."""
-    start = child_process.start
-
-    def killed_by_the_kernel(*args: Any, **options: Any) -> Any:
-        process = start(*args, **options)
-        process.kill()
-        return process
-
-    monkeypatch.setattr(child_process, "start", killed_by_the_kernel)
+    support("dying_children").kill_children(monkeypatch)
     grammars = Grammars(Letters(), SIZE)  # type: ignore[arg-type]
     with pytest.raises(BusyError, match=r"^response_format: the choice cannot be compiled now: .*; try again$"):
         grammars.state(grammars.compiled({"type": "choice", "choice": ["yes"]}), [])

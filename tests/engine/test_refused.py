@@ -408,15 +408,10 @@ def test_memory_that_ends_while_a_model_loads(tiny_models: Any, monkeypatch: pyt
     assert refused(lambda: AsyncEngine.open(str(model)), ToolkitError) == told
 
 
-def test_an_engine_that_is_killed_while_it_loads(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = child_process.start
-
-    def killed(*args: Any, **options: Any) -> Any:
-        process = start(*args, **options)
-        process.kill()
-        return process
-
-    monkeypatch.setattr(child_process, "start", killed)
+def test_an_engine_that_is_killed_while_it_loads(
+    tiny_models: Any, support: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    support("dying_children").kill_children(monkeypatch)
     told = refused(lambda: AsyncEngine.open(str(tiny_models("llama")), process=True), ToolkitError)
     assert told.startswith("the engine failed while it was loading (")
 

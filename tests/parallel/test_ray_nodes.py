@@ -30,6 +30,12 @@ ASK = ["ask", {"prompt": PROMPT, "tokens": 16}]
 RAY = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block"]
 
 
+def pids(machine: str) -> list[int]:
+    """All processes of a namespace."""
+    listed = subprocess.run(["ip", "netns", "pids", machine], capture_output=True, text=True).stdout
+    return list(map(int, listed.split()))
+
+
 class Cluster:
     """Ray's head, which has no cores to give, on the first machine, and three cores on the second."""
 
@@ -58,9 +64,8 @@ class Cluster:
 
     def ranks(self) -> list[int]:
         """Processes of ranks on the second machine."""
-        listed = subprocess.run(["ip", "netns", "pids", self.names[1]], capture_output=True, text=True).stdout
         found = []
-        for pid in map(int, listed.split()):
+        for pid in pids(self.names[1]):
             try:
                 found += [pid] if "toolkit.parallel.worker" in " ".join(psutil.Process(pid).cmdline()) else []
             except psutil.Error:
@@ -69,8 +74,7 @@ class Cluster:
 
     def stop(self) -> None:
         for name in self.names:
-            listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
-            for pid in map(int, listed.split()):
+            for pid in pids(name):
                 os.kill(pid, signal.SIGKILL)
 
 

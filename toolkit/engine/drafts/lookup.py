@@ -107,7 +107,7 @@ class Copy:
         if self.kind is None:
             self._search()
 
-    def guess(self, most: int, least: float = 0.0) -> Guess:
+    def guess(self, most: int, least: float) -> Guess:
         """Up to ``most`` tokens behind the known ones. ``least``: of a draft."""
         if self._seen < self.seq.known:
             self._follow()

@@ -59,7 +59,7 @@ class Seen:
     of a number in a set, which would take a hundred, and milliseconds of each long prompt."""
 
     def __init__(self, numbers: NDArray[np.int64], room: int = 0) -> None:
-        self._bits = max(10, (4 * max(room, len(numbers))).bit_length())
+        self._bits = _bits_for(max(room, len(numbers)))
         self._table = np.zeros(1 << self._bits, np.bool_)
         self._table[_spread(numbers, self._bits)] = True
 
@@ -75,7 +75,7 @@ class Newest:
     table stays small, for there is one a request, and texts have few tokens that differ."""
 
     def __init__(self, tokens: IDs, room: int) -> None:
-        self._bits = min(max(10, (4 * room).bit_length()), _MOST_BITS)
+        self._bits = min(_bits_for(room), _MOST_BITS)
         self._places: IDs = np.zeros(1 << self._bits, np.int32)
         self._places[_spread(tokens, self._bits)] = np.arange(1, len(tokens) + 1)
 
@@ -86,6 +86,11 @@ class Newest:
     def of(self, token: int) -> int:
         """The place, 0 where it has not stood."""
         return int(self._places[_place(token, self._bits)])
+
+
+def _bits_for(numbers: int) -> int:
+    """Of a table that has four places or more for each of so many."""
+    return max(10, (4 * numbers).bit_length())
 
 
 def _spread(numbers: NDArray[np.int64] | IDs, bits: int) -> NDArray[np.uint64]:

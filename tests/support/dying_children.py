@@ -1,0 +1,21 @@
+"""Processes that are killed as soon as they have been started: by the kernel, for want of memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toolkit.base import child_process
+
+
+def kill_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until ``monkeypatch`` is undone."""
+    start = child_process.start
+
+    def killed(*args: Any, **options: Any) -> Any:
+        process = start(*args, **options)
+        process.kill()
+        return process
+
+    monkeypatch.setattr(child_process, "start", killed)
