@@ -158,6 +158,7 @@ def main() -> int:
     parser.add_argument(
         "--dry-run", action="store_true", help="on a CPU with tiny shapes, so that this is known to work"
     )
+    parser.add_argument("--no-compile", action="store_true", help="first: all that is launched was carried here")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # in the processes: print rows as JSON
     parser.add_argument("--case", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -192,7 +193,7 @@ def main() -> int:
 
 def figures(options: argparse.Namespace, begun: float, found: Row) -> Iterator[Row]:
     """All rows, part after part; none that would begin too late."""
-    if not options.dry_run:
+    if not (options.dry_run or options.no_compile):
         yield compile_first(found["gpu"].lower().replace(" ", "-"), options.only, options.tune)
     for part, case in parts(options.dry_run, options.tune):
         left = BUDGET - (time.perf_counter() - begun)

@@ -1,7 +1,7 @@
 # Sourced by scripts/gpu_check and scripts/bench_gpu, in the root of the tree. Sets $python, and makes this tree the one
 # that is imported as `toolkit`, installed or not.
-unset TRITON_INTERPRET
-export TRITON_DEFAULT_FP_FUSION=1 PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
+unset TRITON_INTERPRET TRITON_DEFAULT_FP_FUSION # which are part of the key under which Triton keeps a kernel
+export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 python="${PYTHON:-.venv/bin/python}"
 [ -x "$(command -v "$python")" ] || python=python3
 if ! "$python" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))'; then

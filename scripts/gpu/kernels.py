@@ -130,6 +130,7 @@ def linears(size: Size, where: Where) -> Iterator[Row]:
         makers[f"linears w4 {family}"] = lambda o, i, found=implementation: _grouped(found, o, i, group, where)
     if where.device == "cuda":
         makers["linears w4 marlin"] = lambda o, i: _marlin(o, i, group, where)
+        makers["linears w4 first marlin"] = lambda o, i: _first_marlin(o, i, group)
     for label, make in makers.items():
         try:
             made = [[make(o, i)] for o, i in size.linears()]
@@ -175,6 +176,11 @@ def _grouped(
 def _marlin(n_out: int, n_in: int, group: int, where: Where) -> tuple[Callable[[Tensor], Any], int]:
     codes, scales = _codes(n_out, n_in, group, where)
     return peers.marlin(codes, scales.to(where.half), group), codes.numel() // 2 + scales.nbytes
+
+
+def _first_marlin(n_out: int, n_in: int, group: int) -> tuple[Callable[[Tensor], Any], int]:
+    run = peers.first_marlin(n_out, n_in, group)
+    return (lambda x: run(x.view(torch.float16))), n_out * n_in // 2 + 2 * n_out * n_in // group
 
 
 def attention(size: Size, where: Where) -> Iterator[Row]:

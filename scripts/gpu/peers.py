@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Linear = Callable[[Tensor], Tensor]
+BUILT = Path(__file__).resolve().parents[2] / "build" / "peers"  # what was built of them here and brought along
 
 
 def marlin(codes: Tensor, scales: Tensor, group_size: int) -> Linear:
@@ -39,6 +42,30 @@ def marlin(codes: Tensor, scales: Tensor, group_size: int) -> Linear:
         return apply_gptq_marlin_linear(
             x, weight, ordered, none, none, none, workspace, scalar_types.uint4b8, n_out, n_in, True, None
         )
+
+    return run
+
+
+def first_marlin(n_out: int, n_in: int, group_size: int, library: Path = BUILT / "libmarlin.so") -> Linear:
+    """The first Marlin's product (IST-DASLab), float16, made-up weights: ``library`` is its one file of kernels with
+    ``marlin_mul`` as a C function (docs/how-to/check-a-gpu.md says how to build it).
+
+    Raises OSError where there is none.
+    """
+    mul = ctypes.CDLL(str(library)).marlin_mul
+    make: dict[str, Any] = {"device": "cuda", "dtype": torch.int32}
+    words = torch.randint(-(1 << 31), (1 << 31) - 1, (n_in // 16, n_out * 2), **make)
+    scales = torch.full((n_in // group_size, n_out), 0.01, device="cuda", dtype=torch.float16)
+    workspace = torch.zeros(n_out // 128 * 16, **make)
+
+    def run(x: Tensor) -> Tensor:
+        out = x.new_empty(len(x), n_out)
+        at = [ctypes.c_void_p(t.data_ptr()) for t in (x, words, out, scales)]
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        code = mul(*at, len(x), n_out, n_in, ctypes.c_void_p(workspace.data_ptr()), group_size, 0, stream)
+        if code:
+            raise RuntimeError(f"marlin_mul: {code}")
+        return out
 
     return run
 
