@@ -81,7 +81,7 @@ int tk_host_run(const char* name, const tk::Linear* p, int grid_x, int grid_y, i
     std::iota(order.begin(), order.end(), 0);
     if (seed) std::shuffle(order.begin(), order.end(), std::mt19937(seed));
     tk::host::Block block;
-    block.threads = tk::THREADS, block.grid_x = grid_x, block.grid_y = grid_y, block.backwards = seed % 2;
+    block.threads = tk::THREADS, block.grid_x = grid_x, block.grid_y = grid_y, block.grid_z = grid_z, block.backwards = seed % 2;
     block.kernel = [&](unsigned char* shared) { found->second.run(*p, shared); };
     const size_t outputs = size_t(p->tokens) * p->n_out, wide = p->flags & tk::WIDE ? 4 : 2;
     if (dependent)

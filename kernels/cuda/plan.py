@@ -14,7 +14,7 @@ DTYPES = ("float16", "bfloat16")
 SPANS = (0, 32, 64)
 _TILES_FEW, _DEPTH_FEW = 2, 4
 _RESIDENT_FEW, _WANTED_FEW = 2, 4  # blocks of ``few`` a multiprocessor holds at least, and is given where it holds more
-_ACROSS, _DEEP = 4, 2  # of ``tile``: warps across outputs, and behind each other
+_ACROSS, _LEAST = 4, 8  # of ``tile``: warps across outputs; steps of a split at least
 
 
 class LinearArguments(ctypes.Structure):
@@ -81,9 +81,14 @@ def _widths(bits: int, span: int) -> tuple[int, ...]:
     return (2, 4, 8) if bits == 8 and span == 32 else (2, 4, 8, 16)
 
 
-def _warp_tiles(bits: int, columns: int) -> int:
+def _warp_tiles(bits: int) -> int:
     """16-row tiles a warp of ``tile``."""
-    return 2 if bits == 8 or columns == 16 else 4
+    return 2 if bits == 8 else 4
+
+
+def _sides(bits: int, columns: int) -> int:
+    """Rows of warps of ``tile`` that share the tokens of a block; the others share its inputs."""
+    return 2 if bits == 4 and columns == 16 else 1
 
 
 def shared_bytes(kernel: str) -> int:
@@ -96,9 +101,9 @@ def shared_bytes(kernel: str) -> int:
     if kind == "few":
         return _DEPTH_FEW * _TILES_FEW * THREADS * (16 * bits // 4 + 8 * chunks)
     columns = int(form[2][1:])
-    tiles = _warp_tiles(bits, columns)
-    stage = _DEEP * 8 * columns * 128 + tiles * THREADS * 4 * bits + WARPS * tiles * chunks * 48
-    return max((4 if columns == 2 else 3) * stage, _ACROSS * tiles * columns * 512) + 16
+    tiles, sides = _warp_tiles(bits), _sides(bits, columns)
+    stage = (2 * 8 * columns * 128 + tiles * THREADS * 4 * bits + WARPS * tiles * chunks * 48) // sides
+    return max((5 if sides == 2 else 4 if columns == 2 else 3) * stage, _ACROSS * tiles * columns * 512) + 16
 
 
 def span_of(group_size: int, n_in: int) -> int:
@@ -121,12 +126,13 @@ def plan(dtype: str, bits: int, tokens: int, n_out: int, n_in: int, group_size: 
         width = next((c for c in widths if tokens <= 8 * c), widths[-1])
         while width > 2 and shared_bytes(tile_name(dtype, bits, span, width)) > machine.shared_limit:
             width //= 2
-        kernel, columns, height = tile_name(dtype, bits, span, width), 8 * width, _warp_tiles(bits, width) * _ACROSS
-        wanted, least = machine.multiprocessors, 4 * _DEEP
+        kernel, columns, height = tile_name(dtype, bits, span, width), 8 * width, _warp_tiles(bits) * _ACROSS
+        wanted, least = machine.multiprocessors, _LEAST
     else:
         return None
     across, down = -(-tiles // height), -(-tokens // columns)
     splits = max(1, min(wanted // (across * down), steps // least))
     split_steps = -(-steps // splits)
     splits = -(-steps // split_steps)
-    return Plan(kernel, (across, splits, down), splits, split_steps, splits * tokens * tiles * 16 if splits > 1 else 0)
+    sums = tokens * tiles if tokens <= FEW else across * height * down * columns  # times 16; ``tile`` writes its blocks
+    return Plan(kernel, (across, splits, down), splits, split_steps, splits * sums * 16 if splits > 1 else 0)
