@@ -1,4 +1,4 @@
-// 9 to some hundred tokens: 64·TILES outputs by 8·NT tokens a block, activations shared through memory by its warps.
+// 17 to some hundred tokens: 64·TILES outputs by 8·NT tokens a block, activations shared through memory by its warps.
 //
 // Four warps stand side by side over the outputs. Of two such rows of warps each takes half of the tokens (SIDES) where
 // there are many, so that activations are read from shared memory half as often; else they take the steps of the inputs
@@ -15,7 +15,7 @@ template <class T, int BITS, int SPAN, int NT>
 struct LinearTile {
     static constexpr int TILES = BITS == 8 ? 2 : 4, PARTS = BITS / 4;
     static constexpr int SIDES = BITS == 4 && NT == 16 ? 2 : 1, ACROSS = 4, DEEP = WARPS / ACROSS / SIDES;
-    static constexpr int STAGES = SIDES == 2 ? 5 : NT == 2 ? 4 : 3;
+    static constexpr int STAGES = SIDES == 2 ? 5 : 3;
     static constexpr int TOKENS = 8 * NT, CHUNKS = SPAN == 32 ? 2 : 1, GROUPS = SPAN == 0 ? 0 : TILES * CHUNKS;
     static constexpr int COLUMNS = NT / SIDES;                                   // of 8 tokens, a warp's
     static constexpr int OWN = TILES / SIDES, COPIERS = THREADS / SIDES;  // tiles whose codes a warp copies; their lanes
