@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...reference import norm as reference
 from ..codes import cast, divide, encode, row_scale
-from ..launch import FLOATS, launch, needs, power_of_2
+from ..launch import FLOATS, launch, let_next_begin, needs, power_of_2
 from ..linear.row import needs_codes, top_of
 
 
@@ -31,11 +31,13 @@ def rms_norm_kernel(
     TOP: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """ROWS rows of COLS >= size elements a program; row r of ``x`` starts at (r // inner, r % inner).
 
     With ``scales`` the normed row, in x's dtype, is rounded to the codes of ``out``, of at most TOP.
     """
+    let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLS)
     mask = (row < rows)[:, None] & (column < size)[None, :]
