@@ -43,6 +43,7 @@ def rms_norm_kernel(
     mask = (row < rows)[:, None] & (column < size)[None, :]
     source = (row // inner * stride_outer + row % inner * stride_inner)[:, None] + column[None, :]
     flat = (row * size)[:, None] + column[None, :]
+    w = tl.load(weight + column, mask=column < size, other=0.0)  # asked for before the sum is waited for
     h = tl.load(x + source, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         h = h + tl.load(residual + flat, mask=mask, other=0.0).to(tl.float32)
@@ -50,8 +51,7 @@ def rms_norm_kernel(
         tl.store(total + flat, rounded, mask=mask)
         h = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(h * h, axis=1) / size + eps)
-    w = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32) + weight_offset
-    y = h * scale[:, None] * w[None, :]
+    y = h * scale[:, None] * (w.to(tl.float32) + weight_offset)[None, :]
     if scales is None:
         tl.store(out + flat, cast(y, out.dtype.element_ty), mask=mask)
     else:
@@ -99,7 +99,7 @@ def _norm(
         eps,
         weight_offset,
         warps=warps,
-        registers=64 if codes is not None and columns <= 8192 else None,  # 16 elements a thread: left alone, some spill
+        registers=72 if codes is not None and columns <= 8192 else None,  # 16 elements a thread: left alone, some spill
         TOP=0.0 if codes is None else top_of(codes),
         ROWS=block,
         COLS=columns,
