@@ -69,6 +69,17 @@ def _queries(
 
 
 @triton.jit
+def tiles(x, COUNT: tl.constexpr):
+    """A tuple of ``x``, COUNT times: 1, 2 or 4."""
+    if COUNT == 1:
+        return (x,)
+    elif COUNT == 2:
+        return x, x
+    else:
+        return x, x, x, x
+
+
+@triton.jit
 def even_and_odd(x, ROWS: tl.constexpr, COLS: tl.constexpr):
     """The even columns and the odd ones of ``x`` [ROWS, 2·COLS]."""
     return tl.split(tl.reshape(x, [ROWS, COLS, 2]))
@@ -210,12 +221,7 @@ def attend_kernel(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS, KEYS] if LAZY else [ROWS], tl.float32)
     zeros = denominator
-    some = tl.zeros([ROWS, V_COLS], tl.float32)
-    acc = (some,)
-    if FORM == "int4" and PAIRS:
-        acc = (some, some, some, some)
-    elif FORM == "int4" or PAIRS:
-        acc = (some, some)
+    acc = tiles(tl.zeros([ROWS, V_COLS], tl.float32), (2 if FORM == "int4" else 1) * (2 if PAIRS else 1))
     newest = position // BLOCK * BLOCK + BLOCK - 1
     oldest = position
     if CHUNK > 0:

@@ -108,6 +108,7 @@ def attend(q: Tensor, cache: Tensor, params: Tensor | None, plan: Plan, scale: f
         1.0 / unit,
         warps=choice["warps"],
         stages=choice["stages"],
+        registers=255 if pairs and capability_of(q.device) < 90 else None,  # it would spill to fit a second block
         blocks=blocks,
         RANK=rank,
         ROPE=width - rank,

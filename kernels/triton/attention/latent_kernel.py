@@ -13,7 +13,7 @@ import triton.language as tl
 from ..cache.cache_codes import float8
 from ..cache.pairs import numbers
 from ..codes import cast, widen
-from .kernel import even_and_odd, write_part, write_result
+from .kernel import even_and_odd, tiles, write_part, write_result
 from .tile import LOG2E, joined, key_columns, key_scale_and_zero, key_slots
 
 
@@ -103,6 +103,8 @@ def _fold(
     key = start + tl.arange(0, KEYS)
     inside = (key >= first_key) & (key < end_key)
     first, row = key_slots(pages, start, key, inside, KEYS, PAGE, MASK)
+    if not PAIRS:  # the registers would not do for two blocks
+        first, row = 0, first + row
     WORDS: tl.constexpr = 2 if PAIRS else 1
     at = cache + first * ((RANK + ROPE) // WORDS) + row * ((RANK + ROPE) // WORDS)
     latent = key_columns(at, inside, RANK // WORDS, R_COLS, MASK)
@@ -198,15 +200,14 @@ def latent_kernel(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     denominator = tl.zeros([ROWS, KEYS] if LAZY else [ROWS], tl.float32)
     zeros = denominator
-    acc = (tl.zeros([ROWS, R_COLS], tl.float32),)
-    if PAIRS:
-        acc = (acc[0], acc[0])
+    acc = tiles(tl.zeros([ROWS, R_COLS], tl.float32), 2 if PAIRS else 1)
     begin = first_key // KEYS * KEYS
     plain_end = tl.minimum(first_position + 1, end_key) // KEYS * KEYS
     for start in range(begin, plain_end, KEYS):
         acc, m, denominator, zeros = _fold(
             acc, m, denominator, zeros, inner, turned, q_sum, q_scale, position, start, first_key, end_key,
-            cache, row_params, pages, scale, RANK, ROPE, R_COLS, T_COLS, FORM, PAIRS, KEYS, PAGE, False, DOT, SCALED, ASM, LAZY,
+            cache, row_params, pages, scale, RANK, ROPE, R_COLS, T_COLS, FORM, PAIRS, KEYS, PAGE, False, DOT, SCALED,
+            ASM, LAZY,
         )  # fmt: skip
     if plain_end < end_key:
         for start in range(plain_end, end_key, KEYS):

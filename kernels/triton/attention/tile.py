@@ -238,9 +238,7 @@ def fold(
     inside = (key >= first_key) & (key < end_key)
     first, row = key_slots(pages, start, key, inside, KEYS, PAGE, MASK)
     first, row = first * heads + head, row * heads
-    s = _scores(
-        q, q_sum, k_cache, k_params, first, row, inside, HEAD_DIM, K_COLS, FORM, PAIRS, MASK, K_DOT, ASM
-    )
+    s = _scores(q, q_sum, k_cache, k_params, first, row, inside, HEAD_DIM, K_COLS, FORM, PAIRS, MASK, K_DOT, ASM)
     factor = scale
     if SCALED:
         factor = (q_scale * scale)[:, None]
