@@ -39,14 +39,14 @@ def first_keys(heads: int) -> int:
 
 
 def most_rows(q: Tensor, rank: int, element: int) -> int:
-    """Rows of a tile whose sums the registers hold beside what unpacks ``element`` bytes, and whose queries leave
-    shared memory for the rows of the cache. With 64 rows of 512 numbers the loop would spill some registers.
+    """Rows of a tile whose sums the registers hold, beside what unpacks rows where ``element`` is a byte, and whose
+    queries leave shared memory for the rows of the cache. With 64 rows of 512 numbers the loop would spill some.
     """
     if q.dtype == torch.float32:  # no tensor cores: for parity alone
         return 16
     capability = capability_of(q.device)
     if rank <= 256:
-        return 64 if from_shared(capability) else 32
+        return 64 if from_shared(capability) and element > 1 else 32
     return 32 if shared_limit(capability) > 128 << 10 else 16
 
 
@@ -83,7 +83,7 @@ def attend(q: Tensor, cache: Tensor, params: Tensor | None, plan: Plan, scale: f
     tiles = plan.tiles(group, first_keys(heads), rows_of)
     rows, half = tiles.block_rows, q.dtype != torch.float32
     choice = _choice(tiles.kind, rows, width, element, q)
-    pairs = half and form != "float" and rows < 64  # more rows read their operands from shared memory
+    pairs = half and form != "float"
     words = 2 if pairs else 1
     unit = E4M3_UNIT if form == "e4m3" else CODE_UNIT if pairs and form == "int8" else 1.0
     out = torch.empty(len(q), heads, rank, dtype=q.dtype, device=q.device)
