@@ -39,12 +39,14 @@ TK_DEVICE int block_x() { return blockIdx.x; }
 TK_DEVICE int block_y() { return blockIdx.y; }
 TK_DEVICE int block_z() { return blockIdx.z; }
 TK_DEVICE int grid_x() { return gridDim.x; }
+TK_DEVICE int grid_z() { return gridDim.z; }
 #else
 TK_DEVICE int thread_index() { return host::block()->current; }
 TK_DEVICE int block_x() { return host::block()->x; }
 TK_DEVICE int block_y() { return host::block()->y; }
 TK_DEVICE int block_z() { return host::block()->z; }
 TK_DEVICE int grid_x() { return host::block()->grid_x; }
+TK_DEVICE int grid_z() { return host::block()->grid_z; }
 #endif
 
 // --- numbers --------------------------------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ TK_DEVICE float widen<Half>(uint32_t bits) {
 #endif
 }
 
-struct Pair {
+struct alignas(8) Pair {
     float first, second;
 };
 

@@ -53,7 +53,7 @@ struct Range {
 };
 
 struct Block {
-    int x = 0, y = 0, z = 0, grid_x = 0, grid_y = 0, threads = 0, current = 0;
+    int x = 0, y = 0, z = 0, grid_x = 0, grid_y = 0, grid_z = 0, threads = 0, current = 0;
     bool backwards = false;
     std::vector<Range> late;  // memory of the kernel before: not to be touched by a lane that has not waited for it
     bool early = false;       // one did

@@ -5,14 +5,15 @@
 #include "linear_tile.cuh"
 
 // KERNEL(name, dynamic shared bytes, least blocks a multiprocessor, function)
-#define TK_FEW(KERNEL, T, t, BITS, SPAN) \
-    KERNEL(few_##t##_w##BITS##_s##SPAN, (tk::LinearFew<tk::T, BITS, SPAN>::SHARED), 2, (tk::linear_few<tk::T, BITS, SPAN>))
+#define TK_FEW(KERNEL, T, t, BITS, SPAN, NT)                                                               \
+    KERNEL(few_##t##_w##BITS##_s##SPAN##_n##NT, (tk::LinearFew<tk::T, BITS, SPAN, NT>::SHARED), 2,        \
+           (tk::linear_few<tk::T, BITS, SPAN, NT>))
 #define TK_TILE(KERNEL, T, t, BITS, SPAN, NT)                                                              \
     KERNEL(tile_##t##_w##BITS##_s##SPAN##_n##NT, (tk::LinearTile<tk::T, BITS, SPAN, NT>::SHARED), 1, \
            (tk::linear_tile<tk::T, BITS, SPAN, NT>))
 #define TK_EXPAND(KERNEL, T, t, BITS) KERNEL(expand_##t##_w##BITS, 0, 2, (tk::expand<tk::T, BITS>))
 #define TK_BITS(KERNEL, T, t, BITS, SPAN)                                                     \
-    TK_FEW(KERNEL, T, t, BITS, SPAN) TK_TILE(KERNEL, T, t, BITS, SPAN, 2)                     \
+    TK_FEW(KERNEL, T, t, BITS, SPAN, 1) TK_FEW(KERNEL, T, t, BITS, SPAN, 2)                   \
     TK_TILE(KERNEL, T, t, BITS, SPAN, 4) TK_TILE(KERNEL, T, t, BITS, SPAN, 8)
 #define TK_SPANS(KERNEL, T, t, SPAN)                                                          \
     TK_BITS(KERNEL, T, t, 4, SPAN) TK_BITS(KERNEL, T, t, 8, SPAN) TK_TILE(KERNEL, T, t, 4, SPAN, 16)
@@ -81,7 +82,7 @@ int tk_host_run(const char* name, const tk::Linear* p, int grid_x, int grid_y, i
     std::iota(order.begin(), order.end(), 0);
     if (seed) std::shuffle(order.begin(), order.end(), std::mt19937(seed));
     tk::host::Block block;
-    block.threads = tk::THREADS, block.grid_x = grid_x, block.grid_y = grid_y, block.backwards = seed % 2;
+    block.threads = tk::THREADS, block.grid_x = grid_x, block.grid_y = grid_y, block.grid_z = grid_z, block.backwards = seed % 2;
     block.kernel = [&](unsigned char* shared) { found->second.run(*p, shared); };
     const size_t outputs = size_t(p->tokens) * p->n_out, wide = p->flags & tk::WIDE ? 4 : 2;
     if (dependent)

@@ -25,7 +25,7 @@ struct Linear {
     const void* bias;      // [n_out] of x's type, or null
     const void* residual;  // [tokens, n_out], or null; may be `out`
     void* out;             // [tokens, n_out]; for `expand` the weight [n_out, n_in]
-    float* partial;        // [splits, tokens, 16·tiles] where splits > 1
+    float* partial;        // where splits > 1: `few` [splits, tokens, 16·tiles], `tile` [splits, block columns, sums]
     int32_t* arrivals;     // one a block column, zero before and after
     int64_t stride_x;      // elements from one row of x to the next
     int32_t tokens, n_out, n_in, groups;

@@ -55,6 +55,30 @@ TK_DEVICE void store_output(const Linear& p, float value, int row, int token) {
     }
 }
 
+// Sums of two outputs that follow each other, `row` being even.
+template <class T>
+TK_DEVICE void store_outputs(const Linear& p, Pair value, int row, int token) {
+    if (p.n_out % 2) {  // pairs of every second token would begin aside
+        store_output<T>(p, value.first, row, token);
+        store_output<T>(p, value.second, row + 1, token);
+        return;
+    }
+    if (row >= p.n_out || token >= p.tokens) return;
+    const size_t at = (size_t(token) * p.n_out + row) / 2;
+    const auto add = [&](Pair more) { value.first += more.first, value.second += more.second; };
+    if (p.bias != nullptr) {
+        const auto* bias = static_cast<const uint16_t*>(p.bias) + row;  // a part of a larger one may begin aside
+        add({widen<T>(bias[0]), widen<T>(bias[1])});
+    }
+    if (p.flags & WIDE) {
+        if (p.residual != nullptr) add(static_cast<const Pair*>(p.residual)[at]);
+        static_cast<Pair*>(p.out)[at] = value;
+    } else {
+        if (p.residual != nullptr) add(widen_pair<T>(static_cast<const uint32_t*>(p.residual)[at]));
+        static_cast<uint32_t*>(p.out)[at] = to_pair<T>(value.first, value.second);
+    }
+}
+
 // Where the part `split` of an output's sum waits for the others.
 TK_DEVICE float* partial_sum(const Linear& p, int split, int row, int token) {
     const int padded = (p.n_out + TILE - 1) / TILE * TILE;

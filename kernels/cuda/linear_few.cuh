@@ -1,6 +1,6 @@
-// Up to 8 tokens a block: weights are read once, from memory straight to the lane that multiplies them.
+// 8 or 16 tokens a block: weights are read once, from memory straight to the lane that multiplies them.
 //
-// A block has 32 outputs; its 8 warps take the steps of the inputs in turn. Weights are the 16-row operand, tokens the 8
+// A block has 32 outputs; its 8 warps take the steps of the inputs in turn. Weights are the 16-row operand, 8 tokens the
 // columns. Every lane copies what it will use itself into a ring of its own in shared memory, several steps ahead: nobody waits
 // for anybody until the sums are added up.
 #pragma once
@@ -9,15 +9,15 @@
 
 namespace tk {
 
-// SPAN: inputs of a step that share a scale: 32, 64, or 0 where all of a row's do.
-template <class T, int BITS, int SPAN>
+// SPAN: inputs of a step that share a scale: 32, 64, or 0 where all of a row's do; NT: columns of 8 tokens.
+template <class T, int BITS, int SPAN, int NT>
 struct LinearFew {
     static constexpr int TILES = 2, DEPTH = 4, PARTS = BITS / 4, CHUNKS = SPAN == 32 ? 2 : 1;
     static constexpr int CODES = TILES * PARTS * 16 * THREADS;
     static constexpr int SCALES = SPAN == 0 ? 0 : TILES * CHUNKS * 4 * THREADS;
     static constexpr int STAGE = CODES + 2 * SCALES;
-    static constexpr int SHARED = DEPTH * STAGE;
-    static_assert(SHARED >= WARPS * TILES * WARP * 16 + 16, "the sums of all warps stand there at the end");
+    static constexpr int SHARED = DEPTH * STAGE, SUMS = WARPS * TILES * NT * WARP * 16;
+    static_assert(SHARED >= SUMS + 16, "the sums of all warps stand there at the end");
 
     const Linear& p;
     unsigned char* shared;
@@ -57,7 +57,8 @@ struct LinearFew {
     }
 
     // One step of both tiles.
-    TK_DEVICE void multiply(float (&sum)[TILES][4], int slot, const Words4 (&x)[2], const Zeros (&of_rows)[TILES]) const {
+    TK_DEVICE void multiply(float (&sum)[TILES][NT][4], int slot, const Words4 (&x)[NT][2],
+                            const Zeros (&of_rows)[TILES]) const {
         const unsigned char* stage = shared + slot * STAGE + thread_index() * 16;
         const unsigned char* words_of = shared + slot * STAGE + CODES + thread_index() * 4;
         constexpr int WORDS = Codes<T, BITS>::WORDS;
@@ -68,7 +69,7 @@ struct LinearFew {
             for (int part = 0; part < PARTS; ++part)
                 words[part] = *reinterpret_cast<const Words4*>(stage + (r * PARTS + part) * THREADS * 16);
             Zeros offsets = of_rows[r];
-            float part[4] = {0, 0, 0, 0};
+            float part[NT][4] = {};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const unsigned char* group = words_of + (r * CHUNKS + (SPAN == 32 ? i / 2 : 0)) * THREADS * 4;
@@ -76,44 +77,66 @@ struct LinearFew {
                     offsets = zeros_of<T, BITS>(*reinterpret_cast<const uint32_t*>(group + SCALES), g);
                 uint32_t a[4];
                 Codes<T, BITS>::fragment(a, &words[i * WORDS / 4].w[i * WORDS % 4], offsets);
-                mma<T>(SPAN == 0 ? sum[r] : part, a, x[i / 2].w[i % 2 * 2], x[i / 2].w[i % 2 * 2 + 1]);
+#pragma unroll
+                for (int n = 0; n < NT; ++n)
+                    mma<T>(SPAN == 0 ? sum[r][n] : part[n], a, x[n][i / 2].w[i % 2 * 2], x[n][i / 2].w[i % 2 * 2 + 1]);
                 if (SPAN != 0 && (i + 1) % (4 / CHUNKS) == 0) {
                     const Pair s = scale_pair(*reinterpret_cast<const uint32_t*>(group), p.flags & SCALES_BF16);
-                    sum[r][0] += s.first * part[0], sum[r][1] += s.first * part[1];
-                    sum[r][2] += s.second * part[2], sum[r][3] += s.second * part[3];
-                    part[0] = part[1] = part[2] = part[3] = 0;
+#pragma unroll
+                    for (int n = 0; n < NT; ++n)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            sum[r][n][e] += (e < 2 ? s.first : s.second) * part[n][e];
+                            part[n][e] = 0;
+                        }
                 }
             }
         }
     }
 
-    // Adds the warps' sums, and the blocks' where the inputs are split; one output a thread.
-    TK_DEVICE void finish(const float (&sum)[TILES][4]) const {
+    // Adds the warps' sums, and the blocks' where the inputs are split; NT outputs a thread.
+    TK_DEVICE void finish(const float (&sum)[TILES][NT][4]) const {
         const int thread = thread_index(), warp = thread / WARP, lane = thread % WARP;
         wait_copies<0>();
         barrier();
         auto* sums = reinterpret_cast<Float4*>(shared);
 #pragma unroll
         for (int r = 0; r < TILES; ++r)
-            sums[(warp * TILES + r) * WARP + lane] = {sum[r][0], sum[r][1], sum[r][2], sum[r][3]};
-        barrier();
-        float value = 0;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) value += reinterpret_cast<const float*>(shared)[w * THREADS + thread];
-        const int from = thread / 4 % WARP, element = thread % 4;
-        const int tile = tile0 + thread / 128;
-        const int row = tile * TILE + from / 4 * 2 + element / 2;
-        const int token = block_z() * 8 + from % 4 * 2 + element % 2;
-        if (SPAN == 0 && tile < tiles) value *= static_cast<const float*>(p.scales)[row];
-        if (p.splits > 1) {
-            const bool valid = tile < tiles && token < p.tokens;
-            if (valid) *partial_sum(p, block_y(), row, token) = value;
-            if (!last_to_arrive(p, reinterpret_cast<int*>(shared + WARPS * TILES * WARP * 16)) || !valid) return;
-            value = 0;
-            for (int split = 0; split < p.splits; ++split) value += *partial_sum(p, split, row, token);
+            for (int n = 0; n < NT; ++n)
+                sums[((warp * TILES + r) * NT + n) * WARP + lane] = {sum[r][n][0], sum[r][n][1], sum[r][n][2],
+                                                                     sum[r][n][3]};
+        barrier();
+        float value[NT];
+        int row[NT], token[NT];
+#pragma unroll
+        for (int i = 0; i < NT; ++i) {
+            const int at = i * THREADS + thread, from = at / 4 % WARP, element = at % 4;
+            const int tile = tile0 + at / 128 / NT;
+            row[i] = tile < tiles ? tile * TILE + from / 4 * 2 + element / 2 : p.n_out;
+            token[i] = block_z() * 8 * NT + at / 128 % NT * 8 + from % 4 * 2 + element % 2;
+            value[i] = 0;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) value[i] += reinterpret_cast<const float*>(shared)[w * THREADS * NT + at];
+            if (SPAN == 0 && tile < tiles) value[i] *= static_cast<const float*>(p.scales)[row[i]];
         }
-        store_output<T>(p, value, row, token);
+        if (p.splits > 1) {
+#pragma unroll
+            for (int i = 0; i < NT; ++i)
+                if (there(row[i], token[i])) *partial_sum(p, block_y(), row[i], token[i]) = value[i];
+            if (!last_to_arrive(p, reinterpret_cast<int*>(shared + SUMS))) return;
+#pragma unroll
+            for (int i = 0; i < NT; ++i) {
+                if (!there(row[i], token[i])) continue;
+                value[i] = 0;
+                for (int split = 0; split < p.splits; ++split) value[i] += *partial_sum(p, split, row[i], token[i]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < NT; ++i) store_output<T>(p, value[i], row[i], token[i]);
     }
+
+    TK_DEVICE bool there(int row, int token) const { return row < p.n_out && token < p.tokens; }
 
     TK_DEVICE void run() {
         const int warp = thread_index() / WARP, lane = thread_index() % WARP;
@@ -141,16 +164,31 @@ struct LinearFew {
         for (int d = 0; d < DEPTH; ++d) issue(first + d * WARPS, d);
         release_successor();
         wait_for_predecessor();
-        const int wanted = block_z() * 8 + g, token = wanted < p.tokens ? wanted : p.tokens - 1;
-        const auto* source = static_cast<const uint16_t*>(p.x) + token * p.stride_x + first * STEP + 8 * t;
-        float sum[TILES][4] = {};
+        const uint16_t* source[NT];
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+            const int wanted = (block_z() * NT + n) * 8 + g, token = wanted < p.tokens ? wanted : p.tokens - 1;
+            source[n] = static_cast<const uint16_t*>(p.x) + token * p.stride_x + first * STEP + 8 * t;
+        }
+        Words4 x[NT][2], next[NT][2];  // what is read now, and what was asked for meanwhile
+        const auto ask = [&](int step) {
+            if (step >= last) return;
+#pragma unroll
+            for (int n = 0; n < NT; ++n) {
+                next[n][0] = load_128(source[n]), next[n][1] = load_128(source[n] + 32);
+                source[n] += WARPS * STEP;
+            }
+        };
+        ask(first);
+        float sum[TILES][NT][4] = {};
         for (int turn = first; turn < last; turn += WARPS * DEPTH) {
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) {
                 const int step = turn + d * WARPS;
                 if (step >= last) break;
-                const Words4 x[2] = {load_128(source), load_128(source + 32)};
-                source += WARPS * STEP;
+#pragma unroll
+                for (int n = 0; n < NT; ++n) x[n][0] = next[n][0], x[n][1] = next[n][1];
+                ask(step + WARPS);
                 wait_copies<DEPTH - 1>();
                 multiply(sum, d, x, of_rows);
                 issue(step + WARPS * DEPTH, d);
@@ -160,9 +198,9 @@ struct LinearFew {
     }
 };
 
-template <class T, int BITS, int SPAN>
+template <class T, int BITS, int SPAN, int NT>
 TK_DEVICE void linear_few(const Linear& p, unsigned char* shared) {
-    LinearFew<T, BITS, SPAN>(p, shared).run();
+    LinearFew<T, BITS, SPAN, NT>(p, shared).run();
 }
 
 }  // namespace tk

@@ -1,9 +1,10 @@
-// 9 to some hundred tokens: 64·TILES outputs by 8·NT tokens a block, activations shared through memory by its warps.
+// 17 to some hundred tokens: 64·TILES outputs by 8·NT tokens a block, activations shared through memory by its warps.
 //
-// Four warps stand side by side over the outputs; two such rows of warps take the steps of the inputs in turn and add up
-// their sums at the end. Copies run STAGES - 1 stages ahead. Codes become operands in registers, multiplied by their
-// scale in x's type, once for all tokens of the block. Tokens and tiles that are not there repeat the last one that
-// is: a product's columns and rows do not touch each other, and theirs are dropped.
+// Four warps stand side by side over the outputs. Of two such rows of warps each takes half of the tokens (SIDES) where
+// there are many, so that activations are read from shared memory half as often; else they take the steps of the inputs
+// in turn (DEEP) and add up their sums at the end. Copies run STAGES - 1 stages ahead. Codes become operands in
+// registers, multiplied by their scale in x's type, once for all tokens of the warp. Tokens and tiles that are not there
+// repeat the last one that is: a product's columns and rows do not touch each other, and theirs are dropped.
 #pragma once
 
 #include "linear_common.cuh"
@@ -12,35 +13,41 @@ namespace tk {
 
 template <class T, int BITS, int SPAN, int NT>
 struct LinearTile {
-    static constexpr int TILES = BITS == 8 || NT == 16 ? 2 : 4, PARTS = BITS / 4;
-    static constexpr int ACROSS = 4, DEEP = WARPS / ACROSS, STAGES = NT == 2 ? 4 : 3;
+    static constexpr int TILES = BITS == 8 ? 2 : 4, PARTS = BITS / 4;
+    static constexpr int SIDES = BITS == 4 && NT == 16 ? 2 : 1, ACROSS = 4, DEEP = WARPS / ACROSS / SIDES;
+    static constexpr int STAGES = SIDES == 2 ? 5 : 3;
     static constexpr int TOKENS = 8 * NT, CHUNKS = SPAN == 32 ? 2 : 1, GROUPS = SPAN == 0 ? 0 : TILES * CHUNKS;
+    static constexpr int COLUMNS = NT / SIDES;                                   // of 8 tokens, a warp's
+    static constexpr int OWN = TILES / SIDES, COPIERS = THREADS / SIDES;  // tiles whose codes a warp copies; their lanes
     static constexpr int X = DEEP * TOKENS * STEP * 2, COPIES = X / 16 / THREADS;
     static constexpr int ROWS = COPIES > DEEP ? COPIES / DEEP : 1;  // rows of x of which a thread copies pieces
-    static constexpr int CODES = TILES * PARTS * THREADS * 16;
-    static constexpr int SCALES = WARPS * GROUPS * 32, ZEROS = SCALES / 2;
+    static constexpr int CODES = TILES * PARTS * COPIERS * 16;
+    static constexpr int SCALES = WARPS / SIDES * GROUPS * 32, ZEROS = SCALES / 2;
     static constexpr int STAGE = X + CODES + SCALES + ZEROS;
     using HalfStep = std::conditional_t<BITS == 4, Words2, Words4>;  // a lane's codes of 32 inputs
-    static constexpr int SUMS = ACROSS * TILES * NT * WARP * 16;
+    static constexpr int ENDS = TILES * NT / (DEEP * SIDES);  // products of 16 outputs by 8 tokens that a warp ends
+    static constexpr int SUMS = WARPS * ENDS * WARP * 16;
     static constexpr int SHARED = (STAGES * STAGE > SUMS ? STAGES * STAGE : SUMS) + 16;
 
     const Linear& p;
     unsigned char* shared;
-    int lane, warp, deep, g, t, tiles, step, last;  // step: the warp's that is copied next
-    uint32_t codes[TILES];  // where this lane copies from next, in bytes
+    int lane, across, deep, side, g, t, tiles, step, last;  // step: the warp's that is copied next
+    uint32_t codes[OWN];  // where this lane copies from next, in bytes
     uint32_t groups;        // first group of the tile whose groups this lane copies
     uint32_t x[ROWS];       // where this thread copies from next, in elements
     int x_step;             // of the first of these pieces
 
     TK_DEVICE LinearTile(const Linear& arguments, unsigned char* memory) : p(arguments), shared(memory) {
-        lane = thread_index() % WARP, warp = thread_index() / WARP, g = lane / 4, t = lane % 4, deep = warp / ACROSS;
+        const int warp = thread_index() / WARP;
+        lane = thread_index() % WARP, g = lane / 4, t = lane % 4, across = warp % ACROSS;
+        deep = SIDES == 1 ? warp / ACROSS : 0, side = SIDES == 1 ? 0 : warp / ACROSS;
         tiles = (p.n_out + TILE - 1) / TILE;
         const int steps = p.n_in / STEP, first = block_y() * p.split_steps;
         last = first + p.split_steps < steps ? first + p.split_steps : steps;
         step = first + deep;
 #pragma unroll
-        for (int r = 0; r < TILES; ++r)
-            codes[r] = (uint32_t(clamp_tile(first_tile() + r)) * steps + step) * PARTS * 512 + lane * 16;
+        for (int r = 0; r < OWN; ++r)
+            codes[r] = (uint32_t(clamp_tile(first_tile() + side * OWN + r)) * steps + step) * PARTS * 512 + lane * 16;
         groups = clamp_tile(first_tile() + lane / 2 / CHUNKS % TILES) * p.groups;
         const int row = thread_index() / 8;  // of the pieces in the order of issue_x
         x_step = first + row / TOKENS;
@@ -52,30 +59,32 @@ struct LinearTile {
         }
     }
 
-    TK_DEVICE int first_tile() const { return (block_x() * ACROSS + warp % ACROSS) * TILES; }
+    TK_DEVICE int first_tile() const { return (block_x() * ACROSS + across) * TILES; }
+    TK_DEVICE int copier() const { return (deep * ACROSS + across) * WARP + lane; }
     TK_DEVICE int clamp_tile(int tile) const { return tile < tiles ? tile : tiles - 1; }
 
     TK_DEVICE void issue_weights(int slot) {
         unsigned char* to = shared + slot * STAGE + X;
         if (step < last) {
 #pragma unroll
-            for (int r = 0; r < TILES; ++r)
+            for (int r = 0; r < OWN; ++r)
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part)
-                    copy_async<16>(to + ((r * PARTS + part) * THREADS + thread_index()) * 16,
+                    copy_async<16>(to + (((side * OWN + r) * PARTS + part) * COPIERS + copier()) * 16,
                                    static_cast<const unsigned char*>(p.codes) + codes[r] + part * 512);
-            if (lane < 2 * GROUPS) {  // half a group's scales of one tile a lane
+            if (side == 0 && lane < 2 * GROUPS) {  // half a group's scales of one tile a lane
                 const uint32_t group = groups + (uint32_t(step * STEP + lane / 2 % CHUNKS * 32) >> p.group_shift);
-                copy_async<16, true>(to + CODES + warp * GROUPS * 32 + lane * 16,
+                unsigned char* of_groups = to + CODES + (deep * ACROSS + across) * GROUPS * 32;
+                copy_async<16, true>(of_groups + lane * 16,
                                      static_cast<const unsigned char*>(p.scales) + (group * 32 + lane % 2 * 16));
                 if (p.zeros != nullptr && lane % 2 == 0)
-                    copy_async<16, true>(to + CODES + SCALES + warp * GROUPS * 16 + lane * 8,
+                    copy_async<16, true>(to + CODES + SCALES + (deep * ACROSS + across) * GROUPS * 16 + lane * 8,
                                          static_cast<const unsigned char*>(p.zeros) + group * 16);
             }
         }
         step += DEEP;
 #pragma unroll
-        for (int r = 0; r < TILES; ++r) codes[r] += DEEP * PARTS * 512;
+        for (int r = 0; r < OWN; ++r) codes[r] += DEEP * PARTS * 512;
     }
 
     // [DEEP][TOKENS] rows of a step, eight pieces of 16 bytes, those of odd rows with their halves swapped: then eight lanes
@@ -95,12 +104,12 @@ struct LinearTile {
         for (int i = 0; i < ROWS; ++i) x[i] += DEEP * STEP;
     }
 
-    TK_DEVICE void multiply(float (&sum)[TILES][NT][4], int slot, const Zeros (&of_rows)[TILES]) const {
+    TK_DEVICE void multiply(float (&sum)[TILES][COLUMNS][4], int slot, const Zeros (&of_rows)[TILES]) const {
         const unsigned char* stage = shared + slot * STAGE;
-        const unsigned char* mine = stage + X + thread_index() * 16;
-        const unsigned char* of_groups = stage + X + CODES + warp * GROUPS * 32 + 4 * g;
-        const unsigned char* of_zeros = stage + X + CODES + SCALES + warp * GROUPS * 16 + g / 2 * 4;
-        const unsigned char* rows = stage + (deep * TOKENS + g) * 128;
+        const unsigned char* mine = stage + X + copier() * 16;
+        const unsigned char* of_groups = stage + X + CODES + (deep * ACROSS + across) * GROUPS * 32 + 4 * g;
+        const unsigned char* of_zeros = stage + X + CODES + SCALES + (deep * ACROSS + across) * GROUPS * 16 + g / 2 * 4;
+        const unsigned char* rows = stage + (deep * TOKENS + side * COLUMNS * 8 + g) * 128;
         Zeros offsets[TILES];
         uint32_t factors[TILES][2];
 #pragma unroll
@@ -121,7 +130,7 @@ struct LinearTile {
                     }
                 }
                 const auto words = *reinterpret_cast<const HalfStep*>(
-                    mine + r * PARTS * THREADS * 16 + (BITS == 4 ? j * 8 : j * THREADS * 16));
+                    mine + r * PARTS * COPIERS * 16 + (BITS == 4 ? j * 8 : j * COPIERS * 16));
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     Codes<T, BITS>::fragment(a[r][i], &words.w[i * PARTS], offsets[r]);
@@ -132,7 +141,7 @@ struct LinearTile {
                 }
             }
 #pragma unroll
-            for (int n = 0; n < NT; ++n) {
+            for (int n = 0; n < COLUMNS; ++n) {
                 const auto right =
                     *reinterpret_cast<const Words4*>(rows + n * 1024 + ((4 * j + t) ^ g % 2 * 4) * 16);
 #pragma unroll
@@ -143,56 +152,70 @@ struct LinearTile {
         }
     }
 
+    // Where the sums of product i of those that this warp ends stand: [ACROSS][TILES][NT] of a warp's lanes.
+    TK_DEVICE int place(int i) const {
+        const int tile = across * TILES + deep * (TILES / DEEP) + i / COLUMNS;
+        return (tile * NT + side * COLUMNS + i % COLUMNS) * WARP + lane;
+    }
+
     // Adds the sums of the warps behind each other, and the blocks' where the inputs are split.
-    TK_DEVICE void finish(const float (&sum)[TILES][NT][4]) const {
-        auto* sums = reinterpret_cast<Float4*>(shared);  // [ACROSS][TILES][NT][lane]
+    TK_DEVICE void finish(const float (&sum)[TILES][COLUMNS][4]) const {
+        auto* sums = reinterpret_cast<Float4*>(shared);
         wait_copies<0>();
+        barrier();
 #pragma unroll
-        for (int deep = DEEP - 1; deep >= 0; --deep) {
-            barrier();
-            if (warp / ACROSS != deep) continue;
+        for (int to = DEEP - 1; to >= 0; --to) {  // first what another ends, then what this warp does
 #pragma unroll
             for (int r = 0; r < TILES; ++r)
 #pragma unroll
-                for (int n = 0; n < NT; ++n) {
-                    Float4& at = sums[((warp % ACROSS * TILES + r) * NT + n) * WARP + lane];
+                for (int n = 0; n < COLUMNS; ++n) {
+                    if ((r / (TILES / DEEP) == deep) == (to != 0)) continue;
+                    Float4& at = sums[((across * TILES + r) * NT + side * COLUMNS + n) * WARP + lane];
                     Float4 value = {sum[r][n][0], sum[r][n][1], sum[r][n][2], sum[r][n][3]};
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) value.f[e] += deep == DEEP - 1 ? 0 : at.f[e];
+                    for (int e = 0; e < 4; ++e) value.f[e] += DEEP == 1 || to != 0 ? 0 : at.f[e];
                     at = value;
                 }
+            if (to != 0) barrier();
         }
-        barrier();
-        if (p.splits > 1) {
-            each([&](float value, int row, int token) { *partial_sum(p, block_y(), row, token) = value; });
-            if (!last_to_arrive(p, reinterpret_cast<int*>(shared + SHARED - 16))) return;
-            each([&](float, int row, int token) {
-                float value = 0;
-                for (int split = 0; split < p.splits; ++split) value += *partial_sum(p, split, row, token);
-                store_output<T>(p, value, row, token);
-            });
-        } else {
-            each([&](float value, int row, int token) { store_output<T>(p, value, row, token); });
+        constexpr int BLOCK = ACROSS * TILES * NT * WARP, AT_ONCE = ENDS < 4 ? ENDS : 4;
+        if (p.splits == 1) {
+#pragma unroll 1
+            for (int i = 0; i < ENDS; i += AT_ONCE)
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; ++k) store(sums[place(i + k)], place(i + k));
+            return;
+        }
+        const size_t column = block_x() + size_t(grid_x()) * block_z(), columns = size_t(grid_x()) * grid_z();
+        auto* parts = reinterpret_cast<Float4*>(p.partial) + column * BLOCK;  // of split 0
+#pragma unroll 4
+        for (int i = 0; i < ENDS; ++i) parts[block_y() * columns * BLOCK + place(i)] = sums[place(i)];
+        if (!last_to_arrive(p, reinterpret_cast<int*>(shared + SHARED - 16))) return;
+#pragma unroll 1
+        for (int i = 0; i < ENDS; i += AT_ONCE) {  // several at once: each waits for memory as long as all of them
+            Float4 value[AT_ONCE] = {};
+#pragma unroll 2
+            for (int split = 0; split < p.splits; ++split)
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; ++k) {
+                    const Float4 part = parts[split * columns * BLOCK + place(i + k)];
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) value[k].f[e] += part.f[e];
+                }
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; ++k) store(value[k], place(i + k));
         }
     }
 
-    // Calls use(sum, row, token) for all outputs of the block that exist, in turn among the threads.
-    template <class Use>
-    TK_DEVICE void each(Use use) const {
-#pragma unroll 1
-        for (int at = thread_index(); at < ACROSS * TILES * NT * WARP; at += THREADS) {
-            const Float4 value = reinterpret_cast<const Float4*>(shared)[at];
-            const int of = at % WARP, n = at / WARP % NT, tile = block_x() * ACROSS * TILES + at / WARP / NT;
-            if (tile >= tiles) continue;
+    // The four sums that stand at a place become outputs.
+    TK_DEVICE void store(const Float4& value, int at) const {
+        const int of = at % WARP, n = at / WARP % NT, tile = block_x() * ACROSS * TILES + at / WARP / NT;
+        if (tile >= tiles) return;
+        const int row = tile * TILE + of / 4 * 2, token = block_z() * TOKENS + n * 8 + of % 4 * 2;
+        const Pair scales = SPAN == 0 ? row_scales(p, tile, of / 4) : Pair{1, 1};
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int row = tile * TILE + of / 4 * 2 + e / 2;
-                const int token = block_z() * TOKENS + n * 8 + of % 4 * 2 + e % 2;
-                float scaled = value.f[e];
-                if (SPAN == 0) scaled *= static_cast<const float*>(p.scales)[row];
-                if (token < p.tokens) use(scaled, row, token);
-            }
-        }
+        for (int e = 0; e < 2; ++e)
+            store_outputs<T>(p, {value.f[e] * scales.first, value.f[2 + e] * scales.second}, row, token + e);
     }
 
     TK_DEVICE void run() {
@@ -210,7 +233,7 @@ struct LinearTile {
             issue_x(s);
             commit_copies();
         }
-        float sum[TILES][NT][4] = {};
+        float sum[TILES][COLUMNS][4] = {};
         int slot = 0;
         for (int now = first; now < last + deep; now += DEEP) {  // as often in all warps
             wait_copies<STAGES - 2>();

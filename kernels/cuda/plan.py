@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Mapping
 from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field
 
 THREADS, WARPS = 256, 8  # of every block
-FEW, MANY = 8, 384  # tokens of one block column of ``few``; tokens above which the weight is expanded for cuBLAS
+FEW, MANY = 16, 384  # tokens up to which ``few`` runs; above which the weight is expanded for cuBLAS
 SCALES_BF16, WIDE = 1, 2  # LinearFlags of linear.h
 DTYPES = ("float16", "bfloat16")
 SPANS = (0, 32, 64)
 _TILES_FEW, _DEPTH_FEW = 2, 4
 _RESIDENT_FEW, _WANTED_FEW = 2, 4  # blocks of ``few`` a multiprocessor holds at least, and is given where it holds more
-_ACROSS, _DEEP = 4, 2  # of ``tile``: warps across outputs, and behind each other
+_ACROSS, _LEAST = 4, 8  # of ``tile``: warps across outputs; steps of a split at least
 
 
 class LinearArguments(ctypes.Structure):
@@ -62,14 +63,14 @@ def names() -> list[str]:
     found = []
     for dtype in DTYPES:
         for span in SPANS:
-            found += [few_name(dtype, bits, span) for bits in (4, 8)]
+            found += [few_name(dtype, bits, span, columns) for bits in (4, 8) for columns in (1, 2)]
             found += [tile_name(dtype, bits, span, columns) for bits in (4, 8) for columns in _widths(bits, span)]
         found += [f"expand_{dtype}_w{bits}" for bits in (4, 8)]
     return found
 
 
-def few_name(dtype: str, bits: int, span: int) -> str:
-    return f"few_{dtype}_w{bits}_s{span}"
+def few_name(dtype: str, bits: int, span: int, columns: int) -> str:
+    return f"few_{dtype}_w{bits}_s{span}_n{columns}"
 
 
 def tile_name(dtype: str, bits: int, span: int, columns: int) -> str:
@@ -78,12 +79,17 @@ def tile_name(dtype: str, bits: int, span: int, columns: int) -> str:
 
 def _widths(bits: int, span: int) -> tuple[int, ...]:
     """Columns of 8 tokens that a block of ``tile`` may have; 16 in groups of 32 would want too many registers."""
-    return (2, 4, 8) if bits == 8 and span == 32 else (2, 4, 8, 16)
+    return (4, 8) if bits == 8 and span == 32 else (4, 8, 16)
 
 
-def _warp_tiles(bits: int, columns: int) -> int:
+def _warp_tiles(bits: int) -> int:
     """16-row tiles a warp of ``tile``."""
-    return 2 if bits == 8 or columns == 16 else 4
+    return 2 if bits == 8 else 4
+
+
+def _sides(bits: int, columns: int) -> int:
+    """Rows of warps of ``tile`` that share the tokens of a block; the others share its inputs."""
+    return 2 if bits == 4 and columns == 16 else 1
 
 
 def shared_bytes(kernel: str) -> int:
@@ -96,9 +102,9 @@ def shared_bytes(kernel: str) -> int:
     if kind == "few":
         return _DEPTH_FEW * _TILES_FEW * THREADS * (16 * bits // 4 + 8 * chunks)
     columns = int(form[2][1:])
-    tiles = _warp_tiles(bits, columns)
-    stage = _DEEP * 8 * columns * 128 + tiles * THREADS * 4 * bits + WARPS * tiles * chunks * 48
-    return max((4 if columns == 2 else 3) * stage, _ACROSS * tiles * columns * 512) + 16
+    tiles, sides = _warp_tiles(bits), _sides(bits, columns)
+    stage = (2 * 8 * columns * 128 + tiles * THREADS * 4 * bits + WARPS * tiles * chunks * 48) // sides
+    return max((5 if sides == 2 else 3) * stage, _ACROSS * tiles * columns * 512) + 16
 
 
 def span_of(group_size: int, n_in: int) -> int:
@@ -113,20 +119,31 @@ def plan(dtype: str, bits: int, tokens: int, n_out: int, n_in: int, group_size: 
     """
     span, tiles, steps = span_of(group_size, n_in), -(-n_out // 16), n_in // 64
     if tokens <= FEW:
-        kernel, columns, height = few_name(dtype, bits, span), FEW, _TILES_FEW
+        width = 1 if tokens <= 8 else 2
+        kernel, columns, height = few_name(dtype, bits, span, width), 8 * width, _TILES_FEW
         held = min(_WANTED_FEW, machine.resident.get(kernel, _RESIDENT_FEW))
         wanted, least = held * machine.multiprocessors, 2 * WARPS
     elif tokens <= MANY:
         widths = _widths(bits, span)
         width = next((c for c in widths if tokens <= 8 * c), widths[-1])
-        while width > 2 and shared_bytes(tile_name(dtype, bits, span, width)) > machine.shared_limit:
+        while width > widths[0] and shared_bytes(tile_name(dtype, bits, span, width)) > machine.shared_limit:
             width //= 2
-        kernel, columns, height = tile_name(dtype, bits, span, width), 8 * width, _warp_tiles(bits, width) * _ACROSS
-        wanted, least = machine.multiprocessors, 4 * _DEEP
+        kernel, columns, height = tile_name(dtype, bits, span, width), 8 * width, _warp_tiles(bits) * _ACROSS
+        wanted, least = machine.multiprocessors, _LEAST
     else:
         return None
     across, down = -(-tiles // height), -(-tokens // columns)
     splits = max(1, min(wanted // (across * down), steps // least))
     split_steps = -(-steps // splits)
     splits = -(-steps // split_steps)
-    return Plan(kernel, (across, splits, down), splits, split_steps, splits * tokens * tiles * 16 if splits > 1 else 0)
+    grid = (across, splits, down)
+    partial = partial_sums(kernel, grid, tokens, n_out) if splits > 1 else 0
+    return Plan(kernel, grid, splits, split_steps, partial)
+
+
+def partial_sums(kernel: str, grid: tuple[int, int, int], tokens: int, n_out: int) -> int:
+    """Floats that the parts of a split sum take: of ``tile`` whole blocks, of ``few`` what there is."""
+    kind, _, bits, *_, columns = kernel.split("_")
+    if kind == "few":
+        return grid[1] * tokens * -(-n_out // 16) * 16
+    return math.prod(grid) * _ACROSS * _warp_tiles(int(bits[1:])) * 16 * 8 * int(columns[1:])

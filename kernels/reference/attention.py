@@ -160,6 +160,7 @@ def _attention_cases() -> Iterator[Case]:
         ("int8-decode", decode, 4, 2, 64, 8, {}),
         ("int8-prompt", prompt, 4, 2, 64, 8, {}),
         ("int4", mixed, 4, 2, 128, 4, {}),
+        ("int4-decode", decode, 4, 2, 128, 4, {}),
         ("int4-prompt", prompt, 4, 2, 64, 4, {}),
         ("int4-80", decode, 4, 2, 80, 4, {"window": 20} | softcap),
         ("int4-96", mixed, 4, 4, 96, 4, sinks),
@@ -216,8 +217,8 @@ def _attention_cases() -> Iterator[Case]:
 @op(
     _attention_cases,
     gate=(
-        *("decode", "prompt", "sinks", "int8-decode", "int8-prompt", "int4", "int4-80", "int4-prompt"),
-        "int4-keys",
+        *("decode", "prompt", "sinks", "int8-decode", "int8-prompt", "int4", "int4-decode", "int4-80"),
+        *("int4-prompt", "int4-keys"),
         *("e4m3-256", "e4m3-prompt", "e5m2", "e5m2-prompt"),
         *("latent", "latent-mixed", "latent-int8", "latent-e4m3", "latent-e5m2"),
         *("chunked", "alibi", "alibi-rounded", "blocks"),

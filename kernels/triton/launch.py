@@ -16,6 +16,7 @@ from torch import Tensor
 from ..op import Target
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # the interpreter knows no inline assembly and computes no bf16
+EARLY_CAPABILITY = 90  # from which on a kernel may begin while the one before it ends
 NATIVE_FLOAT8 = 89  # compute capability from which on tensor cores multiply float8
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -98,11 +99,16 @@ def launch(
 ) -> None:
     """``kernel[grid](*arguments, **constants)`` on the device of its tensors; an empty grid launches nothing.
 
+    A kernel's parameter ``EARLY`` is filled in here: see ``let_next_begin``.
+
     ``registers``: a thread's at most. Without it the assembler spills some to leave room for one block more on the
     multiprocessor, not knowing that shared memory may have none.
     """
     if 0 in grid:
         return
+    first = next(a for a in arguments if isinstance(a, Tensor))
+    if "EARLY" in kernel.arg_names:
+        constants["EARLY"] = not INTERPRETED and capability_of(first.device) >= EARLY_CAPABILITY
     record = _RECORD.get()
     if record is not None:
         named = dict(zip(kernel.arg_names, arguments, strict=False))
@@ -110,10 +116,18 @@ def launch(
         return
     if not INTERPRETED:
         settle(kernel)
-    first = next(a for a in arguments if isinstance(a, Tensor))
     elsewhere = first.is_cuda and first.device.index != torch.cuda.current_device()
     with torch.cuda.device(first.device) if elsewhere else nullcontext():
         kernel[grid](*arguments, num_warps=warps, num_stages=stages, maxnreg=registers, **constants)
+
+
+@triton.jit
+def let_next_begin(EARLY: tl.constexpr):
+    """The next kernel may be launched, if it was told to wait itself for what this one writes (programmatic dependent
+    launch): the CUDA linears load weights meanwhile. ``launch`` knows ``EARLY``.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def settle(function: Any) -> None:

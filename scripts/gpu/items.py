@@ -98,7 +98,10 @@ def items(where: Where, smoke_only: bool, sanitizer: str | None, limit: float) -
     found += _compiling("compile attention", ("attention",), where)
     found += _compiling("compile runner", ("runner", "self-test"), where)
     found += _compiling("compile served", ("manifest",), where) + _compiling("compile ops", ("ops",), where)
-    served = [n for n, f in ops if f == "triton" and not where.dry]
+    from toolkit.kernels.triton.ahead_of_time.manifest import calls
+
+    called = {call.op for call in calls()}
+    served = [n for n, f in ops if f == "triton" and not where.dry and n in called]
     served.sort(key=lambda n: SERVED_FIRST.index(n) if n in SERVED_FIRST else len(SERVED_FIRST))
     found += [_served(n, limit, "compile attention") for n in served if n in SERVED_FIRST]
     from gpu.models import WIDE

@@ -26,7 +26,7 @@ from gpu.ptx_read import read
 from gpu.ptx_warp import Kernel, Space, run_block, world
 
 from toolkit.kernels.cuda.build import build_ptx
-from toolkit.kernels.cuda.plan import THREADS, WIDE, LinearArguments, Machine, shared_bytes
+from toolkit.kernels.cuda.plan import THREADS, WIDE, LinearArguments, Machine, partial_sums, shared_bytes
 
 SHARED_LIMIT = 227 * 1024
 LATE = ("x", "residual", "out", "partial", "arrivals")  # what the kernel before may still write, or read
@@ -96,7 +96,7 @@ def regions(name: str, p: LinearArguments, grid: tuple[int, int, int]) -> dict[s
         "bias": p.n_out * 2,
         "residual": p.tokens * p.n_out * number,
         "out": p.n_out * p.n_in * 2 if expands else p.tokens * p.n_out * number,
-        "partial": p.splits * p.tokens * rows * 4,
+        "partial": 0 if expands else 4 * partial_sums(name, grid, p.tokens, p.n_out),
         "arrivals": grid[0] * grid[2] * 4,
     }
     return {n: (at, at + size) for n, size in sizes.items() if (at := getattr(p, n))}

@@ -27,8 +27,9 @@ Choice = dict[str, int]
 CANDIDATES = Path(__file__).with_name("candidates.json")
 ALL: dict[str, list[Choice]] = {
     "attend_kernel": [
-        {"keys": keys, "warps": warps, "stages": stages}
-        for keys, warps, stages in product((32, 64, 128), (4, 8), (3, 4, 6))
+        {"keys": keys, "warps": warps, "stages": stages} | more
+        for keys, warps, stages, more in product((32, 64), (2, 4, 8), (3, 4, 6, 8, 9), ({}, {"registers": 128}))
+        if warps == 4 or not more
     ],
     "group_linear_kernel": [
         {"cols": cols, "k": k, "warps": warps} for cols, k, warps in product((16, 32, 64, 128), (64, 128), (4, 8))

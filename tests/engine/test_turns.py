@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from toolkit.engine import scheduler, turns
 from toolkit.engine.core import EngineCore
 from toolkit.engine.request import EngineRequest, SamplingParams, Whose
+from toolkit.engine.sequence import Sequence
 from toolkit.engine.turns import LEAST_TOKENS, split
 
 RELAXED = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -254,6 +255,22 @@ def cycle(kinds: list[Any]) -> Iterator[Any]:
 # -- tokens of a step -------------------------------------------------------------------------------
 
 NEEDS = st.lists(st.tuples(st.integers(1, 2000), st.sampled_from([0.25, 1.0, 1.0, 1.0, 4.0])), min_size=1, max_size=20)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("xyz")), max_size=6), st.sampled_from(["a", "b"]))
+def test_where_places_are_even_nobody_is_to_give_one(running: list[tuple[str, str]], user: str) -> None:
+    seqs = [Sequence(ask(f"{i}", u, group=g), i, 10, 0, None) for i, (u, g) in enumerate([*running, (user, "w")])]
+    waiting = seqs.pop()
+    waits = turns.Waiting()
+    waits.add(waiting)
+    held = turns.Held(seqs)
+    if held.even(waits.users):
+        assert held.too_many(seqs, waiting, own=False) is None
+    if len(set(running)) == len(running) and (held.rows.keys() <= {user} or max(held.rows.values()) == 1):
+        assert held.even(waits.users)
+    for seq in seqs:
+        held.add(seq, -1)
+    assert not (held.rows or held.of_group or held.cost)
 
 
 @given(st.integers(1, 3000), NEEDS)

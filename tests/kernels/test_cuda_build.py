@@ -17,22 +17,22 @@ LDS.128 R24, [R4] ; LOP3.LUT R29, R29, 0xf000f ; HMMA.16816.F32.BF16 R32, R32, R
 
 
 def test_what_machine_code_shows():
-    built = check.judge("few_bfloat16_w4_s64", 90, 1.0, Usage(64, 0, 0), GOOD)
+    built = check.judge("few_bfloat16_w4_s64_n1", 90, 1.0, Usage(64, 0, 0), GOOD)
     assert built.faults == () and built.blocks == 4 and built.shared == 49152
-    assert (built.op, built.label, built.dtype) == ("linear_group_int", "few-w4-s64", "bfloat16")
+    assert (built.op, built.label, built.dtype) == ("linear_group_int", "few-w4-s64-n1", "bfloat16")
 
 
 @pytest.mark.parametrize(
     "name, usage, code, fault",
     [
-        ("few_float16_w4_s64", (64, 8, 0), GOOD, "spills: 8 bytes of stack, 0 of local memory"),
-        ("few_float16_w4_s64", (64, 0, 0), GOOD + " STL [R1], R2 ;", "spills: 0 bytes of stack"),
-        ("few_float16_w4_s64", (64, 0, 0), GOOD + " I2F.RP R1, R2 ;", "no conversion missing"),
-        ("few_float16_w4_s64", (64, 0, 0), GOOD + " I2FP.F32.S32 R1, R2 ;", "no conversion missing"),
-        ("few_float16_w4_s64", (64, 0, 0), GOOD.replace("LDG.E.128", "LDG.E"), "vector missing"),
-        ("few_float16_w4_s64", (64, 0, 0), GOOD.replace("LDGSTS", "LDG"), "async vector missing"),
-        ("tile_float16_w4_s64_n2", (64, 0, 0), GOOD.replace("HMMA", "FFMA"), "mma missing"),
-        ("tile_float16_w4_s64_n2", (64, 0, 0), GOOD.replace("LOP3", "SHF"), "lop3 missing"),
+        ("few_float16_w4_s64_n1", (64, 8, 0), GOOD, "spills: 8 bytes of stack, 0 of local memory"),
+        ("few_float16_w4_s64_n1", (64, 0, 0), GOOD + " STL [R1], R2 ;", "spills: 0 bytes of stack"),
+        ("few_float16_w4_s64_n1", (64, 0, 0), GOOD + " I2F.RP R1, R2 ;", "no conversion missing"),
+        ("few_float16_w4_s64_n1", (64, 0, 0), GOOD + " I2FP.F32.S32 R1, R2 ;", "no conversion missing"),
+        ("few_float16_w4_s64_n1", (64, 0, 0), GOOD.replace("LDG.E.128", "LDG.E"), "vector missing"),
+        ("few_float16_w4_s64_n1", (64, 0, 0), GOOD.replace("LDGSTS", "LDG"), "async vector missing"),
+        ("tile_float16_w4_s64_n4", (64, 0, 0), GOOD.replace("HMMA", "FFMA"), "mma missing"),
+        ("tile_float16_w4_s64_n4", (64, 0, 0), GOOD.replace("LOP3", "SHF"), "lop3 missing"),
         ("expand_float16_w4", (64, 0, 0), GOOD.replace("STG.E.128", "STG.E"), "stores missing"),
     ],
 )

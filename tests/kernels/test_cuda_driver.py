@@ -185,18 +185,18 @@ def gpu(monkeypatch, fatbin):
 def test_a_launch_says_all_to_the_driver(gpu, dependent):
     machine = driver.machine(torch.device("cuda:0"))
     assert (machine.multiprocessors, machine.shared_limit) == (84, 99 * 1024)
-    assert (machine.resident["few_float16_w4_s64"], machine.resident["few_float16_w8_s32"]) == (4, 2)
+    assert (machine.resident["few_float16_w4_s64_n1"], machine.resident["few_float16_w8_s32_n1"]) == (4, 2)
     loaded = len(gpu.calls)
     for _ in range(2):
         arguments = LinearArguments(tokens=3)
-        driver.machine(torch.device("cuda:0")).launch("few_float16_w4_s64", (5, 2, 1), arguments, dependent)
+        driver.machine(torch.device("cuda:0")).launch("few_float16_w4_s64_n1", (5, 2, 1), arguments, dependent)
     called = [name for name, _ in gpu.calls[loaded:]]
     assert called == ["cuCtxSetCurrent", "cuLaunchKernelEx"] * 2, "nothing is loaded later"
     config, function, pointers, extra = gpu.calls[-1][1]
     config = config._obj
     assert (list(config.grid), list(config.block), config.shared) == ([5, 2, 1], [256, 1, 1], 49152)
     handles = {kernel: handle._obj for handle, _, kernel in gpu.named("cuModuleGetFunction")}
-    assert config.stream == 1234 and function is handles[b"few_float16_w4_s64"] and extra is None
+    assert config.stream == 1234 and function is handles[b"few_float16_w4_s64_n1"] and extra is None
     assert LinearArguments.from_address(pointers[0]).tokens == 3
     assert config.count == dependent and config.attributes[0].id == 6 and config.attributes[0].value == 1
     assert ctypes.sizeof(driver._Config) == 56 and ctypes.sizeof(driver._Attribute) == 72

@@ -187,7 +187,7 @@ def test_a_run_begins_with_compiling_and_says_what_it_left_out(bench_gpu, monkey
     monkeypatch.setattr(process, "run_limited", compiled)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (9, 0))
     monkeypatch.setattr(bench_gpu, "child", lambda part, case, dry, limit: iter([{"name": part, "limit": limit}]))
-    options = SimpleNamespace(dry_run=False, only=None, tune=False)
+    options = SimpleNamespace(dry_run=False, only=None, tune=False, no_compile=False)
     rows = list(bench_gpu.figures(options, time.perf_counter(), {"gpu": "NVIDIA H200"}))
     assert (
         rows[0]["name"] == "compile"

@@ -350,8 +350,6 @@ class EngineCore:
         }
 
     def check_integrity(self) -> None:
-        """Assert that the block manager's books are right."""
+        """Assert that the block manager's books are right, and the scheduler's."""
         self.blocks.check_integrity()
-        rows = [s.row for s in self.scheduler.running]
-        assert len(set(rows)) == len(rows)
-        assert not any(s.row >= 0 for s in self.scheduler.waiting)
+        self.scheduler.check_integrity()

@@ -151,8 +151,9 @@ class InFlight:
                     self._scheduler.label(seq, stored[seq])
                     self._lend(seq, output)
                 self._end(seq, output.finish_reason != "error")
-        for seq in step.plan.sequences():
-            self._scheduler.label(seq, stored[seq])
+        for seq, end in stored.items():
+            if seq.keys_root is not None:
+                self._scheduler.label(seq, end)
         if self._speculator is not None:
             self._speculator.observe(step, result)
 

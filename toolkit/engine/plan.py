@@ -52,5 +52,7 @@ def side_by_side(decodes: list[Sequence], blocks: BlockManager) -> list[Sequence
         return decodes
     places: dict[int, int] = {}
     firsts = blocks.tables[whole][[s.row for s in decodes], 0].tolist()
+    if len(set(firsts)) == len(firsts):
+        return decodes
     order = [places.setdefault(first, len(places)) for first in firsts]
     return [decodes[i] for i in sorted(range(len(order)), key=order.__getitem__)]

@@ -48,6 +48,7 @@ class StepResults:
         rows = self._rows(step, out) if step.has_rows else {}
         live = [(s, t) for s, t in zip(step.sampled, tokens, strict=True) if s.row >= 0 and s.pending == 1]
         self.builder.arrived([s.row for s, _ in live], [t for _, t in live])
+        now = time.perf_counter()
         for i, (seq, token) in enumerate(zip(step.sampled, tokens, strict=True)):
             if seq.finished:
                 continue
@@ -57,7 +58,11 @@ class StepResults:
             if i in bad:
                 yield seq, _error(seq, NAN_LOGITS)
                 continue
-            yield seq, _or_error(seq, lambda: self._sampled(seq, token, out, i, rows))  # noqa: B023  # called at once
+            try:
+                output = self._sampled(seq, token, out, i, rows, now)
+            except Exception as e:
+                output = _failed(seq, e)
+            yield seq, output
         yield from self._guessed(step, out, bad)
         yield from self._verified(step, out, bad)
         for seq in step.processed:
@@ -66,9 +71,11 @@ class StepResults:
         if rows:
             yield from self._rest(step, rows)
 
-    def _sampled(self, seq: Sequence, token: int, out: StepOutput, row: int, rows: dict[str, Any]) -> EngineOutput:
+    def _sampled(
+        self, seq: Sequence, token: int, out: StepOutput, row: int, rows: dict[str, Any], now: float
+    ) -> EngineOutput:
         """The token that the runner drew."""
-        output = self._token(seq, token)
+        output = self._token(seq, token, now)
         if seq.params.logprobs >= 0:
             output.logprobs.append(_logprobs(token, float(out.logprob[row, 0]), seq.params.logprobs, out, row))
         if rows:
@@ -130,7 +137,8 @@ class StepResults:
             return _error(seq, NAN_LOGITS)
         drawn = int(out.tokens[row, 0])
         seq.expect()
-        return self._sampled(seq, drawn if seq.grammar is None else seq.grammar.meant(drawn), out, row, {})
+        token = drawn if seq.grammar is None else seq.grammar.meant(drawn)
+        return self._sampled(seq, token, out, row, {}, time.perf_counter())
 
     def _settle(self, v: Verified, start: int, tokens: int) -> None:
         """Of a guess behind ``start`` known tokens ``tokens`` rows were drawn."""
@@ -159,7 +167,7 @@ class StepResults:
             return whole
         for place in range(seq.length - canvas.first, canvas.length):
             seq.expect()
-            output = self._token(seq, int(canvas.tokens[place]))
+            output = self._token(seq, int(canvas.tokens[place]), time.perf_counter())
             output.token_ids = [*whole.token_ids, *output.token_ids]
             output.logprobs = [*whole.logprobs, canvas.logprobs[place]] if seq.params.logprobs >= 0 else []
             whole = output
@@ -168,10 +176,10 @@ class StepResults:
         canvas.begin(seq.tokens[: seq.length])
         return whole
 
-    def _token(self, seq: Sequence, token: int) -> EngineOutput:
-        """Take a token into the request; sets the finish reason."""
+    def _token(self, seq: Sequence, token: int, now: float) -> EngineOutput:
+        """Take a token that was there at ``now`` into the request; sets the finish reason."""
         seq.arrive(token)
-        output = EngineOutput(seq.id, [token], cached_tokens=seq.cached_tokens, time=time.perf_counter())
+        output = EngineOutput(seq.request.id, [token], cached_tokens=seq.cached_tokens, time=now)
         circling = seq.repeats is not None and seq.repeats.add(token)
         if token in seq.stop_ids or (seq.grammar is not None and token in seq.grammar.stops):
             output.finish_reason, output.stop_token = "stop", token
@@ -212,7 +220,7 @@ class StepResults:
         seq.expect()
         self.builder.advance([seq.row])
         self.builder.arrived([seq.row], [token])
-        output = self._token(seq, token)
+        output = self._token(seq, token, time.perf_counter())
         if logprobs is not None:
             output.logprobs.append(
                 {token: float(logprobs[token]), **dict(host_sampler.top(logprobs, seq.params.logprobs))}
@@ -347,8 +355,12 @@ def _or_error(seq: Sequence, make: Callable[[], EngineOutput]) -> EngineOutput:
     try:
         return make()
     except Exception as e:
-        log.error("request %s: its token cannot be taken", seq.id, exc_info=e)
-        return _error(seq, f"the engine failed over this request's token ({type(e).__name__}: {e})")
+        return _failed(seq, e)
+
+
+def _failed(seq: Sequence, error: Exception) -> EngineOutput:
+    log.error("request %s: its token cannot be taken", seq.id, exc_info=error)
+    return _error(seq, f"the engine failed over this request's token ({type(error).__name__}: {error})")
 
 
 def _count(seq: Sequence, guessed: int, right: int) -> None:

@@ -13,7 +13,6 @@ up its blocks and is computed again later.
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
@@ -57,6 +56,7 @@ class Scheduler:
         self._rows_left = max_rows_per_step
         self.waiting = Waiting()
         self.running: list[Sequence] = []  # by turn
+        self._held = Held(())  # the places of ``running``
         self._steps = 0
         self._rushed = 0  # steps in which newcomers came before who has waited longest
         # Of users with prompts: the step in which their last turn ended, and tokens of the present one.
@@ -71,23 +71,26 @@ class Scheduler:
         plan = Plan()
         before = self.preemptions
         self._rows_left = self.max_rows_per_step
-        ready = self._decoding()
+        ready, prompts = self._sort_out()
+        ready = self._in_turn(ready, prompts)
         guesses = {} if self.guesses is None else self.guesses(ready)
         for seq in ready:
-            if not (seq.row >= 0 and self._make_room(seq, seq.remaining)):
+            left = seq.remaining
+            if seq.row < 0 or not (self.blocks.has(seq.row, seq.computed + left) or self._make_room(seq, left)):
                 continue
             seq.decoded = self._steps
             if seq in guesses:
                 self._add_guess(plan, seq, guesses[seq])
-            if seq.canvas is None and seq.remaining == 1 and seq not in plan.guesses:
+            if left == 1 and seq.canvas is None and seq not in plan.guesses:
                 plan.decodes.append(seq)
             else:
-                plan.chunks.append((seq, seq.computed, seq.remaining + plan.guesses.get(seq, 0)))
+                plan.chunks.append((seq, seq.computed, left + plan.guesses.get(seq, 0)))
                 plan.passes += 1
-        budget = self._budget(plan)
+        prompts = [s for s in prompts if s.row >= 0]
+        budget = self._budget(plan, prompts)
         if self.preemptions == before and self.waiting:
-            self._admit(plan, budget)
-        prompts = self._prompts(plan)
+            self._admit(plan, prompts, budget)
+            prompts = sorted((s for s in [*prompts, *plan.started] if s.row >= 0), key=turn)
         for seq, share in self._shares(prompts, budget):
             if seq.row >= 0:
                 self._add_chunk(plan, seq, share)
@@ -118,20 +121,32 @@ class Scheduler:
         if seq.keys_root is None or seq.row < 0:
             return
         seq.stored = min(stored, seq.computed, seq.known)
+        before = self.blocks.labelled(seq.row)
+        if seq.stored // self.blocks.block_size <= before:
+            return
         if seq.stored // self.blocks.block_size > len(seq.keys):
             extend_keys(seq.keys, seq.keys_root, seq.tokens, seq.stored, self.blocks.block_size, seq.spans)
-        before = self.blocks.labelled(seq.row)
         self.blocks.label(seq.row, seq.keys, seq.stored)
-        self.followers.note(seq, before, self.blocks.labelled(seq.row))
+        labelled = self.blocks.labelled(seq.row)
+        self.followers.note(seq, before, labelled)
         if self.keeper is not None:
-            self.keeper.note(seq, before, self.blocks.labelled(seq.row))
-        if self.told is not None and before < self.blocks.labelled(seq.row):
-            self.told.note(seq, self.blocks.labelled(seq.row))
+            self.keeper.note(seq, before, labelled)
+        if self.told is not None and before < labelled:
+            self.told.note(seq, labelled)
 
     def preempt(self, seq: Sequence) -> None:
         """Give up a running request's blocks and queue it again in its turn."""
         self._give_up(seq)
         self.waiting.add(seq)
+
+    def check_integrity(self) -> None:
+        """Assert that every running request has a row of its own, and that the books of places are right."""
+        rows = [s.row for s in self.running]
+        assert len({*rows, *self._free_rows}) == len(rows) + len(self._free_rows)
+        assert not any(s.row >= 0 for s in self.waiting)
+        places = Held(self.running)
+        assert (self._held.rows, self._held.of_group) == (places.rows, places.of_group)
+        assert self._held.cost.keys() == places.cost.keys()
 
     def _give_up(self, seq: Sequence) -> None:
         self._leave(seq)
@@ -145,6 +160,7 @@ class Scheduler:
         self.blocks.release(seq.row)
         self._free_rows.append(seq.row)
         self.running.remove(seq)
+        self._held.add(seq, -1)
         seq.row = -1
 
     def _make_room(self, seq: Sequence, count: int) -> bool:
@@ -168,10 +184,10 @@ class Scheduler:
     def _victim(self) -> Sequence:
         """Who is to give up its blocks: the last in turn of the user whose places cost most. One that has done so often
         is spared where another is there."""
-        held = Held(self.running)
+        cost = self._held.cost
         left = [s for s in self.running if s.preempted < SPARED] or self.running
-        most = max(held.cost[s.user] for s in left)
-        return next(s for s in reversed(left) if held.cost[s.user] == most)
+        most = max(cost[s.user] for s in left)
+        return next(s for s in reversed(left) if cost[s.user] == most)
 
     def _chunk_len(self, seq: Sequence, budget: int) -> int:
         count = min(seq.remaining, budget)
@@ -191,55 +207,62 @@ class Scheduler:
         if self._make_room(seq, count):
             plan.chunks.append((seq, seq.computed, count))
 
-    def _prompts(self, plan: Plan) -> list[Sequence]:
-        """Running requests with a prompt to compute, by turn."""
-        return [s for s in self.running if not s.decodes or s.at_picture or s in plan.started]
+    def _sort_out(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Running requests that could get on with their answers, and those with a prompt to compute, by turn."""
+        ready, prompts = [], []
+        for seq in self.running:
+            if not seq.decodes or seq.at_picture:
+                prompts.append(seq)
+            elif not (seq.ending or seq.read):
+                ready.append(seq)
+        return ready, prompts
 
-    def _decoding(self) -> list[Sequence]:
+    def _in_turn(self, ready: list[Sequence], prompts: list[Sequence]) -> list[Sequence]:
         """Those that get on with their answers in this step, by turn: all, but where a user who has little waits for a
         first token. Then those with most take turns, so that the step is no longer than with prompts it should be."""
-        ready = [s for s in self.running if s.decodes and not (s.ending or s.at_picture or s.read)]
-        held = Held(self.running)
-        waiting = {s.user: s for s in [*self.running, *self._heads()] if not s.decodes}
-        modest = min(waiting.values(), key=lambda s: held.cost[s.user], default=None)
+        cost = self._held.cost
+        waiting = {s.user: s for s in [*prompts, *self._heads()] if not s.decodes}
+        modest = min(waiting.values(), key=lambda s: cost.get(s.user, 0.0), default=None)
         if modest is None:
             return ready
-        most = 2 * held.cost[modest.user] + modest.cost
-        greedy = [s for s in ready if held.cost[s.user] > most]
+        most = 2 * cost.get(modest.user, 0.0) + modest.cost
+        if max(cost.values(), default=0.0) <= most:
+            return ready
+        greedy = [s for s in ready if cost[s.user] > most]
         few = len(ready) - len(greedy)
         turns = sorted(greedy, key=lambda s: s.decoded)[: max(1, self.pace.rows(len(ready)) - few)]
         chosen = set(turns)
-        return [s for s in ready if held.cost[s.user] <= most or s in chosen]
+        return [s for s in ready if cost[s.user] <= most or s in chosen]
 
     def _heads(self) -> list[Sequence]:
         """One that waits of each user."""
         return [next(iter(groups.values()))[0] for groups in map(self.waiting.of, self.waiting.users)]
 
-    def _budget(self, plan: Plan) -> int:
-        """Prompt tokens that this step may take."""
+    def _budget(self, plan: Plan, prompts: list[Sequence]) -> int:
+        """Prompt tokens that this step may take; ``prompts``: of those that run."""
         passes = sum(count for _, _, count in plan.chunks)
         most = max(1, self.options.max_prefill_token_num - len(plan.decodes) - passes)
-        before = max((s.computed for s in self._prompts(plan)), default=0)
-        times, need = self._times()
-        budget = self.pace.budget(plan.decoding, before, most, times, self._patient(plan))
+        before = max((s.computed for s in prompts), default=0)
+        times, need = self._times(prompts)
+        budget = self.pace.budget(plan.decoding, before, most, times, self._patient(plan, prompts))
         return budget if budget >= need else min(need, self.pace.budget(plan.decoding, before, most, 1.0))
 
-    def _patient(self, plan: Plan) -> int:
+    @staticmethod
+    def _patient(plan: Plan, prompts: list[Sequence]) -> int:
         """Of those that get on with their answers in this step, how many are choices of a request that has prompts to
         compute: it is answered when its last choice is, and sooner the larger the steps are that compute them."""
-        left = {group_of(s) for s in self._prompts(plan) if not s.generated}
-        return sum(group_of(s) in left for s in plan.sequences())
+        left = {group_of(s) for s in prompts if not s.generated}
+        return sum(group_of(s) in left for s in plan.sequences()) if left else 0
 
-    def _times(self) -> tuple[float, int]:
+    def _times(self, prompts: list[Sequence]) -> tuple[float, int]:
         """By how much a step may be longer while nobody decodes: users of a server may come at any time, and one whose
         short prompt is all that it has waits for no others' long ones in the same step. And what those have."""
-        has = Counter(s.user for s in self.running)
-        for user in self.waiting.users:
-            has[user] += sum(map(len, self.waiting.of(user).values()))
-        if len(has) < 2:
-            return ALONE if has.keys() <= {""} else SERVED, 0
-        starts = (s for s in [*self.running, *self._heads()] if not s.decodes and has[s.user] == 1)
-        need = sum(s.remaining for s in starts if s.remaining <= LEAST_TOKENS)
+        rows = self._held.rows
+        users = rows.keys() | self.waiting.users
+        if len(users) < 2:
+            return ALONE if users <= {""} else SERVED, 0
+        starts = (s for s in [*prompts, *self._heads()] if not s.decodes and s.remaining <= LEAST_TOKENS)
+        need = sum(s.remaining for s in starts if rows[s.user] + self.waiting.count(s.user) == 1)
         return (HASTY, need) if need else (SHARED, 0)
 
     def _shares(self, prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
@@ -293,14 +316,16 @@ class Scheduler:
             turns[seq.user] = (self._steps, 0) if over else (step, taken + count)
         self._fed = turns
 
-    def _admit(self, plan: Plan, budget: int) -> None:
+    def _admit(self, plan: Plan, prompts: list[Sequence], budget: int) -> None:
         """Start waiting requests while there is a row, budget and room for their whole prompts.
 
         One whose next tokens are being computed by a running prompt waits for them instead of computing them too.
         """
-        held = Held(self.running)
+        held = self._held
+        if not self._free_rows and held.even(self.waiting.users):
+            return
         queue = Round(self.waiting, held)
-        begun = Begun(self._prompts(plan), budget)
+        begun = Begun(prompts, budget)
         given_back: list[Sequence] = []
         size = self.blocks.block_size
         promised = sum(blocks_for(s.length, size) - blocks_for(s.computed, size) for s in self.running)
@@ -327,7 +352,6 @@ class Scheduler:
                 queue.leave(seq)
                 continue
             if victim is not None:
-                held.add(victim, -1)
                 self._give_up(victim)
                 victim.gives += 1
                 given_back.append(victim)

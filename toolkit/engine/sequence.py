@@ -27,18 +27,18 @@ MOST_URGENT, LEAST_URGENT = 100, 200  # what is beyond counts no more
 class Sequence:
     """``tokens[:length]`` are the prompt and what was generated; keys and values of the first ``computed`` are cached.
 
-    While steps are in flight, the last ``pending`` of ``length`` tokens are not known yet (at most 2).
-    ``stored``: of these, how many are there for certain, no step in flight being needed.
-    ``row`` is the place in the block tables while it runs, else -1. ``order``: by arrival. ``max_len``: where
-    generation is cut. ``collected``: positions whose all-position results (logits, hidden, experts, prompt
-    log-probabilities) have been gathered; they are not asked for again after a preemption. ``spans``: the pictures of
-    the prompt; ``axes``: the positions of its tokens, [1 or 3, prompt], None: their places; ``shift``: what is added to
-    the places of tokens behind it. ``runs``: (first, stop) of the tokens that see each other both ways, so that no
-    chunk may end among them; ``looks_at``: digests of the pictures whose keys and values the runner keeps for it.
-    ``branch``: blocks at the start that requests before it had too, where a state is worth
-    keeping. ``canvas``: the block of tokens behind the known ones, where such are guessed together. ``turned_by``: the
-    length that dynamic rope reaches for it where that is its own, 0 = as trained. ``whole``: its prompt is computed in
-    one step; ``second``: where in it the second text of a pair begins, 0 = nowhere.
+    While steps are in flight, the last ``pending`` of ``length`` tokens are not known yet (at most 2). ``stored``:
+    of these, how many are there for certain, no step in flight being needed. ``row`` is the place in the block
+    tables while it runs, else -1. ``order``: by arrival. ``max_len``: where generation is cut; ``end``: the length
+    at which no more is drawn. ``collected``: positions whose all-position results (logits, hidden, experts, prompt
+    log-probabilities) have been gathered; they are not asked for again after a preemption. ``spans``: the pictures
+    of the prompt; ``axes``: the positions of its tokens, [1 or 3, prompt], None: their places; ``shift``: what is
+    added to the places of tokens behind it. ``runs``: (first, stop) of the tokens that see each other both ways, so
+    that no chunk may end among them; ``looks_at``: digests of the pictures whose keys and values the runner keeps
+    for it. ``branch``: blocks at the start that requests before it had too, where a state is worth keeping.
+    ``canvas``: the block of tokens behind the known ones, where such are guessed together. ``turned_by``: the
+    length that dynamic rope reaches for it where that is its own, 0 = as trained. ``whole``: its prompt is computed
+    in one step; ``second``: where in it the second text of a pair begins, 0 = nowhere.
     """
 
     request: EngineRequest
@@ -67,6 +67,7 @@ class Sequence:
         self.tokens: NDArray[np.int32] = np.empty(min(self.max_len, self.prompt_len + 64) + 1, np.int32)
         self.tokens[: self.prompt_len] = prompt
         self.length = self.prompt_len
+        self.end = min(self.prompt_len + self.params.max_new_tokens, self.max_len)
         self.pending = 0
         self.computed = 0
         self.stored = 0
@@ -139,7 +140,9 @@ class Sequence:
     @property
     def decodes(self) -> bool:
         """Whether its prompt is computed, but for what goes with a pass over the canvas."""
-        return self.remaining <= (1 + self.replay if self.canvas is None else 2 * self.canvas.length)
+        if self.canvas is None:
+            return self.length - self.computed <= 1 + self.replay
+        return self.remaining <= 2 * self.canvas.length
 
     def settled(self, end: int) -> int:
         """How many of the first ``end`` tokens, once computed, stay what they are."""
@@ -154,18 +157,19 @@ class Sequence:
     @property
     def at_picture(self) -> bool:
         """Whether the one token left is a picture's, whose row a chunk of the prompt is given, and no decode."""
-        at_end = self.length == self.prompt_len and self.remaining == 1
-        return at_end and bool(self.spans) and int(self.spans[-1].places[-1]) == self.prompt_len - 1
+        if not self.spans or self.length != self.prompt_len or self.remaining != 1:
+            return False
+        return int(self.spans[-1].places[-1]) == self.prompt_len - 1
 
     @property
     def exhausted(self) -> bool:
         """Whether no further token may be drawn."""
-        return self.length >= self.max_len or self.length - self.prompt_len >= self.params.max_new_tokens
+        return self.length >= self.end
 
     @property
     def ending(self) -> bool:
         """Whether the token that a step in flight draws is its last."""
-        return bool(self.pending) and self.exhausted
+        return self.length >= self.end and self.pending > 0
 
     @property
     def read(self) -> bool:
@@ -180,7 +184,7 @@ class Sequence:
     @property
     def left(self) -> int:
         """Tokens that it may still have."""
-        return min(self.params.max_new_tokens - (self.known - self.prompt_len), self.max_len - self.known)
+        return self.end - self.length + self.pending
 
     def uncut(self, end: int) -> int:
         """Where a chunk ends that is to end at ``end``, or at most so: before a run or block that it would cut, or

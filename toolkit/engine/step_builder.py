@@ -85,9 +85,10 @@ class StepBuilder:
 
     def advance(self, rows: list[int]) -> None:
         """These rows draw one more token each in a step just submitted, as its sampled rows 0, 1, …"""
-        self._length[rows] += 1
-        self._generated[rows] += 1
-        self._source[rows] = np.arange(len(rows), dtype=np.int32)
+        index = np.array(rows, np.intp)
+        self._length[index] += 1
+        self._generated[index] += 1
+        self._source[index] = np.arange(len(rows), dtype=np.int32)
 
     def arrived(self, rows: list[int], tokens: list[int]) -> None:
         """The last tokens of these rows are known."""

@@ -10,8 +10,8 @@ times: nobody waits for ever, whatever the weights are.
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, KeysView
 from heapq import heapify, heappop, heappush, heapreplace
 from operator import attrgetter
 
@@ -50,7 +50,7 @@ class Waiting:
                 yield from seqs
 
     @property
-    def users(self) -> Iterable[str]:
+    def users(self) -> KeysView[str]:
         return self._groups.keys()
 
     def add(self, seq: Sequence) -> None:
@@ -92,22 +92,38 @@ class Waiting:
         """Its groups."""
         return self._groups[user]
 
+    def count(self, user: str) -> int:
+        """How many of its requests wait."""
+        return sum(map(len, self._groups.get(user, {}).values()))
+
 
 class Held:
-    """Places that users and groups have, and what they cost."""
+    """Places that users and groups have, and what they cost. Of those who have none nothing is kept."""
 
     def __init__(self, running: Iterable[Sequence]) -> None:
         self.rows: Counter[str] = Counter()
         self.of_group: Counter[Group] = Counter()
-        self.cost: defaultdict[str, float] = defaultdict(float)
+        self.cost: dict[str, float] = {}
         for seq in running:
             self.add(seq)
 
     def add(self, seq: Sequence, count: int = 1) -> None:
         """``count``: -1 where it gives its place back."""
+        group = group_of(seq)
         self.rows[seq.user] += count
-        self.of_group[group_of(seq)] += count
-        self.cost[seq.user] += count * seq.cost
+        self.of_group[group] += count
+        self.cost[seq.user] = self.cost.get(seq.user, 0.0) + count * seq.cost
+        if not self.of_group[group]:
+            del self.of_group[group]
+        if not self.rows[seq.user]:
+            del self.rows[seq.user], self.cost[seq.user]
+
+    def even(self, users: KeysView[str]) -> bool:
+        """Whether nobody has places enough to give one to requests of ``users`` (``too_many``), whichever these are:
+        each request has one, and no user's cost more than twice those of ``users``."""
+        most = max((cost for user, cost in self.cost.items() if self.rows[user] > 1), default=0.0)
+        least = min((self.cost.get(user, 0.0) for user in users), default=0.0)
+        return len(self.of_group) == self.rows.total() and most <= 2 * least
 
     def too_many(self, running: list[Sequence], seq: Sequence, own: bool) -> Sequence | None:
         """Who is to give its place to ``seq``, if anybody: the last in turn of the user whose places cost most, where
@@ -117,17 +133,17 @@ class Held:
         Twice, so that places that were given back are not asked for again; never the last place of a user, nor one of a
         request that has given back ``GIVES`` places: one of little weight would never get anywhere.
         """
-        running = [s for s in running if s.gives < GIVES]
         others = [user for user, count in self.rows.items() if user != seq.user and count > 1 and not own]
         most = max(others, key=self.cost.__getitem__, default=None)
-        if most is not None and self.cost[most] > 2 * self.cost[seq.user] + seq.cost:
-            mine = (s for s in running if s.user == most)
+        if most is not None and self.cost[most] > 2 * self.cost.get(seq.user, 0.0) + seq.cost:
+            mine = (s for s in running if s.user == most and s.gives < GIVES)
             if found := max(mine, key=lambda s: (self.of_group[group_of(s)] > 1, s.turn), default=None):
                 return found
         groups = [group for group in self.of_group if group[0] == seq.user and group[1] != seq.group]
         group = max(groups, key=self.of_group.__getitem__, default=None)
         if group is not None and self.of_group[group] > 2 * self.of_group[group_of(seq)] + 1:
-            return max((s for s in running if group_of(s) == group), key=turn, default=None)
+            mine = (s for s in running if group_of(s) == group and s.gives < GIVES)
+            return max(mine, key=turn, default=None)
         return None
 
 
@@ -189,7 +205,7 @@ class Round:
             head = groups[name][self._tried[user, name]]
         else:
             head = min((seqs[0] for seqs in groups.values()), key=turn)
-        return not self._waiting.overdue(user), self._held.cost[user] + head.cost, head.order
+        return not self._waiting.overdue(user), self._held.cost.get(user, 0.0) + head.cost, head.order
 
     def _group_key(self, user: str, name: str) -> tuple[int, int, int, int]:
         seqs = self._waiting.of(user)[name]

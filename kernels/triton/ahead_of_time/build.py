@@ -31,6 +31,7 @@ _TYPES = {
     torch.float8_e5m2: "fp8e5",
     torch.int8: "i8",
     torch.uint8: "u8",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
 }

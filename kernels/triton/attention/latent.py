@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...op import Target
 from ..cache.cache_codes import E4M3_UNIT, form_of, stored
+from ..cache.pairs import CODE_UNIT
 from ..launch import INTERPRETED, capability_of, dot_dtype, from_shared, launch, power_of_2, shared_limit
 from ..tuning import tuned
 from .latent_kernel import latent_kernel
@@ -38,15 +39,15 @@ def first_keys(heads: int) -> int:
 
 
 def most_rows(q: Tensor, rank: int, element: int) -> int:
-    """Rows of a tile whose sums the registers hold beside what unpacks ``element`` bytes, and whose queries leave
-    shared memory for the rows of the cache. With 64 rows of 512 numbers the loop would spill some registers.
+    """Rows of a tile whose sums the registers hold, beside what unpacks rows where ``element`` is a byte, and whose
+    queries leave shared memory for the rows of the cache. With 64 rows of 512 numbers the loop would spill some.
     """
     if q.dtype == torch.float32:  # no tensor cores: for parity alone
         return 16
     capability = capability_of(q.device)
     if rank <= 256:
-        return 64 if from_shared(capability) else 32
-    return 32 if element > 1 and shared_limit(capability) > 128 << 10 else 16
+        return 64 if from_shared(capability) and element > 1 else 32
+    return 32 if shared_limit(capability) > 128 << 10 else 16
 
 
 def heads_together(heads: int, rows: int) -> int:
@@ -82,15 +83,17 @@ def attend(q: Tensor, cache: Tensor, params: Tensor | None, plan: Plan, scale: f
     tiles = plan.tiles(group, first_keys(heads), rows_of)
     rows, half = tiles.block_rows, q.dtype != torch.float32
     choice = _choice(tiles.kind, rows, width, element, q)
-    unit = E4M3_UNIT if form == "e4m3" else 1.0
+    pairs = half and form != "float"
+    words = 2 if pairs else 1
+    unit = E4M3_UNIT if form == "e4m3" else CODE_UNIT if pairs and form == "int8" else 1.0
     out = torch.empty(len(q), heads, rank, dtype=q.dtype, device=q.device)
     sums = torch.empty(tiles.parts, blocks, rows, rank, dtype=torch.float32, device=q.device)
     norms = torch.empty(tiles.parts, blocks, rows, 2, dtype=torch.float32, device=q.device)
     launch(
         latent_kernel,
-        (tiles.items.shape[0], blocks),
+        (tiles.items.shape[0] * blocks,),
         q,
-        stored(cache),
+        cache.view(torch.int16) if pairs else stored(cache),
         None if params is None else params.view(torch.int32),
         plan.table,
         tiles.items,
@@ -102,15 +105,19 @@ def attend(q: Tensor, cache: Tensor, params: Tensor | None, plan: Plan, scale: f
         plan.table.shape[1],
         float(scale * unit),
         float(unit),
+        1.0 / unit,
         warps=choice["warps"],
         stages=choice["stages"],
+        registers=255 if pairs and capability_of(q.device) < 90 else None,  # it would spill to fit a second block
         blocks=blocks,
         RANK=rank,
         ROPE=width - rank,
         GROUP=group,
-        R_COLS=max(16, power_of_2(rank)),
-        T_COLS=max(16, power_of_2(width - rank)),
+        R_COLS=max(16, power_of_2(rank // words)),
+        T_COLS=max(16, power_of_2((width - rank) // words)),
         FORM=form,
+        PAIRS=pairs,
+        LAZY=pairs,
         ROWS=rows,
         KEYS=choice["keys"],
         PAGE=cache.shape[1],

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from ..cache.cache_codes import float8
+from ..cache.pairs import numbers
 from ..codes import cast, widen
-from .kernel import write_part, write_result
-from .tile import LOG2E, key_columns, key_scale_and_zero, key_slots
+from .kernel import even_and_odd, tiles, write_part, write_result
+from .tile import LOG2E, joined, key_columns, key_scale_and_zero, key_slots
 
 
 @triton.jit
@@ -26,14 +27,17 @@ def _queries(
     R_COLS: tl.constexpr,
     T_COLS: tl.constexpr,
     ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
     DOT: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """(the absorbed part [ROWS, R_COLS], what turns [ROWS, T_COLS], sum [ROWS], scale [ROWS]) of the queries.
+    """(the absorbed part, what turns, sum [ROWS], scale [ROWS]) of the queries. The first two are a tile [ROWS, R_COLS]
+    or [ROWS, T_COLS], with PAIRS their even columns, then their odd ones.
 
     SCALED: the largest of a row becomes 1, since DOT has less range than the queries, and ``scale`` gives it back.
     """
-    i, j = tl.arange(0, R_COLS), tl.arange(0, T_COLS)
+    TIMES: tl.constexpr = 2 if PAIRS else 1
+    i, j = tl.arange(0, TIMES * R_COLS), tl.arange(0, TIMES * T_COLS)
     at = q + source[:, None]
     inner = tl.load(at + i[None, :], mask=valid[:, None] & (i < RANK)[None, :], other=0.0)
     turned = tl.load(at + RANK + j[None, :], mask=valid[:, None] & (j < ROPE)[None, :], other=0.0)
@@ -44,27 +48,23 @@ def _queries(
         inner, turned = wide / scale[:, None], narrow / scale[:, None]
     inner, turned = inner.to(DOT), turned.to(DOT)
     total = tl.sum(inner.to(tl.float32), 1) + tl.sum(turned.to(tl.float32), 1)
-    return inner, turned, total, scale
+    if PAIRS:
+        return even_and_odd(inner, ROWS, R_COLS), even_and_odd(turned, ROWS, T_COLS), total, scale
+    else:
+        return (inner,), (turned,), total, scale
 
 
 @triton.jit
-def _rows(
-    at,
-    inside,
-    WIDTH: tl.constexpr,
-    COLS: tl.constexpr,
-    FORM: tl.constexpr,
-    MASK: tl.constexpr,
-    DOT: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """[KEYS, COLS] of the rows' WIDTH numbers from ``at``, or their codes, as DOT."""
-    x = key_columns(at, inside, WIDTH, COLS, MASK)
-    if FORM == "int8":
-        x = widen(x, DOT, ASM)
+def _numbers(x, FORM: tl.constexpr, ODD: tl.constexpr, PAIRS: tl.constexpr, DOT: tl.constexpr, ASM: tl.constexpr):
+    """What lies in the cache as DOT, numbers or codes; with PAIRS the even columns or the ODD ones of int16."""
+    if PAIRS:
+        return numbers(x, FORM, ODD, ASM)
+    elif FORM == "int8":
+        return widen(x, DOT, ASM)
     elif FORM != "float":
-        x = float8(x, FORM, DOT, ASM)
-    return x.to(DOT)
+        return float8(x, FORM, DOT, ASM)
+    else:
+        return x.to(DOT)
 
 
 @triton.jit
@@ -90,41 +90,57 @@ def _fold(
     R_COLS: tl.constexpr,
     T_COLS: tl.constexpr,
     FORM: tl.constexpr,
+    PAIRS: tl.constexpr,
     KEYS: tl.constexpr,
     PAGE: tl.constexpr,
     MASK: tl.constexpr,
     DOT: tl.constexpr,
     SCALED: tl.constexpr,
     ASM: tl.constexpr,
+    LAZY: tl.constexpr,
 ):
     """(acc, m, denominator, zeros) after the KEYS rows from ``start``; see ``tile.fold``."""
     key = start + tl.arange(0, KEYS)
     inside = (key >= first_key) & (key < end_key)
-    row = key_slots(pages, start, key, inside, KEYS, PAGE, MASK)
-    latent = _rows(cache + row * (RANK + ROPE), inside, RANK, R_COLS, FORM, MASK, DOT, ASM)
-    turned = _rows(cache + row * (RANK + ROPE) + RANK, inside, ROPE, T_COLS, FORM, MASK, DOT, ASM)
-    s = tl.dot(q, tl.trans(latent), input_precision="ieee")
-    s = tl.dot(q_turned, tl.trans(turned), s, input_precision="ieee")
+    first, row = key_slots(pages, start, key, inside, KEYS, PAGE, MASK)
+    if not PAIRS:  # the registers would not do for two blocks
+        first, row = 0, first + row
+    WORDS: tl.constexpr = 2 if PAIRS else 1
+    at = cache + first * ((RANK + ROPE) // WORDS) + row * ((RANK + ROPE) // WORDS)
+    latent = key_columns(at, inside, RANK // WORDS, R_COLS, MASK)
+    turned = key_columns(at + RANK // WORDS, inside, ROPE // WORDS, T_COLS, MASK)
+    even = _numbers(latent, FORM, False, PAIRS, DOT, ASM)
+    s = tl.dot(q[0], tl.trans(even), input_precision="ieee")
+    s = tl.dot(q_turned[0], tl.trans(_numbers(turned, FORM, False, PAIRS, DOT, ASM)), s, input_precision="ieee")
+    if PAIRS:
+        s = tl.dot(q[1], tl.trans(_numbers(latent, FORM, True, PAIRS, DOT, ASM)), s, input_precision="ieee")
+        s = tl.dot(q_turned[1], tl.trans(_numbers(turned, FORM, True, PAIRS, DOT, ASM)), s, input_precision="ieee")
     if FORM == "int8":
-        unit, zero = key_scale_and_zero(params, row, inside, MASK)
+        unit, zero = key_scale_and_zero(params + first, row, inside, MASK)
         s = unit[None, :] * (s - zero[None, :] * q_sum[:, None])
     if SCALED:
-        s = s * q_scale[:, None]
-    s = s * (scale * LOG2E)
+        s = s * ((q_scale * scale) * LOG2E)[:, None]
+    else:
+        s = s * (scale * LOG2E)
     if MASK:
         s = tl.where(inside[None, :] & (key[None, :] <= position[:, None]), s, float("-inf"))
     top = tl.maximum(m, tl.max(s, 1))
     base = tl.where(top == float("-inf"), 0.0, top)
     shrink = tl.exp2(m - base)
     p = tl.exp2(s - base[:, None])
-    denominator = denominator * shrink + tl.sum(p, 1)
+    denominator = joined(denominator, shrink, p, LAZY)
     if FORM == "int8":
         weighted = cast(p * unit[None, :], DOT)
-        zeros = zeros * shrink + tl.sum(weighted.to(tl.float32) * zero[None, :], 1)
+        zeros = joined(zeros, shrink, weighted.to(tl.float32) * zero[None, :], LAZY)
     else:
         weighted = cast(p, DOT)
-    acc = tl.dot(weighted, latent, acc * shrink[:, None], input_precision="ieee")
-    return acc, top, denominator, zeros
+    by = shrink[:, None]
+    a = tl.dot(weighted, even, acc[0] * by, input_precision="ieee")
+    if PAIRS:
+        b = tl.dot(weighted, _numbers(latent, FORM, True, PAIRS, DOT, ASM), acc[1] * by, input_precision="ieee")
+        return (a, b), top, denominator, zeros
+    else:
+        return (a,), top, denominator, zeros
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -142,6 +158,7 @@ def latent_kernel(
     table_stride,
     scale,
     unit,
+    zero_unit,
     blocks: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -149,6 +166,8 @@ def latent_kernel(
     R_COLS: tl.constexpr,
     T_COLS: tl.constexpr,
     FORM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    LAZY: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -156,13 +175,15 @@ def latent_kernel(
     SCALED: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Program (item, one of ``blocks`` blocks of GROUP query heads). R_COLS, T_COLS: powers of two that hold RANK and
-    ROPE. ``unit``: what the numbers of a float8 cache are multiplied by in the result (in ``scale`` too).
+    """Program (item, one of ``blocks`` blocks of GROUP query heads); blocks of one item run together, so that all but
+    the first find its rows in the second-level cache. R_COLS, T_COLS: powers of two that hold RANK and
+    ROPE, with PAIRS half of them (see ``attend_kernel``). ``unit``: what the numbers of the cache are multiplied by in
+    the result (in ``scale`` too); ``zero_unit``: see ``attend_kernel``.
 
     ``row_params``, ``part_sums`` [parts, blocks, ROWS, RANK], ``part_norms``: see ``attend_kernel``.
     """
-    item = items + tl.program_id(0) * 8
-    block = tl.program_id(1)
+    item = items + tl.program_id(0) // blocks * 8
+    block = tl.program_id(0) % blocks
     sequence = tl.load(item)
     if sequence < 0:
         return
@@ -173,34 +194,44 @@ def latent_kernel(
     valid = token < tokens
     position = first_position + token
     source = (first_row + token).to(tl.int64) * stride_token + head * stride_head
-    inner, turned, q_sum, q_scale = _queries(q, source, valid, RANK, ROPE, R_COLS, T_COLS, ROWS, DOT, SCALED)
+    inner, turned, q_sum, q_scale = _queries(q, source, valid, RANK, ROPE, R_COLS, T_COLS, ROWS, PAIRS, DOT, SCALED)
+    q_sum *= zero_unit
     pages = table + sequence.to(tl.int64) * table_stride
     m = tl.full([ROWS], float("-inf"), tl.float32)
-    denominator = tl.zeros([ROWS], tl.float32)
-    zeros = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, R_COLS], tl.float32)
+    denominator = tl.zeros([ROWS, KEYS] if LAZY else [ROWS], tl.float32)
+    zeros = denominator
+    acc = tiles(tl.zeros([ROWS, R_COLS], tl.float32), 2 if PAIRS else 1)
     begin = first_key // KEYS * KEYS
     plain_end = tl.minimum(first_position + 1, end_key) // KEYS * KEYS
     for start in range(begin, plain_end, KEYS):
         acc, m, denominator, zeros = _fold(
             acc, m, denominator, zeros, inner, turned, q_sum, q_scale, position, start, first_key, end_key,
-            cache, row_params, pages, scale, RANK, ROPE, R_COLS, T_COLS, FORM, KEYS, PAGE, False, DOT, SCALED, ASM,
+            cache, row_params, pages, scale, RANK, ROPE, R_COLS, T_COLS, FORM, PAIRS, KEYS, PAGE, False, DOT, SCALED,
+            ASM, LAZY,
         )  # fmt: skip
-    for start in range(plain_end, end_key, KEYS):
-        acc, m, denominator, zeros = _fold(
-            acc, m, denominator, zeros, inner, turned, q_sum, q_scale, position, start, first_key, end_key,
-            cache, row_params, pages, scale, RANK, ROPE, R_COLS, T_COLS, FORM, KEYS, PAGE, True, DOT, SCALED, ASM,
-        )  # fmt: skip
+    if plain_end < end_key:
+        for start in range(plain_end, end_key, KEYS):
+            acc, m, denominator, zeros = _fold(
+                acc, m, denominator, zeros, inner, turned, q_sum, q_scale, position, start, first_key, end_key,
+                cache, row_params, pages, scale, RANK, ROPE, R_COLS, T_COLS, FORM, PAIRS, KEYS, PAGE, True, DOT, SCALED,
+                ASM, LAZY,
+            )  # fmt: skip
+    if LAZY:
+        denominator, zeros = tl.sum(denominator, 1), tl.sum(zeros, 1)
+    sums = acc[0]
+    if PAIRS:
+        sums = tl.interleave(acc[0], acc[1])
     if FORM == "int8":
-        acc -= zeros[:, None]
+        sums = sums * unit - zeros[:, None]
     elif FORM != "float":
-        acc *= unit
+        sums *= unit
+    COLS: tl.constexpr = 2 * R_COLS if PAIRS else R_COLS
     if part < 0:
         out += first_row.to(tl.int64) * (blocks * GROUP * RANK)
         row = token * (blocks * GROUP) + head
-        write_result(out, None, acc, denominator, m, denominator, row, head, valid, RANK, R_COLS, FORM, False)
+        write_result(out, None, sums, denominator, m, denominator, row, head, valid, RANK, COLS, FORM, False)
     else:
         first = (part * blocks + block) * ROWS
         part_sums += first * RANK
         part_norms += first * 2
-        write_part(part_sums, part_norms, acc, denominator, m, denominator, m_index, valid, RANK, R_COLS, FORM)
+        write_part(part_sums, part_norms, sums, denominator, m, denominator, m_index, valid, RANK, COLS, FORM)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..codes import cast
-from ..launch import launch, power_of_2
+from ..launch import launch, let_next_begin, power_of_2
 from .plan import Tiles
 from .tile import LOG2E
 
@@ -28,8 +28,10 @@ def merge_kernel(
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     SINKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Program (token whose keys were cut into ranges, query head): the weighted mean of its partial results."""
+    let_next_begin(EARLY)
     merge = merges + tl.program_id(0) * 4
     query_head = tl.program_id(1)
     row, token = tl.load(merge).to(tl.int64), tl.load(merge + 1)

@@ -8,7 +8,7 @@ scaled to 1 (heads of up to 128), values in fp16 by weights, which scales of at 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from ...op import Target
 from ...reference import attention as reference
 from ..cache.cache_codes import E4M3_UNIT, form_of, stored
 from ..cache.kv_store import head_dim_reason
+from ..cache.pairs import CODE_UNIT
 from ..codes import cast, hadamard
 from ..launch import (
     FLOATS,
@@ -39,6 +40,8 @@ from .kernel import attend_kernel
 from .latent import attend, latent_reason
 from .merge import merge
 from .plan import DECODE_KEYS, Plan, make_plan
+
+PROMPT_ROWS = 64  # rows of a tile from which on operands are read from shared memory (wgmma) or need the registers
 
 
 @triton.jit
@@ -81,7 +84,7 @@ def _turn(q: Tensor) -> Tensor:
 class _Form:
     """How a form of the cache is computed with. ``element``: bytes of an element of keys and of values; ``k_parts``,
     ``v_parts``: into how many parts a head is cut; ``k_dot``, ``v_dot``: dtypes of the products; ``scaled``: whether
-    queries are scaled to 1.
+    queries are scaled to 1; ``pairs``: whether codes are read two at a time, see the module of that name.
     """
 
     name: str
@@ -91,6 +94,7 @@ class _Form:
     k_dot: Any
     v_dot: Any
     scaled: bool
+    pairs: bool = False
 
 
 def _form(name: str, dtype: torch.dtype, dim: int) -> _Form:
@@ -101,6 +105,14 @@ def _form(name: str, dtype: torch.dtype, dim: int) -> _Form:
         return _Form(name, (dtype.itemsize, dtype.itemsize), 1, 1, dot, dot, False)
     scaled = half and dim <= 128  # scaled queries of longer heads would not fit the registers
     return _Form(name, (1, 1), 1, 1, tl.float16 if scaled else dot, tl.float16 if half else dot, scaled)
+
+
+def _in_pairs(form: _Form, rows: int, dim: int, q: Tensor) -> _Form:
+    """``form`` as tiles of ``rows`` compute with it. Many rows unpack codes once for all of them into shared memory."""
+    least = 16 * form.k_parts * 2  # products sum over 16 at least
+    if form.name == "float" or q.dtype == torch.float32 or rows >= PROMPT_ROWS or dim < least:
+        return form
+    return replace(form, pairs=True, k_dot=tl.float16, v_dot=tl.float16, scaled=q.dtype == torch.bfloat16)
 
 
 def _rows(kind: str, group: int, dim: int, form: _Form, q: Tensor) -> int:
@@ -115,7 +127,8 @@ def _choice(kind: str, rows: int, dim: int, form: _Form, q: Tensor) -> dict[str,
     """Keys a tile, warps and stages.
 
     The block table's entry and the products take stages of the pipeline too: with three stages more than tiles, n tiles
-    of keys are on their way at once, as many as leave room for a second block on the multiprocessor, at most 3.
+    of keys are on their way at once, as many as leave room for a second block on the multiprocessor, at most 3. Codes
+    in pairs take few bytes: 8 stages hold three tiles, and leave room for three blocks.
     """
     hopper, eight, width = from_shared(capability_of(q.device)), form.element == (1, 1), power_of_2(dim)
     wide = dim > 128 or q.dtype == torch.float32
@@ -128,9 +141,10 @@ def _choice(kind: str, rows: int, dim: int, form: _Form, q: Tensor) -> dict[str,
     found = tuned("attend_kernel", f"{kind}-{dim}-{form.name}", default, q.device)
     stage = int(found["keys"] * width * sum(form.element))
     room = shared_limit(capability_of(q.device)) // (2 if kind == "decode" else 1) - rows * width * 4
-    found.setdefault(
-        "stages", 3 + max(1, min(3, room // stage)) if kind == "decode" else 2 + max(1, min(2, room // stage))
-    )
+    if kind == "decode":
+        found.setdefault("stages", 8 if form.pairs else 3 + max(1, min(3, room // stage)))
+    else:
+        found.setdefault("stages", 2 + max(1, min(2, room // stage)))
     return found
 
 
@@ -144,7 +158,7 @@ def _registers(kind: str, dim: int, form: _Form, choice: dict[str, int], q: Tens
     decodes = kind == "decode" and choice["warps"] == 4 and choice["keys"] <= 64
     if capability_of(q.device) >= 100:
         return 128 if decodes and dim <= 64 and sinks and form.name == "float" else None
-    return 168 if decodes and dim > 64 else None
+    return 168 if decodes and (dim > 64 or form.pairs) else None
 
 
 def _reason(target: Target) -> str | None:
@@ -191,19 +205,22 @@ def paged_attention(
     q = _turn(q) if bits == 4 and not turned else q if q.stride(2) == 1 else q.contiguous()
     heads, dim, kv_heads, page = q.shape[1], q.shape[2], k_cache.shape[2], k_cache.shape[1]
     group, form = heads // kv_heads, _form(form_of(k_cache, bits), q.dtype, dim)
-    tiles = plan.tiles(group, DECODE_KEYS[bits], lambda kind: _rows(kind, group, dim, form, q))
+    first = DECODE_KEYS[bits or (0 if form.name == "float" else 8)]
+    tiles = plan.tiles(group, first, lambda kind: _rows(kind, group, dim, form, q))
+    form = _in_pairs(form, tiles.block_rows, dim, q)
     choice = _choice(tiles.kind, tiles.block_rows, dim, form, q)
-    unit = E4M3_UNIT if form.name == "e4m3" else 1.0
+    words = 2 if form.pairs else 1
+    unit = E4M3_UNIT if form.name == "e4m3" else CODE_UNIT if form.pairs and form.name != "e5m2" else 1.0
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts = (tiles.parts, kv_heads, tiles.block_rows)
     sums = torch.empty(*parts, dim, dtype=torch.float32, device=q.device)
     norms = torch.empty(*parts, 2, dtype=torch.float32, device=q.device)
     launch(
         attend_kernel,
-        (tiles.items.shape[0], kv_heads),
+        (tiles.items.shape[0] * kv_heads,),
         q,
-        stored(k_cache),
-        stored(v_cache),
+        _seen(k_cache, form),
+        _seen(v_cache, form),
         _as_int32(k_params),
         _as_int32(v_params),
         plan.table,
@@ -218,18 +235,21 @@ def paged_attention(
         plan.table.shape[1],
         float(scale * k_scale * unit),
         float(v_scale * unit),
+        1.0 / unit,
         0.0 if softcap is None else softcap,
         float(alibi_scale),
         0 if window is None else window,
         warps=choice["warps"],
         stages=choice["stages"],
-        registers=_registers(tiles.kind, dim, form, choice, q, sinks is not None),
+        registers=choice.get("registers") or _registers(tiles.kind, dim, form, choice, q, sinks is not None),
         heads=kv_heads,
         HEAD_DIM=dim,
         GROUP=group,
-        K_COLS=max(16, power_of_2(dim // form.k_parts)),
-        V_COLS=max(16, power_of_2(dim // form.v_parts)),
+        K_COLS=max(16, power_of_2(dim // form.k_parts // words)),
+        V_COLS=max(16, power_of_2(dim // form.v_parts // words)),
         FORM=form.name,
+        PAIRS=form.pairs,
+        LAZY=form.pairs,  # other forms lack the registers
         ROWS=tiles.block_rows,
         KEYS=choice["keys"],
         PAGE=page,
@@ -248,6 +268,11 @@ def paged_attention(
     )
     merge(out, tiles, sums, norms, sinks, kv_heads)
     return out
+
+
+def _seen(cache: Tensor, form: _Form) -> Tensor:
+    """The cache as the kernel takes it: float8 as bytes, pairs as int16."""
+    return cache.view(torch.int16) if form.pairs else stored(cache)
 
 
 def _as_int32(params: Tensor | None) -> Tensor | None:

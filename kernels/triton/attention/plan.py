@@ -18,7 +18,7 @@ from torch import Tensor
 from ...reference.attention import newest, oldest
 
 FEW_ROWS = 16  # a sequence with at most this many rows (tokens · heads of a group) is cut finely: it decodes
-DECODE_KEYS = {0: 256, 8: 256, 4: 512}  # keys of the first ranges of decoding, by bits of the cache
+DECODE_KEYS = {0: 256, 8: 512, 4: 512}  # keys of the first ranges of decoding, by bits of the cache (0: dense)
 PROMPT_KEYS = 8192
 EVEN_RANGES, MORE_RANGES = 64, 32  # ranges of the first size, and of each doubled size after that
 

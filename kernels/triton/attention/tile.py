@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ..cache.cache_codes import float8, six_bits, unpacked_here
+from ..cache.pairs import nibbles, numbers, six_bit_pairs
 from ..codes import cast, exact_float, high_nibble, low_nibble, scale_and_zero, widen
 from ..elementwise.activation import tanh
 
@@ -20,13 +21,15 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def key_slots(pages, start, key, inside, KEYS: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr):
-    """int64 slots of the KEYS keys from ``start``."""
+    """(int64 first slot, slots counted from it) of the KEYS keys from ``start``. Keys of one page count in int32, by
+    numbers that no tile changes: addresses then cost an addition each.
+    """
     if PAGE % KEYS == 0:
-        return tl.load(pages + start // PAGE).to(tl.int64) * PAGE + start % PAGE + tl.arange(0, KEYS)
+        return tl.load(pages + start // PAGE).to(tl.int64) * PAGE + start % PAGE, tl.arange(0, KEYS)
     elif MASK:
-        return tl.load(pages + key // PAGE, mask=inside, other=0).to(tl.int64) * PAGE + key % PAGE
+        return 0, tl.load(pages + key // PAGE, mask=inside, other=0).to(tl.int64) * PAGE + key % PAGE
     else:
-        return tl.load(pages + key // PAGE).to(tl.int64) * PAGE + key % PAGE
+        return 0, tl.load(pages + key // PAGE).to(tl.int64) * PAGE + key % PAGE
 
 
 @triton.jit
@@ -54,86 +57,117 @@ def key_scale_and_zero(params, row, inside, MASK: tl.constexpr):
 def _scores(
     q,
     q_sum,
-    q_scale,
     cache,
     params,
+    first,
     row,
     inside,
     HEAD_DIM: tl.constexpr,
     COLS: tl.constexpr,
     FORM: tl.constexpr,
+    PAIRS: tl.constexpr,
     MASK: tl.constexpr,
     DOT: tl.constexpr,
-    SCALED: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """q·k [ROWS, KEYS] in float32; ``q``: the tile of queries, in form int4 its four quarters."""
+    """q·k [ROWS, KEYS] in float32; ``q``: the tiles of queries."""
+    WIDTH: tl.constexpr = HEAD_DIM // (4 if FORM == "int4" else 1) // (2 if PAIRS else 1)
     if FORM == "int4":
-        QUARTER: tl.constexpr = HEAD_DIM // 4
-        at = cache + row * (3 * QUARTER)
-        first = key_columns(at, inside, QUARTER, COLS, MASK)
-        second = key_columns(at + QUARTER, inside, QUARTER, COLS, MASK)
-        high = key_columns(at + 2 * QUARTER, inside, QUARTER, COLS, MASK)
-        s = tl.dot(q[0], tl.trans(six_bits(first, high, 0, DOT, ASM)), input_precision="ieee")
-        s = tl.dot(q[1], tl.trans(six_bits(second, high, 1, DOT, ASM)), s, input_precision="ieee")
-        s = tl.dot(q[2], tl.trans(six_bits(first, high, 2, DOT, ASM)), s, input_precision="ieee")
-        s = tl.dot(q[3], tl.trans(six_bits(second, high, 3, DOT, ASM)), s, input_precision="ieee")
+        at = cache + first * (3 * WIDTH) + row * (3 * WIDTH)
+        low = key_columns(at, inside, WIDTH, COLS, MASK)
+        low_2 = key_columns(at + WIDTH, inside, WIDTH, COLS, MASK)
+        high = key_columns(at + 2 * WIDTH, inside, WIDTH, COLS, MASK)
+        s = None
+        for quarter in tl.static_range(4):
+            nibbled = low if quarter % 2 == 0 else low_2
+            if PAIRS:
+                even = six_bit_pairs(nibbled, high, quarter, False, ASM)
+                s = tl.dot(q[2 * quarter], tl.trans(even), s, input_precision="ieee")
+                odd = six_bit_pairs(nibbled, high, quarter, True, ASM)
+                s = tl.dot(q[2 * quarter + 1], tl.trans(odd), s, input_precision="ieee")
+            else:
+                k = six_bits(nibbled, high, quarter, DOT, ASM)
+                s = tl.dot(q[quarter], tl.trans(k), s, input_precision="ieee")
     else:
-        k = key_columns(cache + row * HEAD_DIM, inside, HEAD_DIM, COLS, MASK)
-        if FORM == "int8":
-            k = widen(k, DOT, ASM)
-        elif FORM == "e4m3" or FORM == "e5m2":
-            k = float8(k, FORM, DOT, ASM)
-        s = tl.dot(q[0], tl.trans(k.to(DOT)), input_precision="ieee")
+        k = key_columns(cache + first * WIDTH + row * WIDTH, inside, WIDTH, COLS, MASK)
+        if PAIRS:
+            s = tl.dot(q[0], tl.trans(numbers(k, FORM, False, ASM)), input_precision="ieee")
+            s = tl.dot(q[1], tl.trans(numbers(k, FORM, True, ASM)), s, input_precision="ieee")
+        else:
+            if FORM == "int8":
+                k = widen(k, DOT, ASM)
+            elif FORM == "e4m3" or FORM == "e5m2":
+                k = float8(k, FORM, DOT, ASM)
+            s = tl.dot(q[0], tl.trans(k.to(DOT)), input_precision="ieee")
     if FORM == "int8" or FORM == "int4":
-        scale, zero = key_scale_and_zero(params, row, inside, MASK)
+        scale, zero = key_scale_and_zero(params + first, row, inside, MASK)
         s = scale[None, :] * (s - zero[None, :] * q_sum[:, None])
-    if SCALED:
-        s = s * q_scale[:, None]
     return s
 
 
 @triton.jit
 def _add_values(
     acc,
-    acc_high,
     zeros,
     p,
     shrink,
     cache,
     params,
+    first,
     row,
     inside,
     HEAD_DIM: tl.constexpr,
     COLS: tl.constexpr,
     FORM: tl.constexpr,
+    PAIRS: tl.constexpr,
     MASK: tl.constexpr,
     DOT: tl.constexpr,
     ASM: tl.constexpr,
     TURN: tl.constexpr,
+    LAZY: tl.constexpr,
 ):
-    """(acc, acc_high, zeros) after the values of a tile, weighed by ``p`` [ROWS, KEYS]; see ``fold``."""
+    """(acc, zeros) after the values of a tile, weighed by ``p`` [ROWS, KEYS]; see ``fold``."""
     if FORM == "int8" or FORM == "int4":
-        scale, zero = key_scale_and_zero(params, row, inside, MASK)
+        scale, zero = key_scale_and_zero(params + first, row, inside, MASK)
         weighted = cast(p * scale[None, :], DOT)
-        zeros = zeros * shrink + tl.sum(weighted.to(tl.float32) * zero[None, :], 1)
+        zeros = joined(zeros, shrink, weighted.to(tl.float32) * zero[None, :], LAZY)
     else:
         weighted = cast(p, DOT)
-    acc = acc * shrink[:, None]
-    if FORM == "int4":
-        HALF: tl.constexpr = HEAD_DIM // 2
-        v = key_columns(cache + row * HALF, inside, HALF, COLS, MASK)
+    WIDTH: tl.constexpr = HEAD_DIM // (2 if FORM == "int4" else 1) // (2 if PAIRS else 1)
+    v = key_columns(cache + first * WIDTH + row * WIDTH, inside, WIDTH, COLS, MASK)
+    by = shrink[:, None]
+    if FORM == "int4" and PAIRS:
+        a = tl.dot(weighted, nibbles(v, False, False, ASM), acc[0] * by, input_precision="ieee")
+        b = tl.dot(weighted, nibbles(v, False, True, ASM), acc[1] * by, input_precision="ieee")
+        c = tl.dot(weighted, nibbles(v, True, False, ASM), acc[2] * by, input_precision="ieee")
+        d = tl.dot(weighted, nibbles(v, True, True, ASM), acc[3] * by, input_precision="ieee")
+        return (a, b, c, d), zeros
+    elif FORM == "int4":
         low, high = unpacked_here(low_nibble(v, DOT, ASM), TURN), unpacked_here(high_nibble(v, DOT, ASM), TURN)
-        acc = tl.dot(weighted, low, acc, input_precision="ieee")
-        acc_high = tl.dot(weighted, high, acc_high * shrink[:, None], input_precision="ieee")
+        a = tl.dot(weighted, low, acc[0] * by, input_precision="ieee")
+        b = tl.dot(weighted, high, acc[1] * by, input_precision="ieee")
+        return (a, b), zeros
+    elif PAIRS:
+        a = tl.dot(weighted, numbers(v, FORM, False, ASM), acc[0] * by, input_precision="ieee")
+        b = tl.dot(weighted, numbers(v, FORM, True, ASM), acc[1] * by, input_precision="ieee")
+        return (a, b), zeros
     else:
-        v = key_columns(cache + row * HEAD_DIM, inside, HEAD_DIM, COLS, MASK)
         if FORM == "int8":
             v = unpacked_here(widen(v, DOT, ASM), TURN and HEAD_DIM > 64)  # short heads would spill registers
         elif FORM == "e4m3" or FORM == "e5m2":
             v = unpacked_here(float8(v, FORM, DOT, ASM), TURN)
-        acc = tl.dot(weighted, v.to(DOT), acc, input_precision="ieee")
-    return acc, acc_high, zeros
+        return (tl.dot(weighted, v.to(DOT), acc[0] * by, input_precision="ieee"),), zeros
+
+
+@triton.jit
+def joined(total, shrink, terms, LAZY: tl.constexpr):
+    """A running sum of ``terms`` [ROWS, KEYS] over keys. LAZY: kept by key, to be summed when all tiles are done, which
+    spares warps from waiting for one another in every tile.
+    """
+    if LAZY:
+        return total * shrink[:, None] + terms
+    else:
+        return total * shrink + tl.sum(terms, 1)
 
 
 @triton.jit
@@ -150,7 +184,6 @@ def _raised(slope, scale, key, position, ALIBI: tl.constexpr):
 @triton.jit
 def fold(
     acc,
-    acc_high,
     m,
     denominator,
     zeros,
@@ -179,6 +212,7 @@ def fold(
     K_COLS: tl.constexpr,
     V_COLS: tl.constexpr,
     FORM: tl.constexpr,
+    PAIRS: tl.constexpr,
     KEYS: tl.constexpr,
     PAGE: tl.constexpr,
     MASK: tl.constexpr,
@@ -191,21 +225,27 @@ def fold(
     SCALED: tl.constexpr,
     ASM: tl.constexpr,
     TURN: tl.constexpr,
+    LAZY: tl.constexpr,
 ):
     """Fold KEYS keys from ``start`` into the running sums. MASK: some of them may not be seen by every row.
 
-    ``acc`` [ROWS, V_COLS]: weighted codes, in form int4 of the first half of the head, ``acc_high`` of the second;
-    ``zeros`` [ROWS]: the weighted zeros to be subtracted from both; ``m``, ``denominator``: of weights in powers of 2.
+    ``acc``: weighted codes [ROWS, V_COLS], one tile or in form int4 two, each with PAIRS its even columns, then its odd
+    ones; ``zeros``: the weighted zeros to be subtracted from all; ``m``, ``denominator``: of weights in powers of 2.
+    ``zeros``, ``denominator``: see ``joined``.
     ``oldest``, ``newest`` [ROWS]: keys that a row sees, the former with CHUNK alone.
     """
     key = start + tl.arange(0, KEYS)
     inside = (key >= first_key) & (key < end_key)
-    row = key_slots(pages, start, key, inside, KEYS, PAGE, MASK) * heads + head
-    s = _scores(q, q_sum, q_scale, k_cache, k_params, row, inside, HEAD_DIM, K_COLS, FORM, MASK, K_DOT, SCALED, ASM)
+    first, row = key_slots(pages, start, key, inside, KEYS, PAGE, MASK)
+    first, row = first * heads + head, row * heads
+    s = _scores(q, q_sum, k_cache, k_params, first, row, inside, HEAD_DIM, K_COLS, FORM, PAIRS, MASK, K_DOT, ASM)
+    factor = scale
+    if SCALED:
+        factor = (q_scale * scale)[:, None]
     if SOFTCAP:
-        s = softcap * tanh(s * (scale / softcap)) * LOG2E
+        s = softcap * tanh(s * (factor / softcap)) * LOG2E
     else:
-        s = s * (scale * LOG2E)
+        s = s * (factor * LOG2E)
     if ALIBI != "none":
         s += _raised(slope, slope_scale, key, position, ALIBI) * LOG2E
     if MASK:
@@ -219,8 +259,9 @@ def fold(
     base = tl.where(top == float("-inf"), 0.0, top)
     shrink = tl.exp2(m - base)
     p = tl.exp2(s - base[:, None])
-    denominator = denominator * shrink + tl.sum(p, 1)
-    acc, acc_high, zeros = _add_values(
-        acc, acc_high, zeros, p, shrink, v_cache, v_params, row, inside, HEAD_DIM, V_COLS, FORM, MASK, V_DOT, ASM, TURN
-    )
-    return acc, acc_high, top, denominator, zeros
+    denominator = joined(denominator, shrink, p, LAZY)
+    acc, zeros = _add_values(
+        acc, zeros, p, shrink, v_cache, v_params, first, row, inside, HEAD_DIM, V_COLS, FORM, PAIRS, MASK,
+        V_DOT, ASM, TURN, LAZY,
+    )  # fmt: skip
+    return acc, top, denominator, zeros

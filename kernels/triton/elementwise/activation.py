@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...reference import activation as reference
 from ..codes import cast, divide, encode, row_scale
-from ..launch import FLOATS, launch, needs, power_of_2
+from ..launch import FLOATS, launch, let_next_begin, needs, power_of_2
 from ..linear.row import ROW, needs_codes, top_of
 
 
@@ -48,8 +48,9 @@ def glu(gate, up, KIND: tl.constexpr):
 
 
 @triton.jit
-def act_kernel(x, out, stride, size, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+def act_kernel(x, out, stride, size, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """BLOCK elements of a row; with GATED the second factor lies ``size`` further on."""
+    let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...reference import norm as reference
 from ..codes import cast, divide, encode, row_scale
-from ..launch import FLOATS, launch, needs, power_of_2
+from ..launch import FLOATS, launch, let_next_begin, needs, power_of_2
 from ..linear.row import needs_codes, top_of
 
 
@@ -31,16 +31,19 @@ def rms_norm_kernel(
     TOP: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """ROWS rows of COLS >= size elements a program; row r of ``x`` starts at (r // inner, r % inner).
 
     With ``scales`` the normed row, in x's dtype, is rounded to the codes of ``out``, of at most TOP.
     """
+    let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLS)
     mask = (row < rows)[:, None] & (column < size)[None, :]
     source = (row // inner * stride_outer + row % inner * stride_inner)[:, None] + column[None, :]
     flat = (row * size)[:, None] + column[None, :]
+    w = tl.load(weight + column, mask=column < size, other=0.0)  # asked for before the sum is waited for
     h = tl.load(x + source, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         h = h + tl.load(residual + flat, mask=mask, other=0.0).to(tl.float32)
@@ -48,8 +51,7 @@ def rms_norm_kernel(
         tl.store(total + flat, rounded, mask=mask)
         h = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(h * h, axis=1) / size + eps)
-    w = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32) + weight_offset
-    y = h * scale[:, None] * w[None, :]
+    y = h * scale[:, None] * (w.to(tl.float32) + weight_offset)[None, :]
     if scales is None:
         tl.store(out + flat, cast(y, out.dtype.element_ty), mask=mask)
     else:
@@ -97,7 +99,7 @@ def _norm(
         eps,
         weight_offset,
         warps=warps,
-        registers=64 if codes is not None and columns <= 8192 else None,  # 16 elements a thread: left alone, some spill
+        registers=72 if codes is not None and columns <= 8192 else None,  # 16 elements a thread: left alone, some spill
         TOP=0.0 if codes is None else top_of(codes),
         ROWS=block,
         COLS=columns,

@@ -159,6 +159,10 @@ class BlockManager:
             self._first[g][row] = first
         self._count[row] = self._labelled[row] = hit
 
+    def has(self, row: int, end: int) -> bool:
+        """Whether there are blocks for positions up to ``end``."""
+        return end <= self._count[row] * self.block_size
+
     def room(self, row: int, start: int, end: int) -> bool:
         """Whether ``grow`` would succeed; blocks that only sessions keep are given up first (oldest session first)."""
         return self._made_room(lambda: self._fits(row, start, end))
