@@ -119,11 +119,11 @@ class Held:
             del self.rows[seq.user], self.cost[seq.user]
 
     def even(self, users: KeysView[str]) -> bool:
-        """Whether nobody has places enough to give one to requests of ``users``, whichever these are: each request has
-        one, and each user, or there is one user alone."""
-        places = self.rows.total()
-        alone = len(self.rows.keys() | users) == 1
-        return len(self.of_group) == places and (alone or len(self.rows) == places)
+        """Whether nobody has places enough to give one to requests of ``users`` (``too_many``), whichever these are:
+        each request has one, and no user's cost more than twice those of ``users``."""
+        most = max((cost for user, cost in self.cost.items() if self.rows[user] > 1), default=0.0)
+        least = min((self.cost.get(user, 0.0) for user in users), default=0.0)
+        return len(self.of_group) == self.rows.total() and most <= 2 * least
 
     def too_many(self, running: list[Sequence], seq: Sequence, own: bool) -> Sequence | None:
         """Who is to give its place to ``seq``, if anybody: the last in turn of the user whose places cost most, where
