@@ -184,7 +184,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     )  # fmt: skip
     launch(
         draw_kernel, (rows,), logits, *filters, u, *found, out, pivots, vocab, stride, chunks,
-        warps=8, PART=PART, **sizes, SAMPLES=256 if vocab <= 8 * BETWEEN else 512, **lists,
+        warps=8, PART=PART, **sizes, SAMPLES=256 if vocab <= 12 * BETWEEN else 512, **lists,
     )  # fmt: skip
     programs = min(chunks, max(1, PROGRAMS // max(rows, 1)))
     launch(
