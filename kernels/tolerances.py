@@ -24,11 +24,12 @@ OVERRIDES: dict[tuple[str, str, str], tuple[tuple[float, float], str]] = {
     for dtype, limit in (("float32", 2e-3), ("float16", 2e-2), ("bfloat16", 8e-2))
 }
 
+# a model of them, 20000 sums of 4096 to 14336 products: off by 0.0013 to 0.003 of the sums' root mean square, 0.04 once
 _FEW_BITS = "Hopper's tensor cores sum products of float8 in about 14 bits, along the whole input"
 OVERRIDES |= {
     (op, "triton", dtype): ((limit, limit), _FEW_BITS)
-    for op in ("linear_fp8", "matmul_fp8", "linear_block_fp8")
-    for dtype, limit in (("float32", 2e-3), ("float16", 8e-3))
+    for op, half in (("linear_fp8", 3e-2), ("matmul_fp8", 3e-2), ("linear_block_fp8", 8e-3))
+    for dtype, limit in (("float32", 2e-3), ("float16", half))
 }
 
 _BYTES = "activations are rounded to 8 bits, a scale a group"

@@ -20,6 +20,7 @@ from toolkit.kernels.registry import load
 Row = dict[str, Any]
 POLICIES = (0, 8, 4, 16, 17)  # quant_policy of the caches that decode attention reads
 ROW_WISE, SAMPLED = (1, 64), (1, 64, 256)  # rows
+SAMPLES = ("greedy", "peaked top-p", "top-p", "flat top-p")
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def names(size: Size) -> list[str]:
     found = ["copy", *(f"linears {how}, {rows} rows" for how in linear for rows in size.rows)]
     found += [*(f"attention decode {how}" for how in decode), "attention prefill"]
     found += [f"{op}, {rows} rows" for rows in ROW_WISE for op in ("add_rms_norm", "act_and_mul")]
-    return found + [f"sample {how}, {rows} rows" for rows in SAMPLED for how in ("greedy", "top-p", "flat top-p")]
+    return found + [f"sample {how}, {rows} rows" for rows in SAMPLED for how in SAMPLES]
 
 
 def copy_rate(size: Size, where: Where) -> Iterator[Row]:
@@ -270,6 +271,9 @@ def row_wise(size: Size, where: Where) -> Iterator[Row]:
         k, u = torch.zeros(rows, dtype=torch.int64, device=device), torch.full((rows,), 0.4, device=device)
         yield _row("sample", "float32", (logits, column * 0, k, column, column * 0, u), rows, where, " greedy")
         filters = (column, k, column * 0.9, column * 0, u)
+        peaked = logits.clone()  # as a language model's: few candidates stand out
+        peaked[:, :: max(size.vocab // 300, 1)] += 12
+        yield _row("sample", "float32", (peaked, *filters), rows, where, " peaked top-p")
         yield _row("sample", "float32", (logits, *filters), rows, where, " top-p")
         yield _row("sample", "float32", (logits * 0.03, *filters), rows, where, " flat top-p")
 

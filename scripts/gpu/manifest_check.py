@@ -111,7 +111,7 @@ def _numbers(name: str, like: Tensor, call: Mapping[str, Any], device: str, gene
     if name.endswith("zeros"):
         return torch.randint(0, 1 << bits, like.shape, generator=generator, device=device).to(like.dtype)
     if name in _SCALES and like.dtype == torch.uint8:  # powers of two, 127 standing for 1
-        return torch.randint(118, 122, like.shape, generator=generator, device=device).to(like.dtype)
+        return torch.randint(117, 121, like.shape, generator=generator, device=device).to(like.dtype)
     if name in _SCALES or name == "minima":
         scale = 0.5 / _inputs(call) ** 0.5 / _spread(call, bits)
         values = uniform(0.5, 1.5) * scale

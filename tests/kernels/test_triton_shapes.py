@@ -293,14 +293,14 @@ def filters(rows, k=0, p=1.0, least=0.0, temperature=1.0):
         *((0, 0.5, 0.0, vocab) for vocab in (300, 5200)),
         *((0, 1.0, 0.3, vocab) for vocab in (300, 5200)),
         (60, 0.9, 0.01, 300),
+        (2000, 0.9, 0.7, 9001),
     ],
 )
-def test_draws_are_the_same_whether_candidates_fit_their_list_or_not(monkeypatch, k, p, least, vocab):
-    """Rows of every kind: steep, flat, equal, stepped, banned but for few, one alone."""
-    monkeypatch.setattr(sampling, "LISTED", 256)  # 256 for the only chunk, or 32 a chunk for four and 8 for the others
-    monkeypatch.setattr(sampling, "CHUNK", 1024)
-    for name in ("PASS_BLOCK", "PIVOT_BLOCK"):  # fewer steps for the interpreter
-        monkeypatch.setattr(sampling, name, 1024)
+@pytest.mark.parametrize("between", [4096, 256])
+def test_draws_are_the_same_whether_candidates_fit_their_lists_or_not(monkeypatch, k, p, least, vocab, between):
+    """Rows of every kind: steep, flat, equal, stepped, banned but for few, one alone, a step at the cut."""
+    for name, value in {"LISTED": 256, "CHUNK": 1024, "BETWEEN": between}.items():
+        monkeypatch.setattr(sampling, name, value)
     g = gen(vocab + k)
     logits = torch.randn(8, vocab, generator=g)
     logits[0] *= 12
@@ -310,40 +310,71 @@ def test_draws_are_the_same_whether_candidates_fit_their_list_or_not(monkeypatch
     logits[4, 5:] = float("-inf")
     logits[5, torch.arange(vocab) != vocab - 2] = float("-inf")
     logits[6, -3:] = 30.0
+    logits[7] = logits[7].clamp(max=0.5)
     ends = torch.tensor([1e-6, 1 - 2**-24]).repeat(4)
     u = torch.where(torch.rand(8, generator=g) < 0.5, ends, torch.rand(8, generator=g))
     found, expected = both("sample", logits=logits, u=u, **filters(8, k, p, least))
     assert found[0].tolist() == expected[0].tolist()
 
 
+@pytest.mark.parametrize(
+    "k, p, least", [(0, 1.0, 0.0), (30, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.1), (900, 0.97, 1e-3)]
+)
+def test_temperatures_from_almost_greedy_to_almost_uniform(k, p, least):
+    temperature = torch.tensor([1e-6, 1e-3, 0.1, 3.0, 50.0, 1e3])
+    g = gen(k + 1)
+    logits, u = torch.randn(6, 2500, generator=g) * 4, torch.rand(6, generator=g)
+    columns = filters(6, k, float(p), float(least)) | {"temperature": temperature}
+    found, expected = both("sample", logits=logits, u=u, **columns)
+    assert found[0].tolist() == expected[0].tolist()
+
+
+def test_a_row_gives_the_same_token_whatever_else_is_in_the_batch():
+    g = gen(5)
+    logits, u = torch.randn(5, 9001, generator=g) * torch.tensor([4.0, 1.0, 0.01, 1.0, 8.0])[:, None], torch.rand(5)
+    run, columns = OPS["sample"].implementations["triton"].run, filters(5, p=0.9)
+    together = run(logits=logits, u=u, **columns)
+    alone = [int(run(logits=logits[i, None], u=u[i, None], **filters(1, p=0.9))[0]) for i in range(5)]
+    assert together.tolist() == alone
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_rows_that_are_no_distribution_give_some_id(broken):
+    """Their requests end with an error; the token must not lie outside the tables that it is looked up in."""
+    logits = torch.randn(3, 5000, generator=gen())
+    logits[0, 17], logits[1], logits[2] = broken, broken, float("-inf")
+    for columns in (filters(3), filters(3, k=9), filters(3, p=0.9), filters(3, least=0.1), filters(3, temperature=0.0)):
+        found = OPS["sample"].implementations["triton"].run(logits=logits, u=torch.full((3,), 0.999), **columns)
+        assert ((found >= 0) & (found < 5000)).all()
+
+
 def test_the_whole_row_is_read_only_where_lists_do_not_decide(monkeypatch):
-    """Where they do the last launches do nothing. Where not, few lie between two pivots, and passes over the row are
+    """Where they do the last launches do nothing. Where not, few lie between two pivots, and passes by one program are
     not entered unless these too are too many.
     """
-    drawn, passed = [], []
+    passed, rows = [], []
 
-    def draw(row_start, t, peak, threshold, ties, least, uniform, vocab, BLOCK):
-        drawn.append(int(vocab.handle.data.item()))
-        return whole(row_start, t, peak, threshold, ties, least, uniform, vocab, BLOCK)
-
-    def passes(row_start, t, peak, vocab, k, *rest):
+    def passes(row_start, t, base, vocab, k, *rest):
         passed.append(int(k.handle.data.item()))
-        return search(row_start, t, peak, vocab, k, *rest)
+        return search(row_start, t, base, vocab, k, *rest)
 
-    whole, search = sampling_flat.draw, sampling_flat.search_row
-    monkeypatch.setattr(sampling_flat, "draw", draw)
+    def pivots(*given):
+        rows.append(given)
+        return leave(*given)
+
+    search, leave = sampling_flat.search_row, sampling.leave_pivots
     monkeypatch.setattr(sampling_flat, "search_row", passes)
-    for name in ("PASS_BLOCK", "PIVOT_BLOCK"):
-        monkeypatch.setattr(sampling, name, 4096)
+    monkeypatch.setattr(sampling, "leave_pivots", pivots)
     run = OPS["sample"].implementations["triton"].run
     steep, flat = torch.randn(3, 9001, generator=gen()) * 4, torch.randn(3, 9001, generator=gen()) * 0.01
     run(logits=steep, u=torch.rand(3), **filters(3, k=50, p=0.95))
     run(logits=steep, u=torch.rand(3), **filters(3, least=0.05))
-    assert drawn == []
+    assert not rows
+    monkeypatch.setattr(sampling, "BETWEEN", 4096)
     run(logits=flat, u=torch.rand(3), **filters(3, k=8000))
-    run(logits=flat.round(decimals=2), u=torch.rand(3), **filters(3, p=0.7))
-    assert drawn == [9001] * 6 and passed == []
-    monkeypatch.setattr(sampling, "LISTED", 16)
+    run(logits=flat.round(decimals=3), u=torch.rand(3), **filters(3, p=0.7))
+    assert len(rows) == 6 and not passed
+    monkeypatch.setattr(sampling, "BETWEEN", 64)
     run(logits=flat, u=torch.rand(3), **filters(3, k=8000))
     assert passed and set(passed) == {8000}
 

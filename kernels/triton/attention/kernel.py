@@ -219,7 +219,7 @@ def attend_kernel(
     q_sum *= zero_unit
     pages = table + sequence.to(tl.int64) * table_stride
     m = tl.full([ROWS], float("-inf"), tl.float32)
-    denominator = tl.zeros([ROWS, KEYS] if LAZY else [ROWS], tl.float32)
+    denominator = tl.zeros([ROWS, KEYS // LAZY] if LAZY else [ROWS], tl.float32)
     zeros = denominator
     acc = tiles(tl.zeros([ROWS, V_COLS], tl.float32), (2 if FORM == "int4" else 1) * (2 if PAIRS else 1))
     newest = position // BLOCK * BLOCK + BLOCK - 1

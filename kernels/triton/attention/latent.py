@@ -117,7 +117,7 @@ def attend(q: Tensor, cache: Tensor, params: Tensor | None, plan: Plan, scale: f
         T_COLS=max(16, power_of_2((width - rank) // words)),
         FORM=form,
         PAIRS=pairs,
-        LAZY=pairs,
+        LAZY=2 if pairs else 0,
         ROWS=rows,
         KEYS=choice["keys"],
         PAGE=cache.shape[1],

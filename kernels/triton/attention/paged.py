@@ -127,8 +127,7 @@ def _choice(kind: str, rows: int, dim: int, form: _Form, q: Tensor) -> dict[str,
     """Keys a tile, warps and stages.
 
     The block table's entry and the products take stages of the pipeline too: with three stages more than tiles, n tiles
-    of keys are on their way at once, as many as leave room for a second block on the multiprocessor, at most 3. Codes
-    in pairs take few bytes: 8 stages hold three tiles, and leave room for three blocks.
+    of keys are on their way at once, as many as leave room for a second block on the multiprocessor, at most 3.
     """
     hopper, eight, width = from_shared(capability_of(q.device)), form.element == (1, 1), power_of_2(dim)
     wide = dim > 128 or q.dtype == torch.float32
@@ -142,23 +141,29 @@ def _choice(kind: str, rows: int, dim: int, form: _Form, q: Tensor) -> dict[str,
     stage = int(found["keys"] * width * sum(form.element))
     room = shared_limit(capability_of(q.device)) // (2 if kind == "decode" else 1) - rows * width * 4
     if kind == "decode":
-        found.setdefault("stages", 8 if form.pairs else 3 + max(1, min(3, room // stage)))
+        found.setdefault("stages", 3 + max(1, min(3, room // stage)))
     else:
         found.setdefault("stages", 2 + max(1, min(2, room // stage)))
     return found
 
 
-def _registers(kind: str, dim: int, form: _Form, choice: dict[str, int], q: Tensor, sinks: bool) -> int | None:
-    """A thread's at most: what three blocks of decoding leave it; None: what the assembler thinks best.
+def _registers(
+    kind: str, dim: int, form: _Form, choice: dict[str, int], q: Tensor, sinks: bool, alibi: bool
+) -> int | None:
+    """A thread's at most: what three blocks of decoding leave it, or four; None: what the assembler thinks best.
 
-    Left to itself it spills some to fit a fourth block of long heads, for which shared memory rarely has room. From
-    compute capability 10 on another assembler has the work, which spills when told, but for short float heads with
-    sinks.
+    Left to itself it spills some to fit a fourth block of long heads, for which shared memory rarely has room. It has
+    for codes in pairs, whose loop then just fits with bf16 and without ALiBi. From compute capability 10 on another
+    assembler has the work, which spills when told, but for short float heads with sinks.
     """
+    if "registers" in choice:
+        return choice["registers"]
     decodes = kind == "decode" and choice["warps"] == 4 and choice["keys"] <= 64
     if capability_of(q.device) >= 100:
         return 128 if decodes and dim <= 64 and sinks and form.name == "float" else None
-    return 168 if decodes and (dim > 64 or form.pairs) else None
+    if decodes and form.pairs:
+        return 128 if form.scaled and not alibi else 168
+    return 168 if decodes and dim > 64 else None
 
 
 def _reason(target: Target) -> str | None:
@@ -210,6 +215,7 @@ def paged_attention(
     form = _in_pairs(form, tiles.block_rows, dim, q)
     choice = _choice(tiles.kind, tiles.block_rows, dim, form, q)
     words = 2 if form.pairs else 1
+    lazy = 4 if form.name == "int4" and tiles.block_rows == 16 and choice["keys"] == 16 * choice["warps"] else 2
     unit = E4M3_UNIT if form.name == "e4m3" else CODE_UNIT if form.pairs and form.name != "e5m2" else 1.0
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts = (tiles.parts, kv_heads, tiles.block_rows)
@@ -241,7 +247,7 @@ def paged_attention(
         0 if window is None else window,
         warps=choice["warps"],
         stages=choice["stages"],
-        registers=choice.get("registers") or _registers(tiles.kind, dim, form, choice, q, sinks is not None),
+        registers=_registers(tiles.kind, dim, form, choice, q, sinks is not None, alibi is not None),
         heads=kv_heads,
         HEAD_DIM=dim,
         GROUP=group,
@@ -249,7 +255,7 @@ def paged_attention(
         V_COLS=max(16, power_of_2(dim // form.v_parts // words)),
         FORM=form.name,
         PAIRS=form.pairs,
-        LAZY=form.pairs,  # other forms lack the registers
+        LAZY=lazy if form.pairs else 0,  # others lack the registers
         ROWS=tiles.block_rows,
         KEYS=choice["keys"],
         PAGE=page,

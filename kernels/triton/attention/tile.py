@@ -161,13 +161,19 @@ def _add_values(
 
 @triton.jit
 def joined(total, shrink, terms, LAZY: tl.constexpr):
-    """A running sum of ``terms`` [ROWS, KEYS] over keys. LAZY: kept by key, to be summed when all tiles are done, which
-    spares warps from waiting for one another in every tile.
+    """A running sum of ``terms`` [ROWS, KEYS] over keys, [ROWS]. LAZY 2 or 4: that many keys at a time, [ROWS, KEYS /
+    LAZY], to be summed when all tiles are done, which spares warps from waiting for one another in every tile.
+
+    Those keys are in one lane: neighbours, and with 4 those half a tile further, where warps have two tiles each of 8
+    keys. So is their factor, if it goes the same way as they.
     """
-    if LAZY:
-        return total * shrink[:, None] + terms
-    else:
+    if LAZY == 0:
         return total * shrink + tl.sum(terms, 1)
+    else:
+        HALVES: tl.constexpr = LAZY // 2
+        SHAPE: tl.constexpr = [terms.shape[0], HALVES, terms.shape[1] // LAZY, 2]
+        factor = tl.max(tl.max(tl.reshape(tl.broadcast_to(shrink[:, None], terms.shape), SHAPE), 3), 1)
+        return total * factor + tl.sum(tl.sum(tl.reshape(terms, SHAPE), 3), 1)
 
 
 @triton.jit
@@ -237,6 +243,8 @@ def fold(
     key = start + tl.arange(0, KEYS)
     inside = (key >= first_key) & (key < end_key)
     first, row = key_slots(pages, start, key, inside, KEYS, PAGE, MASK)
+    if FORM != "float" and FORM != "int4" and m.shape[0] >= 64:  # the registers would not do
+        first, row = 0, first + row
     first, row = first * heads + head, row * heads
     s = _scores(q, q_sum, k_cache, k_params, first, row, inside, HEAD_DIM, K_COLS, FORM, PAIRS, MASK, K_DOT, ASM)
     factor = scale

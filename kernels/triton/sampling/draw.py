@@ -1,4 +1,4 @@
-"""Drawing tokens without sorting, in two launches, and two more that few rows need.
+"""Drawing tokens without sorting, in two launches, and three more that few rows need.
 
 The first reads the logits over all multiprocessors. It leaves of each chunk its maximum and its mass, with which greedy
 rows and rows without a filter are as good as done, and a list of the candidates near its maximum. The second has one
@@ -16,81 +16,84 @@ from torch import Tensor
 from ...reference import sampling as reference
 from ..launch import launch, needs, power_of_2
 from .chunks import chunk_kernel
-from .flat import flat_kernel, weigh_kernel
-from .search import BOTTOM, UNIT, read_block, search_listed, steps_below
+from .flat import flat_kernel, leave_pivots, list_kernel, weigh_kernel
+from .search import (
+    BOTTOM,
+    NOTHING,
+    base_of,
+    choose_id,
+    choose_part,
+    chunk_weights,
+    read_block,
+    row_filters,
+    row_peak,
+    scaled_below,
+    search_listed,
+    sums,
+    to_steps,
+    weight_of,
+)
 
-CHUNK, PASS_BLOCK, THRESHOLDS = 4096, 512, 8
-PIVOTS, PIVOT_BLOCK = 128, 32
-LISTED = 8192  # candidates of a row, all chunks together
-FIRST = 4  # chunks that share half of them: ids are given out by falling frequency
-
-
-@triton.jit
-def _draw_unfiltered(
-    row_start, t, peak, best, chunk_mass, uniform, vocab, chunks, WIDTH: tl.constexpr, CHUNK: tl.constexpr
-):
-    """The token at ``uniform`` of a row's mass: the chunk is known from the masses, so that one is read."""
-    chunk = tl.arange(0, WIDTH)
-    mass = chunk_mass.to(tl.float64)
-    target = uniform * tl.sum(mass, 0)
-    hit = tl.min(tl.where((tl.cumsum(mass, 0) > target) & (chunk < chunks), chunk, chunks - 1), 0)
-    i, weight, _ = read_block(row_start, hit * CHUNK, t, peak, vocab, CHUNK)
-    upto = tl.sum(tl.where(chunk < hit, mass, 0.0), 0) + tl.cumsum(weight.to(tl.float64), 0)
-    found = tl.min(tl.where((upto > target) & (weight > 0.0), i, vocab), 0)
-    return tl.where(found == vocab, best, found)
-
-
-@triton.jit
-def _draw_place(weight, uniform, LISTED: tl.constexpr):
-    """The first place whose weight takes the running sum above ``uniform`` of all, or LISTED where there is none.
-
-    A quarter is found by its sum and searched alone: float64 sums of all would not fit the registers.
-    """
-    part = tl.arange(0, 4)
-    quarters = tl.reshape(weight, [4, LISTED // 4])
-    mass = tl.sum(quarters.to(tl.float64), 1)
-    target = uniform * tl.sum(mass, 0)
-    hit = tl.min(tl.where(tl.cumsum(mass, 0) > target, part, 3), 0)
-    quarter = tl.sum(tl.where((part == hit)[:, None], quarters, 0.0), 0)
-    upto = tl.sum(tl.where(part < hit, mass, 0.0), 0) + tl.cumsum(quarter.to(tl.float64), 0)
-    at = hit * (LISTED // 4) + tl.arange(0, LISTED // 4)
-    return tl.min(tl.where((upto > target) & (quarter > 0.0), at, LISTED), 0)
+CHUNK = 2048
+LISTED, PART = 4096, 64  # candidates of a row, all chunks together; of which so many are looked at in the end
+FIRST = 8  # chunks that share half of them: ids are given out by falling frequency
+BETWEEN = 16384  # logits of a row between two pivots that are searched
+PROGRAMS = 2048  # of a launch that most rows leave; more rows share them
+SURE = tl.constexpr(1e-4)  # more than rounding moves a scaled logit
 
 
 @triton.jit
-def _draw_listed(
-    floors, counts, values, ids, row, peak, k, limit, least, uniform, vocab, chunks,
-    WIDTH: tl.constexpr, LISTED: tl.constexpr, FIRST: tl.constexpr, FIRST_ROOM: tl.constexpr, ROOM: tl.constexpr,
+def _read_listed(
+    counts, listed, row, at, peak, t, chunks, LISTED: tl.constexpr, FIRST: tl.constexpr, FIRST_ROOM: tl.constexpr,
+    ROOM: tl.constexpr,
 ):  # fmt: skip
-    """The token drawn among the listed candidates, or -1 where something that was not listed may have to be kept."""
-    chunk = tl.arange(0, WIDTH)
-    floor = tl.max(tl.load(floors + row * chunks + chunk, mask=chunk < chunks, other=float("-inf")), 0)
-    at = tl.arange(0, LISTED)
+    """(ids, steps below the maximum) of places ``at`` of a row's lists; as if banned where there is nothing."""
     early, later = at < FIRST * FIRST_ROOM, at - FIRST * FIRST_ROOM
     of_chunk = tl.where(early, at // FIRST_ROOM, later // ROOM)
     there = (of_chunk < chunks) & (early | (of_chunk >= FIRST))
     rank = tl.where(early, at % FIRST_ROOM, later % ROOM)
     present = rank < tl.load(counts + row * chunks + of_chunk, mask=there, other=0)
-    x = tl.load(values + row * LISTED + at, mask=present, other=float("-inf"))
-    steps, weight = steps_below(x, peak), tl.exp(x - peak)
-    low = tl.maximum(steps_below(floor, peak), BOTTOM)
-    over = steps > low
-    count, mass = tl.sum(over.to(tl.int32), 0), tl.sum(tl.where(over, weight, 0.0), 0)
-    threshold, ties = low, vocab * 0
-    complete = (low == BOTTOM) | (tl.exp(low.to(tl.float32) / UNIT) * 1.0001 < least)
+    entry = tl.load(listed + row * LISTED + at, mask=present, other=0)
+    below = scaled_below((entry >> 32).to(tl.int32).to(tl.float32, bitcast=True), peak, t)
+    return entry.to(tl.int32), to_steps(tl.where(present, below, NOTHING))
+
+
+@triton.jit
+def _draw_listed(
+    floors, counts, listed, row, chunk_below, peak, t, k, limit, least, uniform, vocab, chunks,
+    WIDTH: tl.constexpr, LISTED: tl.constexpr, FIRST: tl.constexpr, FIRST_ROOM: tl.constexpr, ROOM: tl.constexpr,
+    PART: tl.constexpr,
+):  # fmt: skip
+    """The token drawn among the listed candidates, or -1 where something that was not listed may have to be kept."""
+    chunk = tl.arange(0, WIDTH)
+    floor = tl.load(floors + row * chunks + chunk, mask=chunk < chunks, other=NOTHING) + chunk_below
+    low = tl.maximum(to_steps(tl.max(floor, 0) + SURE), BOTTOM)
+    at = tl.arange(0, LISTED)
+    _, steps = _read_listed(counts, listed, row, at, peak, t, chunks, LISTED, FIRST, FIRST_ROOM, ROOM)
+    weight = weight_of(steps)
+    count, mass = sums(steps > low, weight)
+    count = count.to(tl.int32)
+    threshold, ties, found = low, vocab * 0, vocab * 0 - 1
+    complete = (low == BOTTOM) | (weight_of(low) * 1.0001 < least)
     if (count >= k) | (mass >= limit):
         none = count * 0
         threshold, ties = search_listed(steps, weight, k, limit, low, low * 0, count, none, mass * 0.0, vocab)
         complete = k == k
-    tie = steps == threshold
-    kept = steps > threshold
-    if ties > 0:
-        kept = kept | (tie & (tl.cumsum(tie.to(tl.int32), 0) <= ties))
-    kept = kept & (weight >= least)  # what is absent lies below every threshold
-    place = _draw_place(tl.where(kept, weight, 0.0), uniform, LISTED)
-    # lists are in ascending order of ids: the first place is the lowest id, and one id is read, not all of them
-    found = tl.load(ids + row * LISTED + place, mask=place < LISTED, other=0)
-    return tl.where(complete, tl.where(place < LISTED, found, vocab), -1)
+    if complete:
+        PARTS: tl.constexpr = LISTED // PART
+        ties = tl.where(weight_of(threshold) >= least, ties, 0)
+        surely = tl.where((steps > threshold) & (weight >= least), weight, 0.0)
+        part_mass = tl.sum(tl.reshape(surely, [PARTS, PART]), 1)
+        tied = tl.sum(tl.reshape((steps == threshold).to(tl.int32), [PARTS, PART]), 1)
+        left = ties - (tl.cumsum(tied, 0) - tied)
+        part_mass += tl.minimum(tl.maximum(left, 0), tied) * weight_of(threshold)
+        hit, target = choose_part(part_mass, uniform, PARTS)
+        ties = tl.sum(tl.where(tl.arange(0, PARTS) == hit, left, 0), 0)
+        places = hit * PART + tl.arange(0, PART)
+        i, some = _read_listed(counts, listed, row, places, peak, t, chunks, LISTED, FIRST, FIRST_ROOM, ROOM)
+        # lists are in ascending order of ids
+        found = choose_id(i, some, threshold, ties, least, target, vocab)
+    return found
 
 
 @triton.jit
@@ -106,9 +109,9 @@ def draw_kernel(
     masses,
     floors,
     counts,
-    values,
-    ids,
+    listed,
     out,
+    pivots,
     vocab,
     stride,
     chunks,
@@ -117,37 +120,40 @@ def draw_kernel(
     FIRST: tl.constexpr,
     FIRST_ROOM: tl.constexpr,
     ROOM: tl.constexpr,
+    PART: tl.constexpr,
     CHUNK: tl.constexpr,
+    PIVOTS: tl.constexpr,
+    SAMPLES: tl.constexpr,
 ):
-    """One row; -1 where what is listed does not decide. WIDTH: a power of two that holds the chunks; for the lists see
-    ``chunk_kernel``.
+    """One row; -1, and pivots for the next launches, where what is listed does not decide. WIDTH: a power of two that
+    holds the chunks; for the lists see ``chunk_kernel``.
     """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, WIDTH)
     there = chunk < chunks
-    chunk_peak = tl.load(peaks + row * chunks + chunk, mask=there, other=float("-inf"))
-    peak = tl.max(chunk_peak, 0)
+    chunk_peak, peak = row_peak(peaks, row, chunks, WIDTH)
     of_chunk = tl.load(best + row * chunks + chunk, mask=there, other=0)
     top = tl.min(tl.where(there & (chunk_peak == peak), of_chunk, vocab - 1), 0)
-    t = tl.load(temperature + row)
+    t, k, p, least = row_filters(temperature, top_k, top_p, min_p, row, vocab)
     if t == 0.0:
         tl.store(out + row, top.to(tl.int64))
         return
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    chunk_mass = tl.load(masses + row * chunks + chunk, mask=there, other=0.0) * tl.exp(chunk_peak - base)
-    whole = tl.sum(chunk_mass, 0)
-    row_start = logits + row * stride
+    base, row_start = base_of(peak), logits + row * stride
+    mass = chunk_weights(masses, row, chunk_peak, base, t, chunks, WIDTH)
     uniform = tl.load(u + row).to(tl.float64)
-    k, p, least = tl.load(top_k + row).to(tl.int32), tl.load(top_p + row), tl.load(min_p + row)
-    limit = tl.where(p >= 1.0, float("inf"), tl.maximum(p, 1e-30) * whole)
-    k = tl.where(k == 0, vocab + 1, k)
     if (k > vocab) & (p >= 1.0) & (least <= 0.0):
-        found = _draw_unfiltered(row_start, t, peak, top, chunk_mass, uniform, vocab, chunks, WIDTH, CHUNK)
+        hit, target = choose_part(mass, uniform, WIDTH)
+        i, _weight, steps = read_block(row_start, hit * CHUNK, t, base, vocab, CHUNK)
+        found = choose_id(i, steps, BOTTOM, 0, 0.0, target, vocab)
     else:
+        limit = tl.where(p >= 1.0, float("inf"), tl.maximum(p, 1e-30) * tl.sum(mass, 0))
+        chunk_below = scaled_below(chunk_peak, base, t)
         found = _draw_listed(
-            floors, counts, values, ids, row, base, k, limit, least, uniform, vocab, chunks,
-            WIDTH, LISTED, FIRST, FIRST_ROOM, ROOM,
+            floors, counts, listed, row, chunk_below, base, t, k, limit, least, uniform, vocab, chunks,
+            WIDTH, LISTED, FIRST, FIRST_ROOM, ROOM, PART,
         )  # fmt: skip
+        if found < 0:
+            leave_pivots(row_start, t, base, vocab, pivots + row * PIVOTS, SAMPLES, PIVOTS)
     tl.store(out + row, tl.where(found == vocab, top, found).to(tl.int64))
 
 
@@ -160,29 +166,37 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     lists = {"LISTED": LISTED, "FIRST": FIRST, "FIRST_ROOM": LISTED // 2 // FIRST, "ROOM": LISTED // 2 // width}
     if width <= FIRST:
         lists |= {"FIRST": width, "FIRST_ROOM": LISTED // width, "ROOM": 1}
-    peaks, masses, floors = (torch.empty(rows, chunks, dtype=torch.float32, device=device) for _ in range(3))
-    best, counts = (torch.empty(rows, chunks, dtype=torch.int32, device=device) for _ in range(2))
-    values = torch.empty(rows, LISTED, dtype=torch.float32, device=device)
-    ids = torch.empty(rows, LISTED, dtype=torch.int32, device=device)
-    out = torch.empty(rows, dtype=torch.int64, device=device)
-    filters, found = (temperature, top_k, top_p, min_p), (peaks, best, masses, floors, counts, values, ids)
+    sizes = {"WIDTH": width, "CHUNK": CHUNK, "PIVOTS": 16 if vocab <= 12 * BETWEEN else 32}
+
+    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(rows, *shape, dtype=dtype, device=device)
+
+    peaks, masses, floors = (scratch(chunks) for _ in range(3))
+    best, counts = (scratch(chunks, dtype=torch.int32) for _ in range(2))
+    listed, out = scratch(LISTED, dtype=torch.int64), scratch(dtype=torch.int64)
+    pivots, parts = scratch(sizes["PIVOTS"]), scratch(chunks, 2, sizes["PIVOTS"])
+    most = min(BETWEEN, max(1024, power_of_2(triton.cdiv(vocab, 8))))  # twice what lies between two pivots
+    between, running = scratch(most, dtype=torch.int32), scratch(most + 1)
+    filters, found = (temperature, top_k, top_p, min_p), (peaks, best, masses, floors, counts, listed)
     launch(
         chunk_kernel, (rows, chunks), logits, *filters, *found, vocab, stride, chunks,
-        warps=8, CHUNK=CHUNK, **lists,
+        warps=4, CHUNK=CHUNK, **lists,
     )  # fmt: skip
     launch(
-        draw_kernel, (rows,), logits, *filters, u, *found, out, vocab, stride, chunks,
-        warps=16, WIDTH=width, CHUNK=CHUNK, **lists,
+        draw_kernel, (rows,), logits, *filters, u, *found, out, pivots, vocab, stride, chunks,
+        warps=8, PART=PART, **sizes, SAMPLES=256 if vocab <= 8 * BETWEEN else 512, **lists,
     )  # fmt: skip
-    part_counts = torch.empty(rows, chunks, PIVOTS, dtype=torch.int32, device=device)
-    part_masses = torch.empty(rows, chunks, PIVOTS, dtype=torch.float32, device=device)
+    programs = min(chunks, max(1, PROGRAMS // max(rows, 1)))
     launch(
-        weigh_kernel, (rows, chunks), logits, temperature, peaks, out, part_counts, part_masses, vocab, stride, chunks,
-        warps=8, WIDTH=width, CHUNK=CHUNK, BLOCK=PIVOT_BLOCK, PIVOTS=PIVOTS,
+        weigh_kernel, (rows, programs), logits, temperature, peaks, out, pivots, parts, vocab, stride, chunks,
+        warps=4, **sizes,
     )  # fmt: skip
     launch(
-        flat_kernel, (rows,), logits, *filters, u, peaks, best, masses, ids, out, part_counts, part_masses,
-        vocab, stride, chunks, warps=16, WIDTH=width, LISTED=LISTED, BLOCK=CHUNK, PASS_BLOCK=PASS_BLOCK,
-        THRESHOLDS=THRESHOLDS, PIVOTS=PIVOTS,
+        list_kernel, (rows, programs), logits, *filters, peaks, masses, out, pivots, parts, between,
+        vocab, stride, chunks, warps=8, **sizes, BETWEEN=most,
+    )  # fmt: skip
+    launch(
+        flat_kernel, (rows,), logits, *filters, u, peaks, best, masses, out, pivots, parts, between, running,
+        vocab, stride, chunks, warps=8, **sizes, BETWEEN=most,
     )  # fmt: skip
     return out

@@ -12,20 +12,42 @@ import triton.language as tl
 
 UNIT = tl.constexpr(16777216.0)  # steps a logit
 DEPTH = tl.constexpr(40)
-BOTTOM = tl.constexpr(-40 * 16777216 - 1)  # keeps everything that weighs anything
+BOTTOM = tl.constexpr(-40 * 16777216 - 64)  # keeps everything that weighs anything; exact in float32
+NOTHING = tl.constexpr(-200.0)  # its exp is 0 in float32
 
 
 @triton.jit
-def scale(x, t):
-    """Logits by their temperature: what is finite stays so, and -inf, which bans, stays apart from it."""
-    scaled = tl.div_rn(x, tl.broadcast_to(t, x.shape))
-    return tl.where(x == float("-inf"), x, tl.maximum(tl.minimum(scaled, 3.0e38), -3.0e38))
+def scaled_below(x, peak, t):
+    """(x - peak) / t as a division rounds it, in five multiplications and additions; at least NOTHING, which is also
+    what banned logits (-inf) and NaN come to.
+
+    Markstein (1990): from the rounded reciprocal two corrections by the exact remainder lead to the rounded quotient.
+    """
+    t = tl.minimum(tl.maximum(t, 1e-30), 1e30)
+    inverse = tl.div_rn(1.0, t)
+    below = tl.maximum(x - peak, NOTHING * t)
+    found = below * inverse
+    found = tl.fma(tl.fma(found, -t, below), inverse, found)
+    return tl.fma(tl.fma(found, -t, below), inverse, found)
 
 
 @triton.jit
-def steps_below(x, peak):
-    """How far scaled logits lie below the maximum, as a negative int32."""
-    return (tl.maximum(x - peak, -DEPTH - 1.0) * UNIT).to(tl.int32)
+def to_steps(below):
+    """Scaled logits below the maximum as a negative int32."""
+    return (tl.maximum(below, -DEPTH - 1.0) * UNIT).to(tl.int32)
+
+
+@triton.jit
+def weight_of(steps):
+    """What a logit weighs relative to the maximum; of banned ones, which lie at or below BOTTOM, it means nothing."""
+    return tl.exp(steps.to(tl.float32) / UNIT)
+
+
+@triton.jit
+def sums(over, weight):
+    """(how many are ``over``, what they weigh), in one reduction."""
+    over = over.to(tl.float32)
+    return tl.split(tl.sum(tl.join(over, over * weight), 0))
 
 
 @triton.jit
@@ -35,8 +57,7 @@ def _ties(low, high, above_high, heavier, k, limit, vocab):
     At ``high`` lie values whose predecessors (``above_high``, which weigh ``heavier``) leave room, at ``low`` others.
     """
     threshold = tl.where(high > low, low + 1, high)
-    each = tl.exp(threshold.to(tl.float32) / UNIT)
-    room = tl.minimum((limit - heavier) / each, vocab * 1.0)
+    room = tl.minimum((limit - heavier) / weight_of(threshold), vocab * 1.0)
     some = tl.maximum(tl.minimum(k - above_high, tl.ceil(room).to(tl.int32)), 1)
     return threshold, tl.where(high - low == 1, some, vocab)
 
@@ -50,9 +71,8 @@ def search_listed(steps, weight, k, limit, low, high, above_low, above_high, hea
     before, mass_before = above_high, heavier
     while (high - low > 1) & (above_low - above_high > 1):
         middle = low + (high - low) // 2
-        over = steps > middle
-        count = before + tl.sum(over.to(tl.int32), 0)
-        mass = mass_before + tl.sum(tl.where(over, weight, 0.0), 0)
+        count, mass = sums(steps > middle, weight)
+        count, mass = before + count.to(tl.int32), mass_before + mass
         fits = (count < k) & (mass < limit)
         above_high, heavier = tl.where(fits, count, above_high), tl.where(fits, mass, heavier)
         above_low = tl.where(fits, above_low, count)
@@ -62,53 +82,110 @@ def search_listed(steps, weight, k, limit, low, high, above_low, above_high, hea
 
 @triton.jit
 def search_row(
-    row_start, t, peak, vocab, k, limit, low, high, above_low, above_high, heavier,
-    BLOCK: tl.constexpr, THRESHOLDS: tl.constexpr,
+    row_start, t, peak, vocab, k, limit, low, high, above_low, above_high, heavier, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(threshold, ties) by passes over the row that count and weigh what lies above several thresholds at once; the
-    others as ``search_listed`` has them.
-    """
+    """(threshold, ties) by bisection in passes over the row; the others as ``search_listed`` has them."""
     while (high - low > 1) & (above_low - above_high > 1):
-        wide = (high - low).to(tl.int64)
-        steps_up = (wide * tl.arange(0, THRESHOLDS) // THRESHOLDS).to(tl.int32)
-        tries = low + tl.where(tl.arange(0, THRESHOLDS) == 0, 0, tl.maximum(steps_up, 1))
-        counts = tl.zeros([BLOCK, THRESHOLDS], tl.int32)
-        weights = tl.zeros([BLOCK, THRESHOLDS], tl.float32)
+        middle = low + (high - low) // 2
+        count, mass = above_high * 0, heavier * 0.0
         for start in range(0, vocab, BLOCK):
-            i, weight, steps = read_block(row_start, start, t, peak, vocab, BLOCK)
-            over = (steps[:, None] > tries[None, :]) & (i < vocab)[:, None]
-            counts += over.to(tl.int32)
-            weights += tl.where(over, weight[:, None], 0.0)
-        count, mass = tl.sum(counts, 0), tl.sum(weights, 0)
+            _, weight, steps = read_block(row_start, start, t, peak, vocab, BLOCK)
+            some, more = sums(steps > middle, weight)
+            count, mass = count + some.to(tl.int32), mass + more
         fits = (count < k) & (mass < limit)
-        # the tries rise: the first that fits is the new upper end, the one before it the new lower end
-        next_high = tl.min(tl.where(fits, tries, high), 0)
-        next_low = tl.max(tl.where(fits, low, tries), 0)
-        if next_high == low:  # even the lowest threshold fits
-            next_low = low
-        at_high = (tries == next_high) & fits
-        above_high = tl.where(next_high == high, above_high, tl.max(tl.where(at_high, count, 0), 0))
-        heavier = tl.where(next_high == high, heavier, tl.max(tl.where(at_high, mass, 0.0), 0))
-        above_low = tl.max(tl.where((tries == next_low) & (fits == 0), count, 0), 0)
-        low, high = next_low, next_high
-        if next_high == next_low:
-            above_low = above_high
+        above_high, heavier = tl.where(fits, count, above_high), tl.where(fits, mass, heavier)
+        above_low = tl.where(fits, above_low, count)
+        low, high = tl.where(fits, low, middle), tl.where(fits, middle, high)
     return _ties(low, high, above_high, heavier, k, limit, vocab)
 
 
 @triton.jit
 def row_peak(peaks, row, chunks, WIDTH: tl.constexpr):
-    """(the largest scaled logit of each of WIDTH chunks, that of the row; 0 where all of it is -inf)."""
+    """(the largest logit of each of WIDTH chunks, that of the row)."""
     chunk = tl.arange(0, WIDTH)
     found = tl.load(peaks + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
-    peak = tl.max(found, 0)
-    return found, tl.where(peak == float("-inf"), 0.0, peak)
+    return found, tl.max(found, 0)
+
+
+@triton.jit
+def row_filters(temperature, top_k, top_p, min_p, row, vocab):
+    """(temperature, k, p, least) of a row; k is vocab + 1 where nothing is cut."""
+    k = tl.load(top_k + row).to(tl.int32)
+    return tl.load(temperature + row), tl.where(k == 0, vocab + 1, k), tl.load(top_p + row), tl.load(min_p + row)
+
+
+@triton.jit
+def base_of(peak):
+    """What logits are compared with; 0 where all of them are -inf."""
+    return tl.where(peak == float("-inf"), 0.0, peak)
+
+
+@triton.jit
+def chunk_weights(masses, row, chunk_peak, base, t, chunks, WIDTH: tl.constexpr):
+    """What each chunk weighs, relative to the row's maximum."""
+    chunk = tl.arange(0, WIDTH)
+    mass = tl.load(masses + row * chunks + chunk, mask=chunk < chunks, other=0.0)
+    return mass * tl.exp(scaled_below(chunk_peak, base, t))
 
 
 @triton.jit
 def read_block(row_start, start, t, peak, vocab, BLOCK: tl.constexpr):
-    """(ids, exp(scaled - peak), steps below the peak) of a block of a row; past the end the weight is 0."""
+    """(ids, weights, steps below the maximum) of a block of a row; past the end as if banned."""
     i = start + tl.arange(0, BLOCK)
-    x = tl.load(row_start + i, mask=i < vocab, other=float("-inf"))
-    x = scale(x, t)
-    return i, tl.exp(x - peak), steps_below(x, peak)
+    below = scaled_below(tl.load(row_start + i, mask=i < vocab, other=float("-inf")), peak, t)
+    return i, tl.exp(below), to_steps(below)
+
+
+@triton.jit
+def store_kept(to, kept, first, second, SIZE: tl.constexpr):
+    """Store the values of which ``kept`` is 1 one after another; an int64 of both where there is a ``second``.
+
+    Four neighbours lie in one thread, which so takes part in a quarter of the running sums.
+    """
+    n0, n1, n2, n3 = _fours(kept, SIZE)
+    a0, a1, a2, a3 = _fours(first, SIZE)
+    b0, b1, b2, b3 = (a0, a1, a2, a3) if second is None else _fours(second, SIZE)
+    at = tl.cumsum(n0 + n1 + n2 + n3, 0) - n0 - n1 - n2 - n3
+    tl.store(to + at, a0 if second is None else _joined(a0, b0), mask=n0 > 0)
+    at += n0
+    tl.store(to + at, a1 if second is None else _joined(a1, b1), mask=n1 > 0)
+    at += n1
+    tl.store(to + at, a2 if second is None else _joined(a2, b2), mask=n2 > 0)
+    at += n2
+    tl.store(to + at, a3 if second is None else _joined(a3, b3), mask=n3 > 0)
+
+
+@triton.jit
+def _fours(x, SIZE: tl.constexpr):
+    even, odd = tl.split(tl.reshape(x, [SIZE // 4, 2, 2]))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _joined(high, low):
+    return (high.to(tl.int64) << 32) | low
+
+
+@triton.jit
+def choose_part(mass, uniform, PARTS: tl.constexpr):
+    """(the part in which the running sum of ``mass`` passes ``uniform`` of all, the target less what lies before)."""
+    part, mass = tl.arange(0, PARTS), mass.to(tl.float64)
+    target = uniform * tl.sum(mass, 0)
+    last = tl.max(tl.where(mass > 0.0, part, 0), 0)  # rounding may leave nothing above the target
+    hit = tl.minimum(tl.min(tl.where(tl.cumsum(mass, 0) > target, part, PARTS - 1), 0), last)
+    return hit, target - tl.sum(tl.where(part < hit, mass, 0.0), 0)
+
+
+@triton.jit
+def choose_id(i, steps, threshold, ties, least, target, vocab):
+    """The id at which the running sum of what is kept passes ``target``, the last one kept where it does not; ``vocab``
+    where nothing is kept. ``ties``: how many at the threshold are kept from the first of these on.
+    """
+    tie, weight = steps == threshold, weight_of(steps)
+    kept = ((steps > threshold) | (tie & (tl.cumsum(tie.to(tl.int32), 0) <= ties))) & (weight >= least)
+    upto = tl.cumsum(tl.where(kept, weight, 0.0).to(tl.float64), 0)
+    found = tl.min(tl.where((upto > target) & kept, i, vocab), 0)
+    last = tl.max(tl.where(kept, i, -1), 0)
+    return tl.where(found < vocab, found, tl.where(last >= 0, last, vocab))
