@@ -175,7 +175,8 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     best, counts = (scratch(chunks, dtype=torch.int32) for _ in range(2))
     listed, out = scratch(LISTED, dtype=torch.int64), scratch(dtype=torch.int64)
     pivots, parts = scratch(sizes["PIVOTS"]), scratch(chunks, 2, sizes["PIVOTS"])
-    between, running = scratch(BETWEEN, dtype=torch.int32), scratch(BETWEEN + 1)
+    most = min(BETWEEN, max(1024, power_of_2(triton.cdiv(vocab, 8))))  # twice what lies between two pivots
+    between, running = scratch(most, dtype=torch.int32), scratch(most + 1)
     filters, found = (temperature, top_k, top_p, min_p), (peaks, best, masses, floors, counts, listed)
     launch(
         chunk_kernel, (rows, chunks), logits, *filters, *found, vocab, stride, chunks,
@@ -192,10 +193,10 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     )  # fmt: skip
     launch(
         list_kernel, (rows, programs), logits, *filters, peaks, masses, out, pivots, parts, between,
-        vocab, stride, chunks, warps=8, **sizes, BETWEEN=BETWEEN,
+        vocab, stride, chunks, warps=8, **sizes, BETWEEN=most,
     )  # fmt: skip
     launch(
         flat_kernel, (rows,), logits, *filters, u, peaks, best, masses, out, pivots, parts, between, running,
-        vocab, stride, chunks, warps=8, **sizes, BETWEEN=BETWEEN,
+        vocab, stride, chunks, warps=8, **sizes, BETWEEN=most,
     )  # fmt: skip
     return out
