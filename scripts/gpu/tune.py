@@ -28,8 +28,8 @@ CANDIDATES = Path(__file__).with_name("candidates.json")
 ALL: dict[str, list[Choice]] = {
     "attend_kernel": [
         {"keys": keys, "warps": warps, "stages": stages} | more
-        for keys, warps, stages, more in product((32, 64), (2, 4, 8), (3, 4, 6, 8, 9), ({}, {"registers": 128}))
-        if warps == 4 or not more
+        for keys, warps, stages in product((32, 64), (2, 4, 8), (3, 4, 6, 8, 9))
+        for more in (({"registers": 128}, {"registers": 168}) if warps == 4 else ({},))
     ],
     "group_linear_kernel": [
         {"cols": cols, "k": k, "warps": warps} for cols, k, warps in product((16, 32, 64, 128), (64, 128), (4, 8))

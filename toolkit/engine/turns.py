@@ -98,7 +98,7 @@ class Waiting:
 
 
 class Held:
-    """Places that users and groups have, and what they cost. Of those who have none nothing is kept."""
+    """Places that users and groups have, and what they cost."""
 
     def __init__(self, running: Iterable[Sequence]) -> None:
         self.rows: Counter[str] = Counter()
@@ -109,14 +109,9 @@ class Held:
 
     def add(self, seq: Sequence, count: int = 1) -> None:
         """``count``: -1 where it gives its place back."""
-        group = group_of(seq)
         self.rows[seq.user] += count
-        self.of_group[group] += count
+        self.of_group[group_of(seq)] += count
         self.cost[seq.user] = self.cost.get(seq.user, 0.0) + count * seq.cost
-        if not self.of_group[group]:
-            del self.of_group[group]
-        if not self.rows[seq.user]:
-            del self.rows[seq.user], self.cost[seq.user]
 
     def even(self, users: KeysView[str]) -> bool:
         """Whether nobody has places enough to give one to requests of ``users`` (``too_many``), whichever these are:

@@ -41,6 +41,7 @@ from .latent import attend, latent_reason
 from .merge import merge
 from .plan import DECODE_KEYS, Plan, make_plan
 
+FOUR_BLOCKS = triton.__version__.startswith("3.6.")  # 3.9.0 spills where 3.6.0 does not; between them nobody looked
 PROMPT_ROWS = 64  # rows of a tile from which on operands are read from shared memory (wgmma) or need the registers
 
 
@@ -162,7 +163,7 @@ def _registers(
     if capability_of(q.device) >= 100:
         return 128 if decodes and dim <= 64 and sinks and form.name == "float" else None
     if decodes and form.pairs:
-        return 128 if form.scaled and not alibi else 168
+        return 128 if FOUR_BLOCKS and form.scaled and not alibi else 168
     return 168 if decodes and dim > 64 else None
 
 

@@ -243,7 +243,7 @@ def fold(
     key = start + tl.arange(0, KEYS)
     inside = (key >= first_key) & (key < end_key)
     first, row = key_slots(pages, start, key, inside, KEYS, PAGE, MASK)
-    if FORM != "float" and FORM != "int4" and m.shape[0] >= 64:  # the registers would not do
+    if not PAIRS:  # the registers would not do
         first, row = 0, first + row
     first, row = first * heads + head, row * heads
     s = _scores(q, q_sum, k_cache, k_params, first, row, inside, HEAD_DIM, K_COLS, FORM, PAIRS, MASK, K_DOT, ASM)
