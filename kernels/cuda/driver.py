@@ -20,7 +20,7 @@ from .plan import THREADS, LinearArguments, Machine, names, shared_bytes
 
 FATBIN = Path(__file__).with_name("_kernels.fatbin")
 LEAST_CAPABILITY = 80
-DEPENDENT = "TOOLKIT_DEPENDENT_LAUNCH"  # "1": linears start while the kernel before them ends; not yet measured
+DEPENDENT = "TOOLKIT_DEPENDENT_LAUNCH"  # "0": linears do not start while the kernel before them ends
 DEPENDENT_CAPABILITY = 90
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -161,13 +161,13 @@ def _launch_on(
 
 
 def dependent_launches(capability: int, architectures: Collection[int]) -> bool:
-    """Whether linears of prepared weights are launched so: where the environment asks for it and kernels ``can_wait``.
+    """Whether linears of prepared weights are launched so: where kernels ``can_wait``, unless the environment says no.
     KernelError for another value.
     """
     asked = os.environ.get(DEPENDENT, "").strip()
     if asked not in ("", "0", "1"):
         raise KernelError(f"{DEPENDENT}: expected 0 or 1, found {asked!r}")
-    return asked == "1" and can_wait(capability, architectures)
+    return asked != "0" and can_wait(capability, architectures)
 
 
 def can_wait(capability: int, architectures: Collection[int]) -> bool:

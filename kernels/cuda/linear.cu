@@ -9,7 +9,8 @@
     KERNEL(few_##t##_w##BITS##_s##SPAN##_n##NT, (tk::LinearFew<tk::T, BITS, SPAN, NT>::SHARED), 2,        \
            (tk::linear_few<tk::T, BITS, SPAN, NT>))
 #define TK_TILE(KERNEL, T, t, BITS, SPAN, NT)                                                              \
-    KERNEL(tile_##t##_w##BITS##_s##SPAN##_n##NT, (tk::LinearTile<tk::T, BITS, SPAN, NT>::SHARED), 1, \
+    KERNEL(tile_##t##_w##BITS##_s##SPAN##_n##NT, (tk::LinearTile<tk::T, BITS, SPAN, NT>::SHARED),          \
+           (BITS == 4 || NT == 4 ? 2 : 1),                                                                 \
            (tk::linear_tile<tk::T, BITS, SPAN, NT>))
 #define TK_EXPAND(KERNEL, T, t, BITS) KERNEL(expand_##t##_w##BITS, 0, 2, (tk::expand<tk::T, BITS>))
 #define TK_BITS(KERNEL, T, t, BITS, SPAN)                                                     \

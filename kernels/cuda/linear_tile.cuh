@@ -13,14 +13,15 @@ namespace tk {
 
 template <class T, int BITS, int SPAN, int NT>
 struct LinearTile {
-    static constexpr int TILES = BITS == 8 ? 2 : 4, PARTS = BITS / 4;
+    static constexpr int TILES = 2, PARTS = BITS / 4;
     static constexpr int SIDES = BITS == 4 && NT == 16 ? 2 : 1, ACROSS = 4, DEEP = WARPS / ACROSS / SIDES;
-    static constexpr int STAGES = SIDES == 2 ? 5 : 3;
+    static constexpr int STAGES = 3;
     static constexpr int TOKENS = 8 * NT, CHUNKS = SPAN == 32 ? 2 : 1, GROUPS = SPAN == 0 ? 0 : TILES * CHUNKS;
     static constexpr int COLUMNS = NT / SIDES;                                   // of 8 tokens, a warp's
     static constexpr int OWN = TILES / SIDES, COPIERS = THREADS / SIDES;  // tiles whose codes a warp copies; their lanes
     static constexpr int X = DEEP * TOKENS * STEP * 2, COPIES = X / 16 / THREADS;
-    static constexpr int ROWS = COPIES > DEEP ? COPIES / DEEP : 1;  // rows of x of which a thread copies pieces
+    static constexpr int AT_ONCE = THREADS / 8;  // rows of x, of eight pieces, that all threads copy together
+    static_assert(TOKENS % AT_ONCE == 0);
     static constexpr int CODES = TILES * PARTS * COPIERS * 16;
     static constexpr int SCALES = WARPS / SIDES * GROUPS * 32, ZEROS = SCALES / 2;
     static constexpr int STAGE = X + CODES + SCALES + ZEROS;
@@ -34,8 +35,7 @@ struct LinearTile {
     int lane, across, deep, side, g, t, tiles, step, last;  // step: the warp's that is copied next
     uint32_t codes[OWN];  // where this lane copies from next, in bytes
     uint32_t groups;        // first group of the tile whose groups this lane copies
-    uint32_t x[ROWS];       // where this thread copies from next, in elements
-    int x_step;             // of the first of these pieces
+    int x_step;             // of the first piece of x that this thread copies next
 
     TK_DEVICE LinearTile(const Linear& arguments, unsigned char* memory) : p(arguments), shared(memory) {
         const int warp = thread_index() / WARP;
@@ -49,14 +49,7 @@ struct LinearTile {
         for (int r = 0; r < OWN; ++r)
             codes[r] = (uint32_t(clamp_tile(first_tile() + side * OWN + r)) * steps + step) * PARTS * 512 + lane * 16;
         groups = clamp_tile(first_tile() + lane / 2 / CHUNKS % TILES) * p.groups;
-        const int row = thread_index() / 8;  // of the pieces in the order of issue_x
-        x_step = first + row / TOKENS;
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const int wanted = block_z() * TOKENS + (row + i * (THREADS / 8)) % TOKENS;
-            const int token = wanted < p.tokens ? wanted : p.tokens - 1;
-            x[i] = token * uint32_t(p.stride_x) + x_step * STEP + thread_index() % 8 * 8;
-        }
+        x_step = first;
     }
 
     TK_DEVICE int first_tile() const { return (block_x() * ACROSS + across) * TILES; }
@@ -90,18 +83,18 @@ struct LinearTile {
     // [DEEP][TOKENS] rows of a step, eight pieces of 16 bytes, those of odd rows with their halves swapped: then eight lanes
     // that read four pieces of two rows find them in different banks.
     TK_DEVICE void issue_x(int slot) {
-        const int swapped = thread_index() ^ thread_index() / 8 % 2 * 4;
+        const int thread = thread_index(), swapped = thread ^ thread / 8 % 2 * 4;
         unsigned char* to = shared + slot * STAGE + swapped * 16;
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
-            const int later = COPIES == 1 ? 0 : i / ROWS;  // steps after x_step
+            const int later = i * AT_ONCE / TOKENS;  // steps after x_step
+            const int wanted = block_z() * TOKENS + i * AT_ONCE % TOKENS + thread / 8;
+            const int token = wanted < p.tokens ? wanted : p.tokens - 1;
+            const uint32_t from = token * uint32_t(p.stride_x) + (x_step + later) * STEP + thread % 8 * 8;
             if (x_step + later < last)
-                copy_async<16, true>(to + i * THREADS * 16,
-                                     static_cast<const uint16_t*>(p.x) + (x[i % ROWS] + later * STEP));
+                copy_async<16, true>(to + i * THREADS * 16, static_cast<const uint16_t*>(p.x) + from);
         }
         x_step += DEEP;
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) x[i] += DEEP * STEP;
     }
 
     TK_DEVICE void multiply(float (&sum)[TILES][COLUMNS][4], int slot, const Zeros (&of_rows)[TILES]) const {
@@ -120,8 +113,10 @@ struct LinearTile {
             for (int r = 0; r < TILES; ++r) {
                 if (j == 0 || CHUNKS == 2) {
                     const int item = r * CHUNKS + j;
-                    offsets[r] = of_rows[r];
-                    if constexpr (SPAN != 0) {
+                    if constexpr (SPAN == 0) {
+                        offsets[r] = of_rows[r];
+                    } else {
+                        offsets[r] = middle<T, BITS>();  // a constant, which takes no registers
                         if (p.zeros != nullptr)
                             offsets[r] = zeros_of<T, BITS>(*reinterpret_cast<const uint32_t*>(of_zeros + item * 16), g);
                         const auto word = *reinterpret_cast<const uint32_t*>(of_groups + item * 32);

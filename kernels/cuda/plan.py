@@ -13,7 +13,7 @@ FEW, MANY = 16, 384  # tokens up to which ``few`` runs; above which the weight i
 SCALES_BF16, WIDE = 1, 2  # LinearFlags of linear.h
 DTYPES = ("float16", "bfloat16")
 SPANS = (0, 32, 64)
-_TILES_FEW, _DEPTH_FEW = 2, 4
+_TILES, _DEPTH_FEW = 2, 4  # tiles of 16 outputs a block of ``few``, a warp of ``tile``; steps that are on their way
 _RESIDENT_FEW, _WANTED_FEW = 2, 4  # blocks of ``few`` a multiprocessor holds at least, and is given where it holds more
 _ACROSS, _LEAST = 4, 8  # of ``tile``: warps across outputs; steps of a split at least
 
@@ -82,11 +82,6 @@ def _widths(bits: int, span: int) -> tuple[int, ...]:
     return (4, 8) if bits == 8 and span == 32 else (4, 8, 16)
 
 
-def _warp_tiles(bits: int) -> int:
-    """16-row tiles a warp of ``tile``."""
-    return 2 if bits == 8 else 4
-
-
 def _sides(bits: int, columns: int) -> int:
     """Rows of warps of ``tile`` that share the tokens of a block; the others share its inputs."""
     return 2 if bits == 4 and columns == 16 else 1
@@ -100,11 +95,11 @@ def shared_bytes(kernel: str) -> int:
     bits, span = int(form[0][1:]), int(form[1][1:])
     chunks = 0 if span == 0 else 2 if span == 32 else 1
     if kind == "few":
-        return _DEPTH_FEW * _TILES_FEW * THREADS * (16 * bits // 4 + 8 * chunks)
+        return _DEPTH_FEW * _TILES * THREADS * (16 * bits // 4 + 8 * chunks)
     columns = int(form[2][1:])
-    tiles, sides = _warp_tiles(bits), _sides(bits, columns)
+    tiles, sides = _TILES, _sides(bits, columns)
     stage = (2 * 8 * columns * 128 + tiles * THREADS * 4 * bits + WARPS * tiles * chunks * 48) // sides
-    return max((5 if sides == 2 else 3) * stage, _ACROSS * tiles * columns * 512) + 16
+    return max(3 * stage, _ACROSS * tiles * columns * 512) + 16
 
 
 def span_of(group_size: int, n_in: int) -> int:
@@ -120,7 +115,7 @@ def plan(dtype: str, bits: int, tokens: int, n_out: int, n_in: int, group_size: 
     span, tiles, steps = span_of(group_size, n_in), -(-n_out // 16), n_in // 64
     if tokens <= FEW:
         width = 1 if tokens <= 8 else 2
-        kernel, columns, height = few_name(dtype, bits, span, width), 8 * width, _TILES_FEW
+        kernel, columns, height = few_name(dtype, bits, span, width), 8 * width, _TILES
         held = min(_WANTED_FEW, machine.resident.get(kernel, _RESIDENT_FEW))
         wanted, least = held * machine.multiprocessors, 2 * WARPS
     elif tokens <= MANY:
@@ -128,8 +123,8 @@ def plan(dtype: str, bits: int, tokens: int, n_out: int, n_in: int, group_size: 
         width = next((c for c in widths if tokens <= 8 * c), widths[-1])
         while width > widths[0] and shared_bytes(tile_name(dtype, bits, span, width)) > machine.shared_limit:
             width //= 2
-        kernel, columns, height = tile_name(dtype, bits, span, width), 8 * width, _warp_tiles(bits) * _ACROSS
-        wanted, least = machine.multiprocessors, _LEAST
+        kernel, columns, height = tile_name(dtype, bits, span, width), 8 * width, _TILES * _ACROSS
+        wanted, least = machine.resident.get(kernel, 1) * machine.multiprocessors, _LEAST
     else:
         return None
     across, down = -(-tiles // height), -(-tokens // columns)
@@ -143,7 +138,7 @@ def plan(dtype: str, bits: int, tokens: int, n_out: int, n_in: int, group_size: 
 
 def partial_sums(kernel: str, grid: tuple[int, int, int], tokens: int, n_out: int) -> int:
     """Floats that the parts of a split sum take: of ``tile`` whole blocks, of ``few`` what there is."""
-    kind, _, bits, *_, columns = kernel.split("_")
+    kind, *_, columns = kernel.split("_")
     if kind == "few":
         return grid[1] * tokens * -(-n_out // 16) * 16
-    return math.prod(grid) * _ACROSS * _warp_tiles(int(bits[1:])) * 16 * 8 * int(columns[1:])
+    return math.prod(grid) * _ACROSS * _TILES * 16 * 8 * int(columns[1:])

@@ -110,8 +110,8 @@ def items(where: Where, smoke_only: bool, sanitizer: str | None, limit: float) -
     wide = [_runner(family, policy, limit) for family, policy in all_but_smoke if family in WIDE and not where.dry]
     found += wide[:1]
     if not where.dry:
-        early = ("env", "TOOLKIT_DEPENDENT_LAUNCH=1")
-        wide.append(replace(wide[0], name="runner wide awq, dependent launches", wrapper=early))
+        late = ("env", "TOOLKIT_DEPENDENT_LAUNCH=0")
+        wide.append(replace(wide[0], name="runner wide awq, no dependent launches", wrapper=late))
     found += wide[1:]
     found += [_served(n, limit, "compile served") for n in served if n not in SERVED_FIRST]
     found += [_runner(family, policy, limit) for family, policy in all_but_smoke if family not in WIDE]

@@ -41,8 +41,8 @@ def test_what_does_not_hold_is_reported(name, usage, code, fault):
 
 
 def test_too_much_shared_memory_is_reported():
-    faults = check.judge("tile_float16_w4_s64_n8", 86, 1.0, Usage(64, 0, 0), GOOD).faults
-    assert "102928 bytes of shared memory, more than 101376" in faults
+    faults = check.judge("tile_float16_w8_s64_n16", 86, 1.0, Usage(64, 0, 0), GOOD).faults
+    assert "149776 bytes of shared memory, more than 101376" in faults
 
 
 @pytest.mark.parametrize("architecture", build.ARCHITECTURES)

@@ -202,12 +202,13 @@ def test_a_launch_says_all_to_the_driver(gpu, dependent):
     assert ctypes.sizeof(driver._Config) == 56 and ctypes.sizeof(driver._Attribute) == 72
 
 
-def test_dependent_launches_are_for_those_who_ask_and_have_them(gpu, monkeypatch):
+def test_dependent_launches_are_for_gpus_that_have_them_unless_someone_says_no(gpu, monkeypatch):
     assert not driver.machine(torch.device("cuda:0")).dependent
-    monkeypatch.setenv(driver.DEPENDENT, "1")
     every = (80, 86, 89, 90, 100, 120)
-    asked = {c: driver.dependent_launches(c, every) for c in (80, 89, 90, 100, 103, 120, 121)}
-    assert asked == {80: False, 89: False} | dict.fromkeys((90, 100, 103, 120, 121), True)
+    have = {c: driver.dependent_launches(c, every) for c in (80, 89, 90, 100, 103, 120, 121)}
+    assert have == {80: False, 89: False} | dict.fromkeys((90, 100, 103, 120, 121), True)
+    monkeypatch.setenv(driver.DEPENDENT, "0")
+    assert not driver.dependent_launches(90, every)
     monkeypatch.setenv(driver.DEPENDENT, "yes")
     with pytest.raises(KernelError, match="TOOLKIT_DEPENDENT_LAUNCH: expected 0 or 1, found 'yes'"):
         driver.dependent_launches(90, every)
@@ -223,7 +224,7 @@ def test_kernels_that_the_driver_compiles_are_not_launched_early(capability, bui
 def test_kernels_that_do_not_fit_the_gpu_are_not_loaded(gpu):
     driver.machine(torch.device("cuda:0"))
     loaded = {kernel.decode() for _, _, kernel in gpu.named("cuModuleGetFunction")}
-    assert "tile_float16_w4_s64_n4" in loaded and "tile_float16_w4_s64_n16" not in loaded
+    assert "tile_float16_w8_s64_n4" in loaded and "tile_float16_w8_s64_n16" not in loaded
     assert all(size <= 99 * 1024 for _, _, size in gpu.named("cuFuncSetAttribute"))
     assert loaded < set(names())
 
