@@ -83,7 +83,7 @@ def measure(case: Case, device: str, backend: str) -> Iterator[Row]:
     """A row for each load, tokens a second; one with the error where the engine does not start."""
     from toolkit.engine.load.setup import Setup
     from toolkit.engine.load.start import start
-    from toolkit.engine.process.worker import YOUNG
+    from toolkit.engine.options import YOUNG
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)

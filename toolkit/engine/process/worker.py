@@ -20,6 +20,7 @@ from toolkit.base.json_lines import JsonLines
 from toolkit.engine.core import INTAKE_SECONDS, EngineCore
 from toolkit.engine.load.setup import Setup
 from toolkit.engine.load.start import start
+from toolkit.engine.options import YOUNG
 from toolkit.engine.process import records
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.pictures import Picture
@@ -30,8 +31,6 @@ log = logging.getLogger(__name__)
 NEEDED = ("toolkit.artifacts.text.tokenizer", "toolkit.runners.choose", "toolkit.artifacts.engine.files")
 IDLE_SECONDS = 1.0  # without requests, after which the tokenizer is opened, for those whose answers follow a grammar
 STATS_SECONDS = 0.1  # how often an otherwise silent loop sends its figures at most
-YOUNG = 10_000  # objects that may be new before garbage is looked for. At 700 it is in every step of many requests, and
-# after a thousand such steps among all that was loaded: for 0.15 s nobody gets a token.
 GATHER_SECONDS = 0.01  # tokens of steps that are shorter go together: on a CPU the front end's work is the steps' loss
 
 
