@@ -47,10 +47,16 @@ def marlin(codes: Tensor, scales: Tensor, group_size: int) -> Linear:
 
 
 def first_marlin(n_out: int, n_in: int, group_size: int, library: Path = BUILT / "libmarlin.so") -> Linear:
-    """The first Marlin's product (IST-DASLab), float16, made-up weights: ``library`` is its one file of kernels with
-    ``marlin_mul`` as a C function (docs/how-to/check-a-gpu.md says how to build it).
+    """The first Marlin's product (IST-DASLab), float16, made-up weights. ``library``: its kernels and one C function::
 
-    Raises OSError where there is none.
+        #include "marlin/marlin_cuda_kernel.cu"
+        extern "C" int marlin_mul(const void* a, const void* b, void* c, void* s, int m, int n, int k, void* workspace,
+                                  int group, int device, void* stream) {
+            return marlin_cuda(a, b, c, s, m, n, k, workspace, group, device, (cudaStream_t)stream);
+        }
+
+    by ``nvcc -O3 -std=c++17 --expt-relaxed-constexpr -arch=sm_90 -shared -Xcompiler -fPIC``. For an H100 the cache hint
+    of its ``cp.async`` must go. Raises OSError where there is none.
     """
     mul = ctypes.CDLL(str(library)).marlin_mul
     make: dict[str, Any] = {"device": "cuda", "dtype": torch.int32}
