@@ -36,7 +36,7 @@ def narrow(host, how: planning.Plan, outputs: int, n_out: int):
         (8, 32, 6144, 4096, 33),
         (4, 128, 4096, 4096, 65),
         pytest.param(8, 128, 4096, 14336, 128, marks=pytest.mark.slow),
-        pytest.param(4, 32, 6144, 14336, 384, marks=pytest.mark.slow),
+        pytest.param(4, 32, 6144, 14336, 128, marks=pytest.mark.slow),
     ],
 )
 def test_products_as_long_as_served_ones(support, bits, group, n_out, n_in, tokens):

@@ -23,7 +23,7 @@ def bench_gpu(monkeypatch, script):
 
 
 @pytest.mark.parametrize(
-    "part, rows", [("copy_rate", 1), ("linears", 4), ("attention", 6), ("kept", 9), ("row_wise", 7), ("tune", 2)]
+    "part, rows", [("copy_rate", 1), ("linears", 4), ("attention", 6), ("kept", 9), ("row_wise", 8), ("tune", 2)]
 )
 def test_every_part_runs_dry(part, rows, bench_gpu):
     found = list(bench_gpu.rows_of(part, 0, True))
