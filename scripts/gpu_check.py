@@ -71,6 +71,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="leave out what the JSON file has already")
     parser.add_argument("--again", action="store_true", help="with --resume: not what failed, which is run again")
     parser.add_argument("--jobs", type=int, help="items at a time (a quarter of the cores, at most 4)")
+    parser.add_argument("--no-compile", action="store_true", help="beside the checks: all was carried here")
     parser.add_argument("--no-sanitizer", action="store_true", help="leave compute-sanitizer out")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, so that this script is known to work")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
@@ -109,7 +110,8 @@ def main() -> int:
         if options.again:
             log.forget_failed()
     families = (options.family,) if options.family else ("torch",) if dry else COMPILED
-    where = Where(families, dry, capability_of(device), "" if dry else file_name(log.result["machine"]["gpu"]))
+    gpu = "" if dry else file_name(log.result["machine"]["gpu"])
+    where = Where(families, dry, capability_of(device), gpu, options.no_compile)
     sanitizer = None if options.no_sanitizer or dry else shutil.which("compute-sanitizer")
     wanted = still_wanted(items(where, options.smoke, sanitizer, options.limit), options.only, log)
     left = run_all(wanted, device, jobs, log, begun + options.seconds)

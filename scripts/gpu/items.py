@@ -24,12 +24,15 @@ NVCC = "compile cuda"
 
 @dataclass(frozen=True)
 class Where:
-    """``families`` of kernels are checked, on a GPU of ``capability``, whose name in tuned/ is ``gpu``, or ``dry``."""
+    """``families`` of kernels are checked, on a GPU of ``capability``, whose name in tuned/ is ``gpu``, or ``dry``.
+    ``compiled``: all that is launched is there already.
+    """
 
     families: tuple[str, ...]
     dry: bool = False
     capability: int | None = None
     gpu: str = ""
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def runner_items() -> list[tuple[str, int]]:
 def _compiling(name: str, stages: tuple[str, ...], where: Where) -> list[Item]:
     """What compiles ``stages``, if there is anything to compile."""
     wanted = {"cuda"} if stages == ("cuda",) else {"triton"}
-    if where.dry or not wanted & set(where.families):
+    if where.dry or where.compiled or not wanted & set(where.families):
         return []
     arguments = (*stages, "--arch", str(where.capability), "--device", where.gpu, "--seconds", str(PREPARE_SECONDS))
     limit = PREPARE_SECONDS + 60

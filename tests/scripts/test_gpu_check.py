@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,13 @@ def test_what_matters_most_comes_first(gpu_check, h200):
     tools = [i.wrapper[i.wrapper.index("--tool") + 1] for i in checks if i.stage == "sanitizer"]
     assert tools[0] == "racecheck" and tools.count("memcheck") == 6 and tools.count("racecheck") == 4
     assert not [i for i in items(h200, False, None, 30) if i.stage == "sanitizer"]
+
+
+def test_where_all_was_carried_nothing_is_compiled_first(gpu_check, h200):
+    from gpu.items import items
+
+    checks = [i.name for i in items(h200, False, None, 300) if not i.compiles]
+    assert [i.name for i in items(replace(h200, compiled=True), False, None, 300)] == checks
 
 
 def test_ranks_are_left_out_where_gpus_are_too_few(gpu_check, monkeypatch):
