@@ -56,6 +56,6 @@ def judge(name: str, architecture: int, seconds: float, usage: Usage, code: str)
     blocks = occupancy(architecture, THREADS, usage.registers, shared)
     figures = (architecture, seconds, usage.registers, usage.stack + usage.local, shared, WARPS, 0, blocks)
     found = faults(code, usage, shared, limit, blocks, CLAIMS[kind], frozenset())
-    if kind == "tile" and usage.stack + usage.local <= _PUT_ASIDE:
+    if kind == "tile" and blocks >= 2 and usage.stack + usage.local <= _PUT_ASIDE:
         found = tuple(f for f in found if not f.startswith("spills"))
     return Built("linear_group_int", "-".join([kind, *form]), dtype, name, *figures, shown(code), found)

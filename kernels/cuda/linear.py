@@ -122,6 +122,8 @@ def _check(x: Tensor, packed: Packed, bias: Tensor | None, residual: Tensor | No
     if out is not None:
         assert out.shape == (x.shape[0], packed.n_out) and out.is_contiguous(), out.shape
         assert out.dtype in (x.dtype, torch.float32), out.dtype
+    for t in (residual, out):  # two numbers at a time
+        assert t is None or packed.n_out % 2 or t.data_ptr() % (2 * t.element_size()) == 0, "begins aside"
 
 
 def _weight_arguments(packed: Packed) -> LinearArguments:

@@ -1,4 +1,4 @@
-// 17 to some hundred tokens: 64·TILES outputs by 8·NT tokens a block, activations shared through memory by its warps.
+// 17 to 256 tokens: 64·TILES outputs by 8·NT tokens a block, activations shared through memory by its warps.
 //
 // Four warps stand side by side over the outputs. Of two such rows of warps each takes half of the tokens (SIDES) where
 // there are many, so that activations are read from shared memory half as often; else they take the steps of the inputs

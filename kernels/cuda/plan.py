@@ -9,7 +9,7 @@ from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass, field
 
 THREADS, WARPS = 256, 8  # of every block
-FEW, MANY = 16, 128  # tokens up to which ``few`` runs; above which the weight is expanded for cuBLAS
+FEW, MANY = 16, 256  # tokens up to which ``few`` runs; above which the weight is expanded for cuBLAS
 SCALES_BF16, WIDE = 1, 2  # LinearFlags of linear.h
 DTYPES = ("float16", "bfloat16")
 SPANS = (0, 32, 64)

@@ -32,7 +32,7 @@ class Sizes:
     n_in: tuple[int, ...] = (4096, 14336)
     n_out: tuple[int, ...] = (4096, 6144, 5003)  # the last fills no tile and no block
     groups: tuple[int, ...] = (128, 32, 0)
-    tokens: tuple[int, ...] = (1, 8, 9, 16, 17, 33, 65, 128)
+    tokens: tuple[int, ...] = (1, 8, 9, 16, 17, 33, 65, 128, 256)
     runs: int = 20
 
 

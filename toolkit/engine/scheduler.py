@@ -147,10 +147,11 @@ class Scheduler:
         self.waiting.add(seq)
 
     def check_integrity(self) -> None:
-        """Assert that every running request has a row of its own, and those that wait have none."""
+        """Assert that every running request has a row of its own, those that wait none, and that places are counted."""
         rows = [s.row for s in self.running]
         assert len({*rows, *self._free_rows}) == len(rows) + len(self._free_rows)
         assert not any(s.row >= 0 for s in self.waiting)
+        assert self._held.rows == Held(self.running).rows
 
     def _give_up(self, seq: Sequence) -> None:
         self._leave(seq)

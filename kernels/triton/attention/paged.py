@@ -3,7 +3,8 @@
 One program has a tile of new tokens with all query heads of one key head as its rows (Ainslie et al., "GQA", 2023), and
 walks over a range of keys. Where a tile has several ranges, a second launch merges their partial results in order.
 Eight bits fit the mantissa of fp16, not all of bf16's: with bf16 activations keys are multiplied in fp16 by queries
-scaled to 1 (heads of up to 128), values in fp16 by weights, which scales of at least 2^-14 keep within its range.
+scaled to 1 (heads of up to 128, while decoding all), values in fp16 by weights, which scales of at least 2^-14 keep
+within its range.
 """
 
 from __future__ import annotations
