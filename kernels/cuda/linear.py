@@ -67,23 +67,24 @@ def linear(
     tokens = x.shape[0]
     _check(x, packed, bias, residual, out)
     wide = torch.float32 in (t.dtype for t in (residual, out) if t is not None)
+    kind = torch.float32 if wide else x.dtype
     if tokens == 0:
-        kind = torch.float32 if wide else x.dtype
         return torch.empty(0, packed.n_out, dtype=kind, device=x.device) if out is None else out
     how = plan_for(packed, tokens, x.dtype, machine)
-    if packed.order is not None and (how is not None or residual is not None or not wide):
+    if how is None and wide and residual is None:  # a product of an expanded weight would round, and a head is large
+        assert out is not None
+        for part, its_out in zip(x.split(MANY), out.split(MANY), strict=True):
+            linear(part, packed, bias, out=its_out, workspace=workspace, machine=machine)
+        return out
+    if packed.order is not None:
         x = x.index_select(1, packed.order)
-    if how is None and (residual is not None or not wide):
+    if how is None:
         y = F.linear(x, expand(packed, x.dtype, machine), bias)
         if out is None:
             return y if residual is None else y + residual
         return out.copy_(y) if residual is None else torch.add(y, residual, out=out)
     if out is None:
-        out = torch.empty(tokens, packed.n_out, dtype=torch.float32 if wide else x.dtype, device=x.device)
-    if how is None:  # a product of an expanded weight would round, and a head is large
-        for part, its_out in zip(x.split(MANY), out.split(MANY), strict=True):
-            linear(part, packed, bias, out=its_out, workspace=workspace, machine=machine)
-        return out
+        out = torch.empty(tokens, packed.n_out, dtype=kind, device=x.device)
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16 or tokens * x.stride(0) >= 1 << 31:
         x = x.clone(memory_format=torch.contiguous_format)  # contiguous() leaves one where it is that begins aside
     arguments = _weight_arguments(packed)

@@ -24,7 +24,9 @@ from .search import (
     choose_id,
     choose_part,
     chunk_weights,
+    mass_limit,
     read_block,
+    row_best,
     row_filters,
     row_peak,
     scaled_below,
@@ -129,11 +131,8 @@ def draw_kernel(
     holds the chunks; for the lists see ``chunk_kernel``.
     """
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.arange(0, WIDTH)
-    there = chunk < chunks
     chunk_peak, peak = row_peak(peaks, row, chunks, WIDTH)
-    of_chunk = tl.load(best + row * chunks + chunk, mask=there, other=0)
-    top = tl.min(tl.where(there & (chunk_peak == peak), of_chunk, vocab - 1), 0)
+    top = row_best(best, row, chunk_peak, peak, vocab, chunks, WIDTH)
     t, k, p, least = row_filters(temperature, top_k, top_p, min_p, row, vocab)
     if t == 0.0:
         tl.store(out + row, top.to(tl.int64))
@@ -146,7 +145,7 @@ def draw_kernel(
         i, _weight, steps = read_block(row_start, hit * CHUNK, t, base, vocab, CHUNK)
         found = choose_id(i, steps, BOTTOM, 0, 0.0, target, vocab)
     else:
-        limit = tl.where(p >= 1.0, float("inf"), tl.maximum(p, 1e-30) * tl.sum(mass, 0))
+        limit = mass_limit(p, tl.sum(mass, 0))
         chunk_below = scaled_below(chunk_peak, base, t)
         found = _draw_listed(
             floors, counts, listed, row, chunk_below, base, t, k, limit, least, uniform, vocab, chunks,

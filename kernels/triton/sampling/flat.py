@@ -18,7 +18,9 @@ from .search import (
     choose_id,
     choose_part,
     chunk_weights,
+    mass_limit,
     read_block,
+    row_best,
     row_filters,
     row_peak,
     scaled_below,
@@ -124,7 +126,7 @@ def _limits(temperature, top_k, top_p, min_p, peaks, masses, row, vocab, chunks,
     chunk_peak, peak = row_peak(peaks, row, chunks, WIDTH)
     base = base_of(peak)
     whole = tl.sum(chunk_weights(masses, row, chunk_peak, base, t, chunks, WIDTH), 0)
-    return t, k, tl.where(p >= 1.0, float("inf"), tl.maximum(p, 1e-30) * whole), least, base
+    return t, k, mass_limit(p, whole), least, base
 
 
 @triton.jit
@@ -220,6 +222,5 @@ def flat_kernel(
     i, weight, steps = read_block(row_start, hit * CHUNK, t, base, vocab, CHUNK)
     found = choose_id(i, steps, threshold, ties, least, target, vocab)
     chunk_peak, peak = row_peak(peaks, row, chunks, WIDTH)
-    of_chunk = tl.load(best + row * chunks + chunk, mask=chunk < chunks, other=0)
-    top = tl.min(tl.where((chunk < chunks) & (chunk_peak == peak), of_chunk, vocab - 1), 0)
+    top = row_best(best, row, chunk_peak, peak, vocab, chunks, WIDTH)
     tl.store(out + row, tl.where(found == vocab, top, found).to(tl.int64))

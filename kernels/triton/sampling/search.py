@@ -63,6 +63,15 @@ def _ties(low, high, above_high, heavier, k, limit, vocab):
 
 
 @triton.jit
+def _halved(middle, count, mass, k, limit, low, high, above_low, above_high, heavier):
+    """(low, high, above_low, above_high, heavier) once ``count`` values are known above ``middle``, of ``mass``."""
+    fits = (count < k) & (mass < limit)
+    above_high, heavier = tl.where(fits, count, above_high), tl.where(fits, mass, heavier)
+    above_low = tl.where(fits, above_low, count)
+    return tl.where(fits, low, middle), tl.where(fits, middle, high), above_low, above_high, heavier
+
+
+@triton.jit
 def search_listed(steps, weight, k, limit, low, high, above_low, above_high, heavier, vocab):
     """(threshold, ties) by bisection among ``steps`` in (low, high]; what is absent lies below. Above ``low`` there are
     too many (``above_low``) or too much, above ``high`` are ``above_high``, which weigh ``heavier`` and are none of
@@ -73,10 +82,9 @@ def search_listed(steps, weight, k, limit, low, high, above_low, above_high, hea
         middle = low + (high - low) // 2
         count, mass = sums(steps > middle, weight)
         count, mass = before + count.to(tl.int32), mass_before + mass
-        fits = (count < k) & (mass < limit)
-        above_high, heavier = tl.where(fits, count, above_high), tl.where(fits, mass, heavier)
-        above_low = tl.where(fits, above_low, count)
-        low, high = tl.where(fits, low, middle), tl.where(fits, middle, high)
+        low, high, above_low, above_high, heavier = _halved(
+            middle, count, mass, k, limit, low, high, above_low, above_high, heavier
+        )
     return _ties(low, high, above_high, heavier, k, limit, vocab)
 
 
@@ -92,10 +100,9 @@ def search_row(
             _, weight, steps = read_block(row_start, start, t, peak, vocab, BLOCK)
             some, more = sums(steps > middle, weight)
             count, mass = count + some.to(tl.int32), mass + more
-        fits = (count < k) & (mass < limit)
-        above_high, heavier = tl.where(fits, count, above_high), tl.where(fits, mass, heavier)
-        above_low = tl.where(fits, above_low, count)
-        low, high = tl.where(fits, low, middle), tl.where(fits, middle, high)
+        low, high, above_low, above_high, heavier = _halved(
+            middle, count, mass, k, limit, low, high, above_low, above_high, heavier
+        )
     return _ties(low, high, above_high, heavier, k, limit, vocab)
 
 
@@ -105,6 +112,14 @@ def row_peak(peaks, row, chunks, WIDTH: tl.constexpr):
     chunk = tl.arange(0, WIDTH)
     found = tl.load(peaks + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
     return found, tl.max(found, 0)
+
+
+@triton.jit
+def row_best(best, row, chunk_peak, peak, vocab, chunks, WIDTH: tl.constexpr):
+    """The lowest id that has the row's largest logit."""
+    chunk = tl.arange(0, WIDTH)
+    of_chunk = tl.load(best + row * chunks + chunk, mask=chunk < chunks, other=0)
+    return tl.min(tl.where((chunk < chunks) & (chunk_peak == peak), of_chunk, vocab - 1), 0)
 
 
 @triton.jit
@@ -118,6 +133,12 @@ def row_filters(temperature, top_k, top_p, min_p, row, vocab):
 def base_of(peak):
     """What logits are compared with; 0 where all of them are -inf."""
     return tl.where(peak == float("-inf"), 0.0, peak)
+
+
+@triton.jit
+def mass_limit(p, whole):
+    """The mass at which top-p ends, of ``whole``."""
+    return tl.where(p >= 1.0, float("inf"), tl.maximum(p, 1e-30) * whole)
 
 
 @triton.jit
