@@ -55,10 +55,8 @@ def stack_of(
 ) -> Stack | None:
     """What a module with matrices of these shapes adapts; None where that are no stacked experts of the model."""
     match = _MODULE.fullmatch(module)
-    if match is None or int(match[1]) >= len(spec.layers):
-        return None
-    moe = next((s.mixer for s in spec.layers[int(match[1])].sublayers if isinstance(s.mixer, MoeSpec)), None)
-    if moe is None:
+    moe = None if match is None else next((m for i, m in spec.mixers() if i == int(match[1]) and m.kind == "moe"), None)
+    if match is None or moe is None:
         return None
     plain, first = module.removesuffix(match[2]), moe.experts[0]
     joined = "up_proj" if first.gate is None else "gate_up_proj"
