@@ -161,7 +161,8 @@ def _by_module(
     pairs = _pairs(file, next(file_headers([file]))[1])
     _check_promised(path / CONFIG, file, scaling, pairs)
     mapped = map_file(file)
-    alone = {item.parts[0].name: item for item in modules.values() if len(item.parts) == 1}
+    alone = {x.name: x for item in modules.values() for x in item.alone()}
+    alone |= {item.parts[0].name: item for item in modules.values() if len(item.parts) == 1}  # as merging needs them
     for module, sides in pairs.items():
         target = modules.get(module) or modules.get(_as_stored(module, modules)) or alone.get(_as_computed(module))
         stack = None
