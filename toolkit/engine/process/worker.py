@@ -48,6 +48,7 @@ def main(fd: int) -> None:
         core = _open(pipe, first["setup"])
         if core is not None:
             gc.set_threshold(YOUNG)
+            gc.freeze()  # what was loaded stays; to look through it all takes 0.1 s
             try:
                 _serve(pipe, core)
             except RunnerLost as e:
