@@ -155,8 +155,8 @@ def _registers(
     prompts with short heads; None: what the assembler thinks best.
 
     Left to itself it spills some to fit a fourth block of long heads, for which shared memory rarely has room. It has
-    for codes in pairs, whose loop then just fits with bf16 or short heads and without ALiBi. From compute capability
-    10 on another assembler has the work, which spills when told, but for short float heads with sinks.
+    for codes in pairs, whose loop then just fits with bf16 and without ALiBi. From compute capability 10 on another
+    assembler has the work, which spills when told, but for short float heads with sinks.
     """
     if "registers" in choice:
         return choice["registers"]
@@ -166,7 +166,9 @@ def _registers(
     if capability_of(q.device) >= 100:
         return 128 if decodes and dim <= 64 and sinks and form.name == "float" else None
     if decodes and form.pairs:
-        return 128 if FOUR_BLOCKS and (form.scaled or dim <= 64) and not alibi else 168
+        return 128 if FOUR_BLOCKS and form.scaled and not alibi else 168
+    if decodes and dim <= 64 and form.name == "int4" and capability_of(q.device) >= 90:
+        return 112  # left to itself Triton 3.6's spills for a fifth block
     return 168 if decodes and dim > 64 else None
 
 
