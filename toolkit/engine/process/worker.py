@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import signal
@@ -46,6 +47,7 @@ def main(fd: int) -> None:
         logging.basicConfig(level=first["log_level"], handlers=[handler])
         core = _open(pipe, first["setup"])
         if core is not None:
+            gc.freeze()  # what was loaded stays: to look through it all takes 0.1 s
             try:
                 _serve(pipe, core)
             except RunnerLost as e:
