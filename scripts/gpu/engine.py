@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import tempfile
 import time
@@ -81,9 +80,9 @@ def engine_config(case: Case, backend: str, device: str) -> Any:
 
 def measure(case: Case, device: str, backend: str) -> Iterator[Row]:
     """A row for each load, tokens a second; one with the error where the engine does not start."""
+    from toolkit.base import garbage
     from toolkit.engine.load.setup import Setup
     from toolkit.engine.load.start import start
-    from toolkit.engine.options import YOUNG
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
@@ -91,7 +90,7 @@ def measure(case: Case, device: str, backend: str) -> Iterator[Row]:
         config = engine_config(case, backend, device)
         begun, missed = time.perf_counter(), count_misses()
         core, facts = start(Setup(path, path, config, backend), None, lambda text: None)  # type: ignore[arg-type]
-        gc.set_threshold(YOUNG)  # as a server's engine has it in its process
+        garbage.look_seldom()  # as a server's engine has it in its process
         yield {
             "name": f"{case.label}, start",
             "value": time.perf_counter() - begun,

@@ -264,6 +264,7 @@ def test_a_run_that_is_killed_leaves_what_it_found_and_can_go_on(tmp_path):
         [*script, "--seconds", "0", "--json", str(tmp_path / "none.json")], capture_output=True, text=True
     )
     assert late.returncode == 1 and "5 items were left out" in late.stdout
+    assert "(smoke 5)" in late.stdout and len(json.loads((tmp_path / "none.json").read_text())["left"]) == 5
 
 
 def test_calls_of_the_manifest_are_filled_with_what_ops_may_be_given(gpu_check):

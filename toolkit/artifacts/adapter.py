@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from toolkit.artifacts.adapter_experts import stack_of
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.weight_files.find import file_headers
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
@@ -43,18 +44,24 @@ _NAME = re.compile(
     rf"(?:base_model\.model\.)?(?P<module>.+?)(?:\.(?P<side>{'|'.join(_SIDES)}))?(?:\.default)?(?:\.weight)?"
 )
 _BASE = ".base_layer.weight"  # how the base's own weights are named that PEFT may save beside an adapter
-# Models that see: how transformers calls what reads texts since 4.52, and how checkpoints may call it.
+# How transformers calls modules in memory (what reads texts in models that see: since 4.52), and checkpoints may.
 _AS_STORED = {
     "model.language_model.": ("language_model.model.", "model.", "language_model."),
     "lm_head": ("language_model.lm_head",),
+    "model.": ("backbone.",),
 }
+# How transformers names a router and shared experts in memory, and how a spec does.
+_OF_EXPERTS = (
+    (re.compile(r"\.(?:feed_forward|block_sparse_moe)\."), ".mlp."),
+    (re.compile(r"\.mlp\.(?:router|gate\.wg)$"), ".mlp.gate"),
+    (re.compile(r"\.mlp\.shared_(?:experts|mlp)\."), ".mlp.shared_expert."),
+)
 # Fields that change what an adapter means, and the value at which they do not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "lora_bias": (None, False),
     "bias": (None, "none"),
     "layer_replication": (None, []),
     "trainable_token_indices": (None, []),
-    "target_parameters": (None, []),
     "alora_invocation_tokens": (None, []),
     "use_qalora": (None, False),
 }
@@ -167,14 +174,25 @@ def _by_module(
     pairs = _pairs(file, next(file_headers([file]))[1])
     _check_promised(path / CONFIG, file, scaling, pairs)
     mapped = map_file(file)
+    alone = {item.parts[0].name: item for item in modules.values() if len(item.parts) == 1}
     for module, sides in pairs.items():
-        target = modules.get(module) or modules.get(_as_stored(module, modules))
+        target = modules.get(module) or modules.get(_as_stored(module, modules)) or alone.get(_as_computed(module))
+        stack = None
+        if target is None and sides.keys() == {"A", "B"}:
+            stack = stack_of(module, sides["A"].shape, sides["B"].shape, spec, stored)
+        if stack is not None and stack.names <= alone.keys():
+            rank = sides["A"].shape[0] // len(stack.parts)
+            _check_rank(file, module, rank, most)
+            pair = _load(file, mapped, module, sides, _scale(path / CONFIG, scaling, stack.name, rank))
+            for name, a, b in stack.split(pair.a, pair.b):
+                yield alone[name], LowRank(a, b)
+            continue
         if target is None:
-            known = _modules(spec, stored, wide=True)
+            known = stack is not None or module in _modules(spec, stored, wide=True)
             raise ToolkitError(
                 f"{file}: it changes {module}, expected linears of attention or feed-forward layers alone "
                 "(no embedding, head, router, expert or kv_b_proj); merge the adapter into the checkpoint instead"
-                if module in known or not stored or any(s.name == module for s in stored)
+                if known or not stored or any(s.name == module for s in stored)
                 else f"{file}: it changes {module}, which the model has not; the adapter is of another model"
             )
         _check_shapes(file, module, sides, target, most)
@@ -253,6 +271,13 @@ def _as_stored(module: str, modules: Mapping[str, StoredTensor]) -> str:
     return module
 
 
+def _as_computed(module: str) -> str:
+    """The canonical name of a module of experts that PEFT names as transformers 5 does and the checkpoint does not."""
+    for theirs, ours in _OF_EXPERTS:
+        module = theirs.sub(ours, module)
+    return module
+
+
 def _modules(spec: DecoderSpec, stored: Sequence[StoredTensor], wide: bool = False) -> dict[str, StoredTensor]:
     """Modules that an adapter may change, by their names on disk. ``wide``: also embedding, head, routers, experts."""
     from toolkit.models.spec import Part, StoredTensor
@@ -290,8 +315,7 @@ def _check_shapes(file: Path, module: str, sides: Mapping[str, TensorInfo], targ
             f"{file}: {module}: expected lora_A [r, {shape[1]}] and lora_B [{shape[0]}, r], found {list(a)} and "
             f"{list(b)}; the adapter is of another model"
         )
-    if not 1 <= a[0] <= most:
-        raise ToolkitError(f"{file}: {module}: rank: expected 1 to {most}, found {a[0]}; merge the adapter instead")
+    _check_rank(file, module, a[0], most)
     if "magnitude" in sides and math.prod(sides["magnitude"].shape) != shape[0]:
         raise ToolkitError(
             f"{file}: {module}.lora_magnitude_vector: expected [{shape[0]}], found {list(sides['magnitude'].shape)}; "
@@ -299,6 +323,11 @@ def _check_shapes(file: Path, module: str, sides: Mapping[str, TensorInfo], targ
         )
     if "magnitude" in sides and target.kind == "embed":
         raise ToolkitError(f"{file}: {module}: DoRA of an embedding does not run; merge the adapter instead")
+
+
+def _check_rank(file: Path, module: str, rank: int, most: int) -> None:
+    if not 1 <= rank <= most:
+        raise ToolkitError(f"{file}: {module}: rank: expected 1 to {most}, found {rank}; merge the adapter instead")
 
 
 def _scale(file: Path, scaling: _Scaling, module: str, rank: int) -> float:
