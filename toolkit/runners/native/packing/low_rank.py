@@ -21,6 +21,7 @@ from toolkit.runners.native.packing.packed import BF16, F16, F32, INT, LANES, ON
 
 MOST_ERROR = 0.02  # root mean square of what rounding changes, of a matrix; beyond it stays as it is
 _GROUPS = (64, 48, 32, 16)  # columns of B whose inputs are rounded together
+_MOST_THREADS = 8  # to start more takes as long as the work
 _DTYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 
 
@@ -45,17 +46,18 @@ def pack_pairs(pairs: Sequence[Pair]) -> list[Packed | None]:
     metas = [meta for pair in pairs for meta in _metas(pair)]
     data = side_by_side([meta.nbytes for meta in metas])
     made = [PackedTensor(*one) for one in zip(data, metas, strict=True)]
-    runs = (library.CodeRun * (2 * len(pairs)))()
-    held = []  # what the library reads
-    for i, pair in enumerate(pairs):
-        a, b = (x.contiguous() for x in (pair.a, pair.b))
+    held = [(pair.a.contiguous(), pair.b.contiguous()) for pair in pairs]  # until the library has read them
+    asked: list[library.CodeRun] = []
+    for i, (pair, (a, b)) in enumerate(zip(pairs, held, strict=True)):
         a_codes, b_codes, steps = (x.ctypes.data for x in data[3 * i : 3 * i + 3])
         perm = None if pair.perm is None else pair.perm.ctypes.data
-        runs[2 * i] = (a.data_ptr(), perm, a_codes, None, *a.shape, 1, 0, _DTYPES[a.dtype], pair.group)
-        runs[2 * i + 1] = (b.data_ptr(), None, b_codes, steps, *b.shape, pair.scale, 0, _DTYPES[b.dtype], 0)
-        held += [a, b]
+        asked += [
+            library.CodeRun(a.data_ptr(), perm, a_codes, None, *a.shape, 1, 0, _DTYPES[a.dtype], pair.group),
+            library.CodeRun(b.data_ptr(), None, b_codes, steps, *b.shape, pair.scale, 0, _DTYPES[b.dtype], 0),
+        ]
+    runs = (library.CodeRun * len(asked))(*asked)
     lib = library.load(library.library_path())
-    failed = lib.tk_op_code_rows(library.wanted_isa().encode(), runs, len(runs), usable_cores())
+    failed = lib.tk_op_code_rows(library.wanted_isa().encode(), runs, len(runs), min(usable_cores(), _MOST_THREADS))
     assert not failed
     fine = [run.error < MOST_ERROR for run in runs]
     return [
