@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 import time
@@ -91,6 +92,7 @@ def measure(case: Case, device: str, backend: str) -> Iterator[Row]:
         begun, missed = time.perf_counter(), count_misses()
         core, facts = start(Setup(path, path, config, backend), None, lambda text: None)  # type: ignore[arg-type]
         garbage.look_seldom()  # as a server's engine has it in its process
+        gc.freeze()
         yield {
             "name": f"{case.label}, start",
             "value": time.perf_counter() - begun,

@@ -177,7 +177,7 @@ def test_an_item_that_got_less_than_its_time_is_left_for_later(gpu_check, tmp_pa
     assert log.result["done"] == [["ops", "x"]] and len(log.failed()) == 1
     log.result |= {"rows": [], "done": []}
     assert run_all([process(sleeps, limit=300)], "cpu", 1, log, time.perf_counter() + 6) == 1
-    assert log.result == {"rows": [], "done": [], "running": []}
+    assert log.result == {"rows": [], "done": [], "running": [], "left": [["ops", "x"]]}
 
 
 def test_checks_wait_for_what_compiles_for_them_and_for_the_smoke_stage(gpu_check, h200):

@@ -167,8 +167,8 @@ def _registers(
         return 128 if decodes and dim <= 64 and sinks and form.name == "float" else None
     if decodes and form.pairs:
         return 128 if FOUR_BLOCKS and form.scaled and not alibi else 168
-    if decodes and dim <= 64 and form.name == "int4" and capability_of(q.device) >= 90:
-        return 112  # left to itself Triton 3.6's spills for a fifth block
+    if decodes and dim <= 64 and form.name == "int4" and FOUR_BLOCKS and capability_of(q.device) >= 90:
+        return 112  # left to itself it spills for a fifth block
     return 168 if decodes and dim > 64 else None
 
 
