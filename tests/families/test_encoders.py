@@ -280,3 +280,20 @@ def test_scores_are_transformers(family: str, labels: int, tiny_models: Any, tmp
         else:
             with pytest.raises(UsageError, match="one label to rank by, found 3"):
                 head.score(row)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_a_model_saved_without_its_head_embeds(family: str, tiny_models: Any, tmp_path: Path) -> None:
+    """As AutoModel saves Qwen3-Embedding-8B and e5-mistral, whose head and embedding are not one."""
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(tiny_models(family, tie_word_embeddings=False), dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path / "bare")
+    for file in tiny_models(family).glob("tokenizer*"):
+        (tmp_path / "bare" / file.name).write_bytes(file.read_bytes())
+    ids = list(range(7, 40))
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).last_hidden_state[0, -1].numpy()
+    for config in (TurbomindEngineConfig(dtype="float32", device="cpu"), PytorchEngineConfig(dtype="float32")):
+        with pipeline(str(tmp_path / "bare"), config) as pipe:
+            np.testing.assert_allclose(pipe.get_embeddings([ids], normalize=False)[0], expected, atol=1e-3)

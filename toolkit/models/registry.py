@@ -162,7 +162,7 @@ def build(config: dict[str, Any], source: str = "config.json", own: Iterable[Fam
     if not isinstance(config, dict):
         raise ToolkitError(f"{source}: found {type(config).__name__}, expected a JSON object")
     family = find_family(config, source, own)
-    fields = _fields(config, source, family)
+    fields = _fields(_with_head(config, family), source, family)
     spec, stored = family.build(fields)
     check_dtype(fields)
     check_token_ids(fields, spec.vocab_size)
@@ -173,6 +173,14 @@ def part_alone(config: dict[str, Any], family: Family) -> str | None:
     """The field of a config that holds the language part of a model that sees, where that part alone is known here."""
     part = next((name for name in LANGUAGE_PARTS if isinstance(config.get(name), dict)), None)
     return part if family.recipe is None else None
+
+
+def _with_head(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """A model that was saved without its head (Qwen3Model, MistralModel: for embeddings) has its embedding for one."""
+    named = config.get("architectures")
+    name = named[0] if isinstance(named, list) and named else named
+    bare = isinstance(name, str) and name.endswith("Model") and name not in family.architectures
+    return {**config, "tie_word_embeddings": True} if bare and not family.encodes else config
 
 
 def _fields(config: dict[str, Any], source: str, family: Family) -> Fields:
