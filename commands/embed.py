@@ -43,10 +43,12 @@ def run(
     tool embed docs.csv docs.parquet --model bge-m3 --text "{title}: {body}" --id-column id
     """
     from toolkit.batch.run import open_files
+    from toolkit.engine.pooling import check_pooling
     from toolkit.errors import UsageError
     from toolkit.serve.openai.batches.urls import EMBEDDINGS
 
     engine.config()  # what is wrong with it is told before any file is read
+    check_pooling(pooling, "--pooling")
     check_target(target)
     if target.exists() and not overwrite:
         raise UsageError(f"{target}: is there already; add --overwrite to replace it")

@@ -24,11 +24,12 @@ OVERRIDES: dict[tuple[str, str, str], tuple[tuple[float, float], str]] = {
     for dtype, limit in (("float32", 2e-3), ("float16", 2e-2), ("bfloat16", 8e-2))
 }
 
-# a model of them, 20000 sums of 4096 to 14336 products: off by 0.0013 to 0.003 of the sums' root mean square, 0.04 once
+# a model of them, 20000 sums of 4096 to 14336 products: off by 0.0013 to 0.003 of their root mean square, 0.04 once;
+# of 9520 sums of 384 products, 22 of the model were outside a limit, 21 of an H100
 _FEW_BITS = "Hopper's tensor cores sum products of float8 in about 14 bits, along the whole input"
 OVERRIDES |= {
     (op, "triton", dtype): ((limit, limit), _FEW_BITS)
-    for op, half in (("linear_fp8", 3e-2), ("matmul_fp8", 3e-2), ("linear_block_fp8", 8e-3))
+    for op, half in (("linear_fp8", 3e-2), ("matmul_fp8", 3e-2), ("moe_experts_fp8", 3e-2), ("linear_block_fp8", 8e-3))
     for dtype, limit in (("float32", 2e-3), ("float16", half))
 }
 

@@ -23,6 +23,7 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +138,9 @@ def summary(log: Log, left: int, unsanitized: bool) -> int:
     if unsanitized:
         text += "; compute-sanitizer is not used"
     if left:
+        stages = Counter(stage for stage, _ in log.result["left"])
         text += f"; {left} items were left out, time was over: --resume does them"
+        text += f" ({', '.join(f'{stage} {count}' for stage, count in stages.items())})"
     print(text)
     for row in failed[:20]:
         print(f"  {row['stage']}: {row['what']} {row['case']}: {str(row['error'])[:160]}")

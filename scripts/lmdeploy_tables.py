@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from toolkit.configs.generation import NOT_GENERATED, GenerationConfig
-from toolkit.configs.lmdeploy import CONFIGS, FLAGS, OPTIONS, PLACES, Theirs, of
+from toolkit.configs.lmdeploy import FLAGS, OPTIONS, PLACES, of
 from toolkit.configs.option import spelled
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/lmdeploy.md"
 BEGIN, END = "<!-- made by scripts/lmdeploy_tables.py -->", "<!-- end -->"
-SHORT = {CONFIGS[0]: "turbomind", CONFIGS[1]: "pytorch"}
 FATES = {
-    "works": "These work; where something is different, it is said:",
-    "notice": "These are taken, since nothing that they ask for gets lost without them; one line says why:",
-    "refused": "These ask for something that is not there, and take their default alone; any other value is refused:",
+    "works": "These work, with a difference:",
+    "notice": "These are accepted without effect, with a notice:",
+    "refused": "These accept only their default, because what they ask for does not exist here:",
 }
 # LMDeploy's fields that the tables lack since they are the flags or arguments of other records.
 SAMPLING = [name for name in GenerationConfig.__dataclass_fields__ if name in NOT_GENERATED]
@@ -30,37 +28,31 @@ def tables() -> str:
 
 
 def _same() -> str:
-    """Those of which there is nothing to say."""
+    """Those without a difference."""
     same = [name for name in sorted(OPTIONS) if OPTIONS[name].fate == "works" and not OPTIONS[name].why]
-    return "These work as they do there: " + ", ".join(f"`{name.rstrip('_')}`" for name in same) + "."
+    return "These work as in LMDeploy: " + ", ".join(f"`{name.rstrip('_')}`" for name in same) + "."
 
 
 def _table(fate: str) -> str:
-    lines = ["| option | where | |", "|---|---|---|"]
+    """A row for each thing that there is to say."""
+    by_why: dict[str, dict[str, list[str]]] = {}
     for name in sorted(OPTIONS):
-        by_why: dict[str, list[str]] = {}
         for place in PLACES:
             if name in PLACES[place] and (found := of(place, name)).fate == fate and found.why:
-                by_why.setdefault(_why(found), []).append(place)
-        lines += [f"| {_names(name, places)} | {_where(places)} | {why} |" for why, places in by_why.items()]
+                by_why.setdefault(found.why.replace("|", "\\|"), {}).setdefault(name, []).append(place)
+    rows = [(", ".join(_named(name, places) for name, places in names.items()), why) for why, names in by_why.items()]
     if fate == "refused":
-        lines += [f"| `{name}` | `GenerationConfig` | {NOT_GENERATED[name]} |" for name in SAMPLING]
-    return "\n".join(lines)
+        rows += [(f"`{name}` (`GenerationConfig`)", NOT_GENERATED[name]) for name in SAMPLING]
+    return "\n".join(["| option | |", "|---|---|", *(f"| {names} | {why} |" for names, why in rows)])
 
 
-def _why(option: Theirs) -> str:
-    return option.why.replace("|", "\\|")
-
-
-def _names(name: str, places: Iterable[str]) -> str:
-    flag = spelled(FLAGS.get(name, name))
-    return f"`{name.rstrip('_')}`" if spelled(name) == flag else f"`{name}`, `{flag}`"
-
-
-def _where(places: list[str]) -> str:
-    """Its configs, then its commands."""
-    configs = [SHORT[place] for place in places if place in SHORT]
-    return ", ".join([*configs, *(f"`{place}`" for place in places if place not in SHORT)])
+def _named(name: str, places: list[str]) -> str:
+    """With its flag, where that has another name, and its commands, where it is something else in others."""
+    flag, text = spelled(FLAGS.get(name, name)), f"`{name.rstrip('_')}`"
+    if spelled(name) != flag:
+        text += f", `{flag}`"
+    differs = any(of(place, name) != of(places[0], name) for place in PLACES if name in PLACES[place])
+    return f"{text} ({', '.join(f'`{place}`' for place in places)})" if differs else text
 
 
 def page(text: str) -> str:

@@ -27,7 +27,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TOOLKIT_PACK_CACHE", "0")  # never the developer's own; its tests set a home of theirs
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: tests run its kernels on CPU tensors
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 os.environ.update(LC_ALL="C.UTF-8", PYTHONUTF8="1")  # tests and what they start speak UTF-8 in any locale
 locale.setlocale(locale.LC_ALL, "C.UTF-8")
 os.environ.pop("TERMINAL_WIDTH", None)  # goes before the width that a test gives, for typer as it is imported

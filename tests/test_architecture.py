@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "pytorch": {"artifacts", "models"} | BASE,
     "opencompass": {"pipeline"} | BASE,
     "pipeline": {"batch", "serve", "engine", "chat", "vision", "models", "artifacts"} | BASE,
-    "__main__": {"commands"},
+    "__main__": {"base", "commands"},
 }
 APIS = ("openai", "lmdeploy", "anthropic", "llama_cpp", "ollama")
 # Rooms inside a room: what a room may import of its neighbours, "" being the files beside the rooms.

@@ -18,8 +18,9 @@ TOGETHER = "torch transformers datasets safetensors gguf xgrammar triton hugging
 TOGETHER += "pygments rich.markdown rich.traceback"
 # To render a help no model, no network and no template is needed …
 OF_HELP = f"{TOGETHER} numpy jinja2 tokenizers asyncio ssl psutil importlib.metadata toolkit.engine toolkit.models"
-# … and to answer a text no picture, no URL, no Jinja in this process.
-OF_CHAT = f"{TOGETHER} jinja2 psutil http.client urllib.request numpy.ma toolkit.artifacts.gguf.export toolkit.serve"
+# … and to answer a text no picture, no URL, no Jinja, no event loop, no other machine in this process.
+OF_CHAT = f"{TOGETHER} jinja2 psutil http.client urllib.request numpy.ma toolkit.artifacts.gguf.export toolkit.serve "
+OF_CHAT += "asyncio ssl toolkit.parallel.nodes toolkit.engine.cache.kept"
 RUN = """
 import json, sys
 from toolkit.commands.main import main

@@ -17,6 +17,9 @@ def main() -> None:
     what it registered, and leaves Python's own part out: it looks at all of torch's objects once more. Ctrl-C leaves
     the rest of the command's, too, and the exit code stays.
     """
+    from toolkit.base import garbage
+
+    garbage.look_seldom()
     code = 1
     atexit.register(lambda: _leave(code))  # the last to run, as the first that is registered
     try:

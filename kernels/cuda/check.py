@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ..machine_code import Built, Usage, faults, listings, occupancy, shown
 from ..triton.ahead_of_time.manifest import CLAIMS
@@ -20,10 +21,12 @@ _SHAPES = ((6144, 4096), (28672, 4096), (4096, 14336), (2048, 2048))
 
 def launched(architecture: int) -> list[str]:
     """Every kernel that plans for a GPU of ``architecture`` choose, for any form of weight and number of tokens."""
-    machine = Machine(lambda *_: None, 132, shared_limit(architecture))
+    plain = Machine(lambda *_: None, 132, shared_limit(architecture))
+    machines = (plain, replace(plain, ahead=lambda tile: True))
     found = {f"expand_{dtype}_w{bits}" for dtype in DTYPES for bits in (4, 8)}
     groups, tokens = (32, 64, 128, 0), (1, 8, 16, 32, 64, 128, MANY)
-    for dtype, bits, (n_out, n_in), group, count in itertools.product(DTYPES, (4, 8), _SHAPES, groups, tokens):
+    sizes = itertools.product(DTYPES, (4, 8), _SHAPES, groups, tokens)
+    for (dtype, bits, (n_out, n_in), group, count), machine in itertools.product(sizes, machines):
         chosen = plan(dtype, bits, count, n_out, n_in, group or n_in, machine)
         found |= set() if chosen is None else {chosen.kernel}
     return sorted(found)

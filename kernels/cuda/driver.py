@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..op import KernelError
+from ..triton.tuning import tuned
 from .plan import THREADS, LinearArguments, Machine, names, shared_bytes
 
 FATBIN = Path(__file__).with_name("_kernels.fatbin")
@@ -198,4 +199,10 @@ def machine(device: torch.device) -> Machine:
     note = fatbin_note(FATBIN)
     assert note is not None
     dependent = dependent_launches(capability, note["architectures"])
-    return Machine(launch, properties.multi_processor_count, shared.value, dependent, loaded.resident)
+    ahead = functools.partial(_ahead, device)
+    return Machine(launch, properties.multi_processor_count, shared.value, dependent, loaded.resident, ahead)
+
+
+def _ahead(device: torch.device, tile: str) -> bool:
+    """Whether ``ahead`` was measured to be faster than the kernel ``tile`` on this GPU."""
+    return bool(tuned("linear_tile", tile, {"ahead": 0}, device)["ahead"])

@@ -1,8 +1,8 @@
 // All linear kernels by name: for nvcc one entry point each, for g++ a table of functions that run a grid on the CPU.
 
 #include "expand.cuh"
+#include "linear_ahead.cuh"
 #include "linear_few.cuh"
-#include "linear_tile.cuh"
 
 // KERNEL(name, dynamic shared bytes, least blocks a multiprocessor, function)
 #define TK_FEW(KERNEL, T, t, BITS, SPAN, NT)                                                               \
@@ -12,6 +12,8 @@
     KERNEL(tile_##t##_w##BITS##_s##SPAN##_n##NT, (tk::LinearTile<tk::T, BITS, SPAN, NT>::SHARED),          \
            (BITS == 4 || NT == 4 ? 2 : 1),                                                                 \
            (tk::linear_tile<tk::T, BITS, SPAN, NT>))
+#define TK_AHEAD(KERNEL, T, t, NT) \
+    KERNEL(ahead_##t##_w4_s64_n##NT, (tk::LinearAhead<tk::T, 4, 64, NT>::SHARED), 1, (tk::linear_ahead<tk::T, 4, 64, NT>))
 #define TK_EXPAND(KERNEL, T, t, BITS) KERNEL(expand_##t##_w##BITS, 0, 2, (tk::expand<tk::T, BITS>))
 #define TK_BITS(KERNEL, T, t, BITS, SPAN)                                                     \
     TK_FEW(KERNEL, T, t, BITS, SPAN, 1) TK_FEW(KERNEL, T, t, BITS, SPAN, 2)                   \
@@ -21,7 +23,7 @@
 #define TK_TYPE(KERNEL, T, t)                                                              \
     TK_SPANS(KERNEL, T, t, 0) TK_SPANS(KERNEL, T, t, 32) TK_SPANS(KERNEL, T, t, 64)        \
     TK_TILE(KERNEL, T, t, 8, 0, 16) TK_TILE(KERNEL, T, t, 8, 64, 16) /* groups of 32: too many registers */ \
-    TK_EXPAND(KERNEL, T, t, 4) TK_EXPAND(KERNEL, T, t, 8)
+    TK_AHEAD(KERNEL, T, t, 8) TK_AHEAD(KERNEL, T, t, 16) TK_EXPAND(KERNEL, T, t, 4) TK_EXPAND(KERNEL, T, t, 8)
 #define TK_KERNELS(KERNEL) TK_TYPE(KERNEL, Half, float16) TK_TYPE(KERNEL, Bf16, bfloat16)
 
 #ifdef __CUDACC__
@@ -86,10 +88,9 @@ int tk_host_run(const char* name, const tk::Linear* p, int grid_x, int grid_y, i
     block.threads = tk::THREADS, block.grid_x = grid_x, block.grid_y = grid_y, block.grid_z = grid_z, block.backwards = seed % 2;
     block.kernel = [&](unsigned char* shared) { found->second.run(*p, shared); };
     const size_t outputs = size_t(p->tokens) * p->n_out, wide = p->flags & tk::WIDE ? 4 : 2;
-    if (dependent)
+    if (dependent)  // of what plain loads and stores reach, as partial sums, nothing is known
         block.late = {{p->x, size_t(p->tokens) * size_t(p->stride_x) * 2},
                       {p->out, outputs * wide},
-                      {p->partial, p->partial ? p->splits * outputs * 4 : 0},
                       {p->arrivals, p->arrivals ? size_t(grid_x) * grid_z * 4 : 0}};
     for (int at : order) {
         block.x = at % grid_x, block.y = at / grid_x % grid_y, block.z = at / grid_x / grid_y;

@@ -2,7 +2,7 @@
 //
 // Four warps stand side by side over the outputs. Of two such rows of warps each takes half of the tokens (SIDES) where
 // there are many, so that activations are read from shared memory half as often; else they take the steps of the inputs
-// in turn (DEEP) and add up their sums at the end. Copies run STAGES - 1 stages ahead. Codes become operands in
+// in turn (DEEP) and add up their sums at the end. Copies run two steps ahead. Codes become operands in
 // registers, multiplied by their scale in x's type, once for all tokens of the warp. Tokens and tiles that are not there
 // repeat the last one that is: a product's columns and rows do not touch each other, and theirs are dropped.
 #pragma once
@@ -11,11 +11,11 @@
 
 namespace tk {
 
-template <class T, int BITS, int SPAN, int NT>
+template <class T, int BITS, int SPAN, int NT, int RING = 3>
 struct LinearTile {
     static constexpr int TILES = 2, PARTS = BITS / 4;
     static constexpr int SIDES = BITS == 4 && NT == 16 ? 2 : 1, ACROSS = 4, DEEP = WARPS / ACROSS / SIDES;
-    static constexpr int STAGES = 3;
+    static constexpr int STAGES = RING, ON_THEIR_WAY = 2;  // steps whose copies are under way
     static constexpr int TOKENS = 8 * NT, CHUNKS = SPAN == 32 ? 2 : 1, GROUPS = SPAN == 0 ? 0 : TILES * CHUNKS;
     static constexpr int COLUMNS = NT / SIDES;                                   // of 8 tokens, a warp's
     static constexpr int OWN = TILES / SIDES, COPIERS = THREADS / SIDES;  // tiles whose codes a warp copies; their lanes
@@ -53,7 +53,8 @@ struct LinearTile {
     }
 
     TK_DEVICE int first_tile() const { return (block_x() * ACROSS + across) * TILES; }
-    TK_DEVICE int copier() const { return (deep * ACROSS + across) * WARP + lane; }
+    TK_DEVICE int of_side() const { return deep * ACROSS + across; }  // the warp's number among those of its side
+    TK_DEVICE int copier() const { return of_side() * WARP + lane; }
     TK_DEVICE int clamp_tile(int tile) const { return tile < tiles ? tile : tiles - 1; }
 
     TK_DEVICE void issue_weights(int slot) {
@@ -67,11 +68,11 @@ struct LinearTile {
                                    static_cast<const unsigned char*>(p.codes) + codes[r] + part * 512);
             if (side == 0 && lane < 2 * GROUPS) {  // half a group's scales of one tile a lane
                 const uint32_t group = groups + (uint32_t(step * STEP + lane / 2 % CHUNKS * 32) >> p.group_shift);
-                unsigned char* of_groups = to + CODES + (deep * ACROSS + across) * GROUPS * 32;
+                unsigned char* of_groups = to + CODES + of_side() * GROUPS * 32;
                 copy_async<16, true>(of_groups + lane * 16,
                                      static_cast<const unsigned char*>(p.scales) + (group * 32 + lane % 2 * 16));
                 if (p.zeros != nullptr && lane % 2 == 0)
-                    copy_async<16, true>(to + CODES + SCALES + (deep * ACROSS + across) * GROUPS * 16 + lane * 8,
+                    copy_async<16, true>(to + CODES + SCALES + of_side() * GROUPS * 16 + lane * 8,
                                          static_cast<const unsigned char*>(p.zeros) + group * 16);
             }
         }
@@ -97,53 +98,75 @@ struct LinearTile {
         x_step += DEEP;
     }
 
-    TK_DEVICE void multiply(float (&sum)[TILES][COLUMNS][4], int slot, const Zeros (&of_rows)[TILES]) const {
-        const unsigned char* stage = shared + slot * STAGE;
-        const unsigned char* mine = stage + X + copier() * 16;
-        const unsigned char* of_groups = stage + X + CODES + (deep * ACROSS + across) * GROUPS * 32 + 4 * g;
-        const unsigned char* of_zeros = stage + X + CODES + SCALES + (deep * ACROSS + across) * GROUPS * 16 + g / 2 * 4;
-        const unsigned char* rows = stage + (deep * TOKENS + side * COLUMNS * 8 + g) * 128;
+    // What half a step's operands are made of: codes, zeros and scales of this lane.
+    struct Half {
+        HalfStep words[TILES];
         Zeros offsets[TILES];
         uint32_t factors[TILES][2];
+    };
+
+    // Half j of the step in `slot`; zeros and scales stay from half to half where both have the same.
+    TK_DEVICE void read(Half& half, int slot, int j, const Zeros (&of_rows)[TILES]) const {
+        const unsigned char* stage = shared + slot * STAGE;
+        const unsigned char* mine = stage + X + copier() * 16;
+        const unsigned char* of_groups = stage + X + CODES + of_side() * GROUPS * 32 + 4 * g;
+        const unsigned char* of_zeros = stage + X + CODES + SCALES + of_side() * GROUPS * 16 + g / 2 * 4;
+#pragma unroll
+        for (int r = 0; r < TILES; ++r) {
+            if (j == 0 || CHUNKS == 2) {
+                const int item = r * CHUNKS + j;
+                if constexpr (SPAN == 0) {
+                    half.offsets[r] = of_rows[r];
+                } else {
+                    half.offsets[r] = middle<T, BITS>();  // a constant, which takes no registers
+                    if (p.zeros != nullptr)
+                        half.offsets[r] = zeros_of<T, BITS>(*reinterpret_cast<const uint32_t*>(of_zeros + item * 16), g);
+                    const auto word = *reinterpret_cast<const uint32_t*>(of_groups + item * 32);
+                    const Pair s = scale_pair(word, p.flags & SCALES_BF16);
+                    half.factors[r][0] = to_pair<T>(s.first, s.first), half.factors[r][1] = to_pair<T>(s.second, s.second);
+                }
+            }
+            half.words[r] = *reinterpret_cast<const HalfStep*>(
+                mine + r * PARTS * COPIERS * 16 + (BITS == 4 ? j * 8 : j * COPIERS * 16));
+        }
+    }
+
+    // Operand i of tile r.
+    TK_DEVICE void unpack(uint32_t (&a)[4], const Half& half, int r, int i) const {
+        Codes<T, BITS>::fragment(a, &half.words[r].w[i * PARTS], half.offsets[r]);
+        if constexpr (SPAN != 0)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) a[k] = fma_pair<T>(a[k], half.factors[r][k % 2], NOTHING);
+    }
+
+    // Products with half j of the step in `slot`; `between(n)` is what is done behind those of column n.
+    template <class Between>
+    TK_DEVICE void products(float (&sum)[TILES][COLUMNS][4], const uint32_t (&a)[TILES][2][4], int slot, int j,
+                            Between between) const {
+        const unsigned char* rows = shared + slot * STAGE + (deep * TOKENS + side * COLUMNS * 8 + g) * 128;
+#pragma unroll
+        for (int n = 0; n < COLUMNS; ++n) {
+            const auto right = *reinterpret_cast<const Words4*>(rows + n * 1024 + ((4 * j + t) ^ g % 2 * 4) * 16);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int r = 0; r < TILES; ++r) mma<T>(sum[r][n], a[r][i], right.w[2 * i], right.w[2 * i + 1]);
+            between(n);
+        }
+    }
+
+    TK_DEVICE void multiply(float (&sum)[TILES][COLUMNS][4], int slot, const Zeros (&of_rows)[TILES]) const {
+        Half half;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             if (j == 1) keep_order();  // or the second half's loads come so early that registers run out
             uint32_t a[TILES][2][4];
+            read(half, slot, j, of_rows);
 #pragma unroll
-            for (int r = 0; r < TILES; ++r) {
-                if (j == 0 || CHUNKS == 2) {
-                    const int item = r * CHUNKS + j;
-                    if constexpr (SPAN == 0) {
-                        offsets[r] = of_rows[r];
-                    } else {
-                        offsets[r] = middle<T, BITS>();  // a constant, which takes no registers
-                        if (p.zeros != nullptr)
-                            offsets[r] = zeros_of<T, BITS>(*reinterpret_cast<const uint32_t*>(of_zeros + item * 16), g);
-                        const auto word = *reinterpret_cast<const uint32_t*>(of_groups + item * 32);
-                        const Pair s = scale_pair(word, p.flags & SCALES_BF16);
-                        factors[r][0] = to_pair<T>(s.first, s.first), factors[r][1] = to_pair<T>(s.second, s.second);
-                    }
-                }
-                const auto words = *reinterpret_cast<const HalfStep*>(
-                    mine + r * PARTS * COPIERS * 16 + (BITS == 4 ? j * 8 : j * COPIERS * 16));
+            for (int r = 0; r < TILES; ++r)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    Codes<T, BITS>::fragment(a[r][i], &words.w[i * PARTS], offsets[r]);
-                    if constexpr (SPAN != 0)
-#pragma unroll
-                        for (int k = 0; k < 4; ++k)
-                            a[r][i][k] = fma_pair<T>(a[r][i][k], factors[r][k % 2], NOTHING);
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < COLUMNS; ++n) {
-                const auto right =
-                    *reinterpret_cast<const Words4*>(rows + n * 1024 + ((4 * j + t) ^ g % 2 * 4) * 16);
-#pragma unroll
-                for (int i = 0; i < 2; ++i)
-#pragma unroll
-                    for (int r = 0; r < TILES; ++r) mma<T>(sum[r][n], a[r][i], right.w[2 * i], right.w[2 * i + 1]);
-            }
+                for (int i = 0; i < 2; ++i) unpack(a[r][i], half, r, i);
+            products(sum, a, slot, j, [](int) {});
         }
     }
 
@@ -213,30 +236,40 @@ struct LinearTile {
             store_outputs<T>(p, {value.f[e] * scales.first, value.f[2 + e] * scales.second}, row, token + e);
     }
 
-    TK_DEVICE void run() {
-        const int first = step;
+    // Starts the copies of the first two steps.
+    TK_DEVICE void begin(Zeros (&of_rows)[TILES]) {
 #pragma unroll
-        for (int s = 0; s < STAGES - 1; ++s) issue_weights(s);
-        Zeros of_rows[TILES];
+        for (int s = 0; s < ON_THEIR_WAY; ++s) issue_weights(s);
 #pragma unroll
         for (int r = 0; r < TILES; ++r)
             of_rows[r] = SPAN == 0 ? row_zeros<T, BITS>(p, clamp_tile(first_tile() + r), g) : middle<T, BITS>();
         release_successor();
         wait_for_predecessor();
 #pragma unroll
-        for (int s = 0; s < STAGES - 1; ++s) {
+        for (int s = 0; s < ON_THEIR_WAY; ++s) {
             issue_x(s);
             commit_copies();
         }
+    }
+
+    // Waits for a step's copies, and starts those of the step that comes ON_THEIR_WAY later.
+    TK_DEVICE void next(int slot) {
+        wait_copies<ON_THEIR_WAY - 1>();
+        barrier();
+        const int free_slot = slot + ON_THEIR_WAY < STAGES ? slot + ON_THEIR_WAY : slot + ON_THEIR_WAY - STAGES;
+        issue_weights(free_slot);
+        issue_x(free_slot);
+        commit_copies();
+    }
+
+    TK_DEVICE void run() {
+        const int first = step;
+        Zeros of_rows[TILES];
+        begin(of_rows);
         float sum[TILES][COLUMNS][4] = {};
         int slot = 0;
         for (int now = first; now < last + deep; now += DEEP) {  // as often in all warps
-            wait_copies<STAGES - 2>();
-            barrier();
-            const int free_slot = slot == 0 ? STAGES - 1 : slot - 1;
-            issue_weights(free_slot);
-            issue_x(free_slot);
-            commit_copies();
+            next(slot);
             if (now < last) multiply(sum, slot, of_rows);
             slot = slot + 1 == STAGES ? 0 : slot + 1;
         }

@@ -163,7 +163,8 @@ def _row_scaled_cases(weight_dtype: torch.dtype) -> Iterator[Case]:
 def quantize_rows(x: Tensor, top: float) -> tuple[Tensor, Tensor]:
     """(x / scale in float32, scale [T, 1]) with scale = max|x| / ``top`` a row; an all-zero row gets scale 1."""
     h = x.float()
-    scale = h.abs().amax(-1, keepdim=True) / top
+    peak = h.abs().amax(-1, keepdim=True)
+    scale = peak / torch.full_like(peak, top)  # by a number GPUs do not divide: torch multiplies by its reciprocal
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     return h / scale, scale
 

@@ -17,6 +17,7 @@ from ..op import Target
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # the interpreter knows no inline assembly and computes no bf16
 EARLY_CAPABILITY = 90  # from which on a kernel may begin while the one before it ends
+FUSED = True  # a product and a sum are one instruction; Triton's default changes with 3.10
 NATIVE_FLOAT8 = 89  # compute capability from which on tensor cores multiply float8
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -36,9 +37,10 @@ class Launch:
     registers: int | None
 
     @property
-    def options(self) -> dict[str, int | None]:
+    def options(self) -> dict[str, Any]:
         """What Triton is told besides arguments and constants."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+        chosen = {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+        return chosen | {"enable_fp_fusion": FUSED}
 
 
 _RECORD: ContextVar[tuple[int, list[Launch]] | None] = ContextVar("record", default=None)
@@ -118,7 +120,9 @@ def launch(
         settle(kernel)
     elsewhere = first.is_cuda and first.device.index != torch.cuda.current_device()
     with torch.cuda.device(first.device) if elsewhere else nullcontext():
-        kernel[grid](*arguments, num_warps=warps, num_stages=stages, maxnreg=registers, **constants)
+        kernel[grid](
+            *arguments, num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=FUSED, **constants
+        )
 
 
 @triton.jit

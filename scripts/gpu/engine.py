@@ -81,9 +81,9 @@ def engine_config(case: Case, backend: str, device: str) -> Any:
 
 def measure(case: Case, device: str, backend: str) -> Iterator[Row]:
     """A row for each load, tokens a second; one with the error where the engine does not start."""
+    from toolkit.base import garbage
     from toolkit.engine.load.setup import Setup
     from toolkit.engine.load.start import start
-    from toolkit.engine.options import YOUNG
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
@@ -91,7 +91,8 @@ def measure(case: Case, device: str, backend: str) -> Iterator[Row]:
         config = engine_config(case, backend, device)
         begun, missed = time.perf_counter(), count_misses()
         core, facts = start(Setup(path, path, config, backend), None, lambda text: None)  # type: ignore[arg-type]
-        gc.set_threshold(YOUNG)  # as a server's engine has it in its process
+        garbage.look_seldom()  # as a server's engine has it in its process
+        gc.freeze()
         yield {
             "name": f"{case.label}, start",
             "value": time.perf_counter() - begun,

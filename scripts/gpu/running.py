@@ -206,9 +206,9 @@ def _same(a: Item, b: Item) -> bool:
 
 def run_all(todo: list[Item], device: str, jobs: int, log: Log, end: float) -> int:
     """Run the items, each as soon as it may; how many are left because ``end`` (a clock's) came, or because nothing of
-    the smoke stage works.
+    the smoke stage works. The log names them under ``left``.
     """
-    line, left, again, probes = Line(list(todo), jobs), 0, 0, dict[tuple[str, ...], str | None]()
+    line, left, again, probes = Line(list(todo), jobs), list[Item](), 0, dict[tuple[str, ...], str | None]()
 
     def work(item: Item) -> list[Row]:
         nonlocal again
@@ -228,7 +228,7 @@ def run_all(todo: list[Item], device: str, jobs: int, log: Log, end: float) -> i
             while (item := line.next()) is not None:
                 rest = end - time.perf_counter()
                 if rest < LEAST_SECONDS or (item.stage != "smoke" and not item.compiles and log.dead()):
-                    left += 1
+                    left.append(item)
                     continue
                 short = replace(item, limit=min(item.limit, rest))
                 line.running[pool.submit(work, short)] = (item, short.limit)
@@ -238,9 +238,11 @@ def run_all(todo: list[Item], device: str, jobs: int, log: Log, end: float) -> i
                 item, limit = line.running.pop(future)
                 rows = future.result()
                 if limit < item.limit and any(row.get("timed_out") for row in rows):  # it had less than its time
-                    left += 1
+                    left.append(item)
                     log.ended(item)
                 else:
                     log.add(item, rows)
                 print(report(item, rows), flush=True)
-    return left
+    log.result["left"] = [[item.stage, item.name] for item in left]
+    log.write()
+    return len(left)

@@ -8,7 +8,7 @@ too few warps.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 from pathlib import Path
@@ -34,8 +34,9 @@ ALL: dict[str, list[Choice]] = {
     "group_linear_kernel": [
         {"cols": cols, "k": k, "warps": warps} for cols, k, warps in product((16, 32, 64, 128), (64, 128), (4, 8))
     ],
+    "linear_tile": [{"ahead": 1}],  # of the CUDA kernels: ``ahead`` instead of ``tile``
 }
-POLICIES, ROWS = (0, 8, 4), (1, 8, 16, 32, 64, 128, 384)
+POLICIES, ROWS, TILE_ROWS = (0, 8, 4), (1, 8, 16, 32, 64, 128, 384), (64, 128, 256)
 WORTH = 0.98  # of the default's time: a choice that gains less is noise
 
 
@@ -85,13 +86,21 @@ def jobs(size: Size, where: Where) -> Iterator[Job]:
         step = (size, ours, dtype, policy, starts, lengths)
         name = f"tune attention decode {policy}"
         yield Job("attend_kernel", name, lambda name=name, step=step: _attend(name, *step))
-    found = load()["linear_group_int"].implementations[ours.families[0]]
-    made = [_grouped(found, o, i, min(128, size.hidden // 2), ours)[0] for o, i in size.linears()]
-    for rows in sorted({min(n, size.rows[-1]) for n in ROWS}):
+    cuda = load()["linear_group_int"].implementations["cuda"]
+    if where.device == "cuda" and cuda.unsupported(where.target(dtype)) is None:
+        yield from _linears("linear_tile", "cuda", TILE_ROWS, size, where)
+    yield from _linears("group_linear_kernel", ours.families[0], ROWS, size, where)
+
+
+def _linears(kernel: str, family: str, sizes: Sequence[int], size: Size, where: Where) -> Iterator[Job]:
+    """A job for each number of rows: a layer's linears in 4 bits."""
+    found = load()["linear_group_int"].implementations[family]
+    made = [_grouped(found, o, i, min(128, size.hidden // 2), where)[0] for o, i in size.linears()]
+    for rows in sorted({min(n, size.rows[-1]) for n in sizes}):
         inputs = [torch.randn(rows, i, device=where.device).to(where.half) for _, i in size.linears()]
         calls = [lambda f=f, x=x: f(x) for f, x in zip(made, inputs, strict=True)]
-        name = f"tune linears w4, {rows} rows"
-        yield Job("group_linear_kernel", name, lambda name=name, calls=calls: measured(name, lambda: calls, where))
+        name = f"tune {kernel} w4, {rows} rows"
+        yield Job(kernel, name, lambda name=name, calls=calls: measured(name, lambda: calls, where))
 
 
 def candidates(kernel: str, key: str, capability: int | None) -> list[Choice]:

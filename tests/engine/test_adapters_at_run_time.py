@@ -145,6 +145,13 @@ def test_a_watched_folder(engine: AsyncEngine, adapters: dict[str, Path], tmp_pa
     watch.look()
     watch.look()
     assert engine.adapters.names == ("tales",) and answer(engine, 0, "tales")
+    for _ in range(2):  # one that comes back as it was, too
+        aside = (tmp_path / "tales").rename(tmp_path / ".tales")
+        watch.look()
+        assert engine.adapters.names == ()
+        aside.rename(tmp_path / "tales")
+        watch.look()
+        assert engine.adapters.names == ("tales",)
     shutil.rmtree(tmp_path / "tales")
     watch.look()
     assert engine.adapters.names == ()

@@ -218,6 +218,23 @@ def test_damaged_files(
         check(mine)
 
 
+def test_what_stands_before_the_damage_is_counted(model: Path, cold: Any, kept: Path) -> None:
+    counts = set()
+    for file in blocks(kept):
+        whole = file.read_bytes()
+        file.write_bytes(one_bit(whole))
+        core = opened(model, kept)
+        core.add(EngineRequest("r", LONGER, SamplingParams(8)))
+        cached = 0
+        while core.has_work:
+            cached = max(cached, *(output.cached_tokens for output in core.step()), 0)
+        assert core.stats()["kept_hit_tokens"] == cached
+        counts.add(cached)
+        core.close()
+        file.write_bytes(whole)
+    assert counts == {0, 16, 32, 48, 64, 128}  # 128: the damaged one is of an answer to PROMPT
+
+
 # -- what befalls the folder -------------------------------------------------------------------------
 
 

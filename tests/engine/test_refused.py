@@ -331,6 +331,12 @@ def test_an_adapter_that_is_a_file(tiny_models: Any, tmp_path: Path) -> None:
     assert told == f"adapters: mine: expected a directory or hub id, found the file {file}"
 
 
+def test_an_adapter_that_is_no_path(tiny_models: Any) -> None:
+    config = TurbomindEngineConfig(adapters={"mine": "mine"})
+    told = refused(lambda: AsyncEngine.open(str(tiny_models("llama")), backend_config=config))
+    assert told == "adapters: mine: no such directory, and not a hub id (owner/name)"
+
+
 def test_ranks_of_a_model_that_is_not_split(tiny_models: Any) -> None:
     engine = AsyncEngine.open(str(tiny_models("llama")), backend_config=TurbomindEngineConfig(session_len=64))
     told = "ranks: the model is not split; expected --tp, --pp or --dp above 1"

@@ -90,6 +90,19 @@ def test_every_form_of_weight(cuda_host, dtype, bits, group, symmetric):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "tokens, n_in, symmetric", [(40, 640, True), (40, 576, False), (64, 128, True), (130, 448, False)]
+)
+def test_unpacked_ahead_gives_the_same_bits(cuda_host, dtype, tokens, n_in, symmetric):
+    weight, ran = Weight(4, 136, n_in, 64, symmetric=symmetric), []
+    packed = weight.packed()
+    hosts = (cuda_host.host(seed=seed, log=ran, ahead=ahead) for seed, ahead in ((0, False), (3, True)))
+    plain, ahead = (check(host, weight, tokens, dtype, packed=packed, residual=torch.float32) for host in hosts)
+    assert [name.split("_")[0] for name, _ in ran] == ["tile", "ahead"]
+    assert torch.equal(plain, ahead)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
 def test_every_number_of_rows(cuda_host, dtype):
     weight = Weight(4, 24, 128, 64)
     packed = weight.packed()

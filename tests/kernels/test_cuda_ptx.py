@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,15 @@ def test_larger_tiles_that_go_round_their_rings(ptx, texts, bits, group, tokens,
     found = product.run(ptx.machine(texts, multiprocessors=1, dependent=True, log=ran))
     assert ran[0][0].endswith(f"_n{width}")
     assert product.error(found) < 1 and found.dtype == residual
+
+
+@pytest.mark.parametrize("tokens, n_in, dtype", [(40, 704, torch.float16), (70, 320, torch.bfloat16)])
+def test_unpacked_ahead_gives_the_same_bits(ptx, texts, tokens, n_in, dtype):
+    product, ran = Product(4, 72, n_in, 64, tokens, dtype, residual=torch.float32), []
+    machine = ptx.machine(texts, multiprocessors=1, dependent=True, log=ran)
+    plain, ahead = (product.run(replace(machine, ahead=lambda tile, ahead=ahead: ahead)) for ahead in (False, True))
+    assert [name.partition("_")[0] for name, _ in ran] == ["tile", "ahead"]
+    assert torch.equal(plain, ahead) and product.error(ahead) < 1
 
 
 @pytest.mark.parametrize("bits, tokens, n_in", [(4, 2, 2112), (8, 9, 2112), (8, 19, 1088)])  # the last part is shorter

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow  # Triton's compiler
 
 
 def rows(op, only="", wrong=("", "")):
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", RUN, op, only, *wrong]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr

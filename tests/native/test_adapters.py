@@ -3,8 +3,10 @@ torch, and the same requests alone."""
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
+import shutil
 import threading
 import weakref
 from pathlib import Path
@@ -87,6 +89,53 @@ def test_an_adapter_gives_what_merged_weights_give(
     model, adapters = tiny_models(family), support("adapters")
     made = adapters.write_adapter(tmp_path / "one", model, targets, **config)
     check_merged(support, model, made, adapters.merge(model, made, tmp_path / "merged"))
+
+
+@pytest.mark.parametrize("load_format, told", [("auto", 0), ("int8", 0), ("int4", 1)])
+def test_magnitudes_of_rows_that_may_be_scaled_are_told(
+    load_format: str, told: int, tiny_models: Any, support: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_models("llama")
+    made = [
+        support("adapters").write_adapter(tmp_path / name, model, ALL, use_dora=dora)
+        for name, dora in (("plain", False), ("dora", True))
+    ]
+    runner = runner_for(model, *made, load_format=load_format)
+    for adapter in (0, 1):
+        alone(support, runner, ids(5, 0), adapter=adapter)
+    assert sum("use_dora: " in record.getMessage() for record in caplog.records) == told
+
+
+@pytest.mark.parametrize("down_first", [True, False])
+def test_experts_that_one_parameter_holds(down_first: bool, tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    """As PEFT writes them (target_parameters), whichever of the two it wraps first; and merged."""
+    model, g, rank = tiny_models("mixtral"), torch.Generator().manual_seed(3), 3
+    weights = load_file(model / "model.safetensors")
+    tensors = {}
+    for layer in range(2):
+        experts = [f"model.layers.{layer}.block_sparse_moe.experts.{e}" for e in range(4)]
+        for place, joined in ((".base_layer", ("w1", "w3")), ("", ("w2",))):
+            place = place if not down_first else "" if place else ".base_layer"
+            rows, columns = (sum(weights[f"{experts[0]}.{n}.weight"].shape[i] for n in joined) for i in (0, 1))
+            a = torch.randn(4 * rank, columns // len(joined), generator=g) / 8
+            b = torch.randn(rows, 4 * rank, generator=g) / 8
+            begin = f"base_model.model.model.layers.{layer}.mlp.experts{place}"
+            tensors |= {f"{begin}.lora_A.weight": a, f"{begin}.lora_B.weight": b}
+            # ParamWrapper.get_delta_weight in peft/tuners/lora/layer.py
+            added = torch.einsum("o r e, e r i -> e o i", b.view(rows, rank, 4), a.view(4, rank, -1)) * 6 / rank
+            for e, expert in enumerate(experts):
+                for n, part in zip(joined, added[e].chunk(len(joined)), strict=True):
+                    weights[f"{expert}.{n}.weight"] += part
+    (made := tmp_path / "made").mkdir()
+    save_file(tensors, made / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 6, "target_parameters": ["gate_up_proj", "down_proj"]}
+    (made / "adapter_config.json").write_text(json.dumps(fields))
+    expected = shutil.copytree(model, tmp_path / "expected")
+    save_file(weights, expected / "model.safetensors", {"format": "pt"})
+    check_merged(support, model, made, expected)
+    merge(str(model), str(made), tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert all(torch.allclose(merged[name], weights[name], atol=1e-6) for name in weights)
 
 
 def write_three(model: Path, support: Any, root: Path) -> list[Path]:

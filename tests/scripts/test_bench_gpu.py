@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -116,6 +117,25 @@ def test_one_call_writes_figures_as_they_come(tmp_path):
     assert (
         "8b w4 head 8, batch 1" in done.stdout and "goal 600 tok/s" in done.stdout
     )  # all that a GPU would be asked for
+
+
+def test_a_turn_goes_on_where_it_ended(tmp_path):
+    def turn(*more):
+        command = [str(ROOT / "scripts/gpu_turn"), "--dry-run", "--out", str(tmp_path), *more]
+        environment = os.environ | {"PYTHON": sys.executable}
+        return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+
+    late = turn("--seconds", "5", "--only", "check")
+    assert late.returncode == 1 and late.stdout == "check: left out, time was over\n"
+    failed = turn("--only", "also", "--also", "echo within {} s; exit 3")
+    assert failed.returncode == 1 and failed.stdout.startswith("also: exit code 3")
+    assert (tmp_path / "log.txt").read_text() == "within 195 s\n"
+    first = turn("--only", "row_wise")
+    assert first.returncode == 0 and first.stdout.startswith("row_wise: exit code 0"), first
+    assert all("value" in row for row in json.loads((tmp_path / "row_wise.json").read_text())["rows"])
+    again = turn("--only", "row_wise")
+    assert again.returncode == 0 and again.stdout == "row_wise: done before\n"
+    assert turn("--no-such").returncode == 2
 
 
 def test_a_part_that_dies_is_one_row_and_names_its_reason(bench_gpu):

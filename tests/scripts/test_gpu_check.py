@@ -177,7 +177,7 @@ def test_an_item_that_got_less_than_its_time_is_left_for_later(gpu_check, tmp_pa
     assert log.result["done"] == [["ops", "x"]] and len(log.failed()) == 1
     log.result |= {"rows": [], "done": []}
     assert run_all([process(sleeps, limit=300)], "cpu", 1, log, time.perf_counter() + 6) == 1
-    assert log.result == {"rows": [], "done": [], "running": []}
+    assert log.result == {"rows": [], "done": [], "running": [], "left": [["ops", "x"]]}
 
 
 def test_checks_wait_for_what_compiles_for_them_and_for_the_smoke_stage(gpu_check, h200):
@@ -264,6 +264,7 @@ def test_a_run_that_is_killed_leaves_what_it_found_and_can_go_on(tmp_path):
         [*script, "--seconds", "0", "--json", str(tmp_path / "none.json")], capture_output=True, text=True
     )
     assert late.returncode == 1 and "5 items were left out" in late.stdout
+    assert "(smoke 5)" in late.stdout and len(json.loads((tmp_path / "none.json").read_text())["left"]) == 5
 
 
 def test_calls_of_the_manifest_are_filled_with_what_ops_may_be_given(gpu_check):

@@ -51,6 +51,12 @@ def test_the_model_of_a_request_chooses_an_adapter(start: Any) -> None:
         client.completions.create(model="other", prompt="a")
 
 
+def test_an_adapter_that_is_not_there_cannot_be_unloaded(start: Any, tmp_path: Path) -> None:
+    client = openai.OpenAI(base_url=start(adapters=("tales",), adapter_dir=tmp_path).v1, api_key="none", max_retries=0)
+    with pytest.raises(openai.NotFoundError, match="there is no adapter 'other'; there is tales"):
+        client.post("/unload_lora_adapter", body={"lora_name": "other"}, cast_to=object)
+
+
 def test_a_model_has_other_names(start: Any) -> None:
     server = start(adapters=("tales",), alias=("gpt-4",))
     client = openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0)

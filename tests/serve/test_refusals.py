@@ -46,6 +46,9 @@ REFUSED: dict[str, Callable[[], object]] = {
     r"^--weight-updates-path: only with --enable-weight-updates": lambda: ServerSettings(
         weight_updates_path=Path("w")
     ).check(),
+    r"^--adapter-dir none: no such directory; make it, or name another$": lambda: ServerSettings(
+        adapter_dir=Path("none")
+    ).check(),
     r"^--key-share: expected 0\.01 to 1, found 2$": lambda: ServerSettings(key_share=2.0).check(),
     r"^--lowest-priority: expected -100 to 100, found -101$": lambda: ServerSettings(lowest_priority=-101).check(),
     r"^--node-url: only with --proxy-url": lambda: ServerSettings(node_url="http://n").check(),

@@ -27,8 +27,11 @@ def host(
     seed: int = 0,
     log: list | None = None,
     dependent: bool = False,
+    ahead: bool = False,
 ) -> Machine:
-    """A machine that is this process. ``seed``: order of blocks and lanes; ``log`` collects (kernel, grid)."""
+    """A machine that is this process. ``seed``: order of blocks and lanes; ``log`` collects (kernel, grid); ``ahead``:
+    it prefers the kernels of this name.
+    """
 
     def launch(kernel: str, grid: tuple[int, int, int], arguments: LinearArguments, dependent: bool) -> None:
         assert library().tk_host_shared(kernel.encode()) <= shared_limit, kernel
@@ -37,7 +40,7 @@ def host(
         code = library().tk_host_run(kernel.encode(), byref(arguments), *grid, seed, dependent)
         assert code == 0, (kernel, grid, code)
 
-    return Machine(launch, multiprocessors, shared_limit, dependent)
+    return Machine(launch, multiprocessors, shared_limit, dependent, ahead=lambda tile: ahead)
 
 
 def fragments(dtype: torch.dtype, bits: int, words: torch.Tensor, first: int, second: int) -> torch.Tensor:

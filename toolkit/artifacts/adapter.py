@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from toolkit.artifacts.adapter_experts import stack_of
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.weight_files.find import file_headers
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
@@ -43,18 +44,24 @@ _NAME = re.compile(
     rf"(?:base_model\.model\.)?(?P<module>.+?)(?:\.(?P<side>{'|'.join(_SIDES)}))?(?:\.default)?(?:\.weight)?"
 )
 _BASE = ".base_layer.weight"  # how the base's own weights are named that PEFT may save beside an adapter
-# Models that see: how transformers calls what reads texts since 4.52, and how checkpoints may call it.
+# How transformers calls modules in memory (what reads texts in models that see: since 4.52), and checkpoints may.
 _AS_STORED = {
     "model.language_model.": ("language_model.model.", "model.", "language_model."),
     "lm_head": ("language_model.lm_head",),
+    "model.": ("backbone.",),
 }
+# How transformers names a router and shared experts in memory, and how a spec does.
+_OF_EXPERTS = (
+    (re.compile(r"\.(?:feed_forward|block_sparse_moe)\."), ".mlp."),
+    (re.compile(r"\.mlp\.(?:router|gate\.wg)$"), ".mlp.gate"),
+    (re.compile(r"\.mlp\.shared_(?:experts|mlp)\."), ".mlp.shared_expert."),
+)
 # Fields that change what an adapter means, and the value at which they do not.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "lora_bias": (None, False),
     "bias": (None, "none"),
     "layer_replication": (None, []),
     "trainable_token_indices": (None, []),
-    "target_parameters": (None, []),
     "alora_invocation_tokens": (None, []),
     "use_qalora": (None, False),
 }
@@ -76,12 +83,25 @@ class _Scaling:
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to a linear: ``b @ a``. ``a``: float32 [rank, in]; ``b``: float32 [out, rank], scaled.
-    ``magnitude``: float32 [out], how long the rows of the sum are made (DoRA); None = as they are."""
+    """What an adapter adds to a linear: ``b @ a``. ``stored_a`` [rank, in] and ``stored_b`` [out, rank]: as the file
+    has them, perhaps in its mapped memory; ``scale``: of their product. ``magnitude``: float32 [out], how long the rows
+    of the sum are made (DoRA); None = as they are."""
 
-    a: Tensor
-    b: Tensor
+    stored_a: Tensor
+    stored_b: Tensor
+    scale: float = 1.0
     magnitude: Tensor | None = None
+
+    @property
+    def a(self) -> Tensor:
+        """float32 [rank, in]."""
+        return self.stored_a.float()
+
+    @property
+    def b(self) -> Tensor:
+        """float32 [out, rank], scaled."""
+        made = self.stored_b.float()
+        return made if self.scale == 1 else made * self.scale
 
 
 @dataclass(frozen=True)
@@ -154,19 +174,31 @@ def _by_module(
     pairs = _pairs(file, next(file_headers([file]))[1])
     _check_promised(path / CONFIG, file, scaling, pairs)
     mapped = map_file(file)
+    alone = {x.name: x for item in modules.values() for x in item.alone()}
+    alone |= {item.parts[0].name: item for item in modules.values() if len(item.parts) == 1}  # as merging needs them
     for module, sides in pairs.items():
-        target = modules.get(module) or modules.get(_as_stored(module, modules))
+        target = modules.get(module) or modules.get(_as_stored(module, modules)) or alone.get(_as_computed(module))
+        stack = None
+        if target is None and sides.keys() == {"A", "B"}:
+            stack = stack_of(module, sides["A"].shape, sides["B"].shape, spec, stored)
+        if stack is not None and stack.names <= alone.keys():
+            rank = sides["A"].shape[0] // len(stack.parts)
+            _check_rank(file, module, rank, most)
+            pair = _load(file, mapped, module, sides, _scale(path / CONFIG, scaling, stack.name, rank))
+            for name, a, b in stack.split(pair.stored_a, pair.stored_b):
+                yield alone[name], LowRank(a, b, pair.scale)
+            continue
         if target is None:
-            known = _modules(spec, stored, wide=True)
+            known = stack is not None or module in _modules(spec, stored, wide=True)
             raise ToolkitError(
                 f"{file}: it changes {module}, expected linears of attention or feed-forward layers alone "
                 "(no embedding, head, router, expert or kv_b_proj); merge the adapter into the checkpoint instead"
-                if module in known or not stored or any(s.name == module for s in stored)
+                if known or not stored or any(s.name == module for s in stored)
                 else f"{file}: it changes {module}, which the model has not; the adapter is of another model"
             )
         _check_shapes(file, module, sides, target, most)
         if "whole" in sides:
-            weight = _numbers(file, mapped, module, sides["whole"])
+            weight = _stored(file, mapped, module, sides["whole"]).float()
             yield target, Whole(weight.T if target.transposed else weight)
         else:
             scale = _scale(path / CONFIG, scaling, module, sides["A"].shape[0])
@@ -240,6 +272,13 @@ def _as_stored(module: str, modules: Mapping[str, StoredTensor]) -> str:
     return module
 
 
+def _as_computed(module: str) -> str:
+    """The canonical name of a module of experts that PEFT names as transformers 5 does and the checkpoint does not."""
+    for theirs, ours in _OF_EXPERTS:
+        module = theirs.sub(ours, module)
+    return module
+
+
 def _modules(spec: DecoderSpec, stored: Sequence[StoredTensor], wide: bool = False) -> dict[str, StoredTensor]:
     """Modules that an adapter may change, by their names on disk. ``wide``: also embedding, head, routers, experts."""
     from toolkit.models.spec import Part, StoredTensor
@@ -277,8 +316,7 @@ def _check_shapes(file: Path, module: str, sides: Mapping[str, TensorInfo], targ
             f"{file}: {module}: expected lora_A [r, {shape[1]}] and lora_B [{shape[0]}, r], found {list(a)} and "
             f"{list(b)}; the adapter is of another model"
         )
-    if not 1 <= a[0] <= most:
-        raise ToolkitError(f"{file}: {module}: rank: expected 1 to {most}, found {a[0]}; merge the adapter instead")
+    _check_rank(file, module, a[0], most)
     if "magnitude" in sides and math.prod(sides["magnitude"].shape) != shape[0]:
         raise ToolkitError(
             f"{file}: {module}.lora_magnitude_vector: expected [{shape[0]}], found {list(sides['magnitude'].shape)}; "
@@ -286,6 +324,11 @@ def _check_shapes(file: Path, module: str, sides: Mapping[str, TensorInfo], targ
         )
     if "magnitude" in sides and target.kind == "embed":
         raise ToolkitError(f"{file}: {module}: DoRA of an embedding does not run; merge the adapter instead")
+
+
+def _check_rank(file: Path, module: str, rank: int, most: int) -> None:
+    if not 1 <= rank <= most:
+        raise ToolkitError(f"{file}: {module}: rank: expected 1 to {most}, found {rank}; merge the adapter instead")
 
 
 def _scale(file: Path, scaling: _Scaling, module: str, rank: int) -> float:
@@ -311,16 +354,16 @@ def _by_pattern(file: Path, field: str, patterns: dict[str, N] | None, module: s
 
 
 def _load(file: Path, mapped: Tensor, module: str, sides: Mapping[str, TensorInfo], scale: float) -> LowRank:
-    made = {side: _numbers(file, mapped, f"{module}.lora_{side}", info) for side, info in sides.items()}
-    magnitude = made["magnitude"].reshape(-1) if "magnitude" in made else None
-    return LowRank(made["A"], made["B"] if scale == 1 else made["B"] * scale, magnitude)
+    made = {side: _stored(file, mapped, f"{module}.lora_{side}", info) for side, info in sides.items()}
+    magnitude = made["magnitude"].float().reshape(-1) if "magnitude" in made else None
+    return LowRank(made["A"], made["B"], scale, magnitude)
 
 
-def _numbers(file: Path, mapped: Tensor, name: str, info: TensorInfo) -> Tensor:
+def _stored(file: Path, mapped: Tensor, name: str, info: TensorInfo) -> Tensor:
     from toolkit.artifacts.weight_files.mapped import view_tensor
 
-    found = view_tensor(mapped, info).float()
-    # a sum takes half the time; of large numbers it may overflow
+    found = view_tensor(mapped, info)
+    # a sum takes a tenth of the time; of large numbers it may overflow
     if not math.isfinite(found.sum().item()) and not found.isfinite().all():
         raise ToolkitError(f"{file}: {name}: expected finite numbers, found NaN or infinity; train or save it again")
     return found
@@ -348,8 +391,8 @@ def _split(target: StoredTensor, pair: LowRank) -> dict[str, LowRank]:
 
     found = {}
     lengths = {} if pair.magnitude is None else dict(split_parts(target, pair.magnitude))
-    for name, rows in split_parts(target, pair.b):
+    for name, rows in split_parts(target, pair.stored_b):
         magnitude = lengths.get(name)
         assert isinstance(rows, Tensor) and not (magnitude is not None and not isinstance(magnitude, Tensor))
-        found[name] = LowRank(pair.a, rows, magnitude)
+        found[name] = replace(pair, stored_b=rows, magnitude=magnitude)
     return found

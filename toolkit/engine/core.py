@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Any
 from toolkit.engine.adapters import Adapters
 from toolkit.engine.admission import longest_request
 from toolkit.engine.cache.block_manager import BlockManager
-from toolkit.engine.cache.kept.keeper import Keeper
-from toolkit.engine.cache.kept.moving import Moving
-from toolkit.engine.cache.kept.shelf import Shelf
 from toolkit.engine.cache.memory import CacheMemory
 from toolkit.engine.cache.told import Listener, Told
 from toolkit.engine.drafts.choose import speculator
@@ -32,6 +29,9 @@ from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
+    from toolkit.engine.cache.kept.keeper import Keeper
+    from toolkit.engine.cache.kept.moving import Moving
+    from toolkit.engine.cache.kept.shelf import Shelf
     from toolkit.runners.base import Runner
 
 log = logging.getLogger(__name__)
@@ -80,6 +80,8 @@ class EngineCore:
         self.moving = moving
         keeper = None
         if shelf is not None or moving is not None:
+            from toolkit.engine.cache.kept.keeper import Keeper
+
             lender = None if moving is None else moving.lender(runner, self.blocks)
             keeper = Keeper(shelf, runner, self.blocks, lender)
         self.scheduler = Scheduler(self.blocks, options, rows, keeper)

@@ -7,10 +7,6 @@ from dataclasses import dataclass, field
 from toolkit.configs.speculative import Speculation
 from toolkit.configs.unmasking import Unmasking
 
-# Objects that may be new before a process that holds an engine alone looks for garbage. At Python's 700 it does so in
-# every step of many requests, and after a thousand such steps among all that was loaded: 0.15 s without a token.
-YOUNG = 10_000
-
 
 @dataclass(frozen=True)
 class EngineOptions:

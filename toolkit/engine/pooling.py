@@ -80,10 +80,10 @@ def _layer(
     return y.astype(np.float32)
 
 
-def check_pooling(wanted: str) -> None:
-    """Raise UsageError for a name that is none."""
+def check_pooling(wanted: str, option: str = "pooling") -> None:
+    """Raise UsageError for a name that is none. ``option``: where it was given."""
     if wanted not in ("auto", *POOLINGS):
-        raise UsageError(f"pooling: expected auto, {' or '.join(POOLINGS)}, found {wanted!r}")
+        raise UsageError(f"{option}: expected auto, {', '.join(POOLINGS)}, found {wanted!r}")
 
 
 def open_head(directory: Path, wanted: str = "auto") -> Head:

@@ -15,11 +15,11 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 from toolkit.engine.cache.block_manager import BlockManager, blocks_for
 from toolkit.engine.cache.coming import Coming
 from toolkit.engine.cache.followers import Followers
-from toolkit.engine.cache.kept.keeper import Keeper
 from toolkit.engine.cache.prefix import extend_keys
 from toolkit.engine.cache.told import Told
 from toolkit.engine.options import EngineOptions
@@ -27,6 +27,9 @@ from toolkit.engine.pace import ALONE, HASTY, SERVED, SHARED, Pace
 from toolkit.engine.plan import Plan, side_by_side
 from toolkit.engine.sequence import Sequence
 from toolkit.engine.turns import LEAST_TOKENS, PATIENCE, Group, Held, Round, Waiting, group_of, split, turn
+
+if TYPE_CHECKING:
+    from toolkit.engine.cache.kept.keeper import Keeper
 
 SIDE_BY_SIDE = 8  # prompts of a user that are begun while those begun before them use up the budget
 NEW = (-1, 0)  # of a user whose prompts have had no turn

@@ -23,6 +23,8 @@ from toolkit.eval.tasks import CITIES, PEOPLE
 Kind = Literal["passkey", "needle"]
 ANSWER = {"passkey": 16, "needle": 64}  # tokens that an answer may take
 SPARE = 4  # tokens: where template and text meet they may be cut otherwise
+ENDS = (".", "!", "?")
+NEAR = 0.05  # of the text: so far from its depth a needle may stand, to be between two sentences
 LEAST = 64  # tokens of text, at least: less holds nothing to look for
 TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you "
@@ -89,24 +91,34 @@ def passkey(encode: Encode, room: int, depth: float, draw: random.Random) -> Que
 
 
 def needle(encode: Encode, text: str, room: int, depth: float, draw: random.Random) -> Question:
-    """A question of at most ``room`` tokens, about a sentence between those of ``text``, which is repeated if short."""
+    """A question of at most ``room`` tokens, about a sentence in ``text``, which begins with a sentence of it, ends
+    where the room does, and is repeated if short."""
     who, thing = draw.choice(PEOPLE), draw.choice(THINGS)
     city = draw.choice([name for name in CITIES if name not in text] or list(CITIES))
     told = f"{who} hid the {thing} in {city}."
-    sentences = re.split(r"(?<=[.!?])\s+", text.strip())
-    first = draw.randrange(len(sentences))
-    sentences = sentences[first:] + sentences[:first]
+    words = re.findall(r"\S+\s*", f"{text.strip()}\n")
+    begins = [i for i in range(len(words)) if words[i - 1].rstrip().endswith(ENDS)] or [0]
+    first = draw.choice(begins)
+    words = words[first:] + words[:first]
 
     def written(count: int) -> str:
-        before = round(count * depth / 100)
-        taken = [sentences[i % len(sentences)] for i in range(count)]
-        book = " ".join([*taken[:before], told, *taken[before:]])
+        taken = [words[i % len(words)] for i in range(count)]
+        before = _between(taken, depth)
+        book = f"{''.join(taken[:before])}{told} {''.join(taken[before:])}".rstrip()
         return (
             "Answer the question about this document, concisely, and of nothing else.\n"
             f"The document:\n{book}\n\nThe question: In which city did {who} hide the {thing}?"
         )
 
     return Question(written(_fitting(encode, written, room, room)), told, city)
+
+
+def _between(words: Sequence[str], depth: float) -> int:
+    """Where a sentence may stand at ``depth`` percent: between others, or where none is near, between any two words."""
+    wanted = len(words) * depth / 100
+    places = [0, len(words), *(i for i in range(1, len(words)) if words[i - 1].rstrip().endswith(ENDS))]
+    nearest = min(places, key=lambda place: abs(place - wanted))
+    return nearest if abs(nearest - wanted) <= len(words) * NEAR else round(wanted)
 
 
 def _fitting(encode: Encode, written: Callable[[int], str], most: int, room: int) -> int:
@@ -139,6 +151,11 @@ def score(kind: Kind, answer: str, question: Question) -> float:
     return 100.0 if question.keyword in answer else 20.0 * likeness(answer, question.hidden)
 
 
+def _check_lengths(grid: Grid, least: int) -> None:
+    if (length := min(grid.lengths)) < least:
+        raise UsageError(f"--lengths {length}: expected {least} tokens or more, of prompt, template and answer")
+
+
 def search(kind: Kind, model: Asked, grid: Grid, text: str = "") -> Iterator[dict[str, Any]]:
     """Of each length and depth {"length", "depth", "rounds", "score", "found", "tokens", "seconds"}: the mean score, 0
     to 100, how many rounds had it, the longest prompt's tokens with its template, and the time.
@@ -146,11 +163,11 @@ def search(kind: Kind, model: Asked, grid: Grid, text: str = "") -> Iterator[dic
     ``text``: what needles are hidden in. Raises UsageError for a length without room, ToolkitError where the model
     fails.
     """
+    least = ANSWER[kind] + LEAST + len(model.encode(TASK + QUIZ))
+    _check_lengths(grid, least)  # before a prompt that the shortest does not hold
     (_, bare), *_ = model.answer(["."], 1)
     extra = bare - len(model.encode("."))  # what the template takes
-    for length in grid.lengths:
-        if (least := extra + ANSWER[kind] + LEAST + len(model.encode(TASK + QUIZ))) > length:
-            raise UsageError(f"--lengths {length}: expected {least} tokens or more, of prompt, template and answer")
+    _check_lengths(grid, extra + least)
     for length, depth in grid.cells:
         room = length - extra - ANSWER[kind] - SPARE
         draws = [random.Random(f"{kind} {grid.seed} {length} {depth:g} {i}") for i in range(grid.rounds)]

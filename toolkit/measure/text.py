@@ -10,8 +10,8 @@ HELDOUT = "heldout"
 
 
 def heldout_text(tokens: int | None = None) -> str:
-    """The held-out text that the package ships; see its source in docs/quantization.md. Where no more than its first
-    ``tokens`` are wanted, a beginning that has them in any vocabulary."""
+    """The held-out text that the package ships; its source is in docs/figures/quantization.md. Where no more than its
+    first ``tokens`` are wanted, a beginning that has them in any vocabulary."""
     text = Path(__file__).with_name("heldout.txt").read_text(encoding="utf-8")
     return text if tokens is None else text[: 16 * tokens]
 

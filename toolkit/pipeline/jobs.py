@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections.abc import Generator, Iterator, Sequence
@@ -121,6 +120,8 @@ class JobRunner:
 
     async def gather(self, jobs: Sequence[Job]) -> list[Response]:
         """All answers, in the order of ``jobs``, for asyncio. Cancelling it stops what still runs."""
+        import asyncio
+
         tasks = {i: asyncio.ensure_future(self._answer(jobs[i])) for i in _longest_first(jobs)}
         try:
             await asyncio.gather(*tasks.values())

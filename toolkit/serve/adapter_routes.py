@@ -72,6 +72,10 @@ async def load_lora_adapter(raw: Request) -> HttpResponse:
 async def unload_lora_adapter(raw: Request) -> HttpResponse:
     allowed(raw, "adapter_dir")
     state, request, _ = await parse(raw, UnloadAdapterRequest)
+    if request.lora_name not in state.adapters:
+        there = ", ".join(state.adapters) or "none"
+        told = f"lora_name: there is no adapter {shown(request.lora_name)}; there is {there}"
+        raise ApiError(404, told, param="lora_name", code="adapter_not_found")
     try:
         await asyncio.to_thread(unload, state, request.lora_name)
     except ToolkitError as e:
@@ -119,6 +123,8 @@ class Watch:
     def look(self) -> None:
         """Load what is new, unload what is gone. A name that a client has unloaded stays so while its folder stays."""
         found = {path.parent.name: path.parent for path in sorted(self._folder.glob(f"[!.]*/{MARK}"))}
+        for name in self._bad.keys() - found.keys():  # what comes back under the name is tried anew
+            del self._bad[name]
         for name in self._known - found.keys():
             self._known.discard(name)
             if name in self._state.adapters:

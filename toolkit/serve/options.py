@@ -153,6 +153,10 @@ class ServerSettings:
         self._check_media()
         if self.weight_updates_path is not None and not self.enable_weight_updates:
             raise UsageError("--weight-updates-path: only with --enable-weight-updates; name it too")
+        if self.adapter_dir is not None and not self.adapter_dir.is_dir():
+            raise UsageError(
+                f"{spelled('adapter_dir')} {self.adapter_dir}: no such directory; make it, or name another"
+            )
         Proxies(self.trusted_proxy)
         if not 0.01 <= self.key_share <= 1:
             raise UsageError(f"{spelled('key_share')}: expected 0.01 to 1, found {self.key_share:g}")

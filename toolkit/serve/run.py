@@ -276,7 +276,7 @@ def check(settings: ServerSettings, chat_template: ChatTemplateConfig | str | No
     """Raise UsageError for what no application can be made of, before a model is loaded."""
     settings.check()
     ChatTemplate.check(chat_template)
-    check_pooling(settings.pooling)
+    check_pooling(settings.pooling, "--pooling")
     Formats.check(settings.tool_call_parser, settings.reasoning_parser)
     choose_defaults(settings.generation_config, None)
 

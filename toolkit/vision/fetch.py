@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -97,6 +96,8 @@ def _ask(
     connection = http.client.HTTPConnection(host, port)
     stream = socket.create_connection(address, _left(until))
     if parts.scheme == "https":
+        import ssl
+
         stream = ssl.create_default_context().wrap_socket(stream, server_hostname=host)
     with stream, _cut_off(stream, _left(until)):
         connection.sock = stream

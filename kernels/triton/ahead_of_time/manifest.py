@@ -262,6 +262,7 @@ CLAIMS: dict[str, frozenset[str]] = {
     "fp4_expand_kernel": frozenset({"stores"}),
     "few": frozenset({"vector", "shared vector", "async vector", "mma", "no conversion"}),
     "tile": frozenset({"shared vector", "async vector", "mma", "lop3", "no conversion"}),
+    "ahead": frozenset({"shared vector", "async vector", "mma", "lop3", "no conversion"}),
     "expand": frozenset({"vector", "stores", "no conversion"}),
 }
 WGMMA_ROWS = 64  # of a tile, from which on a kernel with products must show wgmma where there is such a thing

@@ -206,7 +206,9 @@ def attend_kernel(
     head = tl.program_id(0) % heads
     sequence = tl.load(item)
     first_row, tokens, first_position = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-    first_key, end_key, part = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6).to(tl.int64)
+    first_key, end_key = tl.load(item + 4), tl.load(item + 5)
+    if ROWS < 64:
+        part = tl.load(item + 6).to(tl.int64)
     if sequence < 0:
         return
     m_index = tl.arange(0, ROWS)
@@ -263,6 +265,8 @@ def attend_kernel(
     elif FORM != "float":
         low *= v_scale
     COLS: tl.constexpr = V_COLS * 2 if PAIRS else V_COLS
+    if ROWS >= 64:  # not before: loops of many rows want the registers
+        part = tl.load(item + 6).to(tl.int64)
     if part < 0:
         first = (first_row + token).to(tl.int64) * (heads * GROUP) + query_head
         write_result(out, sinks, low, high, m, denominator, first, query_head, valid, HEAD_DIM, COLS, FORM, SINKS)

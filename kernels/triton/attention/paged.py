@@ -2,7 +2,7 @@
 
 One program has a tile of new tokens with all query heads of one key head as its rows (Ainslie et al., "GQA", 2023), and
 walks over a range of keys. Where a tile has several ranges, a second launch merges their partial results in order.
-Eight bits fit the mantissa of fp16, not all of bf16's: with bf16 activations keys are multiplied in fp16 by queries
+Codes fit the mantissa of fp16, not all of bf16's: with bf16 activations keys are multiplied in fp16 by queries
 scaled to 1 (heads of up to 128, while decoding all), values in fp16 by weights, which scales of at least 2^-14 keep
 within its range.
 """
@@ -101,12 +101,11 @@ class _Form:
 
 def _form(name: str, dtype: torch.dtype, dim: int) -> _Form:
     dot, half = dot_dtype(dtype), dtype == torch.bfloat16
-    if name == "int4":
-        return _Form(name, (0.75, 0.5), 4, 2, dot, dot, False)
     if name == "float":
         return _Form(name, (dtype.itemsize, dtype.itemsize), 1, 1, dot, dot, False)
     scaled = half and dim <= 128  # scaled queries of longer heads would not fit the registers
-    return _Form(name, (1, 1), 1, 1, tl.float16 if scaled else dot, tl.float16 if half else dot, scaled)
+    element, k_parts, v_parts = ((0.75, 0.5), 4, 2) if name == "int4" else ((1, 1), 1, 1)
+    return _Form(name, element, k_parts, v_parts, tl.float16 if scaled else dot, tl.float16 if half else dot, scaled)
 
 
 def _in_pairs(form: _Form, rows: int, dim: int, q: Tensor) -> _Form:
@@ -152,7 +151,8 @@ def _choice(kind: str, rows: int, dim: int, form: _Form, q: Tensor) -> dict[str,
 def _registers(
     kind: str, dim: int, form: _Form, choice: dict[str, int], q: Tensor, sinks: bool, alibi: bool
 ) -> int | None:
-    """A thread's at most: what three blocks of decoding leave it, or four; None: what the assembler thinks best.
+    """A thread's at most: what three blocks of decoding leave it, or four, before compute capability 9.0 what two of
+    prompts with short heads; None: what the assembler thinks best.
 
     Left to itself it spills some to fit a fourth block of long heads, for which shared memory rarely has room. It has
     for codes in pairs, whose loop then just fits with bf16 and without ALiBi. From compute capability 10 on another
@@ -160,11 +160,15 @@ def _registers(
     """
     if "registers" in choice:
         return choice["registers"]
+    if capability_of(q.device) < 90 and kind != "decode":
+        return 128 if dim <= 64 and choice["warps"] == 8 and not form.name.startswith("int") else 255
     decodes = kind == "decode" and choice["warps"] == 4 and choice["keys"] <= 64
     if capability_of(q.device) >= 100:
         return 128 if decodes and dim <= 64 and sinks and form.name == "float" else None
     if decodes and form.pairs:
         return 128 if FOUR_BLOCKS and form.scaled and not alibi else 168
+    if decodes and dim <= 64 and form.name == "int4" and FOUR_BLOCKS and capability_of(q.device) >= 90:
+        return 112  # left to itself it spills for a fifth block
     return 168 if decodes and dim > 64 else None
 
 

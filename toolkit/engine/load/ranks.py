@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from toolkit.configs.engine import EngineConfig, TurbomindEngineConfig
 from toolkit.errors import UsageError
 from toolkit.parallel.layout import WORLD_SIZE, Layout
-from toolkit.parallel.nodes import Nodes, key
+
+if TYPE_CHECKING:  # what joins machines is imported where there are some
+    from toolkit.parallel.nodes import Nodes
 
 
 def layout_of(config: EngineConfig) -> Layout:
@@ -33,6 +36,8 @@ def nodes_of(config: EngineConfig, layout: Layout) -> Nodes | None:
         if config.nnodes > 1:
             raise UsageError(f"nnodes={config.nnodes}: expected tp, pp or dp above 1 to lay out over so many machines")
         return None
+    from toolkit.parallel.nodes import Nodes
+
     address = config.dist_init_addr
     if config.master_addr is not None or config.master_port is not None:
         if address is not None:
@@ -60,6 +65,8 @@ def check(config: EngineConfig) -> None:
         instead = "leave the rest out, or use PytorchEngineConfig (--backend pytorch)"
         raise UsageError(f"{layout}{by}: turbomind splits by tp alone, and starts its ranks by itself; {instead}")
     if nodes is not None:  # told now, and not when the model has been opened
+        from toolkit.parallel.nodes import key
+
         nodes.ranks(layout.world)
         key()
 

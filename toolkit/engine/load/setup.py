@@ -175,15 +175,16 @@ def _adapter_path(name: str, where: str) -> Path:
     """The local directory of an adapter, fetched from the hub where it is no path."""
     from toolkit.artifacts.source import is_hub_id, resolve_model
 
-    if not Path(where).expanduser().exists() and not is_hub_id(where):
-        raise UsageError(f"adapters: {name}: {where}: no such directory, and not a hub id (owner/name)")
+    path = Path(where).expanduser()
+    if not path.exists() and not is_hub_id(where):
+        given = where if where == name else f"{name}: {where}"  # a bare path is its own name
+        raise UsageError(f"adapters: {given}: no such directory, and not a hub id (owner/name)")
+    if path.is_file():
+        raise UsageError(f"adapters: {name}: expected a directory or hub id, found the file {where}")
     try:
-        path = resolve_model(where)
+        return resolve_model(where)
     except ToolkitError as e:
         raise type(e)(f"adapters: {name}: {e}") from e
-    if not path.is_dir():
-        raise UsageError(f"adapters: {name}: expected a directory or hub id, found the file {where}")
-    return path
 
 
 def tokenizer_dir(path: Path) -> Path:

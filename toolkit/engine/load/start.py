@@ -10,14 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from toolkit.base import extras
+from toolkit.configs.moving import EngineRole
 from toolkit.engine.core import EngineCore
 from toolkit.engine.drafts.draft import Draft
 from toolkit.engine.load import ranks
 from toolkit.engine.load.draft import OpenDraft, means_eagle, means_head, open_draft
 from toolkit.engine.load.head import OpenHead, open_head
-from toolkit.engine.load.kept import adapter_digests, open_shelf
 from toolkit.engine.load.memory_plan import MemoryPlan
-from toolkit.engine.load.moving import open_moving
 from toolkit.engine.load.mtp import OpenMtp, open_eagle_layer, open_mtp_layer
 from toolkit.engine.load.runner import new_weights, open_for, to_split
 from toolkit.engine.load.setup import Facts, Progress, Setup
@@ -31,6 +30,8 @@ from toolkit.runners.base import Runner, RunnerError
 
 if TYPE_CHECKING:
     from toolkit.artifacts.text.tokenizer import Tokenizer
+    from toolkit.engine.cache.kept.moving import Moving
+    from toolkit.engine.cache.kept.shelf import Shelf
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +86,7 @@ def _start(
     except RunnerError as e:
         advice = "a smaller --cache-max-entry-count or --session-len may help"
         raise ToolkitError(f"{setup.path}: the {runner.name} runner cannot start: {e}; {advice}") from e
-    shelf, moving = open_shelf(setup, runner, progress), open_moving(setup, runner, progress)
-    adapters = () if shelf is None and moving is None else adapter_digests(setup)
+    shelf, moving, adapters = _open_elsewhere(setup, runner, progress)
     core = EngineCore(
         runner,
         EngineOptions(
@@ -117,6 +117,19 @@ def _start(
     named = runner.name, runner.backend, runner.device, runner.dtype
     moves = () if moving is None else (moving.id, moving.address, moving.tls is not None, moving.in_common)
     return core, Facts(memory, why, "; ".join(runner.notes), *named, runner.spec.vocab_size, config.blind, *moves)
+
+
+def _open_elsewhere(
+    setup: Setup, runner: Runner, progress: Progress
+) -> tuple[Shelf | None, Moving | None, tuple[str, ...]]:
+    """What keeps blocks beside the cache, what hands them over, and what tells each adapter's blocks from others'."""
+    if setup.config.kv_cache_dir is None and setup.config.role == EngineRole.Hybrid:
+        return None, None, ()  # and nothing of it is imported
+    from toolkit.engine.load.kept import adapter_digests, open_shelf
+    from toolkit.engine.load.moving import open_moving
+
+    shelf, moving = open_shelf(setup, runner, progress), open_moving(setup, runner, progress)
+    return shelf, moving, () if shelf is None and moving is None else adapter_digests(setup)
 
 
 def lend(setup: Setup, progress: Progress) -> None:

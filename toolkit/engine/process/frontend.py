@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
@@ -11,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -40,6 +39,9 @@ from toolkit.engine.text.stream import Asked, RequestStream
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.runners.base import Backend
+
+if TYPE_CHECKING:
+    import asyncio
 
 log = logging.getLogger(__name__)
 SCORED = GenerationConfig(max_new_tokens=1, prompt_logprobs=0)  # what a request asks for whose prompt alone is scored
@@ -194,6 +196,8 @@ class AsyncEngine:
     ) -> AsyncGenerator[Response, None]:
         """Deltas of one generation; the last one has a finish_reason, "error" with a message where it failed. Leaving
         the iteration early aborts the request. ``more``: fields of ``Asked``."""
+        import asyncio  # what generates without a loop does without it
+
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
 

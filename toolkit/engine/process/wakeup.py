@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # not for one answer in a terminal
+    import asyncio
 
 
 class Bell:

@@ -15,12 +15,11 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from toolkit.base import child_process
+from toolkit.base import child_process, garbage
 from toolkit.base.json_lines import JsonLines
 from toolkit.engine.core import INTAKE_SECONDS, EngineCore
 from toolkit.engine.load.setup import Setup
 from toolkit.engine.load.start import start
-from toolkit.engine.options import YOUNG
 from toolkit.engine.process import records
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.pictures import Picture
@@ -37,6 +36,7 @@ GATHER_SECONDS = 0.01  # tokens of steps that are shorter go together: on a CPU 
 def main(fd: int) -> None:
     """Open what the first message says, then run requests until the other end closes."""
     child_process.ignore(signal.SIGINT, signal.SIGTERM)
+    garbage.look_seldom()
     with Connection(fd) as pipe, suppress(EOFError, BrokenPipeError, ConnectionResetError):
         for name in NEEDED:
             importlib.import_module(name)
@@ -47,7 +47,7 @@ def main(fd: int) -> None:
         logging.basicConfig(level=first["log_level"], handlers=[handler])
         core = _open(pipe, first["setup"])
         if core is not None:
-            gc.set_threshold(YOUNG)
+            gc.freeze()  # what was loaded stays: to look through it all takes 0.1 s
             try:
                 _serve(pipe, core)
             except RunnerLost as e:

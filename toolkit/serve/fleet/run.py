@@ -42,7 +42,7 @@ def serve(
     only_lead(engine_config, "a server of several models")
     check_traces(settings.otlp_traces_endpoint)
     ChatTemplate.check(chat_template)
-    check_pooling(settings.pooling)
+    check_pooling(settings.pooling, "--pooling")
     budget = None if settings.memory is None else read_size("--memory", settings.memory)
     found = listed(models, settings.models_dir, settings.alias)
     key = secrets.token_hex(16)

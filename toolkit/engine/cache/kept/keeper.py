@@ -40,13 +40,14 @@ FLUSH_SECONDS = 5.0
 
 @dataclass
 class Fetch:
-    """Blocks on their way for a request. ``todo``: those that nobody reads yet; ``refused``: how many the source had
-    refused before."""
+    """Blocks on their way for a request, that has ``first`` of its blocks and is to have ``last``. ``todo``: those that
+    nobody reads yet; ``refused``: how many the source had refused before."""
 
     seq: Sequence
     source: Source
     todo: deque[Block]
-    tokens: int
+    first: int
+    last: int
     refused: int
     reads: deque[tuple[Block, Future[memoryview | None]]] = field(default_factory=deque)
 
@@ -174,7 +175,7 @@ class Keeper:
         lacking = [(g, j) for g, j in wanted if pools[g].find(seq.keys[j]) is None]
         lacking.sort(key=lambda at: (self._blocks.windows[at[0]] is None, at[1]))  # without a state all is in vain
         todo = deque(block_of(seq, g, j, self._size) for g, j in lacking)
-        fetch = Fetch(seq, source, todo, (best - hit) * self._size, source.counts.refused)
+        fetch = Fetch(seq, source, todo, hit, best, source.counts.refused)
         self._fetches[seq.id] = fetch
         self._blocks.keep_cached(fetch.name, [(g, seq.keys[j]) for g, j in wanted])
         self._read(fetch)
@@ -237,10 +238,12 @@ class Keeper:
                 read.cancel()
         fetch.seq.fetches += 1
         self._arrived.append(fetch)
-        if whole and fetch.source is self._shelf:
-            self.hit_tokens += fetch.tokens
-        elif whole:
-            self.moved_tokens += fetch.tokens
+        has = fetch.last if whole else self._blocks.match(fetch.seq.keys, fetch.last * self._size)
+        tokens = max(0, has - fetch.first) * self._size
+        if fetch.source is self._shelf:
+            self.hit_tokens += tokens
+        else:
+            self.moved_tokens += tokens
 
     # -- the whole ------------------------------------------------------------------------------
 
