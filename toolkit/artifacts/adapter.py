@@ -174,7 +174,8 @@ def _by_module(
     pairs = _pairs(file, next(file_headers([file]))[1])
     _check_promised(path / CONFIG, file, scaling, pairs)
     mapped = map_file(file)
-    alone = {item.parts[0].name: item for item in modules.values() if len(item.parts) == 1}
+    alone = {x.name: x for item in modules.values() for x in item.alone()}
+    alone |= {item.parts[0].name: item for item in modules.values() if len(item.parts) == 1}  # as merging needs them
     for module, sides in pairs.items():
         target = modules.get(module) or modules.get(_as_stored(module, modules)) or alone.get(_as_computed(module))
         stack = None
@@ -184,8 +185,8 @@ def _by_module(
             rank = sides["A"].shape[0] // len(stack.parts)
             _check_rank(file, module, rank, most)
             pair = _load(file, mapped, module, sides, _scale(path / CONFIG, scaling, stack.name, rank))
-            for name, a, b in stack.split(pair.a, pair.b):
-                yield alone[name], LowRank(a, b)
+            for name, a, b in stack.split(pair.stored_a, pair.stored_b):
+                yield alone[name], LowRank(a, b, pair.scale)
             continue
         if target is None:
             known = stack is not None or module in _modules(spec, stored, wide=True)

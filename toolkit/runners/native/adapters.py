@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.adapter import Change
     from toolkit.runners.native.program import Program
 
+log = logging.getLogger(__name__)
 ABSENT = PackedTensor(np.zeros(0, np.uint8), PackedMeta(VECTOR, 0))
 Slots = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -47,6 +49,7 @@ def pack_adapter(changes: Mapping[str, Change], spec: DecoderSpec, program: Prog
     from toolkit.runners.native.packing.pack import pack_alike, pack_dense
 
     kind = getattr(torch, dtype)
+    _warn_of_scaled_rows(changes, program)
     tensors: list[PackedTensor] = []
     low: dict[int, torch.Tensor] = {}  # by their places in ``tensors``
     pairs: dict[int, Pair] = {}
@@ -73,6 +76,22 @@ def pack_adapter(changes: Mapping[str, Change], spec: DecoderSpec, program: Prog
     for place, tensor in zip(low, _together(pack_alike(list(low.values()), kind)), strict=True):
         tensors[place] = tensor
     return PackedAdapter(np.array([program.sites[name] for name in changes], np.int32), tuple(tensors))
+
+
+def _warn_of_scaled_rows(changes: Mapping[str, Change], program: Program) -> None:
+    """Of DoRA beside 4 bits, before which inputs, and rows with them, are often scaled."""
+    from toolkit.artifacts.adapter import LowRank
+
+    for name, change in changes.items():
+        base = program.bases.get(name)
+        four = base is not None and base.meta.kind == INT and base.meta.bits == 4
+        if four and isinstance(change, LowRank) and change.magnitude is not None:
+            log.warning(
+                "use_dora: an adapter's magnitudes are lengths of the float model's rows, which weights of 4 bits have "
+                "not where inputs were scaled before rounding (AWQ, --load-format int4): its answers may be nonsense; "
+                "merge it into the float model (tool lite merge), and quantize that"
+            )
+            return
 
 
 def _together(tensors: Sequence[PackedTensor]) -> list[PackedTensor]:
