@@ -171,6 +171,23 @@ void linear_narrow(const Matrix& w, const Rows& in, int64_t count, int64_t t0, i
     if constexpr (N > 1) linear_narrow<N / 2>(w, in, count, t0 + N * run, t1, to, later);
 }
 
+// One token by tiles of one short group without scales, as an adapter's B is beside a row: a tile takes a few products, fewer than
+// the narrow kernel needs around them.
+bool in_short(const Matrix& w, int64_t count) { return count == 1 && w.dtype == ONES && w.group == w.cols; }
+
+void linear_short(const Matrix& w, const Rows& in, int64_t t0, int64_t t1, const Store& to) {
+    const int64_t bytes = w.tile_bytes();
+    const I start = iset1(-rest8<false>() * in.sum[0]);
+    const F scale = fset1(in.scale[0]);
+    const uint8_t* at = w.data + t0 * bytes;
+    for (int64_t tile = t0; tile < t1; tile++, at += bytes) {
+        I d = start;
+        for (int64_t k = 0; k < w.group; k += 16)
+            TK_EACH(j, 4, d = dot4(d, codes8(bload(at + k * 16 + 64 * j)), bset4(in.q + k + 4 * j)););
+        store_tile(to, 0, tile, fma(f_of(d), scale, fzero()));
+    }
+}
+
 // fn(number) with how many tiles are read side by side at most on this processor
 template <class Fn>
 void side_by_side(Fn&& fn) {
@@ -215,6 +232,7 @@ void linear_int(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int6
 #if defined(TK_SHORT_SUMS)
     if (in_split(w, count)) return linear_split(w, nullptr, in, count, t0, t1, to, scratch);
 #endif
+    if (in_short(w, count)) return linear_short(w, in, t0, t1, to);
     if (in_pairs(w, count)) return linear_pairs(w, in, count, t0, t1, to, scratch);
     LaterAhead later(to, (t1 - t0) * w.groups());
     side_by_side([&](auto n) { linear_narrow<n>(w, in, count, t0, t1, to, later); });

@@ -210,6 +210,21 @@ struct RoundRun {
     float* errors;       // [rows]: the sum of sizes * (what codes stand for / columns - w)^2; not where turned or divided
 };
 
+// A matrix of an adapter to codes of 8 bits, in tiles. The columns are in the order of a linear's input and have a step for each row's
+// group, a bfloat16 no less than max|x| / 127, as an INT matrix has them; or, where there are `steps`, each has one, of max|x| / 127, and
+// the codes are those of a matrix with ONES. Codes are x * (1 / step), rounded, + 128.
+// Both sides are filled up with zeros.
+struct CodeRun {
+    const void* x;        // [rows][cols]
+    const int32_t* perm;  // column k is perm[k] of x; null = itself, as with `steps`
+    uint8_t* codes;
+    float* steps;  // [pad16(cols)]
+    int64_t rows, cols;
+    float factor;  // of x, with `steps`
+    float error;   // comes back: by how much codes differ from x, root mean square, of that of x; no number where x is not finite
+    int32_t dtype, group;
+};
+
 // The sum of squares of each row of a weight, a column's counted `sizes` times; columns are a multiple of 16.
 struct SquaresRun {
     const void* w;  // [rows][cols]
@@ -251,6 +266,7 @@ struct Ops {
                      int32_t* sum);
     // rows [r0, r1) of a weight; scratch: a row of floats
     void (*round_rows)(const RoundRun& r, int64_t r0, int64_t r1, float* scratch);
+    void (*code_rows)(CodeRun& r);
     // rows [r0, r1)
     void (*squares)(const SquaresRun& r, int64_t r0, int64_t r1);
     // groups [g0, g1)

@@ -23,6 +23,7 @@ void linear_back(const Matrix& w, const Rows& in, int64_t count, int64_t t0, int
 void quantize(const float* x, const int32_t* perm, int64_t group, int64_t g0, int64_t g1, int8_t* q, float* scale,
               int32_t* sum);
 void round_rows(const RoundRun& r, int64_t r0, int64_t r1, float* scratch);
+void code_rows(CodeRun& r);
 void squares(const SquaresRun& r, int64_t r0, int64_t r1);
 void fit_scales(const FitRun& r, int64_t g0, int64_t g1);
 void rms_norm(const float* x, const float* w, int64_t n, float eps, float* out);

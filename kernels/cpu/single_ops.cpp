@@ -80,6 +80,13 @@ TK_EXPORT int tk_op_squares(const char* isa, const tk::SquaresRun* r, int64_t th
     return !ops;
 }
 
+// So many matrices by so many threads.
+TK_EXPORT int tk_op_code_rows(const char* isa, tk::CodeRun* runs, int64_t count, int64_t threads) {
+    const tk::Ops* ops = find(isa);
+    if (ops) split(threads, count, 1, [&](int64_t i, int64_t) { ops->code_rows(runs[i]); });
+    return !ops;
+}
+
 // All groups by so many threads.
 TK_EXPORT int tk_op_fit_scales(const char* isa, const tk::FitRun* r, int64_t threads) {
     const tk::Ops* ops = find(isa);

@@ -82,7 +82,7 @@ def trained(model: Path, folder: Path, form: dict[str, Any], ids: list[int]) -> 
     [(f, "plain") for f in FAMILIES]
     + [("llama", f) for f in FORMS if f not in ("plain", "stacked experts")]
     + [(f, "stacked experts") for f in MOES]
-    + [(f, "plain") for f in ("mixtral", "hunyuan_v1_moe", "hy_v3")],
+    + [(f, "plain") for f in ("mixtral", "hunyuan_v1_moe", "hy_v3", "lara_mini")],
 )
 def test_equals_peft(family: str, form: str, tiny_models: Any, support: Any, tmp_path: Path) -> None:
     assert get(family) is not None

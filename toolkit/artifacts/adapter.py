@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -83,12 +83,25 @@ class _Scaling:
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to a linear: ``b @ a``. ``a``: float32 [rank, in]; ``b``: float32 [out, rank], scaled.
-    ``magnitude``: float32 [out], how long the rows of the sum are made (DoRA); None = as they are."""
+    """What an adapter adds to a linear: ``b @ a``. ``stored_a`` [rank, in] and ``stored_b`` [out, rank]: as the file
+    has them, perhaps in its mapped memory; ``scale``: of their product. ``magnitude``: float32 [out], how long the rows
+    of the sum are made (DoRA); None = as they are."""
 
-    a: Tensor
-    b: Tensor
+    stored_a: Tensor
+    stored_b: Tensor
+    scale: float = 1.0
     magnitude: Tensor | None = None
+
+    @property
+    def a(self) -> Tensor:
+        """float32 [rank, in]."""
+        return self.stored_a.float()
+
+    @property
+    def b(self) -> Tensor:
+        """float32 [out, rank], scaled."""
+        made = self.stored_b.float()
+        return made if self.scale == 1 else made * self.scale
 
 
 @dataclass(frozen=True)
@@ -161,7 +174,8 @@ def _by_module(
     pairs = _pairs(file, next(file_headers([file]))[1])
     _check_promised(path / CONFIG, file, scaling, pairs)
     mapped = map_file(file)
-    alone = {item.parts[0].name: item for item in modules.values() if len(item.parts) == 1}
+    alone = {x.name: x for item in modules.values() for x in item.alone()}
+    alone |= {item.parts[0].name: item for item in modules.values() if len(item.parts) == 1}  # as merging needs them
     for module, sides in pairs.items():
         target = modules.get(module) or modules.get(_as_stored(module, modules)) or alone.get(_as_computed(module))
         stack = None
@@ -171,8 +185,8 @@ def _by_module(
             rank = sides["A"].shape[0] // len(stack.parts)
             _check_rank(file, module, rank, most)
             pair = _load(file, mapped, module, sides, _scale(path / CONFIG, scaling, stack.name, rank))
-            for name, a, b in stack.split(pair.a, pair.b):
-                yield alone[name], LowRank(a, b)
+            for name, a, b in stack.split(pair.stored_a, pair.stored_b):
+                yield alone[name], LowRank(a, b, pair.scale)
             continue
         if target is None:
             known = stack is not None or module in _modules(spec, stored, wide=True)
@@ -184,7 +198,7 @@ def _by_module(
             )
         _check_shapes(file, module, sides, target, most)
         if "whole" in sides:
-            weight = _numbers(file, mapped, module, sides["whole"])
+            weight = _stored(file, mapped, module, sides["whole"]).float()
             yield target, Whole(weight.T if target.transposed else weight)
         else:
             scale = _scale(path / CONFIG, scaling, module, sides["A"].shape[0])
@@ -340,16 +354,16 @@ def _by_pattern(file: Path, field: str, patterns: dict[str, N] | None, module: s
 
 
 def _load(file: Path, mapped: Tensor, module: str, sides: Mapping[str, TensorInfo], scale: float) -> LowRank:
-    made = {side: _numbers(file, mapped, f"{module}.lora_{side}", info) for side, info in sides.items()}
-    magnitude = made["magnitude"].reshape(-1) if "magnitude" in made else None
-    return LowRank(made["A"], made["B"] if scale == 1 else made["B"] * scale, magnitude)
+    made = {side: _stored(file, mapped, f"{module}.lora_{side}", info) for side, info in sides.items()}
+    magnitude = made["magnitude"].float().reshape(-1) if "magnitude" in made else None
+    return LowRank(made["A"], made["B"], scale, magnitude)
 
 
-def _numbers(file: Path, mapped: Tensor, name: str, info: TensorInfo) -> Tensor:
+def _stored(file: Path, mapped: Tensor, name: str, info: TensorInfo) -> Tensor:
     from toolkit.artifacts.weight_files.mapped import view_tensor
 
-    found = view_tensor(mapped, info).float()
-    # a sum takes half the time; of large numbers it may overflow
+    found = view_tensor(mapped, info)
+    # a sum takes a tenth of the time; of large numbers it may overflow
     if not math.isfinite(found.sum().item()) and not found.isfinite().all():
         raise ToolkitError(f"{file}: {name}: expected finite numbers, found NaN or infinity; train or save it again")
     return found
@@ -377,8 +391,8 @@ def _split(target: StoredTensor, pair: LowRank) -> dict[str, LowRank]:
 
     found = {}
     lengths = {} if pair.magnitude is None else dict(split_parts(target, pair.magnitude))
-    for name, rows in split_parts(target, pair.b):
+    for name, rows in split_parts(target, pair.stored_b):
         magnitude = lengths.get(name)
         assert isinstance(rows, Tensor) and not (magnitude is not None and not isinstance(magnitude, Tensor))
-        found[name] = LowRank(pair.a, rows, magnitude)
+        found[name] = replace(pair, stored_b=rows, magnitude=magnitude)
     return found

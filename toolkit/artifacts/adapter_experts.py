@@ -39,7 +39,7 @@ class Stack:
         return {name for linears in self.parts for name, _ in linears}
 
     def split(self, a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(linear, its [r, in], its [out, r]) of ``a`` [experts · r, …] and ``b`` […, r · experts]; ``b`` is scaled."""
+        """(linear, its [r, in], its [out, r]) of ``a`` [experts · r, …] and ``b`` […, r · experts]."""
         count = len(self.parts)
         each_a, each_b = a.view(count, -1, a.shape[1]), b.view(b.shape[0], -1, count)
         for expert, linears in enumerate(self.parts):

@@ -138,9 +138,9 @@ def cut_adapter(adapter: Mapping[str, LowRank], cuts: Mapping[str, Cut]) -> dict
         if cut is None:
             found[name] = pair
         elif cut.axis == "rows":
-            found[name] = LowRank(pair.a, _rows(pair.b, cut))
+            found[name] = replace(pair, stored_b=_rows(pair.stored_b, cut))
         else:
-            found[name] = LowRank(pair.a[:, cut.start : cut.stop].contiguous(), pair.b)
+            found[name] = replace(pair, stored_a=pair.stored_a[:, cut.start : cut.stop].contiguous())
     return found
 
 

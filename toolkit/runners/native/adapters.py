@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +15,15 @@ import numpy as np
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError
 from toolkit.runners.native import library
+from toolkit.runners.native.packing.huge_pages import side_by_side
 from toolkit.runners.native.packing.packed import INT, VECTOR, PackedMeta, PackedTensor, vector
 
 if TYPE_CHECKING:
     from toolkit.artifacts.adapter import Change
     from toolkit.runners.native.program import Program
 
+log = logging.getLogger(__name__)
 ABSENT = PackedTensor(np.zeros(0, np.uint8), PackedMeta(VECTOR, 0))
-_LINE = 64
 Slots = np.ndarray[Any, np.dtype[np.int32]]
 
 
@@ -49,6 +49,7 @@ def pack_adapter(changes: Mapping[str, Change], spec: DecoderSpec, program: Prog
     from toolkit.runners.native.packing.pack import pack_alike, pack_dense
 
     kind = getattr(torch, dtype)
+    _warn_of_scaled_rows(changes, program)
     tensors: list[PackedTensor] = []
     low: dict[int, torch.Tensor] = {}  # by their places in ``tensors``
     pairs: dict[int, Pair] = {}
@@ -59,36 +60,46 @@ def pack_adapter(changes: Mapping[str, Change], spec: DecoderSpec, program: Prog
             matrix = turn(change.weight) if reads_turned else change.weight
             tensors += [ABSENT, ABSENT, ABSENT, pack_dense(matrix.to(kind).contiguous()).in_memory()]
             continue
-        a = turn(change.a) if reads_turned else change.a
+        a = turn(change.a) if reads_turned else change.stored_a
         size = ABSENT if change.magnitude is None else vector(change.magnitude.numpy())
         if base is not None and base.meta.kind == INT and change.magnitude is None and name != spec.embed:
-            pairs[len(tensors)] = Pair(a, change.b, base.meta.group, base.perm)
+            pairs[len(tensors)] = Pair(a, change.stored_b, change.scale, base.meta.group, base.perm)
         else:
-            low |= {len(tensors): a.T, len(tensors) + 1: change.b}
+            low |= {len(tensors): a.float().T, len(tensors) + 1: change.b}
         tensors += [ABSENT, ABSENT, size, ABSENT]
     for place, packed in zip(pairs, pack_pairs(list(pairs.values())), strict=True):
         if packed is None:
-            low |= {place: pairs[place].a.T, place + 1: pairs[place].b}
+            pair = pairs[place]
+            low |= {place: pair.a.float().T, place + 1: pair.b.float() * pair.scale}
         else:
             tensors[place : place + 3] = packed
-    for place, tensor in zip(low, pack_alike(list(low.values()), kind), strict=True):
+    for place, tensor in zip(low, _together(pack_alike(list(low.values()), kind)), strict=True):
         tensors[place] = tensor
-    return PackedAdapter(np.array([program.sites[name] for name in changes], np.int32), _together(tensors))
+    return PackedAdapter(np.array([program.sites[name] for name in changes], np.int32), tuple(tensors))
 
 
-def _together(tensors: Sequence[PackedTensor]) -> tuple[PackedTensor, ...]:
-    """The same in one piece of memory, of huge pages where the system has them: a step reads a few KB here and there in
-    every adapter, and a lookup of an ordinary page would cost as much as what is read of it."""
-    places = np.cumsum([0, *(-(-t.data.nbytes // _LINE) * _LINE for t in tensors)])
-    memory = mmap.mmap(-1, max(int(places[-1]), 1))
-    with suppress(OSError):  # a system without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(memory, np.uint8)
-    for tensor, at in zip(tensors, places, strict=False):
-        whole[at : at + tensor.data.nbytes] = tensor.data
-    return tuple(
-        replace(tensor, data=whole[at : at + tensor.data.nbytes]) for tensor, at in zip(tensors, places, strict=False)
-    )
+def _warn_of_scaled_rows(changes: Mapping[str, Change], program: Program) -> None:
+    """Of DoRA beside 4 bits, before which inputs, and rows with them, are often scaled."""
+    from toolkit.artifacts.adapter import LowRank
+
+    for name, change in changes.items():
+        base = program.bases.get(name)
+        four = base is not None and base.meta.kind == INT and base.meta.bits == 4
+        if four and isinstance(change, LowRank) and change.magnitude is not None:
+            log.warning(
+                "use_dora: an adapter's magnitudes are lengths of the float model's rows, which weights of 4 bits have "
+                "not where inputs were scaled before rounding (AWQ, --load-format int4): its answers may be nonsense; "
+                "merge it into the float model (tool lite merge), and quantize that"
+            )
+            return
+
+
+def _together(tensors: Sequence[PackedTensor]) -> list[PackedTensor]:
+    """The same in one piece of memory."""
+    places = side_by_side([t.data.nbytes for t in tensors])
+    for tensor, place in zip(tensors, places, strict=True):
+        place[:] = tensor.data
+    return [replace(tensor, data=place) for tensor, place in zip(tensors, places, strict=True)]
 
 
 class Shelf:

@@ -30,6 +30,7 @@ FAMILIES = (
     "linear_dense",
     "rowwise",
     "round_rows",
+    "code_rows",
     "fit_scales",
     "kv_cache",
     "kv_codes",

@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 35  # tk_version of api.cpp, which says when both are raised
+VERSION = 36  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -117,6 +117,18 @@ class RoundRun(Structure):
     )
 
 
+class CodeRun(Structure):
+    """tk::CodeRun of kernels/cpu/ops.h."""
+
+    _fields_ = (
+        *_fields("x perm codes steps rows! cols!"),
+        ("factor", c_float),
+        ("error", c_float),
+        ("dtype", c_int32),
+        ("group", c_int32),
+    )
+
+
 class SquaresRun(Structure):
     """tk::SquaresRun of kernels/cpu/ops.h."""
 
@@ -197,6 +209,8 @@ def load(path: Path) -> ctypes.CDLL:
     lib.tk_tower_free.argtypes, lib.tk_tower_free.restype = [c_void_p], None
     lib.tk_tower_run.argtypes, lib.tk_tower_run.restype = [c_void_p, POINTER(TowerArrays)], c_int
     lib.tk_op_round.restype, lib.tk_op_round.argtypes = c_int, [c_char_p, POINTER(RoundRun), c_int64]
+    lib.tk_op_code_rows.restype = c_int
+    lib.tk_op_code_rows.argtypes = [c_char_p, POINTER(CodeRun), c_int64, c_int64]
     lib.tk_op_squares.restype, lib.tk_op_squares.argtypes = c_int, [c_char_p, POINTER(SquaresRun), c_int64]
     lib.tk_op_fit_scales.restype, lib.tk_op_fit_scales.argtypes = c_int, [c_char_p, POINTER(FitRun), c_int64]
     packs = ("tk_pack", "tk_pack_file", "tk_linear")

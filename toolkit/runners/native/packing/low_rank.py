@@ -8,26 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from toolkit.runners.native.packing.packed import BF16, INT, LANES, ONES, PackedMeta, PackedTensor, vector
+from toolkit.base.threads import usable_cores
+from toolkit.runners.native import library
+from toolkit.runners.native.packing.huge_pages import side_by_side
+from toolkit.runners.native.packing.packed import BF16, F16, F32, INT, LANES, ONES, VECTOR, PackedMeta, PackedTensor
 
 MOST_ERROR = 0.02  # root mean square of what rounding changes, of a matrix; beyond it stays as it is
 _GROUPS = (64, 48, 32, 16)  # columns of B whose inputs are rounded together
+_MOST_THREADS = 8  # to start more takes as long as the work
+_DTYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What is added to a linear: ``b @ a``. ``a``: float32 [rank, in]; ``b``: float32 [out, rank]. ``group`` and
-    ``perm``: how the linear reads its input, see ``PackedTensor``."""
+    """What is added to a linear: ``scale * b @ a``. ``a``: [rank, in], ``b``: [out, rank], float32 or of 16 bits.
+    ``group`` and ``perm``: how the linear reads its input, see ``PackedTensor``."""
 
     a: Tensor
     b: Tensor
+    scale: float
     group: int
     perm: NDArray[np.int32] | None
 
@@ -36,72 +41,37 @@ Packed = tuple[PackedTensor, PackedTensor, PackedTensor]
 
 
 def pack_pairs(pairs: Sequence[Pair]) -> list[Packed | None]:
-    """A, B and B's scales of each; None where 8 bits would change one of the matrices by more than ``MOST_ERROR``.
-    Those of one shape are packed together: by themselves the calls would take longer than the work."""
-    alike: dict[Any, list[int]] = {}
-    for i, pair in enumerate(pairs):
-        alike.setdefault((pair.a.shape, pair.b.shape, pair.group, id(pair.perm)), []).append(i)
-    found: list[Packed | None] = [None] * len(pairs)
-    for places in alike.values():
-        for place, packed in zip(places, _pack_alike([pairs[i] for i in places]), strict=True):
-            found[place] = packed
-    return found
-
-
-def _pack_alike(pairs: Sequence[Pair]) -> list[Packed | None]:
-    first = pairs[0]
-    (rank, inputs), outputs, group = first.a.shape, first.b.shape[0], first.group
-    a = torch.stack([pair.a for pair in pairs])
-    if first.perm is not None:
-        a = a[..., torch.from_numpy(first.perm).long()]
-    more = -rank % LANES
-    wide = rank + more
-    a = _padded(a, (0, 0, 0, more)).view(len(pairs), wide, -1, group)
-    b = _padded(torch.stack([pair.b for pair in pairs]), (0, more, 0, -outputs % LANES))
-    a_scales, b_scales = _bfloat16_above(_largest(a, -1) / 127), _largest(b, 1) / 127
-    fine = (_error(a, a_scales) < MOST_ERROR) & (_error(b, b_scales) < MOST_ERROR)
-    a_tiles = _words(a, a_scales).view(len(pairs), wide // LANES, LANES, inputs // group, group // 4)
-    headers = torch.zeros(*a_tiles.shape[:2], inputs // group, 64, dtype=torch.uint8)
-    scales = a_scales.view(*a_tiles.shape[:2], LANES, -1).transpose(2, 3).bfloat16().contiguous()
-    headers[..., : 2 * LANES] = scales.view(torch.uint8)
-    a_codes = a_tiles.permute(0, 1, 3, 4, 2).contiguous().view(torch.uint8).flatten(3)
-    a_data = torch.cat([headers, a_codes], dim=3).flatten(1).numpy()
-    b_words = _words(b, b_scales).view(len(pairs), -1, LANES, wide // 4)
-    b_data = b_words.transpose(2, 3).contiguous().view(torch.uint8).flatten(1).numpy()
-    a_meta = PackedMeta(INT, wide, inputs, BF16, 8, group)
-    b_meta = PackedMeta(INT, outputs, wide, ONES, 8, next(g for g in (wide, *_GROUPS) if g <= 64 and wide % g == 0))
-    steps = b_scales[:, 0].numpy()
+    """A, B and B's scales of each, in one piece of memory; None where 8 bits would change one of the matrices by more
+    than ``MOST_ERROR``. One call of the library reads what is stored and writes what is packed."""
+    metas = [meta for pair in pairs for meta in _metas(pair)]
+    data = side_by_side([meta.nbytes for meta in metas])
+    made = [PackedTensor(*one) for one in zip(data, metas, strict=True)]
+    held = [(pair.a.contiguous(), pair.b.contiguous()) for pair in pairs]  # until the library has read them
+    asked: list[library.CodeRun] = []
+    for i, (pair, (a, b)) in enumerate(zip(pairs, held, strict=True)):
+        a_codes, b_codes, steps = (x.ctypes.data for x in data[3 * i : 3 * i + 3])
+        perm = None if pair.perm is None else pair.perm.ctypes.data
+        asked += [
+            library.CodeRun(a.data_ptr(), perm, a_codes, None, *a.shape, 1, 0, _DTYPES[a.dtype], pair.group),
+            library.CodeRun(b.data_ptr(), None, b_codes, steps, *b.shape, pair.scale, 0, _DTYPES[b.dtype], 0),
+        ]
+    runs = (library.CodeRun * len(asked))(*asked)
+    lib = library.load(library.library_path())
+    failed = lib.tk_op_code_rows(library.wanted_isa().encode(), runs, len(runs), min(usable_cores(), _MOST_THREADS))
+    assert not failed
+    fine = [run.error < MOST_ERROR for run in runs]
     return [
-        (PackedTensor(a_data[i], a_meta), PackedTensor(b_data[i], b_meta), vector(steps[i])) if fine[i] else None
+        (made[3 * i], made[3 * i + 1], made[3 * i + 2]) if fine[2 * i] and fine[2 * i + 1] else None
         for i in range(len(pairs))
     ]
 
 
-def _padded(x: Tensor, by: tuple[int, ...]) -> Tensor:
-    return torch.nn.functional.pad(x, by) if any(by) else x  # by nothing it would copy all the same
-
-
-def _largest(x: Tensor, dim: int) -> Tensor:
-    low, high = torch.aminmax(x, dim=dim, keepdim=True)
-    return torch.maximum(-low, high)
-
-
-def _bfloat16_above(x: Tensor) -> Tensor:
-    """The least numbers of bfloat16 that are no smaller than these, which are at least 0."""
-    return ((x.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
-
-
-def _error(x: Tensor, scales: Tensor) -> Tensor:
-    """By how much rounding changes each of the matrices, root mean square, of its numbers': an error is anything within
-    half a step."""
-    steps = scales.square().sum((1, 2, *range(3, x.dim())))
-    steps = steps * (x[0].numel() // scales[0].numel()) / 12
-    sizes = torch.linalg.vector_norm(x.flatten(1), dim=1).square()
-    return torch.where(sizes > 0, steps / sizes, 0).sqrt()
-
-
-def _words(x: Tensor, scales: Tensor) -> Tensor:
-    """Codes + 128, four of a row in a word."""
-    factors = torch.where(scales > 1e-30, 1 / scales, 0)
-    codes = (x * factors).add_(128.5).clamp_(1, 255.5).to(torch.uint8)
-    return codes.view(torch.int32)
+def _metas(pair: Pair) -> tuple[PackedMeta, PackedMeta, PackedMeta]:
+    (rank, inputs), outputs = pair.a.shape, pair.b.shape[0]
+    wide = -(-rank // LANES) * LANES
+    group = next(g for g in (wide, *_GROUPS) if g <= 64 and wide % g == 0)
+    return (
+        PackedMeta(INT, wide, inputs, BF16, 8, pair.group),
+        PackedMeta(INT, outputs, wide, ONES, 8, group),
+        PackedMeta(VECTOR, wide),
+    )

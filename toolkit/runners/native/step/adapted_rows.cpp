@@ -9,6 +9,7 @@ namespace tk {
 namespace {
 
 constexpr int64_t WIDEST = 1024, FITS = 8 * WIDEST;  // columns, and numbers, of one half of a gated product that are made before the other's
+constexpr int64_t FEW = 16;  // rows whose adapters' matrices stay in a core's caches until they are read
 
 }  // namespace
 
@@ -35,6 +36,19 @@ void RowWork::each_change(const Linear& l, int64_t first_row, int64_t rows, Body
         for (end = row + 1; end < last && end < row + RUN && change(l, end) == c;) end++;
         if (c) body(row, end, *c);
     }
+}
+
+void RowWork::expect(std::initializer_list<const Linear*> linears, int64_t rows, int64_t calls) const {
+    if (!adapters_) return;
+    own_->coming.clear();
+    if (rows > FEW) return;
+    const int64_t first = rows * thread_ / threads_, last = rows * (thread_ + 1) / threads_;
+    for (const Linear* l : linears)
+        if (l && l->site >= 0)
+            each_change(*l, first, last - first, [&](int64_t, int64_t, const Change& c) {
+                if (c.low()) own_->coming.add(c.a.w);
+            });
+    own_->coming.begin(calls);
 }
 
 // x a of rows [row, end) where nobody has made it yet.

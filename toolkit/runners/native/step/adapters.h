@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "step/fetch_list.h"
 #include "step/program.h"
 #include "step/workspace.h"
 
@@ -71,6 +72,7 @@ struct AdapterTable {
         std::vector<std::pair<int64_t, int64_t>> runs;
         std::vector<Later> later;
         std::vector<float> padded;  // a row of inputs
+        FetchList coming;
     };
     std::vector<Scratch> threads;
     bool changes_experts = false;

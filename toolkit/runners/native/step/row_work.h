@@ -1,6 +1,8 @@
 // What one thread does to rows of activations: norms, quantization, linears.
 #pragma once
 
+#include <initializer_list>
+
 #include "step/adapters.h"
 #include "step/plan.h"
 #include "step/workspace.h"
@@ -49,6 +51,12 @@ protected:
     }
     // What a changed embedding adds for a token.
     void embed_low(const Change& c, int64_t id, float scale, float* x) const;
+    // While attention leaves memory idle, what adapters multiply the inputs of these linears by is fetched, for this thread's share of few
+    // rows: in so many calls of `fetch_coming`. Null and absent linears have none.
+    void expect(std::initializer_list<const Linear*> linears, int64_t rows, int64_t calls) const;
+    void fetch_coming() const {
+        if (adapters_) own_->coming.step();
+    }
     // From now on rows have these adapters; what is made of them lies from row `shift` on. `before`: so many times more such rows
     // come in this run.
     void use_adapters(const Adapters& of, int64_t from = 0, int64_t shift = 0, uint64_t before = 0) {

@@ -69,7 +69,7 @@ def adapt(
 ) -> Linear:
     """``base``, which runs ``specs``, with the adapters that change any of them; itself where none does."""
     pairs = [[adapter.get(s.name) for s in specs] for adapter in adapters]
-    ranks = [max((0 if p is None else p.a.shape[0] for p in row), default=0) for row in pairs]
+    ranks = [max((0 if p is None else p.stored_a.shape[0] for p in row), default=0) for row in pairs]
     if not any(ranks):
         return base
     top, widths = -(-max(ranks) // 16) * 16, tuple(s.out_features for s in specs)
@@ -78,8 +78,9 @@ def adapt(
     for i, row in enumerate(pairs):
         for s, (pair, rows) in enumerate(zip(row, b[i].split(widths), strict=True)):
             if pair is not None:
-                a[i, s, : pair.a.shape[0]] = pair.a
-                rows[:, : pair.a.shape[0]] = pair.b
+                rank = pair.stored_a.shape[0]
+                a[i, s, :rank] = pair.a
+                rows[:, :rank] = pair.b
     index = torch.tensor(ranks, dtype=torch.int32, device=place.device)
     a, b = (t.to(place.device, place.dtype) for t in (a, b))
     return Adapted(base, a, b, index, widths, step, ops)
@@ -87,4 +88,4 @@ def adapt(
 
 def adapter_bytes(adapters: Adapters, itemsize: int) -> int:
     """About what the stacks take."""
-    return sum((p.a.numel() + p.b.numel()) * itemsize for adapter in adapters for p in adapter.values())
+    return sum((p.stored_a.numel() + p.stored_b.numel()) * itemsize for adapter in adapters for p in adapter.values())

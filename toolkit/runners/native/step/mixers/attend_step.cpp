@@ -85,6 +85,7 @@ void Run::find_cells(const Attention& a, const Piece& piece, KvTile* to) const {
 
 // One piece of attention into a fresh state; `kv` are its cells, `next` those of the one that this thread takes on afterwards, or null.
 void Run::attend_tile(const Attention& a, const Piece& piece, KvTile& kv, const KvTile* next, const AttnState& to) {
+    fetch_coming();
     const int64_t head = piece.head, t0 = piece.first, t1 = piece.last;
     AttnScratch& s = own.attention;
     const auto [apart, tokens, tile] = sight(a, piece);

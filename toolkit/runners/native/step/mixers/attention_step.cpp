@@ -146,6 +146,8 @@ void Run::mix(const Sublayer& s, const Attention& a) {
     share(P_ROPE, count * a.kv_heads, 1, [&](Range r) {
         for (int64_t i = r.first; i < r.last; i++) turn_and_store(a, i / a.kv_heads, i % a.kv_heads);
     });
+    const Mlp* next = &s == &p.sublayers.back() ? nullptr : std::get_if<Mlp>(&(&s + 1)->mixer);
+    expect({&a.o, next ? &next->gate : nullptr, next ? &next->up : nullptr}, count, int64_t(blocks.size()) * a.kv_heads / threads);
     if (count <= SMALL && p.ranks == 1) {
         attend_split(a);
         bool merged = false;
