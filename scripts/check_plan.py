@@ -17,46 +17,45 @@ import argparse
 import json
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from planning.compared import compare
-from planning.servers import CORES, ROLES, Servers, batches
+from planning.servers import ROLES, Servers, batches
 
 SHORT, LONG = (200, 32), (800, 16)  # tokens in and out; the first also at a rate
-SHARES = (0.4, 0.6)  # of what loops reach
+SHARES = (0.4, 0.6)  # of what eight clients reach
 PIECES = 3  # in which a rate is measured, for no machine is as fast for minutes
-CHUNKS = (24, 48, 96)  # tokens of prompts of which steps are told
-PROBE = 12  # requests that tell how fast the machine is
+CHUNKS = (8, 16, 24, 48, 96)  # tokens of prompts of which steps are told
+PROBE = 8  # requests that tell how fast the machine is
 
 
 def measured(given: argparse.Namespace, part: str) -> dict[str, Any]:
     """Loops, then the rates."""
-    several, engines = part != "one", len(ROLES[part])
-    found: dict[str, Any] = {"part": part, "batches": batches(given.model, CORES // engines, SHORT, CHUNKS)}
+    several = part != "one"
+    found: dict[str, Any] = {"part": part, "batches": batches(given.model, SHORT, CHUNKS)}
     with ExitStack() as stack:
         servers = Servers(stack, given.model, part, 1_000_000 * given.round)
         one, front = servers.urls[-1:], [servers.front]
 
+        def single(urls: Sequence[str], shape: tuple[int, int] = SHORT, count: int = 12) -> list[dict[str, Any]]:
+            """One request at a time to each: what it takes is no matter of what the scheduler does."""
+            return servers.load(urls, shape, count, 1)
+
         def probe() -> float:
-            return float(servers.load(one, SHORT, PROBE, 2)[0]["duration"])
+            return float(single(one, count=PROBE)[0]["duration"])
 
         for url in servers.urls:  # the first requests of a server are slower
             servers.load([url], SHORT, 4, 2)
         probes = [probe()]
-        sizes = (1, 2, 4, 8) if several else (1, 2, 4, 8, 16)
-        found["alone"] = [servers.load(one, SHORT, max(12, 2 * size), size)[0] for size in sizes]
-        found["alone"] += [servers.load(one, LONG, 2 * size + 4, size)[0] for size in (1, 4)]
+        found["alone"] = single(one) + single(one, LONG, 6)
         if several:
-            found["beside"] = [servers.load(servers.urls, SHORT, 2 * size + 14, size) for size in (1, 2, 4)]
-        if part == "two":
-            found["routed"] = [servers.load(front, SHORT, 16, 1)[0]]
-        if part == "apart":
-            found["handed"] = [servers.load(front, SHORT, count, size)[0] for count, size in ((12, 1), (36, 4))]
-        loop = found["beside"][-1] if several else [found["alone"][len(sizes) - 1]]
-        best = given.best or sum(row["request_throughput"] for row in loop)
+            found["beside"] = single(servers.urls)
+            found["through"] = single(front, count=16) + (single(front, LONG, 6) if part == "apart" else [])
+        best = given.best or servers.load(front, SHORT, 32, 8)[0]["request_throughput"]
         found["rated"] = []
         probes.append(probe())
         found["probe"] = sum(probes) / 2  # around the loops
@@ -73,7 +72,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory of the measured figures; it is made")
     parser.add_argument("--count", type=int, default=150, help="requests at each rate")
     parser.add_argument("--round", type=int, default=1, help="its number, and the seed of its prompts and arrivals")
-    parser.add_argument("--best", type=float, help="requests a second that 100 %% are; default: what loops reach")
+    parser.add_argument(
+        "--best", type=float, help="requests a second that 100 %% are; default: what eight clients reach"
+    )
     parser.add_argument("--part", choices=ROLES, help="one server, two, or two apart")
     parser.add_argument("--again", action="store_true", help="measure nothing: compare what --out has")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # servers end with it

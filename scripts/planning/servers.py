@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from toolkit.profile.options import Traffic
 from toolkit.profile.serving import WARM_UP, asks_of, row
 
 TOOL = [sys.executable, "-m", "toolkit"]
-CORES = 2
+ALL = sorted(os.sched_getaffinity(0))  # cores
 BATCH, LENGTH = 16, 2048
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 ENGINE = ["--max-batch-size", BATCH, "--session-len", LENGTH]
@@ -56,6 +57,22 @@ def running(port: int, *words: object) -> Iterator[tuple[str, psutil.Process]]:
         process.wait()
 
 
+def place(*parents: psutil.Process) -> None:
+    """Wait until each has an engine, and keep each of these on a core of its own; all else, ourselves included, on the
+    cores that are left, or where none is on all."""
+    rest = ALL[: -len(parents)] or ALL
+    for parent, core in zip(parents, reversed(ALL), strict=False):
+        placed = False
+        while not placed and parent.is_running() and parent.status() != psutil.STATUS_ZOMBIE:
+            for process in (psutil.Process(), parent, *parent.children(recursive=True)):
+                with suppress(psutil.Error, ProcessLookupError):  # one that has ended
+                    engine = "toolkit.engine.process.worker" in " ".join(process.cmdline())
+                    for thread in process.threads():
+                        os.sched_setaffinity(thread.id, [core] if engine else rest)
+                    placed |= engine
+            time.sleep(0.02)
+
+
 class Servers:
     """Those of one part, and the proxy in front of them. ``seed``: of the first load; each has prompts of its own, and
     so finds none in a cache."""
@@ -64,11 +81,12 @@ class Servers:
         self._tokenizer = Tokenizer.open(Path(model))
         self._seed = seed
         roles = ROLES[part]
-        engine = [*ENGINE, "--threads", CORES // len(roles)]
+        engine = [*ENGINE, "--threads", 1]
         engine += ["--speculative", "off"]  # guesses come true as texts have it: no plan knows
         started = [
             stack.enter_context(running(23401 + i, "api_server", model, *engine, *role)) for i, role in enumerate(roles)
         ]
+        place(*(process for _, process in started))
         self.urls = [url for url, _ in started]
         self._fronts = [process for _, process in started]  # without the engines' processes
         self.front = self.urls[0]
@@ -135,16 +153,19 @@ class Servers:
         return time.process_time() + sum(one.cpu_times().user + one.cpu_times().system for one in self._fronts)
 
 
-def batches(model: str, threads: int, shape: tuple[int, int], sizes: Sequence[int]) -> list[dict[str, Any]]:
+def batches(model: str, shape: tuple[int, int], sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Batches that begin together, in an engine alone: what a step takes that only decodes; then what
     one takes that computes a prompt of each of ``sizes`` tokens."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         for tokens, at_once in [(shape[0], "1,2,4,8,16"), *((size, "1") for size in sizes)]:
-            words = ["profile", "generation", model, "--json", file, "--rounds", 3 if at_once == "1" else 1]
+            words = ["profile", "generation", model, "--json", file, "--rounds", 3]
             words += ["--concurrency", at_once, "--prompt-tokens", tokens, "--completion-tokens", shape[1]]
-            words += [*ENGINE, "--threads", threads]
-            subprocess.run([*TOOL, *map(str, words)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            words += [*ENGINE, "--threads", 1]
+            command = [*TOOL, *map(str, words)]
+            with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+                place(psutil.Process(process.pid))
+            assert process.returncode == 0
             found += json.loads(file.read_text())
     return found

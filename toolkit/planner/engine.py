@@ -206,10 +206,11 @@ class Engine:
         soon = self._unseen or (self._leaving and self.waiting)  # the next step may begin what this one could not
         steps = 1 if chunks or soon else self._steps(decodes)
         tokens = len(decodes) + sum(count for _, count in chunks)
+        rows = len(decodes) + sum(job.computed + count == job.length for job, count in chunks)
         context = float(sum(job.length for job in decodes))
         pairs = sum(count * (job.computed + count / 2) for job, count in chunks)
-        first = self.time.seconds(tokens, context, pairs) + self.more
-        sums = features(self.time.knots, tokens, context, pairs) if self.keeps_features else None
+        first = self.time.seconds(tokens, context, pairs, rows) + self.more
+        sums = features(self.time.knots, tokens, context, pairs, rows) if self.keeps_features else None
         self.stretch = Stretch(now, decodes, chunks, steps, first, self.time.context * len(decodes), sums)
 
     def _make_room(self) -> None:
@@ -297,13 +298,13 @@ class Engine:
 
     def _sum(self) -> Features:
         if self._total is None:
-            self._total = np.zeros(len(self.time.slopes) + 3)
+            self._total = np.zeros(len(self.time.slopes) + 4)
         return self._total
 
     def _contents(self, stretch: Stretch) -> Features:
         assert stretch.sums is not None
         grown = np.zeros_like(stretch.sums)
-        grown[-2] = len(stretch.decodes) * stretch.count * (stretch.count - 1) / 2
+        grown[-3] = len(stretch.decodes) * stretch.count * (stretch.count - 1) / 2
         found: Features = stretch.sums * stretch.count + grown
         return found
 

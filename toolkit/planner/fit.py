@@ -100,17 +100,18 @@ def fit(rows: Sequence[Measured], limits: Limits) -> Fit:
     knots = _knots(rows, limits)
     time = replace(GUESS, knots=knots, slopes=(*(0.0 for _ in knots), GUESS.slopes[0]))
     target = np.array([seconds for row in rows for seconds in (row.ttft, row.decode)])
-    served = np.array([[float(row.served), 0.0] for row in rows]).ravel()
-    best = Fit(time, [np.inf])
+    waits = np.array([[float(row.served), float(not row.served)] for row in rows])
+    ways = np.stack([waits, np.zeros_like(waits)], axis=1).reshape(-1, 2)  # to a first token, over HTTP and without
+    best, way = Fit(time, [np.inf]), 0.0
     for turn in range(ROUNDS):
         matrix = np.array([line for row in rows for line in _contents(row, time, limits)])
-        whole = np.column_stack([matrix, served])
+        whole = np.column_stack([matrix, ways])
         found = non_negative(whole / target[:, None], np.ones(len(target)))
-        before = np.array([time.start, *time.slopes, time.context, time.pairs, time.wait])
+        before = np.array([time.start, *time.slopes, time.context, time.pairs, time.row, time.wait, way])
         found = found if turn == 0 else (found + before) / 2
-        *coefficients, wait = found.tolist()
+        *coefficients, wait, way = found.tolist()
         time = made(knots, coefficients, wait)
-        simulated = np.array([s for row in rows for s in _seconds(row, time, limits)])
+        simulated = np.array([s for row in rows for s in _seconds(row, time, limits)]) + way * ways[:, 1]
         now = Fit(time, (simulated / target - 1).tolist())
         best = min(best, now, key=lambda one: sum(error * error for error in one.errors))
     return best
@@ -121,7 +122,7 @@ def _knots(rows: Sequence[Measured], limits: Limits) -> tuple[float, ...]:
     coefficients at some smaller ones, evenly among those that were measured: batches, and prompts that were alone."""
     alone = {row.input_len for row in rows if row.together and row.at_once == 1}
     sizes = sorted({min(row.at_once, limits.max_batch_size) for row in rows} | alone)
-    count = max(1, min(len(sizes), (2 * len(rows) - 5) // 3))
+    count = max(1, min(len(sizes), (2 * len(rows) - 6) // 3))
     return tuple(float(sizes[-1 - i * len(sizes) // count]) for i in reversed(range(count)))
 
 

@@ -115,7 +115,7 @@ def _answer(demand: Demand, asks: list[Ask], machine: Machine, progress: Callabl
 def _busy(asks: Sequence[Ask], machine: Machine) -> float:
     """Engines that are busy all the time with the decoding alone, at the largest batch: fewer cannot do."""
     batch, mean = machine.limits.max_batch_size, sum(a.input_len + a.output_len / 2 for a in asks) / len(asks)
-    step = machine.time.seconds(batch, batch * mean)
+    step = machine.time.seconds(batch, batch * mean, rows=batch)
     seconds = max(asks[-1].arrival - asks[0].arrival, 1e-9)
     return sum(ask.output_len for ask in asks) / batch * step / seconds
 

@@ -1,6 +1,7 @@
 """How long a step of an engine takes, by what is in it; found by least squares from measured runs.
 
     seconds = start + work(tokens) + context · tokens that decoding requests read + pairs · (token, token before it)
+        + row · requests that get a token
 
 ``work`` grows along a line that may bend at ``knots``: a step of few tokens waits for the weights, one of many for the
 products, and both cost more the more tokens there are. No coefficient is negative.
@@ -29,10 +30,12 @@ class StepTime:
     context: float = 0.0
     pairs: float = 0.0
     wait: float = 0.0
+    row: float = 0.0
 
-    def seconds(self, tokens: float, context: float = 0.0, pairs: float = 0.0) -> float:
-        """Of one step: ``tokens`` of prompts and decoding requests, ``context`` tokens that the latter read."""
-        found, before = self.start, 0.0
+    def seconds(self, tokens: float, context: float = 0.0, pairs: float = 0.0, rows: float = 0.0) -> float:
+        """Of one step: ``tokens`` of prompts and decoding requests, ``context`` tokens that the latter read,
+        ``rows`` requests that get a token."""
+        found, before = self.start + self.row * rows, 0.0
         for knot, slope in zip((*self.knots, float("inf")), self.slopes, strict=True):
             if tokens <= knot:
                 return found + slope * (tokens - before) + self.context * context + self.pairs * pairs
@@ -44,22 +47,22 @@ class StepTime:
         """On a machine that takes so many times as long."""
         return StepTime(
             self.start * factor, self.knots, tuple(s * factor for s in self.slopes), self.context * factor,
-            self.pairs * factor, self.wait,
+            self.pairs * factor, self.wait, self.row * factor,
         )  # fmt: skip
 
 
-def features(knots: Sequence[float], tokens: float, context: float, pairs: float) -> Features:
+def features(knots: Sequence[float], tokens: float, context: float, pairs: float, rows: float) -> Features:
     """What ``StepTime`` multiplies with its coefficients: one step, then its tokens between each two knots, context,
-    pairs."""
+    pairs, rows."""
     edges = (0.0, *knots, float("inf"))
     parts = [max(0.0, min(tokens, high) - low) for low, high in pairwise(edges)]
-    return np.array([1.0, *parts, context, pairs])
+    return np.array([1.0, *parts, context, pairs, rows])
 
 
 def made(knots: Sequence[float], coefficients: Sequence[float], wait: float = 0.0) -> StepTime:
     """From coefficients in the order of ``features``."""
-    start, *slopes, context, pairs = (float(x) for x in coefficients)
-    return StepTime(start, tuple(knots), tuple(slopes), context, pairs, wait)
+    start, *slopes, context, pairs, row = (float(x) for x in coefficients)
+    return StepTime(start, tuple(knots), tuple(slopes), context, pairs, wait, row)
 
 
 def non_negative(matrix: Features, target: Features) -> Features:
