@@ -160,14 +160,14 @@ def _registers(
     """
     if "registers" in choice:
         return choice["registers"]
-    if capability_of(q.device) < 90 and kind != "decode":
+    if capability_of(q.device) < 90 and kind != "decode" and not alibi:
         return 128 if dim <= 64 and choice["warps"] == 8 and not form.name.startswith("int") else 255
     decodes = kind == "decode" and choice["warps"] == 4 and choice["keys"] <= 64
     if capability_of(q.device) >= 100:
         return 128 if decodes and dim <= 64 and sinks and form.name == "float" else None
     if decodes and form.pairs:
         return 128 if FOUR_BLOCKS and form.scaled and not alibi else 168
-    if decodes and dim <= 64 and form.name == "int4" and FOUR_BLOCKS and capability_of(q.device) >= 90:
+    if decodes and dim <= 64 and form.name == "int4" and FOUR_BLOCKS:
         return 112  # left to itself it spills for a fifth block
     return 168 if decodes and dim > 64 else None
 
