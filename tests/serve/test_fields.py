@@ -200,7 +200,7 @@ def told_of(routes: ModuleType) -> set[str]:
         text = (DOCS / "server.md").read_text(encoding="utf-8").split("### Without effect\n\n")[1].split("\n\n")[0]
     else:
         page = (DOCS / "other-apis.md").read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
-        text = "\n".join(line for line in page.splitlines() if "stepped over" in line)
+        text = "\n".join(line for line in page.splitlines() if "| ignored |" in line)
     return {word.strip() for words in re.findall(r"`([^`]*)`", text.replace("\n", " ")) for word in words.split(",")}
 
 
