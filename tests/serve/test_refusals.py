@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -136,16 +137,25 @@ def test_a_class_of_template_in_another_process() -> None:
     assert refused(lambda: serve("m", chat_template_config="of_this_process")) == told
 
 
-def test_an_answer_that_breaks_off() -> None:
+@pytest.mark.parametrize(("linger", "why"), [((0, 0), "IncompleteRead"), ((1, 0), "reset")], ids=["closed", "reset"])
+def test_an_answer_that_breaks_off(linger: tuple[int, int], why: str) -> None:
+    read = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
             with listener.accept()[0] as caller:
-                caller.recv(1 << 16)
-                caller.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n20\r\ndata: {")
+                caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", *linger))
+                request = b""
+                while b'"prompt"' not in request:  # a connection with something unread is reset, too
+                    request += caller.recv(1 << 16)
+                head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+                caller.sendall(head + b"a\r\ndata: {}\n\n\r\n" + b"20\r\ndata: {")
+                read.wait(60)
 
         threading.Thread(target=answer, daemon=True).start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        asked = APIClient(url).completions_v1(model="m", prompt="a", stream=True)
-        told = refused(lambda: list(asked), ToolkitError)
-    assert told.startswith(f"{url}: the answer broke off (IncompleteRead")
+        pieces = APIClient(url).completions_v1(model="m", prompt="a", stream=True)
+        assert next(pieces) == {}
+        read.set()
+        told = refused(lambda: list(pieces), ToolkitError)
+    assert told.startswith(f"{url}: the answer broke off (") and why in told

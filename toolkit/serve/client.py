@@ -112,17 +112,17 @@ class APIClient:
 
     def _post(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         with self._open(path, body) as reply:
-            if not body["stream"]:
-                yield json.load(reply)
-                return
             try:
+                if not body["stream"]:
+                    yield json.load(reply)
+                    return
                 for line in reply:
                     data = line.removeprefix(b"data: ").strip()
                     if data == b"[DONE]":
                         return
                     if data:
                         yield _checked(json.loads(data))
-            except HTTPException as error:
+            except (HTTPException, OSError) as error:
                 raise ToolkitError(f"{self.url}: the answer broke off ({error})") from error
 
     def _open(self, path: str, body: dict[str, Any] | None) -> HTTPResponse:
