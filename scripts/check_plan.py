@@ -8,7 +8,7 @@ What the simulation is told comes from closed loops (a fixed number of requests 
 before: the times of steps from one server that computes alone, and what the others cost from two at once, from some
 behind the proxy and from two apart. What are compared are runs at rates that no loop has seen; of all rounds in --out
 together. Before and after each such run the speed of the machine is looked at, and the simulation runs at the mean of
-both. Needs a machine that does nothing else; a round of a part takes three minutes.
+both. Needs a machine that does nothing else; a round of a part takes about five minutes.
 """
 
 from __future__ import annotations
