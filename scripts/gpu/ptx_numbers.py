@@ -106,7 +106,7 @@ class Numbers(Operands):
         if kind in HALVES:
             return self._halves(lambda a, b, c: a * b + c, kind, operands)
         x = [self.get(o, kind) for o in operands[1:]]
-        assert kind == "f32", parts
+        assert kind in ("f32", "f64"), parts
         return lambda w: write(w, _sum(*(read(w) for read in x)))
 
     def _cvt(self, parts: list[str], operands: list[str]) -> Step:
@@ -218,4 +218,7 @@ def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _sum(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    return (a.astype(np.float64) * b + c).astype(np.float32)
+    """Rounded once, as far as a wider type tells: products of float32 are whole in float64, those of float64 nearly so
+    in what the processor has beyond."""
+    wide = np.float64 if a.dtype == np.float32 else np.longdouble
+    return (a.astype(wide) * b + c).astype(a.dtype)
