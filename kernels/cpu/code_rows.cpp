@@ -8,11 +8,6 @@ namespace tk {
 namespace TK_ISA {
 namespace {
 
-TK_INLINE F load_as(const void* x, int32_t dtype, int64_t i) {
-    if (dtype == BF16) return load_bf16((const uint16_t*)x + i);
-    return dtype == F16 ? load_f16((const uint16_t*)x + i) : fload((const float*)x + i);
-}
-
 TK_INLINE float one_as(const void* x, int32_t dtype, int64_t i) {
     if (dtype == BF16) return bf16_to_float(((const uint16_t*)x)[i]);
     return dtype == F16 ? f16_to_float(((const uint16_t*)x)[i]) : ((const float*)x)[i];

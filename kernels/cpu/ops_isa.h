@@ -58,6 +58,12 @@ void scale_logits(float* x, int64_t n, float scale, float softcap);
 
 namespace {
 
+// 16 numbers of a float type, from the i-th on.
+TK_INLINE F load_as(const void* x, int32_t dtype, int64_t i) {
+    if (dtype == BF16) return load_bf16((const uint16_t*)x + i);
+    return dtype == F16 ? load_f16((const uint16_t*)x + i) : fload((const float*)x + i);
+}
+
 // The first n of 16 lanes; the others are zeros, or are not stored.
 TK_INLINE F load_part(const float* p, int64_t n) {
     if (n >= 16) return fload(p);

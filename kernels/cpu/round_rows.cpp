@@ -5,11 +5,6 @@ namespace tk {
 namespace TK_ISA {
 namespace {
 
-TK_INLINE F load_as(const void* w, int32_t dtype, int64_t i) {
-    if (dtype == BF16) return load_bf16((const uint16_t*)w + i);
-    return dtype == F16 ? load_f16((const uint16_t*)w + i) : fload((const float*)w + i);
-}
-
 TK_INLINE F between(float low, float high, F x) { return fmin(fset1(high), fmax(fset1(low), x)); }
 TK_INLINE F nearest(F x) { return f_of(i_of(x)); }
 

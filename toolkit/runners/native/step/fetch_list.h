@@ -10,7 +10,10 @@ namespace tk {
 
 class FetchList {
 public:
-    void clear() { *this = {}; }
+    void clear() {
+        list_.clear();  // its memory stays: this is called in every layer
+        next_ = 0, done_ = bytes_ = share_ = 0;
+    }
     void add(const Matrix& w) {
         list_.push_back({w.data, w.bytes()});
         bytes_ += w.bytes();
