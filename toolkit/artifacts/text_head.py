@@ -18,6 +18,9 @@ from toolkit.errors import ToolkitError
 from toolkit.models.registry import find_family, text_head
 from toolkit.models.spec import HeadActivation, HeadLayer, Pooling, TextHead
 
+TEXTS = "sentence_bert_config.json"  # of sentence-transformers: how texts are read
+# What its "chat_template" may say and is no variable of a template: how long rows of ids are.
+_SIZES = {"restore_suffix", "padding", "truncation", "max_length", "return_tensors"}
 HEAD, NUMBERS, MODULES = "text_head.json", "text_head.safetensors", "modules.json"
 # What sentence-transformers keeps in a folder of its own; the first that is there counts.
 POOLING_CONFIGS = ("pooling_config.json", "1_Pooling/config.json")
@@ -68,6 +71,24 @@ def reads_alone(directory: Path) -> bool:
         return find_family(read_json_object(config), str(config)).encodes
     except ToolkitError:
         return False
+
+
+def chat_options(directory: Path) -> dict[str, Any] | None:
+    """What a chat template is told where sentence-transformers puts texts through it; None where it reads them as they
+    are. Raises ToolkitError for a template that is not the tokenizer's own."""
+    file = directory / TEXTS
+    values = read_json_object(file) if file.is_file() else {}
+    kinds, kwargs = values.get("modality_config") or {}, values.get("processing_kwargs") or {}
+    options = kwargs.get("chat_template") or {} if isinstance(kwargs, dict) else None
+    if not isinstance(kinds, dict) or not isinstance(options, dict):
+        raise ToolkitError(f"{file}: expected objects as modality_config and processing_kwargs; fetch the model again")
+    if "message" not in kinds:
+        return None
+    if "chat_template" in options:
+        raise ToolkitError(
+            f"{file}: processing_kwargs names a chat template of its own; write it into chat_template.jinja"
+        )
+    return {name: value for name, value in options.items() if name not in _SIZES}
 
 
 def head_numbers(directory: Path, head: TextHead) -> Arrays:
