@@ -136,6 +136,11 @@ class Files:
         if full or now - self._swept > SWEEP_SECONDS:
             most = self._most * SPARE - size if full else self._most
             self._taken, self._swept = sweep(self._folder.root, most, self._seconds), now
+            with self._lock:
+                known = list(self._sound)
+            gone = [name for name in known if self._folder.size(name) is None]
+            with self._lock:
+                self._sound.difference_update(gone)
         return self._taken + size <= self._most
 
     def _refuse(self, name: str) -> None:
