@@ -57,6 +57,25 @@ def test_other_folders(folder: Path, config: dict[str, Any] | None) -> None:
     assert [read.encode(text) for text in TEXTS] == [theirs.encode(text) for text in TEXTS]
 
 
+@pytest.mark.parametrize("message", [False, True])
+def test_a_default_prompt_stands_before_the_text(folder: Path, message: bool) -> None:
+    """As ``SentenceTransformer.encode`` has it: in the text, or as the system's turn."""
+    prompts = {"query": "Find this: ", "document": ""}
+    told = {"prompts": prompts, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(told))
+    say(folder, modality_config=MESSAGE if message else {"text": {}})
+    read, theirs = reader(folder), AutoTokenizer.from_pretrained(folder)
+    for text in TEXTS:
+        turns = [{"role": "system", "content": "Find this: "}, {"role": "user", "content": text}]
+        whole = theirs.apply_chat_template(turns, return_dict=False) if message else theirs.encode(f"Find this: {text}")
+        assert read.encode(text) == whole
+        assert read.encode(text, len(whole)) == whole
+    bare = theirs.apply_chat_template(turns[1:], return_dict=False) if message else theirs.encode(text)
+    for name in ("document", None):
+        (folder / "config_sentence_transformers.json").write_text(json.dumps({**told, "default_prompt_name": name}))
+        assert reader(folder).encode(text) == bare
+
+
 def test_what_is_cut_keeps_the_end_of_the_turn(folder: Path) -> None:
     say(folder, modality_config=MESSAGE)
     read, text = reader(folder), "A ship at sea. " * 9
@@ -95,7 +114,20 @@ def test_the_vectors_are_of_the_turns(folder: Path) -> None:
 def test_what_is_refused(folder: Path, config: dict[str, Any], told: str | None) -> None:
     say(folder, **config)
     if told is None:
-        assert reader(folder).options is None
+        assert reader(folder).alone
         return
     with pytest.raises(ToolkitError, match=told):
+        reader(folder)
+
+
+def test_default_prompts_that_are_refused(folder: Path) -> None:
+    file = folder / "config_sentence_transformers.json"
+    file.write_text(json.dumps({"prompts": {"query": "Find: "}, "default_prompt_name": "passage"}))
+    with pytest.raises(ToolkitError, match="default_prompt_name: 'passage' is none of its prompts; fetch the model"):
+        reader(folder)
+    file.write_text(json.dumps({"prompts": {"query": "Find: "}, "default_prompt_name": "query"}))
+    (folder / "1_Pooling").mkdir()
+    told = {"pooling_mode_mean_tokens": True, "include_prompt": False}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(told))
+    with pytest.raises(ToolkitError, match="include_prompt: found false, expected true beside a default prompt"):
         reader(folder)

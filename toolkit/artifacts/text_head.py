@@ -18,7 +18,8 @@ from toolkit.errors import ToolkitError
 from toolkit.models.registry import find_family, text_head
 from toolkit.models.spec import HeadActivation, HeadLayer, Pooling, TextHead
 
-TEXTS = "sentence_bert_config.json"  # of sentence-transformers: how texts are read
+# Of sentence-transformers: how texts are read, and what is written before them.
+TEXTS, PROMPTS = "sentence_bert_config.json", "config_sentence_transformers.json"
 # What its "chat_template" may say and is no variable of a template: how long rows of ids are.
 _SIZES = {"restore_suffix", "padding", "truncation", "max_length", "return_tensors"}
 HEAD, NUMBERS, MODULES = "text_head.json", "text_head.safetensors", "modules.json"
@@ -89,6 +90,23 @@ def chat_options(directory: Path) -> dict[str, Any] | None:
             f"{file}: processing_kwargs names a chat template of its own; write it into chat_template.jinja"
         )
     return {name: value for name, value in options.items() if name not in _SIZES}
+
+
+def default_prompt(directory: Path) -> str:
+    """What sentence-transformers writes before a text where nobody asks for another prompt; "": nothing. Raises
+    ToolkitError for one that is not there, and where its tokens are to be left out of the vector."""
+    file = directory / PROMPTS
+    values = read_json_object(file) if file.is_file() else {}
+    name, prompts = values.get("default_prompt_name"), values.get("prompts") or {}
+    if name is None:
+        return ""
+    prompt = prompts.get(name) if isinstance(prompts, dict) else None
+    if not isinstance(prompt, str):
+        raise ToolkitError(f"{file}: default_prompt_name: {name!r:.40} is none of its prompts; fetch the model again")
+    pooling = pooling_config(directory)
+    if prompt and pooling is not None and read_json_object(pooling).get("include_prompt") is False:
+        raise ToolkitError(f"{pooling}: include_prompt: found false, expected true beside a default prompt")
+    return prompt
 
 
 def head_numbers(directory: Path, head: TextHead) -> Arrays:

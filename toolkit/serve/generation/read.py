@@ -234,15 +234,17 @@ def _encode(state: ServerState, text: str, param: str, special: bool) -> list[in
 
 async def encode_embedded(state: ServerState, prompt: str | Sequence[int], param: str, most: int | None) -> list[int]:
     """What becomes a vector: so much of it as ``most`` tokens, 0 or less: as much as fits; None: all, or refused."""
-    if most is None and isinstance(prompt, str) and state.embedded.options is not None:
-        return await encode_text(state, lambda: state.embedded.turn(prompt), param, len(prompt))
+    read = state.embedded
+    if most is None and isinstance(prompt, str):
+        work = lambda: _encode(state, read.written(prompt), param, special=read.alone)  # noqa: E731
+        return await state.lanes.run(work, len(prompt))
     if most is None:
         return await encode_prompt(state, prompt, param)
     limit = _most(state, most)
     if not isinstance(prompt, str):
         return await encode_prompt(state, prompt[:limit], param)
     text = prompt[: PIECE * limit]
-    ids = await state.lanes.run(lambda: state.embedded.encode(text, limit), len(text))
+    ids = await state.lanes.run(lambda: read.encode(text, limit), len(text))
     check_prompt(state, len(ids), param)
     return ids
 
