@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from toolkit.base.figures import written
 
@@ -33,14 +34,15 @@ def say(line: str, console: Console | None = None, style: str | None = None) -> 
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A Rich table; the first column is left-aligned text, numbers align right."""
-    made = Table(title=title, title_justify="left", header_style="bold")
+    """A Rich table; the first column is left-aligned text, numbers align right. All of it is plain text, brackets and
+    all."""
+    made = Table(title=Text(title, style="table.title"), title_justify="left", header_style="bold")
     data = [[_cell(c) for c in row] for row in rows]
     for i, name in enumerate(columns):
         numeric = bool(data) and all(_is_number(row[i]) for row in data)
-        made.add_column(name, justify="right" if numeric else "left", overflow="fold")
+        made.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
     for row in data:
-        made.add_row(*row)
+        made.add_row(*map(Text, row))
     return made
 
 

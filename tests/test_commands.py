@@ -19,7 +19,7 @@ from rich.text import Text
 
 from toolkit.commands import main as commands
 from toolkit.commands.main import main
-from toolkit.commands.output import say_how_it_runs
+from toolkit.commands.output import say_how_it_runs, table
 from toolkit.serve import run as serve_run
 
 COMMANDS = [
@@ -46,6 +46,14 @@ def test_piped_bytes_that_are_no_text_are_refused_in_any_locale() -> None:
     command = [sys.executable, "-m", "toolkit", "chat", "nosuch"]
     done = subprocess.run(command, input=b"what is \xff\xfe", capture_output=True, env=env, timeout=500)
     assert done.returncode == 2 and b"0xff" in done.stderr and b"UTF-8" in done.stderr
+
+
+def test_tables_show_brackets_and_colons_as_they_are() -> None:
+    out = io.StringIO()
+    rows = [("a[b]", "pip install 'x[torch]' :rocket:")]
+    Console(file=out, width=80).print(table("of [c]", ("[d]", "e"), rows))
+    for word in ("of [c]", "[d]", "a[b]", "'x[torch]' :rocket:"):
+        assert word in out.getvalue()
 
 
 def refused(arguments: Iterable[str | Path], *words: str, code: int = 2) -> None:

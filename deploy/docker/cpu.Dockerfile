@@ -8,6 +8,8 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY . .
+# What `tool --version` says: --build-arg TOOLKIT_COMMIT="$(git rev-parse --short=10 HEAD)"
+ARG TOOLKIT_COMMIT
 RUN bash scripts/build_wheel
 
 FROM python:3.12-slim-bookworm
