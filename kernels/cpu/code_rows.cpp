@@ -35,7 +35,8 @@ float error_of(double steps, int64_t numbers, F squares) {
 // A step for each row's group.
 void by_groups(CodeRun& r) {
     const int64_t group = r.group;
-    std::vector<float> gathered(r.perm ? size_t(LANES * group) : 0);
+    const bool changed = r.perm || r.factors;
+    std::vector<float> gathered(changed ? size_t(LANES * group) : 0);
     uint8_t* to = r.codes;
     double steps = 0;
     F squares = fzero();
@@ -45,12 +46,18 @@ void by_groups(CodeRun& r) {
             const void* x = r.x;
             int64_t at = tile * r.cols + g, ld = r.cols;
             int32_t dtype = r.dtype;
-            if (r.perm) {
+            if (r.perm)
                 for (int64_t row = 0; row < rows; row++)
-                    for (int64_t k = 0; k < group; k++)
-                        gathered[size_t(row * group + k)] = one_as(r.x, r.dtype, (tile + row) * r.cols + r.perm[g + k]);
-                x = gathered.data(), at = 0, ld = group, dtype = F32;
-            }
+                    for (int64_t k = 0; k < group; k++) {
+                        const int64_t from = r.perm[g + k];
+                        const float v = one_as(r.x, r.dtype, (tile + row) * r.cols + from);
+                        gathered[size_t(row * group + k)] = r.factors ? v * r.factors[from] : v;
+                    }
+            else if (r.factors)
+                for (int64_t row = 0; row < rows; row++)
+                    for (int64_t k = 0; k < group; k += 16)
+                        fstore(gathered.data() + row * group + k, fmul(load_as(x, dtype, at + row * ld + k), fload(r.factors + g + k)));
+            if (changed) x = gathered.data(), at = 0, ld = group, dtype = F32;
             uint16_t scales[32] = {};
             float factors[LANES] = {};
             for (int64_t row = 0; row < rows; row++) {
@@ -81,12 +88,12 @@ void by_groups(CodeRun& r) {
 // A step for each column.
 void by_columns(CodeRun& r) {
     const int64_t wide = pad16(r.cols), high = pad16(r.rows);
-    const F factor = fset1(r.factor);
     double steps = 0;
     F squares = fzero();
     for (int64_t k = 0; k < wide; k += 16) {
         const auto load = [&](int64_t row) {
             const int64_t at = row * r.cols + k;
+            const F factor = fset1(r.factors ? r.factors[row] : r.factor);
             if (k + 16 <= r.cols) return fmul(load_as(r.x, r.dtype, at), factor);
             float part[16] = {};
             for (int64_t i = 0; k + i < r.cols; i++) part[i] = one_as(r.x, r.dtype, at + i);
