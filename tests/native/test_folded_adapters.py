@@ -100,9 +100,15 @@ def test_rounding_to_4_bits_while_a_model_is_read(
 
 @pytest.mark.parametrize("method", ["awq", "awq+gptq", "smooth"])
 def test_what_quantizers_fold_in_comes_along_to_artifacts(
-    method: str, planted: Path, support: Any, folded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str,
+    planted: Path,
+    support: Any,
+    folded: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Checkpoint, artifact of either target, and other formats."""
+    """Checkpoint, artifact of either target, and other formats; where it is not known, DoRA warns."""
     from toolkit.convert.convert import convert
     from toolkit.convert.formats import rewrite
     from toolkit.convert.options import Packing
@@ -142,6 +148,17 @@ def test_what_quantizers_fold_in_comes_along_to_artifacts(
     check_near(support, exact, made, tmp_path / "of gguf", tmp_path / "model.gguf", "pytorch", False)
     rewrite(str(code), tmp_path / "float", to="hf")
     check_near(support, exact, tmp_path / "dora" / "a", tmp_path / "of float", tmp_path / "float", "turbomind", False)
+
+    def told() -> int:
+        return sum("use_dora: " in record.getMessage() for record in caplog.records)
+
+    assert not told()
+    for name in ("folded.scales", "manifest.json"):  # a checkpoint of another tool
+        (code / name).unlink()
+    logits(support, code, tmp_path / "plain" / "a")
+    assert not told()
+    logits(support, code, tmp_path / "dora" / "a")
+    assert told() == 1
 
 
 @pytest.mark.parametrize("family, targets", [("llama", ALL), ("phi3", "qkv_proj|gate_up_proj|o_proj")])
