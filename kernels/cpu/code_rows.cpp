@@ -35,8 +35,7 @@ float error_of(double steps, int64_t numbers, F squares) {
 // A step for each row's group.
 void by_groups(CodeRun& r) {
     const int64_t group = r.group;
-    const bool changed = r.perm || r.factors;
-    std::vector<float> gathered(changed ? size_t(LANES * group) : 0);
+    std::vector<float> gathered(r.perm ? size_t(LANES * group) : 0);
     uint8_t* to = r.codes;
     double steps = 0;
     F squares = fzero();
@@ -46,24 +45,26 @@ void by_groups(CodeRun& r) {
             const void* x = r.x;
             int64_t at = tile * r.cols + g, ld = r.cols;
             int32_t dtype = r.dtype;
-            if (r.perm)
+            const float* own = r.factors && !r.perm ? r.factors + g : nullptr;
+            if (r.perm) {
                 for (int64_t row = 0; row < rows; row++)
                     for (int64_t k = 0; k < group; k++) {
                         const int64_t from = r.perm[g + k];
                         const float v = one_as(r.x, r.dtype, (tile + row) * r.cols + from);
                         gathered[size_t(row * group + k)] = r.factors ? v * r.factors[from] : v;
                     }
-            else if (r.factors)
-                for (int64_t row = 0; row < rows; row++)
-                    for (int64_t k = 0; k < group; k += 16)
-                        fstore(gathered.data() + row * group + k, fmul(load_as(x, dtype, at + row * ld + k), fload(r.factors + g + k)));
-            if (changed) x = gathered.data(), at = 0, ld = group, dtype = F32;
+                x = gathered.data(), at = 0, ld = group, dtype = F32;
+            }
+            const auto load = [&](int64_t row, int64_t k) {
+                const F v = load_as(x, dtype, at + row * ld + k);
+                return own ? fmul(v, fload(own + k)) : v;
+            };
             uint16_t scales[32] = {};
             float factors[LANES] = {};
             for (int64_t row = 0; row < rows; row++) {
                 F top = fzero();
                 for (int64_t k = 0; k < group; k += 16) {
-                    const F v = load_as(x, dtype, at + row * ld + k);
+                    const F v = load(row, k);
                     top = fmax(top, fabs(v));
                     squares = fma(v, v, squares);
                 }
@@ -78,7 +79,7 @@ void by_groups(CodeRun& r) {
             for (int64_t k = 0; k < group; k += 16, to += 256) {
                 int8_t codes[256] = {};
                 for (int64_t row = 0; row < rows; row++)
-                    store_s8(codes + 16 * row, i_of(fmul(load_as(x, dtype, at + row * ld + k), fset1(factors[row]))));
+                    store_s8(codes + 16 * row, i_of(fmul(load(row, k), fset1(factors[row]))));
                 put_codes(codes, to);
             }
         }

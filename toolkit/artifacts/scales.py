@@ -21,6 +21,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from toolkit.artifacts.manifest import SCALES
 from toolkit.artifacts.weight_files.safetensors_file import map_arrays, read_metadata, write_tensors
 from toolkit.errors import ToolkitError
@@ -107,36 +109,32 @@ class StoredScales(Mapping[str, Scales]):
         self._file = file
 
     @cached_property
-    def _tensors(self) -> dict[str, Tensor]:
+    def _found(self) -> dict[str, Scales]:
         import torch
 
         arrays = map_arrays(self._file)
         if any(array.dtype != "float32" or array.ndim != 1 for array in arrays.values()):
             raise ToolkitError(f"{self._file}: expected vectors of F32 alone; make the model again")
+        if not all(np.isfinite(array).all() and array.all() for array in arrays.values()):
+            raise ToolkitError(f"{self._file}: expected finite numbers other than 0; make the model again")
+        # a copy: a mapped file is not writable, and vectors are small
+        tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
         try:
             shared = json.loads(read_metadata(self._file).get("shared", "{}"))
-            places = {name: name for name in arrays} | dict(shared.items())
-            # a copy: a mapped file is not writable, and vectors are small
-            copies = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
-            found = {name: copies[place] for name, place in places.items()}
+            tensors |= {name: tensors[place] for name, place in shared.items()}
         except (ValueError, AttributeError, KeyError, TypeError):
             raise ToolkitError(f"{self._file}: metadata: expected names of tensors; make the model again") from None
-        if not all(bool((t.isfinite() & (t != 0)).all()) for t in copies.values()):
-            raise ToolkitError(f"{self._file}: expected finite numbers other than 0; make the model again")
+        found: dict[str, Scales] = {}
+        for name in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
+            columns, rows = (tensors.get(f"{name}.{key}") for key in _KEYS)
+            found[name] = Scales(columns, None if rows is None else rows[:, None])
         return found
 
-    @cached_property
-    def _names(self) -> dict[str, None]:
-        return dict.fromkeys(name.rpartition(".")[0] for name in self._tensors)
-
     def __getitem__(self, name: str) -> Scales:
-        if name not in self._names:
-            raise KeyError(name)
-        columns, rows = (self._tensors.get(f"{name}.{key}") for key in _KEYS)
-        return Scales(columns, None if rows is None else rows[:, None])
+        return self._found[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._found)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._found)

@@ -43,13 +43,11 @@ class Pair:
         a, b = replace(self.folded, divisors=None), replace(self.folded, columns=None)
         return a(self.a.float()), b(self.b.float()) * self.scale
 
-    def factors(self) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
-        """What columns of a are multiplied by, and rows of b."""
+    def factors(self) -> tuple[Tensor | None, Tensor | None]:
+        """What columns of a are multiplied by, and rows of b, float32."""
         columns, divisors = self.folded.columns, self.folded.divisors
-        return (
-            None if columns is None else columns.float().contiguous().numpy(),
-            None if divisors is None else (self.scale / divisors.float()).reshape(-1).contiguous().numpy(),
-        )
+        rows = None if divisors is None else (self.scale / divisors).float()
+        return None if columns is None else columns.float().contiguous(), rows
 
 
 Packed = tuple[PackedTensor, PackedTensor, PackedTensor]
@@ -65,7 +63,8 @@ def pack_pairs(pairs: Sequence[Pair]) -> list[Packed | None]:
     asked: list[library.CodeRun] = []
     for i, (pair, (a, b, *each)) in enumerate(zip(pairs, held, strict=True)):
         a_codes, b_codes, steps = (x.ctypes.data for x in data[3 * i : 3 * i + 3])
-        perm, columns, rows = (library.address(x) for x in (pair.perm, *each))
+        perm = None if pair.perm is None else pair.perm.ctypes.data
+        columns, rows = (None if x is None else x.data_ptr() for x in each)
         asked += [
             library.CodeRun(a.data_ptr(), perm, columns, a_codes, None, *a.shape, 1, 0, _DTYPES[a.dtype], pair.group),
             library.CodeRun(b.data_ptr(), None, rows, b_codes, steps, *b.shape, pair.scale, 0, _DTYPES[b.dtype], 0),
