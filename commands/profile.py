@@ -16,7 +16,7 @@ from toolkit.commands.output import show_engine, stdout, table, write_json
 from toolkit.commands.profile_server import api_server
 from toolkit.commands.sampling_options import SamplingFlags, with_load_flags
 from toolkit.errors import UsageError
-from toolkit.profile.options import Grid, Load, Traced
+from toolkit.profile.options import Grid, Load, Texts, Traced
 
 if TYPE_CHECKING:
     from toolkit.engine.process.frontend import AsyncEngine
@@ -34,7 +34,7 @@ PLOT = Annotated[Path | None, typer.Option(help="Draw the figures into this .png
 
 @app.callback()
 def group() -> None:
-    """Measure speed: throughput under load, latency at fixed batch sizes, or a server over HTTP.
+    """Measure speed: throughput under load, latency at fixed batch sizes, embeddings, or a server over HTTP.
 
     The prefix cache is off unless --enable-prefix-caching asks for it.
     """
@@ -219,6 +219,26 @@ def generation(
         _print_guesses(guesses)
 
 
+@app.command("embeddings")
+@with_engine_flags
+@with_flags("texts", Texts)
+def embeddings(model: MODEL, engine: EngineFlags, texts: Texts, json_file: JSON = None) -> None:
+    """Turn texts into vectors at fixed batch sizes and report texts and tokens a second, latencies and peak memory.
+
+    Example: tool profile embeddings bge-m3 --concurrency 1,32 --prompt-tokens 256 --json -
+    """
+    config = _config(engine)
+    from toolkit.artifacts.output import result_file
+
+    result_file.check_json("--json", json_file, ("concurrency", "request_throughput", "input_throughput"))
+    from toolkit.profile import embeddings as runner
+
+    rows = Watch(model, sum(texts.concurrency) * texts.rounds).run(runner.measure, texts, engine, config)
+    write_json(json_file, rows)
+    if json_file != "-":
+        _print_embeddings(model, rows)
+
+
 @app.command("ranks")
 @with_engine_flags
 @with_load_flags
@@ -269,6 +289,21 @@ def _print_ranks(model: str, rows: list[dict[str, Any]]) -> None:
             )
     columns = ("rank", "steps", "seconds", "message", "a step", "KiB a step", "seconds in it", "of steps")
     stdout().print(table(f"Ranks of {model}", columns, lines))
+
+
+def _print_embeddings(model: str, rows: list[dict[str, Any]]) -> None:
+    """One column a batch size."""
+    from toolkit.profile.labels import LABELS, latency_label
+
+    lines = [
+        *((LABELS[key], [row[key] for row in rows]) for key in ("request_throughput", "input_throughput")),
+        *((latency_label("e2e_latency", key), [row["e2e_latency_ms"][key] for row in rows]) for key in ("p50", "p99")),
+        (f"Peak memory of {rows[0]['peak_memory_of']} (MiB)", [row["peak_memory_mib"] for row in rows]),
+    ]
+    first = rows[0]
+    title = f"Embeddings by {model}: {first['prompt_tokens']} tokens to {first['dimensions']} numbers"
+    columns = ["", *(f"{row['concurrency']} at once" for row in rows)]
+    stdout().print(table(title, columns, [(name, *values) for name, values in lines]))
 
 
 def _print_generation(model: str, rows: list[dict[str, Any]]) -> None:

@@ -219,6 +219,45 @@ def test_damaged_files_change_no_answer(fake: Any, tmp_path: Path, windows: tupl
     assert mutate(fake, tmp_path, windows, seal, rounds=15, each=6, seed=1) >= 15
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, "state")])
+def test_one_start_mends_what_stands_behind_a_missing_file(fake: Any, tmp_path: Path, windows: tuple[Any, ...]) -> None:
+    """Nobody reads what is behind a gap: it is written again with what fills that, for it may be damaged too."""
+    files, blocks = open_files(tmp_path, windows), {}
+    write = files.write
+    files.write = lambda found: blocks.update({files._name(b): b for b, _ in found}) or write(found)  # type: ignore
+    first = fake.make_core(windows, shelf=files)
+    expected = answers(fake, first, [prompt(41)], 3)
+    first.close()
+    parts = np.array(prompt(41)[:40], np.int32).reshape(10, SIZE)
+    of_tokens = {block.tokens: block for block in blocks.values() if block.group == 0}
+    in_order = [of_tokens[part.tobytes()] for part in parts]
+    (model,) = tmp_path.iterdir()
+    (model / files._name(in_order[2])).unlink()
+    bad = model / files._name(in_order[5])
+    bad.write_bytes(bytes(bad.stat().st_size))
+    second = make(fake, tmp_path, windows)
+    assert answers(fake, second, [prompt(41)], 3) == expected
+    assert not second.stats()["kept_refused_files"]
+    second.close()
+    files = open_files(tmp_path, windows)
+    assert all(files.read(block) for block in in_order)
+    third = make(fake, tmp_path, windows)
+    assert answers(fake, third, [prompt(41)], 3) == expected
+    assert third.stats()["kept_hit_tokens"] == 40
+    third.close()
+
+
+def test_blocks_that_were_read_are_not_written_again(fake: Any, tmp_path: Path) -> None:
+    first = make(fake, tmp_path)
+    answers(fake, first, [prompt(41)])
+    first.close()
+    again = make(fake, tmp_path)
+    answers(fake, again, [prompt(41)])
+    stats = again.stats()
+    again.close()
+    assert stats["kept_read_bytes"] > 0 == stats["kept_written_bytes"]
+
+
 PARTS = 20
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,6 +72,30 @@ def test_more_inputs_than_a_wave(served: Any) -> None:
     status, got = ask(url, "/v1/embeddings", {"model": "tiny", "input": [[5, n] for n in range(70, 170)]})
     assert status == 200 and [d["index"] for d in got["data"]] == list(range(100))
     assert len({d["embedding"][0] for d in got["data"]}) > 90 and got["usage"]["prompt_tokens"] == 200
+
+
+def test_a_folder_whose_texts_are_turns_of_a_chat(
+    tiny_models: Any, serve_tiny: Any, support: Any, tmp_path: Path
+) -> None:
+    """As sentence-transformers has saved it (see ``chat/embedded_text.py``): whole, and cut."""
+    from transformers import AutoTokenizer
+
+    folder = support("tiny").copy_of(tiny_models("qwen2"), tmp_path / "saved")
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"modality_config": {"text": {}, "message": {}}}))
+    turn = [{"role": "user", "content": "A ship at sea."}]
+    ids = AutoTokenizer.from_pretrained(folder).apply_chat_template(turn, return_dict=False)
+    config = PytorchEngineConfig(device_type="cpu", dtype="float32", session_len=500)
+    with serve_tiny(folder, config) as (server, *_):
+        for most in (None, -1, len(ids), len(ids) - 3):
+            body = {"model": "tiny", "input": ["A ship at sea.", ids], "truncate_prompt_tokens": most}
+            status, got = ask(server.url, "/v1/embeddings", body)
+            assert status == 200, got
+            text, whole = (d["embedding"] for d in got["data"])
+            cut = most == len(ids) - 3  # of ids the end, of a text what stands before the end of its turn
+            assert (np.dot(text, whole) > 0.99999) != cut
+            assert got["usage"]["prompt_tokens"] == 2 * (len(ids) - 3 * cut)
+        status, got = ask(server.url, "/v1/embeddings", {"model": "tiny", "input": "A ship. " * 900})
+        assert status == 400 and "input" in got["error"]["message"]
 
 
 def yes_share(

@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 
+from toolkit.engine.process.adapter_names import AdapterNames
 from toolkit.errors import UsageError
 
 
@@ -52,7 +53,9 @@ def test_the_model_of_a_request_chooses_an_adapter(start: Any) -> None:
 
 
 def test_an_adapter_that_is_not_there_cannot_be_unloaded(start: Any, tmp_path: Path) -> None:
-    client = openai.OpenAI(base_url=start(adapters=("tales",), adapter_dir=tmp_path).v1, api_key="none", max_retries=0)
+    server = start(adapters=("tales",), adapter_dir=tmp_path)
+    server.engine.adapters = AdapterNames(lambda *told: True, ("tales",), "echo")
+    client = openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0)
     with pytest.raises(openai.NotFoundError, match="there is no adapter 'other'; there is tales"):
         client.post("/unload_lora_adapter", body={"lora_name": "other"}, cast_to=object)
 

@@ -18,6 +18,10 @@ from toolkit.errors import ToolkitError
 from toolkit.models.registry import find_family, text_head
 from toolkit.models.spec import HeadActivation, HeadLayer, Pooling, TextHead
 
+# Of sentence-transformers: how texts are read, and what is written before them.
+TEXTS, PROMPTS = "sentence_bert_config.json", "config_sentence_transformers.json"
+# What its "chat_template" may say and is no variable of a template: how long rows of ids are.
+_SIZES = {"restore_suffix", "padding", "truncation", "max_length", "return_tensors"}
 HEAD, NUMBERS, MODULES = "text_head.json", "text_head.safetensors", "modules.json"
 # What sentence-transformers keeps in a folder of its own; the first that is there counts.
 POOLING_CONFIGS = ("pooling_config.json", "1_Pooling/config.json")
@@ -68,6 +72,41 @@ def reads_alone(directory: Path) -> bool:
         return find_family(read_json_object(config), str(config)).encodes
     except ToolkitError:
         return False
+
+
+def chat_options(directory: Path) -> dict[str, Any] | None:
+    """What a chat template is told where sentence-transformers puts texts through it; None where it reads them as they
+    are. Raises ToolkitError for a template that is not the tokenizer's own."""
+    file = directory / TEXTS
+    values = read_json_object(file) if file.is_file() else {}
+    kinds, kwargs = values.get("modality_config") or {}, values.get("processing_kwargs") or {}
+    options = kwargs.get("chat_template") or {} if isinstance(kwargs, dict) else None
+    if not isinstance(kinds, dict) or not isinstance(options, dict):
+        raise ToolkitError(f"{file}: expected objects as modality_config and processing_kwargs; fetch the model again")
+    if "message" not in kinds:
+        return None
+    if "chat_template" in options:
+        raise ToolkitError(
+            f"{file}: processing_kwargs names a chat template of its own; write it into chat_template.jinja"
+        )
+    return {name: value for name, value in options.items() if name not in _SIZES}
+
+
+def default_prompt(directory: Path) -> str:
+    """What sentence-transformers writes before a text where nobody asks for another prompt; "": nothing. Raises
+    ToolkitError for one that is not there, and where its tokens are to be left out of the vector."""
+    file = directory / PROMPTS
+    values = read_json_object(file) if file.is_file() else {}
+    name, prompts = values.get("default_prompt_name"), values.get("prompts") or {}
+    if name is None:
+        return ""
+    prompt = prompts.get(name) if isinstance(prompts, dict) else None
+    if not isinstance(prompt, str):
+        raise ToolkitError(f"{file}: default_prompt_name: {name!r:.40} is none of its prompts; fetch the model again")
+    pooling = pooling_config(directory)
+    if prompt and pooling is not None and read_json_object(pooling).get("include_prompt") is False:
+        raise ToolkitError(f"{pooling}: include_prompt: found false, expected true beside a default prompt")
+    return prompt
 
 
 def head_numbers(directory: Path, head: TextHead) -> Arrays:

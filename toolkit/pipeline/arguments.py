@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from toolkit.configs.engine import VisionConfig
@@ -72,15 +73,16 @@ def id_rows(input_ids: Any, vocab_size: int) -> list[list[int]]:
     return rows
 
 
-def embedding_rows(inputs: Any, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of a text, of several, or of one or several sequences of token ids. Raises UsageError."""
+def embedding_rows(inputs: Any, tokenizer: Tokenizer, encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """Token ids of a text, of several, or of one or several sequences of token ids. ``encode``: of a text. Raises
+    UsageError."""
     single = isinstance(inputs, str) or (isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], int))
     many = [inputs] if single else inputs
     if not isinstance(many, list) or not many:
         raise UsageError(f"inputs: expected texts or token ids, found {repr(inputs)[:60]}")
     rows = []
     for i, item in enumerate(many):
-        ids = tokenizer.encode(item) if isinstance(item, str) else item
+        ids = encode(item) if isinstance(item, str) else item
         limit = tokenizer.vocab_size
         if not isinstance(ids, list) or not ids or not all(type(t) is int and 0 <= t < limit for t in ids):
             raise UsageError(f"inputs[{i}]: expected a text or token ids in [0, {limit}), found {repr(item)[:60]}")

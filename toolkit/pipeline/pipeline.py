@@ -23,6 +23,7 @@ from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weight_files.new_weight_files import WeightFiles, Weights
 from toolkit.base.progress import Progress
 from toolkit.chat import settings
+from toolkit.chat.embedded_text import EmbeddedText
 from toolkit.chat.messages import Message
 from toolkit.chat.renderer import Renderer
 from toolkit.chat.template import ChatTemplate
@@ -306,7 +307,7 @@ class Pipeline:
         self._check_open()
         adapter_name = self._adapter(adapter_name)
         head = open_head(self.tokenizer.path, pooling)
-        rows = arguments.embedding_rows(inputs, self.tokenizer)
+        rows = arguments.embedding_rows(inputs, self.tokenizer, EmbeddedText(self.tokenizer, self.chat_template).encode)
         states = self._runner.hidden_states(rows, adapter_name, head.pooling)
         return np.stack([head.embedding(state, dimensions, normalize) for state in states])
 

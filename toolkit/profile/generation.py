@@ -14,10 +14,10 @@ from toolkit.engine.load.setup import Packed
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.profile.guesses import guesses_row
-from toolkit.profile.load import run_all
+from toolkit.profile.load import raise_if_any_failed, run_all
 from toolkit.profile.memory import PeakMemory, ProcessTree, gpu_used_mib
 from toolkit.profile.metrics import RequestRecord, generation_row
-from toolkit.profile.options import Grid
+from toolkit.profile.options import Batches, Grid
 from toolkit.profile.workload import Ask, random_prompts
 
 MEMORY_OF = {True: "all GPUs", False: "own processes"}  # True: the model is on a GPU
@@ -29,13 +29,17 @@ def fit(config: EngineConfig, grid: Grid) -> None:
     otherwise: rows tell one from the other. Raises UsageError for a size that is too small."""
     if config.target_step_ms is None:
         config.target_step_ms = 0.0
-    needed = {"max_batch_size": max(grid.concurrency), "session_len": grid.prompt_tokens + grid.completion_tokens}
-    for name, value in needed.items():
+    make_room(config, max(grid.concurrency), grid.prompt_tokens + grid.completion_tokens)
+
+
+def make_room(config: EngineConfig, requests: int, tokens: int) -> None:
+    """For so many requests of so many tokens at once, see ``fit``."""
+    for name, value in {"max_batch_size": requests, "session_len": tokens}.items():
         given = getattr(config, name)
         if given is None:
             setattr(config, name, value)
         elif given < value:
-            raise UsageError(f"{spelled(name)}: this grid needs {value}, found {given}")
+            raise UsageError(f"{spelled(name)}: these batches need {value}, found {given}")
 
 
 def measure(
@@ -61,7 +65,7 @@ def measure(
     fit(engine_config, grid)
     engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True, packed=packed)
     try:
-        _check_room(engine, grid)
+        check_room(engine, grid)
         on_start(engine)
         gpus = engine.device.startswith("cuda")
         with PeakMemory(gpu_used_mib if gpus else ProcessTree()) as memory:
@@ -95,8 +99,7 @@ async def _measure_all(
             asks = batch(size, grid.completion_tokens)
             name = f"round-{size}-{turn}"
             records, _ = await run_all(engine, asks, name=name, sampling=grid.sampling, on_done=on_done)
-            if failed := [record.error for record in records if record.error]:
-                raise ToolkitError(f"concurrency {size}: {len(failed)} of {size} requests failed: {failed[0]}")
+            raise_if_any_failed(records)
             rounds.append(records)
         row = generation_row(rounds, grid.prompt_tokens, grid.completion_tokens, memory.peak())
         rows.append(row | {"peak_memory_of": memory_of})
@@ -104,7 +107,8 @@ async def _measure_all(
     return rows
 
 
-def _check_room(engine: AsyncEngine, grid: Grid) -> None:
+def check_room(engine: AsyncEngine, grid: Batches) -> None:
+    """Raise ToolkitError where memory does not hold the largest batch."""
     if engine.max_batch_size < max(grid.concurrency):
         raise ToolkitError(
             f"--concurrency {max(grid.concurrency)}: memory allows a batch of {engine.max_batch_size}; "

@@ -102,3 +102,10 @@ def raise_if_all_failed(records: Sequence[RequestRecord]) -> None:
     errors = [record.error for record in records if record.error]
     if len(errors) == len(records):
         raise ToolkitError(f"all {len(records)} requests failed; the first one said: {errors[0]}")
+
+
+def raise_if_any_failed(records: Sequence[RequestRecord]) -> None:
+    """Raise ToolkitError, with the first one's reason, where one of a batch failed."""
+    if failed := [record.error for record in records if record.error]:
+        size = len(records)
+        raise ToolkitError(f"concurrency {size}: {len(failed)} of {size} requests failed: {failed[0]}")

@@ -167,3 +167,25 @@ def generation_row(
         "token_latency_ms": {f"p{p}": float(np.percentile(itl, p)) for p in (50, 75, 95, 99)},
         "peak_memory_mib": peak_memory_mib,
     }
+
+
+def embedding_row(
+    rounds: Sequence[Sequence[RequestRecord]], prompt_tokens: int, peak_memory_mib: float
+) -> dict[str, Any]:
+    """One row of the embedding benchmark, over ``rounds`` of texts that each started together.
+
+    request_throughput: texts a second; input_throughput: their tokens. Both over the time from the start of a round to
+    its last vector, rounds summed before dividing. A text's latency is its E2E, from the batch's start to its vector.
+    """
+    records = [r for batch in rounds for r in batch]
+    seconds = sum(max(r.end for r in batch) - min(r.start for r in batch) for batch in rounds)
+    latencies = np.asarray([r.e2e for r in records]) * 1000
+    return {
+        "concurrency": len(rounds[0]),
+        "prompt_tokens": prompt_tokens,
+        "request_throughput": len(records) / seconds,
+        "input_throughput": sum(r.input_tokens for r in records) / seconds,
+        "e2e_latency_ms": {"mean": float(latencies.mean())}
+        | {f"p{p}": float(np.percentile(latencies, p)) for p in (50, 99)},
+        "peak_memory_mib": peak_memory_mib,
+    }

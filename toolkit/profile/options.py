@@ -125,20 +125,43 @@ class Traffic(Prompts):
 
 
 @dataclass(frozen=True)
-class Grid(Seeded):
-    """Fixed batch sizes, one row each; ``rounds`` are measured together."""
+class Batches(Seeded):
+    """Fixed batch sizes, one row each."""
 
     concurrency: tuple[int, ...] = option((1, 8, 32), "Batch sizes, separated by commas.")
     prompt_tokens: int = option(512, "Tokens of each prompt.", min=1)
+
+    def check(self) -> None:
+        super().check()
+        if not self.concurrency or min(self.concurrency) < 1:
+            raise UsageError(f"--concurrency: expected numbers of 1 or more, found {list(self.concurrency)}")
+        _at_least_one(self, "prompt_tokens")
+
+
+@dataclass(frozen=True)
+class Grid(Batches):
+    """Batches of prompts that are answered; ``rounds`` are measured together."""
+
     completion_tokens: int = option(128, "Tokens to generate for each.", min=1)
     rounds: int = option(1, "Times to measure each batch size, after a warm-up.", min=1)
     sampling: GenerationConfig = field(default_factory=GenerationConfig)
 
     def check(self) -> None:
         super().check()
-        if not self.concurrency or min(self.concurrency) < 1:
-            raise UsageError(f"--concurrency: expected numbers of 1 or more, found {list(self.concurrency)}")
-        _at_least_one(self, "prompt_tokens", "completion_tokens", "rounds")
+        _at_least_one(self, "completion_tokens", "rounds")
+
+
+@dataclass(frozen=True)
+class Texts(Batches):
+    """Batches of texts that become a vector each; ``rounds`` are measured together."""
+
+    prompt_tokens: int = option(256, "Tokens of each text.", min=1)
+    rounds: int = option(5, "Times to measure each batch size, after a warm-up.", min=1)
+    pooling: str = option("auto", "cls, last, mean, or auto (as the model's folder says).")
+
+    def check(self) -> None:
+        super().check()
+        _at_least_one(self, "rounds")
 
 
 @dataclass(frozen=True)

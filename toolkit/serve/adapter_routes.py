@@ -72,13 +72,12 @@ async def load_lora_adapter(raw: Request) -> HttpResponse:
 async def unload_lora_adapter(raw: Request) -> HttpResponse:
     allowed(raw, "adapter_dir")
     state, request, _ = await parse(raw, UnloadAdapterRequest)
-    if request.lora_name not in state.adapters:
-        there = ", ".join(state.adapters) or "none"
-        told = f"lora_name: there is no adapter {shown(request.lora_name)}; there is {there}"
-        raise ApiError(404, told, param="lora_name", code="adapter_not_found")
+    there = request.lora_name in state.adapters
     try:
         await asyncio.to_thread(unload, state, request.lora_name)
     except ToolkitError as e:
+        if not there and isinstance(e, UsageError):
+            raise ApiError(404, str(e), param="lora_name", code="adapter_not_found") from e
         raise _answer(state, e) from e
     return json_response({"loaded": None, "adapters": list(state.adapters)})
 

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 from starlette.responses import Response as HttpResponse
 
+from toolkit.chat.embedded_text import EmbeddedText
 from toolkit.engine.pooling import open_head
 from toolkit.serve import adapter_routes, control_routes, weight_routes
 from toolkit.serve.anthropic import routes as anthropic_routes
@@ -93,6 +94,7 @@ def create_app(
         metrics=ServerMetrics(engine.stats, None if traced is None else Traces(traced, name), name),
         lanes=lanes,
         head=open_head(engine.tokenizer.path, settings.pooling),
+        embedded=EmbeddedText(engine.tokenizer, template),
         eyes=None if engine.blind else Eyes.open(engine.tokenizer.path, image_rules(settings), engine.session_len),
         formats=read_by(template),
         of_adapters={name: (own, read_by(own)) for name, own in (of_adapters or {}).items()},

@@ -30,6 +30,7 @@ from toolkit.vision.images import Rules
 
 if TYPE_CHECKING:
     from toolkit.artifacts.weight_files.new_weight_files import WeightFiles
+    from toolkit.chat.embedded_text import EmbeddedText
     from toolkit.chat.template import ChatTemplate
     from toolkit.engine.process.frontend import AsyncEngine
     from toolkit.messages import GenerationConfig
@@ -90,6 +91,7 @@ class ServerState:
     formats: Formats
     kept: Store
     head: Head
+    embedded: EmbeddedText
     of_adapters: dict[str, tuple[ChatTemplate, Formats]] = field(default_factory=dict)
     eyes: Eyes | None = None
     slots: Places | None = None

@@ -17,7 +17,7 @@ from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig, Response
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.choices import run_choices
-from toolkit.serve.generation.read import encode_beginning, encode_pair, encode_text
+from toolkit.serve.generation.read import encode_embedded, encode_pair, encode_text
 from toolkit.serve.http.errors import ApiError, bad_field
 from toolkit.serve.state import ServerState
 
@@ -103,7 +103,7 @@ def as_numbers(values: NDArray[np.float32]) -> Any:
 
 class Pairs:
     """Pairs of one of ``queries`` (or the only one) and one of ``documents``; ``params``: what a request calls them.
-    ``most``: tokens that texts are cut to, see ``encode_beginning``."""
+    ``most``: tokens that texts are cut to, see ``encode_embedded``."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class Pairs:
 
         async def encode(i: int) -> list[int]:
             param = first if i < ahead else f"{second}.{i - ahead}"
-            return await encode_beginning(self._state, texts[i], param, self._most)
+            return await encode_embedded(self._state, texts[i], param, self._most)
 
         state = self._state
         answers = await run_prompts(state, self._name, len(texts), encode, POOLED, adapter, state.head.pooling)

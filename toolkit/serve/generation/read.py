@@ -232,15 +232,19 @@ def _encode(state: ServerState, text: str, param: str, special: bool) -> list[in
     return token_ids
 
 
-async def encode_beginning(state: ServerState, prompt: str | Sequence[int], param: str, most: int | None) -> list[int]:
-    """``encode_prompt`` of so much as ``most`` tokens, 0 or less: as much as fits; None: all, or refused."""
+async def encode_embedded(state: ServerState, prompt: str | Sequence[int], param: str, most: int | None) -> list[int]:
+    """What becomes a vector: so much of it as ``most`` tokens, 0 or less: as much as fits; None: all, or refused."""
+    read = state.embedded
+    if most is None and isinstance(prompt, str):
+        work = lambda: _encode(state, read.written(prompt), param, special=read.alone)  # noqa: E731
+        return await state.lanes.run(work, len(prompt))
     if most is None:
         return await encode_prompt(state, prompt, param)
     limit = _most(state, most)
     if not isinstance(prompt, str):
         return await encode_prompt(state, prompt[:limit], param)
     text = prompt[: PIECE * limit]
-    ids = await state.lanes.run(lambda: state.engine.tokenizer.encode_beginning(text, limit), len(text))
+    ids = await state.lanes.run(lambda: read.encode(text, limit), len(text))
     check_prompt(state, len(ids), param)
     return ids
 
@@ -254,7 +258,7 @@ def _most(state: ServerState, most: int) -> int:
 async def encode_pair(
     state: ServerState, first: str, second: str, param: str, most: int | None
 ) -> tuple[list[int], int]:
-    """Two texts that are read together: token ids, and where the second begins. ``most``: as of ``encode_beginning``,
+    """Two texts that are read together: token ids, and where the second begins. ``most``: as of ``encode_embedded``,
     the second is cut."""
     limit = None if most is None else _most(state, most)
     if limit is not None:

@@ -15,7 +15,7 @@ from starlette.responses import Response as HttpResponse
 from toolkit.serve.generation.chat import Chat
 from toolkit.serve.generation.plain import Plain
 from toolkit.serve.generation.pooling import as_numbers, embed
-from toolkit.serve.generation.read import encode_beginning, parse, translated
+from toolkit.serve.generation.read import encode_embedded, parse, translated
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.replies import EventReply, JsonReply, Wire, json_response, line
 from toolkit.serve.http.schema import OLLAMA_ERRORS, describe
@@ -127,7 +127,7 @@ async def _vectors(
     """The vectors of ``texts``, and the token counts; ``cut``: those that do not fit are, else they are refused."""
 
     async def encode(i: int) -> list[int]:
-        return await encode_beginning(state, texts[i], f"input.{i}" if len(texts) > 1 else "input", -1 if cut else None)
+        return await encode_embedded(state, texts[i], f"input.{i}" if len(texts) > 1 else "input", -1 if cut else None)
 
     adapter = state.adapter_of(served_as(model, state.model_names))
     name = f"ollama-{uuid.uuid4().hex}"

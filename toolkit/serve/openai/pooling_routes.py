@@ -14,7 +14,7 @@ from starlette.responses import Response as HttpResponse
 from toolkit.serve.fields.protocol import Prompts, as_list
 from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.generation.pooling import Pairs, as_base64, as_numbers, embed
-from toolkit.serve.generation.read import encode_beginning, parse
+from toolkit.serve.generation.read import encode_embedded, parse
 from toolkit.serve.http.answers import Embeddings, Ranking, Scores
 from toolkit.serve.http.errors import bad_field
 from toolkit.serve.http.replies import JsonReply
@@ -89,7 +89,7 @@ async def embeddings(raw: Request) -> HttpResponse:
 async def _embeddings(state: ServerState, request: EmbeddingsRequest) -> dict[str, Any]:
     async def encode(i: int) -> list[int]:
         param = f"input.{i}" if len(request.input) > 1 else "input"
-        return await encode_beginning(state, request.input[i], param, request.truncate_prompt_tokens)
+        return await encode_embedded(state, request.input[i], param, request.truncate_prompt_tokens)
 
     write = as_base64 if request.encoding_format == "base64" else as_numbers
     told, spent = await embed(

@@ -112,7 +112,7 @@ class Keeper:
 
     def _export(self, shelf: Shelf, writer: Writer, block: Block) -> bool:
         at = self._blocks.pools[block.group].find(block.key)
-        if at is None or shelf.has(block):  # it had to make room; or another process was first
+        if at is None or shelf.sound(block):  # it had to make room; or there it is
             return False
         return writer.take(block, self._runner, at, "kept")
 

@@ -49,6 +49,10 @@ class Shelf(Source, Protocol):
     def has(self, block: Block) -> bool:
         """Whether ``read`` would likely find it."""
 
+    def sound(self, block: Block) -> bool:
+        """Whether it is there and was written or read by this process. Another one's may be damaged behind a block that
+        is missing: nobody reads it then."""
+
     def write(self, blocks: Sequence[tuple[Block, Buffer]]) -> bool:
         """Whether they are there now."""
 
@@ -64,6 +68,7 @@ class Files:
         self._folder, self._model, self._seal, self._sizes = folder, model, seal, sizes
         self._most, self._seconds = most, seconds
         self._bad: set[str] = set()  # refused once: to be written anew
+        self._sound: set[str] = set()  # written or read here
         self._lock = threading.Lock()  # around counts and what is bad
         self._taken, self._swept, self._paused = 0, float("-inf"), float("-inf")
 
@@ -74,6 +79,9 @@ class Files:
             self._refuse(name)
             return False
         return size is not None
+
+    def sound(self, block: Block) -> bool:
+        return self._name(block) in self._sound and self.has(block)
 
     def which(self, blocks: Sequence[Block]) -> frozenset[Block]:
         return frozenset(filter(self.has, blocks))
@@ -94,6 +102,7 @@ class Files:
         else:
             with self._lock:
                 self.counts.read_bytes += len(found)
+                self._sound.add(name)
         return numbers
 
     def write(self, blocks: Sequence[tuple[Block, Buffer]]) -> bool:
@@ -117,6 +126,7 @@ class Files:
         with self._lock:
             self.counts.written_bytes += size
             self._bad.difference_update(name for name, _ in files)
+            self._sound.update(name for name, _ in files)
         return True
 
     def _room(self, size: int) -> bool:
@@ -126,11 +136,17 @@ class Files:
         if full or now - self._swept > SWEEP_SECONDS:
             most = self._most * SPARE - size if full else self._most
             self._taken, self._swept = sweep(self._folder.root, most, self._seconds), now
+            with self._lock:
+                known = list(self._sound)
+            gone = [name for name in known if self._folder.size(name) is None]
+            with self._lock:
+                self._sound.difference_update(gone)
         return self._taken + size <= self._most
 
     def _refuse(self, name: str) -> None:
         with self._lock:
             self._bad.add(name)
+            self._sound.discard(name)
             self.counts.refused += 1
             first = self.counts.refused == 1
         if first:
