@@ -88,7 +88,7 @@ class StoredTensor:
         return [i for r in part.rows or ((0, self.matrix[0]),) for i in range(*r)]
 
     def _count(self, part: Part) -> int:
-        return sum(stop - start for start, stop in part.rows or ((0, self.matrix[0]),))
+        return sum(len(range(*r)) for r in part.rows or ((0, self.matrix[0]),))
 
     def alone(self) -> list[StoredTensor]:
         """Each part as a module of its own under its canonical name: what formats that know no stacks make of one."""
