@@ -45,18 +45,26 @@ void by_groups(CodeRun& r) {
             const void* x = r.x;
             int64_t at = tile * r.cols + g, ld = r.cols;
             int32_t dtype = r.dtype;
+            const float* own = r.factors && !r.perm ? r.factors + g : nullptr;
             if (r.perm) {
                 for (int64_t row = 0; row < rows; row++)
-                    for (int64_t k = 0; k < group; k++)
-                        gathered[size_t(row * group + k)] = one_as(r.x, r.dtype, (tile + row) * r.cols + r.perm[g + k]);
+                    for (int64_t k = 0; k < group; k++) {
+                        const int64_t from = r.perm[g + k];
+                        const float v = one_as(r.x, r.dtype, (tile + row) * r.cols + from);
+                        gathered[size_t(row * group + k)] = r.factors ? v * r.factors[from] : v;
+                    }
                 x = gathered.data(), at = 0, ld = group, dtype = F32;
             }
+            const auto load = [&](int64_t row, int64_t k) {
+                const F v = load_as(x, dtype, at + row * ld + k);
+                return own ? fmul(v, fload(own + k)) : v;
+            };
             uint16_t scales[32] = {};
             float factors[LANES] = {};
             for (int64_t row = 0; row < rows; row++) {
                 F top = fzero();
                 for (int64_t k = 0; k < group; k += 16) {
-                    const F v = load_as(x, dtype, at + row * ld + k);
+                    const F v = load(row, k);
                     top = fmax(top, fabs(v));
                     squares = fma(v, v, squares);
                 }
@@ -71,7 +79,7 @@ void by_groups(CodeRun& r) {
             for (int64_t k = 0; k < group; k += 16, to += 256) {
                 int8_t codes[256] = {};
                 for (int64_t row = 0; row < rows; row++)
-                    store_s8(codes + 16 * row, i_of(fmul(load_as(x, dtype, at + row * ld + k), fset1(factors[row]))));
+                    store_s8(codes + 16 * row, i_of(fmul(load(row, k), fset1(factors[row]))));
                 put_codes(codes, to);
             }
         }
@@ -81,12 +89,12 @@ void by_groups(CodeRun& r) {
 // A step for each column.
 void by_columns(CodeRun& r) {
     const int64_t wide = pad16(r.cols), high = pad16(r.rows);
-    const F factor = fset1(r.factor);
     double steps = 0;
     F squares = fzero();
     for (int64_t k = 0; k < wide; k += 16) {
         const auto load = [&](int64_t row) {
             const int64_t at = row * r.cols + k;
+            const F factor = fset1(r.factors ? r.factors[row] : r.factor);
             if (k + 16 <= r.cols) return fmul(load_as(r.x, r.dtype, at), factor);
             float part[16] = {};
             for (int64_t i = 0; k + i < r.cols; i++) part[i] = one_as(r.x, r.dtype, at + i);

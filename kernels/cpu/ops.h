@@ -216,7 +216,8 @@ struct RoundRun {
 // Both sides are filled up with zeros.
 struct CodeRun {
     const void* x;        // [rows][cols]
-    const int32_t* perm;  // column k is perm[k] of x; null = itself, as with `steps`
+    const int32_t* perm;   // column k is perm[k] of x; null = itself, as with `steps`
+    const float* factors;  // of each column of x, as x has them; with `steps` of each row, in place of `factor`; null = none
     uint8_t* codes;
     float* steps;  // [pad16(cols)]
     int64_t rows, cols;

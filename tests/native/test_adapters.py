@@ -91,21 +91,6 @@ def test_an_adapter_gives_what_merged_weights_give(
     check_merged(support, model, made, adapters.merge(model, made, tmp_path / "merged"))
 
 
-@pytest.mark.parametrize("load_format, told", [("auto", 0), ("int8", 0), ("int4", 1)])
-def test_magnitudes_of_rows_that_may_be_scaled_are_told(
-    load_format: str, told: int, tiny_models: Any, support: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = tiny_models("llama")
-    made = [
-        support("adapters").write_adapter(tmp_path / name, model, ALL, use_dora=dora)
-        for name, dora in (("plain", False), ("dora", True))
-    ]
-    runner = runner_for(model, *made, load_format=load_format)
-    for adapter in (0, 1):
-        alone(support, runner, ids(5, 0), adapter=adapter)
-    assert sum("use_dora: " in record.getMessage() for record in caplog.records) == told
-
-
 @pytest.mark.parametrize("down_first", [True, False])
 def test_experts_that_one_parameter_holds(down_first: bool, tiny_models: Any, support: Any, tmp_path: Path) -> None:
     """As PEFT writes them (target_parameters), whichever of the two it wraps first; and merged."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from toolkit.artifacts.scales import Scales
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.native import library
@@ -39,7 +40,8 @@ def tiles_of(codes: torch.Tensor) -> np.ndarray:
 def by_torch(pair: Pair) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The bytes of A and of B, and B's steps, as ops.h describes them."""
     rank, outputs = pair.a.shape[0], pair.b.shape[0]
-    a = torch.nn.functional.pad(pair.a.float(), (0, 0, 0, -rank % 16))
+    own = pair.folded
+    a = torch.nn.functional.pad(pair.a.float() * (1 if own.columns is None else own.columns), (0, 0, 0, -rank % 16))
     a = a if pair.perm is None else a[:, torch.from_numpy(pair.perm).long()]
     groups = a.view(a.shape[0], -1, pair.group)
     exact = groups.abs().amax(-1, keepdim=True) / 127
@@ -51,7 +53,8 @@ def by_torch(pair: Pair) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     headers = np.zeros((*by_group.shape[:2], 64), np.uint8)
     shown = steps.view(torch.int16).view(-1, 16, groups.shape[1]).transpose(1, 2).contiguous()
     headers[..., :32] = shown.numpy().view(np.uint8)
-    b = torch.nn.functional.pad(pair.b.float() * pair.scale, (0, -rank % 16, 0, -outputs % 16))
+    factor = pair.scale if own.divisors is None else pair.scale / own.divisors
+    b = torch.nn.functional.pad(pair.b.float() * factor, (0, -rank % 16, 0, -outputs % 16))
     columns = b.abs().amax(0) / 127
     packed = np.concatenate([headers, by_group], axis=2)
     return packed.reshape(-1), tiles_of(codes_of(b, columns)).reshape(-1), columns.numpy()
@@ -63,12 +66,14 @@ def by_torch(pair: Pair) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_codes_are_those_of_torch(
     isa: str, dtype: torch.dtype, rank: int, group: int, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several matrices in one call, one of them reordered, one of zeros."""
+    """Several matrices in one call, one of them reordered, one of zeros, two with scales."""
     monkeypatch.setenv(library.ISA_VARIABLE, isa)
     order = np.random.default_rng(2).permutation(384).astype(np.int32)
     drawn = [random_pair(rank, seed=i, scale=scale, group=group, perm=order if i == 1 else None) for i in range(3)]
     pairs = [replace(p, a=p.a.to(dtype) * (i != 2), b=(p.b * 1e4).to(dtype)) for i, p in enumerate(drawn)]
     pairs[0].a[0, :64] *= 1e-3
+    columns, divisors = 4 ** (torch.rand(384) * 2 - 1), 4 ** (torch.rand(232, 1) * 2 - 1)
+    pairs += [replace(p, folded=Scales(columns, divisors)) for p in pairs[:2]]
     for pair, packed in zip(pairs, pack_pairs(pairs), strict=True):
         assert packed is not None
         for found, expected in zip(packed, by_torch(pair), strict=True):

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from toolkit.artifacts.rounding import to_group_int
+from toolkit.artifacts.scales import Scales
 from toolkit.runners.native import library
 from toolkit.runners.native.packing.head import turn
-from toolkit.runners.native.packing.rounding import Scales, fits, round_groups, rounding_error, row_squares
+from toolkit.runners.native.packing.rounding import fits, round_groups, rounding_error, row_squares
 
 
 @pytest.mark.parametrize("isa", library.isas())

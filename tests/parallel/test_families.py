@@ -96,14 +96,17 @@ def test_every_family(family: str, shape: int, layout: Layout, tiny_models: Any,
         pytest.skip(str(e))
 
 
-@pytest.mark.parametrize(("family", "targets"), [
-    ("llama", r"(?:[qkvo]|gate|up|down)_proj"), ("deepseek_v3", "q_[ab]_proj|kv_a_proj_with_mqa|o_proj"),
+@pytest.mark.parametrize(("family", "targets", "folded"), [
+    ("llama", r"(?:[qkvo]|gate|up|down)_proj", False), ("deepseek_v3", "q_[ab]_proj|kv_a_proj_with_mqa|o_proj", False),
+    ("llama", r"(?:[qkvo]|gate|up|down)_proj", True),
 ])  # fmt: skip
 def test_adapters_are_cut_as_their_linears_are(
-    family: str, targets: str, tiny_models: Any, support: Any, tmp_path: Path
+    family: str, targets: str, folded: bool, tiny_models: Any, support: Any, tmp_path: Path
 ) -> None:
+    """``folded``: and so are the scales of the model's linears, by which adapters change."""
     path = tiny_models(family)
     made = support("adapters").write_adapter(tmp_path / "one", path, targets)
+    path = support("folded").fold_checkpoint(path, tmp_path / "folded") if folded else path
     same(path, Layout(tp=2), support, adapter=0, adapters=(("one", str(made)),))
 
 

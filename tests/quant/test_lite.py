@@ -177,7 +177,7 @@ def test_a_killed_run_resumes_bit_identically(tiny_models: Any, tmp_path: Path, 
     resumed = auto_awq(str(model), tmp_path / "resumed", common=quick)
     assert stamp < time.time_ns()
     assert resumed.quality == whole.quality
-    for name in ("model.safetensors", "config.json"):
+    for name in ("model.safetensors", "config.json", "folded.scales"):
         assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert not (tmp_path / ".resumed.partial").exists()
     assert auto_awq(str(model), tmp_path / "resumed", common=quick).already_there

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from toolkit.artifacts.adapter_experts import stack_of
 from toolkit.artifacts.json_file import read_json_object
+from toolkit.artifacts.scales import UNSCALED, Scales
 from toolkit.artifacts.weight_files.find import file_headers
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.base.record import read
@@ -26,6 +27,7 @@ from toolkit.errors import ToolkitError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from toolkit.artifacts.scales import AllScales
     from toolkit.models.spec import DecoderSpec, StoredTensor
 
 CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
@@ -85,22 +87,24 @@ class _Scaling:
 class LowRank:
     """What an adapter adds to a linear: ``b @ a``. ``stored_a`` [rank, in] and ``stored_b`` [out, rank]: as the file
     has them, perhaps in its mapped memory; ``scale``: of their product. ``magnitude``: float32 [out], how long the rows
-    of the sum are made (DoRA); None = as they are."""
+    of the sum are made (DoRA); None = as they are. ``folded``: what has been folded into the linear since the adapter
+    was trained."""
 
     stored_a: Tensor
     stored_b: Tensor
     scale: float = 1.0
     magnitude: Tensor | None = None
+    folded: Scales = UNSCALED
 
     @property
     def a(self) -> Tensor:
-        """float32 [rank, in]."""
-        return self.stored_a.float()
+        """float32 [rank, in], for the linear as it is now."""
+        return replace(self.folded, divisors=None)(self.stored_a.float())
 
     @property
     def b(self) -> Tensor:
-        """float32 [out, rank], scaled."""
-        made = self.stored_b.float()
+        """float32 [out, rank], scaled, for the linear as it is now."""
+        made = replace(self.folded, columns=None)(self.stored_b.float())
         return made if self.scale == 1 else made * self.scale
 
 
@@ -112,6 +116,28 @@ class Whole:
 
 
 Change = LowRank | Whole
+C = TypeVar("C", bound=Change)
+
+
+def fold(changes: Mapping[str, C], scales: AllScales | None) -> dict[str, C]:
+    """``changes`` of a model as the same model takes them whose linears have these ``scales`` folded in. ToolkitError
+    where those are of another one."""
+    if scales is None:
+        return dict(changes)
+    return {name: _folded(name, change, scales.get(name, UNSCALED)) for name, change in changes.items()}
+
+
+def _folded(name: str, change: C, own: Scales) -> C:
+    inputs = (change.weight if isinstance(change, Whole) else change.stored_a).shape[1]
+    outputs = (change.weight if isinstance(change, Whole) else change.stored_b).shape[0]
+    for kind, vector, size in (("columns", own.columns, inputs), ("rows", own.divisors, outputs)):
+        if vector is not None and len(vector) != size:
+            raise ToolkitError(
+                f"{name}: expected scales of {size} {kind} beside it, found {len(vector)}; make the model again"
+            )
+    if isinstance(change, Whole):
+        return replace(change, weight=own(change.weight))
+    return replace(change, folded=own)
 
 
 def read_adapter(path: Path, spec: DecoderSpec, stored: Sequence[StoredTensor] = ()) -> dict[str, LowRank]:

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from toolkit.artifacts.engine.artifact import is_rank_file
+from toolkit.artifacts.scales import scales_file
 
 SMALL = 1 << 20  # bytes of files that are compared as a whole; of larger ones the sizes
 
@@ -13,7 +14,7 @@ SMALL = 1 << 20  # bytes of files that are compared as a whole; of larger ones t
 def files_of_all(path: Path) -> list[Path]:
     """Of a model those files that every machine has: not what one rank alone opens."""
     if path.is_file():
-        return [path]
+        return [file for file in (path, scales_file(path)) if file.is_file()]
     return sorted(file for file in path.iterdir() if file.is_file() and not is_rank_file(file.name))
 
 

@@ -17,14 +17,15 @@ from toolkit.errors import ToolkitError
 
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = 1
+SCALES = ".scales"  # how names of files end that hold what was folded into weights (``scales.py``)
 EYES = "mmproj*.gguf"  # what a GGUF file's model sees with, in the same directory
-TENSORS = (".safetensors", ".gguf")  # how names of files of tensors end
+TENSORS = (".safetensors", ".gguf", SCALES)  # how names of files of tensors end
 _LONGEST_NAME, _DEEPEST = 255, 16  # bytes of a part of a file's name, and parts
 KINDS = ("checkpoint", "quantized", "engine", "calibration", "deployment", "draft")
 
 # What counts as content of a model directory, beside weights of torch.save where it has no others; anything else in it
 # (notes, caches) does not.
-_CONTENT = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+_CONTENT = ("*.safetensors", f"*{SCALES}", "*.json", "*.jinja", "*.model", "*.txt")
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def describe_file(directory: Path, file: Path, boot: str = "") -> FileEntry:
     """The entry of ``files`` for a file of an artifact. ``boot``: the digest of one of tensors is ``pending``."""
     name = str(file.relative_to(directory))
-    header = _header_digest(file) if name.endswith(".safetensors") else None
+    header = _header_digest(file) if name.endswith((".safetensors", SCALES)) else None
     later = boot and name.endswith(TENSORS)
     return FileEntry(name, file.stat().st_size, pending(boot) if later else file_digest(file), header)
 
@@ -257,10 +258,11 @@ def content_digest(path: Path) -> str:
 
 
 def content_files(path: Path) -> list[Path]:
-    """A GGUF file with those beside it that it may see with, or the files of a model directory that count as its
-    content, by name."""
+    """A GGUF file with its scales and what it may see with beside it, or the files of a model directory that count as
+    its content, by name."""
     if path.is_file():
-        return [path, *(file for file in sorted(path.parent.glob(EYES)) if file != path and file.is_file())]
+        beside = [*path.parent.glob(EYES), path.with_name(path.name + SCALES)]
+        return [path, *(file for file in sorted(beside) if file != path and file.is_file())]
     found = {file.name for pattern in _CONTENT for file in path.glob(pattern) if file.is_file()} - {MANIFEST}
     found |= {file.name for file in pickled_weights(path)}
     return [path / name for name in sorted(found)]

@@ -1,5 +1,5 @@
 """The small files that travel with the weights from stage to stage: tokenizer, chat template, generation config, how
-pictures are prepared, and what is made of hidden states."""
+pictures are prepared, what is made of hidden states, and what was folded into the weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from toolkit.artifacts.checkpoint import Checkpoint
+from toolkit.artifacts.scales import copy_scales
 from toolkit.artifacts.text_head import POOLING_CONFIGS, pooling_config, write_head
 
 _TEXTS_AND_PICTURES = (
@@ -41,4 +42,5 @@ def copy_side_files(checkpoint: Checkpoint, target: Path) -> list[str]:
         shutil.copyfile(pooling, target / POOLING_CONFIGS[0])
         names.add(POOLING_CONFIGS[0])
     names.update(write_head(source, target))
+    copy_scales(checkpoint.path, target)
     return sorted(names)

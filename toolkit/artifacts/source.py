@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.home import toolkit_home
+from toolkit.artifacts.manifest import SCALES
 from toolkit.artifacts.output.room import check_room
 from toolkit.errors import ToolkitError, UsageError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt"]
+_WANTED = ["*.safetensors", f"*{SCALES}", "*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt"]
 _UNWANTED = ["*/*", "consolidated*.safetensors"]
 # Where a model was published without safetensors.
 _PICKLED = ["pytorch_model.bin", "pytorch_model-*.bin", "consolidated.*.pth", "adapter_model.bin"]

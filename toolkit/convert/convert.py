@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -20,6 +20,7 @@ from toolkit.artifacts.mtp import mtp_or_none
 from toolkit.artifacts.output.replace import check_directory_target
 from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import open_stage
+from toolkit.artifacts.scales import write_scales
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.weight_files.safetensors_file import read_header
@@ -40,6 +41,7 @@ from toolkit.runners.native.rank_files import write_rank_files
 from toolkit.runners.native.share import unsupported
 from toolkit.runners.native.towers.tower import uncovered
 from toolkit.runners.weights.checkpoint import CheckpointWeights
+from toolkit.runners.weights.info import scales_of
 from toolkit.runners.weights.rounded import BITS, check_load_format, rounded
 
 log = logging.getLogger(__name__)
@@ -121,12 +123,16 @@ def convert(
             assert manifest is not None
             return Converted(Path(dst_path), chosen.name, manifest, True)
         check_room(dst_path, _needed(checkpoint, stored, options, bits))
-        dense = _cast(_read(checkpoint, spec, stored, load_format, progress), options.dtype)
+        read = rounded(CheckpointWeights(checkpoint, stored), spec, load_format)
+        found = _read(checkpoint, stored, progress) if load_format == "auto" else _counted(read, progress)
+        dense = _cast(found, options.dtype)
         weights: Iterable[tuple[str, Weight | Tensor]] = chain(dense, cache_scales(checkpoint, stored))
         order = tensor_names(checkpoint, stored) if load_format == "auto" else ()
         with checkpoint.reading_ahead(order):
             further = None if mtp is None else (mtp.spec, _mtp_weights(checkpoint, mtp, options))
             params, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, bits, further)
+        if (scales := scales_of(read)) is not None:
+            write_scales(stage.dir, scales)
         write_adapters(stage.dir, adapters)
         artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
         quality = {}
@@ -251,23 +257,27 @@ def _check_format(checkpoint: Checkpoint, model_format: str | None) -> None:
 
 
 def _read(
-    checkpoint: Checkpoint, spec: DecoderSpec, stored: list[StoredTensor], load_format: str, progress: Progress | None
+    checkpoint: Checkpoint, stored: list[StoredTensor], progress: Progress | None
 ) -> Iterator[tuple[str, Weight | Tensor]]:
-    if load_format == "auto":
-        for i, item in enumerate(stored):
-            yield from iter_canonical(checkpoint, [item])
-            if progress is not None:
-                progress(i + 1, len(stored))
-        return
-    found = rounded(CheckpointWeights(checkpoint, stored), spec, load_format)
-    for i, name in enumerate(found):
-        yield name, found[name]
+    """Module by module, none of which is kept."""
+    for i, item in enumerate(stored):
+        yield from iter_canonical(checkpoint, [item])
         if progress is not None:
-            progress(i + 1, len(found))
+            progress(i + 1, len(stored))
+
+
+def _counted(
+    weights: Mapping[str, Weight | Tensor], progress: Progress | None
+) -> Iterator[tuple[str, Weight | Tensor]]:
+    for i, name in enumerate(weights):
+        yield name, weights[name]
+        if progress is not None:
+            progress(i + 1, len(weights))
 
 
 def _mtp_weights(checkpoint: Checkpoint, mtp: Mtp, options: Packing) -> Iterator[tuple[str, Weight | Tensor]]:
-    return _cast(_read(checkpoint, mtp.spec.layer, mtp.stored, options.load_format, None), options.dtype)
+    weights = rounded(CheckpointWeights(checkpoint, mtp.stored), mtp.spec.layer, options.load_format)
+    return _cast(weights.items(), options.dtype)
 
 
 def _cast(weights: Iterable[tuple[str, Weight | Tensor]], dtype: str) -> Iterator[tuple[str, Weight | Tensor]]:

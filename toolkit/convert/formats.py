@@ -23,6 +23,7 @@ from toolkit.artifacts.mtp import mtp_or_none
 from toolkit.artifacts.output.replace import check_directory_target, check_file_target
 from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import open_stage, write_file
+from toolkit.artifacts.scales import copy_scales, scales_file
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.weights import (
     any_quantized,
@@ -100,7 +101,9 @@ def rewrite(
             check_file_target(beside, path, overwrite)
         with write_file(target) as file, write_file(beside) if sees else nullcontext() as eyes:
             check_file_target(target, path, overwrite)  # another run may just have ended
+            scales_file(target).unlink(missing_ok=True)  # of a file that it takes the place of
             notes, _ = gguf(file, eyes)
+        copy_scales(path, target)
         return Rewritten(target, to, notes, None)
     quantized = any_quantized(checkpoint, stored)
     if not quantized and to not in ("hf", "gguf", *ROUNDED):
@@ -115,6 +118,7 @@ def rewrite(
             return Rewritten(target, to, [], read_manifest(stage.target), True)
         if to == "gguf":
             notes, quality = gguf(stage.dir / "model.gguf", stage.dir / FILE if sees else None)
+            copy_scales(path, stage.dir / "model.gguf")
         else:
             work = Work(checkpoint, spec, stored, build(checkpoint.config)[1], quantized, to, dtype, progress)
             check_room(target, least_bytes(work))

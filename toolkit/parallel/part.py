@@ -11,11 +11,12 @@ from torch import Tensor
 
 from toolkit.artifacts.adapter import LowRank
 from toolkit.artifacts.canonical import Weight
+from toolkit.artifacts.scales import Scales
 from toolkit.models.routed import Routed, routed_tensors
 from toolkit.models.spec import Cut, DecoderSpec, LayerSpec, Share, Unit, Units, portion
 from toolkit.parallel.balance import Held, evenly
 from toolkit.parallel.layout import Layout
-from toolkit.runners.weights.info import info_of
+from toolkit.runners.weights.info import info_of, scales_of
 
 Weights = Mapping[str, Weight | Tensor]
 
@@ -169,6 +170,19 @@ class PartWeights(Mapping[str, Weight | Tensor]):
     def info(self, name: str) -> Weight | Tensor:
         """``self[name]`` as headers tell it."""
         return self._cut(name, lambda name: info_of(self._whole, name))
+
+    def scales(self) -> dict[str, Scales] | None:
+        """This rank's part of them."""
+        found = scales_of(self._whole)
+        return None if found is None else {name: self._part_of(found[name], self._cuts.get(name)) for name in found}
+
+    def _part_of(self, scales: Scales, cut: Cut | None) -> Scales:
+        columns, divisors = scales.columns, scales.divisors
+        if cut is not None and cut.axis == "rows" and divisors is not None:
+            divisors = _rows(divisors, cut)
+        elif cut is not None and cut.axis != "rows" and columns is not None:
+            columns = columns[cut.start : cut.stop]
+        return Scales(columns, divisors)
 
     def _cut(self, name: str, read: Callable[[str], Weight | Tensor]) -> Weight | Tensor:
         found, cut = read(name), self._cuts.get(name)

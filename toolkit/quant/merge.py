@@ -11,6 +11,7 @@ from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.manifest import describe_parent, file_digest
 from toolkit.artifacts.output.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.output.stage import open_stage
+from toolkit.artifacts.scales import UNSCALED, AllScales, Scales, read_scales
 from toolkit.artifacts.source import resolve_model
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import load_spec
@@ -39,7 +40,8 @@ def merge(model: str, adapter: str, target: Path, overwrite: bool = False) -> in
         target, kind="checkpoint", stage="merge", parent=parent, options=options, overwrite=overwrite
     ) as stage:
         if not stage.already_there:
-            write_checkpoint(stage.dir, checkpoint, _merged(checkpoint, changes), lambda config: config)
+            tensors = _merged(checkpoint, changes, read_scales(path) or {})
+            write_checkpoint(stage.dir, checkpoint, tensors, lambda config: config)
             stage.finish({"merged_modules": len(changes)})
     return len(changes)
 
@@ -58,21 +60,38 @@ def _check(path: Path, checkpoint: Checkpoint, spec: DecoderSpec, changes: Chang
             raise ToolkitError(f"{path}: expected a tensor {name}.weight, which the adapter changes; found none")
 
 
-def _merged(checkpoint: Checkpoint, changes: Changes) -> Iterator[tuple[str, Tensor]]:
+def _merged(checkpoint: Checkpoint, changes: Changes, scales: AllScales) -> Iterator[tuple[str, Tensor]]:
     for name in checkpoint.names():
         found, module = checkpoint.tensor(name), name.removesuffix(".weight")
         if module in changes and name != module:
             item, change = changes[module]
-            found = _changed(item, change, found).to(found.dtype).contiguous()
+            found = _changed(item, change, _of_module(item, scales), found).to(found.dtype).contiguous()
         yield name, found
 
 
-def _changed(item: StoredTensor, change: Change, stored: Tensor) -> Tensor:
+def _of_module(item: StoredTensor, scales: AllScales) -> Scales:
+    """What has been folded into a module, whose parts read one input."""
+    import torch
+
+    each = [scales.get(part.name, UNSCALED) for part in item.parts]
+    if not any(each):
+        return UNSCALED
+    divisors = torch.ones(item.matrix[0], 1)
+    for part, own in zip(item.parts, each, strict=True):
+        if own.divisors is not None:
+            divisors[item.rows_of(part)] = own.divisors
+    return Scales(next((own.columns for own in each if own.columns is not None), None), divisors)
+
+
+def _changed(item: StoredTensor, change: Change, own: Scales, stored: Tensor) -> Tensor:
+    """``own``: what has been folded into the module, of which the adapter does not know."""
     if isinstance(change, Whole):
-        return change.weight.T if item.transposed else change.weight
-    weight = stored.T.float() if item.transposed else stored.float()
-    added = change.b @ change.a
-    weight = weight + (added.T if item.kind == "embed" else added)
-    if change.magnitude is not None:
-        weight = weight * (change.magnitude / weight.norm(dim=1))[:, None]
+        weight = change.weight
+    else:
+        weight = own.inverse()(stored.T.float() if item.transposed else stored.float())
+        added = change.b @ change.a
+        weight = weight + (added.T if item.kind == "embed" else added)
+        if change.magnitude is not None:
+            weight = weight * (change.magnitude / weight.norm(dim=1))[:, None]
+    weight = own(weight)
     return weight.T if item.transposed else weight

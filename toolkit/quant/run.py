@@ -33,7 +33,7 @@ from toolkit.quant.layers.layerwise import (
     saved_layers,
 )
 from toolkit.quant.layers.masked import as_met
-from toolkit.quant.layers.output import write_gguf, write_layers
+from toolkit.quant.layers.output import write_folded, write_gguf, write_layers
 from toolkit.quant.layers.probe import Probe
 from toolkit.quant.layers.result import Method, storable_bits
 from toolkit.quant.layers.source import LayerSource
@@ -206,8 +206,10 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
         if form == gguf.FORMAT:
             outer = gguf.outer_matrices(source, selection.head) if recipe.round_outer else []
             quality |= write_gguf(source, stage, dtype, {x.name for x in outer})
+            write_folded(source, stage, stage.dir / "model.gguf")
         else:
             write_layers(source, stage, WRITERS[form], dtype, group_size=recipe.group_size, extra=recipe.extra)
+            write_folded(source, stage, stage.dir)
         quality |= _size(source, stage, gguf.stored_bits if form == gguf.FORMAT else storable_bits)
         stage.finish(quality)
     return Result(work_dir, options, quality, False)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from toolkit.artifacts.canonical import GroupInt, SuperScales, Weight
+    from toolkit.artifacts.scales import AllScales
 
 
 def pack_torch(weights: Iterable[tuple[str, Weight | Tensor]], params: dict[str, dict[str, Any]]) -> Arrays:
@@ -157,6 +158,12 @@ class TorchWeights(Named["Weight | Tensor"]):
     def info(self, name: str) -> Weight | Tensor:
         """``self[name]`` as headers tell it: matrices are without memory."""
         return _Outlines(self._artifact)[name]
+
+    def scales(self) -> AllScales | None:
+        """Those that the artifact holds."""
+        from toolkit.artifacts.scales import read_scales
+
+        return read_scales(self._artifact.path)
 
     def __getitem__(self, name: str) -> Weight | Tensor:
         from toolkit.artifacts.canonical import ChannelInt8, Dense, Fp8

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from toolkit.artifacts.gguf.quantize import quantize
 from toolkit.artifacts.join import join_rows
 from toolkit.artifacts.output.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.output.stage import Stage
+from toolkit.artifacts.scales import UNSCALED, AllScales, Scales, read_scales, write_scales
 from toolkit.artifacts.weights import as_stored, load_stored
 from toolkit.errors import ToolkitError
 from toolkit.models.mmproj import Mmproj
@@ -59,6 +61,16 @@ def write_layers(
         return found | {"quantization_config": writer.config(stated) | dict(extra or {})}
 
     write_checkpoint(stage.dir, source.checkpoint, _tensors(source, stage, writer, dtype, layouts), config)
+
+
+def write_folded(source: LayerSource, stage: Stage, model: Path) -> None:
+    """Write what methods have folded into linears, beside ``model``, a directory or GGUF file of ``stage``."""
+    before: AllScales = read_scales(source.path) or {}
+    found: dict[str, Scales] = dict(before)
+    for result in saved_layers(stage, len(source.spec.layers)):
+        for name, own in result.scales.items():
+            found[name] = own.after(before.get(name, UNSCALED))
+    write_scales(model, found)
 
 
 def stored_as(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

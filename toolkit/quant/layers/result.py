@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp4, Fp8, GroupInt, SuperScales, Weight
+from toolkit.artifacts.scales import UNSCALED, AllScales, Scales
 from toolkit.base.record import read
 from toolkit.models.sites import Site
 from toolkit.quant.layers.lazy import KEEP, Lazy
 from toolkit.quant.layers.statistics import Gram
 from toolkit.runners.weights.folding import Folded
 
+FOLDED = "folded."  # before the names of a linear's scales
 _FORMS: dict[str, Any] = {c.__name__: c for c in (Dense, GroupInt, ChannelInt8, Fp8, BlockFp8, Fp4)}
 
 
@@ -35,19 +37,23 @@ class LinearReport:
 
 @dataclass(frozen=True)
 class Made:
-    """A canonical parameter as a method made it; ``report`` where it is a quantized linear."""
+    """A canonical parameter as a method made it; ``report`` where it is a quantized linear; ``scales``: of a linear,
+    what has been folded into it."""
 
     name: str
     value: Weight | Tensor
     report: LinearReport | None = None
+    scales: Scales = UNSCALED
 
 
 @dataclass(frozen=True)
 class LayerResult:
-    """A layer after quantization: canonical parameters by name, and a report for every quantized linear."""
+    """A layer after quantization: canonical parameters by name, a report for every quantized linear, and what has been
+    folded into linears, of those that it has been."""
 
     weights: Mapping[str, Weight | Tensor]
     reports: list[LinearReport]
+    scales: AllScales = dataclasses.field(default_factory=dict)
 
     def dense(self, device: torch.device | str = "cpu", room: int = KEEP) -> Mapping[str, Tensor]:
         """The layer as it will behave: float32 tensors by canonical name, made when they are asked for; ``room`` bytes
@@ -62,7 +68,7 @@ class LayerResult:
     def made(self) -> Iterator[Made]:
         """Its parameters one by one."""
         reports = {r.name: r for r in self.reports}
-        return (Made(name, value, reports.get(name)) for name, value in self.weights.items())
+        return (Made(n, value, reports.get(n), self.scales.get(n, UNSCALED)) for n, value in self.weights.items())
 
 
 Method = Callable[[Sequence[Site], Mapping[str, Tensor], Callable[[str], Gram | None]], Iterator[Made]]
@@ -86,9 +92,14 @@ def by_site(one_site: OneSite, dtype: torch.dtype) -> Method:
         sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]
     ) -> Iterator[Made]:
         folded = Folded(weights)
-        for site in reversed(sites):
-            yield from one_site(site, weights, folded, grams(site.name))
-        yield from stay_dense(sites, folded, dtype)
+
+        def made() -> Iterator[Made]:
+            for site in reversed(sites):
+                yield from one_site(site, weights, folded, grams(site.name))
+            yield from stay_dense(sites, folded, dtype)
+
+        for one in made():  # what comes behind a linear has been folded into it by now, and its own input's scale
+            yield one if len(one.value.shape) == 1 else replace(one, scales=folded.scales(one.name))
 
     return run
 
@@ -129,6 +140,9 @@ def to_state(made: Iterable[Made]) -> tuple[Iterator[tuple[str, Tensor]], dict[s
             if one.report is not None:
                 reports.append(dataclasses.asdict(one.report))
             forms[one.name] = {"form": type(one.value).__name__}
+            for key, vector in (("columns", one.scales.columns), ("divisors", one.scales.divisors)):
+                if vector is not None:
+                    yield f"{one.name}:{FOLDED}{key}", vector.float().cpu().contiguous()
             if isinstance(one.value, Tensor):
                 forms[one.name]["form"] = "Tensor"  # parameters are a class of their own
                 yield one.name, one.value
@@ -150,8 +164,13 @@ def to_state(made: Iterable[Made]) -> tuple[Iterator[tuple[str, Tensor]], dict[s
 def from_state(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> LayerResult:
     """Inverse of ``to_state``; a parameter's ``tensors`` are asked for when it is."""
     parts: dict[str, list[str]] = {name: [] for name in meta["forms"]}
+    scales: dict[str, dict[str, Tensor]] = {}
     for key in tensors:
-        parts[key.partition(":")[0]].append(key)
+        name, _, part = key.partition(":")
+        if part.startswith(FOLDED):
+            scales.setdefault(name, {})[part.removeprefix(FOLDED)] = tensors[key]
+        else:
+            parts[name].append(key)
 
     def make(name: str) -> Weight | Tensor:
         form = meta["forms"][name]
@@ -166,7 +185,8 @@ def from_state(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> LayerR
             fields["block"] = tuple(fields["block"])
         return _FORMS[form["form"]](**fields)
 
-    return LayerResult(Lazy(meta["forms"], make), [read(LinearReport, r) for r in meta["reports"]])
+    reports = [read(LinearReport, r) for r in meta["reports"]]
+    return LayerResult(Lazy(meta["forms"], make), reports, {name: Scales(**own) for name, own in scales.items()})
 
 
 def storable_bits(value: Weight) -> int:

@@ -19,7 +19,7 @@ from toolkit.runners.native.packing.huge_pages import side_by_side
 from toolkit.runners.native.packing.packed import INT, VECTOR, PackedMeta, PackedTensor, vector
 
 if TYPE_CHECKING:
-    from toolkit.artifacts.adapter import Change
+    from toolkit.artifacts.adapter import Change, LowRank
     from toolkit.runners.native.program import Program
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ Slots = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(frozen=True)
 class PackedAdapter:
-    """``sites``: int32, of the linears that it changes; ``tensors``: four of each, see ``AdapterTable::put``."""
+    """``sites``: int32, of the linears that it changes; ``tensors``: five of each, see ``AdapterTable::put``."""
 
     sites: Slots
     tensors: tuple[PackedTensor, ...]
@@ -39,8 +39,11 @@ class PackedAdapter:
         return sum(t.data.nbytes for t in self.tensors)
 
 
-def pack_adapter(changes: Mapping[str, Change], spec: DecoderSpec, program: Program, dtype: str) -> PackedAdapter:
-    """``dtype``: of its matrices, but for those beside linears of integers, which have 8 bits. Imports torch."""
+def pack_adapter(
+    changes: Mapping[str, Change], spec: DecoderSpec, program: Program, dtype: str, known: bool = True
+) -> PackedAdapter:
+    """``dtype``: of its matrices, but for those beside linears of integers, which have 8 bits. ``known``: whether
+    ``changes`` have in them what was folded into the linears, if anything. Imports torch."""
     import torch
 
     from toolkit.artifacts.adapter import Whole
@@ -49,7 +52,8 @@ def pack_adapter(changes: Mapping[str, Change], spec: DecoderSpec, program: Prog
     from toolkit.runners.native.packing.pack import pack_alike, pack_dense
 
     kind = getattr(torch, dtype)
-    _warn_of_scaled_rows(changes, program)
+    if not known:
+        _warn_of_scaled_rows(changes, program)
     tensors: list[PackedTensor] = []
     low: dict[int, torch.Tensor] = {}  # by their places in ``tensors``
     pairs: dict[int, Pair] = {}
@@ -58,24 +62,35 @@ def pack_adapter(changes: Mapping[str, Change], spec: DecoderSpec, program: Prog
         reads_turned = name == spec.head and base is not None and base.meta.turned
         if isinstance(change, Whole):
             matrix = turn(change.weight) if reads_turned else change.weight
-            tensors += [ABSENT, ABSENT, ABSENT, pack_dense(matrix.to(kind).contiguous()).in_memory()]
+            tensors += [ABSENT, ABSENT, ABSENT, pack_dense(matrix.to(kind).contiguous()).in_memory(), ABSENT]
             continue
-        a = turn(change.a) if reads_turned else change.stored_a
-        size = ABSENT if change.magnitude is None else vector(change.magnitude.numpy())
+        size, columns = _lengths(change)
         if base is not None and base.meta.kind == INT and change.magnitude is None and name != spec.embed:
-            pairs[len(tensors)] = Pair(a, change.stored_b, change.scale, base.meta.group, base.perm)
+            a = turn(change.a) if reads_turned else change.stored_a
+            pairs[len(tensors)] = Pair(a, change.stored_b, change.scale, base.meta.group, base.perm, change.folded)
         else:
-            low |= {len(tensors): a.float().T, len(tensors) + 1: change.b}
-        tensors += [ABSENT, ABSENT, size, ABSENT]
+            low |= {len(tensors): (turn(change.a) if reads_turned else change.a).T, len(tensors) + 1: change.b}
+        tensors += [ABSENT, ABSENT, size, ABSENT, columns]
     for place, packed in zip(pairs, pack_pairs(list(pairs.values())), strict=True):
         if packed is None:
-            pair = pairs[place]
-            low |= {place: pair.a.float().T, place + 1: pair.b.float() * pair.scale}
+            a, b = pairs[place].floats()
+            low |= {place: a.T, place + 1: b}
         else:
             tensors[place : place + 3] = packed
     for place, tensor in zip(low, _together(pack_alike(list(low.values()), kind)), strict=True):
         tensors[place] = tensor
     return PackedAdapter(np.array([program.sites[name] for name in changes], np.int32), tuple(tensors))
+
+
+def _lengths(change: LowRank) -> tuple[PackedTensor, PackedTensor]:
+    """What the rows of DoRA's sums are to be long, and what their columns count, the rows being those before anything
+    was folded into them."""
+    if change.magnitude is None:
+        return ABSENT, ABSENT
+    own, size = change.folded, change.magnitude
+    if own.divisors is not None:
+        size = size / own.divisors.reshape(-1)
+    return vector(size.numpy()), ABSENT if own.columns is None else vector((1 / own.columns).numpy())
 
 
 def _warn_of_scaled_rows(changes: Mapping[str, Change], program: Program) -> None:
@@ -88,8 +103,9 @@ def _warn_of_scaled_rows(changes: Mapping[str, Change], program: Program) -> Non
         if four and isinstance(change, LowRank) and change.magnitude is not None:
             log.warning(
                 "use_dora: an adapter's magnitudes are lengths of the float model's rows, which weights of 4 bits have "
-                "not where inputs were scaled before rounding (AWQ, --load-format int4): its answers may be nonsense; "
-                "merge it into the float model (tool lite merge), and quantize that"
+                "not where inputs were scaled before rounding (AWQ), and these do not tell by how much: its answers "
+                "may be nonsense; quantize the float model with tool lite, which keeps the scales, or merge the "
+                "adapter into it first (tool lite merge)"
             )
             return
 

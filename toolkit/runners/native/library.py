@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 36  # tk_version of api.cpp, which says when both are raised
+VERSION = 37  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -121,7 +121,7 @@ class CodeRun(Structure):
     """tk::CodeRun of kernels/cpu/ops.h."""
 
     _fields_ = (
-        *_fields("x perm codes steps rows! cols!"),
+        *_fields("x perm factors codes steps rows! cols!"),
         ("factor", c_float),
         ("error", c_float),
         ("dtype", c_int32),

@@ -43,7 +43,7 @@ from toolkit.runners.native.towers.encoders import open_encoder
 from toolkit.runners.native.towers.tower import NativeEncoder, uncovered
 from toolkit.runners.routes import by_layer
 from toolkit.runners.step import StepBatch, StepOutput
-from toolkit.runners.weights.info import info_of
+from toolkit.runners.weights.info import info_of, scales_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
     from toolkit.artifacts.adapter import Change
     from toolkit.artifacts.canonical import Weight
+    from toolkit.artifacts.scales import AllScales
     from toolkit.runners.native.towers.torch_tower import TorchEncoder
 
 ALONE = Share()
@@ -101,6 +102,7 @@ class NativeRunner:
         self._weight_bytes = 0
         self._encoder: NativeEncoder | TorchEncoder | None = None
         self._changes, self._lender = changes, lender
+        self._scales: AllScales | None = None  # of the weights that are loaded
         self._adapter_paths = {i: Path(path) for i, (_, path) in enumerate(options.adapters)}
         self._coming_adapters: dict[int, Path] = {}  # read ahead of ``add_adapter``
         self._shelf = Shelf(self._read_adapter, self._put_adapter, self._drop_adapter, options.adapter_memory)
@@ -201,7 +203,10 @@ class NativeRunner:
         path, program = self._adapter_paths.get(number) or self._coming_adapters.get(number), self._program
         if path is None or program is None or self._changes is None:
             raise RunnerError(f"adapter: there is none of number {number}")
-        return pack_adapter(self._changes(path), self.spec, program, self.dtype)
+        from toolkit.artifacts.adapter import fold
+
+        changes = fold(self._changes(path), self._scales)
+        return pack_adapter(changes, self.spec, program, self.dtype, known=self._scales is not None)
 
     def _put_adapter(self, number: int, adapter: PackedAdapter) -> None:
         self._stepper.finish()
@@ -213,7 +218,9 @@ class NativeRunner:
             self._library.tk_adapter_drop(self._model, number)
 
     def _packed(self) -> Mapping[str, PackedTensor]:
-        packed, self.notes = packed_of(self.spec, self._weights(), self.share, self.notes)
+        found = self._weights()
+        packed, self.notes = packed_of(self.spec, found, self.share, self.notes)
+        self._scales = scales_of(found)
         lent = {} if self._lender is None else self._lender.lent()
         return {**packed, **lent} if lent else packed
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from toolkit.artifacts.adapter import fold
 from toolkit.artifacts.canonical import GroupInt, Weight
 from toolkit.errors import ToolkitError
 from toolkit.kernels.cuda.linear import PackedLinear
@@ -45,7 +46,7 @@ from toolkit.runners.tensor.layers.short_conv import Conv, ShortConv
 from toolkit.runners.tensor.ops import Ops
 from toolkit.runners.tensor.split import Split, Summed
 from toolkit.runners.tensor.traits import routes_specially
-from toolkit.runners.weights.info import info_of
+from toolkit.runners.weights.info import info_of, scales_of
 
 Weights = Mapping[str, Weight | Tensor]
 
@@ -376,6 +377,9 @@ def build_decoder(
     ``adapter_step`` says at each step which of ``adapters`` its tokens have. ``split``: the ranks of which this is one,
     whose spec and weights these are. ``lender``: whose embedding and head it has, which ``weights`` need not hold.
     """
+    if adapters:
+        scales = scales_of(weights)
+        adapters = [fold(adapter, scales) for adapter in adapters]
     routed = () if spec.vision is None else spec.vision.routed
     by_name = {x.linear: x for x in routed}
     builder = _Builder(weights, place, ops, adapters, adapter_step or AdapterStep(0), by_name, split)

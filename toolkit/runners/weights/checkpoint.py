@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from toolkit.artifacts.canonical import Weight
     from toolkit.artifacts.checkpoint import Checkpoint
     from toolkit.artifacts.outline import Outlines
+    from toolkit.artifacts.scales import AllScales
     from toolkit.models.spec import DecoderSpec, StoredTensor
 
 MOST = 512 << 20  # bytes of a layer that is kept as a whole
@@ -91,6 +92,12 @@ class CheckpointWeights(Named["Weight | Tensor"]):
         }
         wanted = (item for batch in batches.values() for item in batch)
         return self._checkpoint.reading_ahead(tensor_names(self._checkpoint, wanted))
+
+    def scales(self) -> AllScales | None:
+        """Those that lie beside the checkpoint."""
+        from toolkit.artifacts.scales import read_scales
+
+        return read_scales(self._checkpoint.path)
 
     def _layers(self, spec: DecoderSpec) -> list[list[StoredTensor]]:
         layers = enumerate(spec.layers)

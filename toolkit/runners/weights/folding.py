@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.artifacts.scales import Scales
 from toolkit.base.named import Named
 from toolkit.models.sites import NormFold, RowFold, Site
 
@@ -63,6 +64,10 @@ class Folded(Named[Tensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self.weights
+
+    def scales(self, name: str) -> Scales:
+        """What has been folded into a linear."""
+        return Scales(self.columns.get(name), self.rows.get(name))
 
 
 def fold_site(site: Site, weights: Folded, scale: Tensor) -> Tensor:

@@ -1,15 +1,16 @@
-"""Weights by name that say what they are before they are read."""
+"""Weights by name that say what they are before they are read, and what was folded into them."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from toolkit.artifacts.canonical import Weight
+    from toolkit.artifacts.scales import AllScales
 
 
 @runtime_checkable
@@ -36,3 +37,16 @@ class Streamed(Protocol):
 def reading_ahead(weights: Mapping[str, Weight | Tensor], names: Container[str]) -> AbstractContextManager[None]:
     """``weights.reading_ahead``, where they have it."""
     return weights.reading_ahead(names) if isinstance(weights, Streamed) else nullcontext()
+
+
+@runtime_checkable
+class Scaled(Protocol):
+    """Weights that scales were folded into."""
+
+    def scales(self) -> AllScales | None:
+        """Of linears, what was folded into them; None where that is not known."""
+
+
+def scales_of(weights: Mapping[str, Any]) -> AllScales | None:
+    """``weights.scales()``, None where they know nothing of it."""
+    return weights.scales() if isinstance(weights, Scaled) else None

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from toolkit.artifacts.weight_files.reused_memory import ReusedMemory
 from toolkit.base.named import Named
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.runners.weights.info import info_of, reading_ahead
+from toolkit.runners.weights.info import info_of, reading_ahead, scales_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from toolkit.artifacts.canonical import Weight
+    from toolkit.artifacts.scales import AllScales, Scales
     from toolkit.models.spec import DecoderSpec
-    from toolkit.runners.native.packing.rounding import Scales
 
 GROUPS = (64, 32)  # inputs; the larger that divides a row
 BITS = {"int8": 8, "int4": 4}  # by load format
@@ -95,6 +95,10 @@ class RoundedWeights(Named["Weight | Tensor"]):
         return GroupInt(
             codes, scales, torch.full((1, 1), 128, dtype=torch.uint8).expand(scales.shape), self._bits, group
         )
+
+    def scales(self) -> AllScales | None:
+        """Those of what is rounded."""
+        return scales_of(self._weights)
 
     def _group(self, name: str, found: Weight | Tensor) -> int | None:
         """Inputs that share a scale, None for a weight that stays as it is."""

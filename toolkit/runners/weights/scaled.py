@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import Dense
+from toolkit.artifacts.scales import UNSCALED, Scales
 from toolkit.base.named import Named
 from toolkit.models.sites import NormFold, RowFold, Site, layer_sites
-from toolkit.runners.native.packing.rounding import Scales, rounding_error, row_squares
+from toolkit.runners.native.packing.rounding import rounding_error, row_squares
 from toolkit.runners.weights.folding import Folded, expand, fold_site
-from toolkit.runners.weights.info import info_of, reading_ahead
+from toolkit.runners.weights.info import info_of, reading_ahead, scales_of
 
 if TYPE_CHECKING:
     from toolkit.artifacts.canonical import Weight
@@ -59,8 +60,18 @@ class ScaledWeights(Named["Weight | Tensor"]):
         found = self._weights[name]
         if name not in self._layer_of:
             return found, None
-        folded = self._folded(self._layer_of[name])
-        return found, Scales(folded.columns.get(name), folded.rows.get(name))
+        return found, self._folded(self._layer_of[name]).scales(name)
+
+    def scales(self) -> dict[str, Scales]:
+        """By which adapters of what ``weights`` were made of are changed: of linears that have any."""
+        before = scales_of(self._weights) or {}
+        found = dict(before)
+        for i, (layer, _) in enumerate(self._layers):
+            for x in layer.linears():
+                own = self._folded(i).scales(x.name)
+                if own:
+                    found[x.name] = own.after(before.get(x.name, UNSCALED))
+        return found
 
     def info(self, name: str) -> Weight | Tensor:
         """``self[name]`` as headers tell it: its matrices may be without memory."""

@@ -7,11 +7,13 @@ One array a parameter (uint8, as ``kernels/cpu/ops.h`` lays tiles out), and ``NA
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from toolkit.artifacts.engine.artifact import ENGINE_JSON, Arrays, EngineArtifact
+from toolkit.artifacts.scales import AllScales, read_scales
 from toolkit.base.record import read
 from toolkit.errors import ToolkitError
 from toolkit.models.routed import ROUTED
@@ -26,7 +28,6 @@ from toolkit.runners.native.packing.packed import (
     VECTOR,
     PackedMeta,
     PackedTensor,
-    PackedWeights,
 )
 from toolkit.runners.native.towers.tower import matrices
 
@@ -74,7 +75,19 @@ def _describe(meta: PackedMeta) -> dict[str, Any]:
     return entry | {k: v for k, v in meta.to_json().items() if k not in _INT_ONLY}
 
 
-def open_packed(artifact: EngineArtifact) -> PackedWeights:
+class MappedWeights(dict[str, PackedTensor]):
+    """Packed parameters by name. ``path``: of their artifact."""
+
+    def __init__(self, found: Mapping[str, PackedTensor], path: Path) -> None:
+        super().__init__(found)
+        self._path = path
+
+    def scales(self) -> AllScales | None:
+        """Those that the artifact holds."""
+        return read_scales(self._path)
+
+
+def open_packed(artifact: EngineArtifact) -> MappedWeights:
     """The artifact's parameters over the mapped file, or what one rank's file has of them.
 
     Raises ToolkitError for one that is missing, misshapen or of another layout: nothing of it is used then.
@@ -99,7 +112,7 @@ def open_packed(artifact: EngineArtifact) -> PackedWeights:
                 f"{artifact.path / ENGINE_JSON}: params: {name}: expected {rows} x {cols}, found {m.rows} x {m.cols}; "
                 "convert the model again"
             )
-    return found
+    return MappedWeights(found, artifact.path)
 
 
 def of_first_alone(name: str) -> bool:

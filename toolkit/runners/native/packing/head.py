@@ -8,7 +8,8 @@ from torch import Tensor
 from toolkit.artifacts.canonical import Dense, GroupInt
 from toolkit.artifacts.outline import taller
 from toolkit.artifacts.rounding import to_group_int
-from toolkit.runners.native.packing.rounding import Scales, fits, round_groups
+from toolkit.artifacts.scales import Scales
+from toolkit.runners.native.packing.rounding import fits, round_groups
 
 
 def turn(x: Tensor) -> Tensor:

@@ -7,13 +7,14 @@ each group of a row. B has one scale a column, by which A's product is multiplie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from toolkit.artifacts.scales import UNSCALED, Scales
 from toolkit.base.threads import usable_cores
 from toolkit.runners.native import library
 from toolkit.runners.native.packing.huge_pages import side_by_side
@@ -27,14 +28,26 @@ _DTYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 
 @dataclass(frozen=True)
 class Pair:
-    """What is added to a linear: ``scale * b @ a``. ``a``: [rank, in], ``b``: [out, rank], float32 or of 16 bits.
-    ``group`` and ``perm``: how the linear reads its input, see ``PackedTensor``."""
+    """What is added to a linear: ``scale * b @ a``, with ``folded``. ``a``: [rank, in], ``b``: [out, rank], float32 or
+    of 16 bits. ``group`` and ``perm``: how the linear reads its input, see ``PackedTensor``."""
 
     a: Tensor
     b: Tensor
     scale: float
     group: int
     perm: NDArray[np.int32] | None
+    folded: Scales = UNSCALED
+
+    def floats(self) -> tuple[Tensor, Tensor]:
+        """a and b in float32, with all that they are multiplied by."""
+        a, b = replace(self.folded, divisors=None), replace(self.folded, columns=None)
+        return a(self.a.float()), b(self.b.float()) * self.scale
+
+    def factors(self) -> tuple[Tensor | None, Tensor | None]:
+        """What columns of a are multiplied by, and rows of b, float32."""
+        columns, divisors = self.folded.columns, self.folded.divisors
+        rows = None if divisors is None else (self.scale / divisors).float()
+        return None if columns is None else columns.float().contiguous(), rows
 
 
 Packed = tuple[PackedTensor, PackedTensor, PackedTensor]
@@ -46,14 +59,15 @@ def pack_pairs(pairs: Sequence[Pair]) -> list[Packed | None]:
     metas = [meta for pair in pairs for meta in _metas(pair)]
     data = side_by_side([meta.nbytes for meta in metas])
     made = [PackedTensor(*one) for one in zip(data, metas, strict=True)]
-    held = [(pair.a.contiguous(), pair.b.contiguous()) for pair in pairs]  # until the library has read them
+    held = [(pair.a.contiguous(), pair.b.contiguous(), *pair.factors()) for pair in pairs]  # until they are read
     asked: list[library.CodeRun] = []
-    for i, (pair, (a, b)) in enumerate(zip(pairs, held, strict=True)):
+    for i, (pair, (a, b, *each)) in enumerate(zip(pairs, held, strict=True)):
         a_codes, b_codes, steps = (x.ctypes.data for x in data[3 * i : 3 * i + 3])
         perm = None if pair.perm is None else pair.perm.ctypes.data
+        columns, rows = (None if x is None else x.data_ptr() for x in each)
         asked += [
-            library.CodeRun(a.data_ptr(), perm, a_codes, None, *a.shape, 1, 0, _DTYPES[a.dtype], pair.group),
-            library.CodeRun(b.data_ptr(), None, b_codes, steps, *b.shape, pair.scale, 0, _DTYPES[b.dtype], 0),
+            library.CodeRun(a.data_ptr(), perm, columns, a_codes, None, *a.shape, 1, 0, _DTYPES[a.dtype], pair.group),
+            library.CodeRun(b.data_ptr(), None, rows, b_codes, steps, *b.shape, pair.scale, 0, _DTYPES[b.dtype], 0),
         ]
     runs = (library.CodeRun * len(asked))(*asked)
     lib = library.load(library.library_path())

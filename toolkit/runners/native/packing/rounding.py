@@ -4,13 +4,13 @@ Also what rounding loses, and sums of squares."""
 from __future__ import annotations
 
 from ctypes import byref
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from toolkit.artifacts import rounding
 from toolkit.artifacts.canonical import GroupInt
+from toolkit.artifacts.scales import Scales
 from toolkit.artifacts.weight_files.reused_memory import ReusedMemory
 from toolkit.base.threads import usable_cores
 from toolkit.runners.native import library
@@ -19,21 +19,6 @@ from toolkit.runners.native.packing.packed import BF16, F16, F32
 _WORTH_THREADS = 1 << 20  # weights: less takes as long as starting a thread
 _PIECE = 32  # rows that torch makes float32 at once
 _DTYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
-
-
-@dataclass(frozen=True)
-class Scales:
-    """What a linear's columns are multiplied by, [in], and its rows divided by, [out, 1]; None for ones.
-
-    A ``Change`` of ``to_group_int``.
-    """
-
-    columns: Tensor | None = None
-    divisors: Tensor | None = None
-
-    def __call__(self, rows: Tensor, part: slice) -> Tensor:
-        rows = rows if self.columns is None else rows * self.columns
-        return rows if self.divisors is None else rows / self.divisors[part]
 
 
 def fits(weight: Tensor, group: int) -> bool:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from toolkit.artifacts.canonical import ChannelInt8, Dense, GroupInt, Weight
 from toolkit.artifacts.outline import taller
+from toolkit.artifacts.scales import AllScales
 from toolkit.base.named import Named
 from toolkit.runners.native.packing.head import turn
 from toolkit.runners.native.packing.pack import TORCH_TYPES
 from toolkit.runners.native.packing.packed import DENSE, F32, LANES, VECTOR, PackedTensor, PackedWeights
+from toolkit.runners.weights.info import scales_of
 
 U8 = NDArray[np.uint8]
 _TURNED = 4096  # rows that are turned at a time
@@ -116,6 +118,10 @@ class UnpackedWeights(Named["Weight | Tensor"]):
         if p.meta.turned and stored is not None:
             return Dense(found.dequantize(getattr(torch, stored)))
         return found
+
+    def scales(self) -> AllScales | None:
+        """Those of what is packed."""
+        return scales_of(self._packed)
 
     def info(self, name: str) -> Weight | Tensor:
         """``self[name]`` as its meta tells it: matrices are without memory, but with act-order."""

@@ -13,6 +13,7 @@ namespace tk {
 namespace {
 
 constexpr int64_t MOST_RANK = 1 << 14;
+constexpr int64_t EACH = 5;  // tensors of a site
 
 Linear read(const Record& r, const TensorRecord& t, const char* what, int32_t format) {
     Linear l;
@@ -28,8 +29,8 @@ void expect(const Record& r, const char* what, const Linear& l, int64_t rows, in
                          std::to_string(l.w.cols));
 }
 
-// magnitude / |row of W + b a|, by rows of W.
-void find_factors(const Ops& ops, const Linear& base, const Change& c, const float* magnitude, float* out) {
+// magnitude / |row of W + b a|, by rows of W, column k counting weights[k] (null: 1).
+void find_factors(const Ops& ops, const Linear& base, const Change& c, const float* magnitude, const float* weights, float* out) {
     const int64_t cols = base.w.cols, rank = c.low() ? c.b.w.cols : 0, ld = pad16(cols);
     std::vector<uint8_t> scratch(c.low() ? size_t(ops.linear_scratch(c.a.w)) : 0);
     std::vector<float> w(size_t(ld) + LANES), added(size_t(ld) + LANES), b(size_t(pad16(rank)) + LANES);
@@ -47,7 +48,8 @@ void find_factors(const Ops& ops, const Linear& base, const Change& c, const flo
         }
         double sum = 0;
         for (int64_t k = 0; k < cols; k++) {
-            const double v = double(w[size_t(k)]) + double(added[size_t(base.key.perm ? base.key.perm[k] : k)]);
+            const int64_t from = base.key.perm ? base.key.perm[k] : k;
+            const double v = (double(w[size_t(k)]) + double(added[size_t(from)])) * (weights ? double(weights[from]) : 1.0);
             sum += v * v;
         }
         out[row] = magnitude[row] / float(std::sqrt(sum));
@@ -96,12 +98,12 @@ void Lowered::wait(uint64_t serial, int site, int64_t row) const {
 void AdapterTable::put(const Program& p, const Ops& ops, int64_t count_threads, int64_t slot, const int32_t* sites,
                        const TensorRecord* tensors, int64_t count) {
     if (slot < 0 || slot >= SLOTS) throw Error("adapter: slot " + std::to_string(slot) + " does not exist");
-    Values none("", nullptr, 0, tensors, 4 * count);
+    Values none("", nullptr, 0, tensors, EACH * count);
     auto made = std::make_unique<Adapter>();
     made->changes.resize(p.sites.size());
     int64_t room = 0, widest = rank, held = 0, widest_input = 0;
     for (int64_t i = 0; i < count; i++)
-        if (tensors[4 * i + 2].data) held += pad16(tensors[4 * i + 2].rows);
+        if (tensors[EACH * i + 2].data) held += pad16(tensors[EACH * i + 2].rows);
     made->held.resize(size_t(held));
     float* factors = made->held.data();
     bool experts = changes_experts;
@@ -111,7 +113,7 @@ void AdapterTable::put(const Program& p, const Ops& ops, int64_t count_threads, 
         if (site < 0 || size_t(site) >= p.sites.size() || !p.sites[size_t(site)].present()) r.fail("site", "does not exist");
         const Linear& base = p.sites[size_t(site)];
         const bool embeds = site == p.embed.site;
-        const TensorRecord* t = tensors + 4 * i;
+        const TensorRecord* t = tensors + EACH * i;
         auto c = std::make_unique<Change>();
         const int32_t format = t[0].data ? t[0].kind : DENSE;
         c->a = read(r, t[0], "a", format);
@@ -139,7 +141,9 @@ void AdapterTable::put(const Program& p, const Ops& ops, int64_t count_threads, 
         } else if (t[2].data) {
             if (t[2].kind != 0 || t[2].rows != base.w.rows || t[2].bytes < pad16(base.w.rows) * 4 || embeds || !c->low() || base.turned)
                 r.fail("magnitudes", "do not fit");
-            find_factors(ops, base, *c, static_cast<const float*>(t[2].data), factors);
+            if (t[4].data && (t[4].kind != 0 || t[4].rows != base.w.cols || t[4].bytes < base.w.cols * 4))
+                r.fail("weights of columns", "do not fit");
+            find_factors(ops, base, *c, static_cast<const float*>(t[2].data), static_cast<const float*>(t[4].data), factors);
             c->magnitudes = {factors, base.w.rows};
             factors += pad16(base.w.rows);
         }

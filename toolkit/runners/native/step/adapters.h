@@ -77,7 +77,8 @@ struct AdapterTable {
     std::vector<Scratch> threads;
     bool changes_experts = false;
 
-    // Tensors come four a site: a, b, magnitudes or steps, whole; those without data are absent. Raises Error.
+    // Tensors come five a site: a, b, magnitudes or steps, whole, what columns count in the lengths of rows; those without data are
+    // absent. Raises Error.
     void put(const Program& p, const Ops& ops, int64_t threads, int64_t slot, const int32_t* sites, const TensorRecord* tensors,
              int64_t count);
     void drop(int64_t slot);
