@@ -10,7 +10,7 @@ from torch import Tensor
 from ..op import Case
 from ..registry import op
 from .attention import cache_traits, kv_write, random_cache
-from .norm import rms_norm
+from .norm import EPS, rms_norm
 from .rope import rope
 
 
@@ -44,7 +44,7 @@ def _cases() -> Iterator[Case]:
                 "cos": angle.cos().to(device),
                 "sin": angle.sin().to(device),
                 "weight": weight,
-                "eps": 1e-5,
+                "eps": EPS,
                 "bits": bits,
                 "params": cache["k_params"],
             }

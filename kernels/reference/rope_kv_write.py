@@ -12,7 +12,7 @@ from ..op import Case
 from ..registry import op
 from .attention import cache_traits, kv_write, random_cache
 from .cache import hadamard, turns
-from .norm import rms_norm
+from .norm import EPS, rms_norm
 from .rope import rope
 
 
@@ -41,7 +41,7 @@ def _cases() -> Iterator[Case]:
             q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
             angle = torch.rand(5, turned // 2, generator=g) * 100
             weights = {f"{side}_weight": (torch.rand(dim, generator=g) + 0.5).to(device) for side in normed}
-            inputs: dict[str, Any] = {"q": q, "k": k, "v": v, "bits": bits, "eps": 1e-5} | weights
+            inputs: dict[str, Any] = {"q": q, "k": k, "v": v, "bits": bits, "eps": EPS} | weights
             if turned:
                 inputs |= {"cos": angle.cos().to(device), "sin": angle.sin().to(device)}
             if kind is not None:

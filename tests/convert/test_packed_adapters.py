@@ -81,7 +81,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(made: Path, tmp
     for given, error, told in (
         ({"a/b": str(made / "tales")}, UsageError, "--adapters: expected a name"),
         ({"..": str(made / "tales")}, UsageError, "--adapters: expected a name"),
-        ({"x": str(tmp_path / "none")}, UsageError, "no such file"),
+        ({"x": str(tmp_path / "none")}, UsageError, "^adapters: x: .*none: no such directory"),
+        ({"demo": "demo"}, UsageError, "^adapters: demo: no such directory"),  # a model, no adapter
         ({"x": str(tmp_path / "other")}, ToolkitError, "other"),
     ):
         with pytest.raises(error, match=told):

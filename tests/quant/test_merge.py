@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from toolkit.artifacts.manifest import read_manifest
 from toolkit.commands.main import main
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.quant.merge import merge
 
 
@@ -49,4 +49,7 @@ def test_what_cannot_be_merged(tiny_models: Any, support: Any, tmp_path: Path) -
     shared = write(tmp_path / "b", tied, "embed_tokens")
     with pytest.raises(ToolkitError, match="head and embedding are one matrix here"):
         merge(str(tied), str(shared), tmp_path / "out")
+    for missing in (str(tmp_path / "none"), "demo"):  # there is a demo model, no adapter of that name
+        with pytest.raises(UsageError, match=r"^ADAPTER: .*: no such directory, and not a hub id \(owner/name\)$"):
+            merge(str(tiny_models("llama")), missing, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -85,7 +85,9 @@ def _write_as(kind: Any, model_type: str, path: Path, settings: dict[str, Any], 
 
     if model_type not in CONFIG_MAPPING and Version(__version__) < Version(TRIED):
         pytest.skip(f"transformers {__version__} has no {model_type} yet")
-    assert model_type in CONFIG_MAPPING, f"{model_type}: transformers has no such class; its family names no twin"
+    assert model_type in CONFIG_MAPPING, (
+        f"{model_type}: transformers has no such class, its family no twin: docs/add-a-model.md"
+    )
     seed, dtype = settings.pop("seed", 0), settings.pop("dtype", "float32")
     tokenizer = settings.pop("tokenizer", True)
     shard = {"max_shard_size": settings.pop("max_shard_size")} if "max_shard_size" in settings else {}

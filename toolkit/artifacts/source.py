@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,31 @@ def resolve_model(
     if path.is_file() and path.suffix.lower() != ".gguf":
         raise UsageError(f"{model}: expected a model directory, a .gguf file, a hub id or demo, found another file")
     return path
+
+
+def resolve_adapters(adapters: Mapping[str, str], *, progress: bool = True) -> dict[str, Path]:
+    """``resolve_adapter`` of each by its name; one that was given by its path alone has that name."""
+    return {
+        name: resolve_adapter(where, "adapters" if where == name else f"adapters: {name}", progress=progress)
+        for name, where in adapters.items()
+    }
+
+
+def resolve_adapter(adapter: str, option: str, *, progress: bool = True) -> Path:
+    """The local directory of a LoRA adapter: one that exists, else ``owner/name`` fetched from the hub.
+
+    ``option`` begins the messages: what asked for it. Raises UsageError for a path that is missing or a file, and what
+    ``resolve_model`` raises of the hub.
+    """
+    path = Path(adapter).expanduser()
+    if not path.exists() and not is_hub_id(adapter):  # nor is there a demo adapter
+        raise UsageError(f"{option}: {adapter}: no such directory, and not a hub id (owner/name)")
+    if path.is_file():
+        raise UsageError(f"{option}: expected a directory or hub id, found the file {adapter}")
+    try:
+        return path if path.exists() else resolve_model(adapter, progress=progress)
+    except ToolkitError as e:
+        raise type(e)(f"{option}: {e}") from e
 
 
 def is_hub_id(model: str) -> bool:

@@ -22,7 +22,7 @@ from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import open_stage
 from toolkit.artifacts.scales import write_scales
 from toolkit.artifacts.side_files import copy_side_files
-from toolkit.artifacts.source import resolve_model
+from toolkit.artifacts.source import resolve_adapters, resolve_model
 from toolkit.artifacts.weight_files.safetensors_file import read_header
 from toolkit.artifacts.weights import cache_scales, iter_canonical, left_out, tensor_names, validate_checkpoint
 from toolkit.configs.engine import DTYPES
@@ -112,7 +112,7 @@ def convert(
     bits = Bits(_head_bits(chosen, asked), _vision_bits(chosen, spec, options.vision))
     _check_policy(options.quant_policy, spec, chosen)
     told = _told(options, chosen, bits)
-    adapters = {name: resolve_model(where, progress=not quiet) for name, where in (options.adapters or {}).items()}
+    adapters = resolve_adapters(options.adapters or {}, progress=not quiet)
     told |= {"adapters": check_adapters(adapters, spec, stored)} if adapters else {}
     told |= {} if options.tp == 1 else {"tp": _ranks(options.tp, chosen, spec)}
     with open_stage(

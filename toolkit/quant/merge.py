@@ -12,7 +12,7 @@ from toolkit.artifacts.manifest import describe_parent, file_digest
 from toolkit.artifacts.output.checkpoint_writer import write_checkpoint
 from toolkit.artifacts.output.stage import open_stage
 from toolkit.artifacts.scales import UNSCALED, AllScales, Scales, read_scales
-from toolkit.artifacts.source import resolve_model
+from toolkit.artifacts.source import resolve_adapter, resolve_model
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import load_spec
 from toolkit.models.spec import DecoderSpec, StoredTensor
@@ -28,7 +28,7 @@ def merge(model: str, adapter: str, target: Path, overwrite: bool = False) -> in
     Raises UsageError for a target that is not empty, ToolkitError, one line, for a quantized checkpoint, an adapter
     that does not fit it, and one that changes a matrix that head and embedding share.
     """
-    path, from_ = resolve_model(model), resolve_model(adapter)
+    path, from_ = resolve_model(model), resolve_adapter(adapter, "ADAPTER")
     checkpoint = open_checkpoint(path)
     spec, stored = load_spec(checkpoint, checkpoint.config)
     changes = {item.name: (item, change) for item, change in changes_of_modules(from_, spec, stored).items()}

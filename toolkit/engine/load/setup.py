@@ -15,7 +15,7 @@ from toolkit.configs.moving import EngineRole
 from toolkit.engine.load import ranks
 from toolkit.engine.load.draft import DraftFiles, find_draft
 from toolkit.engine.load.memory_plan import MemoryPlan
-from toolkit.errors import ToolkitError, UsageError
+from toolkit.errors import UsageError
 from toolkit.runners.base import Backend
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Facts:
 def find(model: str, config: EngineConfig | None, backend: Backend | None, packed: Packed | None = None) -> Setup:
     """Resolve MODEL (fetching it where needed) and settle the backend. ``packed``: where a model at a path lies packed.
     Raises ToolkitError or UsageError."""
-    from toolkit.artifacts.source import resolve_model
+    from toolkit.artifacts.source import resolve_adapters, resolve_model
 
     if config is None:
         config = PytorchEngineConfig() if backend == "pytorch" else TurbomindEngineConfig()
@@ -163,28 +163,12 @@ def find(model: str, config: EngineConfig | None, backend: Backend | None, packe
         asked = {
             name: where for name, where in (config.adapters or {}).items() if held.get(name) is None or where != name
         }
-        found = {name: str(_adapter_path(name, where)) for name, where in asked.items()}
+        found = {name: str(where) for name, where in resolve_adapters(asked).items()}
         order = dict.fromkeys([*(config.adapters or {}), *held])  # those asked for first: chats take the first
         config = replace(config, adapters={name: (held | found)[name] for name in order})
     weights, lock = (path, None) if packed is None else packed(path)
     draft = find_draft(config, tokenizer_dir, packed)
     return Setup(weights, tokenizer_dir(path), config, backend, lock, source=path, draft=draft)
-
-
-def _adapter_path(name: str, where: str) -> Path:
-    """The local directory of an adapter, fetched from the hub where it is no path."""
-    from toolkit.artifacts.source import is_hub_id, resolve_model
-
-    path = Path(where).expanduser()
-    if not path.exists() and not is_hub_id(where):
-        given = where if where == name else f"{name}: {where}"  # a bare path is its own name
-        raise UsageError(f"adapters: {given}: no such directory, and not a hub id (owner/name)")
-    if path.is_file():
-        raise UsageError(f"adapters: {name}: expected a directory or hub id, found the file {where}")
-    try:
-        return resolve_model(where)
-    except ToolkitError as e:
-        raise type(e)(f"adapters: {name}: {e}") from e
 
 
 def tokenizer_dir(path: Path) -> Path:
