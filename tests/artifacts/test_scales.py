@@ -10,8 +10,15 @@ import torch
 from safetensors.numpy import save
 
 from toolkit.artifacts.manifest import content_digest
-from toolkit.artifacts.scales import Scales, copy_scales, read_scales, scales_file, write_scales
-from toolkit.errors import ToolkitError
+from toolkit.artifacts.scales import (
+    Scales,
+    check_scales_target,
+    copy_scales,
+    read_scales,
+    scales_file,
+    write_scales,
+)
+from toolkit.errors import ToolkitError, UsageError
 
 COLUMNS, ROWS = torch.tensor([0.5, 2.0, 3.0]), torch.tensor([[4.0], [0.25]])
 
@@ -58,6 +65,21 @@ def test_they_are_part_of_a_models_content(tmp_path: Path) -> None:
     before = content_digest(tmp_path / "model.gguf")
     copy_scales(tmp_path, tmp_path / "model.gguf")
     assert content_digest(tmp_path / "model.gguf") != before
+
+
+def test_only_files_of_ours_give_way(tmp_path: Path) -> None:
+    file = scales_file(tmp_path / "model.gguf")
+    check_scales_target(file)
+    write_scales(tmp_path / "model.gguf", {"a": Scales(COLUMNS)})
+    check_scales_target(file)
+    for data in (b"notes", save({"a": np.ones(3, np.float32)})):
+        file.write_bytes(data)
+        with pytest.raises(UsageError, match=r"model\.gguf\.scales: never replaced"):
+            check_scales_target(file)
+    file.unlink()
+    file.symlink_to(tmp_path / "nothing")
+    with pytest.raises(UsageError, match="never replaced"):
+        check_scales_target(file)
 
 
 @pytest.mark.parametrize(

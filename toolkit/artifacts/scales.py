@@ -14,6 +14,7 @@ model, or an older version.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,12 +26,13 @@ import numpy as np
 
 from toolkit.artifacts.manifest import SCALES
 from toolkit.artifacts.weight_files.safetensors_file import map_arrays, read_metadata, write_tensors
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FILE = f"folded{SCALES}"
+FORMAT = "toolkit-scales"
 _KEYS = ("columns", "rows")
 
 
@@ -85,7 +87,7 @@ def write_scales(model: Path, scales: AllScales) -> None:
                     yield first, flat
                 else:
                     shared[f"{name}.{key}"] = first
-        metadata.update(format="toolkit-scales", shared=json.dumps(shared))
+        metadata.update(format=FORMAT, shared=json.dumps(shared))
 
     write_tensors(scales_file(model), tensors(), metadata)
 
@@ -94,6 +96,18 @@ def read_scales(model: Path) -> StoredScales | None:
     """Those of a model that lie beside its weights, None where nothing is known of them."""
     file = scales_file(model)
     return StoredScales(file) if file.is_file() else None
+
+
+def check_scales_target(file: Path) -> None:
+    """Raises UsageError where something lies in the place of scales that this tool did not write."""
+    if not os.path.lexists(file):
+        return
+    try:
+        ours = not file.is_symlink() and read_metadata(file).get("format") == FORMAT
+    except (OSError, ToolkitError):
+        ours = False
+    if not ours:
+        raise UsageError(f"{file}: never replaced, for it is not a file of scales that this tool wrote; move it")
 
 
 def copy_scales(model: Path, target: Path) -> None:

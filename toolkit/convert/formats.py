@@ -23,7 +23,7 @@ from toolkit.artifacts.mtp import mtp_or_none
 from toolkit.artifacts.output.replace import check_directory_target, check_file_target
 from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import open_stage, write_file
-from toolkit.artifacts.scales import copy_scales, scales_file
+from toolkit.artifacts.scales import check_scales_target, copy_scales, scales_file
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.weights import (
     any_quantized,
@@ -96,13 +96,14 @@ def rewrite(
     gguf = partial(_write_gguf, checkpoint, spec, stored, gguf_type, importance, progress, target)
     sees = to == "gguf" and isinstance(get(spec.family).gguf, Mmproj)
     if one_file:
-        beside = target.with_name(f"mmproj-{target.name}")
+        beside, scales = target.with_name(f"mmproj-{target.name}"), scales_file(target)
+        check_scales_target(scales)
         if sees:
             check_file_target(beside, path, overwrite)
         with write_file(target) as file, write_file(beside) if sees else nullcontext() as eyes:
             check_file_target(target, path, overwrite)  # another run may just have ended
-            scales_file(target).unlink(missing_ok=True)  # of a file that it takes the place of
             notes, _ = gguf(file, eyes)
+            scales.unlink(missing_ok=True)  # of the file that this one takes the place of now
         copy_scales(path, target)
         return Rewritten(target, to, notes, None)
     quantized = any_quantized(checkpoint, stored)
