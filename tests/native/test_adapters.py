@@ -176,6 +176,8 @@ def test_each_row_of_latent_attention_has_its_own_keys_and_values(
     more = driver.step({n: [7] for n in numbers}, "all", adapter=use).logits
     for n, rows in enumerate(np.split(first, np.cumsum(lengths)[:-1])):
         np.testing.assert_array_equal(np.concatenate([rows, more[n : n + 1]]), expected[n])
+    packed = runner._shelf._held[0].tensors
+    assert all(whole.data.nbytes == 0 for whole in packed[3::5])  # of low rank, kv_b too
     long = ids(400, 9)
     merged = [adapters.merge(model, one, tmp_path / f"merged {one.name}") for one in made]
     for i, other in enumerate(merged):

@@ -16,7 +16,7 @@ from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError
 from toolkit.runners.native import library
 from toolkit.runners.native.packing.huge_pages import side_by_side
-from toolkit.runners.native.packing.packed import DENSE, INT, VECTOR, PackedMeta, PackedTensor, vector
+from toolkit.runners.native.packing.packed import INT, VECTOR, PackedMeta, PackedTensor, vector
 
 if TYPE_CHECKING:
     import torch
@@ -56,17 +56,14 @@ def pack_adapter(
     kind = getattr(torch, dtype)
     if not known:
         _warn_of_scaled_rows(changes, program)
-    mixers = (x.mixer for layer in spec.layers for x in layer.sublayers)
-    held = {x.name for mixer in mixers for x in mixer.matrices()}  # queries and results pass them, no inputs
     tensors: list[PackedTensor] = []
     low: dict[int, torch.Tensor] = {}  # by their places in ``tensors``
     pairs: dict[int, Pair] = {}
     for name, change in changes.items():
         base = program.bases.get(name)
         reads_turned = name == spec.head and base is not None and base.meta.turned
-        if isinstance(change, Whole) or name in held:
-            whole = change.weight if isinstance(change, Whole) else change.onto(_numbers(base))
-            matrix = turn(whole) if reads_turned else whole
+        if isinstance(change, Whole):
+            matrix = turn(change.weight) if reads_turned else change.weight
             tensors += [ABSENT, ABSENT, ABSENT, pack_dense(matrix.to(kind).contiguous()).in_memory(), ABSENT]
             continue
         size, columns = _lengths(change)
@@ -85,16 +82,6 @@ def pack_adapter(
     for place, tensor in zip(low, _together(pack_alike(list(low.values()), kind)), strict=True):
         tensors[place] = tensor
     return PackedAdapter(np.array([program.sites[name] for name in changes], np.int32), tuple(tensors))
-
-
-def _numbers(base: PackedTensor | None) -> torch.Tensor:
-    """Those of a matrix that is held as one, float32."""
-    import torch
-
-    from toolkit.runners.native.packing.unpack import unpack
-
-    assert base is not None and base.meta.kind == DENSE
-    return unpack(base).dequantize(torch.float32)
 
 
 def _lengths(change: LowRank) -> tuple[PackedTensor, PackedTensor]:
