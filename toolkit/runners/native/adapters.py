@@ -94,6 +94,11 @@ def _numbers(base: PackedTensor | None) -> torch.Tensor:
     from toolkit.runners.native.packing.unpack import unpack
 
     assert base is not None and base.meta.kind == DENSE
+    if base.data.nbytes < base.meta.nbytes:  # of a rank's file: no rank reads the rows of others
+        data = np.zeros(base.meta.nbytes, np.uint8)
+        start = base.first * base.meta.tile_bytes
+        data[start : start + base.data.nbytes] = base.data
+        base = PackedTensor(data, base.meta)
     return unpack(base).dequantize(torch.float32)
 
 
