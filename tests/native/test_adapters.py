@@ -30,6 +30,7 @@ from toolkit.runners.native.packing.pack import pack_alike, pack_dense
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library does not run here")
 ATTENTION = "q_proj|v_proj"
 ALL = r"(?:[qkvo]|gate|up|down|qkv|gate_up|wqkv|wo)_?(?:proj)?|w[123]"
+LATENT = "q_[ab]_proj|kv_a_proj_with_mqa|kv_b_proj|o_proj"
 EXPERTS = r"experts\.\d+\.w[123]|gate|[qkvo]_proj"
 
 
@@ -79,7 +80,9 @@ def check_merged(support: Any, model: Path, made: Path, merged: Path, **options:
         ("phi3", ALL, {"use_dora": True}),
         ("internlm2", ALL, {}),
         ("gemma2", ALL, {}),
-        ("deepseek_v3", "q_[ab]_proj|kv_a_proj_with_mqa|o_proj", {}),
+        ("deepseek_v3", LATENT, {}),
+        ("deepseek_v3", LATENT, {"use_dora": True}),
+        ("minicpm3", "kv_b_proj", {"modules_to_save": ["kv_a_proj_with_mqa"]}),
         ("mixtral", EXPERTS, {}),
     ],
 )
@@ -154,6 +157,32 @@ def test_a_rows_bits_depend_on_nothing_but_itself(
     more = driver.step({n: [7] for n in numbers}, "all", adapter=use).logits
     for n, rows in enumerate(np.split(first, np.cumsum(lengths)[:-1])):
         np.testing.assert_array_equal(np.concatenate([rows, more[n : n + 1]]), expected[n])
+
+
+def test_each_row_of_latent_attention_has_its_own_keys_and_values(
+    tiny_models: Any, support: Any, tmp_path: Path
+) -> None:
+    """Few tokens are absorbed, many (400) are expanded; beside others as alone."""
+    model, adapters = tiny_models("deepseek_v3"), support("adapters")
+    made = [adapters.write_adapter(tmp_path / name, model, LATENT, seed=seed) for name, seed in (("a", 2), ("b", 3))]
+    use, lengths = np.array([0, -1, 1, 0, 1, -1], np.int32), [5, 9, 1, 8, 12, 1]
+    prompts = [ids(n, i) for i, n in enumerate(lengths)]
+    single = runner_for(model, *made, threads=1)
+    expected = [alone(support, single, [*prompt, 7], int(a)) for prompt, a in zip(prompts, use, strict=True)]
+    runner = runner_for(model, *made)
+    driver = support("steps").Driver(runner)
+    numbers = [driver.add() for _ in use]
+    first = driver.step(dict(zip(numbers, prompts, strict=True)), "all", adapter=use).logits
+    more = driver.step({n: [7] for n in numbers}, "all", adapter=use).logits
+    for n, rows in enumerate(np.split(first, np.cumsum(lengths)[:-1])):
+        np.testing.assert_array_equal(np.concatenate([rows, more[n : n + 1]]), expected[n])
+    packed = runner._shelf._held[0].tensors
+    assert all(whole.data.nbytes == 0 for whole in packed[3::5])  # of low rank, kv_b too
+    long = ids(400, 9)
+    merged = [adapters.merge(model, one, tmp_path / f"merged {one.name}") for one in made]
+    for i, other in enumerate(merged):
+        found, right = alone(support, runner, long, i), alone(support, runner_for(other), long)
+        np.testing.assert_allclose(found, right, rtol=1e-3, atol=1e-3)
 
 
 def test_more_adapters_than_memory_are_read_again(tiny_models: Any, support: Any, tmp_path: Path) -> None:

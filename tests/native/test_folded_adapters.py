@@ -172,3 +172,20 @@ def test_merging_into_a_model_that_something_was_folded_into(
     merge(str(other), str(made), tmp_path / "ours")
     expected = logits(support, support("adapters").merge(model, made, tmp_path / "expected"))
     assert np.abs(logits(support, tmp_path / "ours") - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("backend", ["turbomind", "pytorch"])
+def test_new_weights_have_scales_of_their_own(
+    backend: str, planted: Path, support: Any, folded: Any, tmp_path: Path
+) -> None:
+    other = folded.fold_checkpoint(planted, tmp_path / "other", known=False, seed=7)
+    made = support("adapters").write_adapter(tmp_path / "a", planted, ALL)
+    expected = logits(support, other, made, backend=backend, load_format="int4")
+    options = RunnerOptions(device="cpu", dtype="float32", block_size=16, adapters=(("a", str(made)),))
+    runner, _ = open_runner(planted, backend=backend, options=options, load_format="int4")  # type: ignore[arg-type]
+    runner.load_weights()
+    runner.release_weights()
+    runner.use_weights(open_model(other, load_format="int4").weights)
+    driver = support("steps").Driver(runner)
+    use = {"adapter": np.array([0], np.int32)}
+    np.testing.assert_array_equal(driver.step({driver.add(): ids(40)}, "all", **use).logits, expected)

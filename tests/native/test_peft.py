@@ -52,6 +52,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 # rows of gate and up in turn in a stack [in, out]; the same one below the other, which PEFT takes for [out, in]; a
 # router of another name; experts apart
+LATENT = ["deepseek_v2", "deepseek_v3", "minicpm3", "youtu", "axk1", "glm4_moe_lite"]
 MOES = ["gpt_oss", "llama4_text", "phimoe", "granitemoe", "qwen3_moe"]
 
 
@@ -82,6 +83,8 @@ def trained(model: Path, folder: Path, form: dict[str, Any], ids: list[int]) -> 
     [(f, "plain") for f in FAMILIES]
     + [("llama", f) for f in FORMS if f not in ("plain", "stacked experts")]
     + [(f, "stacked experts") for f in MOES]
+    + [(f, "plain") for f in LATENT]
+    + [("minicpm3", "dora")]
     + [(f, "plain") for f in ("mixtral", "hunyuan_v1_moe", "hy_v3", "lara_mini")],
 )
 def test_equals_peft(family: str, form: str, tiny_models: Any, support: Any, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_experts_of_few_bits(family: str, load_format: str, pair: Any) -> None:
     ("llama", 2, "int4", WIDE, r"(?:[qkvo]|gate|up|down)_proj|lm_head|embed_tokens", {}),  # where codes travel else
     ("llama", 3, "auto", UNEVEN, r"[qkvo]_proj|down_proj", {"use_dora": True}),
     ("mixtral", 2, "auto", None, r"experts\.\d+\.w[123]|[qkvo]_proj", {}),
-    ("deepseek_v2", 2, "int8", None, "q_proj|kv_a_proj_with_mqa|o_proj|down_proj", {}),
+    ("deepseek_v2", 2, "int8", None, "q_proj|kv_a_proj_with_mqa|kv_b_proj|o_proj|down_proj", {}),
     ("mamba2", 2, "auto", None, "(?:in|out)_proj", {}),
 ])  # fmt: skip
 def test_adapters_give_the_bits_of_one_process(

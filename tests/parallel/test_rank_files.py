@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
 from toolkit.parallel.native_runner import NativeRanks
 from toolkit.runners.base import RunnerOptions
-from toolkit.runners.choose import open_model, open_runner
+from toolkit.runners.choose import changes_of, open_model, open_runner
 from toolkit.runners.native.runner import NativeRunner
 from toolkit.runners.native.share import Parts, Share
 
@@ -42,28 +43,39 @@ def packed(tiny_models: Any, tmp_path: Path) -> Any:
     return make
 
 
-# heads that ranks share; experts, and a shared one; latent rows; more ranks than tiles
-@pytest.mark.parametrize(("family", "ranks", "fields"), [
-    ("llama", 2, {"load_format": "int4"}), ("qwen2_moe", 2, {}), ("deepseek_v2", 2, {"load_format": "int8"}),
-    ("mamba2", 3, {}),
+# heads that ranks share; experts, and a shared one; latent rows; more ranks than tiles; and adapters
+@pytest.mark.parametrize(("family", "ranks", "fields", "targets", "config"), [
+    ("llama", 2, {"load_format": "int4"}, None, {}),
+    ("llama", 2, {"load_format": "int4"}, "[qkvo]_proj|down_proj", {}),
+    ("llama", 2, {"load_format": "int4"}, "[qkvo]_proj|down_proj", {"use_dora": True}),
+    ("qwen2_moe", 2, {}, None, {}),
+    ("deepseek_v2", 2, {"load_format": "int8"}, None, {}),
+    ("deepseek_v2", 2, {"load_format": "int8"}, "kv_b_proj|o_proj", {}),
+    ("deepseek_v2", 2, {}, "kv_b_proj", {"use_dora": True}),
+    ("mamba2", 3, {}, None, {}),
 ])  # fmt: skip
 def test_ranks_with_files_give_the_bits_of_one_process(
-    family: str, ranks: int, fields: Any, packed: Any, support: Any
-) -> None:
+    family: str, ranks: int, fields: Any, targets: str | None, config: Any,
+    packed: Any, tiny_models: Any, support: Any, tmp_path: Path,
+) -> None:  # fmt: skip
     steps, memory = support("steps"), os.memfd_create("ranks")
-    runner, _ = open_runner(packed(family, 1, **fields), backend="turbomind", options=OPTIONS)
+    options, use = OPTIONS, {}
+    if targets is not None:
+        made = support("adapters").write_adapter(tmp_path / "a", tiny_models(family), targets, **config)
+        options, use = replace(OPTIONS, adapters=(("a", str(made)),)), {"adapter": np.array([0], np.int32)}
+    runner, _ = open_runner(packed(family, 1, **fields), backend="turbomind", options=options)
     path = packed(family, ranks, **fields)
     opened = [open_model(path, rank=(rank, ranks)) for rank in range(ranks)]
     together = support("native_together").Together(
         [
-            NativeRunner(model.spec, model.weights, OPTIONS, share=Share(rank, ranks, memory))
+            NativeRunner(model.spec, model.weights, options, None, Share(rank, ranks, memory), changes_of(model))
             for rank, model in enumerate(opened)
         ]
     )
     one, several = steps.Driver(runner), steps.Driver(together)
     a, b = one.add(), several.add()
     for start, stop in ((0, 20), (20, 22), (22, 45)):
-        expected, found = one.step({a: PROMPT[start:stop]}, "all"), several.step({b: PROMPT[start:stop]}, "all")
+        expected, found = (d.step({n: PROMPT[start:stop]}, "all", **use) for d, n in ((one, a), (several, b)))
         assert found.logits.tobytes() == expected.logits.tobytes()
         assert found.hidden.tobytes() == expected.hidden.tobytes()
     together.close()

@@ -10,6 +10,7 @@ import torch
 from toolkit.models.sites import RowFold, layer_sites
 from toolkit.quant.layers.forward import embed, head_logits, layer_forward
 from toolkit.quant.layers.source import LayerSource
+from toolkit.quant.selection import select
 from toolkit.runners.weights.folding import Folded, expand, fold_site, storable
 
 CPU = torch.device("cpu")
@@ -55,6 +56,13 @@ def test_forward_equals_transformers(family: str, tiny_models: Any) -> None:
         theirs = model(ids).logits
     ours = logits(source, ids)
     assert (ours - theirs).abs().max() < 2e-4 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("name", ["cogvlm", "internlmxcomposer2"])
+def test_what_pictures_have_linears_of_their_own_for_takes_no_scale(name: str, tiny_models: Any) -> None:
+    source = LayerSource(tiny_models(name))
+    sites = [site for layer in source.spec.layers for site in select(source).sites(layer)]
+    assert sites and all(site.fold is None for site in sites)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "minicpm3"])

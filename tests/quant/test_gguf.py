@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from toolkit.artifacts.checkpoint import open_checkpoint
+from toolkit.artifacts.scales import read_scales
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.convert.formats import rewrite
@@ -86,6 +87,8 @@ def test_the_file_holds_what_was_measured(
     inner = {k for name, k in found.items() if name.startswith("blk.") and "gate_inp" not in name}
     assert inner == {kind}
     assert perplexity(file, model) == pytest.approx(result.quality["perplexity_after"], rel=2e-3)
+    scales = read_scales(file)
+    assert scales is not None and bool(scales) == method.startswith("awq")
     assert result.quality["size_bytes"] == file.stat().st_size
     assert result.quality["bits_per_weight"] == {"Q4_0": 4.5, "Q4_1": 5.0, "Q8_0": 8.5}[kind]
 

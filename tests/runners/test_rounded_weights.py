@@ -144,6 +144,21 @@ def test_scaling_alone_changes_nothing_and_is_told_from_headers(family, tiny_mod
         assert _numbers(told).dtype == _numbers(there).dtype
 
 
+@pytest.mark.parametrize(
+    "family, shape", [("cogvlm", 0), ("internlmxcomposer2", 0), ("internlmxcomposer2", 2), ("internvl_chat", 2)]
+)
+def test_scaling_changes_nothing_where_pictures_have_linears_of_their_own(family, shape, tiny_models, steps):
+    opened = open_model(tiny_models(family, shape=shape))
+    options, found = RunnerOptions(device="cpu", dtype="float32", block_size=16), []
+    rows = np.random.default_rng(0).normal(size=(6, opened.spec.hidden_size)).astype(np.float32)
+    index = np.arange(4, 10, dtype=np.int32)
+    shown = {"embeds": rows, "embed_index": index, "routed": index}
+    for weights in (opened.weights(), ScaledWeights(opened.weights(), opened.spec, 32)):
+        driver = steps.Driver(TensorRunner(opened.spec, lambda weights=weights: weights, options))
+        found.append(driver.step({driver.add(): list(range(5, 40))}, "all", **shown).logits)
+    assert np.abs(found[0] - found[1]).max() < 1e-4 * np.abs(found[0]).max()
+
+
 def _numbers(weight):
     return weight.weight if isinstance(weight, Dense) else weight
 

@@ -107,6 +107,13 @@ class LowRank:
         made = replace(self.folded, columns=None)(self.stored_b.float())
         return made if self.scale == 1 else made * self.scale
 
+    def onto(self, weight: Tensor) -> Tensor:
+        """The linear's ``weight``, float32 [out, in], with what is added to it."""
+        changed = weight + self.b @ self.a
+        if self.magnitude is None:
+            return changed
+        return changed * (self.magnitude / self.folded.inverse()(changed).norm(dim=1))[:, None]
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -312,8 +319,7 @@ def _modules(spec: DecoderSpec, stored: Sequence[StoredTensor], wide: bool = Fal
     mixers = [s.mixer for layer in spec.layers for s in layer.sublayers]
     shapes: dict[str, tuple[int, int]] = {}
     for mixer in mixers:
-        held = {x.name for x in mixer.matrices()}  # multiplied otherwise than a linear is
-        for x in (x for x in mixer.linears() if x.name not in held) if wide else mixer.adaptable():
+        for x in mixer.linears() if wide else mixer.adaptable():
             shapes[x.name] = x.out_features, x.in_features
     if wide:
         shapes[spec.embed] = spec.vocab_size, spec.hidden_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,13 +86,11 @@ def _of_module(item: StoredTensor, scales: AllScales) -> Scales:
 
 def _changed(item: StoredTensor, change: Change, own: Scales, stored: Tensor) -> Tensor:
     """``own``: what has been folded into the module, of which the adapter does not know."""
+    weight = stored.T.float() if item.transposed else stored.float()
     if isinstance(change, Whole):
-        weight = change.weight
+        weight = own(change.weight)
+    elif item.kind == "embed":
+        weight = weight + (change.b @ change.a).T
     else:
-        weight = own.inverse()(stored.T.float() if item.transposed else stored.float())
-        added = change.b @ change.a
-        weight = weight + (added.T if item.kind == "embed" else added)
-        if change.magnitude is not None:
-            weight = weight * (change.magnitude / weight.norm(dim=1))[:, None]
-    weight = own(weight)
+        weight = replace(change, folded=own).onto(weight)
     return weight.T if item.transposed else weight

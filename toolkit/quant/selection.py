@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.errors import UsageError
-from toolkit.models.sites import Site, layer_sites
+from toolkit.models.sites import RowFold, Site, layer_sites
 from toolkit.models.spec import LayerSpec, LinearSpec, StoredTensor
 from toolkit.quant.layers.source import LayerSource
 
@@ -15,10 +15,12 @@ from toolkit.quant.layers.source import LayerSource
 @dataclass(frozen=True)
 class Selection:
     """``dense``: canonical names of linears inside layers that stay as they are; ``head``: whether the head is
-    quantized too."""
+    quantized too; ``routed``: linears that tokens of pictures have otherwise, whose inputs and rows take no scale: what
+    they have stays as it is."""
 
     dense: frozenset[str] = frozenset()
     head: bool = False
+    routed: frozenset[str] = frozenset()
 
     def sites(self, layer: LayerSpec) -> list[Site]:
         """The sites of a layer with a linear to quantize; its other readers follow the site's scale and stay dense."""
@@ -27,8 +29,13 @@ class Selection:
             linears = tuple(x for x in site.linears if x.name not in self.dense)
             left = tuple(x for x in site.linears if x.name in self.dense)
             if linears:
-                found.append(replace(site, linears=linears, followers=site.followers + left))
+                fold = None if self._meets_routed(site) else site.fold
+                found.append(replace(site, linears=linears, followers=site.followers + left, fold=fold))
         return found
+
+    def _meets_routed(self, site: Site) -> bool:
+        before = [site.fold.linear] if isinstance(site.fold, RowFold) else []
+        return any(x.name in self.routed for x in (*site.linears, *site.followers, *before))
 
 
 def select(source: LayerSource, skip: Sequence[str] = (), include: Sequence[str] = (), head: bool = False) -> Selection:
@@ -47,7 +54,8 @@ def select(source: LayerSource, skip: Sequence[str] = (), include: Sequence[str]
     }
     if not head and all(x.name in dense for x in source.quantizable()):
         raise UsageError("--skip, --include: no linear is left to quantize; leave some of them out")
-    return Selection(frozenset(dense), head)
+    routed = () if source.spec.vision is None else source.spec.vision.routed
+    return Selection(frozenset(dense), head, frozenset(one.linear for one in routed))
 
 
 def _fitting(option: str, patterns: Sequence[str], modules: Sequence[StoredTensor]) -> set[str]:

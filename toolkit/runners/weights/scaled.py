@@ -18,6 +18,7 @@ from torch import Tensor
 from toolkit.artifacts.canonical import Dense
 from toolkit.artifacts.scales import UNSCALED, Scales
 from toolkit.base.named import Named
+from toolkit.models.routed import ROUTED, routed_tensors
 from toolkit.models.sites import NormFold, RowFold, Site, layer_sites
 from toolkit.runners.native.packing.rounding import rounding_error, row_squares
 from toolkit.runners.weights.folding import Folded, expand, fold_site
@@ -45,14 +46,32 @@ class ScaledWeights(Named["Weight | Tensor"]):
         self._weights = weights
         self._layers = [(layer, layer_sites(layer)) for layer in spec.layers]
         self._layer_of = {name: i for i, (_, sites) in enumerate(self._layers) for s in sites for name in _touched(s)}
+        routed = () if spec.vision is None else spec.vision.routed
+        self._shapes = {n: x for n, x in routed_tensors(routed).items() if _linear_of(n) in self._layer_of}
         self._folded = cache(lambda i: _fold(*self._layers[i], weights, group))
 
     def __getitem__(self, name: str) -> Weight | Tensor:
         found = self._weights[name]
+        if name in self._shapes:
+            return self._folded_beside(name, found)
         if name not in self._layer_of or not isinstance(found, Dense | Tensor):
             return found
         folded = self._folded(self._layer_of[name])[name]
         return Dense(folded) if isinstance(found, Dense) else folded
+
+    def _folded_beside(self, name: str, found: Weight | Tensor) -> Tensor:
+        """What tokens of pictures have in place of a linear or beside it, which reads the same, in the type that it is
+        stored in: it may be as large as the model."""
+        linear = _linear_of(name)
+        own = self._folded(self._layer_of[linear]).scales(linear)
+        stored = found if isinstance(found, Tensor) else found.dequantize()
+        rows = stored.float().reshape(self._shapes[name])
+        if name.endswith(".bias"):
+            rows = rows if own.divisors is None else rows / own.divisors.reshape(-1)
+        else:
+            columns, divisors = own.columns, own.divisors
+            rows = Scales(None if name.endswith(".b") else columns, None if name.endswith(".a") else divisors)(rows)
+        return rows.to(stored.dtype)
 
     def parts(self, name: str) -> tuple[Weight | Tensor, Scales | None]:
         """A linear as it is stored, and what makes some of its rows those of ``self[name]``: whole matrices in float32
@@ -76,6 +95,9 @@ class ScaledWeights(Named["Weight | Tensor"]):
     def info(self, name: str) -> Weight | Tensor:
         """``self[name]`` as headers tell it: its matrices may be without memory."""
         found = info_of(self._weights, name)
+        if name in self._shapes:
+            dtype = found.dtype if isinstance(found, Tensor) else torch.float32
+            return torch.empty(self._shapes[name], dtype=dtype, device="meta")
         if name not in self._layer_of or not isinstance(found, Dense | Tensor):
             return found
         return Dense(found.weight.float()) if isinstance(found, Dense) else found.float()
@@ -83,6 +105,11 @@ class ScaledWeights(Named["Weight | Tensor"]):
     def reading_ahead(self, names: Container[str]) -> AbstractContextManager[None]:
         """While those called ``names`` are asked for, best once and in their order, the next ones are read."""
         return reading_ahead(self._weights, names)
+
+
+def _linear_of(routed: str) -> str:
+    """The linear that a tensor of pictures' tokens is for."""
+    return routed.removeprefix(ROUTED).rpartition(".")[0]
 
 
 class _Floats(Named[Tensor]):

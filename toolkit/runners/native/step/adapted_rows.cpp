@@ -178,6 +178,36 @@ void RowWork::embed_low(const Change& c, int64_t id, float scale, float* x) cons
     ops.linear(c.b.w, rows_of(low, c.b, 0), 1, 0, c.b.w.tiles(), to, own_->linear.data());
 }
 
+void RowWork::add_back(const Change& c, const Rows& x, int64_t count, Range tiles, float* out, int64_t width) const {
+    const int64_t ld = pad16(c.b.w.cols) + LANES;
+    std::vector<float> low(size_t(count * ld)), row(size_t(pad16(width)));
+    ops.linear_back(c.b.w, x, count, tiles.first, tiles.last, low.data(), ld);
+    Store to;
+    to.out = row.data();
+    for (int64_t i = 0; i < count; i++) {
+        InputBuffer made;
+        made.x = low.data() + i * ld;
+        made.ldx = ld;
+        ops.linear(c.a.w, rows_of(made, c.a, 0), 1, 0, c.a.w.tiles(), to, own_->linear.data());
+        ops.add_scaled(out + i * width, row.data(), 1.0f, width);
+    }
+}
+
+void RowWork::add_part(const Change& c, const float* y, int64_t width, Range tiles, float* out) const {
+    std::vector<float> whole(size_t(pad16(width))), low(size_t(pad16(c.b.w.cols) + LANES));
+    std::memcpy(whole.data(), y, size_t(width) * 4);  // what stands behind it must not be read
+    InputBuffer from, made;
+    from.x = whole.data();
+    from.ldx = pad16(width);
+    ops.linear_back(c.a.w, rows_of(from, c.a, 0), 1, 0, c.a.w.tiles(), low.data(), int64_t(low.size()));
+    made.x = low.data();
+    made.ldx = int64_t(low.size());
+    Store to;
+    to.out = out;
+    to.add = 1;
+    ops.linear(part_of(c.b.w, tiles), rows_of(made, c.b, 0), 1, 0, tiles.last - tiles.first, to, own_->linear.data());
+}
+
 // As `gated`, for rows of which some have a change of either half: of those each half is made by itself, some tiles at a time.
 void RowWork::gated_changed(const Mlp& m, const InputBuffer& in, int64_t first_row, int64_t rows, Range tiles, float* out, int64_t ld) const {
     const int64_t last = first_row + rows;

@@ -51,6 +51,10 @@ protected:
     }
     // What a changed embedding adds for a token.
     void embed_low(const Change& c, int64_t id, float scale, float* x) const;
+    // Of a matrix whose rows in `tiles` are taken from both sides, what a change of it adds to x W, x [count][rows of the tiles], and
+    // to one row of y W^T. `width`: of the results, or of y.
+    void add_back(const Change& c, const Rows& x, int64_t count, Range tiles, float* out, int64_t width) const;
+    void add_part(const Change& c, const float* y, int64_t width, Range tiles, float* out) const;
     // While attention leaves memory idle, what adapters multiply the inputs of these linears by is fetched, for this thread's share of few
     // rows: in so many calls of `fetch_coming`. Null and absent linears have none.
     void expect(std::initializer_list<const Linear*> linears, int64_t rows, int64_t calls) const;

@@ -247,6 +247,7 @@ private:
     // latent_step.cpp
     void mix(const Sublayer& s, const Latent& a);
     void store_row(const Latent& a, int64_t t);
+    const Linear& kv_b(const Latent& a, const Change* c) const;
     void absorb(const Latent& a, int64_t head, Range rows);
     void merge_head(const Latent& a, int64_t head);
     void give_values(const Latent& a, int64_t head, Range rows);
@@ -254,7 +255,7 @@ private:
     // expand_step.cpp
     bool expands(const Latent& a, int64_t seq) const;
     void load_rows(const Attention& core, int64_t seq, int64_t tile, int64_t length, float* out);
-    void expand_tile(const Latent& a, int64_t head, int64_t tokens, KvTile* kv);
+    void expand_tile(const Latent& a, const Change* c, int64_t head, int64_t tokens, KvTile* kv);
     void attend_expanded(const Latent& a, int64_t seq, int64_t head);
 
     // cross_step.cpp

@@ -30,7 +30,7 @@ void Run::load_rows(const Attention& core, int64_t seq, int64_t tile, int64_t le
 }
 
 // Keys and values of one head for a tile of rows, in cells that the attention kernel reads.
-void Run::expand_tile(const Latent& a, int64_t head, int64_t tokens, KvTile* kv) {
+void Run::expand_tile(const Latent& a, const Change* c, int64_t head, int64_t tokens, KvTile* kv) {
     const Attention& core = a.core;
     ExpandScratch& e = own.expand;
     const int64_t row = (a.first_head + head) * (a.nope_dim + a.v_dim), d = a.expanded, part = d * LANES * (p.bf16 ? 2 : 4);
@@ -42,7 +42,12 @@ void Run::expand_tile(const Latent& a, int64_t head, int64_t tokens, KvTile* kv)
     Store to;
     to.out = e.made;
     to.ld = (tiles.last - tiles.first) * LANES;
-    ops.linear(part_of(a.kv_b.w, tiles), x, tokens, 0, tiles.last - tiles.first, to, own.linear);
+    ops.linear(part_of(kv_b(a, c).w, tiles), x, tokens, 0, tiles.last - tiles.first, to, own.linear);
+    for (int64_t t = 0; c && t < tokens; t++) {
+        float* made = e.made + t * to.ld;
+        if (c->low()) add_part(*c, e.rows + t * core.dpad, a.kv_rank(), tiles, made);
+        if (c->magnitudes) ops.multiply(made + row % LANES, c->magnitudes.data + row, a.nope_dim + a.v_dim, -1);
+    }
     float *key = own.head_row, *value = own.head_row + d;
     std::fill(key, value + d, 0.0f);
     for (int64_t t = 0; t < tokens; t++) {
@@ -64,6 +69,7 @@ void Run::attend_expanded(const Latent& a, int64_t seq, int64_t head) {
     const int64_t begin = std::max<int64_t>(in.cu_seqlens[seq], first), end = std::min<int64_t>(in.cu_seqlens[seq + 1], first + count);
     const int64_t n = end - begin, d = a.expanded, vpad = pad16(a.v_dim), oldest = position_of(seq, begin), length = oldest + n;
     const int64_t half = p.ropes[size_t(core.rope)].rotary / 2, element = p.bf16 ? 2 : 4;
+    const Change* changed_kv_b = change(a.kv_b, begin - first);
     float* row = own.head_row;
     std::fill(row, row + d, 0.0f);
     for (int64_t i = 0; i < n; i++) {
@@ -77,7 +83,7 @@ void Run::attend_expanded(const Latent& a, int64_t seq, int64_t head) {
     for (int64_t base = 0; base < length; base += KV_TILE) {
         KvTile kv;
         load_rows(core, seq, base / KV_TILE, length, e.rows);
-        expand_tile(a, head, std::min(KV_TILE, length - base), &kv);
+        expand_tile(a, changed_kv_b, head, std::min(KV_TILE, length - base), &kv);
         for (int64_t r = 0; r < n; r += QUERY_ROWS) {
             const int64_t rows = std::min(QUERY_ROWS, n - r);
             if (oldest + r + rows <= base) continue;

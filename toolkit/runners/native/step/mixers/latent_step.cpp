@@ -33,7 +33,10 @@ void Run::store_row(const Latent& a, int64_t t) {
     store(core, t, 0, nullptr, row);
 }
 
-// Queries of one head for the tokens `rows`, as they attend to cached rows.
+// What makes keys and values of rows, but for what a change adds and multiplies.
+const Linear& Run::kv_b(const Latent& a, const Change* c) const { return c && c->whole.present() ? c->whole : a.kv_b; }
+
+// Queries of one head for the tokens `rows`, which have one kv_b, as they attend to cached rows.
 void Run::absorb(const Latent& a, int64_t head, Range rows) {
     const Attention& core = a.core;
     const int64_t half = p.ropes[size_t(core.rope)].rotary / 2, rank = a.kv_rank(), n = rows.last - rows.first;
@@ -47,8 +50,14 @@ void Run::absorb(const Latent& a, int64_t head, Range rows) {
     queries.round = p.bf16;
     const float* q = w.qkv + rows.first * w.qkv_ld + a.q_at() + (a.first_head + head) * a.qk_dim();
     std::memset(x, 0, size_t(n * width) * 4);
-    for (int64_t i = 0; i < n; i++) std::memcpy(x + i * width + before, q + i * w.qkv_ld, size_t(a.nope_dim) * 4);
-    ops.linear_back(a.kv_b.w, queries, n, tiles.first, tiles.last, inner, rank);
+    const Change* c = change(a.kv_b, rows.first);
+    for (int64_t i = 0; i < n; i++) {
+        float* key = x + i * width + before;
+        std::memcpy(key, q + i * w.qkv_ld, size_t(a.nope_dim) * 4);
+        if (c && c->magnitudes) ops.multiply(key, c->magnitudes.data + row, a.nope_dim, -1);
+    }
+    ops.linear_back(kv_b(a, c).w, queries, n, tiles.first, tiles.last, inner, rank);
+    if (c && c->low()) add_back(*c, queries, n, tiles, inner, rank);
     float* whole = own.head_row;
     std::fill(whole + core.head_dim, whole + core.dpad, 0.0f);
     for (int64_t i = 0; i < n; i++) {
@@ -75,22 +84,27 @@ void Run::merge_head(const Latent& a, int64_t head) {
     }
 }
 
-// What one head gave for the tokens `rows` to its values, in the input of o.
+// What one head gave for the tokens `rows`, which have one kv_b, to its values, in the input of o.
 void Run::give_values(const Latent& a, int64_t head, Range rows) {
     const int64_t row = (a.first_head + head) * (a.nope_dim + a.v_dim) + a.nope_dim, before = row % LANES, n = rows.last - rows.first;
     const Range tiles = tiles_with(row, a.v_dim);
+    const Change* c = change(a.kv_b, rows.first);
     Rows x;
     x.x = result(a.core, rows.first) + head * a.kv_rank();
     x.ldx = w.spread_ld;
     x.round = p.bf16;
     Store to;
     float* out = w.mid.x + rows.first * w.mid.ldx + (a.first_head + head) * a.v_dim;
-    const bool whole = before == 0 && a.v_dim % LANES == 0;
+    const bool whole = before == 0 && a.v_dim % LANES == 0 && !c;
     to.ld = whole ? w.mid.ldx : (tiles.last - tiles.first) * LANES;
     to.out = whole ? out : own.stripe;
-    ops.linear(part_of(a.kv_b.w, tiles), x, n, 0, tiles.last - tiles.first, to, own.linear);
-    for (int64_t i = 0; !whole && i < n; i++)
-        std::memcpy(out + i * w.mid.ldx, own.stripe + i * to.ld + before, size_t(a.v_dim) * 4);
+    ops.linear(part_of(kv_b(a, c).w, tiles), x, n, 0, tiles.last - tiles.first, to, own.linear);
+    for (int64_t i = 0; !whole && i < n; i++) {
+        float* made = own.stripe + i * to.ld;
+        if (c && c->low()) add_part(*c, x.x + i * x.ldx, a.kv_rank(), tiles, made);
+        if (c && c->magnitudes) ops.multiply(made + before, c->magnitudes.data + row, a.v_dim, -1);
+        std::memcpy(out + i * w.mid.ldx, made + before, size_t(a.v_dim) * 4);
+    }
 }
 
 void Run::mix(const Sublayer& s, const Latent& a) {
@@ -110,7 +124,8 @@ void Run::mix(const Sublayer& s, const Latent& a) {
             for (int64_t i = r.first; i < r.last; i++) {
                 const Range rows{i % parts * together, std::min(count, (i % parts + 1) * together)};
                 for (int64_t t = rows.first, end; t < rows.last; t = end) {  // tokens that are absorbed, or not, together
-                    for (end = t + 1; end < rows.last && absorbed(end) == absorbed(t);) end++;
+                    auto alike = [&](int64_t other) { return absorbed(other) == absorbed(t) && change(a.kv_b, other) == change(a.kv_b, t); };
+                    for (end = t + 1; end < rows.last && alike(end);) end++;
                     body(i / parts, Range{t, end}, absorbed(t));
                 }
             }
