@@ -20,7 +20,9 @@ from toolkit.configs.generation import GenerationConfig
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.runners.native import library
+from toolkit.serve import run
 from toolkit.serve.adapter_routes import Watch
+from toolkit.serve.options import ServerSettings
 from toolkit.serve.state import ServerState
 
 pytestmark = pytest.mark.skipif(library.available() is not None, reason="the native library does not run here")
@@ -155,6 +157,22 @@ def test_a_watched_folder(engine: AsyncEngine, adapters: dict[str, Path], tmp_pa
     shutil.rmtree(tmp_path / "tales")
     watch.look()
     assert engine.adapters.names == ()
+
+
+def test_a_server_has_the_folder_s_adapters_when_it_is_ready(
+    tiny_models: Any, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(adapters["a"], tmp_path / "tales")
+    names: list[str] = []
+    monkeypatch.setattr(run, "run_app", lambda app, *rest: names.extend(app.state.server.model_names))
+    run.serve(
+        str(tiny_models("llama")),
+        ServerSettings(server_port=0, adapter_dir=tmp_path),
+        engine_config=TurbomindEngineConfig(session_len=64, dtype="float32"),
+        progress=lambda line: None,
+        ready=lambda url, engine: None,
+    )
+    assert names[1:] == ["tales"]
 
 
 def test_another_process_finds_no_blocks_of_another_adapter(

@@ -258,16 +258,19 @@ def serve(
             own = replace(settings, disable_metrics=silent)
             app = app_of(engine, own, chat_template=chat_template, renderer=renderer, keys=keys, files=files)
             progress(f"sampling where a request says nothing of it: {describe(app.state.server.defaults)}")
-            run_app(app, sock, address, lambda url: ready(url, engine), partial(_beside, app, announcement))
+            watch = None if own.adapter_dir is None else Watch(app.state.server, own.adapter_dir)
+            if watch is not None:
+                watch.look()  # so that the first request may name what is there already
+            run_app(app, sock, address, lambda url: ready(url, engine), partial(_beside, app, announcement, watch))
         finally:
             engine.close()
 
 
-async def _beside(app: FastAPI, announcement: Announcement | None, url: str) -> None:
+async def _beside(app: FastAPI, announcement: Announcement | None, watch: Watch | None, url: str) -> None:
     """What a server does beside answering: it goes on with its batches, and tells the proxy of itself."""
     app.state.batches.begin()
-    if (folder := app.state.server.settings.adapter_dir) is not None:
-        app.state.adapter_watch = asyncio.create_task(Watch(app.state.server, folder).keep())
+    if watch is not None:
+        app.state.adapter_watch = asyncio.create_task(watch.keep())
     if announcement is not None:
         await announcement.repeat(app.state.server.model_names, url)
 
