@@ -19,8 +19,6 @@ from toolkit.runners.native.packing.huge_pages import side_by_side
 from toolkit.runners.native.packing.packed import INT, VECTOR, PackedMeta, PackedTensor, vector
 
 if TYPE_CHECKING:
-    import torch
-
     from toolkit.artifacts.adapter import Change, LowRank
     from toolkit.runners.native.program import Program
 
