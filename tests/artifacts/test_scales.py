@@ -9,13 +9,12 @@ import pytest
 import torch
 from safetensors.numpy import save
 
-from toolkit.artifacts.manifest import content_digest
+from toolkit.artifacts.manifest import content_digest, scales_file
 from toolkit.artifacts.scales import (
     Scales,
     check_scales_target,
     copy_scales,
     read_scales,
-    scales_file,
     write_scales,
 )
 from toolkit.errors import ToolkitError, UsageError

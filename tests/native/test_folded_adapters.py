@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from toolkit.artifacts.scales import read_scales, scales_file
+from toolkit.artifacts.manifest import scales_file
+from toolkit.artifacts.scales import read_scales
 from toolkit.quant.merge import merge
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_model, open_runner

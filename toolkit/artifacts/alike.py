@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from toolkit.artifacts.engine.artifact import is_rank_file
-from toolkit.artifacts.scales import scales_file
+from toolkit.artifacts.manifest import scales_file
 
 SMALL = 1 << 20  # bytes of files that are compared as a whole; of larger ones the sizes
 

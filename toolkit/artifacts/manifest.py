@@ -257,11 +257,16 @@ def content_digest(path: Path) -> str:
     return f"sha256:{hashlib.sha256(''.join(lines).encode()).hexdigest()}"
 
 
+def scales_file(model: Path) -> Path:
+    """Where what was folded into the weights of a model lies: a directory, or a GGUF file."""
+    return model.with_name(model.name + SCALES) if model.suffix.lower() == ".gguf" else model / f"folded{SCALES}"
+
+
 def content_files(path: Path) -> list[Path]:
     """A GGUF file with its scales and what it may see with beside it, or the files of a model directory that count as
     its content, by name."""
     if path.is_file():
-        beside = [*path.parent.glob(EYES), path.with_name(path.name + SCALES)]
+        beside = [*path.parent.glob(EYES), scales_file(path)]
         return [path, *(file for file in sorted(beside) if file != path and file.is_file())]
     found = {file.name for pattern in _CONTENT for file in path.glob(pattern) if file.is_file()} - {MANIFEST}
     found |= {file.name for file in pickled_weights(path)}

@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from toolkit.artifacts.manifest import SCALES
+from toolkit.artifacts.manifest import scales_file
 from toolkit.artifacts.weight_files.safetensors_file import map_arrays, read_metadata, write_tensors
 from toolkit.errors import ToolkitError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FILE = f"folded{SCALES}"
 FORMAT = "toolkit-scales"
 _KEYS = ("columns", "rows")
 
@@ -64,11 +63,6 @@ class Scales:
 UNSCALED = Scales()
 AllScales = Mapping[str, Scales]
 """By canonical names of linears; of others both are ones."""
-
-
-def scales_file(model: Path) -> Path:
-    """Where those of a model lie: a directory, or a GGUF file."""
-    return model.with_name(model.name + SCALES) if model.suffix.lower() == ".gguf" else model / FILE
 
 
 def write_scales(model: Path, scales: AllScales) -> None:

@@ -19,6 +19,8 @@ from toolkit.runners.native.packing.huge_pages import side_by_side
 from toolkit.runners.native.packing.packed import INT, VECTOR, PackedMeta, PackedTensor, vector
 
 if TYPE_CHECKING:
+    import torch
+
     from toolkit.artifacts.adapter import Change, LowRank
     from toolkit.runners.native.program import Program
 
@@ -57,6 +59,7 @@ def pack_adapter(
     tensors: list[PackedTensor] = []
     low: dict[int, torch.Tensor] = {}  # by their places in ``tensors``
     pairs: dict[int, Pair] = {}
+    beside: dict[int, tuple[LowRank, bool]] = {}  # whose pairs these are
     for name, change in changes.items():
         base = program.bases.get(name)
         reads_turned = name == spec.head and base is not None and base.meta.turned
@@ -68,18 +71,25 @@ def pack_adapter(
         if base is not None and base.meta.kind == INT and change.magnitude is None and name != spec.embed:
             a = turn(change.a) if reads_turned else change.stored_a
             pairs[len(tensors)] = Pair(a, change.stored_b, change.scale, base.meta.group, base.perm, change.folded)
+            beside[len(tensors)] = change, reads_turned
         else:
-            low |= {len(tensors): (turn(change.a) if reads_turned else change.a).T, len(tensors) + 1: change.b}
+            low |= _floats(len(tensors), change, reads_turned)
         tensors += [ABSENT, ABSENT, size, ABSENT, columns]
     for place, packed in zip(pairs, pack_pairs(list(pairs.values())), strict=True):
         if packed is None:
-            a, b = pairs[place].floats()
-            low |= {place: a.T, place + 1: b}
+            low |= _floats(place, *beside[place])
         else:
             tensors[place : place + 3] = packed
     for place, tensor in zip(low, _together(pack_alike(list(low.values()), kind)), strict=True):
         tensors[place] = tensor
     return PackedAdapter(np.array([program.sites[name] for name in changes], np.int32), tuple(tensors))
+
+
+def _floats(place: int, change: LowRank, reads_turned: bool) -> dict[int, torch.Tensor]:
+    """The two matrices in float32 by their places, from ``place`` on."""
+    from toolkit.runners.native.packing.head import turn
+
+    return {place: (turn(change.a) if reads_turned else change.a).T, place + 1: change.b}
 
 
 def _lengths(change: LowRank) -> tuple[PackedTensor, PackedTensor]:

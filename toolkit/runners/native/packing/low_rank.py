@@ -7,7 +7,7 @@ each group of a row. B has one scale a column, by which A's product is multiplie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -37,11 +37,6 @@ class Pair:
     group: int
     perm: NDArray[np.int32] | None
     folded: Scales = UNSCALED
-
-    def floats(self) -> tuple[Tensor, Tensor]:
-        """a and b in float32, with all that they are multiplied by."""
-        a, b = replace(self.folded, divisors=None), replace(self.folded, columns=None)
-        return a(self.a.float()), b(self.b.float()) * self.scale
 
     def factors(self) -> tuple[Tensor | None, Tensor | None]:
         """What columns of a are multiplied by, and rows of b, float32."""
