@@ -162,7 +162,7 @@ def test_a_rows_bits_depend_on_nothing_but_itself(
 def test_each_row_of_latent_attention_has_its_own_keys_and_values(
     tiny_models: Any, support: Any, tmp_path: Path
 ) -> None:
-    """Few tokens are absorbed, many (400) are expanded; beside others as alone."""
+    """Few tokens or many (400); beside others as alone."""
     model, adapters = tiny_models("deepseek_v3"), support("adapters")
     made = [adapters.write_adapter(tmp_path / name, model, LATENT, seed=seed) for name, seed in (("a", 2), ("b", 3))]
     use, lengths = np.array([0, -1, 1, 0, 1, -1], np.int32), [5, 9, 1, 8, 12, 1]

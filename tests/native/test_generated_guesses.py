@@ -97,9 +97,7 @@ class Case:
         self.options = EngineOptions(
             SESSION,
             self.one([1, 3, 8]),
-            self.one([7, 23, 64])
-            if self.how["family"] != "deepseek_v3"
-            else 7,  # a latent prompt's bits are its chunks'
+            self.one([7, 23, 64]),
             (self.blocks,) * len(self.runner.spec.cache_groups),
             prefix_caching=self.chance(0.7),
             lookahead=self.one([None, None, False]),

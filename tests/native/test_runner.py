@@ -223,27 +223,24 @@ def test_bits_do_not_depend_on_threads_where_they_share_weights_by_their_speed(f
 
 
 @pytest.mark.parametrize(
-    "family, form, options, near",
-    [("minicpm3", "dense", {}, 1e-4), ("minicpm3", "bf16", CACHES[1], 0.03), ("deepseek_v3", "dense", CACHES[2], 0.03)],
+    "family, form, options",
+    [("minicpm3", "dense", {}), ("minicpm3", "bf16", CACHES[1]), ("deepseek_v3", "dense", CACHES[2])],
 )
-def test_latent_attention_gives_the_same_in_both_forms(family, form, options, near, drive) -> None:
-    """A sequence is expanded in a step that brings many of its tokens, else absorbed. The two differ by rounding alone;
-    cut alike, neither threads nor a neighbour make a difference."""
-    ids, cuts = prompt(700, 6), ((600, 700), (300, 301, 310, 700), (20, 40, 600, 700))
-    model, found = {"max_position_embeddings": 1024}, []
-    for cut in cuts:
-        rows = []
+def test_latent_attention_does_not_depend_on_how_a_prompt_is_cut(family, form, options, drive) -> None:
+    """Many tokens at once as few, beside others as alone, by one thread as by several."""
+    ids, expected = prompt(700, 6), None
+    for cut in ((700,), (600, 700), (300, 301, 310, 700), (20, 40, 600, 700)):
         for threads, beside in ((1, []), (3, prompt(5))):
-            driver = drive(family, weights=form, model=model, threads=threads, blocks=160, **options)
+            driver = drive(
+                family, weights=form, model={"max_position_embeddings": 1024}, threads=threads, blocks=160, **options
+            )
             number, other, logits = driver.add(), driver.add(), []
             for start, stop in zip((0, *cut), cut, strict=False):
                 new = ({other: beside} if beside else {}) | {number: ids[start:stop]}
                 logits.append(driver.step(new, "all").logits[-(stop - start) :])
-            rows.append(np.concatenate(logits))
-        np.testing.assert_array_equal(rows[1], rows[0])
-        found.append(rows[0])
-    for other in found[1:]:
-        assert 0 < np.linalg.norm(other - found[0]) < near * np.linalg.norm(found[0])
+            found = np.concatenate(logits)
+            expected = found if expected is None else expected
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])

@@ -120,7 +120,6 @@ def _attention(draw: Draw, prefix: str, hidden: int, ropes: Sequence[RopeSpec], 
 
 
 def _latent(draw: Draw, prefix: str, hidden: int, ropes: Sequence[RopeSpec]) -> LatentSpec:
-    # the first is expanded from 5 new tokens on, the last never
     heads, nope, turned, v, rank = draw(((4, 4, 8, 4, 32), (3, 8, 16, 32, 48), (1, 24, 8, 48, 16)))
     q_rank = draw((None, 32))
     bias = draw(BOTH)

@@ -126,8 +126,6 @@ struct Latent {
     int64_t nope_dim, rope_dim, v_dim;
     int64_t first_head = 0;  // the model's heads before those of `core`, which are this rank's
     bool codes = false;      // as of Attention
-    int64_t expanded;    // numbers of a key and of a value that are made of rows, padded to the longer
-    int64_t break_even;  // new tokens of a sequence up to which they are not made
     Attention core;  // of queries that kv_b's key part multiplied, to the rows: one key head
     int64_t kv_rank() const { return core.value_dim; }
     int64_t qk_dim() const { return nope_dim + rope_dim; }

@@ -242,7 +242,7 @@ private:
     const uint8_t* sink_query(const Attention& a, int64_t head, int64_t t) const;
     void put_query(const Attention& a, const float* row, uint8_t* to) const;
     float* result(const Attention& a, int64_t t) const { return a.rows ? w.spread + t * w.spread_ld : w.mid.x + t * w.mid.ldx; }
-    void attend_all(const Attention& a, const std::vector<uint8_t>& skipped = {});
+    void attend_all(const Attention& a);
 
     // latent_step.cpp
     void mix(const Sublayer& s, const Latent& a);
@@ -251,12 +251,6 @@ private:
     void absorb(const Latent& a, int64_t head, Range rows);
     void merge_head(const Latent& a, int64_t head);
     void give_values(const Latent& a, int64_t head, Range rows);
-
-    // expand_step.cpp
-    bool expands(const Latent& a, int64_t seq) const;
-    void load_rows(const Attention& core, int64_t seq, int64_t tile, int64_t length, float* out);
-    void expand_tile(const Latent& a, const Change* c, int64_t head, int64_t tokens, KvTile* kv);
-    void attend_expanded(const Latent& a, int64_t seq, int64_t head);
 
     // cross_step.cpp
     void mix(const Sublayer& s, const Cross& c);

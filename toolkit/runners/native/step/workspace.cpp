@@ -43,7 +43,7 @@ InputBuffer Arena::input(int64_t rows, int64_t width) {
 namespace {
 
 struct Widths {
-    int64_t in, mid, qkv = 16, spread = 0, queries = 16, heads = 1, dpad = 16, kv_cell = 0, scratch = 64, expanded = 0, made = 0, experts = 16, top_k = 0,
+    int64_t in, mid, qkv = 16, spread = 0, queries = 16, heads = 1, dpad = 16, kv_cell = 0, scratch = 64, experts = 16, top_k = 0,
                      moe = 16;
     int64_t low = 0;
     bool saves = false;
@@ -76,9 +76,6 @@ struct Widths {
         qkv = std::max(qkv, a.width());
         spread = std::max(spread, a.core.heads * a.kv_rank());
         attention(a.core);
-        dpad = std::max(dpad, a.expanded);
-        expanded = std::max(expanded, a.expanded);
-        made = std::max(made, a.nope_dim + a.v_dim + 2 * LANES);
     }
     void mixer(const Ops& ops, const Cross& c) {
         for (const Linear* l : {&c.q, &c.k, &c.v, &c.o}) linear(ops, *l);
@@ -195,14 +192,6 @@ Workspace::Workspace(const Program& p, const Ops& ops, int thread_count) : threa
         a.keys = take<uint8_t>(KV_TILE * w.dpad * 4);
         a.values = take<uint8_t>(KV_TILE * w.dpad * 4);
         a.row = take<float>(w.dpad);
-        if (!w.expanded) continue;
-        ExpandScratch& e = t.expand;
-        e.running = {take<float>(CHUNK), take<float>(CHUNK), take<float>(CHUNK * w.expanded)};
-        e.rows = take<float>(KV_TILE * w.dpad);
-        e.made = take<float>(KV_TILE * w.made);
-        e.keys = take<uint8_t>(KV_TILE * w.expanded * 4);
-        e.values = take<uint8_t>(KV_TILE * w.expanded * 4);
-        e.queries = take<uint8_t>(CHUNK * w.expanded * 4);
     }
 }
 

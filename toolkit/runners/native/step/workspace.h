@@ -62,15 +62,6 @@ struct AttnScratch {
     float* row;              // [dpad]
 };
 
-// One head of latent attention, expanded.
-struct ExpandScratch {
-    AttnState running;       // [CHUNK]
-    float* rows;             // [KV_TILE][dpad], from the cache
-    float* made;             // [KV_TILE], keys and values as kv_b gives them
-    uint8_t *keys, *values;  // cells
-    uint8_t* queries;        // [CHUNK][expanded]
-};
-
 // What products of low rank need: x[i] is a(x) of rows [first, last) by `of` (null = of nothing), [CHUNK][ld]; `gate` one half of a
 // gated product, [CHUNK][STRIPE].
 struct LowScratch {
@@ -90,7 +81,6 @@ struct ThreadScratch {
     float* stripe;        // [CHUNK][STRIPE]
     InputBuffer in, mid;  // SMALL rows
     AttnScratch attention;
-    ExpandScratch expand;
     float* head_row;  // [max dpad]
     float *keep, *weight;  // [CHUNK], of a head's state by token
     float* logits;    // [vocab padded], where a row is changed before sampling

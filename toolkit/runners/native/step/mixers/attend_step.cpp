@@ -258,10 +258,10 @@ static int64_t best_parts(int64_t tokens, int64_t heads, int64_t threads) {
 }
 
 // More than a few tokens: their query blocks, whose results each thread finishes itself; first the longest, of whose heads there may be
-// too few for the threads. `skipped`: sequences left out, if any.
-void Run::attend_all(const Attention& a, const std::vector<uint8_t>& skipped) {
+// too few for the threads.
+void Run::attend_all(const Attention& a) {
     const int64_t n = int64_t(blocks.size()) * a.kv_heads, prefixes = int64_t(shared.size()) * a.kv_heads;
-    if (prefixes && !a.window && skipped.empty())
+    if (prefixes && !a.window)
         share(P_ATTENTION, prefixes, 1, [&](Range r) {
             for (int64_t i = r.first; i < r.last; i++) attend_shared(a, shared[size_t(i / a.kv_heads)], i % a.kv_heads);
         }, prefixes);
@@ -277,7 +277,7 @@ void Run::attend_all(const Attention& a, const std::vector<uint8_t>& skipped) {
                     head = i / parts;
                     b = {front.seq, front.first + tokens * (i % parts) / parts, front.first + tokens * (i % parts + 1) / parts};
                 }
-                if (skipped.empty() || !skipped[size_t(b.seq)]) attend_blocks(a, &b, &b + 1, {head, head + 1});
+                attend_blocks(a, &b, &b + 1, {head, head + 1});
             }
         }, n + more);
     } else

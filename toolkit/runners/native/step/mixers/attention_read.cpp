@@ -172,10 +172,6 @@ Mixer read_latent(const Record& r, Program& prog) {
     core.dpad = pad16(core.head_dim);
     core.vpad = pad16(core.value_dim);
     core.rows = true;
-    a.expanded = pad16(std::max(a.qk_dim(), a.v_dim));
-    // by the products of a query and a key in either form, and those that make a key and its value
-    const int64_t made = a.nope_dim + a.v_dim, saved = 2 * a.kv_rank() - made;
-    a.break_even = saved > 0 ? a.kv_rank() * made / saved : CHUNK;
     const int64_t hidden = prog.hidden, heads = core.heads;
     a.q_a = r.maybe_linear("q_a", 0, hidden);
     a.mid.width = a.q_a.present() ? a.q_a.w.rows : hidden;

@@ -1,6 +1,6 @@
-// The latent attention sublayer of a step. Sequences with few tokens are absorbed: kv_b's key part multiplies queries, which then
-// attend to the cached rows themselves, and its value part multiplies what that gives; head after head, so that a head's part of
-// kv_b is read once. Those with many are expanded (expand_step.cpp).
+// The latent attention sublayer of a step, absorbed: kv_b's key part multiplies queries, which then attend to the cached rows
+// themselves, and its value part multiplies what that gives; head after head, so that a head's part of kv_b is read once. Making keys
+// and values of the rows would take fewer products for prompts, but it rounds otherwise: bits would depend on how a prompt is cut.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -112,38 +112,28 @@ void Run::mix(const Sublayer& s, const Latent& a) {
     save(s);
     project(a.in, s.pre, source(s), w.hidden_ld, w.qkv, {a.q_a.present() ? &a.q_a : &a.q, &a.kv_a});
     if (a.q_a.present()) project(a.mid, a.q_a_norm, w.qkv, w.qkv_ld, w.qkv + a.q_at(), {&a.q});
-    std::vector<uint8_t> expanded(size_t(in.seqs), 0);
-    std::vector<int64_t> many;
-    for (int64_t seq = seq_of[0]; seq <= seq_of[size_t(count - 1)]; seq++)
-        if (expands(a, seq)) expanded[size_t(seq)] = 1, many.push_back(seq);
-    auto absorbed = [&](int64_t t) { return !expanded[size_t(seq_of[size_t(t)])]; };
     // heads and, of many tokens, some at a time
     auto each_head = [&](int64_t width, auto&& body) {
         const int64_t together = tokens_together(width), parts = (count + together - 1) / together;
         share(P_ROPE, core.heads * parts, 1, [&](Range r) {
             for (int64_t i = r.first; i < r.last; i++) {
                 const Range rows{i % parts * together, std::min(count, (i % parts + 1) * together)};
-                for (int64_t t = rows.first, end; t < rows.last; t = end) {  // tokens that are absorbed, or not, together
-                    auto alike = [&](int64_t other) { return absorbed(other) == absorbed(t) && change(a.kv_b, other) == change(a.kv_b, t); };
-                    for (end = t + 1; end < rows.last && alike(end);) end++;
-                    body(i / parts, Range{t, end}, absorbed(t));
+                for (int64_t t = rows.first, end; t < rows.last; t = end) {  // tokens that have one kv_b together
+                    for (end = t + 1; end < rows.last && change(a.kv_b, end) == change(a.kv_b, t);) end++;
+                    body(i / parts, Range{t, end});
                 }
             }
         });
     };
-    each_head(a.nope_dim + a.kv_rank() + 2 * LANES, [&](int64_t head, Range rows, bool few) {
+    each_head(a.nope_dim + a.kv_rank() + 2 * LANES, [&](int64_t head, Range rows) {
         for (int64_t t = rows.first; head == 0 && t < rows.last; t++) store_row(a, t);
-        if (few) absorb(a, head, rows);
+        absorb(a, head, rows);
     });
-    if (!many.empty())
-        share(P_ATTENTION, int64_t(many.size()) * core.heads, 1, [&](Range r) {
-            for (int64_t i = r.first; i < r.last; i++) attend_expanded(a, many[size_t(i / core.heads)], i % core.heads);
-        }, UNEVEN);
     if (count <= SMALL) attend_split(core);
-    else attend_all(core, expanded);
-    each_head(a.v_dim + 2 * LANES, [&](int64_t head, Range rows, bool few) {
+    else attend_all(core);
+    each_head(a.v_dim + 2 * LANES, [&](int64_t head, Range rows) {
         if (count <= SMALL) merge_head(a, head);
-        if (few) give_values(a, head, rows);
+        give_values(a, head, rows);
     });
     gather_mid(a.o, a.out, a.codes, {a.first_head * a.v_dim, (a.first_head + core.heads) * a.v_dim});
     down(s, a.o, a.out, codes(a.o, a.codes), P_O);
