@@ -80,7 +80,7 @@ def test_values_are_those_that_typer_converts(name: str) -> None:
             made = parameter.process_value(context, given)
         except typer.BadParameter as error:
             return str(error)
-        return type(made), made
+        return repr(made)  # nan is no nan
 
     def values(command: Any, context: typer.Context) -> dict[str, list[Any]]:
         return {
