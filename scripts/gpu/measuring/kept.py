@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gpu.kernels import Row, Where, measured
-from gpu.manifest_check import filled
+from gpu.checking.manifest import filled
+from gpu.measuring.kernels import Row, Where, measured
 
 from toolkit.kernels.op import Case, Implementation
 from toolkit.kernels.registry import load

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu.checks import count_misses
+from gpu.checking.checks import count_misses
 from gpu.models import AWQ, BIG, FP8, HEAD8
 from gpu.models import TINY as MODELS
 

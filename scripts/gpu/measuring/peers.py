@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Linear = Callable[[Tensor], Tensor]
-BUILT = Path(__file__).resolve().parents[2] / "build" / "peers"  # what was built of them here and brought along
+BUILT = Path(__file__).resolve().parents[3] / "build" / "peers"  # what was built of them here and brought along
 
 
 def marlin(codes: Tensor, scales: Tensor, group_size: int) -> Linear:

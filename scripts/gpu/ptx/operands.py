@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from gpu.ptx_warp import LANES, SPECIAL, Warp
+from gpu.ptx.warp import LANES, SPECIAL, Warp
 
 TYPES: dict[str, Any] = {
     "pred": np.bool_, "f64": np.float64, "f32": np.float32, "f16": np.uint16, "bf16": np.uint16,

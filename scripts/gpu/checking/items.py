@@ -17,8 +17,8 @@ COMPILED = ("triton", "cuda")
 TEST_MODULES = ("test_steps.py", "test_parity.py")
 # Small cases that go round a ring of copies or split columns, and those of attention.
 RACED = ("linear_group_int [cuda]", "paged_attention [triton]", "sample [triton]")
-_GPU = Path(__file__).resolve().parent
-CHECK, PRECOMPILE = _GPU.parent / "gpu_check.py", _GPU / "precompile.py"
+_GPU = Path(__file__).resolve().parents[1]
+CHECK, PRECOMPILE = _GPU / "check.py", _GPU / "compiling" / "precompile.py"
 NVCC = "compile cuda"
 
 
@@ -66,7 +66,7 @@ def runner_items() -> list[tuple[str, int]]:
     """(family, quant_policy) of what the runner is checked with: that of the smoke stage, those as wide as served ones,
     the others.
     """
-    from gpu.runner_check import FAMILIES, POLICIES
+    from gpu.checking.runner import FAMILIES, POLICIES
 
     first = [("llama", 0), ("wide awq", 0), ("wide", 0), ("wide", 8), ("wide", 4)]
     caches = (("llama", policy) for policy in POLICIES if policy)
@@ -143,7 +143,7 @@ def _runner(family: str, policy: int, limit: float) -> Item:
 
 def _linears(where: Where, limit: float) -> list[Item]:
     """Of the CUDA kernels; in a dry run on the CPU, where a compiler builds them for it."""
-    from gpu.linears_check import FORMS
+    from gpu.checking.linears import FORMS
 
     if not where.dry and "cuda" not in where.families:
         return []

@@ -13,8 +13,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from gpu.checks import sanitizer_fails
-from gpu.items import Item
+from gpu.checking.checks import sanitizer_fails
+from gpu.checking.items import Item
 from gpu.process import run_limited
 
 PARTS = 4  # processes of one item: a case that dies or hangs costs itself, those behind it run in the next

@@ -1,7 +1,7 @@
 """Compile the kernels of a stage before it begins, in as many processes as there are cores, into Triton's cache.
 
-What to compile is recorded (``gpu.launches``). Each launch goes through ``JITFunction.run`` as on a GPU, with a driver
-that only says what the GPU is: so Triton computes the key of its cache itself, and a launch finds what lies there. Each
+What to compile is recorded (``launches``). Each launch goes through ``JITFunction.run`` as on a GPU, with a driver that
+only says what the GPU is: so Triton computes the key of its cache itself, and a launch finds what lies there. Each
 variant is compiled in a process of its own, forked from one that holds all launches and no GPU.
 """
 
@@ -159,8 +159,9 @@ def compile_all(launches: list[Launch], workers: int, limit: float = VARIANT_SEC
 
 def stages(capability: int) -> dict[str, Callable[[], list[Launch]]]:
     """What each stage of the scripts launches."""
-    from gpu import engine, launches
-    from gpu.items import SERVED_FIRST, SMOKE_OPS, runner_items
+    from gpu.checking.items import SERVED_FIRST, SMOKE_OPS, runner_items
+    from gpu.compiling import launches
+    from gpu.measuring import engine
 
     return {
         "smoke": lambda: [
@@ -278,5 +279,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     sys.exit(main())

@@ -6,8 +6,8 @@ import operator
 from typing import Any
 
 import numpy as np
-from gpu.ptx_operands import TYPES, Operands, wide
-from gpu.ptx_warp import LANES, Fault, Step, Warp
+from gpu.ptx.operands import TYPES, Operands, wide
+from gpu.ptx.warp import LANES, Fault, Step, Warp
 
 # Products of tensor cores: shape, (of the result, the two operands, what is added)
 MATRICES = (("m16n8k16", ["f32", "f16", "f16", "f32"]), ("m16n8k16", ["f32", "bf16", "bf16", "f32"]),

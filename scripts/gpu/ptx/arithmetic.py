@@ -6,8 +6,8 @@ import operator
 from collections.abc import Callable
 
 import numpy as np
-from gpu.ptx_operands import TYPES, Operands, packed, wide
-from gpu.ptx_warp import LANES, Step, Warp
+from gpu.ptx.operands import TYPES, Operands, packed, wide
+from gpu.ptx.warp import LANES, Step, Warp
 
 COMPARE = {
     "eq": operator.eq,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-PREDICTIONS = HERE / "gpu" / "predictions.json"
+PREDICTIONS = HERE / "measuring" / "predictions.json"
 KERNEL_PARTS = ("copy_rate", "linears", "attention", "kept", "row_wise")
 BUDGET = 570.0  # seconds of one call; a part that would begin later is left out
 # Seconds of one part; the first engine tests and compiles kernels that no cache holds yet.
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 def parts(dry: bool, tune: bool) -> list[tuple[str, int]]:
     """(part, number of its case) in order."""
-    from gpu import engine
+    from gpu.measuring import engine
 
     cases = engine.TINY if dry else engine.CASES
     first = [("tune", 0)] if tune else []
@@ -43,7 +43,7 @@ def parts(dry: bool, tune: bool) -> list[tuple[str, int]]:
 
 def names() -> list[str]:
     """Of every figure on a GPU, in order: kernels, then the engine's."""
-    from gpu import engine, kept, kernels
+    from gpu.measuring import engine, kept, kernels
 
     ours = [*kernels.names(kernels.Size()), *kept.MEASURED]
     return [*ours, *(name for case in engine.CASES for name in engine.names(case))]
@@ -51,7 +51,7 @@ def names() -> list[str]:
 
 def rows_of(part: str, case: int, dry: bool) -> Iterator[Row]:
     """The rows of one part, in this process."""
-    from gpu import engine, kept, kernels, tune
+    from gpu.measuring import engine, kept, kernels, tune
 
     size = kernels.TINY if dry else kernels.Size()
     where = kernels.Where("cpu", ("torch",)) if dry else kernels.Where("cuda", ("cuda", "triton"))
@@ -94,7 +94,8 @@ def compile_first(gpu: str, only: str | None, tune: bool) -> Row:
     stages = stages if only is None else ("self-test", "engine") if "engine" in only else ("kernels",)
     stages = ("cuda", *stages, *(["tune"] if tune else []))
     more = ("--arch", f"{10 * major + minor}", "--device", gpu, "--seconds", f"{COMPILE_SECONDS}")
-    done = run_limited([sys.executable, str(HERE / "gpu" / "precompile.py"), *stages, *more], COMPILE_SECONDS + 30)
+    command = [sys.executable, str(HERE / "compiling" / "precompile.py"), *stages, *more]
+    done = run_limited(command, COMPILE_SECONDS + 30)
     row: Row = {"name": "compile", "value": done.seconds, "unit": "s"}
     lines = [line for line in done.out.splitlines() if line.startswith("{")]
     return row | (json.loads(lines[-1]) if lines else {"errors": [done.last()]})
@@ -151,7 +152,7 @@ def machine(dry: bool) -> Row:
 
 def main() -> int:
     """Run the parts; the exit code is 1 when no figure came."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("bench_gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=Path("bench_gpu.json"), help="where figures go, one after another")
     parser.add_argument("--only", help="parts whose name holds this: linears, attention, row_wise, engine …")
     parser.add_argument("--tune", action="store_true", help="try the choices of tiles first and keep the best")
@@ -169,7 +170,7 @@ def main() -> int:
         for row in rows_of(options.part, options.case, options.dry_run):
             print(json.dumps(row), flush=True)
         return 0
-    from gpu import carry
+    from gpu.compiling import carry
 
     predictions = json.loads(PREDICTIONS.read_text())
     result: dict[str, Any] = {"machine": machine(options.dry_run), "rows": []}
@@ -222,5 +223,5 @@ def save(path: Path, result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE))
+    sys.path.insert(0, str(HERE.parent))
     sys.exit(main())

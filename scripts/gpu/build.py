@@ -17,7 +17,7 @@ from toolkit.kernels.triton.ahead_of_time.build import ARCHITECTURES, Built, as_
 
 def main() -> int:
     """Build, print a line for each variant, write JSON; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser("gpu_build", description=__doc__)
     parser.add_argument("--arch", default=",".join(map(str, ARCHITECTURES)), help="compute capabilities, as 80,90")
     parser.add_argument("--only", help="variants whose op/label holds this, as paged_attention/decode")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)

@@ -141,9 +141,9 @@ def meta_runner(config: dict[str, Any], capability: int, policy: int, block: int
 
 
 def of_check(family: str, policy: int, capability: int) -> list[Launch]:
-    """Of ``runner_check.check_runner``."""
+    """Of ``checking.runner.check_runner``."""
+    from gpu.checking.runner import STEPS_BLOCK, drive, driver_of
     from gpu.models import CONFIGS
-    from gpu.runner_check import STEPS_BLOCK, drive, driver_of
 
     with recording(capability) as found, meta_runner(CONFIGS[family], capability, policy, STEPS_BLOCK) as runner:
         for _ in drive(driver_of(runner, family), family):
@@ -153,7 +153,7 @@ def of_check(family: str, policy: int, capability: int) -> list[Launch]:
 
 def of_case(case: Any, capability: int) -> list[Launch]:
     """Of ``engine.measure``: starting the engine, and its loads. All layers are alike, so one is enough."""
-    from gpu.engine import WARM, engine_config, feed
+    from gpu.measuring.engine import WARM, engine_config, feed
 
     from toolkit.engine.core import EngineCore
     from toolkit.engine.options import EngineOptions
@@ -178,7 +178,7 @@ def of_case(case: Any, capability: int) -> list[Launch]:
 
 def of_kernels(capability: int) -> list[Launch]:
     """Of the parts of bench_gpu that measure kernels."""
-    from gpu import kept, kernels
+    from gpu.measuring import kept, kernels
 
     def once(runs: Any, device: str) -> float:
         for run in runs[:1]:
@@ -195,7 +195,7 @@ def of_kernels(capability: int) -> list[Launch]:
 
 def of_tuning(capability: int) -> list[Launch]:
     """Of every choice that ``tune`` measures."""
-    from gpu import kernels, tune
+    from gpu.measuring import kernels, tune
 
     def once(runs: Any, device: str) -> float:
         for run in runs:

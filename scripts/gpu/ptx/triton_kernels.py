@@ -3,7 +3,7 @@
 The interpreter runs a program's tensors as a whole. This runs its threads: layouts, shuffles, what warps leave for one
 another in shared and in global memory, tensor cores as the assembler gets them.
 
-    .venv/bin/python scripts/gpu/ptx_triton.py sample paged_attention
+    .venv/bin/python scripts/gpu/ptx/triton_kernels.py sample paged_attention
 
 checks the cases of these ops so (one a dtype with --smoke), compiled for compute capability 8.0; what newer GPUs have
 beyond that (wgmma, tensor memory) is not known here. It measures nothing.
@@ -30,9 +30,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gpu.ptx_read import read
-from gpu.ptx_warp import Kernel, Space, run_block, world
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from gpu.ptx.read import read
+from gpu.ptx.warp import Kernel, Space, run_block, world
 
 from toolkit.kernels.op import Target
 from toolkit.kernels.registry import load

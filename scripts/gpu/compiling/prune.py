@@ -1,6 +1,6 @@
 """Compile every choice that ``tune`` could try, without a GPU, and write those worth measuring to candidates.json.
 
-env -u TRITON_INTERPRET .venv/bin/python -P scripts/gpu/prune.py --arch 90 --jobs 2
+env -u TRITON_INTERPRET .venv/bin/python -P scripts/gpu/compiling/prune.py --arch 90 --jobs 2
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def judge(usage: Any, shared: int, warps: int, capability: int) -> Verdict:
 
 def trials(capability: int) -> Iterator[tuple[str, str, dict[str, int], list[Any]]]:
     """(kernel, key, choice, launches of that kernel) of everything to be compiled; one job for each key."""
-    from gpu import kernels, tune
-    from gpu.precompile import distinct
+    from gpu.compiling.precompile import distinct
+    from gpu.measuring import kernels, tune
 
     from toolkit.kernels.triton.launch import recording
 
@@ -71,7 +71,7 @@ def trials(capability: int) -> Iterator[tuple[str, str, dict[str, int], list[Any
 
 def verdict(launches: list[Any], capability: int) -> Verdict:
     """The worst of a choice's variants; compiles them."""
-    from gpu.precompile import warm
+    from gpu.compiling.precompile import warm
 
     from toolkit.kernels.machine_code import listings
 
@@ -88,8 +88,8 @@ def verdict(launches: list[Any], capability: int) -> Verdict:
 
 def main() -> int:
     """Compile and write; one line a choice."""
-    from gpu.precompile import TargetDriver, in_processes
-    from gpu.tune import CANDIDATES
+    from gpu.compiling.precompile import TargetDriver, in_processes
+    from gpu.measuring.tune import CANDIDATES
     from triton.runtime import driver
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -134,5 +134,5 @@ def as_text(known: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     sys.exit(main())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu.faults import answers, said
+from gpu.checking.faults import answers, said
 from gpu.process import end_with_parent, run_limited
 
 PROBE_SECONDS = 60.0
@@ -104,7 +104,7 @@ def check_tests(module: str, device: str) -> list[Row]:
         os.environ["TRITON_INTERPRET"] = "0"
     import pytest
 
-    root, plugin = Path(__file__).resolve().parents[2], _Rows(f"tests {module}")
+    root, plugin = Path(__file__).resolve().parents[3], _Rows(f"tests {module}")
     where = ["--rootdir", str(root), str(root / "tests" / "runners" / module)]
     code = pytest.main(["-q", "-s", "-p", "no:cacheprovider", *where], plugins=[plugin])
     if not plugin.shown:
@@ -120,16 +120,16 @@ def rows_of(options: argparse.Namespace) -> Iterable[Row]:
     if options.linears is not None:
         return _linears(options, wanted)
     if options.runner is not None:
-        from gpu.runner_check import check_runner
+        from gpu.checking.runner import check_runner
 
         return check_runner(options.runner, options.policy, options.device, graphs=not options.trace)
     if options.ranks:
-        from gpu.ranks_check import check_ranks
+        from gpu.checking.ranks import check_ranks
 
         return check_ranks(options.device)
     if options.tests is not None:
         return check_tests(options.tests, options.device)
-    from gpu.manifest_check import check_manifest
+    from gpu.checking.manifest import check_manifest
 
     return check_manifest(options.manifest, "triton", options.device, capability_of(options.device), wanted)
 
@@ -151,7 +151,7 @@ def chosen(only: str | None, behind: str | None) -> Callable[[str], bool]:
 
 def _linears(options: argparse.Namespace, wanted: Callable[[str], bool]) -> Iterable[Row]:
     """Of the CUDA kernels; on a CPU of their host build, small ones."""
-    from gpu import linears_check as linears
+    from gpu.checking import linears
 
     bits, dtype = options.linears.split(",")
     if options.device == "cuda":

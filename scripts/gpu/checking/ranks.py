@@ -10,8 +10,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from gpu.checking.runner import CLOSE, CLOSE_HALF, STEPS_BLOCK, differs, drive, driver_of
 from gpu.models import CONFIGS
-from gpu.runner_check import CLOSE, CLOSE_HALF, STEPS_BLOCK, differs, drive, driver_of
 
 RANKS = 2
 CASES = (("llama", {"tp": 2}), ("llama", {"pp": 2}), ("mixtral", {"tp": 2, "ep": 2}))

@@ -3,7 +3,7 @@
 The tests' host build runs the same source with other functions in the place of the hardware's. This runs what the GPU
 gets: inline assembly, its operands' order, addresses, predicates. It needs nvcc, and measures nothing.
 
-    .venv/bin/python scripts/gpu/ptx_machine.py --arch 90
+    .venv/bin/python scripts/gpu/ptx/cuda_kernels.py --arch 90
 
 checks small products of every form so, by the kernels for one generation of GPUs.
 """
@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from gpu.ptx_read import read
-from gpu.ptx_warp import Kernel, Space, run_block, world
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from gpu.ptx.read import read
+from gpu.ptx.warp import Kernel, Space, run_block, world
 
 from toolkit.kernels.cuda.build import build_ptx
 from toolkit.kernels.cuda.plan import THREADS, WIDE, LinearArguments, Machine, partial_sums, shared_bytes
@@ -104,7 +104,7 @@ def regions(name: str, p: LinearArguments, grid: tuple[int, int, int]) -> dict[s
 
 def main() -> int:
     """Check; a row as JSON for each case. The exit code is 1 where one does not agree."""
-    from gpu.linears_check import FORMS, TINY, check_linears
+    from gpu.checking.linears import FORMS, TINY, check_linears
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, default=90, help="compute capability, as 80 or 90")

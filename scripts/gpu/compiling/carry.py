@@ -1,6 +1,6 @@
 """What is compiled here is used on a machine that is lent: the CUDA kernels' fatbin and Triton's kernels in a folder.
 
-    PYTHONPATH=FOLDER_OF_TRITON_3.6.0 python scripts/gpu/carry.py build/carried --seconds 540
+    PYTHONPATH=FOLDER_OF_TRITON_3.6.0 python scripts/gpu/compiling/carry.py build/carried --seconds 540
 
 compiles (it needs no GPU) for as long as it is given, and goes on there when it is called again. Triton keeps a kernel
 under a key that its own files are part of, so it must be the version that the other machine has. Its wheels for other
@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CARRIED = ROOT / "build" / "carried"  # which git leaves out
 ARCHIVE = "triton.tar.xz"
 STAGES = ("smoke", "attention", "runner", "self-test", "manifest", "ops", "kernels", "engine")
@@ -108,7 +108,7 @@ def bring_fatbin(carried: Path, capability: int) -> str:
 
 def main() -> int:
     """Compile and pack; the exit code is 1 where something did not compile or is left."""
-    from gpu.precompile import precompile
+    from gpu.compiling.precompile import precompile
     from triton import knobs
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

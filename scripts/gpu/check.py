@@ -4,7 +4,7 @@ First a smoke stage, which ends the run where nothing works; then the CUDA linea
 attention and the cache's writes there, one runner, and then all that is left: the other calls of the manifest, the
 runner with every family and cache, all cases of every op and dtype, the tensor runner's tests where pytest and
 transformers are installed, last compute-sanitizer where it is installed. What is not compiled yet is compiled beside
-that, on all cores; ``scripts/gpu/carry.py`` does it beforehand, elsewhere.
+that, on all cores; ``scripts/gpu/compiling/carry.py`` does it beforehand, elsewhere.
 
 Each item runs in a process of its own, because one illegal access poisons a CUDA context; one that hangs is ended, the
 cases behind the one that hung or died are run all the same, and a case that fails is run once more with launches that
@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpu.items import Item
-    from gpu.running import Log
+    from gpu.checking.items import Item
+    from gpu.checking.running import Log
 
-HERE = Path(__file__).resolve().parent
+SCRIPTS = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
 
 
@@ -62,7 +62,7 @@ def machine(device: str) -> Row:
 
 def arguments() -> argparse.Namespace:
     """Of the command line; those without help are for this script's own processes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("gpu_check", description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=Path("gpu_check.json"), help="where results go, item after item")
     parser.add_argument("--family", help="check the ops of this implementation alone: triton, cuda or torch")
     parser.add_argument("--only", help="items whose name holds this, as paged_attention")
@@ -88,13 +88,13 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Run the items; the exit code is 1 when something did not agree or was left out."""
     begun, options = time.perf_counter(), arguments()
-    from gpu.checks import capability_of, child
+    from gpu.checking.checks import capability_of, child
 
     if child(options):
         return 0
-    from gpu import carry
-    from gpu.items import COMPILED, Where, items
-    from gpu.running import Log, run_all
+    from gpu.checking.items import COMPILED, Where, items
+    from gpu.checking.running import Log, run_all
+    from gpu.compiling import carry
 
     dry, cores = options.dry_run, len(os.sched_getaffinity(0))
     device = "cpu" if dry else "cuda"
@@ -148,5 +148,5 @@ def summary(log: Log, left: int, unsanitized: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE))
+    sys.path.insert(0, str(SCRIPTS))
     sys.exit(main())

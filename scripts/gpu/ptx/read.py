@@ -1,4 +1,4 @@
-"""PTX text into what each of its instructions does to a warp (``ptx_warp``): those that our kernels have."""
+"""PTX text into what each of its instructions does to a warp (``warp``): those that our kernels have."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import functools
 import re
 from collections.abc import Mapping
 
-from gpu.ptx_lanes import Lanes
-from gpu.ptx_numbers import ONE, PLAIN, Numbers
-from gpu.ptx_warp import Fault, Kernel, Step
+from gpu.ptx.arithmetic import ONE, PLAIN, Numbers
+from gpu.ptx.lanes import Lanes
+from gpu.ptx.warp import Fault, Kernel, Step
 
 NOTHING = ("griddepcontrol.launch", "membar", "pragma", "bar.warp", "fence")
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from gpu import peers
-from gpu.timing import copies, seconds
+from gpu.measuring import peers
+from gpu.measuring.timing import copies, seconds
 from torch import Tensor
 
 from toolkit.kernels.op import Implementation, Target

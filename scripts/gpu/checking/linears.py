@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from gpu.faults import answers, said
+from gpu.checking.faults import answers, said
 from torch import Tensor
 
 from toolkit.kernels.cuda import driver

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu.faults import answers, said
+from gpu.checking.faults import answers, said
 from torch import Tensor
 
 from toolkit.kernels.op import Case, Target

@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from gpu.kernels import Row, Size, Where, _attend, _grouped, measured
+from gpu.measuring.kernels import Row, Size, Where, _attend, _grouped, measured
 
 from toolkit.kernels.registry import load
 from toolkit.kernels.triton import tuning
