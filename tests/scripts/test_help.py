@@ -56,7 +56,7 @@ def scripts() -> Iterator[tuple[str, bool]]:
         if name.endswith(".py"):
             if re.search("^if __name__ == .__main__.:", text, re.MULTILINE):
                 yield name, True
-        elif re.fullmatch(r"scripts/[^/.]+", name):
+        elif re.fullmatch(r"scripts/[^/.]+", name) or re.fullmatch(r"scripts/(interoperating|testing)/[^/.]+", name):
             yield name, "python" in text.partition("\n")[0]
 
 

@@ -1,4 +1,4 @@
-"""Draw the rooms of the code and who imports whom anew: python scripts/rooms.py writes docs/rooms.svg.
+"""Draw the rooms of the code and who imports whom anew: python scripts/site/rooms.py writes docs/rooms.svg.
 
 An arrow that others lead to as well is left out, and so are those to the rooms that nearly every room stands on.
 """
@@ -10,7 +10,7 @@ import ast
 import itertools
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "docs" / "rooms.svg"
 GROUND = ("base", "configs")
 WIDTH, HEIGHT, ACROSS, DOWN = 96, 30, 118, 72  # of a box, and from one box to the next
@@ -89,7 +89,7 @@ def picture() -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {bottom + HEIGHT}" font-family="sans-serif"'
         ' font-size="13" text-anchor="middle">',
-        "<!-- made by scripts/rooms.py -->",
+        "<!-- made by scripts/site/rooms.py -->",
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0 8 4 0 8z" fill="#888"/></marker></defs>',
         f'<rect width="{width:g}" height="{bottom + HEIGHT}" fill="#fff"/>',

@@ -1,4 +1,4 @@
-"""Write the tables of docs/lmdeploy.md anew from toolkit/configs/lmdeploy.py: python scripts/lmdeploy_tables.py"""
+"""Write the tables of docs/lmdeploy.md anew from toolkit/configs/lmdeploy.py: python scripts/site/lmdeploy_tables.py"""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from toolkit.configs.generation import NOT_GENERATED, GenerationConfig
 from toolkit.configs.lmdeploy import FLAGS, OPTIONS, PLACES, of
 from toolkit.configs.option import spelled
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/lmdeploy.md"
-BEGIN, END = "<!-- made by scripts/lmdeploy_tables.py -->", "<!-- end -->"
+PAGE = Path(__file__).resolve().parents[2] / "docs/lmdeploy.md"
+BEGIN, END = "<!-- made by scripts/site/lmdeploy_tables.py -->", "<!-- end -->"
 FATES = {
     "works": "These work, with a difference:",
     "notice": "These are accepted without effect, with a notice:",

@@ -1,4 +1,4 @@
-"""Which errors that a user can meet do tests raise: python scripts/raises.py [--least SHARE] [ARGUMENTS OF PYTEST].
+"""Which errors that a user can meet do tests raise: scripts/testing/raises.py [--least SHARE] [ARGUMENTS OF PYTEST].
 
 Runs pytest and counts, room by room, the places in toolkit/ and commands/ that raise ToolkitError, one of its kinds
 or ApiError, and those that were reached, by pytest or by what it starts with its own environment. --keep FILE adds what
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WATCH = ROOT / "scripts" / "testing" / "watch_raises"  # its sitecustomize.py notes what each process raises
 ERRORS = {"ToolkitError", "UsageError", "BusyError", "HopelessError", "ApiError"}
 

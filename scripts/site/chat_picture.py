@@ -1,4 +1,4 @@
-"""Draw a conversation in the terminal anew: python scripts/chat_picture.py MODEL writes docs/chat.svg.
+"""Draw a conversation in the terminal anew: python scripts/site/chat_picture.py MODEL writes docs/chat.svg.
 
 MODEL is run by `tool chat` in a terminal of tmux and asked two questions; Rich draws what the terminal then shows.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-PICTURE = Path(__file__).resolve().parents[1] / "docs" / "chat.svg"
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "chat.svg"
 WIDTH, HEIGHT = 84, 18
 QUESTIONS = ("What is the capital of France?", "Tell me something about the river there.")
 ANSWERED = "tokens/s"  # behind each answer
