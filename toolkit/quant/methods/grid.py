@@ -121,7 +121,7 @@ def quantize(
     low, high = bounds if bounds is not None else group_range(weight, group_size)
     scale, zero = grid_of(low, high, bits=bits, symmetric=symmetric)
     if not bool(torch.isfinite(scale).all()):
-        raise ToolkitError(no_scale(name, weight, torch.float16))
+        raise ToolkitError(no_scale(name, weight))
     codes = round_to(weight.view(weight.shape[0], -1, group_size), scale[..., None], zero[..., None], bits)
     return GroupInt(
         codes=codes.to(torch.uint8).view_as(weight).cpu(),
@@ -132,9 +132,9 @@ def quantize(
     )
 
 
-def no_scale(name: str, weight: Tensor, dtype: torch.dtype) -> str:
-    """The message for a weight so large that its scale is infinite as ``dtype``."""
+def no_scale(name: str, weight: Tensor) -> str:
+    """The message for a weight so large that its scale is infinite as float16."""
     return (
         f"{name}: a weight of {float(weight.abs().max()):.3g} needs a scale beyond "
-        f"{str(dtype).removeprefix('torch.')}; expected weights below about 480,000"
+        "float16; expected weights below about 480,000"
     )
