@@ -12,7 +12,7 @@ import typer
 
 import toolkit
 from toolkit import ChatTemplateConfig, GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
-from toolkit.commands.aliases import ALIASES
+from toolkit.commands.app.aliases import ALIASES
 from toolkit.commands.main import _explain, _load, normalise
 from toolkit.configs.engine import CommonEngineConfig
 from toolkit.configs.lmdeploy import OPTIONS, PLACES, of, stepped_over

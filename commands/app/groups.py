@@ -8,8 +8,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
-from toolkit.commands.aliases import command_meant
-from toolkit.commands.help_page import import_renderer
+from toolkit.commands.app.aliases import command_meant
+from toolkit.commands.app.help_page import import_renderer
 from toolkit.configs.checks import did_you_mean
 
 
