@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from toolkit.quant.layers.forward import in_bf16, narrow
 from toolkit.quant.layers.layerwise import Flow
 from toolkit.quant.layers.source import LayerSource
 
@@ -39,7 +40,8 @@ def features(
     for i, layer in enumerate(spec.layers):
         if i in layers:
             keep(layers.index(i))
-        flow.advance(i, layer, source.layer(i, device))
+        with in_bf16(device):
+            flow.advance(i, layer, narrow(source.layer(i, device), device))
         progress(i + 1)
     if len(spec.layers) in layers:
         keep(layers.index(len(spec.layers)))
