@@ -13,10 +13,11 @@ from toolkit.errors import ToolkitError
 
 ANSWER_SECONDS = 10.0  # of the port of a cluster: Ray itself asks one that is not there for minutes
 STORE_BYTES = 200 << 20  # of Ray's object store: a request and its answer are all that goes through it
-QUIET = {  # of one of this process: what takes processor time though nobody looks at it, or waits for work
+OWN = {  # of one of this process: nothing takes processor time that nobody looks at, or that waits for work
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_niceness": "0",  # 15 otherwise: whatever else runs goes before an engine
 }
 
 
@@ -34,7 +35,7 @@ def connect(address: str | None, cores: float, option: str = "--ray-address", lo
             told = f"{option} {address}: no cluster of Ray answers there ({_line(error)})"
             raise ToolkitError(told) from None
         return
-    for name, value in QUIET.items():
+    for name, value in OWN.items():
         os.environ.setdefault(name, value)
     for again in (True, False):
         try:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from toolkit.serve.openai.batches.ask import ask
 
 GATHER_S = 0.02  # lines wait for more to go with: each answer that comes makes room for one
-SOON_S = 0.5  # an answer waits for more to go with
+SOON_S = 1.0  # an answer waits for more to go with
 ENOUGH = 4  # or until there is one to so many lines that are still to be answered: the engine keeps enough of them
 
 Given = tuple[int, str, bytes]  # a line: its number, where it is asked, its body
