@@ -28,26 +28,33 @@ def told(found: dict[str, Any]) -> tuple[StepTime, Around]:
     through = found["through"]
     around = replace(around, cores=float(len(ALL)), token=through[0]["outside_s"])
     around = replace(around, step=_beside(found["beside"], time, around))
-    later = [
-        there["mean_ttft_ms"] / 1000 - each(found["probes"], i)["ttft_s"].mean() for i, there in enumerate(through)
-    ]
     if found["part"] == "two":
-        return time, replace(around, way=max(0.0, later[0]))
+        return time, replace(around, way=max(0.0, _more(through[0], time, 0)))
+    later = [_more(row, time, 1) for row in through]
     sizes = [row["total_input_tokens"] / row["completed"] for row in through]
     token = max(0.0, (later[1] - later[0]) / (sizes[1] - sizes[0]))
     return time, replace(around, handing_token=token, handing=max(0.0, later[0] - token * sizes[0]))
 
 
+def _more(row: dict[str, Any], time: StepTime, prefills: int) -> float:
+    """Seconds by which first tokens came later than with what is known so far: the engine that is lent to has work with
+    a prompt, too."""
+    sizes = (row[f"total_{way}_tokens"] // row["completed"] for way in ("input", "output"))
+    (known,) = simulate([Ask(0.0, *sizes)], time, LIMITS, 1, prefills=prefills).served
+    return float(row["mean_ttft_ms"]) / 1000 - known.ttft
+
+
 def served(alone: StepTime, probes: list[list[dict[str, Any]]]) -> StepTime:
-    """The steps of an engine that serves, now: as many times as long as long prompts have taken longer than short ones;
-    what a token takes beyond that it takes to be sent, and a first token to come and go."""
+    """The steps of an engine that serves, now: as many times as long as long prompts have taken longer than short ones.
+    What a step takes beyond that are tokens sent, about as long for four of them as for one, and a first token has a
+    way to come and go."""
     short, long = each(probes, 0), each(probes, 1)
     alone = replace(alone, wait=0.0)
     steps = [simulate([Ask(0.0, one["in"], one["out"])], alone, LIMITS, 1).served[0] for one in (short, long)]
     speed = float(long["ttft_s"].mean() - short["ttft_s"].mean()) / (steps[1].ttft - steps[0].ttft)
     sent = max(0.0, float(short["tpot_s"].mean()) - speed * (steps[0].tpot or 0.0))
     wait = max(0.0, float(short["ttft_s"].mean()) - speed * steps[0].ttft - sent)
-    return replace(alone.times(speed), row=speed * alone.row + sent, wait=wait)
+    return replace(alone.times(speed), start=speed * alone.start + sent, wait=wait)
 
 
 def each(probes: list[list[dict[str, Any]]], which: int) -> dict[str, Any]:
