@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.commands.groups import new_app
+from toolkit.commands.app.groups import new_app
 from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.errors import UsageError
 
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 DIR = "--kv-cache-dir"
 KvCacheDir = Annotated[
     Path | None,
-    typer.Option(DIR, metavar="<dir>", help="Of KV caches those kept here. Default: wherever some were kept before."),
+    typer.Option(
+        DIR,
+        metavar="<dir>",
+        help="Only the KV caches kept here. Default: packed models, and KV caches wherever some were kept.",
+    ),
 ]
 
 app = new_app(
@@ -43,7 +47,7 @@ def show(
     from toolkit.convert import pack_cache
 
     check_json("--json", json, ("name", "packed_from"))
-    found = pack_cache.entries()
+    found = pack_cache.entries() if kv_cache_dir is None else []
     kept = _kept(kv_cache_dir)
     rows: list[dict[str, Any]] = [
         {"name": e.path.name, "packed_from": e.source, "size_bytes": e.size, "last_used": int(e.used)} for e in found
@@ -56,9 +60,12 @@ def show(
     if json is not None:
         write_json(json, rows)
         return
-    total, limit = (size / pack_cache.GIB for size in (sum(e.size for e in found), pack_cache.largest_size()))
-    _show("Packed models", "packed from", [(e.path.name, e.source, e.size, e.used) for e in found])
-    stdout().print(f"{total:.2f} of {limit:g} GiB in {pack_cache.cache_dir()}", soft_wrap=True)
+    if kv_cache_dir is None:
+        total, limit = (size / pack_cache.GIB for size in (sum(e.size for e in found), pack_cache.largest_size()))
+        _show("Packed models", "packed from", [(e.path.name, e.source, e.size, e.used) for e in found])
+        stdout().print(f"{total:.2f} of {limit:g} GiB in {pack_cache.cache_dir()}", soft_wrap=True)
+    elif not kept:
+        say(f"no KV caches in {kv_cache_dir}", stdout())
     for path in dict.fromkeys(path for path, _ in kept):
         own = [entry for place, entry in kept if place == path]
         _show(
@@ -74,7 +81,7 @@ def clear(
     ] = None,
     kv_cache_dir: KvCacheDir = None,
 ) -> None:
-    """Delete packed models that are not in use, and kept KV caches; with --kv-cache-dir alone those that are there.
+    """Delete packed models that are not in use, and kept KV caches; with --kv-cache-dir only those that are there.
     What they were made from stays. It is packed, and computed, again when it is run.
 
     Example: tool cache clear
@@ -82,11 +89,11 @@ def clear(
     from toolkit.convert import pack_cache
     from toolkit.engine.cache.kept import folder
 
-    found = {entry.path.name: entry for entry in pack_cache.entries()}
+    found = {entry.path.name: entry for entry in pack_cache.entries()} if kv_cache_dir is None else {}
     kept = _kept(kv_cache_dir)
     if unknown := sorted(set(names or ()) - set(found) - {entry.model for _, entry in kept}):
         raise UsageError(f"{unknown[0]}: nothing of that name is kept; `tool cache list` shows what is")
-    chosen = names if names else [*(found if kv_cache_dir is None else ()), *(entry.model for _, entry in kept)]
+    chosen = names or [*found, *(entry.model for _, entry in kept)]
     pack_cache.sweep()
     for name in dict.fromkeys(chosen):
         if name in found:

@@ -16,7 +16,7 @@ from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.configs.engine import CommonEngineConfig
 from toolkit.configs.option import option, same_option, spelled
 from toolkit.convert.options import Packing
-from toolkit.errors import UsageError
+from toolkit.errors import ToolkitError, UsageError
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,6 @@ def _pack(model: str, dst_path: str, flags: ConvertFlags) -> None:
         ("size", f"{done.manifest.size_bytes / 2**20:.1f} MiB"),
         *(("note", note) for note in done.notes),
         ("time", f"{time.perf_counter() - started:.1f} s"),
-        ("try it", f"tool chat {done.path}" + (f" --tp {flags.tp}" if flags.tp > 1 else "")),
     ]
     _report(flags, {**done.manifest.to_json(), "notes": done.notes}, done.path, done.already_there, rows)
 
@@ -144,9 +143,25 @@ def _rewrite(model: str, dst_path: str, flags: ConvertFlags) -> None:
         ("size", f"{size / 2**20:.1f} MiB"),
         *(("note", note) for note in done.notes),
         ("time", f"{time.perf_counter() - started:.1f} s"),
-        ("try it", f"tool chat {file if (file := done.path / 'model.gguf').is_file() else done.path}"),
     ]
     _report(flags, facts, done.path, done.already_there, rows)
+
+
+def _next(path: Path, tp: int) -> tuple[str, str]:
+    """What to do with the result, or what it lacks to be run."""
+    from toolkit.artifacts.text.tokenizer import Tokenizer
+    from toolkit.artifacts.text_head import reads_alone
+
+    place = file if (file := path / "model.gguf").is_file() else path
+    ranks = f" --tp {tp}" if tp > 1 else ""
+    if place.is_dir():  # a GGUF file has its tokenizer in it
+        try:
+            Tokenizer.open(place)
+        except ToolkitError as error:
+            return "before it runs", str(error)
+        if reads_alone(place):
+            return "try it", f"tool embed texts.jsonl vectors.npy --model {place}{ranks}"
+    return "try it", f"tool chat {place}{ranks}"
 
 
 def _report(
@@ -159,4 +174,4 @@ def _report(
     if already_there:
         say(f"{path}: already there", stdout())
     else:
-        stdout().print(table("Converted", ("", "value"), rows))
+        stdout().print(table("Converted", ("", "value"), [*rows, _next(path, flags.tp)]))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.base.progress import Progress
-from toolkit.commands.groups import new_app
+from toolkit.commands.app.groups import new_app
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import show_engine, stdout, table, write_json
 from toolkit.commands.profile_server import api_server
@@ -166,13 +166,13 @@ def _print_guesses(guesses: dict[str, Any]) -> None:
     rows: list[tuple[str, Any]] = [
         ("Drafts verified", guesses["drafts"]),
         ("Draft tokens", guesses["draft_tokens"]),
-        ("Accepted (%)", 100 * guesses["acceptance_rate"]),
+        ("Draft tokens accepted (%)", 100 * guesses["acceptance_rate"]),
         ("Tokens per step with a draft", guesses["tokens_per_step"]),
         *(
-            (f"Accepted of {name} (%)", 100 * count["accepted"] / max(1, count["tokens"]))
+            (f"Draft tokens of {name} accepted (%)", 100 * count["accepted"] / max(1, count["tokens"]))
             for name, count in guesses["by_method"].items()
         ),
-        *((f"Accepted at position {i} (%)", 100 * share) for i, share in enumerate(places, start=1)),
+        *((f"Drafts with token {i} accepted (%)", 100 * share) for i, share in enumerate(places, start=1)),
     ]
     stdout().print(table("Speculation", ("", "value"), rows))
 

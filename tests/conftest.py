@@ -79,6 +79,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         item.session.shouldstop = f"{most:.0f} seconds are over; what is left: without --fast"
 
 
+def pytest_unconfigure() -> None:
+    """Else what was frozen outlives Triton's bindings, which then name at length all that they leaked."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """That the time was over is no failure: a push goes on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,18 @@ def test_convert_command(tiny_models: Any, tmp_path: Path, capsys: pytest.Captur
     assert code == 0 and json.loads(out)["options"] == {"target": "cpu", "dtype": "auto", "head_bits": 8}
     code, _, err = tool(capsys, "convert", model, "--dst-path", target, "--target", "abacus")
     assert code == 2 and "abacus" in err and "torch" in err
+
+
+@pytest.mark.parametrize("to", [(), ("--to", "gguf"), ("--to", "hf")])
+def test_convert_ends_with_what_works(
+    tiny_models: Any, tiny_checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: tuple[str, ...]
+) -> None:
+    if "gguf" not in to:
+        bare = str(tiny_checkpoint("llama", tmp_path / "bare", tokenizer=False))
+        code, out, err = tool(capsys, "convert", bare, "--dst-path", str(tmp_path / "e"), *to)
+        assert code == 0 and "tool chat" not in out and "no tokenizer" in out and "copy the files" in out, err
+        code, out, err = tool(capsys, "convert", str(tiny_models("bert")), "--dst-path", str(tmp_path / "b"), *to)
+        assert code == 0 and "tool chat" not in out and "tool embed" in out, err
+    code, out, err = tool(capsys, "convert", str(tiny_models("llama")), "--dst-path", str(tmp_path / "t"), *to)
+    folded = re.sub(r"[│\s]", "", out)
+    assert code == 0 and "toolchat" in folded and ("model.gguf" in folded) == ("gguf" in to), err

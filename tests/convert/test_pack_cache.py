@@ -378,22 +378,23 @@ def test_what_a_server_runs_stays_and_is_there_when_its_engine_starts_again(mode
     assert pack_cache.remove(entry.path)
 
 
-def test_the_command_knows_kept_kv_caches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept, model = tmp_path / "kv", "a" * 32
-    (kept / model).mkdir(parents=True)
+def test_the_command_knows_kept_kv_caches(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept, name = tmp_path / "kv", "a" * 32
+    (kept / name).mkdir(parents=True)
     kept.chmod(0o700)
-    file = kept / model / f"{'0' * 64}.0.kv"
+    file = kept / name / f"{'0' * 64}.0.kv"
     file.write_bytes(bytes(2_000_000))
     (kept / "notes.txt").write_text("my thesis")
-    (row,) = [
-        r
-        for r in json.loads(tool(capsys, "cache", "list", "--kv-cache-dir", str(kept), "--json", "-")[1])
-        if "blocks" in r
-    ]
-    assert row["name"] == model and row["blocks"] == 1 and row["kv_cache_dir"] == str(kept)
-    assert model in tool(capsys, "cache", "list", "--kv-cache-dir", str(kept))[1]
+    entry = where(model)  # not in that folder
+    (row,) = json.loads(tool(capsys, "cache", "list", "--kv-cache-dir", str(kept), "--json", "-")[1])
+    assert row["name"] == name and row["blocks"] == 1 and row["kv_cache_dir"] == str(kept)
+    shown = tool(capsys, "cache", "list", "--kv-cache-dir", str(kept))[1]
+    assert name in shown and entry.name not in shown and "Packed" not in shown
     assert "2 MB of KV cache" in tool(capsys, "cache", "clear", "--kv-cache-dir", str(kept))[1]
-    assert [f.name for f in kept.iterdir()] == ["notes.txt"]
+    assert [f.name for f in kept.iterdir()] == ["notes.txt"] and entry.exists()
+    code, _, err = tool(capsys, "cache", "clear", entry.name, "--kv-cache-dir", str(kept))
+    assert code == 2 and "nothing of that name" in err
+    assert f"no KV caches in {kept}" in tool(capsys, "cache", "list", "--kv-cache-dir", str(kept))[1]
     kept.chmod(0o777)
     code, _, err = tool(capsys, "cache", "clear", "--kv-cache-dir", str(kept))
     assert code == 2 and "others may write to it" in err

@@ -116,6 +116,20 @@ def test_a_model_says_how_it_pools(tiny_models: Any, tiny_checkpoint: Any, tmp_p
     assert pooling("cls", model) == "cls"
 
 
+def test_how_a_model_pools_is_read_once(tiny_checkpoint: Any, tmp_path: Path) -> None:
+    """What is loaded stays, whatever becomes of its folder."""
+    model = tiny_checkpoint("llama", tmp_path / "model")
+    (model / "1_Pooling").mkdir()
+    config = model / "1_Pooling" / "config.json"
+    config.write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    with pipeline(str(model), TurbomindEngineConfig(device="cpu", dtype="float32")) as pipe:
+        mean = pipe.get_embeddings("A ship at sea.")
+        config.write_text(json.dumps({"pooling_mode_cls_token": True}))
+        (model / "config_sentence_transformers.json").write_text("broken")
+        assert pipe.get_embeddings("A ship at sea.") == pytest.approx(mean, abs=1e-6)
+        assert abs(pipe.get_embeddings("A ship at sea.", pooling="cls") - mean).max() > 1e-3
+
+
 def test_what_is_no_number_is_refused() -> None:
     assert vector(np.zeros(3, np.float32), None, True).tolist() == [0, 0, 0]
     with pytest.raises(ToolkitError, match="NaN"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from toolkit.commands.profile import _print_generation
+from toolkit.commands.profile import _print_generation, _print_guesses
 from toolkit.profile.generation import MEMORY_OF
+from toolkit.profile.guesses import guesses_row
 from toolkit.profile.labels import LABELS, LATENCY_LABELS, latency_label
 from toolkit.profile.metrics import RequestRecord, generation_row
 from toolkit.profile.ranks import timeline
@@ -47,6 +49,18 @@ def test_throughput(run: Run, tiny_models: Any, tmp_path: Path) -> None:
     rows = list(csv.DictReader((tmp_path / "a.csv").open()))
     assert len(rows) == 1 and float(rows[0]["completed"]) == 6
     assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_what_came_of_guesses_says_what_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two drafts: of six tokens, three accepted; of four, none."""
+    counts = {"drafts": 2, "tokens": 10, "accepted": 3}
+    stats = {"spec_drafts": 2, "spec_draft_tokens": 10, "spec_accepted_tokens": 3}
+    stats |= {"spec_accepted_by_place": [1, 1, 1, 0, 0, 0], "spec_by_method": {"ngram": counts}}
+    _print_guesses(guesses_row(stats))
+    rows = dict(re.findall(r"│ (.*?) +│ +(\S+) +│", capsys.readouterr().out))
+    assert rows["Draft tokens accepted (%)"] == rows["Draft tokens of ngram accepted (%)"] == "30"
+    assert [rows.get(f"Drafts with token {i} accepted (%)") for i in (1, 2, 3, 4)] == ["50"] * 3 + [None]
+    assert rows["Tokens per step with a draft"] == "2.5"
 
 
 def test_figures_are_called_alike_in_all_commands(run: Run, tiny_models: Any) -> None:

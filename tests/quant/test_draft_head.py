@@ -98,6 +98,19 @@ def test_it_guesses_as_speculators_would(trained: tuple[Path, Path]) -> None:
         assert int(kept[logits[0, 18].argmax()]) == int(expected[i])
 
 
+def test_rows_that_are_gone_on_with_are_as_among_all(trained: tuple[Path, Path]) -> None:
+    spec, weights = read_head(trained[1], 4)
+    w = {name: torch.from_numpy(widened(x)) for name, x in weights.items() if name != "d2t"}
+    draw = torch.Generator().manual_seed(5)
+    ids, taps = torch.randint(0, spec.vocab_size, (2, 24), generator=draw), torch.randn(2, 24, 192, generator=draw)
+    all_rows, few = (Passes(spec, w, w["embed_tokens.weight"], ids, taps) for _ in range(2))
+    rows = torch.arange(23)
+    for kept in (slice(None), [0, 3, 4, 11, 17, 20], [1, 2, 5]):  # of those of the pass before
+        rows = rows[kept]
+        few.narrow(torch.arange(23)[kept])
+        torch.testing.assert_close(few.next(), all_rows.next()[:, rows])
+
+
 def test_the_manifest_has_the_curve(trained: tuple[Path, Path]) -> None:
     model, path = trained
     found = read_manifest(path)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolkit.configs.engine import VisionConfig
 from toolkit.configs.speculative import SpeculativeConfig
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig
 from toolkit.pipeline.session import Session
-
-if TYPE_CHECKING:
-    from toolkit.artifacts.text.tokenizer import Tokenizer
 
 LOG_LEVELS = ("CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG")
 RENAMED = {  # arguments of older releases -> what to write now
@@ -70,23 +66,6 @@ def id_rows(input_ids: Any, vocab_size: int) -> list[list[int]]:
             raise UsageError(
                 f"input_ids[{i}]: expected at least two token ids in [0, {vocab_size}), found {repr(ids)[:60]}"
             )
-    return rows
-
-
-def embedding_rows(inputs: Any, tokenizer: Tokenizer, encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """Token ids of a text, of several, or of one or several sequences of token ids. ``encode``: of a text. Raises
-    UsageError."""
-    single = isinstance(inputs, str) or (isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], int))
-    many = [inputs] if single else inputs
-    if not isinstance(many, list) or not many:
-        raise UsageError(f"inputs: expected texts or token ids, found {repr(inputs)[:60]}")
-    rows = []
-    for i, item in enumerate(many):
-        ids = encode(item) if isinstance(item, str) else item
-        limit = tokenizer.vocab_size
-        if not isinstance(ids, list) or not ids or not all(type(t) is int and 0 <= t < limit for t in ids):
-            raise UsageError(f"inputs[{i}]: expected a text or token ids in [0, {limit}), found {repr(item)[:60]}")
-        rows.append(ids)
     return rows
 
 

@@ -23,7 +23,6 @@ from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weight_files.new_weight_files import WeightFiles, Weights
 from toolkit.base.progress import Progress
 from toolkit.chat import settings
-from toolkit.chat.embedded_text import EmbeddedText
 from toolkit.chat.messages import Message
 from toolkit.chat.renderer import Renderer
 from toolkit.chat.template import ChatTemplate
@@ -31,11 +30,11 @@ from toolkit.configs.engine import EngineConfig, PytorchEngineConfig, TurbomindE
 from toolkit.configs.lmdeploy import OPTIONS, notice
 from toolkit.configs.speculative import SpeculativeConfig
 from toolkit.engine.load.setup import Packed
-from toolkit.engine.pooling import open_head
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import UsageError
 from toolkit.messages import ChatTemplateConfig, GenerationConfig, Response
 from toolkit.pipeline import arguments
+from toolkit.pipeline.embedder import Embedder
 from toolkit.pipeline.jobs import Job, JobRunner, jobs_of, shape, turn
 from toolkit.pipeline.prompts import Prompt, as_batch
 from toolkit.pipeline.reader import Reader
@@ -136,6 +135,7 @@ class Pipeline:
         if gen_config is None:
             logger.info("sampling where a call says nothing of it: %s", settings.describe(self.gen_config))
         self._runner = JobRunner(self.engine)
+        self._embedder = Embedder(self.tokenizer, self.chat_template, self._runner)
         self._warned: set[str] = set()
 
     @property
@@ -305,11 +305,7 @@ class Pipeline:
         dimensions: keep so many of the first. Raises UsageError or ToolkitError, also where one input fails.
         """
         self._check_open()
-        adapter_name = self._adapter(adapter_name)
-        head = open_head(self.tokenizer.path, pooling)
-        rows = arguments.embedding_rows(inputs, self.tokenizer, EmbeddedText(self.tokenizer, self.chat_template).encode)
-        states = self._runner.hidden_states(rows, adapter_name, head.pooling)
-        return np.stack([head.embedding(state, dimensions, normalize) for state in states])
+        return self._embedder.vectors(inputs, pooling, normalize, dimensions, self._adapter(adapter_name))
 
     def batch(
         self,

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from toolkit.engine.cache.block_manager import blocks_for
+from toolkit.engine.feeding import RUSH
 from toolkit.engine.pace import HASTY, LONG_STEP, SERVED, SHARED, Pace
 from toolkit.engine.plan import Plan
-from toolkit.engine.scheduler import RUSH
 from toolkit.engine.turns import LEAST_TOKENS, split
 from toolkit.planner.step_time import Features, StepTime, features
 from toolkit.planner.traffic import Ask

@@ -104,7 +104,8 @@ def in_float32(weight: F32) -> Linear:
 
 class Head:
     """``weights``: by the names of ``HeadSpec.shapes``, float32; ``embed``: the embedding as it is stored, float32,
-    float16 or the bits of bfloat16; ``linear``: what makes a function of each matrix."""
+    float16 or the bits of bfloat16; ``linear``: what makes a function of each matrix, ``in_layer``: of those of its
+    layer, None: the same."""
 
     name = "eagle3"
 
@@ -115,6 +116,7 @@ class Head:
         embed: NDArray[Any],
         d2t: I64 | None,
         linear: Callable[[F32], Linear] = in_float32,
+        in_layer: Callable[[F32], Linear] | None = None,
     ) -> None:
         self.spec = spec
         self.width = spec.hidden_size
@@ -123,10 +125,11 @@ class Head:
         ids = np.arange(spec.draft_vocab_size)
         self.ids: I64 = ids if d2t is None else ids + d2t  # in the model's vocabulary, of each of its own
         self._freq, self._factor = inv_freq(spec.rope)
-        self._qkv = linear(np.concatenate([weights[f"layers.0.self_attn.{x}_proj.weight"] for x in "qkv"]))
-        self._o = linear(weights["layers.0.self_attn.o_proj.weight"])
-        self._gate_up = linear(np.concatenate([weights[f"layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up")]))
-        self._down = linear(weights["layers.0.mlp.down_proj.weight"])
+        inner = in_layer or linear
+        self._qkv = inner(np.concatenate([weights[f"layers.0.self_attn.{x}_proj.weight"] for x in "qkv"]))
+        self._o = inner(weights["layers.0.self_attn.o_proj.weight"])
+        self._gate_up = inner(np.concatenate([weights[f"layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up")]))
+        self._down = inner(weights["layers.0.mlp.down_proj.weight"])
         self._fuse, self._vocabulary = linear(weights["fc.weight"]), linear(weights["lm_head.weight"])
 
     def open(self, first: int) -> KeysValues:

@@ -38,17 +38,20 @@ class OpenHead:
 
     def plan(self, need: MemoryNeed, groups: Seq[CacheGroup], share_out: ShareOut) -> MemoryPlan:
         """How memory is shared out among a model that needs ``need`` and this. Raises ToolkitError."""
-        from toolkit.runners.native.draft_head import packed_bytes
+        from toolkit.runners.native.draft_head import BITS, LAYER_BITS, packed_bytes
 
-        own = [tensor for name, tensor in self.tensors.items() if name != "embed_tokens.weight"]
-        whole = [tensor for tensor in own if self.device is not None or tensor.ndim == 1]  # in float32
-        weights = 4 * sum(tensor.size for tensor in whole)
-        weights += sum(packed_bytes(tensor.shape) for tensor in own if self.device is None and tensor.ndim > 1)
+        own = {name: tensor for name, tensor in self.tensors.items() if name != "embed_tokens.weight"}
+        weights = 0
+        for name, tensor in own.items():
+            if self.device is not None or tensor.ndim == 1:
+                weights += 4 * tensor.size  # in float32
+            else:
+                weights += packed_bytes(tensor.shape, LAYER_BITS if name.startswith("layers.0.") else BITS)
         names = f"{FLAG}: no room for {self.path}", "draft head", str(self.path)
         return plan_beside(MemoryNeed(weights, 0, (), 0, True), (), need, groups, share_out, names, ROOM)[0]
 
     def load(self, plan: MemoryPlan) -> DraftHead:
-        """Its weights, in 8 bits on the native runner, else in float32, and what guesses with them."""
+        """Its weights, in 8 and 4 bits on the native runner, else in float32, and what guesses with them."""
         tensors = dict(self.tensors)
         embed, d2t = tensors.pop("embed_tokens.weight"), tensors.pop("d2t", None)
 
@@ -56,9 +59,10 @@ class OpenHead:
             return {name: widened(tensor) for name, tensor in tensors.items()}
 
         if self.device is None:
-            from toolkit.runners.native.draft_head import Linears
+            from toolkit.runners.native.draft_head import LAYER_BITS, Linears
 
-            packed = Head(self.spec, weights(), embed, d2t, Linears(self.threads))
+            how = Linears(self.threads), Linears(self.threads, LAYER_BITS)
+            packed = Head(self.spec, weights(), embed, d2t, *how)
             return DraftHead(packed, self.layers, plan.session_len)
         import torch
 

@@ -37,19 +37,24 @@ class Passes:
 
     def __init__(self, spec: HeadSpec, weights: Weights, embed: Tensor, ids: Tensor, taps: Tensor) -> None:
         self._spec, self._weights, self._embed, self._ids = spec, weights, embed, ids
-        self._rows = ids.shape[1] - 1
+        self._rows = torch.arange(ids.shape[1] - 1, device=ids.device)
         self._hidden = F.linear(taps[:, :-1], weights["fc.weight"])
         freq, self._factor = inv_freq(spec.rope)
         self._freq = torch.from_numpy(freq).to(taps.device)
-        seen = torch.ones(self._rows, self._rows, dtype=torch.bool, device=taps.device).tril_()
-        self._hide = torch.zeros(self._rows, self._rows, device=taps.device).masked_fill_(~seen, float("-inf"))
+        later = self._rows > self._rows[:, None]
+        self._hide = torch.zeros(later.shape, device=ids.device).masked_fill_(later, float("-inf"))
         self._keys: list[tuple[Tensor, Tensor]] = []
 
+    def narrow(self, rows: Tensor) -> None:
+        """Further passes are of these rows alone, [rows], of those of the last one."""
+        self._rows, self._hide, self._hidden = self._rows[rows], self._hide[rows], self._hidden[:, rows]
+        self._keys[1:] = [(k[:, :, rows], v[:, :, rows]) for k, v in self._keys[1:]]
+
     def next(self) -> Tensor:
-        """Logits [batch, length − 1, draft vocabulary] of the next pass. Rows whose text ends before it say nothing."""
+        """Logits [batch, rows, draft vocabulary] of the next pass. Rows whose text ends before it say nothing."""
         s, w, depth = self._spec, self._weights, len(self._keys)
-        pad = self._ids.new_zeros(len(self._ids), depth)
-        words = self._embed[torch.cat([self._ids[:, 1 + depth :], pad], 1)].to(self._hidden.dtype)
+        last = self._ids.shape[1] - 1
+        words = self._embed[self._ids[:, (self._rows + 1 + depth).clamp(max=last)]].to(self._hidden.dtype)
         hidden = _rms(self._hidden, w["layers.0.hidden_norm.weight"], s.eps)
         residual = hidden if s.norm_before_residual else self._hidden
         x = torch.cat([_rms(words, w["layers.0.input_layernorm.weight"], s.eps), hidden], -1)
@@ -65,19 +70,18 @@ class Passes:
             F.linear(x, w[f"layers.0.self_attn.{name}_proj.weight"]).unflatten(-1, (-1, s.head_dim)).transpose(1, 2)
             for name in "qkv"
         )
-        places = torch.arange(1 + depth, 1 + depth + self._rows, device=x.device, dtype=torch.float32)
-        angle = places[:, None] * self._freq
+        angle = (self._rows + 1 + depth).float()[:, None] * self._freq
         cos, sin = angle.cos() * self._factor, angle.sin() * self._factor
         q, k = _turn(q, cos, sin) * s.head_dim**-0.5, _turn(k, cos, sin)
         repeat = s.heads // s.kv_heads
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         self._keys.append((k, v))
-        first = q @ self._keys[0][0].transpose(-1, -2)
-        own = [(q * keys).sum(-1, keepdim=True) for keys, _ in self._keys[1:]]
-        shares = torch.cat([first + self._hide, *own], -1).float().softmax(-1).to(x.dtype)
-        found = shares[..., : self._rows] @ self._keys[0][1]
-        for i, (_, values) in enumerate(self._keys[1:]):
-            found = found + shares[..., self._rows + i, None] * values
+        keys, values = self._keys[0]
+        own = [(q * mine).sum(-1, keepdim=True) for mine, _ in self._keys[1:]]
+        shares = torch.cat([q @ keys.transpose(-1, -2) + self._hide, *own], -1).float().softmax(-1).to(x.dtype)
+        found = shares[..., : values.shape[2]] @ values
+        for i, (_, mine) in enumerate(self._keys[1:]):
+            found = found + shares[..., values.shape[2] + i, None] * mine
         return F.linear(found.transpose(1, 2).flatten(2), w["layers.0.self_attn.o_proj.weight"])
 
 

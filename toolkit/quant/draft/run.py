@@ -31,7 +31,7 @@ from toolkit.quant.run import Result
 from toolkit.quant.text.calibration_text import Progress
 from toolkit.runners.tensor.devices.find import find_device
 
-PART = 16  # samples that are written and gone through the model together
+PART = 128  # samples that are written and gone through the model together
 HELD = 32  # samples that are held back, at most
 CURVE = "acceptance.png"
 

@@ -32,7 +32,9 @@ ASKED = (  # what users ask, about an opening
     "Answer with a numbered list: what could come next? {}",
     "Rewrite this in plain words: {}",
 )
-TEMPERATURE = 0.7  # of answers; texts without a question are drawn as the model has them
+QUESTIONED = "What is this?"  # stands for a question
+QUESTION = 64  # tokens of a question that the model asks itself, at most
+TEMPERATURES = (0.0, 0.7)  # of answers; questions, and texts without one, are drawn as the model has them
 
 
 class Writer:
@@ -65,18 +67,22 @@ class Writer:
         engine = self._open()
         pieces: dict[int, list[int]] = {}
         asked, made = iter(range(1 << 30)), 0
-        enough = False
 
         async def write() -> None:
-            nonlocal made, enough
-            while not enough:
+            nonlocal made
+            while not _whole(pieces, count):
                 index = next(asked)
                 pieces[index] = await self._piece(engine, number, index)
                 made += len(pieces[index])
                 progress(min(made, count))
-                enough = _whole(pieces, count)
 
-        await asyncio.gather(*(write() for _ in range(min(TOGETHER, 1 + count // LENGTH))))
+        writers = [asyncio.create_task(write()) for _ in range(min(TOGETHER, 1 + count // LENGTH))]
+        ended, others = await asyncio.wait(writers, return_when=asyncio.FIRST_COMPLETED)
+        for writer in others:  # there is enough, or an error
+            writer.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        for writer in ended:
+            writer.result()
         ids = [i for index in sorted(pieces) for i in pieces[index]]
         return torch.tensor(ids[:count], dtype=torch.int64)
 
@@ -90,22 +96,37 @@ class Writer:
     async def _piece(self, engine: AsyncEngine, number: int, index: int) -> list[int]:
         starts = self._held if number < 0 else self._starts
         draw = random.Random(f"{self._seed} {number} {index}")
-        opening, asks = draw.choice(starts), self._template is not None and draw.random() < 0.75
-        seed = draw.getrandbits(32)
+        text, asks = draw.choice(starts), self._template is not None and draw.random() < 0.85
+        seed, temperature = draw.getrandbits(32), 1.0
         if asks:
             assert self._template is not None
-            text = draw.choice(ASKED).format(opening)
+            temperature, text = draw.choice(TEMPERATURES), draw.choice(ASKED).format(text)
+            if draw.random() < 0.75:
+                text = await self._question(engine, self._template, seed) or text
             said = self._template.render([{"role": "user", "content": text}], add_generation_prompt=True)
             ids = self._tokenizer.encode(said, add_special_tokens=False)
         else:
-            ids = self._tokenizer.encode(opening)
+            ids = self._tokenizer.encode(text)
         ids = ids[: max(1, self._room // 2)]
+        return ids + await self._behind(engine, ids, PIECE, temperature, seed)
+
+    async def _question(self, engine: AsyncEngine, template: ChatTemplate, seed: int) -> str:
+        """What the model takes a user to say first. Idea: Xu et al., "Magpie" (2024)."""
+        before, mark, _ = template.render([{"role": "user", "content": QUESTIONED}]).partition(QUESTIONED)
+        if not mark:
+            return ""
+        ids = self._tokenizer.encode(before, add_special_tokens=False)[: max(1, self._room // 2)]
+        new = await self._behind(engine, ids, QUESTION, 1.0, seed)
+        return self._tokenizer.decode([i for i in new if i not in self._tokenizer.eos_ids]).strip()
+
+    async def _behind(self, engine: AsyncEngine, ids: list[int], most: int, temperature: float, seed: int) -> list[int]:
+        """Up to ``most`` tokens that the model writes behind ``ids``, the one that ends them included."""
         config = GenerationConfig(
-            max_new_tokens=max(1, min(PIECE, self._room - len(ids))),
+            max_new_tokens=max(1, min(most, self._room - len(ids))),
             do_sample=True,
-            temperature=TEMPERATURE if asks else 1.0,
+            temperature=temperature,
             top_k=0,
-            top_p=1.0 if asks else 0.95,
+            top_p=1.0 if temperature < 1 else 0.95,
             random_seed=seed,
         )
         new: list[int] = []
@@ -118,7 +139,7 @@ class Writer:
         eos = self._tokenizer.eos_ids
         if reason == "stop" and eos and (not new or new[-1] not in eos):
             new.append(min(eos))
-        return ids + new
+        return new
 
 
 def _whole(pieces: dict[int, list[int]], count: int) -> bool:

@@ -21,6 +21,7 @@ BATCH = 4  # samples of a step
 RATE = 1e-3  # of AdamW
 WARM_UP = 0.04  # of all steps
 LARGEST_GRADIENT = 1.0
+FURTHER = 3  # one row in so many is gone on with in further passes: what they learn differs little from row to row
 POINTS = 20  # at which the held-out text is looked at
 KEEP_SECONDS = 60.0  # between two times that what was trained is kept
 KEY = "training"
@@ -101,19 +102,23 @@ class Training:
             ids, states = text.take(_chosen(len(text), self.step, seed), self.teacher.embed.device)
             for group in self.optimizer.param_groups:
                 group["lr"] = RATE * _share(self.step, steps)
-            self._learn(ids, states)
+            self._learn(ids, states, _further(ids.shape[1] - 1, self.depth, self.step, seed))
             self.step += 1
 
-    def _learn(self, ids: Tensor, states: Tensor) -> None:
+    def _learn(self, ids: Tensor, states: Tensor, further: Tensor) -> None:
+        """``further``: rows of which the passes behind the first are."""
         self.optimizer.zero_grad()
         with in_bf16(ids.device):
             with torch.no_grad():
                 wanted = self.teacher.logits(states[:, 1:, -1]).softmax(-1)
             passes = self._passes(ids, states)
-            loss = torch.zeros((), device=ids.device)
+            loss, rows = torch.zeros((), device=ids.device), torch.arange(wanted.shape[1])
             for depth in range(self.depth):
-                logits = passes.next()[:, : wanted.shape[1] - depth]
-                loss = loss - (wanted[:, depth:] * logits.float().log_softmax(-1)).sum(-1).mean()
+                if depth == 1:
+                    rows = further
+                    passes.narrow(rows.to(ids.device))
+                mine = wanted[:, (rows + depth).to(ids.device)]
+                loss = loss - (mine * passes.next().float().log_softmax(-1)).sum(-1).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.weights.values(), LARGEST_GRADIENT)
         self.optimizer.step()
@@ -176,6 +181,13 @@ def _chosen(count: int, step: int, seed: int) -> list[int]:
         draw = torch.Generator().manual_seed(seed * 1_000_003 + turn)
         found.append(int(torch.randperm(count, generator=draw)[at]))
     return found
+
+
+def _further(rows: int, depth: int, step: int, seed: int) -> Tensor:
+    """Rows of a step that go on, those that have text as far as the last pass, ascending."""
+    draw = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    behind = max(1, rows - depth + 1)
+    return torch.randperm(behind, generator=draw)[: max(1, behind // FURTHER)].sort().values
 
 
 def _share(step: int, steps: int) -> float:

@@ -1,4 +1,4 @@
-"""The matrices of a draft head in 8 bits: a token of a guess takes the time of a quarter of the bytes."""
+"""The matrices of a draft head in 8 bits, its layer's in 4: the fewer bytes, the sooner a token is guessed."""
 
 from __future__ import annotations
 
@@ -12,26 +12,33 @@ from toolkit.runners.base import RunnerError
 from toolkit.runners.head import F32, Linear
 from toolkit.runners.native import library
 from toolkit.runners.native.packing.pack_model import pack_head
-from toolkit.runners.native.packing.packed import LANES
+from toolkit.runners.native.packing.packed import LANES, PackedTensor
 
 BITS = 8  # a wrong guess costs time alone
+GROUP = 32  # inputs that have a scale in 4 bits; where they make no groups there are 8
+LAYER_BITS = 4  # of its layer, most of a large head: a trained one guesses as well so, but not with all in 4
 
 
-def packed_bytes(shape: tuple[int, ...]) -> int:
+def packed_bytes(shape: tuple[int, ...], bits: int = BITS) -> int:
     """Of a matrix [out, in]."""
-    return pack_head("draft head", Dense(torch.empty(shape, device="meta")), BITS, []).meta.nbytes
+    return _packed(torch.empty(shape, device="meta"), bits).meta.nbytes
+
+
+def _packed(weight: torch.Tensor, bits: int) -> PackedTensor:
+    bits = BITS if weight.shape[1] % GROUP else bits
+    return pack_head("draft head", Dense(weight), bits, [])
 
 
 class Linears:
     """Makes functions of matrices, which ``threads`` threads compute."""
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
+    def __init__(self, threads: int, bits: int = BITS) -> None:
+        self._threads, self._bits = threads, bits
         self._lib, self._isa = library.load(library.library_path()), library.wanted_isa().encode()
 
     def __call__(self, weight: F32) -> Linear:
         """What multiplies rows by a matrix [out, in], float32; where its inputs make no groups its numbers stay."""
-        packed = pack_head("draft head", Dense(torch.from_numpy(np.ascontiguousarray(weight))), BITS, []).in_memory()
+        packed = _packed(torch.from_numpy(np.ascontiguousarray(weight)), self._bits).in_memory()
         record, out = library.tensor_records([packed])[0], packed.meta.tiles * LANES
 
         def linear(x: F32) -> F32:
