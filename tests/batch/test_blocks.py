@@ -76,7 +76,7 @@ def test_the_engine_has_lines_to_go_on_with_until_the_last_are_asked() -> None:
         app = App(places=8)
         carrier, turn = made(app)
         left = iter(range(200))
-        fewest = []
+        fewest: list[int] = []
 
         async def one_after_another() -> None:
             for i in left:

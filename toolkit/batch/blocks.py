@@ -125,8 +125,8 @@ class Carrier:
             return
         finally:
             self._open -= 1
-        for number, *what in found:
+        for number, status, body, request_id in found:
             if (answer := self._there.get(number)) is not None and not answer.done():
-                answer.set_result((what[0], what[1], what[2]))
+                answer.set_result((status, body, request_id))
         if not self._open and any(not answer.done() for answer in self._there.values()):
             self._begin()
