@@ -133,7 +133,10 @@ def test_what_an_application_raises_is_raised_to_who_asks() -> None:
         raise RuntimeError("a mistake")
 
     async def go() -> None:
+        desk = Desk(broken)
         with pytest.raises(RuntimeError, match="a mistake"):
-            await Carrier(Desk(broken).turn).ask("/", b"")
+            await Carrier(desk.turn).ask("/", b"")
+        with pytest.raises(RuntimeError, match="a mistake"):  # nor is it forgotten where no call was open
+            await desk.turn([])
 
     run(go())
