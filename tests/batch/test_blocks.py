@@ -76,7 +76,7 @@ def test_the_engine_has_lines_to_go_on_with_until_the_last_are_asked() -> None:
         app = App(places=8)
         carrier, turn = made(app)
         left = iter(range(200))
-        fewest = []
+        fewest: list[int] = []
 
         async def one_after_another() -> None:
             for i in left:
@@ -133,7 +133,10 @@ def test_what_an_application_raises_is_raised_to_who_asks() -> None:
         raise RuntimeError("a mistake")
 
     async def go() -> None:
+        desk = Desk(broken)
         with pytest.raises(RuntimeError, match="a mistake"):
-            await Carrier(Desk(broken).turn).ask("/", b"")
+            await Carrier(desk.turn).ask("/", b"")
+        with pytest.raises(RuntimeError, match="a mistake"):  # nor is it forgotten where no call was open
+            await desk.turn([])
 
     run(go())

@@ -59,16 +59,15 @@ class Desk:
             found = await ask(self._app, path, body)
         except Exception as error:  # nothing that the application answers with: a mistake of ours, which ends it all
             self._failed = error
-            if self._open is not None:
-                self._open.set()
+            self._look()
             return
         self._answered.append((number, found.status, found.body, found.request_id))
         asyncio.get_running_loop().call_soon(self._look)  # when this one no longer counts as asked
 
     def _look(self) -> None:
-        if self._open is None or not self._answered:
+        if self._open is None or not (self._answered or self._failed):
             return
-        if len(self._answered) * ENOUGH >= len(self._asked):
+        if self._failed or len(self._answered) * ENOUGH >= len(self._asked):
             self._open.set()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SOON_S, self._end)
@@ -125,8 +124,8 @@ class Carrier:
             return
         finally:
             self._open -= 1
-        for number, *what in found:
+        for number, status, body, request_id in found:
             if (answer := self._there.get(number)) is not None and not answer.done():
-                answer.set_result((what[0], what[1], what[2]))
+                answer.set_result((status, body, request_id))
         if not self._open and any(not answer.done() for answer in self._there.values()):
             self._begin()
