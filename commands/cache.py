@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.commands.groups import new_app
+from toolkit.commands.app.groups import new_app
 from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.errors import UsageError
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from toolkit.commands.interrupt import answered
+from toolkit.commands.app.interrupt import answered
 from toolkit.commands.options import EngineFlags, with_engine_flags
 from toolkit.commands.output import say_how_it_runs, stderr
 from toolkit.commands.sampling_options import SamplingFlags, with_answer_flags

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolkit.base.progress import Progress
+from toolkit.commands.app.groups import new_app
 from toolkit.commands.eval_haystack import needle, passkey
-from toolkit.commands.groups import new_app
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import stderr, stdout, table, write_json
 from toolkit.configs.engine import TurbomindEngineConfig

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.box import SIMPLE_HEAD
 
-from toolkit.commands.groups import new_app
+from toolkit.commands.app.groups import new_app
 from toolkit.commands.output import stdout, table, write_json
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from typer.exceptions import TyperException
 
 from toolkit import __version__
 from toolkit.base import extras
-from toolkit.commands import aliases
-from toolkit.commands.groups import Group, new_app
-from toolkit.commands.interrupt import INTERRUPTED, Watch
-from toolkit.commands.plain_values import spare
+from toolkit.commands.app import aliases
+from toolkit.commands.app.groups import Group, new_app
+from toolkit.commands.app.interrupt import INTERRUPTED, Watch
+from toolkit.commands.app.plain_values import spare
 from toolkit.errors import ToolkitError, UsageError
 
 # name -> (one line of help, panel). A module with `app` is a group of commands, one with `run` a single command.

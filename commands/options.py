@@ -141,7 +141,7 @@ def json_object(option: str, text: str) -> dict[str, Any]:
     """An option's value as a JSON object. Raises UsageError for anything else."""
     try:
         found = json.loads(text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UsageError(f"{option}: expected a JSON object, found {text!r:.60} ({e})") from e
     if not isinstance(found, dict):
         raise UsageError(f"{option}: expected a JSON object, found {text!r:.60}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.base.progress import Progress
-from toolkit.commands.groups import new_app
+from toolkit.commands.app.groups import new_app
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import show_engine, stdout, table, write_json
 from toolkit.commands.profile_server import api_server

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from toolkit.base.progress import Progress
-from toolkit.commands.options import with_flags
+from toolkit.commands.options import json_object, with_flags
 from toolkit.commands.output import stdout, table, write_json
 from toolkit.commands.sampling_options import SamplingFlags, with_load_flags
 from toolkit.errors import UsageError
@@ -92,7 +91,8 @@ def api_server(
     traffic = replace(traffic, limits=limits, tokenizer=words)
     traffic.check()
     ends = {"ignore_eos": True} if ignore_eos and not no_ignore_eos else {}
-    extra = {"temperature": 0.0, **ends, **sampling.given(), **_object("--extra-body", extra_body)}
+    more = {} if extra_body is None else json_object("--extra-body", extra_body)
+    extra = {"temperature": 0.0, **ends, **sampling.given(), **more}
     extra.pop("do_sample", None)
     columns = row_names(traffic)
     api = _endpoint(endpoint, backend, drawings=traffic.images > 0)
@@ -169,15 +169,6 @@ def _limits(entries: list[str]) -> dict[str, float] | None:
         except ValueError:
             raise UsageError(f"--goodput: expected NAME:MILLISECONDS such as ttft:500, found {entry!r}") from None
     return found or None
-
-
-def _object(option: str, text: str | None) -> dict[str, Any]:
-    from toolkit.artifacts.json_file import parse_json
-
-    found = {} if text is None else parse_json(text, option)
-    if not isinstance(found, dict):
-        raise UsageError(f"{option}: expected a JSON object, found {json.dumps(found)[:60]}")
-    return found
 
 
 def _tokenizer(model: str | None) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.commands.groups import new_app
+from toolkit.commands.app.groups import new_app
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags, with_lmdeploy_flags
 from toolkit.commands.output import show_engine, stderr
 from toolkit.commands.sampling_options import SamplingFlags, with_answer_flags

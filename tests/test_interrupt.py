@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.commands.interrupt import WITHIN
+from toolkit.commands.app.interrupt import WITHIN
 
 SLACK = 30.0  # seconds on top of the promise, for machines that do much else: it is a hang that is looked for
 QUICK = ("lite auto_awq", "convert", "chat", "serve api_server")

@@ -12,7 +12,7 @@ import typer
 
 import toolkit
 from toolkit import ChatTemplateConfig, GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig, VisionConfig
-from toolkit.commands.aliases import ALIASES
+from toolkit.commands.app.aliases import ALIASES
 from toolkit.commands.main import _explain, _load, normalise
 from toolkit.configs.engine import CommonEngineConfig
 from toolkit.configs.lmdeploy import OPTIONS, PLACES, of, stepped_over
@@ -221,9 +221,9 @@ def test_families_may_be_named_in_a_dict(tmp_path: Path) -> None:
 
 
 def test_the_page_is_made_of_the_table(script: Any) -> None:
-    made = script("lmdeploy_tables.py")
+    made = script("site/lmdeploy_tables.py")
     text = made.PAGE.read_text(encoding="utf-8")
-    assert text == made.page(text), "run: python scripts/lmdeploy_tables.py"
+    assert text == made.page(text), "run: python scripts/site/lmdeploy_tables.py"
     assert [name for name in OPTIONS if name.rstrip("_") not in text and spelled(name) not in text] == []
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import typer
 
-from toolkit.commands import aliases, options
+from toolkit.commands import options
+from toolkit.commands.app import aliases
 from toolkit.commands.main import _load, main, normalise
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.errors import UsageError

@@ -36,11 +36,14 @@ STEPS = (
     Step(
         "sanitized",
         "the native library's tests with checks of addresses and undefined behaviour",
-        'PATH="$PWD/.venv/bin:$PATH" bash scripts/test_sanitized',
+        'PATH="$PWD/.venv/bin:$PATH" bash scripts/testing/sanitized',
         ("g++",),
     ),
     Step(
-        "arm", "the native library's ops for ARM under qemu", "bash scripts/test_arm", (ARM_CXX, "qemu-aarch64-static")
+        "arm",
+        "the native library's ops for ARM under qemu",
+        "bash scripts/testing/arm",
+        (ARM_CXX, "qemu-aarch64-static"),
     ),
     Step(
         "docs",

@@ -1,6 +1,6 @@
 """Token ids of conversations are those of transformers' ``apply_chat_template``, template by template.
 
-``scripts/compare_templates FOLDER`` does the same with templates of models that are not here.
+``scripts/interoperating/templates FOLDER`` does the same with templates of models that are not here.
 """
 
 from __future__ import annotations

@@ -184,6 +184,20 @@ def test_a_broken_head_changes_no_answer(model: Path, wrong: float, make: Any) -
         assert answers_of(model, [DraftHead(head, LAYERS, 400)]) == answers_of(model, None)
 
 
+def test_what_a_token_takes_is_known_after_the_first_guess(model: Path) -> None:
+    """Though prompts were read for it: while it is not known, no guess seems to pay."""
+    known: list[bool] = []
+
+    class Short(DraftHead):
+        def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
+            found = super().propose([(seq, 1) for seq, _ in asked])
+            known.extend([self.cost.known] * any(guess.tokens for guess in found))
+            return found
+
+    assert answers_of(model, [Short(random_head(), LAYERS, 400)]) == answers_of(model, None)
+    assert known[0]
+
+
 def test_there_is_no_more_room(model: Path) -> None:
     draft = DraftHead(random_head(), LAYERS, 400, room=0)
     assert answers_of(model, [draft]) == answers_of(model, None)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from toolkit.engine import scheduler, turns
+from toolkit.engine import feeding, scheduler, turns
 from toolkit.engine.core import EngineCore
 from toolkit.engine.request import EngineRequest, SamplingParams, Whose
 from toolkit.engine.sequence import Sequence
@@ -22,7 +22,7 @@ PATIENCE = 12  # in place of turns.PATIENCE, so that a test sees the end of it
 
 @pytest.fixture
 def impatient(monkeypatch: Any) -> None:
-    for module in (turns, scheduler):
+    for module in (turns, feeding):
         monkeypatch.setattr(module, "PATIENCE", PATIENCE)
 
 

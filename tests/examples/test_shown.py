@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.commands.aliases import ALIASES
+from toolkit.commands.app.aliases import ALIASES
 from toolkit.commands.main import main
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -28,10 +28,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(build.nvcc() is None, reason=
 def ptx():
     sys.path.insert(0, SCRIPTS)
     try:
-        from gpu import ptx_machine
+        from gpu.ptx import cuda_kernels
     finally:
         sys.path.remove(SCRIPTS)
-    return ptx_machine
+    return cuda_kernels
 
 
 @pytest.fixture(scope="module")

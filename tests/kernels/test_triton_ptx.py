@@ -15,13 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = """
 import json, re, sys
 sys.path.insert(0, "scripts")
-from gpu import ptx_triton
+from gpu.ptx import triton_kernels
 
 op, only, pattern, other = sys.argv[1:]
-read = ptx_triton.read
+read = triton_kernels.read
 if pattern:
-    ptx_triton.read = lambda text, symbols: read(re.sub(pattern, other, text), symbols)
-for row in ptx_triton.check(op, only=only, smoke=True):
+    triton_kernels.read = lambda text, symbols: read(re.sub(pattern, other, text), symbols)
+for row in triton_kernels.check(op, only=only, smoke=True):
     print(json.dumps(row), flush=True)
 """
 

@@ -1,6 +1,6 @@
 """The native library's single ops through ctypes, and native runners over tiny checkpoints.
 
-``TOOLKIT_TEST_PYTHON`` may name another Python, whose library's ops are then tested (``scripts/test_arm`` does so).
+``TOOLKIT_TEST_PYTHON`` may name another Python, whose library's ops are then tested (``scripts/testing/arm`` does so).
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from toolkit.artifacts.adapter import _modules, read_changes
+from toolkit.artifacts.adapter import read_changes
+from toolkit.artifacts.adapter_modules import modules_of
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import get, names
 from toolkit.quant.merge import merge
@@ -372,7 +373,7 @@ def test_every_family(family: str, tiny_models: Any, support: Any, tmp_path: Pat
     """All linears that can be changed at once, by the names and shapes of the family's checkpoint."""
     model = tiny_models(family)
     opened = open_model(model)
-    known = _modules(opened.spec, opened.stored, wide=True)
+    known = modules_of(opened.spec, opened.stored, wide=True)
     modules = {s.name for s in known.values() if s.kind == "linear" and not s.transposed and not s.unit_rows}
     stored = load_file(next(model.glob("*.safetensors")))
     targets = "|".join(re.escape(name) for name in sorted(modules) if f"{name}.weight" in stored)

@@ -40,7 +40,7 @@ def arm_compiler(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_cross_compiler_compiles_for_its_own_processors(
     arm_compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernels as for the best processor; scripts/test_arm runs what all of it gives."""
+    """The kernels as for the best processor; scripts/testing/arm runs what all of it gives."""
     assert tuple(build.wanted_isas(arm_compiler)) == ("i8mm", "dotprod", "neon", "generic")
     file = tmp_path / "compile_commands.json"
     build.write_commands(file)

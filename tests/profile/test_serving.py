@@ -248,6 +248,7 @@ def test_the_command_on_a_server(support: Any, server: Any) -> None:
         (["http://127.0.0.1:9", "--goodput", "speed:3"], "--goodput"),
         (["http://127.0.0.1:9", "--goodput", "ttft"], "--goodput"),
         (["http://127.0.0.1:9", "--extra-body", "[1]"], "--extra-body"),
+        (["http://127.0.0.1:9", "--extra-body", "x"], "--extra-body: expected a JSON object, found 'x'"),
         (["http://127.0.0.1:9", "--backend", "tgi"], "--backend"),
         (["http://127.0.0.1:9", "--dataset", "/no/file"], "--dataset"),
         (["http://127.0.0.1:9", "--metric-percentiles", "101"], "--metric-percentiles"),

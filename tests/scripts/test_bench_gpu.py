@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def bench_gpu(monkeypatch, script):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return script("bench_gpu.py")
+    return script("gpu/bench.py")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_the_engine_runs_dry(bench_gpu):
 
 
 def test_a_load_is_run_once_before_it_is_timed(bench_gpu, monkeypatch):
-    from gpu import engine
+    from gpu.measuring import engine
 
     missed, fed = ["start"], []
 
@@ -57,7 +57,7 @@ def test_a_load_is_run_once_before_it_is_timed(bench_gpu, monkeypatch):
 def test_a_replay_before_the_timed_one_hides_its_launch(bench_gpu, monkeypatch):
     from contextlib import nullcontext
 
-    from gpu import timing
+    from gpu.measuring import timing
 
     calls = []
 
@@ -81,7 +81,7 @@ def test_a_replay_before_the_timed_one_hides_its_launch(bench_gpu, monkeypatch):
 
 
 def test_zeros_of_measured_weights_are_not_dropped(bench_gpu):
-    from gpu import kernels
+    from gpu.measuring import kernels
 
     found = []
     kernels._grouped(
@@ -108,7 +108,7 @@ def test_what_was_tuned_is_in_the_report_too(bench_gpu, tmp_path, monkeypatch):
 
 def test_one_call_writes_figures_as_they_come(tmp_path):
     report = tmp_path / "bench.json"
-    command = [sys.executable, "-P", str(ROOT / "scripts/bench_gpu.py"), "--dry-run", "--only", "copy_rate"]
+    command = [sys.executable, "-P", str(ROOT / "scripts/gpu/bench.py"), "--dry-run", "--only", "copy_rate"]
     done = subprocess.run([*command, "--json", str(report)], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(report.read_text())["rows"]
@@ -169,7 +169,7 @@ def test_goals_and_predictions_stand_beside_a_figure(bench_gpu):
 
 def test_every_figure_is_predicted(bench_gpu, monkeypatch):
     """Names are those that the parts give on a GPU, each has a prediction, and there is none beside them."""
-    from gpu import engine, kept, kernels
+    from gpu.measuring import engine, kept, kernels
 
     said = json.loads(bench_gpu.PREDICTIONS.read_text())
     figures = {**said["kernels"], **said["engine"]}
@@ -234,7 +234,7 @@ def test_choices_of_a_key_are_made_by_all_its_jobs_and_kept_at_once(bench_gpu, t
     """Three jobs on a GPU that is not there, two of one key: one gains most with 64 keys, but both together with 128.
     The file is there before the second key's jobs end, and what is in it is used on that GPU alone.
     """
-    from gpu import tune
+    from gpu.measuring import tune
 
     times = {
         "short": {32: 1.0, 64: 0.5, 128: 0.6},
@@ -267,7 +267,8 @@ def test_choices_of_a_key_are_made_by_all_its_jobs_and_kept_at_once(bench_gpu, t
 
 
 def test_choices_that_cannot_be_fast_are_not_measured(bench_gpu, tmp_path, monkeypatch):
-    from gpu import prune, tune
+    from gpu.compiling import prune
+    from gpu.measuring import tune
 
     from toolkit.kernels.machine_code import Usage
 
@@ -287,7 +288,7 @@ def test_choices_that_cannot_be_fast_are_not_measured(bench_gpu, tmp_path, monke
 
 
 def test_tuned_choices_are_merged_into_the_devices_file(bench_gpu, tmp_path):
-    from gpu import tune
+    from gpu.measuring import tune
 
     (tmp_path / "nvidia-h200.json").write_text('{"a": {"x": {"keys": 1}, "y": {"keys": 2}}}')
     path = tune.write({"a": {"x": {"keys": 64}}, "b": {"z": {"k": 3}}}, "NVIDIA H200", tmp_path)

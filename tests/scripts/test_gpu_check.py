@@ -30,12 +30,12 @@ LIGHT = ("toolkit.kernels", "toolkit.engine", "toolkit.runners", "toolkit.profil
 @pytest.fixture
 def gpu_check(monkeypatch, script):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return script("gpu_check.py")
+    return script("gpu/check.py")
 
 
 def test_a_dry_run_writes_rows_that_agree(tmp_path):
     report = tmp_path / "report.json"
-    command = [sys.executable, "-P", str(ROOT / "scripts/gpu_check.py"), "--dry-run", "--smoke", "--only", "sample"]
+    command = [sys.executable, "-P", str(ROOT / "scripts/gpu/check.py"), "--dry-run", "--smoke", "--only", "sample"]
     done = subprocess.run([*command, "--json", str(report)], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     rows = json.loads(report.read_text())["rows"]
@@ -45,13 +45,13 @@ def test_a_dry_run_writes_rows_that_agree(tmp_path):
 
 @pytest.fixture
 def h200(gpu_check):
-    from gpu.items import Where
+    from gpu.checking.items import Where
 
     return Where(("triton", "cuda"), capability=90, gpu="nvidia-h200")
 
 
 def test_what_matters_most_comes_first(gpu_check, h200):
-    from gpu.items import items
+    from gpu.checking.items import items
 
     todo = items(h200, False, "/usr/bin/compute-sanitizer", 300)
     checks = [i for i in todo if not i.compiles]
@@ -74,14 +74,14 @@ def test_what_matters_most_comes_first(gpu_check, h200):
 
 
 def test_where_all_was_carried_nothing_is_compiled_first(gpu_check, h200):
-    from gpu.items import items
+    from gpu.checking.items import items
 
     checks = [i.name for i in items(h200, False, None, 300) if not i.compiles]
     assert [i.name for i in items(replace(h200, compiled=True), False, None, 300)] == checks
 
 
 def test_ranks_are_left_out_where_gpus_are_too_few(gpu_check, monkeypatch):
-    from gpu.ranks_check import check_ranks
+    from gpu.checking.ranks import check_ranks
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     (row,) = check_ranks("cuda")
@@ -89,13 +89,13 @@ def test_ranks_are_left_out_where_gpus_are_too_few(gpu_check, monkeypatch):
 
 
 def process(code, stage="ops", name="x", limit=60.0, **more):
-    from gpu.items import Item
+    from gpu.checking.items import Item
 
     return Item(stage, name, (), limit, (sys.executable, "-c", code), **more)
 
 
 def test_a_process_that_dies_or_hangs_is_one_row(gpu_check):
-    from gpu.running import report, run
+    from gpu.checking.running import report, run
 
     dies = process("import os; os.abort()", name="nothing")
     (row,) = run(dies, "cpu")
@@ -129,7 +129,7 @@ for case in "abcd":
 
 @pytest.mark.parametrize("broken, said", [("time.sleep(600)", "wrote nothing for 4 s"), ("sys.exit(3)", "exit code 3")])
 def test_a_case_that_hangs_or_dies_costs_itself_alone(gpu_check, broken, said):
-    from gpu.running import run
+    from gpu.checking.running import run
 
     start = time.perf_counter()
     rows = run(process(CASES.replace("BROKEN", broken), silence=4.0, cases=True), "cpu")
@@ -138,7 +138,7 @@ def test_a_case_that_hangs_or_dies_costs_itself_alone(gpu_check, broken, said):
 
 
 def test_what_fails_is_run_once_more_and_names_its_kernel(gpu_check, tmp_path):
-    from gpu.running import Log, report, run_all
+    from gpu.checking.running import Log, report, run_all
 
     log = Log(tmp_path / "r.json", {"rows": [], "done": [], "running": []})
     todo = [process(CASES.replace("BROKEN", "pass"), cases=True)]
@@ -149,7 +149,7 @@ def test_what_fails_is_run_once_more_and_names_its_kernel(gpu_check, tmp_path):
 
 
 def test_a_hang_is_tried_once_more_but_not_for_as_long(gpu_check, tmp_path, monkeypatch):
-    from gpu import running
+    from gpu.checking import running
 
     given, run_limited = [], running.run_limited
 
@@ -169,7 +169,7 @@ def test_a_hang_is_tried_once_more_but_not_for_as_long(gpu_check, tmp_path, monk
 
 
 def test_an_item_that_got_less_than_its_time_is_left_for_later(gpu_check, tmp_path):
-    from gpu.running import Log, run_all
+    from gpu.checking.running import Log, run_all
 
     log = Log(tmp_path / "r.json", {"rows": [], "done": [], "running": []})
     sleeps = "import time; time.sleep(60)"
@@ -181,8 +181,8 @@ def test_an_item_that_got_less_than_its_time_is_left_for_later(gpu_check, tmp_pa
 
 
 def test_checks_wait_for_what_compiles_for_them_and_for_the_smoke_stage(gpu_check, h200):
-    from gpu.items import items
-    from gpu.running import Line
+    from gpu.checking.items import items
+    from gpu.checking.running import Line
 
     line, order = Line(items(h200, False, None, 300), jobs=2), []
 
@@ -208,7 +208,7 @@ def test_checks_wait_for_what_compiles_for_them_and_for_the_smoke_stage(gpu_chec
 
 
 def test_nothing_goes_on_where_nothing_of_the_smoke_stage_works(gpu_check, tmp_path):
-    from gpu.running import Log, run_all
+    from gpu.checking.running import Log, run_all
 
     log = Log(tmp_path / "r.json", {"rows": [], "done": [], "running": []})
     todo = [process("raise SystemExit(1)", stage="smoke"), process(CASES, name="later")]
@@ -217,8 +217,8 @@ def test_nothing_goes_on_where_nothing_of_the_smoke_stage_works(gpu_check, tmp_p
 
 
 def test_compiling_is_done_again_for_what_is_left(gpu_check, h200, tmp_path):
-    from gpu.items import items
-    from gpu.running import Log
+    from gpu.checking.items import items
+    from gpu.checking.running import Log
 
     found = items(h200, False, None, 30)
     log = Log(tmp_path / "r.json", {"rows": [], "done": [], "running": []})
@@ -238,7 +238,7 @@ def test_compiling_is_done_again_for_what_is_left(gpu_check, h200, tmp_path):
 
 
 def test_a_sanitizer_that_does_not_work_is_found_out_first(gpu_check):
-    from gpu.checks import sanitizer_fails
+    from gpu.checking.checks import sanitizer_fails
 
     assert sanitizer_fails(("env", "true")) is None
     assert "exit code 9: no such driver" in sanitizer_fails(("sh", "-c", "echo no such driver >&2; exit 9"))
@@ -247,7 +247,7 @@ def test_a_sanitizer_that_does_not_work_is_found_out_first(gpu_check):
 @pytest.mark.slow
 def test_a_run_that_is_killed_leaves_what_it_found_and_can_go_on(tmp_path):
     report = tmp_path / "report.json"
-    script = [sys.executable, "-P", str(ROOT / "scripts/gpu_check.py"), "--dry-run", "--smoke", "--only", "[torch]"]
+    script = [sys.executable, "-P", str(ROOT / "scripts/gpu/check.py"), "--dry-run", "--smoke", "--only", "[torch]"]
     command = [*script, "--json", str(report)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
@@ -269,7 +269,7 @@ def test_a_run_that_is_killed_leaves_what_it_found_and_can_go_on(tmp_path):
 
 def test_calls_of_the_manifest_are_filled_with_what_ops_may_be_given(gpu_check):
     """Tensors of every op's cases made anew by shape alone: torch's kernels then agree with the reference."""
-    from gpu.manifest_check import filled
+    from gpu.checking.manifest import filled
 
     from toolkit.kernels.op import Case, Target
     from toolkit.kernels.registry import load
@@ -298,7 +298,7 @@ def test_calls_of_the_manifest_are_filled_with_what_ops_may_be_given(gpu_check):
 
 @pytest.mark.slow
 def test_the_runner_is_checked_step_by_step(gpu_check):
-    from gpu.runner_check import check_runner
+    from gpu.checking.runner import check_runner
 
     rows = list(check_runner("qwen2", 0, "cpu"))
     assert len(rows) == 8 and [r["error"] for r in rows] == [None] * 8
@@ -306,15 +306,15 @@ def test_the_runner_is_checked_step_by_step(gpu_check):
 
 @pytest.mark.slow
 def test_the_torch_runners_tests_are_rows(gpu_check):
-    from gpu.items import Item
-    from gpu.running import run
+    from gpu.checking.items import Item
+    from gpu.checking.running import run
 
     rows = run(Item("runner", "tests", ("--tests", "test_steps.py"), 600, silence=600), "cpu")
     assert len(rows) > 20 and all(r["error"] is None for r in rows)
 
 
 def test_a_wrong_kernel_is_found(gpu_check, monkeypatch):
-    from gpu import checks
+    from gpu.checking import checks
 
     from toolkit.kernels.registry import load
 
@@ -327,7 +327,7 @@ def test_a_wrong_kernel_is_found(gpu_check, monkeypatch):
 
 
 def test_a_case_that_raises_costs_itself_alone(gpu_check, monkeypatch):
-    from gpu import checks
+    from gpu.checking import checks
 
     from toolkit.kernels.registry import load
 
@@ -358,14 +358,14 @@ def test_a_case_that_raises_costs_itself_alone(gpu_check, monkeypatch):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_linears_are_checked_where_a_compiler_builds_them_for_the_cpu(gpu_check, bits, support):
     """As on a GPU, with fewer inputs: bits of every run, early launches, chains of them, kernels and splits by name."""
-    from gpu import linears_check
+    from gpu.checking import linears
 
     host = support("cuda_host").host
     on, sizes = (
         (host(multiprocessors=8), host(multiprocessors=8, dependent=True)),
-        linears_check.Sizes((1088,), (40,), (64,), (1, 17), 2),
+        linears.Sizes((1088,), (40,), (64,), (1, 17), 2),
     )
-    rows = list(linears_check.check_linears(bits, "float16", "cpu", on, sizes))
+    rows = list(linears.check_linears(bits, "float16", "cpu", on, sizes))
     assert [r["error"] for r in rows] == [None, None], rows
     assert [r["kernel"][:4] for r in rows] == ["few_", "tile"] and rows[1]["splits"] > 1
     assert rows[0]["case"] == "g64 40x1088, 1 tokens"
@@ -381,7 +381,7 @@ def test_the_linears_are_checked_where_a_compiler_builds_them_for_the_cpu(gpu_ch
 )
 def test_a_linear_that_does_not_hold_is_found(gpu_check, fault, said):
     """A product in one go in the place of the kernels', with what may be wrong with them."""
-    from gpu import linears_check
+    from gpu.checking import linears
 
     g = torch.Generator().manual_seed(0)
     dense, bias = torch.randn(24, 64, generator=g) / 8, torch.zeros(24, dtype=torch.float16)
@@ -400,8 +400,8 @@ def test_a_linear_that_does_not_hold_is_found(gpu_check, fault, said):
                 found[0, 3] += 0.25
             return found if out is None else out.copy_(found)
 
-    made = linears_check.Made(Product(False), Product(True), dense.double())
-    assert said in linears_check._check(made, 2, None, 3)
+    made = linears.Made(Product(False), Product(True), dense.double())
+    assert said in linears._check(made, 2, None, 3)
 
 
 def without(packages: tuple[str, ...], code: str) -> list[str]:
@@ -438,11 +438,12 @@ for package in {LIGHT!r}:
 
 def test_the_scripts_need_torch_triton_numpy_and_safetensors_alone():
     code = """
-from gpu import carry, checks, engine, items, launches, linears_check, manifest_check, peers, precompile, prune
-from gpu import runner_check, running, tune
-import bench_gpu, gpu_check
+from gpu import bench, check
+from gpu.checking import checks, items, linears, manifest, runner, running
+from gpu.compiling import carry, launches, precompile, prune
+from gpu.measuring import engine, peers, tune
 print(next(checks.check_op("rms_norm", "torch", "cpu", True))["error"])
-runner_check._drivers("qwen2", 0, "cpu")
+runner._drivers("qwen2", 0, "cpu")
 print([row.get("tokens") for row in engine.measure(engine.TINY[0], "cpu", "pytorch")])
 """
     assert without(BESIDES, code) == ["None", "[None, 4, 12]"]

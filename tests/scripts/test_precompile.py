@@ -1,4 +1,4 @@
-"""``scripts/gpu/precompile.py`` without a GPU: what it compiles is what a launch then finds in Triton's cache."""
+"""``precompile`` without a GPU: what it compiles is what a launch then finds in Triton's cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compiled(code: str, cache: Path) -> list[str]:
 COMPILE = """
 import json
 from triton.runtime import driver
-from gpu import launches, precompile
+from gpu.compiling import launches, precompile
 
 driver.set_active(precompile.TargetDriver(90))
 todo = precompile.distinct(launches.of_ops(["rms_norm", "embedding"], 90, "first"))
@@ -38,7 +38,7 @@ LAUNCH = """
 from types import SimpleNamespace
 import torch, triton
 from triton.runtime import driver
-from gpu.precompile import TargetDriver
+from gpu.compiling.precompile import TargetDriver
 from toolkit.kernels.op import Target
 from toolkit.kernels.registry import load
 
@@ -101,8 +101,9 @@ def test_what_the_scripts_launch_is_recorded_without_a_gpu(tmp_path):
     (line,) = compiled(
         """
 import json
-from gpu import engine, launches
-from gpu.precompile import TargetDriver, distinct
+from gpu.compiling import launches
+from gpu.measuring import engine
+from gpu.compiling.precompile import TargetDriver, distinct
 from triton.runtime import driver
 from toolkit.kernels.triton.tuning import tuned_for, _file
 from toolkit.kernels.triton import tuning
@@ -135,9 +136,9 @@ def test_after_warm_up_no_step_needs_another_kernel(tmp_path):
         """
 import json
 import numpy as np
-from gpu import launches
+from gpu.compiling import launches
 from gpu.models import CONFIGS
-from gpu.precompile import TargetDriver, distinct
+from gpu.compiling.precompile import TargetDriver, distinct
 from gpu.support import support
 from toolkit.kernels.triton.launch import recording
 from triton.runtime import driver
@@ -180,8 +181,8 @@ def test_a_compiler_that_dies_or_hangs_costs_its_variant_alone(tmp_path):
         """
 import json, os, time
 from types import SimpleNamespace
-from gpu import precompile
-from gpu.precompile import compile_all
+from gpu.compiling import precompile
+from gpu.compiling.precompile import compile_all
 from toolkit.kernels.triton.launch import Launch
 
 precompile.settle = lambda kernel: None
@@ -213,7 +214,7 @@ def test_the_cuda_kernels_are_built_where_they_are_missing(tmp_path):
     code = f"""
 import os
 os.environ["CUDACXX"] = {str(compiler)!r}
-from gpu import precompile
+from gpu.compiling import precompile
 from toolkit.kernels.cuda import build, driver
 
 driver.fatbin_note = lambda path: dict(cuda=13000, sources=build.sources())
@@ -231,7 +232,7 @@ def test_a_cuda_build_that_hangs_is_an_error_and_leaves_nothing(tmp_path):
     code = """
 import subprocess, sys, time
 from pathlib import Path
-from gpu import precompile
+from gpu.compiling import precompile
 from gpu.process import run_limited
 
 def ended(pid):
@@ -263,7 +264,8 @@ def test_choices_are_compiled_and_judged_without_a_gpu(tmp_path):
     lines = compiled(
         f"""
 import sys
-from gpu import prune, tune
+from gpu.compiling import prune
+from gpu.measuring import tune
 
 tune.POLICIES, tune.ROWS = (0,), (1,)
 tune.ALL["attend_kernel"] = [{{"keys": 64, "warps": 4, "stages": 6}}, {{"keys": 128, "warps": 4, "stages": 12}}]
@@ -284,7 +286,7 @@ prune.main()
 
 @pytest.mark.slow
 def test_the_smoke_stage_is_compiled_within_its_time(tmp_path):
-    script = [sys.executable, "-P", str(ROOT / "scripts/gpu/precompile.py"), "smoke", "--arch", "90"]
+    script = [sys.executable, "-P", str(ROOT / "scripts/gpu/compiling/precompile.py"), "smoke", "--arch", "90"]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=900)
     found = json.loads(done.stdout.splitlines()[-1])
@@ -303,7 +305,7 @@ import sys
 from pathlib import Path
 from triton import knobs
 from triton.runtime import driver
-from gpu import carry, launches, precompile
+from gpu.compiling import carry, launches, precompile
 
 carry.other_key(Path({str(other)!r}))
 driver.set_active(precompile.TargetDriver(90))
@@ -319,7 +321,7 @@ if not archive.exists():
     assert variants > 0 and first == f"{variants} 0 []" and small == "True"
     unpack = f"""
 from pathlib import Path
-from gpu import carry
+from gpu.compiling import carry
 print(carry.unpack(Path({str(tmp_path)!r}) / "kernels.tar.xz", Path({str(tmp_path / "there")!r})))
 """
     assert compiled(unpack, tmp_path / "there") == [str(variants)]
@@ -328,7 +330,7 @@ print(carry.unpack(Path({str(tmp_path)!r}) / "kernels.tar.xz", Path({str(tmp_pat
 
 def test_a_carried_fatbin_of_other_sources_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from gpu import carry
+    from gpu.compiling import carry
 
     from toolkit.kernels.cuda import build, driver
 

@@ -1,4 +1,4 @@
-"""scripts/raises.py counts what tests raise, and no more."""
+"""scripts/testing/raises.py counts what tests raise, and no more."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_another_process():
 def counted(*arguments: str) -> tuple[int, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
-        [sys.executable, "scripts/raises.py", *arguments], cwd=ROOT, capture_output=True, text=True, env=env
+        [sys.executable, "scripts/testing/raises.py", *arguments], cwd=ROOT, capture_output=True, text=True, env=env
     )
     return done.returncode, done.stdout + done.stderr
 

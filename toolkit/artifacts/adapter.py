@@ -14,14 +14,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from toolkit.artifacts.adapter_config import CONFIG, Scaling, read_config, scale_of
 from toolkit.artifacts.adapter_experts import stack_of
-from toolkit.artifacts.json_file import read_json_object
+from toolkit.artifacts.adapter_modules import as_computed, as_stored, modules_of
 from toolkit.artifacts.scales import UNSCALED, Scales
 from toolkit.artifacts.weight_files.find import file_headers
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
-from toolkit.base.record import read
 from toolkit.errors import ToolkitError
 
 if TYPE_CHECKING:
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     from toolkit.artifacts.scales import AllScales
     from toolkit.models.spec import DecoderSpec, StoredTensor
 
-CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MAX_RANK = 4096
 STACKED_RANK = 128  # of adapters that the tensor runner stacks
-N = TypeVar("N", int, float)
 _SIDES = {
     "lora_A": "A",
     "lora_B": "B",
@@ -46,41 +45,6 @@ _NAME = re.compile(
     rf"(?:base_model\.model\.)?(?P<module>.+?)(?:\.(?P<side>{'|'.join(_SIDES)}))?(?:\.default)?(?:\.weight)?"
 )
 _BASE = ".base_layer.weight"  # how the base's own weights are named that PEFT may save beside an adapter
-# How transformers calls modules in memory (what reads texts in models that see: since 4.52), and checkpoints may.
-_AS_STORED = {
-    "model.language_model.": ("language_model.model.", "model.", "language_model."),
-    "lm_head": ("language_model.lm_head",),
-    "model.": ("backbone.",),
-}
-# How transformers names a router and shared experts in memory, and how a spec does.
-_OF_EXPERTS = (
-    (re.compile(r"\.(?:feed_forward|block_sparse_moe)\."), ".mlp."),
-    (re.compile(r"\.mlp\.(?:router|gate\.wg)$"), ".mlp.gate"),
-    (re.compile(r"\.mlp\.shared_(?:experts|mlp)\."), ".mlp.shared_expert."),
-)
-# Fields that change what an adapter means, and the value at which they do not.
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "lora_bias": (None, False),
-    "bias": (None, "none"),
-    "layer_replication": (None, []),
-    "trainable_token_indices": (None, []),
-    "alora_invocation_tokens": (None, []),
-    "use_qalora": (None, False),
-}
-
-
-@dataclass(frozen=True)
-class _Scaling:
-    """What of PEFT's LoraConfig says how the matrices are scaled, and what there is beside them; absent fields are as
-    PEFT has them. The patterns give single modules another rank or alpha."""
-
-    r: int | None = None
-    lora_alpha: float = 8.0
-    use_rslora: bool | None = None
-    use_dora: bool | None = None
-    modules_to_save: list[str] | None = None
-    rank_pattern: dict[str, int] | None = None
-    alpha_pattern: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +120,7 @@ def read_adapter(path: Path, spec: DecoderSpec, stored: Sequence[StoredTensor] =
     one that changes what is no linear of a layer, and shapes that do not fit the model.
     """
     plain: dict[str, LowRank] = {}
-    for name, change in _read(path, spec, stored, _modules(spec, stored), STACKED_RANK).items():
+    for name, change in _read(path, spec, stored, modules_of(spec, stored), STACKED_RANK).items():
         if isinstance(change, Whole) or change.magnitude is not None:
             what = "modules_to_save: expected none" if isinstance(change, Whole) else "use_dora: expected False"
             raise ToolkitError(
@@ -170,12 +134,12 @@ def read_adapter(path: Path, spec: DecoderSpec, stored: Sequence[StoredTensor] =
 def read_changes(path: Path, spec: DecoderSpec, stored: Sequence[StoredTensor] = ()) -> dict[str, Change]:
     """As ``read_adapter``, with all that PEFT's LoRA can be: DoRA, modules saved whole, embedding, head, experts and
     routers."""
-    return _read(path, spec, stored, _modules(spec, stored, wide=True), MAX_RANK)
+    return _read(path, spec, stored, modules_of(spec, stored, wide=True), MAX_RANK)
 
 
 def changes_of_modules(path: Path, spec: DecoderSpec, stored: Sequence[StoredTensor]) -> dict[StoredTensor, Change]:
     """As ``read_changes``, by the modules of the checkpoint, each whole and with its rows as they are there."""
-    return dict(_by_module(path, spec, stored, _modules(spec, stored, wide=True), MAX_RANK))
+    return dict(_by_module(path, spec, stored, modules_of(spec, stored, wide=True), MAX_RANK))
 
 
 def _read(
@@ -200,7 +164,7 @@ def _by_module(
 ) -> Iterator[tuple[StoredTensor, Change]]:
     from toolkit.artifacts.weight_files.mapped import map_file
 
-    scaling = _read_config(path)
+    scaling = read_config(path)
     file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
     if file is None:
         raise ToolkitError(f"{path}: expected {' or '.join(WEIGHTS)} there; fetch or save the adapter again")
@@ -210,19 +174,19 @@ def _by_module(
     alone = {x.name: x for item in modules.values() for x in item.alone()}
     alone |= {item.parts[0].name: item for item in modules.values() if len(item.parts) == 1}  # as merging needs them
     for module, sides in pairs.items():
-        target = modules.get(module) or modules.get(_as_stored(module, modules)) or alone.get(_as_computed(module))
+        target = modules.get(module) or modules.get(as_stored(module, modules)) or alone.get(as_computed(module))
         stack = None
         if target is None and sides.keys() == {"A", "B"}:
             stack = stack_of(module, sides["A"].shape, sides["B"].shape, spec, stored)
         if stack is not None and stack.names <= alone.keys():
             rank = sides["A"].shape[0] // len(stack.parts)
             _check_rank(file, module, rank, most)
-            pair = _load(file, mapped, module, sides, _scale(path / CONFIG, scaling, stack.name, rank))
+            pair = _load(file, mapped, module, sides, scale_of(path / CONFIG, scaling, stack.name, rank))
             for name, a, b in stack.split(pair.stored_a, pair.stored_b):
                 yield alone[name], LowRank(a, b, pair.scale)
             continue
         if target is None:
-            known = stack is not None or module in _modules(spec, stored, wide=True)
+            known = stack is not None or module in modules_of(spec, stored, wide=True)
             raise ToolkitError(
                 f"{file}: it changes {module}, expected linears of attention or feed-forward layers alone "
                 "(no embedding, head, router, expert or kv_b_proj); merge the adapter into the checkpoint instead"
@@ -234,11 +198,11 @@ def _by_module(
             weight = _stored(file, mapped, module, sides["whole"]).float()
             yield target, Whole(weight.T if target.transposed else weight)
         else:
-            scale = _scale(path / CONFIG, scaling, module, sides["A"].shape[0])
+            scale = scale_of(path / CONFIG, scaling, module, sides["A"].shape[0])
             yield target, _load(file, mapped, module, sides, scale)
 
 
-def _check_promised(config: Path, file: Path, told: _Scaling, pairs: Mapping[str, Mapping[str, TensorInfo]]) -> None:
+def _check_promised(config: Path, file: Path, told: Scaling, pairs: Mapping[str, Mapping[str, TensorInfo]]) -> None:
     """What the config says there is beside low-rank matrices must be there."""
     whole = [module for module, sides in pairs.items() if "whole" in sides]
     for name in told.modules_to_save or ():
@@ -246,30 +210,6 @@ def _check_promised(config: Path, file: Path, told: _Scaling, pairs: Mapping[str
             raise ToolkitError(f"{config}: modules_to_save: expected the weight of {name} in {file.name}, found none")
     if told.use_dora and not any("magnitude" in sides for sides in pairs.values()):
         raise ToolkitError(f"{config}: use_dora: expected lora_magnitude_vector tensors in {file.name}, found none")
-
-
-def _read_config(path: Path) -> _Scaling:
-    if not (path / CONFIG).is_file():
-        raise ToolkitError(f"{path}: expected a PEFT adapter, found no {CONFIG} there")
-    config = read_json_object(path / CONFIG)
-    if config.get("peft_type") != "LORA":
-        raise ToolkitError(f"{path / CONFIG}: peft_type: expected LORA, found {config.get('peft_type')!r:.40}")
-    for name, plain in _PLAIN.items():
-        if config.get(name) not in plain:
-            raise ToolkitError(
-                f"{path / CONFIG}: {name}: expected {plain[1]!r}, found {config[name]!r:.60}; "
-                "merge the adapter into the checkpoint instead"
-            )
-    start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.startswith(("pissa", "olora", "corda", "loftq")):
-        raise ToolkitError(
-            f"{path / CONFIG}: init_lora_weights: found {start!r:.40}, which changes the base weights too; "
-            "convert the adapter to plain LoRA first"
-        )
-    try:
-        return read(_Scaling, config, others=True)
-    except ValueError as error:
-        raise ToolkitError(f"{path / CONFIG}: {error}") from None
 
 
 def _pairs(file: Path, infos: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
@@ -294,43 +234,6 @@ def _pairs(file: Path, infos: Mapping[str, TensorInfo]) -> dict[str, dict[str, T
     if not pairs:
         raise ToolkitError(f"{file}: expected low-rank matrices, found no tensors")
     return pairs
-
-
-def _as_stored(module: str, modules: Mapping[str, StoredTensor]) -> str:
-    """What the checkpoint calls a module that PEFT names as transformers does."""
-    for begin, others in _AS_STORED.items():
-        names = (f"{other}{module.removeprefix(begin)}" for other in others if module.startswith(begin))
-        if (found := next((name for name in names if name in modules), None)) is not None:
-            return found
-    return module
-
-
-def _as_computed(module: str) -> str:
-    """The canonical name of a module of experts that PEFT names as transformers 5 does and the checkpoint does not."""
-    for theirs, ours in _OF_EXPERTS:
-        module = theirs.sub(ours, module)
-    return module
-
-
-def _modules(spec: DecoderSpec, stored: Sequence[StoredTensor], wide: bool = False) -> dict[str, StoredTensor]:
-    """Modules that an adapter may change, by their names on disk. ``wide``: also embedding, head, routers, experts."""
-    from toolkit.models.spec import Part, StoredTensor
-
-    mixers = [s.mixer for layer in spec.layers for s in layer.sublayers]
-    shapes: dict[str, tuple[int, int]] = {}
-    for mixer in mixers:
-        for x in mixer.linears() if wide else mixer.adaptable():
-            shapes[x.name] = x.out_features, x.in_features
-    if wide:
-        shapes[spec.embed] = spec.vocab_size, spec.hidden_size
-        shapes[spec.head] = spec.head_size, spec.hidden_size
-    found = {s.name: s for s in stored if len(s.shape) == 2 and all(p.name in shapes for p in s.parts)}
-    inside = {p.name for s in found.values() for p in s.parts if s.name != p.name}
-    for name, shape in shapes.items():
-        if name not in inside:
-            kind: Literal["embed", "linear"] = "embed" if name == spec.embed else "linear"
-            found.setdefault(name, StoredTensor(name, kind, shape, (Part(name),)))
-    return found
 
 
 def _check_shapes(file: Path, module: str, sides: Mapping[str, TensorInfo], target: StoredTensor, most: int) -> None:
@@ -361,28 +264,6 @@ def _check_shapes(file: Path, module: str, sides: Mapping[str, TensorInfo], targ
 def _check_rank(file: Path, module: str, rank: int, most: int) -> None:
     if not 1 <= rank <= most:
         raise ToolkitError(f"{file}: {module}: rank: expected 1 to {most}, found {rank}; merge the adapter instead")
-
-
-def _scale(file: Path, scaling: _Scaling, module: str, rank: int) -> float:
-    """lora_alpha / r, or with rsLoRA / sqrt(r)."""
-    alpha = _by_pattern(file, "alpha_pattern", scaling.alpha_pattern, module, scaling.lora_alpha)
-    declared = _by_pattern(file, "rank_pattern", scaling.rank_pattern, module, rank if scaling.r is None else scaling.r)
-    if declared != rank:
-        raise ToolkitError(f"{file}: r: expected {rank}, the rank of {module}'s tensors, found {declared}")
-    if not math.isfinite(alpha):
-        raise ToolkitError(f"{file}: lora_alpha: expected a number, found {alpha}")
-    return alpha / (math.sqrt(rank) if scaling.use_rslora else rank)
-
-
-def _by_pattern(file: Path, field: str, patterns: dict[str, N] | None, module: str, default: N) -> N:
-    """The value of the first key that is the module's name or, as a regular expression, its end."""
-    for key, value in (patterns or {}).items():
-        try:
-            if re.fullmatch(rf"(?:.*\.)?(?:{key})", module):
-                return value
-        except re.error as error:
-            raise ToolkitError(f"{file}: {field}: {key!r:.40} is no regular expression: {error}") from None
-    return default
 
 
 def _load(file: Path, mapped: Tensor, module: str, sides: Mapping[str, TensorInfo], scale: float) -> LowRank:

@@ -3,7 +3,7 @@
 ``OPTIONS`` has the names of its engine configs' fields; on the command line they have dashes. ``PLACES`` says where
 LMDeploy has them. From these come the flags that are taken without being shown (``commands/options.py``), the checks
 of the configs' fields, notices, the names that a wrong one is held against, and the tables of docs/lmdeploy.md
-(``python scripts/lmdeploy_tables.py``).
+(``python scripts/site/lmdeploy_tables.py``).
 """
 
 from __future__ import annotations

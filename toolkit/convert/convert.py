@@ -86,10 +86,7 @@ def convert(
     (runs done, of how many) of the model while ``quant_policy`` is measured.
     Raises UsageError for a wrong option, ToolkitError for a model that cannot be read or a full disk.
     """
-    if options.tp < 1:
-        raise UsageError(f"--tp: expected a number of ranks from 1 up, found {options.tp}")
-    if options.dtype not in DTYPES:
-        raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {options.dtype!r}")
+    _check_values(options)
     path = resolve_model(model, revision=revision, download_dir=download_dir, progress=not quiet)
     require_kind(path, ("checkpoint", "quantized"), "convert")
     check_directory_target(dst_path, [path], overwrite)
@@ -97,8 +94,6 @@ def convert(
     checkpoint = open_checkpoint(path)
     _check_format(checkpoint, options.model_format)
     load_format = options.load_format
-    if load_format not in ("auto", *BITS):
-        raise UsageError(f"--load-format: expected auto, {', '.join(BITS)}, found {load_format!r}")
     check_load_format(load_format, path, (checkpoint.quantization or {}).get("quant_method"))
     spec, stored = load_spec(checkpoint)
     validate_checkpoint(checkpoint, stored)
@@ -135,17 +130,32 @@ def convert(
             write_scales(stage.dir, scales)
         write_adapters(stage.dir, adapters)
         artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
-        quality = {}
+        quality: dict[str, Any] = {}
         if chosen.name == CPU_TARGET and bits.head != 16 and spec.encoder is None:
-            from toolkit.convert.head_cost import head_cost
-
-            figures = head_cost(artifact, checkpoint, stored)
-            quality = {"head": figures} if figures else {}
+            quality |= _of_head(artifact, checkpoint, stored)
         if options.quant_policy is not None:
             quality[QUALITY] = measure_cache(artifact, checkpoint.tokenizer_dir, measuring)
         if options.tp > 1:
             write_rank_files(artifact, options.tp)
         return Converted(Path(dst_path), chosen.name, stage.finish(quality), False, notes)
+
+
+def _check_values(options: Packing) -> None:
+    """Raise UsageError for those that are wrong for any model."""
+    if options.tp < 1:
+        raise UsageError(f"--tp: expected a number of ranks from 1 up, found {options.tp}")
+    if options.dtype not in DTYPES:
+        raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {options.dtype!r}")
+    if options.load_format not in ("auto", *BITS):
+        raise UsageError(f"--load-format: expected auto, {', '.join(BITS)}, found {options.load_format!r}")
+
+
+def _of_head(artifact: EngineArtifact, checkpoint: Checkpoint, stored: list[StoredTensor]) -> dict[str, Any]:
+    """What rounding the head costs, where that can be measured."""
+    from toolkit.convert.head_cost import head_cost
+
+    figures = head_cost(artifact, checkpoint, stored)
+    return {"head": figures} if figures else {}
 
 
 def _told(options: Packing, chosen: Target, bits: Bits) -> dict[str, Any]:

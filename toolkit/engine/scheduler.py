@@ -2,12 +2,10 @@
 
 There are no prefill and decode phases: a request has ``length`` tokens of which ``computed`` are in the cache, and a
 step computes some more of them under a token budget. First every request that decodes: one token, or where blocks of
-tokens are guessed together a pass over such a block. Then prompts in chunks: the budget is split among users, and of a
-user's part half is for the one whose turn is first, so that each has its turn, the other half for those with the fewest
-tokens left, so that a short one need not wait for a long one. Waiting requests start as ``turns.py`` says: round by
-user, then by request, each user's by priority, then by arrival. Where no place is free for a user who has few, one who
-has many gives one back. When blocks run out somebody is preempted, of the user who has most the last in turn: it gives
-up its blocks and is computed again later.
+tokens are guessed together a pass over such a block. Then prompts in chunks, which share the budget as ``feeding.py``
+says. Waiting requests start as ``turns.py`` says: round by user, then by request, each user's by priority, then by
+arrival. Where no place is free for a user who has few, one who has many gives one back. When blocks run out somebody is
+preempted, of the user who has most the last in turn: it gives up its blocks and is computed again later.
 """
 
 from __future__ import annotations
@@ -22,18 +20,16 @@ from toolkit.engine.cache.coming import Coming
 from toolkit.engine.cache.followers import Followers
 from toolkit.engine.cache.prefix import extend_keys
 from toolkit.engine.cache.told import Told
+from toolkit.engine.feeding import Begun, Feeding
 from toolkit.engine.options import EngineOptions
 from toolkit.engine.pace import ALONE, HASTY, SERVED, SHARED, Pace
 from toolkit.engine.plan import Plan, side_by_side
 from toolkit.engine.sequence import Sequence
-from toolkit.engine.turns import LEAST_TOKENS, PATIENCE, Group, Held, Round, Waiting, group_of, split, turn
+from toolkit.engine.turns import LEAST_TOKENS, Held, Round, Waiting, group_of, turn
 
 if TYPE_CHECKING:
     from toolkit.engine.cache.kept.keeper import Keeper
 
-SIDE_BY_SIDE = 8  # prompts of a user that are begun while those begun before them use up the budget
-NEW = (-1, 0)  # of a user whose prompts have had no turn
-RUSH = 7  # steps in which newcomers' prompts go before those of others, then these have one
 HELD = 16  # steps that a request waits for what another user's prompt computes: that one may have no turn for long
 SPARED = 8  # preemptions of a request after which it is others' turn
 
@@ -60,10 +56,7 @@ class Scheduler:
         self.waiting = Waiting()
         self.running: list[Sequence] = []  # by turn
         self._places: Held | None = None  # of ``running``, None: to be counted anew
-        self._steps = 0
-        self._rushed = 0  # steps in which newcomers came before who has waited longest
-        # Of users with prompts: the step in which their last turn ended, and tokens of the present one.
-        self._fed: dict[str, tuple[int, int]] = {}
+        self._feeding = Feeding()
         self._free_rows = list(range(options.max_batch_size - 1, -1, -1))
         self.preemptions = 0
         self.hit_tokens = 0
@@ -88,7 +81,7 @@ class Scheduler:
             left = seq.remaining
             if seq.row < 0 or not (self.blocks.has(seq.row, seq.computed + left) or self._make_room(seq, left)):
                 continue
-            seq.decoded = self._steps
+            seq.decoded = self._feeding.steps
             if seq in guesses:
                 self._add_guess(plan, seq, guesses[seq])
             if left == 1 and seq.canvas is None and seq not in plan.guesses:
@@ -101,10 +94,10 @@ class Scheduler:
         if self.preemptions == before and self.waiting:
             self._admit(plan, prompts, budget)
             prompts = sorted((s for s in [*prompts, *plan.started] if s.row >= 0), key=turn)
-        for seq, share in self._shares(prompts, budget):
+        for seq, share in self._feeding.shares(prompts, budget):
             if seq.row >= 0:
                 self._add_chunk(plan, seq, share)
-        self._note_fed(plan, prompts)
+        self._feeding.note(plan, prompts)
         if self.preemptions != before:
             plan.decodes = [s for s in plan.decodes if s.row >= 0]
             plan.passes = sum(c[0].row >= 0 for c in plan.chunks[: plan.passes])
@@ -273,57 +266,6 @@ class Scheduler:
         need = sum(s.remaining for s in starts if rows[s.user] + self.waiting.count(s.user) == 1)
         return (HASTY, need) if need else (SHARED, 0)
 
-    def _shares(self, prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
-        """How many tokens each of ``prompts`` (by turn) may take of ``budget``, those first whose user has waited
-        longest for some."""
-        users: dict[str, list[Sequence]] = {}
-        for seq in prompts:
-            users.setdefault(seq.user, []).append(seq)
-        order = self._order(users)
-        needs = [(sum(s.remaining for s in users[u]), min(s.cost for s in users[u])) for u in order]
-        parts = zip(order, split(budget, needs), strict=True)
-        return [share for user, part in parts if part for share in self._shares_of(users[user], part)]
-
-    def _order(self, users: dict[str, list[Sequence]]) -> list[str]:
-        """Whose turn it is: users who have had none come first, of them those for whom one is enough. After ``RUSH``
-        steps in which they went before others these have one, so that newcomers without end starve nobody."""
-        turns = {user: self._fed.get(user, NEW)[0] for user in users}
-        waited = sorted(users, key=lambda user: turns[user] if turns[user] >= 0 else self._steps)
-        long = {user for user, seqs in users.items() if sum(s.remaining for s in seqs) > LEAST_TOKENS}
-        quick = sorted(users, key=lambda user: (turns[user], user in long))
-        self._rushed = self._rushed + 1 if quick[:1] != waited[:1] else 0
-        if self._rushed > RUSH:
-            self._rushed = 0
-            return waited
-        return quick
-
-    def _shares_of(self, prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
-        """The same of one user's prompts."""
-        first = max(prompts, key=lambda s: s.unfed)
-        if first.unfed < PATIENCE:
-            first = prompts[0]
-        shares = {first.order: min(first.remaining, budget - budget // 2)}
-        left = budget - shares[first.order]
-        rest = [s for s in prompts if s is not first]
-        for seq in sorted(rest, key=lambda s: s.remaining):
-            shares[seq.order] = min(seq.remaining, left)
-            left -= shares[seq.order]
-        shares[first.order] += left
-        return [(s, shares[s.order]) for s in (first, *rest) if shares[s.order]]
-
-    def _note_fed(self, plan: Plan, prompts: list[Sequence]) -> None:
-        """Which prompts of ``prompts`` this step computes, and which have to wait."""
-        self._steps += 1
-        fed = {seq: count for seq, _, count in plan.prompts}
-        for seq in prompts:
-            seq.unfed = 0 if seq in fed else seq.unfed + 1
-        turns = {seq.user: self._fed.get(seq.user, NEW) for seq in prompts}
-        for seq, count in fed.items():
-            step, taken = turns.get(seq.user, NEW)
-            over = taken + count >= LEAST_TOKENS
-            turns[seq.user] = (self._steps, 0) if over else (step, taken + count)
-        self._fed = turns
-
     def _admit(self, plan: Plan, prompts: list[Sequence], budget: int) -> None:
         """Start waiting requests while there is a row, budget and room for their whole prompts.
 
@@ -408,26 +350,3 @@ class Scheduler:
 def _most(seq: Sequence) -> int:
     """Tokens that may come from the cache: not the last one, nor those of which more is wanted than keys and values."""
     return min(seq.length - 1, seq.collected) if seq.wants_all else seq.length - 1
-
-
-class Begun:
-    """Prompts that running requests have yet to compute, by user."""
-
-    def __init__(self, prompts: list[Sequence], budget: int) -> None:
-        self._budget = budget
-        self._left: dict[str, list[int]] = {}
-        self._groups: dict[str, set[Group]] = {}
-        for seq in prompts:
-            self.add(seq)
-
-    def add(self, seq: Sequence) -> None:
-        self._left.setdefault(seq.user, []).append(seq.remaining)
-        self._groups.setdefault(seq.user, set()).add(group_of(seq))
-
-    def enough(self, seq: Sequence) -> bool:
-        """Whether the user of ``seq`` has prompts under way that use up the budget; the first of a request may be
-        begun beside those of a few others."""
-        left, groups = self._left.get(seq.user, []), self._groups.get(seq.user, set())
-        if len(left) < SIDE_BY_SIDE or sum(left) < self._budget:
-            return False
-        return group_of(seq) in groups or len(groups) >= SIDE_BY_SIDE

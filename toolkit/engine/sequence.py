@@ -162,11 +162,6 @@ class Sequence:
         return int(self.spans[-1].places[-1]) == self.prompt_len - 1
 
     @property
-    def exhausted(self) -> bool:
-        """Whether no further token may be drawn."""
-        return self.length >= self.end
-
-    @property
     def ending(self) -> bool:
         """Whether the token that a step in flight draws is its last."""
         return self.length >= self.end and self.pending > 0

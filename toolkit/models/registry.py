@@ -211,13 +211,13 @@ def build_video(
     return None if make is None else make(Fields(config, source), Fields(preprocessor, beside), recipe)
 
 
-def text_head(config: dict[str, Any], source: str = "config.json", own: Iterable[Family] = ()) -> TextHead | None:
+def text_head(config: dict[str, Any], source: str) -> TextHead | None:
     """What a model has that was trained to score texts behind its hidden states; None for any other model."""
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and named else named
     if not (isinstance(name, str) and name.endswith("ForSequenceClassification")):
         return None
-    family, fields = find_family(config, source, own), Fields(config, source)
+    family, fields = find_family(config, source), Fields(config, source)
     if family.classifier is not None:
         return family.classifier(fields)
     if family.encodes:

@@ -218,12 +218,9 @@ def search(
     if not linears:
         raise UsageError("--skip, --include: no linear of a layer is left to choose for")
     in_gguf = common.format == gguf.FORMAT
-    if in_gguf:
-        costs = finder.Costs(True, finder.in_gguf)
-    elif size is not None:
+    costs = finder.Costs(True, finder.in_gguf) if in_gguf else finder.Costs()
+    if size is not None and not in_gguf:
         costs = finder.Costs(of=cost_of(source, lambda grid, *shape: integers(grid, False, *shape)))
-    else:
-        costs = finder.Costs()
     budget = budget_of(options, size, source, linears, heads, costs, common)
     grid, how = awq.Grid(4, 32, False), gptq.Rounding(damp=options.damp, shrink=options.shrink)
     chosen = {x.name: finder.head_grid(x, costs.gguf) for x in heads}

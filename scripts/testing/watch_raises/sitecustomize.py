@@ -1,4 +1,4 @@
-"""Python reads this as it starts, where scripts/raises.py has put this folder on its path.
+"""Python reads this as it starts, where scripts/testing/raises.py has put this folder on its path.
 
 Each error of the toolkit that is made tells $TOOLKIT_RAISES_SOCKET the file and line that made it, at once, so that a
 process that is killed has counted. It is a socket, for boxes may write no files.

@@ -16,8 +16,8 @@ _MOST_OF_A_LETTER = 4096  # tokens
 class BoxedEncoder:
     """``encode`` of a tokenizer.json given as bytes. Thread-safe."""
 
-    def __init__(self, definition: bytes, limits: Limits = LIMITS) -> None:
-        self._box = Box("toolkit.artifacts.text.tokenizer_box:encoding", limits, None, definition)
+    def __init__(self, definition: bytes) -> None:
+        self._box = Box("toolkit.artifacts.text.tokenizer_box:encoding", LIMITS, None, definition)
 
     def encode(self, text: str) -> list[int]:
         """Token ids, special tokens not added. Raises ValueError with one line where it cannot be."""

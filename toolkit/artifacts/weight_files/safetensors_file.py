@@ -235,12 +235,11 @@ def write_arrays(
     arrays: Iterable[tuple[str, Any, str | None]],
     metadata: Mapping[str, str] | None = None,
     *,
-    align: int = PAGE,
     header_room: int = HEADER_ROOM,
 ) -> None:
     """Write a stream of (name, numpy array, CPU torch tensor or ``Writer``, safetensors dtype or None for its own).
 
-    Every tensor starts at a multiple of ``align`` bytes of the file (``_pad.N`` tensors fill the gaps, since the format
+    Every tensor starts at a multiple of ``PAGE`` bytes of the file (``_pad.N`` tensors fill the gaps, since the format
     allows no holes), so that ``map_arrays`` returns aligned views. One array is held at a time: the header comes
     first in the file but is known last, so ``header_room`` bytes are kept for it and padded with blanks. The
     file appears whole or not at all, and what the system keeps of it in memory are huge pages where it can.
@@ -251,7 +250,7 @@ def write_arrays(
     try:
         with scratch.open("w+b") as file:
             file.seek(header_room)
-            _write_stream(file, header, arrays, align)
+            _write_stream(file, header, arrays)
             file.truncate()
             raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
             if 8 + len(raw) > header_room:
@@ -314,9 +313,7 @@ def _copy(source: IO[bytes], target: IO[bytes], start: int, end: int) -> None:
         start += len(piece)
 
 
-def _write_stream(
-    file: IO[bytes], header: dict[str, Any], arrays: Iterable[tuple[str, Any, str | None]], align: int
-) -> None:
+def _write_stream(file: IO[bytes], header: dict[str, Any], arrays: Iterable[tuple[str, Any, str | None]]) -> None:
     """Write the arrays from the file's position on and enter them (and their paddings) in ``header``."""
     position = pads = 0
     begin, kept = file.tell(), _HUGE
@@ -327,7 +324,7 @@ def _write_stream(
         data, shape, own = (array, (array.nbytes,), "U8") if writes else array_bytes(array)
         dtype = dtype or own
         assert NUMPY_DTYPES[dtype] == NUMPY_DTYPES[own], f"{name}: {own} cannot be stored as {dtype}"
-        if gap := -position % align:
+        if gap := -position % PAGE:
             pad = {"dtype": "U8", "shape": [gap], "data_offsets": [position, position + gap]}
             header[f"{PAD_PREFIX}{pads}"] = pad
             file.write(bytes(gap))

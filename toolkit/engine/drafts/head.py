@@ -159,6 +159,10 @@ class DraftHead(Draft):
             follower.states, follower.rows, follower.known = [], 0, seq.known
         drawn = self._step(np.concatenate(ids), np.concatenate(states), rows)
         whole = {seq: follower.kept.length for seq, follower, _ in going}
+        if not self.cost.known:  # prompts were read, which says nothing of a token: without this it would rest unknown
+            self._step(drawn.tokens, drawn.states, [Rows(follower.kept, 1) for _, follower, _ in going])
+            for seq, follower, _ in going:
+                follower.kept.length = whole[seq]
         everyone = going
         while going:
             self._take(going, drawn, found)

@@ -28,7 +28,7 @@ class Kind(IntEnum):
 
 _STEPS = (2, 3, 4, 6, 9, 17)  # tokens that agree before a guess, from which it counts as surer
 _FIRST = (0.15, 0.3, 0.45, 0.55, 0.7, 0.8, 0.9)  # what is thought before anything was seen
-_WEIGHT = 4.0  # guesses that what was thought before counts as
+_WEIGHT = 8.0  # guesses that what was thought before counts as
 SHORT, LONG = 0.9, 0.995  # what a guess still counts after the next one: of a request, of a user
 USERS = 64  # of whom something is known, those that last asked
 JURY = 16  # of them, what of a new one is thought by

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from toolkit.quant.layers.forward import in_bf16, narrow
 from toolkit.quant.layers.layerwise import Flow
 from toolkit.quant.layers.source import LayerSource
 
@@ -40,8 +39,7 @@ def features(
     for i, layer in enumerate(spec.layers):
         if i in layers:
             keep(layers.index(i))
-        with in_bf16(device):
-            flow.advance(i, layer, narrow(source.layer(i, device), device))
+        flow.advance(i, layer, source.layer(i, device))
         progress(i + 1)
     if len(spec.layers) in layers:
         keep(layers.index(len(spec.layers)))

@@ -9,7 +9,7 @@ from typing import Any
 from toolkit.artifacts.output.result_file import save_plot
 
 
-def plot_curve(curve: Sequence[Mapping[str, Any]], path: Path, option: str = "--plot") -> None:
+def plot_curve(curve: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the acceptance rate of held-out text over the steps, a line for each place in a guess."""
     import matplotlib
 
@@ -26,5 +26,5 @@ def plot_curve(curve: Sequence[Mapping[str, Any]], path: Path, option: str = "--
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     figure.tight_layout()
-    save_plot(option, figure, path, dpi=120)
+    save_plot("--plot", figure, path, dpi=120)
     pyplot.close(figure)

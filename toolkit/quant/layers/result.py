@@ -114,9 +114,12 @@ def stay_dense(sites: Sequence[Site], weights: Mapping[str, Tensor], dtype: torc
             yield Made(name, Dense(value) if name in followers else value)
 
 
-def warnings(layers: Sequence[Mapping[str, Any]], most: int = 20) -> list[str]:
+MOST = 20  # lines of a result that name single linears
+
+
+def warnings(layers: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for every linear (of ``quality``'s ``layers``) that calibration said nothing or not all about; after
-    ``most`` of them one that counts the rest."""
+    ``MOST`` of them one that counts the rest."""
     found = []
     for layer in layers:
         name, dead = layer["name"], layer.get("dead_inputs", 0)
@@ -125,8 +128,8 @@ def warnings(layers: Sequence[Mapping[str, Any]], most: int = 20) -> list[str]:
         elif dead:
             inputs = "1 input was" if dead == 1 else f"{dead} inputs were"
             found.append(f"{name}: {inputs} always zero in calibration; their weights count alone")
-    rest = len(found) - most
-    return found if rest <= 0 else [*found[:most], f"and {rest} more linears; manifest.json has them under quality"]
+    rest = len(found) - MOST
+    return found if rest <= 0 else [*found[:MOST], f"and {rest} more linears; manifest.json has them under quality"]
 
 
 def to_state(made: Iterable[Made]) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:

@@ -159,7 +159,7 @@ def _split(
         start += linear.out_features
         scale = rounded.scale[rows].to(torch.float16)
         if not bool(torch.isfinite(scale).all()):
-            raise ToolkitError(no_scale(linear.name, weights[linear.name], torch.float16))
+            raise ToolkitError(no_scale(linear.name, weights[linear.name]))
         parts.append(
             GroupInt(
                 codes=rounded.codes[rows].clone().cpu(),  # a view would keep the whole

@@ -75,9 +75,7 @@ def group_range(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     return groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
 
 
-def grid_of(
-    low: Tensor, high: Tensor, *, bits: int, symmetric: bool, scale_dtype: torch.dtype = torch.float16
-) -> tuple[Tensor, Tensor]:
+def grid_of(low: Tensor, high: Tensor, *, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
     """Scale and zero point (both float32) that span ``low`` … ``high``; the scale is rounded as it will be stored.
 
     Shapes as ``low``. The zero point is derived from the stored scale: this grid is the file's.
@@ -86,9 +84,9 @@ def grid_of(
     if symmetric:
         half = 2 ** (bits - 1)
         reach = torch.maximum(-low, high).clamp_(min=MIN_RANGE)
-        scale = (reach / (half - 1)).to(scale_dtype).float()
+        scale = (reach / (half - 1)).half().float()
         return scale, torch.full_like(scale, float(half))
-    scale = ((high - low).clamp_(min=MIN_RANGE) / top).to(scale_dtype).float()
+    scale = ((high - low).clamp_(min=MIN_RANGE) / top).half().float()
     return scale, (-low / scale).round_().clamp_(0, top)
 
 
@@ -114,30 +112,29 @@ def quantize(
     symmetric: bool,
     name: str,
     bounds: tuple[Tensor, Tensor] | None = None,
-    scale_dtype: torch.dtype = torch.float16,
 ) -> GroupInt:
     """Round ``weight`` (float32 [out, in]) to codes against the scale as stored.
 
     ``bounds``: clipped (low, high) of every group, each [out, in/group_size]; None = the group's own range.
-    Raises ToolkitError naming ``name`` where a scale does not fit ``scale_dtype``.
+    Raises ToolkitError naming ``name`` where a scale does not fit float16.
     """
     low, high = bounds if bounds is not None else group_range(weight, group_size)
-    scale, zero = grid_of(low, high, bits=bits, symmetric=symmetric, scale_dtype=scale_dtype)
+    scale, zero = grid_of(low, high, bits=bits, symmetric=symmetric)
     if not bool(torch.isfinite(scale).all()):
-        raise ToolkitError(no_scale(name, weight, scale_dtype))
+        raise ToolkitError(no_scale(name, weight))
     codes = round_to(weight.view(weight.shape[0], -1, group_size), scale[..., None], zero[..., None], bits)
     return GroupInt(
         codes=codes.to(torch.uint8).view_as(weight).cpu(),
-        scales=scale.to(scale_dtype).cpu(),
+        scales=scale.half().cpu(),
         zeros=zero.to(torch.uint8).cpu(),
         bits=bits,
         group_size=group_size,
     )
 
 
-def no_scale(name: str, weight: Tensor, dtype: torch.dtype) -> str:
-    """The message for a weight so large that its scale is infinite as ``dtype``."""
+def no_scale(name: str, weight: Tensor) -> str:
+    """The message for a weight so large that its scale is infinite as float16."""
     return (
         f"{name}: a weight of {float(weight.abs().max()):.3g} needs a scale beyond "
-        f"{str(dtype).removeprefix('torch.')}; expected weights below about 480,000"
+        "float16; expected weights below about 480,000"
     )

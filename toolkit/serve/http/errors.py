@@ -60,7 +60,6 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        type: str | None = None,
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
@@ -69,7 +68,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after or RETRY_S
-        self.type = type or TYPE_OF_STATUS.get(status, "server_error")
+        self.type = TYPE_OF_STATUS.get(status, "server_error")
 
     @property
     def headers(self) -> dict[str, str] | None:
