@@ -47,7 +47,7 @@ def run(
     from toolkit.errors import UsageError
     from toolkit.serve.openai.batches.urls import EMBEDDINGS
 
-    engine.config()  # what is wrong with it is told before any file is read
+    config = engine.config()  # what is wrong with it is told before any file is read
     check_pooling(pooling, "--pooling")
     check_target(target)
     if target.exists() and not overwrite:
@@ -60,7 +60,8 @@ def run(
     files = open_files(source, answers, filling, model, limits, overwrite=overwrite)
     tally = files.tally
     try:
-        seconds = answer_all(files, answers, "texts", model, BatchSettings(pooling=pooling), limits, engine, OnRay())
+        settings = BatchSettings(pooling=pooling)
+        seconds = answer_all(files, answers, "texts", model, settings, limits, engine, config, OnRay())
     finally:
         files.close()
     rows, width = collect(answers, target)

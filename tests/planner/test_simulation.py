@@ -91,6 +91,32 @@ def test_engines_on_one_machine_share_its_cores() -> None:
     assert first.e2e == pytest.approx(long.e2e + alone.e2e)  # it lost as much as the other one took
 
 
+def test_engines_that_are_not_always_as_fast() -> None:
+    """Requests one at a time take as long as always in the mean. What short ones take varies as much as was said, what
+    long ones take less: by the variance of the mean of moments that hold for exponential times."""
+
+    def ratios(tokens: int, count: int) -> list[float]:
+        asks = [Ask(0.0, 50, tokens)] * count
+        usual = simulate(asks[:1], PLAIN, Limits(), 1).served[0].e2e
+        found = simulate(asks, PLAIN, Limits(), 1, Around(noise=0.2), seed=1, at_once=1)
+        return [one.e2e / usual for one in found.served]
+
+    for tokens, count in ((20, 2000), (2000, 200)):
+        found = ratios(tokens, count)
+        holds = (PROMPT + 50 * DECODE + (tokens - 1) * (PROMPT + DECODE)) / module.HOLDS
+        spread = 0.2 * np.sqrt(2 / holds * (1 - (1 - np.exp(-holds)) / holds))
+        assert np.mean(found) == pytest.approx(1, abs=4 * spread / np.sqrt(count))
+        assert np.std(found) == pytest.approx(spread, rel=0.25)
+    assert ratios(20, 5) == ratios(20, 5)
+
+
+def test_slow_moments_make_the_last_hundredth_wait_longer() -> None:
+    asks = drawn(5, 3000, 5.0, "50", "8", 0)
+    steady, varied = (simulate(asks, PLAIN, Limits(), 1, Around(noise=noise)) for noise in (0.0, 0.3))
+    assert varied.percentile("tpot", 99) > 1.1 * steady.percentile("tpot", 99)
+    assert varied.throughput == pytest.approx(steady.throughput, rel=0.02)
+
+
 def test_what_the_way_takes() -> None:
     """A proxy's part and that of blocks which go over stand before the first token alone."""
     ask = Ask(1.0, 200, 5)

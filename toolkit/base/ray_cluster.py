@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import socket
 from typing import Any
 
@@ -12,6 +13,12 @@ from toolkit.errors import ToolkitError
 
 ANSWER_SECONDS = 10.0  # of the port of a cluster: Ray itself asks one that is not there for minutes
 STORE_BYTES = 200 << 20  # of Ray's object store: a request and its answer are all that goes through it
+OWN = {  # of one of this process: nothing takes processor time that nobody looks at, or that waits for work
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_niceness": "0",  # 15 otherwise: whatever else runs goes before an engine
+}
 
 
 def connect(address: str | None, cores: float, option: str = "--ray-address", log: bool = False) -> None:
@@ -28,6 +35,8 @@ def connect(address: str | None, cores: float, option: str = "--ray-address", lo
             told = f"{option} {address}: no cluster of Ray answers there ({_line(error)})"
             raise ToolkitError(told) from None
         return
+    for name, value in OWN.items():
+        os.environ.setdefault(name, value)
     for again in (True, False):
         try:
             ray.init(

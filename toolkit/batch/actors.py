@@ -14,13 +14,14 @@ from typing import Any, Protocol
 from starlette.types import Receive, Scope, Send
 
 from toolkit.base.record import read
+from toolkit.batch.blocks import Desk, Found, Given
 from toolkit.batch.options import BatchSettings
 from toolkit.batch.run import Answerer, opened
 from toolkit.errors import ToolkitError
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.http.replies import send_json
 from toolkit.serve.http.request_ids import HEADER
-from toolkit.serve.openai.batches.ask import Answer, ask
+from toolkit.serve.openai.batches.ask import Answer
 from toolkit.serve.ray.plan import Model
 
 logger = logging.getLogger("toolkit.batch")
@@ -54,6 +55,7 @@ class Engine:
                 progress=lambda line: None,
             )
         )
+        self._desk = Desk(self._app)
 
     async def about(self) -> dict[str, Any]:
         by = Answerer.of(self._app)
@@ -61,9 +63,8 @@ class Engine:
             raise ToolkitError(f"the engine ended ({outage.why})")
         return {"model_name": by.model_name, "session_len": by.session_len, "places": by.places}
 
-    async def ask(self, path: str, body: bytes) -> tuple[int, bytes, str]:
-        found = await ask(self._app, path, body)
-        return found.status, found.body, found.request_id
+    async def turn(self, lines: list[Given]) -> list[Found]:
+        return await self._desk.turn(lines)
 
 
 class Gone(Exception):

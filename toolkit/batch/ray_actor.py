@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from toolkit.base.ray_cluster import connect, why
 from toolkit.base.record import plain
 from toolkit.batch.actors import About, Engine, Gone, Spread
+from toolkit.batch.blocks import Carrier
 from toolkit.batch.options import BatchSettings
 from toolkit.batch.run import Answerer
 from toolkit.configs.engine import EngineConfig
@@ -20,7 +21,7 @@ from toolkit.errors import ToolkitError
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.ray.plan import Model
 
-MOST_CALLS = 4096  # lines that an actor has at once, at most: who asks knows how many it can take
+MOST_CALLS = 16  # that an actor has at once: one or two that bring lines, and what asks whether it is there
 
 
 class RayActor:
@@ -32,6 +33,7 @@ class RayActor:
             num_cpus=cpus, num_gpus=gpus, max_restarts=-1, max_task_retries=0, max_concurrency=MOST_CALLS
         )
         self._actor = made.remote(*arguments)
+        self._carrier = Carrier(lambda lines: self._called(self._actor.turn.remote(lines)))
 
     def first(self) -> About:
         """When it has loaded. Raises ToolkitError."""
@@ -44,8 +46,7 @@ class RayActor:
         return About(**await self._called(self._actor.about.remote()))
 
     async def ask(self, path: str, body: bytes) -> tuple[int, bytes, str]:
-        found: tuple[int, bytes, str] = await self._called(self._actor.ask.remote(path, body))
-        return found
+        return await self._carrier.ask(path, body)
 
     def end(self) -> None:
         ray.kill(self._actor, no_restart=False)

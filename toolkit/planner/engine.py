@@ -7,6 +7,7 @@ a request comes: their times are an arithmetic series, for the context grows by 
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from toolkit.planner.traffic import Ask
 
 BLOCK = 64
 LEARNS = 3  # steps of a stretch that the pace learns from: more tell it little
+HOLDS = 0.7  # seconds, mean, that an engine is as fast as it is: how long slow moments were on two virtual cores
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class Engine:
     limits: Limits
     keeps_features: bool = False
     more: float = 0.0  # seconds that each step takes longer at present
+    noise: float = 0.0  # standard deviation of how long steps take, as a share, from one moment to the next
+    seed: int = 0  # of that
     warm: bool = True  # its pace has learned what steps cost, as that of an engine which has served before
     looks: int = 0  # steps of a busy engine in which it asks for, and then reads, blocks that another one lends
     prompts: list[Job] = field(default_factory=list)
@@ -101,8 +105,11 @@ class Engine:
     _leaving: int = 0  # requests whose end the next step does not know of: their places are not free yet
     _rushed: int = 0  # steps in which newcomers came before who has waited longest
     _unseen: bool = False  # a request waits that the next step was made without
+    _factor: float = 1.0  # times what its content takes that a step takes
+    _holds: float = -math.inf  # until then
 
     def __post_init__(self) -> None:
+        self._draw = random.Random(self.seed)
         if self.warm and self.limits.paced:
             self._pace = deepcopy(_learned(self.time, self.limits))
 
@@ -209,9 +216,20 @@ class Engine:
         rows = len(decodes) + sum(job.computed + count == job.length for job, count in chunks)
         context = float(sum(job.length for job in decodes))
         pairs = sum(count * (job.computed + count / 2) for job, count in chunks)
-        first = self.time.seconds(tokens, context, pairs, rows) + self.more
+        factor = self._speed(now)
+        first = factor * self.time.seconds(tokens, context, pairs, rows) + self.more
         sums = features(self.time.knots, tokens, context, pairs, rows) if self.keeps_features else None
-        self.stretch = Stretch(now, decodes, chunks, steps, first, self.time.context * len(decodes), sums)
+        self.stretch = Stretch(now, decodes, chunks, steps, first, factor * self.time.context * len(decodes), sums)
+        if self.noise:
+            self._cut(self.stretch, self._holds)
+
+    def _speed(self, now: float) -> float:
+        """Times what their content takes that steps take at present: another one from time to time, with which an
+        engine that is always busy does as much as without."""
+        if self.noise and now >= self._holds:
+            self._factor = math.exp(self._draw.gauss(self.noise * self.noise / 2, self.noise))
+            self._holds = now + self._draw.expovariate(1 / HOLDS)
+        return self._factor
 
     def _make_room(self) -> None:
         """For a token of each that decodes; where there is none the last that came gives up its blocks."""

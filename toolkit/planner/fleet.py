@@ -57,7 +57,8 @@ class Around:
     that writes answers has the blocks that another one lends it; ``handing_token``: of the latter, for each token.
     ``cores``: that all engines, and what speaks for them, share; None: each has its own. ``threads``: cores of an
     engine while it computes; ``step``: seconds that each of its steps takes longer while others compute, for they read
-    memory, too; ``token``: core-seconds of each output token outside of engines: HTTP, proxy, client."""
+    memory, too; ``token``: core-seconds of each output token outside of engines: HTTP, proxy, client. ``noise``:
+    standard deviation of how long each engine's steps take, as a share, from one moment to the next."""
 
     way: float = 0.0
     handing: float = 0.0
@@ -66,6 +67,7 @@ class Around:
     threads: float = 1.0
     token: float = 0.0
     step: float = 0.0
+    noise: float = 0.0
 
 
 ALONE = Around()
@@ -85,9 +87,11 @@ def simulate(
     into an engine's cache. ``prefills``: engines that compute prompts alone; the others then begin with what these
     lend, the whole blocks of a prompt. ``seed``: of the lots among engines with equally many requests.
     ``at_once``: so many clients ask one after the other, whenever requests would have come."""
-    writing = Group([Engine(time, limits, looks=LOOKS if prefills else 0) for _ in range(replicas)], seed)
     copied = replace(time, slopes=tuple(slope + around.handing_token for slope in time.slopes))
-    lending = Group([Engine(copied, limits) for _ in range(prefills)], seed)
+    looks, noise, first = LOOKS if prefills else 0, around.noise, seed << 32
+    writing = Group([Engine(time, limits, looks=looks, noise=noise, seed=first + i) for i in range(replicas)], seed)
+    first += replicas
+    lending = Group([Engine(copied, limits, noise=noise, seed=first + i) for i in range(prefills)], seed)
     fleet = Fleet([writing, lending], around)
     came: dict[int, float] = {}  # by the ids of what engines are asked, which they keep
     heads: dict[int, Ask] = {}  # requests that compute a prompt, for whom

@@ -57,6 +57,12 @@ class Demand:
     step_us: float = option(
         0.0, "With --cores: µs that a step takes longer while other engines compute: they read memory, too.", min=0
     )
+    noise: float = option(
+        0.0,
+        "Standard deviation of how long steps take, from moment to moment (0.1: 10 %): others have the machine, too.",
+        min=0,
+        max=1,
+    )
     route_ms: float = option(0.0, "What a proxy adds to the time of a first token.", min=0)
     handover_ms: float = option(
         0.0, "With --prefill: what handing a prompt's blocks over adds to it, whatever their size.", min=0
@@ -101,6 +107,7 @@ class Demand:
             self.threads,
             self.outside_us / 1e6,
             self.step_us / 1e6,
+            self.noise,
         )
 
     def asks(self) -> list[Ask]:
