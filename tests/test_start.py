@@ -35,6 +35,12 @@ there = [name for name in forbidden if name in sys.modules]
 print(json.dumps([code, there]), file=sys.stderr)
 """
 
+TEXTS: dict[Any, tuple[str, ...]] = {
+    str: ("a text", "7"),
+    int: ("7", "-1", "0", "007", "99999999", "9" * 30, "1.5", "1_000", "+4", " 3", "٣", "a text", ""),
+    float: ("7", "-1", "0.25", "-0", "1e3", ".5", "1.", "nan", "inf", "+4", "٣", "0." + "1" * 30, "a text", ""),
+}
+
 
 def ran(*arguments: object, forbidden: str = "", light: bool = True) -> tuple[str, int, list[str]]:
     """What a command writes, its exit code, and which of the modules it has imported that are not for it."""
@@ -54,9 +60,9 @@ def test_a_help_needs_nothing_heavy_and_is_the_one_that_typer_renders(arguments:
 
 
 def test_a_chat_that_cannot_begin_has_imported_nothing_to_run_it(tmp_path: Path) -> None:
-    text, code, there = ran("chat", tmp_path / "nothing", "--prompt", "Hi", "--top-p", "0.9", forbidden=TOGETHER)
-    assert (text, code) == ("", 2) and there == ["pydantic"]  # a number that is given has to be converted
-    assert ran("chat", tmp_path / "nothing", "--prompt", "Hi", forbidden=OF_CHAT)[1:] == (2, [])
+    given = ["chat", tmp_path / "nothing", "--prompt", "Hi", "--top-p", "0.9", "--max-new-tokens", "20"]
+    assert ran(*given, forbidden=OF_CHAT) == ("", 2, [])
+    assert ran(*given, "--top-k", "+4", forbidden=TOGETHER)[1:] == (2, ["pydantic"])  # more than digits
 
 
 def test_one_answer_needs_nothing_heavy(tiny_models: Any, tmp_path: Path) -> None:
@@ -67,15 +73,21 @@ def test_one_answer_needs_nothing_heavy(tiny_models: Any, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_values_are_those_that_typer_converts(name: str) -> None:
-    """Of every option that is not given, and of a text for each that takes one."""
+    """Of every option that is not given, and of a text for each that takes one; numbers in and out of range."""
+
+    def value(parameter: Any, context: typer.Context, given: Any) -> Any:
+        try:
+            made = parameter.process_value(context, given)
+        except typer.BadParameter as error:
+            return str(error)
+        return repr(made)  # nan is no nan
 
     def values(command: Any, context: typer.Context) -> dict[str, list[Any]]:
         return {
             parameter.name: [
-                parameter.process_value(context, value)
-                for value in (parameter.get_default(context), "a text")
-                if not (parameter.required and value is None)
-                and not (value == "a text" and parameter.type_descriptor.annotation is not str)
+                value(parameter, context, given)
+                for given in (parameter.get_default(context), *TEXTS.get(parameter.type_descriptor.annotation, ()))
+                if not (parameter.required and given is None)
             ]
             for parameter in command.get_params(context)
         }

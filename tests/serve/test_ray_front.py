@@ -22,6 +22,7 @@ from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.limits import Limits
+from toolkit.serve.http.places import Places
 from toolkit.serve.http.replies import json_response
 from toolkit.serve.proxy.forward import Incoming
 from toolkit.serve.proxy.strategies import Sent, uneven
@@ -109,7 +110,7 @@ def test_a_request_goes_to_its_models_replicas_and_its_answer_comes_back() -> No
     run(go())
 
 
-def test_users_have_turns_at_the_places_of_replicas() -> None:
+def test_users_have_turns_at_the_places_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray itself serves first come, first served; and a full queue has room for who has little of it."""
 
     @dataclass
@@ -121,6 +122,15 @@ def test_users_have_turns_at_the_places_of_replicas() -> None:
             self.order.append(json.loads(asked.body)["user"])
             await self.door.wait()
             yield whole()
+
+    come: list[str] = []  # to the queue
+    may_wait = Places.may_wait
+
+    def seen(places: Places, user: str, most: int) -> bool:
+        come.append(user)
+        return may_wait(places, user, most)
+
+    monkeypatch.setattr(Places, "may_wait", seen)
 
     async def go() -> None:
         model, keys = Held("a"), ApiKeys(["greedy", "modest"])
@@ -135,7 +145,9 @@ def test_users_have_turns_at_the_places_of_replicas() -> None:
             while sum(task.done() for task in tasks) < 2:
                 await asyncio.sleep(0.001)
             tasks.append(asyncio.create_task(ask("modest")))
-            await asyncio.sleep(0.02)
+            while len(come) < 8:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0)  # and it waits there
             model.door.set()
             assert sorted(await asyncio.gather(*tasks)) == [200] * 6 + [429] * 2
             assert model.order[:3].count("modest") == 1
