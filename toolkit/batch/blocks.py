@@ -118,9 +118,9 @@ class Carrier:
             found = await self._turn(lines)
         except Exception as error:
             self._waiting = []
-            for answer in self._there.values():
-                if not answer.done():
-                    answer.set_exception(error)
+            for line in self._there.values():
+                if not line.done():
+                    line.set_exception(error)
             return
         finally:
             self._open -= 1
