@@ -158,7 +158,8 @@ def test_guesses_are_those_of_the_text(model: Path, chunk: int, backend: str, ma
     made = told.made[:: max(1, len(told.made) // 24)]
     short = np.concatenate([short_of_the_best(source, head, tokens, guess) for tokens, guess in made])
     assert len(made) > 20 and np.mean(short == 0) > 0.7  # a state is rounded to bfloat16 there, each processor its way
-    worst = np.quantile(short, 0.95)  # one guess that its inputs' 8 bits turned leads elsewhere with those behind it
+    # of 4 bits one guess in fifty lies further off, for a state rounded to bfloat16 turns codes of what a layer reads
+    worst = np.quantile(short, 0.95) if make is in_few_bits else short.max()
     assert np.mean(short) < 0.1 and worst < 1.0, "a token of no merit lies two or three spreads below the best"
 
 
