@@ -14,9 +14,7 @@ from toolkit.planner.fleet import Around, Run, simulate
 from toolkit.planner.step_time import StepTime
 from toolkit.planner.traffic import drawn
 
-DRAWS = (
-    24  # of the lots that the proxy draws and of moments at which the machine is slow, in each of which all come once
-)
+DRAWS = 24  # of the proxy's lots and of the moments at which the machine is slow; all requests come once in each
 FIGURES = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms")
 
 
