@@ -47,7 +47,7 @@ def run(
     from toolkit.errors import UsageError
     from toolkit.serve.openai.batches.urls import EMBEDDINGS
 
-    config = engine.config()  # what is wrong with it is told before any file is read
+    engine.config()  # what is wrong with it is told before any file is read
     check_pooling(pooling, "--pooling")
     check_target(target)
     if target.exists() and not overwrite:
@@ -61,7 +61,7 @@ def run(
     tally = files.tally
     try:
         settings = BatchSettings(pooling=pooling)
-        seconds = answer_all(files, answers, "texts", model, settings, limits, engine, config, OnRay())
+        seconds = answer_all(files, answers, "texts", model, settings, limits, engine, OnRay())
     finally:
         files.close()
     rows, width = collect(answers, target)
