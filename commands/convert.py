@@ -97,7 +97,9 @@ def _pack(model: str, dst_path: str, flags: ConvertFlags) -> None:
         *(("note", note) for note in done.notes),
         ("time", f"{time.perf_counter() - started:.1f} s"),
     ]
-    _report(flags, {**done.manifest.to_json(), "notes": done.notes}, done.path, done.already_there, rows)
+    _report(
+        flags, {**done.manifest.to_json(), "notes": done.notes}, done.path, done.already_there, rows, read=done.read
+    )
 
 
 def _rewrite(model: str, dst_path: str, flags: ConvertFlags) -> None:
@@ -147,31 +149,39 @@ def _rewrite(model: str, dst_path: str, flags: ConvertFlags) -> None:
     _report(flags, facts, done.path, done.already_there, rows)
 
 
-def _next(path: Path, tp: int) -> tuple[str, str]:
-    """What to do with the result, or what it lacks to be run."""
-    from toolkit.artifacts.text.tokenizer import Tokenizer
+def _next(path: Path, tp: int, read: bool) -> tuple[str, str]:
+    """What to do with the result, or what it lacks to be run. ``read``: its tokenizer was opened."""
     from toolkit.artifacts.text_head import reads_alone
 
     place = file if (file := path / "model.gguf").is_file() else path
     ranks = f" --tp {tp}" if tp > 1 else ""
     if place.is_dir():  # a GGUF file has its tokenizer in it
-        try:
-            Tokenizer.open(place)
-        except ToolkitError as error:
-            return "before it runs", str(error)
+        if not read:
+            from toolkit.artifacts.text.tokenizer import Tokenizer
+
+            try:
+                Tokenizer.open(place)
+            except ToolkitError as error:
+                return "before it runs", str(error)
         if reads_alone(place):
             return "try it", f"tool embed texts.jsonl vectors.npy --model {place}{ranks}"
     return "try it", f"tool chat {place}{ranks}"
 
 
 def _report(
-    flags: ConvertFlags, facts: dict[str, Any], path: Path, already_there: bool, rows: list[tuple[str, str]]
+    flags: ConvertFlags,
+    facts: dict[str, Any],
+    path: Path,
+    already_there: bool,
+    rows: list[tuple[str, str]],
+    read: bool = False,
 ) -> None:
-    """Write ``facts`` where --json asks for it, and show ``rows`` unless that is standard output."""
+    """Write ``facts`` where --json asks for it, and show ``rows`` unless that is standard output. ``read``: see
+    ``_next``."""
     write_json(flags.json, facts)
     if flags.json == "-":
         return
     if already_there:
         say(f"{path}: already there", stdout())
     else:
-        stdout().print(table("Converted", ("", "value"), [*rows, _next(path, flags.tp)]))
+        stdout().print(table("Converted", ("", "value"), [*rows, _next(path, flags.tp, read)]))

@@ -18,10 +18,10 @@ from toolkit.runners.native.packing.artifact import CPU_TARGET, open_packed
 Progress = Callable[[int, int], None]
 
 
-def measure_cache(artifact: EngineArtifact, tokenizer_dir: Path, progress: Progress | None = None) -> dict[str, Any]:
+def measure_cache(artifact: EngineArtifact, tokenizer: Tokenizer, progress: Progress | None = None) -> dict[str, Any]:
     """Of each layer, as a manifest has it. ``progress``: see ``cache_cost``. Raises ToolkitError where the model cannot
     be measured."""
-    return to_json(_measured(artifact, tokenizer_dir, by_layer=True, progress=progress))
+    return to_json(_measured(artifact, tokenizer, by_layer=True, progress=progress))
 
 
 def check_cache(path: Path, config: EngineConfig, tell: Callable[[str], None], *, force: bool) -> None:
@@ -63,17 +63,20 @@ def _known(path: Path, tell: Callable[[str], None], *, by_layer: bool) -> CacheC
     if artifact.target != CPU_TARGET:
         raise ToolkitError(f"measured on CPUs alone, and this artifact is for {artifact.target}")
     tell(f"measuring what bits of the KV cache cost{' in each layer' if by_layer else ''}, once for this model")
-    found = _measured(artifact, path, by_layer=by_layer)
+    found = _measured(artifact, Tokenizer.open(path), by_layer=by_layer)
     keep_cost(path, found)
     return found
 
 
 def _measured(
-    artifact: EngineArtifact, tokenizer_dir: Path, *, by_layer: bool, progress: Progress | None = None
+    artifact: EngineArtifact, tokenizer: Tokenizer, *, by_layer: bool, progress: Progress | None = None
 ) -> CacheCost:
     from toolkit.convert.cache_cost import cache_cost
 
-    packed, tokenizer = open_packed(artifact), Tokenizer.open(tokenizer_dir)
     return cache_cost(
-        artifact.spec, packed, tokenizer, by_layer=by_layer, progress=progress or (lambda done, total: None)
+        artifact.spec,
+        open_packed(artifact),
+        tokenizer,
+        by_layer=by_layer,
+        progress=progress or (lambda done, total: None),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from toolkit.artifacts.output.stage import open_stage
 from toolkit.artifacts.scales import write_scales
 from toolkit.artifacts.side_files import copy_side_files
 from toolkit.artifacts.source import resolve_adapters, resolve_model
+from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weight_files.safetensors_file import read_header
 from toolkit.artifacts.weights import cache_scales, iter_canonical, left_out, tensor_names, validate_checkpoint
 from toolkit.configs.engine import DTYPES
@@ -59,13 +61,14 @@ _SHARE = {"auto": 1.0, "int8": 0.5, "int4": 0.25}  # of the checkpoint's bytes, 
 @dataclass(frozen=True)
 class Converted:
     """``already_there``: the target held this very result before. ``notes``: what takes more bits than it has, one line
-    each."""
+    each. ``read``: its tokenizer was opened on the way; where not, it may have none."""
 
     path: Path
     target: str
     manifest: Manifest
     already_there: bool
     notes: list[str] = field(default_factory=list)
+    read: bool = False
 
 
 def convert(
@@ -131,13 +134,15 @@ def convert(
         write_adapters(stage.dir, adapters)
         artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
         quality: dict[str, Any] = {}
+        tokenizer = cache(partial(Tokenizer.open, checkpoint.tokenizer_dir))
         if chosen.name == CPU_TARGET and bits.head != 16 and spec.encoder is None:
-            quality |= _of_head(artifact, checkpoint, stored)
+            quality |= _of_head(artifact, checkpoint, stored, tokenizer)
         if options.quant_policy is not None:
-            quality[QUALITY] = measure_cache(artifact, checkpoint.tokenizer_dir, measuring)
+            quality[QUALITY] = measure_cache(artifact, tokenizer(), measuring)
         if options.tp > 1:
             write_rank_files(artifact, options.tp)
-        return Converted(Path(dst_path), chosen.name, stage.finish(quality), False, notes)
+        read_it = tokenizer.cache_info().currsize > 0
+        return Converted(Path(dst_path), chosen.name, stage.finish(quality), False, notes, read_it)
 
 
 def _check_values(options: Packing) -> None:
@@ -150,11 +155,13 @@ def _check_values(options: Packing) -> None:
         raise UsageError(f"--load-format: expected auto, {', '.join(BITS)}, found {options.load_format!r}")
 
 
-def _of_head(artifact: EngineArtifact, checkpoint: Checkpoint, stored: list[StoredTensor]) -> dict[str, Any]:
+def _of_head(
+    artifact: EngineArtifact, checkpoint: Checkpoint, stored: list[StoredTensor], tokenizer: Callable[[], Tokenizer]
+) -> dict[str, Any]:
     """What rounding the head costs, where that can be measured."""
     from toolkit.convert.head_cost import head_cost
 
-    figures = head_cost(artifact, checkpoint, stored)
+    figures = head_cost(artifact, checkpoint, stored, tokenizer)
     return {"head": figures} if figures else {}
 
 

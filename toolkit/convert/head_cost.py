@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,14 @@ WORK = 2**38  # products of weights that may be spent on it: a few seconds
 ROWS = 64  # positions whose logits are held at once
 
 
-def head_cost(artifact: EngineArtifact, checkpoint: Checkpoint, stored: list[StoredTensor]) -> dict[str, Any]:
+def head_cost(
+    artifact: EngineArtifact, checkpoint: Checkpoint, stored: list[StoredTensor], tokenizer: Callable[[], Tokenizer]
+) -> dict[str, Any]:
     """Figures over the first tokens of the held-out text that the package ships, by the native runner.
 
     bits: of the head. kl: mean over tokens of KL(unrounded ‖ rounded), nats; perplexity_ratio: rounded / unrounded,
     with its standard error; tokens: how many were scored, few for a large model. The layers are the artifact's on both
-    sides. Where the checkpoint has no tokenizer that reads the text: relative_error alone,
+    sides. Where ``tokenizer`` raises ToolkitError or is none that reads the text: relative_error alone,
     ‖rounded - unrounded‖ / ‖unrounded‖ of the head. Empty where nothing was rounded.
     """
     packed, spec = open_packed(artifact), artifact.spec
@@ -43,7 +45,7 @@ def head_cost(artifact: EngineArtifact, checkpoint: Checkpoint, stored: list[Sto
     if head not in plain:
         return {}
     figures: dict[str, Any] = {"bits": packed[head].meta.bits}
-    ids = _tokens(checkpoint, spec)
+    ids = _tokens(tokenizer, spec)
     if len(ids) < FEWEST_TOKENS:
         from toolkit.measure.errors import sampled_error
         from toolkit.runners.native.packing.unpack import unpack
@@ -76,13 +78,13 @@ def _unrounded(checkpoint: Checkpoint, stored: list[StoredTensor], names: list[s
     }
 
 
-def _tokens(checkpoint: Checkpoint, spec: DecoderSpec) -> NDArray[np.int32]:
+def _tokens(tokenizer: Callable[[], Tokenizer], spec: DecoderSpec) -> NDArray[np.int32]:
     """As many tokens of the text as the model's size allows; none where the tokenizer is missing or another model's."""
     size = sum(x.in_features * x.out_features for x in spec.linears()) + 2 * spec.vocab_size * spec.hidden_size
     count = min(max(WORK // size, FEWEST_TOKENS), MOST_TOKENS, spec.max_position)
     text = heldout_text(count)
     try:
-        ids = np.asarray(Tokenizer.open(checkpoint.tokenizer_dir).encode(text)[:count], np.int32)
+        ids = np.asarray(tokenizer().encode(text)[:count], np.int32)
     except ToolkitError:
         return np.zeros(0, np.int32)
     return ids if ids.size == 0 or ids.max() < spec.vocab_size else np.zeros(0, np.int32)
