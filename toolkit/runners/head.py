@@ -15,6 +15,7 @@ from toolkit.models.rope import inv_freq
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 Linear = Callable[[F32], F32]  # [rows, in] -> [rows, out]
+Make = Callable[[str, F32], Linear]  # of a matrix [out, in] by its name
 QUERIES = 256  # of a text, whose scores are held at once
 
 
@@ -96,7 +97,7 @@ class Reader(Protocol):
         """Nothing is guessed any more."""
 
 
-def in_float32(weight: F32) -> Linear:
+def in_float32(name: str, weight: F32) -> Linear:
     """What multiplies rows by a matrix [out, in]."""
     turned = np.ascontiguousarray(weight.T)
     return lambda x: x @ turned
@@ -104,8 +105,7 @@ def in_float32(weight: F32) -> Linear:
 
 class Head:
     """``weights``: by the names of ``HeadSpec.shapes``, float32; ``embed``: the embedding as it is stored, float32,
-    float16 or the bits of bfloat16; ``linear``: what makes a function of each matrix, ``in_layer``: of those of its
-    layer, None: the same."""
+    float16 or the bits of bfloat16; ``linear``: what makes a function of each matrix."""
 
     name = "eagle3"
 
@@ -115,8 +115,7 @@ class Head:
         weights: Mapping[str, F32],
         embed: NDArray[Any],
         d2t: I64 | None,
-        linear: Callable[[F32], Linear] = in_float32,
-        in_layer: Callable[[F32], Linear] | None = None,
+        linear: Make = in_float32,
     ) -> None:
         self.spec = spec
         self.width = spec.hidden_size
@@ -125,12 +124,15 @@ class Head:
         ids = np.arange(spec.draft_vocab_size)
         self.ids: I64 = ids if d2t is None else ids + d2t  # in the model's vocabulary, of each of its own
         self._freq, self._factor = inv_freq(spec.rope)
-        inner = in_layer or linear
-        self._qkv = inner(np.concatenate([weights[f"layers.0.self_attn.{x}_proj.weight"] for x in "qkv"]))
-        self._o = inner(weights["layers.0.self_attn.o_proj.weight"])
-        self._gate_up = inner(np.concatenate([weights[f"layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up")]))
-        self._down = inner(weights["layers.0.mlp.down_proj.weight"])
-        self._fuse, self._vocabulary = linear(weights["fc.weight"]), linear(weights["lm_head.weight"])
+
+        def of(*names: str) -> Linear:
+            """Of matrices of the same inputs, one below another."""
+            return linear(names[0], np.concatenate([weights[name] for name in names]))
+
+        attention, mlp = "layers.0.self_attn.{}_proj.weight".format, "layers.0.mlp.{}_proj.weight".format
+        self._qkv, self._o = of(*map(attention, "qkv")), of(attention("o"))
+        self._gate_up, self._down = of(mlp("gate"), mlp("up")), of(mlp("down"))
+        self._fuse, self._vocabulary = of("fc.weight"), of("lm_head.weight")
 
     def open(self, first: int) -> KeysValues:
         return KeysValues(self.spec, first)

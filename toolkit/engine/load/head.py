@@ -38,7 +38,7 @@ class OpenHead:
 
     def plan(self, need: MemoryNeed, groups: Seq[CacheGroup], share_out: ShareOut) -> MemoryPlan:
         """How memory is shared out among a model that needs ``need`` and this. Raises ToolkitError."""
-        from toolkit.runners.native.draft_head import BITS, LAYER_BITS, packed_bytes
+        from toolkit.runners.native.draft_head import packed_bytes
 
         own = {name: tensor for name, tensor in self.tensors.items() if name != "embed_tokens.weight"}
         weights = 0
@@ -46,7 +46,7 @@ class OpenHead:
             if self.device is not None or tensor.ndim == 1:
                 weights += 4 * tensor.size  # in float32
             else:
-                weights += packed_bytes(tensor.shape, LAYER_BITS if name.startswith("layers.0.") else BITS)
+                weights += packed_bytes(name, tensor.shape)
         names = f"{FLAG}: no room for {self.path}", "draft head", str(self.path)
         return plan_beside(MemoryNeed(weights, 0, (), 0, True), (), need, groups, share_out, names, ROOM)[0]
 
@@ -59,10 +59,9 @@ class OpenHead:
             return {name: widened(tensor) for name, tensor in tensors.items()}
 
         if self.device is None:
-            from toolkit.runners.native.draft_head import LAYER_BITS, Linears
+            from toolkit.runners.native.draft_head import Linears
 
-            how = Linears(self.threads), Linears(self.threads, LAYER_BITS)
-            packed = Head(self.spec, weights(), embed, d2t, *how)
+            packed = Head(self.spec, weights(), embed, d2t, Linears(self.threads))
             return DraftHead(packed, self.layers, plan.session_len)
         import torch
 

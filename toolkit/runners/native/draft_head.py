@@ -19,26 +19,26 @@ GROUP = 32  # inputs that have a scale in 4 bits; where they make no groups ther
 LAYER_BITS = 4  # of its layer, most of a large head: a trained one guesses as well so, but not with all in 4
 
 
-def packed_bytes(shape: tuple[int, ...], bits: int = BITS) -> int:
-    """Of a matrix [out, in]."""
-    return _packed(torch.empty(shape, device="meta"), bits).meta.nbytes
+def packed_bytes(name: str, shape: tuple[int, ...]) -> int:
+    """Of a matrix [out, in] of a head."""
+    return _packed(name, torch.empty(shape, device="meta")).meta.nbytes
 
 
-def _packed(weight: torch.Tensor, bits: int) -> PackedTensor:
-    bits = BITS if weight.shape[1] % GROUP else bits
-    return pack_head("draft head", Dense(weight), bits, [])
+def _packed(name: str, weight: torch.Tensor) -> PackedTensor:
+    few = name.startswith("layers.") and weight.shape[1] % GROUP == 0
+    return pack_head("draft head", Dense(weight), LAYER_BITS if few else BITS, [])
 
 
 class Linears:
     """Makes functions of matrices, which ``threads`` threads compute."""
 
-    def __init__(self, threads: int, bits: int = BITS) -> None:
-        self._threads, self._bits = threads, bits
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
         self._lib, self._isa = library.load(library.library_path()), library.wanted_isa().encode()
 
-    def __call__(self, weight: F32) -> Linear:
+    def __call__(self, name: str, weight: F32) -> Linear:
         """What multiplies rows by a matrix [out, in], float32; where its inputs make no groups its numbers stay."""
-        packed = _packed(torch.from_numpy(np.ascontiguousarray(weight)), self._bits).in_memory()
+        packed = _packed(name, torch.from_numpy(np.ascontiguousarray(weight))).in_memory()
         record, out = library.tensor_records([packed])[0], packed.meta.tiles * LANES
 
         def linear(x: F32) -> F32:
