@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -15,9 +16,12 @@ from toolkit.commands.sampling_options import SamplingFlags, with_answer_flags
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from toolkit.chat.conversation import Conversation
     from toolkit.chat.repl import Model
     from toolkit.chat.sessions import Session
+    from toolkit.configs.engine import EngineConfig
     from toolkit.pipeline.pipeline import Pipeline
 
 PATIENCE = 1.0  # seconds for piped text to come before it is said that it is waited for
@@ -73,38 +77,20 @@ def run(
     from toolkit.chat.conversation import Conversation
     from toolkit.chat.sessions import Session
     from toolkit.messages import GenerationConfig
-    from toolkit.pipeline.pipeline import Pipeline
-    from toolkit.runners.base import Backend
     from toolkit.vision.eyes import media_sampling
 
     media_sampling(media_io_kwargs, name="--media-io-kwargs")
     kept = None if session is None else Session(session)
     settings.change(GenerationConfig(), **given)  # wrong values are told before the model is loaded
     console = stderr()
-    with console.status(f"Loading {model}"):
-        # what is to be said about loading is said below, in plain lines
-        adapter = next(iter(config.adapters or {}), None)
-        pipe = Pipeline(
-            model,
-            config,
-            engine.chat_template,
-            backend=cast(Backend | None, engine.backend),
-            media_io_kwargs=media_io_kwargs,
-            allow_private_media=allow_private_media,
-            adapter_name=adapter,
-            progress=lambda line: None,
-            packed=engine.packed(config, lambda line: console.print(line, style="dim", markup=False, soft_wrap=True)),
-        )
+    pipe = _loaded(model, engine, config, console, media_io_kwargs, allow_private_media)
     with pipe:
         talk = Conversation(settings.change(pipe.gen_config, **given), system, keep=keep)
         if kept is not None:
             kept.go_on(talk, **given)
             if talk.turns:
                 console.print(f"{session}: {len(talk.turns)} messages", style="dim", markup=False, soft_wrap=True)
-        for source in image or ():
-            talk.show(pipe.checked_image(source))
-        for source in video or ():
-            talk.show(pipe.checked_video(source), "video_url")
+        _show(pipe, talk, image or (), video or ())
         if question is None:
             say_how_it_runs(console, pipe.engine, pipe.engine.runner_note)
             converse(pipe, model, talk, _facts(model, pipe), f" · context {pipe.engine.plan.session_len}", session=kept)
@@ -114,6 +100,41 @@ def run(
             answer_once(pipe, talk, question)
             if kept is not None:
                 kept.keep(talk, model)
+
+
+def _loaded(
+    model: str,
+    engine: EngineFlags,
+    config: EngineConfig,
+    console: Console,
+    media_io_kwargs: str | None,
+    allow_private_media: bool,
+) -> Pipeline:
+    """The model of the flags, ready to answer."""
+    from toolkit.pipeline.pipeline import Pipeline
+    from toolkit.runners.base import Backend
+
+    with console.status(f"Loading {model}"):
+        # what is to be said about loading is said once it has loaded, in plain lines
+        return Pipeline(
+            model,
+            config,
+            engine.chat_template,
+            backend=cast(Backend | None, engine.backend),
+            media_io_kwargs=media_io_kwargs,
+            allow_private_media=allow_private_media,
+            adapter_name=next(iter(config.adapters or {}), None),
+            progress=lambda line: None,
+            packed=engine.packed(config, lambda line: console.print(line, style="dim", markup=False, soft_wrap=True)),
+        )
+
+
+def _show(pipe: Pipeline, talk: Conversation, images: Sequence[str], videos: Sequence[str]) -> None:
+    """Put them before the first question."""
+    for source in images:
+        talk.show(pipe.checked_image(source))
+    for source in videos:
+        talk.show(pipe.checked_video(source), "video_url")
 
 
 def _facts(model: str, pipe: Pipeline) -> str:

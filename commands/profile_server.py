@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +25,39 @@ if TYPE_CHECKING:
 CHAT = ("openai-chat", "vllm-chat", "lmdeploy-chat", "sglang-oai-chat")  # --backend of other load clients
 COMPLETIONS = ("openai", "vllm", "lmdeploy", "sglang-oai", "sglang")
 LIMIT_NAMES = {"e2el": "e2e_latency"}  # as vLLM calls them
+
+
+@dataclass(frozen=True)
+class Results:
+    """Where figures go besides the table: a JSON file (- = standard output, and no table), a CSV file, a picture."""
+
+    json: str | None
+    csv: Path | None
+    plot: Path | None
+
+    def check(self, columns: list[str]) -> None:
+        """Raise UsageError where rows of ``columns`` cannot be written there."""
+        from toolkit.artifacts.output import result_file
+
+        result_file.check_json("--json", self.json, columns)
+        result_file.check_csv("--csv", self.csv, ["target", *columns])
+        result_file.check_plot("--plot", self.plot)
+
+    def write(self, found: list[Run], model: str, target: str, traffic: Traffic, progress: Progress) -> None:
+        from toolkit.artifacts.output.result_file import append_csv
+
+        rows = [run.row for run in found]
+        if failed := sum(row["failed"] for row in rows):
+            first = next(record.error for run in found for record in run.records if record.error)
+            progress.console.print(f"{failed} requests failed and count in no figure; the first one said: {first}")
+        write_json(self.json, rows)
+        if self.csv is not None:
+            for row in rows:
+                append_csv("--csv", self.csv, {"target": target, **row})
+        if self.plot is not None:
+            _plot(found, f"{model} at {target}, {traffic.num_prompts} requests", self.plot)
+        if self.json != "-":
+            _print(f"{model} at {target}", traffic, rows)
 
 
 @with_load_flags
@@ -78,7 +111,6 @@ def api_server(
 
     Example: tool profile api_server demo --num-prompts 16 --concurrency 1,8 --goodput ttft:500
     """
-    from toolkit.artifacts.output import result_file
     from toolkit.profile.http_client import Client
     from toolkit.profile.serving import check_endpoint
     from toolkit.profile.serving import columns as row_names
@@ -90,32 +122,16 @@ def api_server(
     limits, words = _limits(goodput or []), _tokenizer(tokenizer or (None if remote else target))
     traffic = replace(traffic, limits=limits, tokenizer=words)
     traffic.check()
-    ends = {"ignore_eos": True} if ignore_eos and not no_ignore_eos else {}
-    more = {} if extra_body is None else json_object("--extra-body", extra_body)
-    extra = {"temperature": 0.0, **ends, **sampling.given(), **more}
-    extra.pop("do_sample", None)
-    columns = row_names(traffic)
+    extra = _fields(sampling, extra_body, ends=not ignore_eos or no_ignore_eos)
     api = _endpoint(endpoint, backend, drawings=traffic.images > 0)
     check_endpoint(traffic, api)
-    result_file.check_json("--json", json_file, columns)
-    result_file.check_csv("--csv", csv_file, ["target", *columns])
-    result_file.check_plot("--plot", plot)
+    results = Results(json_file, csv_file, plot)
+    results.check(row_names(traffic))
     progress = Progress()
     with progress, _served(target, remote, progress) as url:
         client = Client(url, model, api, api_key, extra, timeout, insecure)
         found = _measured(client, traffic, progress)
-    rows = [run.row for run in found]
-    if failed := sum(row["failed"] for row in rows):
-        first = next(record.error for run in found for record in run.records if record.error)
-        progress.console.print(f"{failed} requests failed and count in no figure; the first one said: {first}")
-    write_json(json_file, rows)
-    if csv_file is not None:
-        for row in rows:
-            result_file.append_csv("--csv", csv_file, {"target": target, **row})
-    if plot is not None:
-        _plot(found, f"{client.model} at {target}, {traffic.num_prompts} requests", plot)
-    if json_file != "-":
-        _print(f"{client.model} at {target}", traffic, rows)
+    results.write(found, client.model, target, traffic, progress)
 
 
 @contextlib.contextmanager
@@ -143,6 +159,14 @@ def _measured(client: Client, traffic: Traffic, progress: Progress) -> list[Run]
         progress.update("requests", done, total)
 
     return asyncio.run(measure(client, traffic, on_done=advance))
+
+
+def _fields(sampling: SamplingFlags, extra_body: str | None, *, ends: bool) -> dict[str, Any]:
+    """What every request has besides its prompt. ``ends``: the model may end its answers."""
+    more = {} if extra_body is None else json_object("--extra-body", extra_body)
+    fields = {"temperature": 0.0, **({} if ends else {"ignore_eos": True}), **sampling.given(), **more}
+    fields.pop("do_sample", None)
+    return fields
 
 
 def _endpoint(endpoint: str | None, backend: str | None, *, drawings: bool) -> Any:

@@ -15,6 +15,7 @@ Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -138,6 +139,41 @@ def kv_write(
         params.flatten(0, 1)[slot_mapping] = scale_zero
 
 
+def _attention_inputs(
+    shape: tuple[Any, ...], options: dict[str, Any], dtype: torch.dtype, device: Any, g: torch.Generator
+) -> dict[str, Any]:
+    """Random ones of (query lengths, total lengths, heads, kv_heads, head_dim, bits)."""
+    q_lens, lens, heads, kv_heads, dim, bits = shape
+    options = dict(options)
+    kind = options.pop("cache", None)
+    cache = random_cache(24, 16, kv_heads, dim, bits, kind or dtype, device, g)
+    if "latent" in options:
+        cache |= {"v_cache": cache["k_cache"], "v_params": cache["k_params"]}
+    elif kind is not None:
+        options |= {"k_scale": 0.7, "v_scale": 1.5}
+    order = torch.randperm(24, generator=g).int()
+    tables = torch.full((len(lens), 4), -1, dtype=torch.int32)
+    for i, n in enumerate(lens):
+        used = -(-n // 16)
+        tables[i, :used] = order[i * 4 : i * 4 + used]
+        if first := max(0, oldest(n - q_lens[i], options.get("window"), "chunked" in options)) // 16:
+            tables[i, :first] = -1
+    sinks = torch.randn(heads, generator=g).to(device) if options.get("sinks") else None
+    if "alibi" in options:
+        options["alibi"] = (torch.rand(heads, generator=g) / 4).to(device)
+    return {
+        "q": torch.randn(sum(q_lens), heads, dim, generator=g).to(device, dtype),
+        "block_table": tables.numpy(),
+        "cu_seqlens": np.cumsum([0, *q_lens], dtype=np.int32),
+        "seq_lens": np.asarray(lens, np.int32),
+        "scale": dim**-0.5,
+        "bits": bits,
+        **cache,
+        **options,
+        "sinks": sinks,
+    }
+
+
 def _attention_cases() -> Iterator[Case]:
     # label, query lengths, total lengths, heads, kv_heads, head_dim, bits, options
     decode, mixed, prompt = ((1, 1, 1, 1), (3, 17, 40, 33)), ((1, 9, 1, 20), (33, 25, 4, 20)), ((12,), (21,))
@@ -178,38 +214,8 @@ def _attention_cases() -> Iterator[Case]:
         ("latent-e5m2", decode, 3, 1, 80, 0, e5m2 | {"latent": 64}),
     )
     for label, (q_lens, lens), heads, kv_heads, dim, bits, options in table:
-
-        def make(dtype, device, g, shape=(q_lens, lens, heads, kv_heads, dim, bits), options=options) -> dict[str, Any]:
-            q_lens, lens, heads, kv_heads, dim, bits = shape
-            options = dict(options)
-            kind = options.pop("cache", None)
-            cache = random_cache(24, 16, kv_heads, dim, bits, kind or dtype, device, g)
-            if "latent" in options:
-                cache |= {"v_cache": cache["k_cache"], "v_params": cache["k_params"]}
-            elif kind is not None:
-                options |= {"k_scale": 0.7, "v_scale": 1.5}
-            order = torch.randperm(24, generator=g).int()
-            tables = torch.full((len(lens), 4), -1, dtype=torch.int32)
-            for i, n in enumerate(lens):
-                used = -(-n // 16)
-                tables[i, :used] = order[i * 4 : i * 4 + used]
-                if first := max(0, oldest(n - q_lens[i], options.get("window"), "chunked" in options)) // 16:
-                    tables[i, :first] = -1
-            sinks = torch.randn(heads, generator=g).to(device) if options.get("sinks") else None
-            if "alibi" in options:
-                options["alibi"] = (torch.rand(heads, generator=g) / 4).to(device)
-            return {
-                "q": torch.randn(sum(q_lens), heads, dim, generator=g).to(device, dtype),
-                "block_table": tables.numpy(),
-                "cu_seqlens": np.cumsum([0, *q_lens], dtype=np.int32),
-                "seq_lens": np.asarray(lens, np.int32),
-                "scale": dim**-0.5,
-                "bits": bits,
-                **cache,
-                **options,
-                "sinks": sinks,
-            }
-
+        shape = q_lens, lens, heads, kv_heads, dim, bits
+        make = partial(_attention_inputs, shape, options)
         more = {name: True for name in ("chunked", "alibi", "block") if name in options}
         yield Case(label, make, cache_traits(bits, dim, options.get("cache"), "latent" in options) | more)
 

@@ -188,7 +188,8 @@ def plot(model: str, rows: list[dict[str, Any]], names: list[str], file: Path) -
     save_plot("--plot", figure, file, dpi=120)
 
 
-def main() -> int:
+def arguments() -> argparse.Namespace:
+    """As they were given, where they go together."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--draft-model")
@@ -223,6 +224,11 @@ def main() -> int:
         parser.error("--answers-of and --recorded: not with --draft-model, --llama-python or --vllm-python")
     if args.vllm_python is not None and max(args.batch) > 1:
         parser.error(f"--vllm-python: expected --batch 1, found {max(args.batch)}")
+    return args
+
+
+def main() -> int:
+    args = arguments()
     folder = WORKLOADS / "recorded" if args.recorded else WORKLOADS
     files = sorted(f for f in folder.glob("*.json") if args.only is None or f.stem in args.only)
     works = [json.loads(file.read_text(encoding="utf-8")) for file in files]

@@ -334,6 +334,9 @@ class FakeRunner:
                 assert not (visible & written) - mine, "a block is read by one request and written by another"
         assert (b.token_ids[b.from_previous < 0] >= 0).all() and (b.token_ids < self.spec.vocab_size).all()
         assert (b.from_previous < max(1, len(self.previous))).all() or self.asynchronous
+        self.check_sampling(b)
+
+    def check_sampling(self, b: StepBatch) -> None:
         x = b.sampling
         rows = len(b.sample_index)
         for name, dtype in {

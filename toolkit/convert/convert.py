@@ -133,15 +133,9 @@ def convert(
             write_scales(stage.dir, scales)
         write_adapters(stage.dir, adapters)
         artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
-        quality: dict[str, Any] = {}
-        tokenizer = cache(partial(Tokenizer.open, checkpoint.tokenizer_dir))
-        if chosen.name == CPU_TARGET and bits.head != 16 and spec.encoder is None:
-            quality |= _of_head(artifact, checkpoint, stored, tokenizer)
-        if options.quant_policy is not None:
-            quality[QUALITY] = measure_cache(artifact, tokenizer(), measuring)
+        quality, read_it = _measured(artifact, checkpoint, stored, options.quant_policy is not None, bits, measuring)
         if options.tp > 1:
             write_rank_files(artifact, options.tp)
-        read_it = tokenizer.cache_info().currsize > 0
         return Converted(Path(dst_path), chosen.name, stage.finish(quality), False, notes, read_it)
 
 
@@ -155,14 +149,26 @@ def _check_values(options: Packing) -> None:
         raise UsageError(f"--load-format: expected auto, {', '.join(BITS)}, found {options.load_format!r}")
 
 
-def _of_head(
-    artifact: EngineArtifact, checkpoint: Checkpoint, stored: list[StoredTensor], tokenizer: Callable[[], Tokenizer]
-) -> dict[str, Any]:
-    """What rounding the head costs, where that can be measured."""
-    from toolkit.convert.head_cost import head_cost
+def _measured(
+    artifact: EngineArtifact,
+    checkpoint: Checkpoint,
+    stored: list[StoredTensor],
+    of_cache: bool,
+    bits: Bits,
+    measuring: Progress | None,
+) -> tuple[dict[str, Any], bool]:
+    """What rounding the head costs, where that can be measured, and with ``of_cache`` what rounding the cache does; and
+    whether a tokenizer was opened for it."""
+    quality: dict[str, Any] = {}
+    tokenizer = cache(partial(Tokenizer.open, checkpoint.tokenizer_dir))
+    if artifact.target == CPU_TARGET and bits.head != 16 and artifact.spec.encoder is None:
+        from toolkit.convert.head_cost import head_cost
 
-    figures = head_cost(artifact, checkpoint, stored, tokenizer)
-    return {"head": figures} if figures else {}
+        figures = head_cost(artifact, checkpoint, stored, tokenizer)
+        quality |= {"head": figures} if figures else {}
+    if of_cache:
+        quality[QUALITY] = measure_cache(artifact, tokenizer(), measuring)
+    return quality, tokenizer.cache_info().currsize > 0
 
 
 def _told(options: Packing, chosen: Target, bits: Bits) -> dict[str, Any]:

@@ -58,19 +58,7 @@ def _start(
         draft = _open_draft(setup, runner)
         if draft is not None:
             opened.callback(draft.close)
-        try:
-            memory = share_out(setup, runner, draft)
-        except ToolkitError as e:
-            if not isinstance(draft, OpenMtp) or draft.asked:
-                raise
-            progress(f"{e}; the model runs without it")
-            draft, memory = None, share_out(setup, runner, None)
-        trained = stretched_from(runner.spec)
-        if trained is not None and memory.session_len > trained:
-            turned = f"requests of more than {trained} tokens are turned by dynamic NTK (docs/how-to/long-prompts.md)"
-            memory = replace(memory, notices=(*memory.notices, turned))
-        for notice in memory.notices:
-            progress(notice)
+        draft, memory = _planned(setup, runner, draft, progress)
         if config.kv_window is not None:
             kept = f"the first {config.kv_sinks} tokens and the last {config.kv_window}"
             progress(f"a text sees keys and values of {kept} alone (docs/how-to/endless-texts.md)")
@@ -117,6 +105,26 @@ def _start(
     named = runner.name, runner.backend, runner.device, runner.dtype
     moves = () if moving is None else (moving.id, moving.address, moving.tls is not None, moving.in_common)
     return core, Facts(memory, why, "; ".join(runner.notes), *named, runner.spec.vocab_size, config.blind, *moves)
+
+
+def _planned(
+    setup: Setup, runner: Runner, draft: OpenDraft | OpenHead | OpenMtp | None, progress: Progress
+) -> tuple[OpenDraft | OpenHead | OpenMtp | None, MemoryPlan]:
+    """How memory is shared out, and what drafts then: not a layer of the model's own for which there is no room."""
+    try:
+        memory = share_out(setup, runner, draft)
+    except ToolkitError as e:
+        if not isinstance(draft, OpenMtp) or draft.asked:
+            raise
+        progress(f"{e}; the model runs without it")
+        draft, memory = None, share_out(setup, runner, None)
+    trained = stretched_from(runner.spec)
+    if trained is not None and memory.session_len > trained:
+        turned = f"requests of more than {trained} tokens are turned by dynamic NTK (docs/how-to/long-prompts.md)"
+        memory = replace(memory, notices=(*memory.notices, turned))
+    for notice in memory.notices:
+        progress(notice)
+    return draft, memory
 
 
 def _open_elsewhere(
