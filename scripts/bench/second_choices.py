@@ -23,7 +23,7 @@ from native import need_native
 from numpy.typing import NDArray
 from speculation import WORKLOADS
 
-from toolkit.artifacts.draft_head import read_head, widened
+from toolkit.artifacts.drafts.draft_head import read_head, widened
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.chat.template import ChatTemplate
 from toolkit.commands.output import stdout, table, write_json

@@ -187,7 +187,7 @@ def _use_tokenizer(folder: Path) -> str:
 
 
 def _read_adapter(model: Path, folder: Path) -> str:
-    from toolkit.artifacts.adapter import read_adapter
+    from toolkit.artifacts.adapters.adapter import read_adapter
     from toolkit.artifacts.checkpoint import open_checkpoint
     from toolkit.models.registry import load_spec
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, ones
 
-from toolkit.artifacts.adapter import read_adapter, read_changes
+from toolkit.artifacts.adapters.adapter import read_adapter, read_changes
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import load_spec

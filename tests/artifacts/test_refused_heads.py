@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from toolkit.artifacts.checkpoint import open_checkpoint
-from toolkit.artifacts.draft_head import read_head, read_head_spec
-from toolkit.artifacts.eagle import open_eagle
+from toolkit.artifacts.drafts.draft_head import read_head, read_head_spec
+from toolkit.artifacts.drafts.eagle import open_eagle
 from toolkit.artifacts.text_head import find_head, head_numbers
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import build, get

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from toolkit.artifacts.adapter import read_changes
+from toolkit.artifacts.adapters.adapter import read_changes
 from toolkit.artifacts.manifest import content_digest
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.configs.generation import GenerationConfig
@@ -109,7 +109,7 @@ def test_streams_go_on_while_one_is_read(
         return found
 
     monkeypatch.setattr("toolkit.engine.adapters.content_digest", slowly("digest", content_digest))
-    monkeypatch.setattr("toolkit.artifacts.adapter.read_changes", slowly("files", read_changes))
+    monkeypatch.setattr("toolkit.artifacts.adapters.adapter.read_changes", slowly("files", read_changes))
     config = TurbomindEngineConfig(
         session_len=8192, dtype="float32", cache_max_entry_count=256, kv_cache_dir=str(tmp_path) if kept else None
     )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tests.support.draft_head import LAYERS, SPEC, write
 from toolkit.artifacts.canonical import Dense
-from toolkit.artifacts.draft_head import HeadSpec
+from toolkit.artifacts.drafts.draft_head import HeadSpec
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.speculative import Speculation, SpeculativeConfig
 from toolkit.engine.core import EngineCore

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from toolkit.artifacts.adapter import read_changes
-from toolkit.artifacts.adapter_modules import modules_of
+from toolkit.artifacts.adapters.adapter import read_changes
+from toolkit.artifacts.adapters.modules import modules_of
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import get, names
 from toolkit.quant.merge import merge
@@ -218,7 +218,7 @@ def test_an_adapter_is_read_while_others_run(
         assert go_on.wait(60)
         return read_changes(*given)
 
-    monkeypatch.setattr("toolkit.artifacts.adapter.read_changes", slowly)
+    monkeypatch.setattr("toolkit.artifacts.adapters.adapter.read_changes", slowly)
     assert not runner.adapter_ready(1)
     assert begin.wait(60)
     np.testing.assert_array_equal(alone(support, runner, ids(9, 0)), base)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import toolkit.quant.draft.run as run
 import toolkit.quant.draft.train as train
-from toolkit.artifacts.draft_head import read_head, read_head_spec, widened
+from toolkit.artifacts.drafts.draft_head import read_head, read_head_spec, widened
 from toolkit.artifacts.manifest import read_manifest
 from toolkit.commands.main import main
 from toolkit.errors import ToolkitError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from toolkit.artifacts.adapter import read_adapter
+from toolkit.artifacts.adapters.adapter import read_adapter
 from toolkit.errors import ToolkitError
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_model, open_runner

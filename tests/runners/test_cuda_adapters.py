@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from toolkit.artifacts.adapter import read_adapter
+from toolkit.artifacts.adapters.adapter import read_adapter
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import open_model
 from toolkit.runners.tensor.runner import TensorRunner

@@ -218,7 +218,7 @@ def test_the_gpu_runs_what_it_can(device, reason, likely, name, said, answers, t
 
 def test_adapters_run_with_graphs_on_the_gpu_and_natively_on_the_cpu(answers, tiny_models, monkeypatch):
     answers(None)
-    monkeypatch.setattr("toolkit.artifacts.adapter.read_adapter", lambda path, spec, stored: path.name)
+    monkeypatch.setattr("toolkit.artifacts.adapters.adapter.read_adapter", lambda path, spec, stored: path.name)
     options = RunnerOptions(device="cuda", adapters=(("a", "x"),))
     runner, _ = open_runner(tiny_models("llama"), backend=None, options=options)
     assert (runner.name, runner.adapters) == ("graphs", ["x"])

@@ -21,9 +21,9 @@ from toolkit.messages import Response
 from toolkit.serve import adapter_routes
 from toolkit.serve.generation.choices import _bytes
 from toolkit.serve.http import connection as connection_module
-from toolkit.serve.http.held import NUMBER_BYTES, Held, account
+from toolkit.serve.http.access.users import work_of
 from toolkit.serve.http.limits import Limits
-from toolkit.serve.http.users import work_of
+from toolkit.serve.http.sharing.held import NUMBER_BYTES, Held, account
 from toolkit.serve.openai.batches.loop import Turns
 from toolkit.serve.options import ProxySettings
 from toolkit.serve.proxy.apart import Apart

@@ -9,8 +9,8 @@ import httpx2 as httpx
 import pytest
 
 from toolkit.serve.http.errors import ApiError
-from toolkit.serve.http.held import ENTRY_BYTES, TOKEN_BYTES, Held, account
 from toolkit.serve.http.limits import Limits
+from toolkit.serve.http.sharing.held import ENTRY_BYTES, TOKEN_BYTES, Held, account
 
 PROMPT = "x" * 100  # of which the stand-in's answer has as many tokens
 TOKEN = TOKEN_BYTES + 22 * ENTRY_BYTES  # its own beside 20 alternatives, and told once more

@@ -165,14 +165,14 @@ def test_a_port_of_the_system_s_is_bound_with_a_word(monkeypatch: Any, caplog: A
 
 
 def test_that_the_server_is_ready_is_said_once(monkeypatch: Any, capsys: Any) -> None:
-    from toolkit.commands import serve
     from toolkit.commands.options import EngineFlags
+    from toolkit.commands.serve import api_server
     from toolkit.serve.options import ServerSettings
 
     monkeypatch.setattr("toolkit.serve.run.serve", lambda model, settings, *, ready, **more: ready("http://x:1", None))
-    monkeypatch.setattr(serve, "show_engine", lambda console, engine: None)
+    monkeypatch.setattr(api_server, "show_engine", lambda console, engine: None)
     engine = EngineFlags()
-    serve.serve_one("m", ServerSettings(), engine, engine.config())
+    api_server.serve_one("m", ServerSettings(), engine, engine.config())
     err = capsys.readouterr().err
     assert err.count("The server is ready") == 1 and err.count("http://x:1") == 2
 

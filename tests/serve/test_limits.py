@@ -22,8 +22,8 @@ from toolkit.engine.process.outage import RESTART_WINDOW, RESTARTS
 from toolkit.serve.http import json_values
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.json_values import count_values
-from toolkit.serve.http.lanes import LARGE, Lanes
 from toolkit.serve.http.limits import Limits, rows
+from toolkit.serve.http.sharing.lanes import LARGE, Lanes
 from toolkit.serve.openai import chat_routes
 
 CHAT: dict[str, Any] = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}

@@ -14,8 +14,8 @@ import safetensors.numpy
 
 from tests.serve.test_lifecycle import post
 from tests.serve.test_tools import Echo
-from toolkit.serve.http import answers as common
 from toolkit.serve.http.limits import Limits
+from toolkit.serve.http.openapi import answers as common
 from toolkit.serve.llama_cpp import answers as llama_cpp
 from toolkit.serve.lmdeploy import answers as lmdeploy
 from toolkit.serve.ollama import answers as ollama

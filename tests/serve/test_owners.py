@@ -18,12 +18,12 @@ from tests.serve.test_proxy import world
 from toolkit.serve.fleet.app import create_app
 from toolkit.serve.fleet.catalog import Listed
 from toolkit.serve.fleet.fleet import Fleet
-from toolkit.serve.http.auth import KEY
-from toolkit.serve.http.keys import ApiKeys
+from toolkit.serve.http.access.auth import KEY
+from toolkit.serve.http.access.keys import ApiKeys
+from toolkit.serve.http.access.proxies import Proxies
+from toolkit.serve.http.access.users import HEADER, User, Users, asks_for, current_user
 from toolkit.serve.http.limits import Limits
-from toolkit.serve.http.proxies import Proxies
-from toolkit.serve.http.shares import Shares
-from toolkit.serve.http.users import HEADER, User, Users, asks_for, current_user
+from toolkit.serve.http.sharing.shares import Shares
 from toolkit.serve.openai.responses.kept import Store
 from toolkit.serve.options import ProxySettings
 

@@ -10,10 +10,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolkit.serve.http.lanes import Lanes
+from toolkit.serve.http.access.users import User, _current
 from toolkit.serve.http.limits import Limits
-from toolkit.serve.http.places import Places
-from toolkit.serve.http.users import User, _current
+from toolkit.serve.http.sharing.lanes import Lanes
+from toolkit.serve.http.sharing.places import Places
 
 
 def as_user(name: str) -> None:

@@ -20,10 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from toolkit.base import ray as ray_here
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.serve.http.keys import ApiKeys
+from toolkit.serve.http.access.keys import ApiKeys
 from toolkit.serve.http.limits import Limits
-from toolkit.serve.http.places import Places
 from toolkit.serve.http.replies import json_response
+from toolkit.serve.http.sharing.places import Places
 from toolkit.serve.proxy.forward import Incoming
 from toolkit.serve.proxy.strategies import Sent, uneven
 from toolkit.serve.ray.asked import Asked

@@ -18,9 +18,9 @@ from toolkit.chat.custom import MODELS, BaseChatTemplate
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.adapter_routes import load
 from toolkit.serve.client import APIClient
+from toolkit.serve.http.access.keys import FILE_BYTES, ApiKeys
 from toolkit.serve.http.certificate import ssl_files
 from toolkit.serve.http.errors import ApiError
-from toolkit.serve.http.keys import FILE_BYTES, ApiKeys
 from toolkit.serve.options import ProxySettings, ServerSettings
 from toolkit.serve.proxy.nodes import MOST_MODELS
 from toolkit.serve.proxy.state import ProxyState

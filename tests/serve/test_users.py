@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from toolkit.errors import UsageError
+from toolkit.serve.http.access.keys import ApiKeys, KeyRules
+from toolkit.serve.http.access.proxies import Proxies
+from toolkit.serve.http.access.quotas import Quotas
+from toolkit.serve.http.access.users import HEADER, User, header_of
 from toolkit.serve.http.errors import ApiError
-from toolkit.serve.http.keys import ApiKeys, KeyRules
-from toolkit.serve.http.proxies import Proxies
-from toolkit.serve.http.quotas import Quotas
-from toolkit.serve.http.users import HEADER, User, header_of
 
 BODY = {"model": "echo", "prompt": "a"}
 ALICE = header_of(User("alice's", "alice", KeyRules("alice", weight=2.0, priority=-5)), "", True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from toolkit.artifacts.draft_head import HeadSpec
+from toolkit.artifacts.drafts.draft_head import HeadSpec
 from toolkit.models.spec import RopeSpec
 
 LAYERS = (1, 2, 4)

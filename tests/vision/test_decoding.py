@@ -20,8 +20,8 @@ from toolkit.box.box import Ticket
 from toolkit.errors import BusyError, UsageError
 from toolkit.models.pictures import Recipe
 from toolkit.serve.app import create_app
-from toolkit.serve.http import lanes
 from toolkit.serve.http.limits import Limits
+from toolkit.serve.http.sharing import lanes
 from toolkit.serve.options import ServerSettings
 from toolkit.vision import decoder, images
 from toolkit.vision.decoder import Decoder

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.cache_cost import QUALITY
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
+from toolkit.artifacts.drafts.mtp import mtp_or_none
 from toolkit.artifacts.engine.adapters import check_adapters, write_adapters
 from toolkit.artifacts.engine.artifact import ENGINE_ARRAYS, EngineArtifact
 from toolkit.artifacts.engine.files import write_engine
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind
-from toolkit.artifacts.mtp import mtp_or_none
 from toolkit.artifacts.output.replace import check_directory_target
 from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import open_stage

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
+from toolkit.artifacts.drafts.mtp import mtp_or_none
 from toolkit.artifacts.formats.writers import WRITERS
 from toolkit.artifacts.gguf.eyes import FILE
 from toolkit.artifacts.manifest import Manifest, describe_parent, read_manifest, require_kind, scales_file
-from toolkit.artifacts.mtp import mtp_or_none
 from toolkit.artifacts.output.replace import check_directory_target, check_file_target
 from toolkit.artifacts.output.room import check_room
 from toolkit.artifacts.output.stage import open_stage, write_file

@@ -165,7 +165,7 @@ def _open(entry: Path) -> Place | None:
 
 def _pack(path: Path, stamp: str, limit: float, tell: Callable[[str], None]) -> Place:
     from toolkit.artifacts.checkpoint import open_checkpoint
-    from toolkit.artifacts.mtp import mtp_or_none
+    from toolkit.artifacts.drafts.mtp import mtp_or_none
     from toolkit.artifacts.weights import cache_scales, iter_canonical, tensor_names, validate_checkpoint
     from toolkit.convert.convert import write_packed
     from toolkit.convert.targets import Bits, choose_target

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from toolkit.artifacts.adapter import LowRank
+from toolkit.artifacts.adapters.adapter import LowRank
 from toolkit.base.record import read
 from toolkit.errors import UsageError
 from toolkit.models.registry import from_files

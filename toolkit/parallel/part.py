@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.adapter import LowRank
+from toolkit.artifacts.adapters.adapter import LowRank
 from toolkit.artifacts.canonical import Weight
 from toolkit.artifacts.scales import Scales
 from toolkit.models.routed import Routed, routed_tensors

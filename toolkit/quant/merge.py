@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.artifacts.adapter import WEIGHTS, Change, Whole, changes_of_modules
-from toolkit.artifacts.adapter_config import CONFIG
+from toolkit.artifacts.adapters.adapter import WEIGHTS, Change, Whole, changes_of_modules
+from toolkit.artifacts.adapters.config import CONFIG
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
 from toolkit.artifacts.manifest import describe_parent, file_digest
 from toolkit.artifacts.output.checkpoint_writer import write_checkpoint

@@ -24,7 +24,7 @@ from toolkit.runners.native.library import explain_mapped_faults
 from toolkit.runners.weights.new import check_updatable
 
 if TYPE_CHECKING:
-    from toolkit.artifacts.adapter import Change, LowRank
+    from toolkit.artifacts.adapters.adapter import Change, LowRank
     from toolkit.models.family import Family
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def _open_any(path: Path, how: Reading) -> Opened:
 
 def _open_checkpoint(path: Path, how: Reading) -> Opened:
     from toolkit.artifacts.checkpoint import open_checkpoint
-    from toolkit.artifacts.mtp import mtp_or_none
+    from toolkit.artifacts.drafts.mtp import mtp_or_none
     from toolkit.artifacts.weights import left_out, validate_checkpoint
     from toolkit.models.registry import load_spec
     from toolkit.models.towers import names_of_sight
@@ -344,7 +344,7 @@ def read_adapters(opened: Opened, options: RunnerOptions) -> list[dict[str, LowR
     """The adapters in the order of their names, by canonical names of linears."""
     if not options.adapters:
         return []
-    from toolkit.artifacts.adapter import read_adapter
+    from toolkit.artifacts.adapters.adapter import read_adapter
 
     return [read_adapter(Path(path), opened.spec, _names_of(opened)) for _, path in options.adapters]
 
@@ -354,7 +354,7 @@ def changes_of(opened: Opened) -> Callable[[Path], dict[str, Change]]:
     names = cache(lambda: _names_of(opened))
 
     def read(path: Path) -> dict[str, Change]:
-        from toolkit.artifacts.adapter import read_changes
+        from toolkit.artifacts.adapters.adapter import read_changes
 
         return read_changes(path, opened.spec, names())
 

@@ -16,10 +16,10 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.control_routes import allowed
 from toolkit.serve.fields.strict import Strict
 from toolkit.serve.generation.read import parse
-from toolkit.serve.http.answers import AdapterChanged
 from toolkit.serve.http.errors import ApiError, bad_field
+from toolkit.serve.http.openapi.answers import AdapterChanged
+from toolkit.serve.http.openapi.schema import FORBIDDEN, describe
 from toolkit.serve.http.replies import json_response
-from toolkit.serve.http.schema import FORBIDDEN, describe
 from toolkit.serve.model_cards import MOST_NAME, good_name
 from toolkit.serve.state import ServerState
 

@@ -16,16 +16,16 @@ from toolkit.serve import adapter_routes, control_routes, weight_routes
 from toolkit.serve.anthropic import routes as anthropic_routes
 from toolkit.serve.generation.parsing import Formats
 from toolkit.serve.generation.sampling import choose_defaults
-from toolkit.serve.http.answers import Health, ModelCard, ModelList
+from toolkit.serve.http.access.keys import ApiKeys
+from toolkit.serve.http.access.proxies import Proxies
 from toolkit.serve.http.application import begin_app
 from toolkit.serve.http.handed import HandedOver
-from toolkit.serve.http.keys import ApiKeys
-from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.layers import add_layers
-from toolkit.serve.http.places import Places
-from toolkit.serve.http.proxies import Proxies
+from toolkit.serve.http.openapi.answers import Health, ModelCard, ModelList
+from toolkit.serve.http.openapi.schema import ERRORS, add_schemas, answered
 from toolkit.serve.http.replies import json_response, scraped
-from toolkit.serve.http.schema import ERRORS, add_schemas, answered
+from toolkit.serve.http.sharing.lanes import Lanes
+from toolkit.serve.http.sharing.places import Places
 from toolkit.serve.llama_cpp import routes as llama_routes
 from toolkit.serve.lmdeploy import distserve_routes, generate_routes, interactive_routes
 from toolkit.serve.model_cards import card, listed

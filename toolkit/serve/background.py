@@ -31,8 +31,8 @@ from toolkit.engine.load.setup import CONFIGS
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import ChatTemplateConfig
 from toolkit.serve.client import APIClient
+from toolkit.serve.http.access.keys import ApiKeys
 from toolkit.serve.http.certificate import ssl_files
-from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.options import CLIENT_GRACE_S, ServerSettings, split_keys
 

@@ -16,10 +16,10 @@ from toolkit.configs.option import spelled
 from toolkit.engine.nap import PARTS
 from toolkit.serve.fields.strict import Strict
 from toolkit.serve.generation.read import parse
-from toolkit.serve.http.answers import Aborted, Ending, Sleeping
 from toolkit.serve.http.errors import ApiError, bad_field
+from toolkit.serve.http.openapi.answers import Aborted, Ending, Sleeping
+from toolkit.serve.http.openapi.schema import FORBIDDEN, answered, describe
 from toolkit.serve.http.replies import json_response
-from toolkit.serve.http.schema import FORBIDDEN, answered, describe
 from toolkit.serve.state import ServerState
 
 router = APIRouter()

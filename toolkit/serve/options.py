@@ -9,8 +9,8 @@ from pathlib import Path
 
 from toolkit.configs.option import option, same_option, spelled
 from toolkit.errors import UsageError
+from toolkit.serve.http.access.proxies import Proxies
 from toolkit.serve.http.limits import Limits
-from toolkit.serve.http.proxies import Proxies
 
 KEYS = "TOOLKIT_API_KEYS"
 NODE_KEYS = "TOOLKIT_NODE_KEYS"

@@ -32,9 +32,9 @@ from toolkit.serve.adapter_routes import Watch
 from toolkit.serve.app import create_app
 from toolkit.serve.generation.parsing import Formats
 from toolkit.serve.generation.sampling import choose_defaults
+from toolkit.serve.http.access.keys import ApiKeys
 from toolkit.serve.http.certificate import ssl_files
 from toolkit.serve.http.connection import REST_S, connection_class
-from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.openai.batches.store import FileStore
 from toolkit.serve.options import CLIENT_GRACE_S, MAX_GRACE_S, ProxySettings, ServerSettings

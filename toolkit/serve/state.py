@@ -16,11 +16,11 @@ from toolkit.engine.nap import ASLEEP, EMPTY, UPDATING
 from toolkit.engine.pooling import Head
 from toolkit.serve.generation.cache_report import Prompts
 from toolkit.serve.generation.turn import behind
+from toolkit.serve.http.access.quotas import Quotas
+from toolkit.serve.http.access.users import current_user
 from toolkit.serve.http.errors import ApiError
-from toolkit.serve.http.lanes import Lanes
-from toolkit.serve.http.places import Places
-from toolkit.serve.http.quotas import Quotas
-from toolkit.serve.http.users import current_user
+from toolkit.serve.http.sharing.lanes import Lanes
+from toolkit.serve.http.sharing.places import Places
 from toolkit.serve.lmdeploy.talks import Talks
 from toolkit.serve.options import ServerSettings
 from toolkit.serve.watch.metrics import ServerMetrics

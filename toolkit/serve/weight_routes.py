@@ -18,10 +18,10 @@ from toolkit.errors import ToolkitError
 from toolkit.serve.control_routes import DRAIN_LOOK_S, allowed
 from toolkit.serve.fields.strict import Strict
 from toolkit.serve.generation.read import parse
-from toolkit.serve.http.answers import Updated
 from toolkit.serve.http.errors import ApiError, bad_field
+from toolkit.serve.http.openapi.answers import Updated
+from toolkit.serve.http.openapi.schema import FORBIDDEN, describe
 from toolkit.serve.http.replies import json_response
-from toolkit.serve.http.schema import FORBIDDEN, describe
 from toolkit.serve.state import ServerState
 
 router = APIRouter()

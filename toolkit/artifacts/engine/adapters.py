@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from toolkit.artifacts.adapter import WEIGHTS, read_changes
-from toolkit.artifacts.adapter_config import CONFIG
+from toolkit.artifacts.adapters.adapter import WEIGHTS, read_changes
+from toolkit.artifacts.adapters.config import CONFIG
 from toolkit.artifacts.manifest import content_digest
 from toolkit.errors import UsageError
 from toolkit.models.spec import DecoderSpec, StoredTensor

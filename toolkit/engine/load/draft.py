@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from toolkit.artifacts.draft_head import is_head
+from toolkit.artifacts.drafts.draft_head import is_head
 from toolkit.engine.drafts.model import TOKENS, DraftModel
 from toolkit.engine.drafts.vocabulary import LEAST, Vocabulary, by_text, equal
 from toolkit.engine.load.memory_plan import MemoryPlan, show_bytes
@@ -46,7 +46,7 @@ class DraftFiles:
 
 def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], packed: Found | None) -> DraftFiles | None:
     """Where the draft model is that a config asks for, fetched where needed. Raises ToolkitError or UsageError."""
-    from toolkit.artifacts.eagle import is_eagle
+    from toolkit.artifacts.drafts.eagle import is_eagle
     from toolkit.artifacts.source import resolve_model
 
     name = config.speculative_draft_model
@@ -74,7 +74,7 @@ def means_head(config: EngineConfig, path: Path) -> bool:
 
 def means_eagle(config: EngineConfig, path: Path) -> bool:
     """Whether that is an EAGLE head, none of EAGLE-3."""
-    from toolkit.artifacts.eagle import is_eagle
+    from toolkit.artifacts.drafts.eagle import is_eagle
 
     return config.speculative_algorithm == "eagle" or (config.speculative_algorithm is None and is_eagle(path))
 

@@ -104,7 +104,7 @@ def open_mtp_layer(
 def open_eagle_layer(path: Path, target: Runner) -> OpenMtp:
     """The EAGLE head in a directory, for the model of ``target``. Raises ToolkitError or UsageError where it is none
     for it."""
-    from toolkit.artifacts.eagle import open_eagle
+    from toolkit.artifacts.drafts.eagle import open_eagle
     from toolkit.runners.weights.checkpoint import CheckpointWeights
 
     if (norm := target.spec.final_norm).kind != "rms":
@@ -157,7 +157,7 @@ def _of_artifact(path: Path, device: str) -> tuple[MtpSpec, Weights] | None:
 
 def _of_checkpoint(path: Path, config: EngineConfig, families: Sequence[Family]) -> tuple[MtpSpec, Weights] | None:
     from toolkit.artifacts.checkpoint import open_checkpoint
-    from toolkit.artifacts.mtp import read_mtp
+    from toolkit.artifacts.drafts.mtp import read_mtp
     from toolkit.runners.weights.checkpoint import CheckpointWeights
     from toolkit.runners.weights.rounded import rounded
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.artifacts.draft_head import HeadSpec
+from toolkit.artifacts.drafts.draft_head import HeadSpec
 from toolkit.models.rope import inv_freq
 
 Weights = dict[str, Tensor]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.draft_head import HeadSpec, usual_layers, write_head
+from toolkit.artifacts.drafts.draft_head import HeadSpec, usual_layers, write_head
 from toolkit.artifacts.manifest import describe_parent
 from toolkit.artifacts.output.replace import check_directory_target
 from toolkit.artifacts.output.room import check_room

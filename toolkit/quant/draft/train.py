@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.draft_head import HeadSpec
+from toolkit.artifacts.drafts.draft_head import HeadSpec
 from toolkit.artifacts.output.stage import Stage
 from toolkit.models.spec import DecoderSpec
 from toolkit.quant.draft.layer import Passes, Weights, first_weights

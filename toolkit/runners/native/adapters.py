@@ -21,7 +21,7 @@ from toolkit.runners.native.packing.packed import INT, VECTOR, PackedMeta, Packe
 if TYPE_CHECKING:
     import torch
 
-    from toolkit.artifacts.adapter import Change, LowRank
+    from toolkit.artifacts.adapters.adapter import Change, LowRank
     from toolkit.runners.native.program import Program
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def pack_adapter(
     ``changes`` have in them what was folded into the linears, if anything. Imports torch."""
     import torch
 
-    from toolkit.artifacts.adapter import Whole
+    from toolkit.artifacts.adapters.adapter import Whole
     from toolkit.runners.native.packing.head import turn
     from toolkit.runners.native.packing.low_rank import Pair, pack_pairs
     from toolkit.runners.native.packing.pack import pack_alike, pack_dense
@@ -105,7 +105,7 @@ def _lengths(change: LowRank) -> tuple[PackedTensor, PackedTensor]:
 
 def _warn_of_scaled_rows(changes: Mapping[str, Change], program: Program) -> None:
     """Of DoRA beside 4 bits, before which inputs, and rows with them, are often scaled."""
-    from toolkit.artifacts.adapter import LowRank
+    from toolkit.artifacts.adapters.adapter import LowRank
 
     for name, change in changes.items():
         base = program.bases.get(name)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from toolkit.artifacts.adapter import Change
+    from toolkit.artifacts.adapters.adapter import Change
     from toolkit.artifacts.canonical import Weight
     from toolkit.artifacts.scales import AllScales
     from toolkit.runners.native.towers.torch_tower import TorchEncoder
@@ -203,7 +203,7 @@ class NativeRunner:
         path, program = self._adapter_paths.get(number) or self._coming_adapters.get(number), self._program
         if path is None or program is None or self._changes is None:
             raise RunnerError(f"adapter: there is none of number {number}")
-        from toolkit.artifacts.adapter import fold
+        from toolkit.artifacts.adapters.adapter import fold
 
         changes = fold(self._changes(path), self._scales)
         return pack_adapter(changes, self.spec, program, self.dtype, known=self._scales is not None)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from toolkit.artifacts.adapter import fold
+from toolkit.artifacts.adapters.adapter import fold
 from toolkit.artifacts.canonical import GroupInt, Weight
 from toolkit.errors import ToolkitError
 from toolkit.kernels.cuda.linear import PackedLinear

@@ -13,10 +13,10 @@ from toolkit.serve.anthropic.asked import chat_request
 from toolkit.serve.anthropic.fields import CountRequest, MessagesRequest
 from toolkit.serve.generation.chat import Chat
 from toolkit.serve.generation.read import encode_chat, parse, translated
-from toolkit.serve.http.answers import AnthropicMessage, CountedTokens
 from toolkit.serve.http.errors import NoThreads
+from toolkit.serve.http.openapi.answers import AnthropicMessage, CountedTokens
+from toolkit.serve.http.openapi.schema import ANTHROPIC_ERRORS, describe
 from toolkit.serve.http.replies import EventReply, JsonReply, Wire, json_response, named_event
-from toolkit.serve.http.schema import ANTHROPIC_ERRORS, describe
 
 router = APIRouter(responses=ANTHROPIC_ERRORS)
 BODIES: list[type[BaseModel]] = [MessagesRequest, CountRequest]

@@ -15,9 +15,9 @@ from starlette.types import Message, Send
 from toolkit.errors import ToolkitError
 from toolkit.serve.fleet.fleet import Fleet, Model, Swapped
 from toolkit.serve.generation.read import parse_body, read_body
+from toolkit.serve.http.access.keys import ApiKeys
 from toolkit.serve.http.application import begin_app
 from toolkit.serve.http.errors import ApiError
-from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.layers import add_layers
 from toolkit.serve.http.replies import json_response, scraped
 from toolkit.serve.model_cards import card, listed

@@ -16,7 +16,7 @@ from toolkit.configs.option import spelled
 from toolkit.errors import ToolkitError
 from toolkit.serve.fleet.catalog import Listed
 from toolkit.serve.http.errors import ApiError
-from toolkit.serve.http.places import Places
+from toolkit.serve.http.sharing.places import Places
 
 logger = logging.getLogger("toolkit.serve")
 LOOK_S = 0.02  # how often it is looked whether a model's last request has ended

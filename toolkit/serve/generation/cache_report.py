@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
-from toolkit.serve.http.shares import Shares
+from toolkit.serve.http.sharing.shares import Shares
 
 MOST = 32  # prompts that are remembered
 SHOWN = 16  # tokens that are shown of where it began

@@ -20,7 +20,7 @@ from toolkit.serve.generation.choice import Budget, Choice
 from toolkit.serve.generation.choices import Usage, run_choices
 from toolkit.serve.generation.read import PIECE, encode_chat, run_sized, vocab_size
 from toolkit.serve.generation.sampling import choice_config, generation_config
-from toolkit.serve.http.users import current_user
+from toolkit.serve.http.access.users import current_user
 from toolkit.serve.state import ServerState
 
 

@@ -15,10 +15,10 @@ from toolkit.messages import GenerationConfig, Response
 from toolkit.serve.generation.budget import within
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.turn import behind
+from toolkit.serve.http.access.users import current_user
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.handed import handed
-from toolkit.serve.http.held import NUMBER_BYTES, TOKEN_BYTES, account, entries_bytes, stays
-from toolkit.serve.http.users import current_user
+from toolkit.serve.http.sharing.held import NUMBER_BYTES, TOKEN_BYTES, account, entries_bytes, stays
 from toolkit.serve.state import Running, ServerState, request_of
 from toolkit.serve.watch.metrics import RequestClock
 

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from toolkit import __version__
-from toolkit.serve.http.docs_page import add_docs
+from toolkit.serve.http.openapi.docs_page import add_docs
 from toolkit.serve.page.routes import add_page
 
 

@@ -12,12 +12,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from toolkit.configs.checks import shown
 from toolkit.configs.option import spelled
+from toolkit.serve.http.access.users import current_user
 from toolkit.serve.http.errors import ApiError
-from toolkit.serve.http.held import Held
-from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.http.replies import send_error
-from toolkit.serve.http.users import current_user
+from toolkit.serve.http.sharing.held import Held
+from toolkit.serve.http.sharing.lanes import Lanes
 
 FORM = 1 << 14  # bytes that a form has besides its file
 BYTES_A_SECOND = 1 << 16  # a body may take so much longer as it is larger

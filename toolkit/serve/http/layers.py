@@ -12,16 +12,16 @@ from starlette.responses import Response as HttpResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from toolkit.errors import ToolkitError
-from toolkit.serve.http.auth import ApiKeyMiddleware
+from toolkit.serve.http.access.auth import ApiKeyMiddleware
+from toolkit.serve.http.access.keys import ApiKeys
+from toolkit.serve.http.access.proxies import Proxies
+from toolkit.serve.http.access.users import Users
 from toolkit.serve.http.errors import ApiError, from_exception
 from toolkit.serve.http.intake import Intake
-from toolkit.serve.http.keys import ApiKeys
-from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.limits import Limits
-from toolkit.serve.http.proxies import Proxies
 from toolkit.serve.http.replies import json_response
 from toolkit.serve.http.request_ids import RequestIds
-from toolkit.serve.http.users import Users
+from toolkit.serve.http.sharing.lanes import Lanes
 
 logger = logging.getLogger("toolkit.serve")
 

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from toolkit.errors import ToolkitError
 from toolkit.serve.http.errors import ApiError, from_exception
-from toolkit.serve.http.held import account
+from toolkit.serve.http.sharing.held import account
 
 logger = logging.getLogger("toolkit.serve")
 SILENCE = 10.0  # seconds after which a stream is pinged

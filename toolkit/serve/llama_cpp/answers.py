@@ -1,4 +1,4 @@
-"""What llama.cpp's API answers, for /openapi.json alone (``toolkit.serve.http.answers``)."""
+"""What llama.cpp's API answers, for /openapi.json alone (``toolkit.serve.http.openapi.answers``)."""
 
 from __future__ import annotations
 

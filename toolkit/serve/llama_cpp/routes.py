@@ -13,8 +13,8 @@ from toolkit import __version__
 from toolkit.serve.generation.plain import Plain
 from toolkit.serve.generation.read import parse, refuse_pictures, translated
 from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.openapi.schema import answered, describe
 from toolkit.serve.http.replies import COMMENT, EventReply, JsonReply, Wire, event, json_response
-from toolkit.serve.http.schema import answered, describe
 from toolkit.serve.llama_cpp.answers import LlamaAnswer, LlamaPrompt, LlamaProps, LlamaSlot
 from toolkit.serve.llama_cpp.fields import Generation, InfillRequest, LlamaRequest, TemplateRequest
 from toolkit.serve.llama_cpp.told import Told, settings

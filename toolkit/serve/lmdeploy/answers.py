@@ -1,4 +1,4 @@
-"""What LMDeploy's own routes answer, for /openapi.json alone (``toolkit.serve.http.answers``)."""
+"""What LMDeploy's own routes answer, for /openapi.json alone (``toolkit.serve.http.openapi.answers``)."""
 
 from __future__ import annotations
 

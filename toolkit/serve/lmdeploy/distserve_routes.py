@@ -19,8 +19,8 @@ from toolkit.errors import ToolkitError
 from toolkit.serve.fields.strict import Strict
 from toolkit.serve.generation.read import parse
 from toolkit.serve.http.errors import ApiError, bad_field
+from toolkit.serve.http.openapi.schema import FORBIDDEN, answered, describe
 from toolkit.serve.http.replies import json_response
-from toolkit.serve.http.schema import FORBIDDEN, answered, describe
 from toolkit.serve.lmdeploy.answers import Connected, EngineInfo, Freed, Initialized
 from toolkit.serve.state import ServerState
 

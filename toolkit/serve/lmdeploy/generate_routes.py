@@ -22,8 +22,8 @@ from toolkit.serve.generation.pooling import run_prompts
 from toolkit.serve.generation.read import encode_prompt, parse, vocab_size
 from toolkit.serve.generation.sampling import generation_config
 from toolkit.serve.http.errors import bad_field
+from toolkit.serve.http.openapi.schema import describe
 from toolkit.serve.http.replies import EventReply, JsonReply
-from toolkit.serve.http.schema import describe
 from toolkit.serve.lmdeploy.answers import CrossEntropy, Generated
 from toolkit.serve.state import ServerState
 

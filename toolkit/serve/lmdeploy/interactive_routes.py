@@ -18,10 +18,10 @@ from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.choices import run_choices
 from toolkit.serve.generation.read import encode_text, parse, refuse_pictures, run_sized, vocab_size
 from toolkit.serve.generation.sampling import generation_config
+from toolkit.serve.http.access.users import current_user, sent_digest
 from toolkit.serve.http.errors import ApiError, TooLong, bad_field
+from toolkit.serve.http.openapi.schema import BUSY, FORGOTTEN, describe
 from toolkit.serve.http.replies import LINES, EventReply, JsonReply, json_response
-from toolkit.serve.http.schema import BUSY, FORGOTTEN, describe
-from toolkit.serve.http.users import current_user, sent_digest
 from toolkit.serve.lmdeploy.answers import InteractiveAnswer
 from toolkit.serve.lmdeploy.talks import Key, Talk
 from toolkit.serve.state import ServerState

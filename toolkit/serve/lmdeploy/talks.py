@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.http.records import Records
-from toolkit.serve.http.shares import Shares
+from toolkit.serve.http.sharing.shares import Shares
 
 FOLDER = "sessions"
 LOOK_S = 1.0  # between looks while the oldest conversation is being answered

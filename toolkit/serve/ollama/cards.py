@@ -15,7 +15,7 @@ from toolkit.artifacts.checkpoint import read_config
 from toolkit.artifacts.weight_files.find import pickled_weights
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import build
-from toolkit.serve.http.schema import OLLAMA_ERRORS, answered
+from toolkit.serve.http.openapi.schema import OLLAMA_ERRORS, answered
 from toolkit.serve.ollama.answers import OllamaModels, OllamaVersion
 from toolkit.serve.openai.infill import find_gap
 

@@ -17,8 +17,8 @@ from toolkit.serve.generation.plain import Plain
 from toolkit.serve.generation.pooling import as_numbers, embed
 from toolkit.serve.generation.read import encode_embedded, parse, translated
 from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.openapi.schema import OLLAMA_ERRORS, describe
 from toolkit.serve.http.replies import EventReply, JsonReply, Wire, json_response, line
-from toolkit.serve.http.schema import OLLAMA_ERRORS, describe
 from toolkit.serve.ollama.answers import OllamaChat, OllamaEmbedding, OllamaEmbeddings, OllamaShown, OllamaText
 from toolkit.serve.ollama.asked import bare_prompt, chat_request, prompt_in_chat
 from toolkit.serve.ollama.cards import Abilities, Listed, shown

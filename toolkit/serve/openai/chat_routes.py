@@ -18,9 +18,9 @@ from toolkit.serve.fields.protocol import ChatCompletionRequest
 from toolkit.serve.generation.chat import Chat
 from toolkit.serve.generation.read import parse
 from toolkit.serve.generation.running import running
-from toolkit.serve.http.answers import ChatCompletion
+from toolkit.serve.http.openapi.answers import ChatCompletion
+from toolkit.serve.http.openapi.schema import describe
 from toolkit.serve.http.replies import EventReply, JsonReply
-from toolkit.serve.http.schema import describe
 from toolkit.serve.openai.logprobs import chat_logprobs, prompt_logprobs
 from toolkit.serve.state import ServerState
 

@@ -21,9 +21,9 @@ from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.choices import Usage, run_choices
 from toolkit.serve.generation.read import encode_prompt, parse, vocab_size
 from toolkit.serve.generation.sampling import choice_config, generation_config
-from toolkit.serve.http.answers import TextCompletion
+from toolkit.serve.http.openapi.answers import TextCompletion
+from toolkit.serve.http.openapi.schema import describe
 from toolkit.serve.http.replies import EventReply, JsonReply
-from toolkit.serve.http.schema import describe
 from toolkit.serve.openai.best import Best
 from toolkit.serve.openai.infill import with_gap
 from toolkit.serve.openai.logprobs import CompletionLogprobs, prompt_logprobs

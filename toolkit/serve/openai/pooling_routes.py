@@ -15,10 +15,10 @@ from toolkit.serve.fields.protocol import Prompts, as_list
 from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.generation.pooling import Pairs, as_base64, as_numbers, embed
 from toolkit.serve.generation.read import encode_embedded, parse
-from toolkit.serve.http.answers import Embeddings, Ranking, Scores
 from toolkit.serve.http.errors import bad_field
+from toolkit.serve.http.openapi.answers import Embeddings, Ranking, Scores
+from toolkit.serve.http.openapi.schema import describe
 from toolkit.serve.http.replies import JsonReply
-from toolkit.serve.http.schema import describe
 from toolkit.serve.state import ServerState
 
 router = APIRouter()

@@ -15,10 +15,10 @@ from toolkit.serve.fields.protocol import TokenId
 from toolkit.serve.fields.strict import Strict
 from toolkit.serve.fields.template import TemplateFields
 from toolkit.serve.generation.read import encode_messages, parse, vocab_size
-from toolkit.serve.http.answers import Detokenized, Encoded, Tokens
 from toolkit.serve.http.errors import bad_field
+from toolkit.serve.http.openapi.answers import Detokenized, Encoded, Tokens
+from toolkit.serve.http.openapi.schema import answered, describe
 from toolkit.serve.http.replies import json_response
-from toolkit.serve.http.schema import answered, describe
 from toolkit.serve.state import ServerState
 
 router = APIRouter()

@@ -14,12 +14,12 @@ from starlette.types import Receive, Scope, Send
 
 from toolkit.serve.fields.strict import Strict
 from toolkit.serve.generation.read import parse_body, read_body
+from toolkit.serve.http.access.keys import ApiKeys
 from toolkit.serve.http.application import begin_app
 from toolkit.serve.http.errors import ApiError
-from toolkit.serve.http.keys import ApiKeys
 from toolkit.serve.http.layers import add_layers
+from toolkit.serve.http.openapi.schema import add_schemas, describe
 from toolkit.serve.http.replies import json_response, scraped
-from toolkit.serve.http.schema import add_schemas, describe
 from toolkit.serve.model_cards import card, listed
 from toolkit.serve.ollama.cards import Listed, add_lists
 from toolkit.serve.options import ProxySettings

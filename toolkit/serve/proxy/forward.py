@@ -15,14 +15,14 @@ from starlette.requests import Request
 from starlette.types import Send
 
 from toolkit.serve.generation.read import read_body
+from toolkit.serve.http.access.users import HEADER as USER
+from toolkit.serve.http.access.users import asks_for, current_user, header_of
 from toolkit.serve.http.errors import OLLAMA, ApiError
 from toolkit.serve.http.handed import HEADER as KV
 from toolkit.serve.http.handed import Handed
-from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.replies import Reply, event, send_error
 from toolkit.serve.http.request_ids import HEADER, current
-from toolkit.serve.http.users import HEADER as USER
-from toolkit.serve.http.users import asks_for, current_user, header_of
+from toolkit.serve.http.sharing.lanes import Lanes
 from toolkit.serve.ollama.fields import served_as
 from toolkit.serve.proxy.ask import OddAnswer, check, plain
 from toolkit.serve.proxy.nodes import ELSEWHERE, NO_FAULT, Node

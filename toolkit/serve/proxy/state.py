@@ -15,7 +15,7 @@ import httpx2 as httpx
 from toolkit.base.tls import checking
 from toolkit.configs.checks import shown
 from toolkit.serve.http.errors import ApiError
-from toolkit.serve.http.lanes import Lanes
+from toolkit.serve.http.sharing.lanes import Lanes
 from toolkit.serve.options import DIST_SERVE, ProxySettings
 from toolkit.serve.proxy.apart import Apart
 from toolkit.serve.proxy.metrics import ProxyMetrics

@@ -12,7 +12,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from toolkit.base.record import plain
-from toolkit.serve.http.keys import ApiKeys
+from toolkit.serve.http.access.keys import ApiKeys
 from toolkit.serve.options import KEYS, split_keys
 from toolkit.serve.ray import front
 from toolkit.serve.ray.handle import Handle

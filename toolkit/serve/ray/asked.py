@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.serve.http.access.users import HEADER as USER
+from toolkit.serve.http.access.users import current_user, header_of
 from toolkit.serve.http.request_ids import HEADER as REQUEST_ID
 from toolkit.serve.http.request_ids import current
-from toolkit.serve.http.users import HEADER as USER
-from toolkit.serve.http.users import current_user, header_of
 from toolkit.serve.proxy.forward import KEY_HEADERS, OWN_HEADERS, Incoming, of_this_connection
 from toolkit.serve.proxy.strategies import prefixes
 

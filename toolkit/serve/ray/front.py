@@ -18,14 +18,14 @@ from starlette.types import Send
 
 from toolkit.configs.checks import shown
 from toolkit.configs.option import spelled
+from toolkit.serve.http.access.keys import ApiKeys
+from toolkit.serve.http.access.users import current_user
 from toolkit.serve.http.application import begin_app
 from toolkit.serve.http.errors import ApiError
-from toolkit.serve.http.keys import ApiKeys
-from toolkit.serve.http.lanes import Lanes
 from toolkit.serve.http.layers import add_layers
-from toolkit.serve.http.places import Places
 from toolkit.serve.http.replies import Reply, event, json_response, line, scraped, send_error
-from toolkit.serve.http.users import current_user
+from toolkit.serve.http.sharing.lanes import Lanes
+from toolkit.serve.http.sharing.places import Places
 from toolkit.serve.model_cards import listed
 from toolkit.serve.ollama.cards import Listed, add_lists
 from toolkit.serve.proxy.forward import Incoming, is_stream

@@ -16,7 +16,7 @@ from toolkit.runners.tensor.layers.linear import Activations, Linear, Placement
 from toolkit.runners.tensor.ops import Ops
 
 if TYPE_CHECKING:
-    from toolkit.artifacts.adapter import LowRank
+    from toolkit.artifacts.adapters.adapter import LowRank
 
 Adapters = Sequence[Mapping[str, "LowRank"]]
 

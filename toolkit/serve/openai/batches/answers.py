@@ -1,4 +1,4 @@
-"""What files and batches answer, for /openapi.json alone (``toolkit.serve.http.answers``)."""
+"""What files and batches answer, for /openapi.json alone (``toolkit.serve.http.openapi.answers``)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from toolkit.serve.http.auth import KEY
+from toolkit.serve.http.access.auth import KEY
 from toolkit.serve.http.request_ids import HEADER
 
 logger = logging.getLogger("toolkit.serve")

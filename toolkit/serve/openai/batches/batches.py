@@ -15,10 +15,10 @@ from weakref import WeakValueDictionary
 from toolkit.configs.option import spelled
 from toolkit.errors import ToolkitError
 from toolkit.serve.generation.turn import LAST, behind
+from toolkit.serve.http.access.users import work_of
 from toolkit.serve.http.errors import ApiError
-from toolkit.serve.http.places import Places
-from toolkit.serve.http.shares import Shares
-from toolkit.serve.http.users import work_of
+from toolkit.serve.http.sharing.places import Places
+from toolkit.serve.http.sharing.shares import Shares
 from toolkit.serve.openai.batches import loop, results
 from toolkit.serve.openai.batches.lines import Bounds, JsonLines
 from toolkit.serve.openai.batches.loop import Stopped, Tally, Turns

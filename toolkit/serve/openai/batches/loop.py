@@ -15,8 +15,8 @@ from starlette.types import ASGIApp
 
 from toolkit.errors import UsageError
 from toolkit.serve.generation.read import SMALL
+from toolkit.serve.http.access.users import work_of
 from toolkit.serve.http.replies import as_json
-from toolkit.serve.http.users import work_of
 from toolkit.serve.openai.batches import results
 from toolkit.serve.openai.batches.ask import Answer, ask
 from toolkit.serve.openai.batches.lines import Asked, Line, LineFault, Source

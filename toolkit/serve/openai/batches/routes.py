@@ -13,11 +13,11 @@ from starlette.responses import Response as HttpResponse
 
 from toolkit.configs.checks import shown
 from toolkit.serve.generation.read import parse
-from toolkit.serve.http.auth import KEY
+from toolkit.serve.http.access.auth import KEY
 from toolkit.serve.http.errors import ApiError, bad_field
 from toolkit.serve.http.intake import UPLOADS
+from toolkit.serve.http.openapi.schema import BUSY_FILE, answered, describe
 from toolkit.serve.http.replies import json_response
-from toolkit.serve.http.schema import BUSY_FILE, answered, describe
 from toolkit.serve.openai.batches.answers import BatchCard, BatchList, DeletedFile, FileCard, FileList
 from toolkit.serve.openai.batches.batches import Batch, Batches
 from toolkit.serve.openai.batches.fields import HOUR, MONTH, BatchRequest

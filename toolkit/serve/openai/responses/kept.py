@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.http.records import Records
-from toolkit.serve.http.shares import Shares
+from toolkit.serve.http.sharing.shares import Shares
 
 FOLDER = "responses"
 

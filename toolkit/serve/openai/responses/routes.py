@@ -13,12 +13,12 @@ from toolkit.configs.checks import shown
 from toolkit.serve.fields.protocol import ChatCompletionRequest
 from toolkit.serve.generation.chat import Chat
 from toolkit.serve.generation.read import encode_chat, parse, translated
-from toolkit.serve.http.answers import CountedInput, DeletedResponse, InputItems, StoredResponse
+from toolkit.serve.http.access.users import current_user
 from toolkit.serve.http.errors import ApiError, bad_field
 from toolkit.serve.http.handed import handed
+from toolkit.serve.http.openapi.answers import CountedInput, DeletedResponse, InputItems, StoredResponse
+from toolkit.serve.http.openapi.schema import answered, describe
 from toolkit.serve.http.replies import COMMENT, EventReply, JsonReply, Wire, json_response, named_event
-from toolkit.serve.http.schema import answered, describe
-from toolkit.serve.http.users import current_user
 from toolkit.serve.openai.responses.asked import chat_request, conversation
 from toolkit.serve.openai.responses.fields import InputTokensRequest, ResponsesRequest
 from toolkit.serve.openai.responses.items import input_items, page

@@ -13,7 +13,7 @@ from toolkit.serve.options import KEYS, NODE_KEYS, ProxySettings, split_keys
 @with_lmdeploy_flags("serve proxy")
 @with_flags("limits", Limits)
 @with_flags("settings", ProxySettings)
-def proxy(limits: Limits, settings: ProxySettings) -> None:
+def run(limits: Limits, settings: ProxySettings) -> None:
     """Spread requests over several servers. They join by --node, or with --node-keys by --proxy-url.
 
     Example: tool serve proxy --server-port 8000 --strategy prefix_cache_aware

@@ -15,7 +15,7 @@ from toolkit.serve.dynamo.options import DynamoSettings
 
 @with_engine_flags
 @with_flags("settings", DynamoSettings)
-def dynamo(
+def run(
     engine: EngineFlags,
     settings: DynamoSettings,
     model: Annotated[str, typer.Argument(help="Local directory, hub id, artifact, or demo.")],

@@ -13,10 +13,10 @@ from typing import TypeVar
 
 from toolkit.base import libc
 from toolkit.configs.option import spelled
+from toolkit.serve.http.access.users import current_user
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.limits import Limits
-from toolkit.serve.http.places import Places
-from toolkit.serve.http.users import current_user
+from toolkit.serve.http.sharing.places import Places
 
 T = TypeVar("T")
 LARGE = 1 << 18  # bytes or characters from which on requests are handled one after the other

@@ -1,4 +1,4 @@
-"""``tool serve``: an OpenAI-compatible server."""
+"""``tool serve api_server``: one model, or several, behind OpenAI's API."""
 
 from __future__ import annotations
 
@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolkit.commands.app.groups import new_app
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags, with_lmdeploy_flags
 from toolkit.commands.output import show_engine, stderr
-from toolkit.commands.sampling_options import SamplingFlags, with_answer_flags
-from toolkit.commands.serve_dynamo import dynamo
-from toolkit.commands.serve_gradio import gradio
-from toolkit.commands.serve_proxy import proxy
-from toolkit.commands.serve_ray import ray
 from toolkit.configs.moving import EngineRole
 from toolkit.errors import UsageError
 from toolkit.serve.http.limits import Limits
@@ -24,21 +18,12 @@ from toolkit.serve.options import KEYS, ServerSettings, split_keys
 if TYPE_CHECKING:
     from toolkit.configs.engine import EngineConfig
 
-SERVERS = "the server's sampling"
-app = new_app(help="Serve a model over HTTP.", no_args_is_help=True)
 
-
-@app.callback()
-def group() -> None:
-    """Serve a model over HTTP."""
-
-
-@app.command("api_server")
 @with_lmdeploy_flags("serve api_server")
 @with_engine_flags
 @with_flags("limits", Limits, "Limits")
 @with_flags("settings", ServerSettings)
-def api_server(
+def run(
     engine: EngineFlags,
     limits: Limits,
     settings: ServerSettings,
@@ -104,47 +89,3 @@ def serve_several(models: list[str], settings: ServerSettings, config: EngineCon
         console.print(f"HINT:    The server is ready at {url}", markup=False, soft_wrap=True)
 
     run.serve(models, settings, engine_config=config, chat_template=chat_template, ready=ready)
-
-
-app.command("proxy")(proxy)
-app.command("ray")(ray)
-app.command("dynamo")(dynamo)
-app.command("gradio")(gradio)
-
-
-@app.command("api_client")
-@with_lmdeploy_flags("serve api_client")
-@with_answer_flags
-def api_client(
-    sampling: SamplingFlags,
-    url: Annotated[
-        str, typer.Argument(help="The server: scheme, host and port, with or without /v1.")
-    ] = "http://127.0.0.1:23333",
-    api_key: Annotated[str | None, typer.Option(help="Key that the server asks for.")] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Over HTTPS, whatever certificate the server has.")
-    ] = False,
-    model_name: Annotated[str | None, typer.Option(help="Which of its models. Default: the first.")] = None,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Answer this and leave; the answer alone is on stdout.")
-    ] = None,
-    system: Annotated[str | None, typer.Option(help="System text, instead of the chat template's own.")] = None,
-) -> None:
-    """Talk to a running server in the terminal. /help shows the commands, exit or Ctrl-D leaves.
-
-    Example: tool serve api_client http://127.0.0.1:23333
-    """
-    from toolkit.chat import settings
-    from toolkit.chat.conversation import Conversation
-    from toolkit.commands.chat import answer_once, converse, read_question
-    from toolkit.serve.client import APIClient
-    from toolkit.serve.remote import RemoteModel
-
-    question = read_question(prompt)
-    config = settings.change(settings.GREEDY, **sampling.given())
-    model = RemoteModel(APIClient(url, api_key, insecure=insecure), model_name)
-    talk = Conversation(config, system)
-    if question is not None:
-        answer_once(model, talk, question, SERVERS)
-    else:
-        converse(model, f"{model.name} at {url}", talk, sampling=SERVERS)

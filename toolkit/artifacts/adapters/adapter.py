@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from toolkit.artifacts.adapter_config import CONFIG, Scaling, read_config, scale_of
-from toolkit.artifacts.adapter_experts import stack_of
-from toolkit.artifacts.adapter_modules import as_computed, as_stored, modules_of
+from toolkit.artifacts.adapters.config import CONFIG, Scaling, read_config, scale_of
+from toolkit.artifacts.adapters.experts import stack_of
+from toolkit.artifacts.adapters.modules import as_computed, as_stored, modules_of
 from toolkit.artifacts.scales import UNSCALED, Scales
 from toolkit.artifacts.weight_files.find import file_headers
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo

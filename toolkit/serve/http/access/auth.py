@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from toolkit.serve.http.docs_page import PATHS
+from toolkit.serve.http.access.keys import ApiKeys
 from toolkit.serve.http.errors import ApiError
-from toolkit.serve.http.keys import ApiKeys
+from toolkit.serve.http.openapi.docs_page import PATHS
 from toolkit.serve.http.replies import send_json
 from toolkit.serve.page.routes import FILES
 

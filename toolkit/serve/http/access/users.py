@@ -20,9 +20,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from toolkit.errors import UsageError
-from toolkit.serve.http.auth import KEY, sent_keys
-from toolkit.serve.http.keys import ApiKeys, KeyRules
-from toolkit.serve.http.proxies import Proxies
+from toolkit.serve.http.access.auth import KEY, sent_keys
+from toolkit.serve.http.access.keys import ApiKeys, KeyRules
+from toolkit.serve.http.access.proxies import Proxies
 
 HEADER = "x-toolkit-user"  # in which a proxy says whose request it passes on
 _PATH = re.compile(r"[0-9a-f]{8,64}(\.[0-9a-f]{8,64}){0,3}")

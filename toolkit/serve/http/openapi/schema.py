@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from toolkit.serve.http.answers import AnthropicErrorAnswer, ErrorAnswer, OllamaErrorAnswer
+from toolkit.serve.http.openapi.answers import AnthropicErrorAnswer, ErrorAnswer, OllamaErrorAnswer
 
 REF = "#/components/schemas/{model}"
 Responses = dict[int | str, dict[str, Any]]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from toolkit.configs.option import spelled
+from toolkit.serve.http.access.users import User
 from toolkit.serve.http.errors import ApiError
-from toolkit.serve.http.users import User
 
 MINUTE = 60.0
 REST = 4096  # users known of whom nothing runs, beyond which those who owe nothing are forgotten

@@ -15,7 +15,7 @@ from toolkit.errors import UsageError
 
 @with_lmdeploy_flags("serve gradio")
 @with_engine_flags
-def gradio(
+def run(
     engine: EngineFlags,
     model: Annotated[
         str, typer.Argument(help="Local directory, hub id, .gguf file, artifact, demo, or a server's URL.")

@@ -18,7 +18,7 @@ from toolkit.serve.ray.options import RaySettings
 @with_engine_flags
 @with_flags("limits", Limits, "Limits")
 @with_flags("settings", RaySettings)
-def ray(
+def run(
     engine: EngineFlags,
     limits: Limits,
     settings: RaySettings,

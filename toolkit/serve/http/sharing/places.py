@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from toolkit.serve.http.users import current_user
+from toolkit.serve.http.access.users import current_user
 
 
 class Places:

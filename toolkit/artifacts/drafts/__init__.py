@@ -1,0 +1,1 @@
+"""What of a checkpoint guesses tokens: draft heads, EAGLE layers, layers for multi-token prediction."""

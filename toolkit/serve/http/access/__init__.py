@@ -1,0 +1,1 @@
+"""Who asks: keys, users, the proxies that speak for them, and what each may use."""

@@ -1,0 +1,1 @@
+"""``/openapi.json`` and the page that shows it."""

@@ -1,0 +1,1 @@
+"""Threads, places and memory of the server, shared out among requests."""
