@@ -43,7 +43,7 @@ class Results:
         result_file.check_csv("--csv", self.csv, ["target", *columns])
         result_file.check_plot("--plot", self.plot)
 
-    def write(self, found: list[Run], model: str, target: str, traffic: Traffic, progress: Progress) -> None:
+    def write(self, found: list[Run], model: str | None, target: str, traffic: Traffic, progress: Progress) -> None:
         from toolkit.artifacts.output.result_file import append_csv
 
         rows = [run.row for run in found]

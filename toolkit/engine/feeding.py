@@ -85,6 +85,8 @@ class Feeding(Generic[P]):
 
 def _among(prompts: list[P], budget: int) -> list[tuple[P, int]]:
     """The same of one user's prompts."""
+    if len(prompts) == 1:
+        return [(prompts[0], min(prompts[0].remaining, budget))]
     first = max(prompts, key=lambda s: s.unfed)
     if first.unfed < PATIENCE:
         first = prompts[0]
