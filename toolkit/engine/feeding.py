@@ -6,9 +6,7 @@ the fewest tokens left, so that a short one need not wait for a long one.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Generic, Protocol, TypeVar
-
+from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
 from toolkit.engine.turns import LEAST_TOKENS, PATIENCE, Group, group_of, split
 
@@ -17,39 +15,19 @@ NEW = (-1, 0)  # of a user whose prompts have had no turn
 RUSH = 7  # steps in which newcomers' prompts go before those of others, then these have one
 
 
-class Prompt(Protocol):
-    """What is fed: a request of the engine, or one of the planner's."""
-
-    unfed: int  # steps that it has waited for its turn
-
-    @property
-    def user(self) -> Hashable: ...
-
-    @property
-    def remaining(self) -> int:
-        """Its tokens that are not computed."""
-
-    @property
-    def cost(self) -> float:
-        """Of a place in the batch: 1 / weight."""
-
-
-P = TypeVar("P", bound=Prompt)
-
-
-class Feeding(Generic[P]):
+class Feeding:
     """Whose prompts had a turn when. ``steps``: how many there were."""
 
     def __init__(self) -> None:
         self.steps = 0
         self._rushed = 0  # steps in which newcomers came before who has waited longest
         # Of users with prompts: the step in which their last turn ended, and tokens of the present one.
-        self._fed: dict[Hashable, tuple[int, int]] = {}
+        self._fed: dict[str, tuple[int, int]] = {}
 
-    def shares(self, prompts: list[P], budget: int) -> list[tuple[P, int]]:
+    def shares(self, prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
         """How many tokens each of ``prompts`` (by turn) may take of ``budget``, those first whose user has waited
         longest for some."""
-        users: dict[Hashable, list[P]] = {}
+        users: dict[str, list[Sequence]] = {}
         for seq in prompts:
             users.setdefault(seq.user, []).append(seq)
         order = self._order(users)
@@ -57,7 +35,7 @@ class Feeding(Generic[P]):
         parts = zip(order, split(budget, needs), strict=True)
         return [share for user, part in parts if part for share in _among(users[user], part)]
 
-    def _order(self, users: dict[Hashable, list[P]]) -> list[Hashable]:
+    def _order(self, users: dict[str, list[Sequence]]) -> list[str]:
         """Whose turn it is: users who have had none come first, of them those for whom one is enough. After ``RUSH``
         steps in which they went before others these have one, so that newcomers without end starve nobody."""
         turns = {user: self._fed.get(user, NEW)[0] for user in users}
@@ -70,9 +48,10 @@ class Feeding(Generic[P]):
             return waited
         return quick
 
-    def note(self, fed: Mapping[P, int], prompts: list[P]) -> None:
-        """How many tokens of which of ``prompts`` this step computes; the others have to wait."""
+    def note(self, plan: Plan, prompts: list[Sequence]) -> None:
+        """Which prompts of ``prompts`` this step computes, and which have to wait."""
         self.steps += 1
+        fed = {seq: count for seq, _, count in plan.prompts}
         for seq in prompts:
             seq.unfed = 0 if seq in fed else seq.unfed + 1
         turns = {seq.user: self._fed.get(seq.user, NEW) for seq in prompts}
@@ -83,21 +62,19 @@ class Feeding(Generic[P]):
         self._fed = turns
 
 
-def _among(prompts: list[P], budget: int) -> list[tuple[P, int]]:
+def _among(prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
     """The same of one user's prompts."""
-    if len(prompts) == 1:
-        return [(prompts[0], min(prompts[0].remaining, budget))]
     first = max(prompts, key=lambda s: s.unfed)
     if first.unfed < PATIENCE:
         first = prompts[0]
-    shares = {first: min(first.remaining, budget - budget // 2)}
-    left = budget - shares[first]
+    shares = {first.order: min(first.remaining, budget - budget // 2)}
+    left = budget - shares[first.order]
     rest = [s for s in prompts if s is not first]
     for seq in sorted(rest, key=lambda s: s.remaining):
-        shares[seq] = min(seq.remaining, left)
-        left -= shares[seq]
-    shares[first] += left
-    return [(s, shares[s]) for s in (first, *rest) if shares[s]]
+        shares[seq.order] = min(seq.remaining, left)
+        left -= shares[seq.order]
+    shares[first.order] += left
+    return [(s, shares[s.order]) for s in (first, *rest) if shares[s.order]]
 
 
 class Begun:

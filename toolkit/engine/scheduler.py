@@ -56,7 +56,7 @@ class Scheduler:
         self.waiting = Waiting()
         self.running: list[Sequence] = []  # by turn
         self._places: Held | None = None  # of ``running``, None: to be counted anew
-        self._feeding: Feeding[Sequence] = Feeding()
+        self._feeding = Feeding()
         self._free_rows = list(range(options.max_batch_size - 1, -1, -1))
         self.preemptions = 0
         self.hit_tokens = 0
@@ -97,7 +97,7 @@ class Scheduler:
         for seq, share in self._feeding.shares(prompts, budget):
             if seq.row >= 0:
                 self._add_chunk(plan, seq, share)
-        self._feeding.note({seq: count for seq, _, count in plan.prompts}, prompts)
+        self._feeding.note(plan, prompts)
         if self.preemptions != before:
             plan.decodes = [s for s in plan.decodes if s.row >= 0]
             plan.passes = sum(c[0].row >= 0 for c in plan.chunks[: plan.passes])

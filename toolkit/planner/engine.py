@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from toolkit.engine.cache.block_manager import blocks_for
-from toolkit.engine.feeding import Feeding
+from toolkit.engine.feeding import RUSH
 from toolkit.engine.pace import HASTY, LONG_STEP, SERVED, SHARED, Pace
 from toolkit.engine.plan import Plan
-from toolkit.engine.turns import LEAST_TOKENS
+from toolkit.engine.turns import LEAST_TOKENS, split
 from toolkit.planner.step_time import Features, StepTime, features
 from toolkit.planner.traffic import Ask
 
@@ -54,23 +54,15 @@ class Job:
     first: float = 0.0
     end: float = 0.0
     looks: int = 0  # steps that it has waited for while its blocks were fetched
-    unfed: int = 0  # steps that it has waited for its turn
+    fed: int = -1  # step in which its last turn ended
+    taken: int = 0  # tokens of the present one
     at_start: Features | None = None
     at_first: Features | None = None
     at_end: Features | None = None
 
     @property
-    def user(self) -> Job:
-        """Each request is its own user's, as over HTTP."""
-        return self
-
-    @property
-    def remaining(self) -> int:
+    def left(self) -> int:
         return self.length - self.computed
-
-    @property
-    def cost(self) -> float:
-        return 1.0
 
 
 @dataclass
@@ -109,9 +101,9 @@ class Engine:
     steps: int = 0
     preemptions: int = 0
     _pace: Pace = field(default_factory=lambda: Pace(None))
-    _feeding: Feeding[Job] = field(default_factory=Feeding)
     _total: Features | None = None
     _leaving: int = 0  # requests whose end the next step does not know of: their places are not free yet
+    _rushed: int = 0  # steps in which newcomers came before who has waited longest
     _unseen: bool = False  # a request waits that the next step was made without
     _factor: float = 1.0  # times what its content takes that a step takes
     _holds: float = -math.inf  # until then
@@ -182,6 +174,9 @@ class Engine:
         ready = []
         for job, count in stretch.chunks:
             job.computed += count
+            job.taken += count
+            if job.taken >= LEAST_TOKENS:  # its turn is over
+                job.fed, job.taken = self.steps, 0
             if job.computed == job.length:
                 job.produced += 1
                 job.length += 1
@@ -259,7 +254,7 @@ class Engine:
             return most
         before = max((job.computed for job in self.prompts), default=0)
         starts = [*self.prompts, *waits]
-        need = sum(job.remaining for job in starts if job.remaining <= LEAST_TOKENS)
+        need = sum(job.left for job in starts if job.left <= LEAST_TOKENS)
         if self.running + len(waits) < 2:
             times, need = SERVED, 0
         else:
@@ -292,10 +287,22 @@ class Engine:
             held += need
 
     def _chunks(self, budget: int) -> list[tuple[Job, int]]:
-        """The budget shared out among prompts, by turn."""
-        chunks = self._feeding.shares(self.prompts, budget)
-        self._feeding.note(dict(chunks), self.prompts)
-        return chunks
+        """The budget in equal parts among prompts, by turn; each is its own user's, as over HTTP."""
+        if not self.prompts:
+            return []
+        order = self._order()
+        parts = split(budget, [(job.left, 1.0) for job in order])
+        return [(job, part) for job, part in zip(order, parts, strict=True) if part]
+
+    def _order(self) -> list[Job]:
+        """Newcomers' prompts first, as ``Scheduler`` has it, then those that have waited longest for a turn."""
+        waited = sorted(self.prompts, key=lambda job: job.fed if job.fed >= 0 else self.steps)
+        quick = sorted(self.prompts, key=lambda job: (job.fed, job.left > LEAST_TOKENS))
+        self._rushed = self._rushed + 1 if quick[0] is not waited[0] else 0
+        if self._rushed > RUSH:
+            self._rushed = 0
+            return waited
+        return quick
 
     def _steps(self, decodes: list[Job]) -> int:
         """Steps until the first request ends or the cache is full."""
