@@ -66,7 +66,7 @@ async def _measure_all(
 ) -> list[dict[str, Any]]:
     rng = np.random.default_rng(texts.seed)
     dimensions = 0
-    turns = list(adapters or [None])
+    turns: list[str | None] = [*adapters] if adapters else [None]
 
     async def one(index: int, ids: list[int]) -> RequestRecord:
         """Its vector counts as one token that arrives."""

@@ -71,7 +71,7 @@ async def run_all(
     (None = the plain model). A request's own clock starts when it is handed to the engine.
     """
 
-    turns = list(adapters or [None])
+    turns: list[str | None] = [*adapters] if adapters else [None]
 
     def one(index: int, ask: Ask) -> Awaitable[RequestRecord]:
         return run_one(engine, ask, f"{name}-{index}", sampling or GenerationConfig(), turns[index % len(turns)])
