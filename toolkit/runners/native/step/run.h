@@ -249,7 +249,7 @@ private:
     void store_row(const Latent& a, int64_t t);
     const Linear& kv_b(const Latent& a, const Change* c) const;
     void absorb(const Latent& a, int64_t head, Range rows);
-    void merge_head(const Latent& a, int64_t head);
+    void merge_head(const Latent& a, int64_t head, Range rows);
     void give_values(const Latent& a, int64_t head, Range rows);
 
     // cross_step.cpp

@@ -69,13 +69,13 @@ void Run::absorb(const Latent& a, int64_t head, Range rows) {
     }
 }
 
-// Few tokens: what a head's tiles gave (attend_split), merged.
-void Run::merge_head(const Latent& a, int64_t head) {
+// Few tokens: what a head's tiles gave for the tokens `rows` (attend_split), merged.
+void Run::merge_head(const Latent& a, int64_t head, Range rows) {
     const Attention& core = a.core;
     const AttnState& into = own.attention.running;
     const float* partial = w.partial_pages.at<float>(0);
     for (const QueryBlock& b : blocks) {
-        for (int64_t t = b.first; t < b.last; t++) {
+        for (int64_t t = std::max(b.first, first + rows.first); t < std::min(b.last, first + rows.last); t++) {
             merge_tiles(core, b, partial, 0, (t - b.first) * core.per_kv + head, 1, into);
             ops.attn_finish(core.vpad, into.m[0], into.l[0], into.acc, nullptr, own.attention.row);
             std::memcpy(result(core, t - first) + head * a.kv_rank(), own.attention.row, size_t(a.kv_rank()) * 4);
@@ -132,7 +132,7 @@ void Run::mix(const Sublayer& s, const Latent& a) {
     if (count <= SMALL) attend_split(core);
     else attend_all(core);
     each_head(a.v_dim + 2 * LANES, [&](int64_t head, Range rows) {
-        if (count <= SMALL) merge_head(a, head);
+        if (count <= SMALL) merge_head(a, head, rows);
         give_values(a, head, rows);
     });
     gather_mid(a.o, a.out, a.codes, {a.first_head * a.v_dim, (a.first_head + core.heads) * a.v_dim});
