@@ -83,7 +83,6 @@ def run(
     console = stderr()
     with console.status(f"Loading {model}"):
         # what is to be said about loading is said below, in plain lines
-        adapter = next(iter(config.adapters or {}), None)
         pipe = Pipeline(
             model,
             config,
@@ -91,7 +90,7 @@ def run(
             backend=cast(Backend | None, engine.backend),
             media_io_kwargs=media_io_kwargs,
             allow_private_media=allow_private_media,
-            adapter_name=adapter,
+            adapter_name=config.first_adapter,
             progress=lambda line: None,
             packed=engine.packed(config, lambda line: console.print(line, style="dim", markup=False, soft_wrap=True)),
         )
