@@ -123,7 +123,7 @@ def _loaded(
             backend=cast(Backend | None, engine.backend),
             media_io_kwargs=media_io_kwargs,
             allow_private_media=allow_private_media,
-            adapter_name=next(iter(config.adapters or {}), None),
+            adapter_name=config.first_adapter,
             progress=lambda line: None,
             packed=engine.packed(config, lambda line: console.print(line, style="dim", markup=False, soft_wrap=True)),
         )

@@ -47,7 +47,7 @@ def run(
     from toolkit.errors import UsageError
     from toolkit.serve.openai.batches.urls import EMBEDDINGS
 
-    engine.config()  # what is wrong with it is told before any file is read
+    config = engine.config()  # what is wrong with it is told before any file is read
     check_pooling(pooling, "--pooling")
     check_target(target)
     if target.exists() and not overwrite:
@@ -55,6 +55,7 @@ def run(
     fields: dict[str, Any] = {"encoding_format": "base64", "normalize": not raw}
     fields |= {} if strict else {"truncate_prompt_tokens": -1}
     fields |= {} if dimensions is None else {"dimensions": dimensions}
+    fields |= {} if config.first_adapter is None else {"model": config.first_adapter}
     filling = Filling(prompt=text, endpoint=EMBEDDINGS, id_column=id_column, extra_body=fields)
     answers = answers_file(target)
     files = open_files(source, answers, filling, model, limits, overwrite=overwrite)

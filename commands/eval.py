@@ -150,7 +150,14 @@ def tasks(
     config = engine.config()
     say = partial(stderr().print, markup=False, soft_wrap=True)
     with (
-        pipeline(model, config, engine.chat_template, packed=engine.packed(config, say), progress=say) as pipe,
+        pipeline(
+            model,
+            config,
+            engine.chat_template,
+            adapter_name=config.first_adapter,
+            packed=engine.packed(config, say),
+            progress=say,
+        ) as pipe,
         Progress() as bar,
     ):
         asked = _model(pipe)
@@ -172,7 +179,7 @@ def _model(pipe: Pipeline) -> Model:
         batch: list[Prompt] = [*prompts]
         return [reply.text for reply in pipe.infer(batch, greedy)]
 
-    return Model(pipe.tokenizer.encode, lambda ids: pipe.engine.score(ids).tolist(), answer)
+    return Model(pipe.tokenizer.encode, lambda ids: pipe.engine.score(ids, pipe.adapter_name).tolist(), answer)
 
 
 app.command("passkey")(passkey)

@@ -90,7 +90,14 @@ def _run(kind: Kind, model: str, engine: EngineFlags, haystack: Haystack, text: 
     say = partial(stderr().print, markup=False, soft_wrap=True)
     rows = []
     with (
-        pipeline(model, config, engine.chat_template, packed=engine.packed(config, say), progress=say) as pipe,
+        pipeline(
+            model,
+            config,
+            engine.chat_template,
+            adapter_name=config.first_adapter,
+            packed=engine.packed(config, say),
+            progress=say,
+        ) as pipe,
         Progress() as bar,
     ):
         for row in search(kind, _asked(pipe), grid, text):

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from toolkit import pipeline
+from toolkit.batch.filling import Filler, Filling
 from toolkit.convert.convert import convert
 from toolkit.convert.options import Packing
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.serve.openai.batches.lines import Asked
 
 TOOL = [sys.executable, "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
 ENGINE = ("--max-batch-size", "4", "--session-len", "256")
@@ -105,6 +107,13 @@ def test_lines_are_answered_by_the_servers_routes(model: Path, tool: Any, tmp_pa
     again = tool(source, target, "--model", "/no/such/tiny")  # everything is done: nothing is loaded
     assert again.returncode == 0 and "11 of them by earlier runs" in again.stderr, again.stderr
     assert target.read_bytes() == before
+
+
+def test_what_all_requests_get_may_name_the_model() -> None:
+    filler = Filler(Filling(prompt="{text}", extra_body={"model": "tales"}))
+    assert filler.body(Asked("1", "/v1/chat/completions", {}), "base")["model"] == "tales"
+    assert filler.body(Asked("1", "/v1/chat/completions", {"model": "verse"}), "base")["model"] == "verse"
+    assert Filler(Filling()).body(Asked("1", "/v1/chat/completions", {}), "base")["model"] == "base"
 
 
 def test_a_killed_run_goes_on_where_it_was(model: Path, tmp_path: Path) -> None:

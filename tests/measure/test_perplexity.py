@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,21 @@ def test_equals_transformers(family: str, window: int, stride: int, tiny_models:
         "runner": "tensor",
         "dtype": "float32",
     }
+
+
+def test_the_first_adapter_is_measured(tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    """As a checkpoint is that has it merged."""
+    adapters, model = support("adapters"), tiny_models("llama")
+    (tmp_path / "text.txt").write_text(heldout_text()[:400])
+    made = adapters.write_adapter(tmp_path / "a", model, "q_proj|down_proj")
+    other = adapters.write_adapter(tmp_path / "b", model, "v_proj", seed=2)
+    config = replace(FLOAT32, adapters={"a": str(made), "b": str(other)})
+    found = perplexity(str(model), tmp_path / "text.txt", window=64, config=config)
+    merged = adapters.merge(model, made, tmp_path / "merged")
+    expected = perplexity(str(merged), tmp_path / "text.txt", window=64, config=FLOAT32)
+    base = perplexity(str(model), tmp_path / "text.txt", window=64, config=FLOAT32)
+    assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-4)
+    assert found["perplexity"] != pytest.approx(base["perplexity"], rel=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ class Ticking:
         self.running = self.most = 0
         self.starts: list[float] = []
         self.configs: list[GenerationConfig] = []
+        self.adapters: list[str | None] = []
 
     async def generate(
         self,
@@ -34,9 +35,11 @@ class Ticking:
         *,
         request_id: str | None = None,
         timings: Timings | None = None,
+        adapter: str | None = None,
     ) -> AsyncIterator[Response]:
         self.starts.append(time.perf_counter())
         self.configs.append(gen_config)
+        self.adapters.append(adapter)
         self.running += 1
         self.most = max(self.most, self.running)
         left = gen_config.max_new_tokens or 0
@@ -79,6 +82,13 @@ def test_starts_are_kept() -> None:
     asyncio.run(run_all(engine, [Ask([1], 1)] * 3, starts=due))
     assert len(engine.starts) == 3
     assert all(start - begun >= at - 0.001 for start, at in zip(engine.starts, due, strict=True)), "before its time"
+
+
+def test_adapters_are_used_in_turn() -> None:
+    asks = [Ask([1], 1)] * 5
+    asyncio.run(run_all(engine := Ticking(), asks, adapters={"a": "A", "b": "B"}))
+    asyncio.run(run_all(engine, asks[:2]))
+    assert engine.adapters == ["a", "b", "a", "b", "a", None, None]
 
 
 def test_a_failed_request_is_noted_and_the_others_live() -> None:

@@ -101,6 +101,23 @@ def test_it_writes_nothing_and_says_so(path: str, served: Any) -> None:
     assert status == 400 and reply["error"]["message"]
 
 
+def test_the_first_adapter_reads_a_file_of_texts(tiny_models: Any, support: Any, tmp_path: Path) -> None:
+    from toolkit import TurbomindEngineConfig, pipeline
+
+    model = tiny_models("llama")
+    made = support("adapters").write_adapter(tmp_path / "a", model, "q_proj|down_proj")
+    source, target = tmp_path / "texts.jsonl", tmp_path / "v.npy"
+    source.write_text('{"text": "A ship at sea."}\n')
+    flags = ("--model", model, "--dtype", "float32", "--adapters", f"a={made}")
+    done = support("command").tool("embed", source, target, *flags)
+    assert done.returncode == 0, done.stderr
+    with pipeline(str(model), TurbomindEngineConfig(dtype="float32", adapters={"a": str(made)})) as pipe:
+        expected = pipe.get_embeddings(["A ship at sea."], adapter_name="a")
+        base = pipe.get_embeddings(["A ship at sea."])
+    np.testing.assert_allclose(np.load(target), expected, atol=1e-5)
+    assert np.abs(expected - base).max() > 0.01
+
+
 def embed(*arguments: str, stop: float | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "toolkit", "embed", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -53,7 +53,6 @@ class Filler:
     def body(self, asked: Asked, model: str) -> dict[str, Any]:
         """The body of a request, with what it leaves open. ``model``: what the served model is called."""
         body, known = dict(asked.body), _fields(asked.url)
-        body.setdefault("model", model)
         for name, value in self._given.items():
             if name == "max_tokens":
                 name = "max_output_tokens" if asked.url == RESPONSES else name
@@ -61,6 +60,7 @@ class Filler:
                     continue
             if name in known:
                 body.setdefault(name, value)
+        body.setdefault("model", model)
         if self._schema is not None:
             if asked.url == RESPONSES:
                 text = dict(body.get("text") or {})

@@ -246,6 +246,11 @@ class CommonEngineConfig:
     mlp_tp_size: int | None = option(None, "LMDeploy's: what --tp says.", hidden=True)
 
     @property
+    def first_adapter(self) -> str | None:
+        """Name of the one that a command uses which asks the model itself, such as ``chat`` and ``eval``."""
+        return next(iter(self.adapters or {}), None)
+
+    @property
     def blind(self) -> bool:
         """Whether a model that sees is loaded without what it sees with."""
         return self.disable_vision_encoder or self.language_model_only

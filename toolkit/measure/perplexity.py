@@ -31,7 +31,8 @@ def perplexity(
     """exp of the mean negative log-likelihood of the tokens of the text file ``data`` ("heldout": the packaged text).
 
     Windows of ``window`` tokens start ``stride`` apart (None: half of it); each token is scored once. ``max_tokens``:
-    so many from the start of the text, None = all. ``config`` None: as the model would be served here.
+    so many from the start of the text, None = all. ``config`` None: as the model would be served here; with
+    its first adapter, if it has any.
     ``progress`` is called with (tokens scored, tokens in all), ``tell`` with lines about loading. Returns perplexity,
     tokens (scored ones), window, stride, backend, runner, dtype. Raises UsageError or ToolkitError, one line.
     """
@@ -62,7 +63,7 @@ def perplexity(
             raise UsageError(f"--data {data}: expected at least 2 tokens, found {len(ids)}")
         lost, scored = 0.0, 0
         for start, stop, first in scoring_windows(len(ids), window, stride):
-            log_probs = engine.score(ids[start:stop])[first - start - 1 :]
+            log_probs = engine.score(ids[start:stop], config.first_adapter)[first - start - 1 :]
             lost -= float(log_probs.astype("float64").sum())
             scored += stop - first
             progress(stop, len(ids))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -37,8 +37,8 @@ def measure(
     """Open ``model`` (``packed``: see ``AsyncEngine.open``) and measure one row a batch size (keys: see
     metrics.embedding_row; and ``pooling``, ``dimensions``, ``peak_memory_of``, whose memory that is).
 
-    Texts are random token ids that never repeat. Raises ToolkitError when one fails or memory does not hold the largest
-    batch, UsageError for a pooling that is none.
+    Texts are random token ids that never repeat, and use the adapters of ``engine_config`` in turn. Raises
+    ToolkitError when one fails or memory does not hold the largest batch, UsageError for a pooling that is none.
     """
     texts.check()
     check_pooling(texts.pooling, "--pooling")
@@ -50,7 +50,7 @@ def measure(
         on_start(engine)
         gpus = engine.device.startswith("cuda")
         with PeakMemory(gpu_used_mib if gpus else ProcessTree()) as memory:
-            rows = asyncio.run(_measure_all(engine, texts, head, memory, on_done))
+            rows = asyncio.run(_measure_all(engine, texts, head, engine_config.adapters, memory, on_done))
         return [row | {"peak_memory_of": MEMORY_OF[gpus]} for row in rows]
     finally:
         engine.close()
@@ -60,17 +60,19 @@ async def _measure_all(
     engine: AsyncEngine,
     texts: Texts,
     head: Head,
+    adapters: Collection[str] | None,
     memory: PeakMemory,
     on_done: Callable[[RequestRecord], None],
 ) -> list[dict[str, Any]]:
     rng = np.random.default_rng(texts.seed)
     dimensions = 0
+    turns: list[str | None] = [*adapters] if adapters else [None]
 
     async def one(index: int, ids: list[int]) -> RequestRecord:
         """Its vector counts as one token that arrives."""
         nonlocal dimensions
         record = RequestRecord(len(ids), time.perf_counter())
-        async for response in engine.generate(ids, POOLED, only=head.pooling):
+        async for response in engine.generate(ids, POOLED, only=head.pooling, adapter=turns[index % len(turns)]):
             if response.finish_reason in ("error", "abort"):
                 record.error = response.error_message or response.finish_reason
             elif response.last_hidden_state is not None:

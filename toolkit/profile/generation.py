@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -57,9 +57,9 @@ def measure(
     """Open ``model`` (``packed``: see ``AsyncEngine.open``) and measure one row a batch size (keys: see
     metrics.generation_row; and ``peak_memory_of``, whose memory that is).
 
-    Prompts are random and never repeat, in the warm-up and in every round: the prefix cache finds nothing. ``on_end``:
-    told what came of guesses (``guesses_row``). Raises ToolkitError when a request fails or the memory plan cannot hold
-    the largest batch.
+    Prompts are random and never repeat, in the warm-up and in every round: the prefix cache finds nothing. Requests use
+    the adapters of ``engine_config`` in turn. ``on_end``: told what came of guesses (``guesses_row``).
+    Raises ToolkitError when a request fails or the memory plan cannot hold the largest batch.
     """
     grid.check()
     fit(engine_config, grid)
@@ -69,7 +69,8 @@ def measure(
         on_start(engine)
         gpus = engine.device.startswith("cuda")
         with PeakMemory(gpu_used_mib if gpus else ProcessTree()) as memory:
-            rows = asyncio.run(_measure_all(engine, grid, memory, MEMORY_OF[gpus], on_done, on_row))
+            adapters = engine_config.adapters
+            rows = asyncio.run(_measure_all(engine, grid, adapters, memory, MEMORY_OF[gpus], on_done, on_row))
         on_end(guesses_row(engine.stats()))
         return rows
     finally:
@@ -79,6 +80,7 @@ def measure(
 async def _measure_all(
     engine: AsyncEngine,
     grid: Grid,
+    adapters: Collection[str] | None,
     memory: PeakMemory,
     memory_of: str,
     on_done: Callable[[RequestRecord], None],
@@ -92,13 +94,16 @@ async def _measure_all(
 
     rows = []
     for size in grid.concurrency:
-        await run_all(engine, batch(size, min(WARM_UP_TOKENS, grid.completion_tokens)), name=f"warm-up-{size}")
+        warm_up = batch(size, min(WARM_UP_TOKENS, grid.completion_tokens))
+        await run_all(engine, warm_up, name=f"warm-up-{size}", adapters=adapters)
         memory.peak()
         rounds = []
         for turn in range(grid.rounds):
             asks = batch(size, grid.completion_tokens)
             name = f"round-{size}-{turn}"
-            records, _ = await run_all(engine, asks, name=name, sampling=grid.sampling, on_done=on_done)
+            records, _ = await run_all(
+                engine, asks, name=name, sampling=grid.sampling, adapters=adapters, on_done=on_done
+            )
             raise_if_any_failed(records)
             rounds.append(records)
         row = generation_row(rounds, grid.prompt_tokens, grid.completion_tokens, memory.peak())

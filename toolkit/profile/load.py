@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -31,15 +31,19 @@ class Engine(Protocol):
         request_id: str | None = None,
         timings: Timings | None = None,
         pictures: Sequence[Picture] = (),
+        adapter: str | None = None,
     ) -> AsyncIterator[Response]: ...
 
 
-async def run_one(engine: Engine, ask: Ask, request_id: str, sampling: GenerationConfig) -> RequestRecord:
+async def run_one(
+    engine: Engine, ask: Ask, request_id: str, sampling: GenerationConfig, adapter: str | None = None
+) -> RequestRecord:
     """Generate ``ask.output_len`` tokens, past any end token. A failure is noted in the record."""
     config = replace(sampling, max_new_tokens=ask.output_len, ignore_eos=True)
     timings = Timings()
     record = RequestRecord(len(ask.token_ids), time.perf_counter(), drawn=timings.drawn)
     more: dict[str, Any] = {"pictures": ask.pictures} if ask.pictures else {}
+    more |= {"adapter": adapter} if adapter else {}
     stream = engine.generate(ask.token_ids, config, request_id=request_id, timings=timings, **more)
     async for response in stream:
         if response.token_ids:
@@ -57,17 +61,20 @@ async def run_all(
     starts: Sequence[float] | None = None,
     name: str = "profile",
     sampling: GenerationConfig | None = None,
+    adapters: Collection[str] | None = None,
     on_done: Callable[[RequestRecord], None] = lambda record: None,
 ) -> tuple[list[RequestRecord], float]:
     """Run ``asks`` and return their records, in order, and the seconds that all took.
 
     ``concurrency``: most requests at once (None = no limit); ``starts``: seconds after which each may begin (None = at
-    once). ``sampling``: how tokens are drawn (None = greedily). A request's own clock starts when it is
-    handed to the engine.
+    once). ``sampling``: how tokens are drawn (None = greedily). ``adapters``: requests use them in turn
+    (None = the plain model). A request's own clock starts when it is handed to the engine.
     """
 
+    turns: list[str | None] = [*adapters] if adapters else [None]
+
     def one(index: int, ask: Ask) -> Awaitable[RequestRecord]:
-        return run_one(engine, ask, f"{name}-{index}", sampling or GenerationConfig())
+        return run_one(engine, ask, f"{name}-{index}", sampling or GenerationConfig(), turns[index % len(turns)])
 
     return await run_at(asks, one, concurrency=concurrency, starts=starts, on_done=on_done)
 

@@ -57,7 +57,9 @@ def measure(
             prompts = random_prompts(rng, engine.tokenizer, wish.concurrency, wish.prompt_tokens)
             engine.trace_ranks(True)
             asks = [Ask(ids, tokens) for ids in prompts]
-            records, _ = asyncio.run(run_all(engine, asks, name=name, sampling=wish.sampling, on_done=tell))
+            records, _ = asyncio.run(
+                run_all(engine, asks, name=name, sampling=wish.sampling, adapters=engine_config.adapters, on_done=tell)
+            )
             if failed := [record.error for record in records if record.error]:
                 raise ToolkitError(f"{len(failed)} of {wish.concurrency} requests failed: {failed[0]}")
         events = engine.trace_ranks(False)

@@ -77,7 +77,8 @@ def measure(
     on_done: Callable[[RequestRecord], None] = lambda record: None,
     on_end: Callable[[dict[str, Any]], None] = lambda guesses: None,
 ) -> ThroughputResult:
-    """Open ``model`` (``packed``: see ``AsyncEngine.open``), warm it up, put ``load`` on it.
+    """Open ``model`` (``packed``: see ``AsyncEngine.open``), warm it up, put ``load`` on it; requests
+    use the adapters of ``engine_config`` in turn.
 
     ``on_end``: told what came of guesses (``guesses_row``). Raises ToolkitError when no request succeeds.
     """
@@ -92,7 +93,13 @@ def measure(
         async def run() -> tuple[list[RequestRecord], float]:
             await run_all(engine, warm_up, name="warm-up")
             return await run_all(
-                engine, asks, concurrency=load.concurrency, starts=starts, sampling=load.sampling, on_done=on_done
+                engine,
+                asks,
+                concurrency=load.concurrency,
+                starts=starts,
+                sampling=load.sampling,
+                adapters=None if engine_config is None else engine_config.adapters,
+                on_done=on_done,
             )
 
         records, duration = asyncio.run(run())

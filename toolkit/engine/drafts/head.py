@@ -25,17 +25,19 @@ from toolkit.runners.step import StepOutput
 ROOM = 1 << 30  # bytes of states, keys and values of all requests; those that it holds no more for get no guesses
 _FIRST = (0.1, 0.15, 0.25, 0.35, 0.45, 0.5, 0.6, 0.7, 0.75, 0.85, 0.9, 0.5)  # what is thought before; last of any
 READ = 4  # rows of a request, up to which a step takes as long as one with a row each: what is more is a prompt
+TOGETHER = 32  # rows that are fused at once while no guess is asked for: each time takes from the step under way
 _LEAST = 0.1  # chance that a guess is right so far, below which it goes no further
 
 
 @dataclass
 class Follower:
-    """What is kept of a request: ``kept``, the head's, of rows, and behind them the fused states of further ones.
-    ``known``: tokens when the last guess, ``guessed``, was made."""
+    """What is kept of a request: ``kept``, the head's, of rows, behind them the fused states of further ones, and
+    behind those the model's own of the latest. ``known``: tokens when the last guess, ``guessed``, was made."""
 
     kept: Any
     odds: Odds
     states: list[F32] = field(default_factory=list)  # [rows, hidden] each
+    latest: list[F32] = field(default_factory=list)  # [rows, layers, hidden] each
     rows: int = 0  # of all of them
     known: int = 0
     guessed: list[int] = field(default_factory=list)
@@ -92,8 +94,15 @@ class DraftHead(Draft):
             follower = self._followers[seq] = Follower(self.head.open(start + 1), odds)
         new = states[follower.end - start :]
         if len(new):
-            follower.states.append(self.head.fuse(new))
+            follower.latest.append(new.copy())
             follower.rows += len(new)
+            if sum(map(len, follower.latest)) >= TOGETHER:
+                self._fuse(follower)
+
+    def _fuse(self, follower: Follower) -> None:
+        if follower.latest:
+            follower.states.append(self.head.fuse(np.concatenate(follower.latest)))
+            follower.latest = []
 
     def outlook(self, asked: Seq[tuple[Sequence, int]]) -> Outlook:
         """By how often its tokens came true of late, and how long it takes."""
@@ -140,7 +149,7 @@ class DraftHead(Draft):
             return None
         compare(follower.odds, follower.guessed, follower.sure, seq.tokens[follower.known : seq.known].tolist())
         follower.guessed, follower.sure = [], []
-        if follower.end != seq.known - 1 or seq.known >= self._longest or not follower.states:
+        if follower.end != seq.known - 1 or seq.known >= self._longest or not follower.rows:
             return None
         full = sum(f.nbytes(self.head.width) for f in self._followers.values()) > self._room
         if full or not self.head.grow(follower.kept, follower.rows + most):
@@ -152,6 +161,7 @@ class DraftHead(Draft):
         ids, states, rows = [], [], []
         for seq, follower, _ in going:
             place = follower.kept.first + follower.kept.length
+            self._fuse(follower)
             new = np.concatenate(follower.states)
             ids.append(seq.tokens[place : place + len(new)].astype(np.int64))
             states.append(new)

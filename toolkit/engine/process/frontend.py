@@ -258,13 +258,14 @@ class AsyncEngine:
             for stream in streams.values():
                 self._retire(stream)
 
-    def score(self, token_ids: list[int]) -> NDArray[np.float32]:
+    def score(self, token_ids: list[int], adapter: str | None = None) -> NDArray[np.float32]:
         """Log-probability of each token after the first given those before it, float32 [len(token_ids) - 1].
 
-        Computes every position (no prefix hits). Raises ToolkitError where the request fails.
+        ``adapter``: one of the engine's, None for the plain model. Computes every position (no prefix hits).
+        Raises ToolkitError where the request fails.
         """
         found: list[dict[int, float] | None] = []
-        for delta in self.generate_sync(token_ids, SCORED, only="score"):
+        for delta in self.generate_sync(token_ids, SCORED, only="score", adapter=adapter):
             if delta.finish_reason in ("error", "abort"):
                 raise ToolkitError(delta.error_message or "the request was aborted")
             found = delta.prompt_logprobs or found
