@@ -29,8 +29,9 @@ class Served:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a simulated load. ``seconds``: from the first request to the last answer; ``busy``: mean share of
-    them in which an engine computed; ``queued``: mean requests in one engine when another comes."""
+    """What came of a simulated load. ``served``: in the order in which they came; ``seconds``: from the first request
+    to the last answer; ``busy``: mean share of them in which an engine computed; ``queued``: mean requests in one
+    engine when another comes."""
 
     served: list[Served]
     input_tokens: int
@@ -116,6 +117,7 @@ def simulate(
             elif left:
                 send(left.popleft(), fleet.now)
     jobs = [job for engine in writing.engines for job in engine.done]
+    jobs.sort(key=lambda job: came[id(job.ask)])
     ends = fleet.clock([job.end for job in jobs])
     firsts = fleet.clock([job.first for job in jobs])
     seconds = max(ends) - min(came.values())
