@@ -11,7 +11,7 @@ import typer
 
 from toolkit.base.progress import Progress
 from toolkit.commands.app.groups import new_app
-from toolkit.commands.eval_haystack import needle, passkey
+from toolkit.commands.eval_haystack import needle, opened, passkey
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
 from toolkit.commands.output import stderr, stdout, table, write_json
 from toolkit.configs.engine import TurbomindEngineConfig
@@ -139,7 +139,6 @@ def tasks(
     """
     from toolkit.artifacts.output.result_file import check_json
     from toolkit.eval.tasks import TASKS, run_task
-    from toolkit.pipeline.pipeline import pipeline
 
     check_json("--json", json, ("task", "items", "accuracy"))
     for name in names or ():
@@ -147,19 +146,7 @@ def tasks(
             raise UsageError(f"--task {name}: expected one of {', '.join(TASKS)}")
     chosen = list(dict.fromkeys(names or TASKS))
     rows = []
-    config = engine.config()
-    say = partial(stderr().print, markup=False, soft_wrap=True)
-    with (
-        pipeline(
-            model,
-            config,
-            engine.chat_template,
-            adapter_name=config.first_adapter,
-            packed=engine.packed(config, say),
-            progress=say,
-        ) as pipe,
-        Progress() as bar,
-    ):
+    with opened(model, engine, engine.config()) as pipe, Progress() as bar:
         asked = _model(pipe)
         for name in chosen:
             tell = partial(bar.update, name, total=limit)

@@ -16,6 +16,7 @@ from toolkit.configs.option import option
 from toolkit.errors import ToolkitError, UsageError
 
 if TYPE_CHECKING:
+    from toolkit.configs.engine import EngineConfig
     from toolkit.eval.haystack import Asked, Grid, Kind
     from toolkit.pipeline.pipeline import Pipeline
     from toolkit.pipeline.prompts import Prompt
@@ -75,7 +76,6 @@ def needle(
 def _run(kind: Kind, model: str, engine: EngineFlags, haystack: Haystack, text: str = "") -> None:
     from toolkit.artifacts.output.result_file import check_json, check_plot
     from toolkit.eval.haystack import search
-    from toolkit.pipeline.pipeline import pipeline
 
     check_json("--json", haystack.json, ("length", "depth", "score"))
     check_plot("--plot", haystack.plot)
@@ -87,19 +87,8 @@ def _run(kind: Kind, model: str, engine: EngineFlags, haystack: Haystack, text: 
         raise UsageError(f"--session-len {config.session_len}: expected {longest}, the longest of --lengths, or more")
     if config.max_batch_size is None:
         config.max_batch_size = min(grid.rounds, 8)
-    say = partial(stderr().print, markup=False, soft_wrap=True)
     rows = []
-    with (
-        pipeline(
-            model,
-            config,
-            engine.chat_template,
-            adapter_name=config.first_adapter,
-            packed=engine.packed(config, say),
-            progress=say,
-        ) as pipe,
-        Progress() as bar,
-    ):
+    with opened(model, engine, config) as pipe, Progress() as bar:
         for row in search(kind, _asked(pipe), grid, text):
             rows.append(row)
             bar.update(f"{row['length']} tokens", len(rows), len(grid.cells))
@@ -114,6 +103,21 @@ def _run(kind: Kind, model: str, engine: EngineFlags, haystack: Haystack, text: 
         from toolkit.eval.heat_map import draw
 
         draw(rows, f"{kind}: {model}", Path(haystack.plot))
+
+
+def opened(model: str, engine: EngineFlags, config: EngineConfig) -> Pipeline:
+    """The model, with the first adapter of ``config``, that of ``engine``; what is to be said goes to stderr."""
+    from toolkit.pipeline.pipeline import pipeline
+
+    say = partial(stderr().print, markup=False, soft_wrap=True)
+    return pipeline(
+        model,
+        config,
+        engine.chat_template,
+        adapter_name=config.first_adapter,
+        packed=engine.packed(config, say),
+        progress=say,
+    )
 
 
 def _asked(pipe: Pipeline) -> Asked:

@@ -15,7 +15,7 @@ from toolkit.engine.load.setup import Packed
 from toolkit.engine.pooling import Head, check_pooling, open_head
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.profile.generation import MEMORY_OF, check_room, make_room
-from toolkit.profile.load import raise_if_any_failed, run_at
+from toolkit.profile.load import in_turn, raise_if_any_failed, run_at
 from toolkit.profile.memory import PeakMemory, ProcessTree, gpu_used_mib
 from toolkit.profile.metrics import RequestRecord, embedding_row
 from toolkit.profile.options import Texts
@@ -66,13 +66,13 @@ async def _measure_all(
 ) -> list[dict[str, Any]]:
     rng = np.random.default_rng(texts.seed)
     dimensions = 0
-    turns: list[str | None] = [*adapters] if adapters else [None]
+    adapter_of = in_turn(adapters)
 
     async def one(index: int, ids: list[int]) -> RequestRecord:
         """Its vector counts as one token that arrives."""
         nonlocal dimensions
         record = RequestRecord(len(ids), time.perf_counter())
-        async for response in engine.generate(ids, POOLED, only=head.pooling, adapter=turns[index % len(turns)]):
+        async for response in engine.generate(ids, POOLED, only=head.pooling, adapter=adapter_of(index)):
             if response.finish_reason in ("error", "abort"):
                 record.error = response.error_message or response.finish_reason
             elif response.last_hidden_state is not None:

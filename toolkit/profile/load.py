@@ -53,6 +53,12 @@ async def run_one(
     return record
 
 
+def in_turn(adapters: Collection[str] | None) -> Callable[[int], str | None]:
+    """Which of them the request of a number uses; None where there are none."""
+    names: list[str | None] = [*adapters] if adapters else [None]
+    return lambda index: names[index % len(names)]
+
+
 async def run_all(
     engine: Engine,
     asks: Sequence[Ask],
@@ -70,11 +76,10 @@ async def run_all(
     once). ``sampling``: how tokens are drawn (None = greedily). ``adapters``: requests use them in turn
     (None = the plain model). A request's own clock starts when it is handed to the engine.
     """
-
-    turns: list[str | None] = [*adapters] if adapters else [None]
+    adapter_of = in_turn(adapters)
 
     def one(index: int, ask: Ask) -> Awaitable[RequestRecord]:
-        return run_one(engine, ask, f"{name}-{index}", sampling or GenerationConfig(), turns[index % len(turns)])
+        return run_one(engine, ask, f"{name}-{index}", sampling or GenerationConfig(), adapter_of(index))
 
     return await run_at(asks, one, concurrency=concurrency, starts=starts, on_done=on_done)
 
