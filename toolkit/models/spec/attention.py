@@ -113,12 +113,7 @@ class AttentionSpec(MixerSpec):
         return Share(mixer, cuts)
 
     def check(self, hidden: int) -> None:
-        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sound.expect("kv_heads", self.heads % self.kv_heads == 0, self.kv_heads, f"a divisor of {self.heads}")
-        sound.linear(self.q, hidden, q_size)
-        sound.linear(self.k, hidden, kv_size)
-        sound.linear(self.v, hidden, kv_size)
-        sound.linear(self.o, q_size, hidden)
+        q_size, kv_size = sound.projections(self, hidden)
         if self.q_norm is not None:
             sound.norm(self.q_norm, self.head_dim, q_size, heads=self.heads)
         if self.k_norm is not None:

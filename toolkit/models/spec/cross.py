@@ -68,11 +68,6 @@ class CrossSpec(MixerSpec):
         return Share(replace(self, heads=heads[1] - heads[0], kv_heads=kv_heads[1] - kv_heads[0], **made), cuts)
 
     def check(self, hidden: int) -> None:
-        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sound.expect("kv_heads", self.heads % self.kv_heads == 0, self.kv_heads, f"a divisor of {self.heads}")
-        sound.linear(self.q, hidden, q_size)
-        sound.linear(self.k, hidden, kv_size)
-        sound.linear(self.v, hidden, kv_size)
-        sound.linear(self.o, q_size, hidden)
+        sound.projections(self, hidden)
         for norm in self.norms():
             sound.norm(norm, self.head_dim)
