@@ -18,7 +18,6 @@ from toolkit.models.config.rope import read_rope
 from toolkit.models.spec import (
     Activation,
     AttentionSpec,
-    CacheGroup,
     DecoderSpec,
     LayerSpec,
     LinearSpec,
@@ -30,7 +29,7 @@ from toolkit.models.spec import (
     StoredTensor,
     Sublayer,
 )
-from toolkit.models.spec.keeps import Rule
+from toolkit.models.spec.decoder import grouped
 from toolkit.models.stored import Fused, stored_tensors
 
 Built = tuple[DecoderSpec, list[StoredTensor]]
@@ -225,33 +224,20 @@ def experts(
 
 
 def assemble(dims: Dims, layers: Sequence[LayerSpec], final_norm: NormSpec, **extra: Any) -> DecoderSpec:
-    """Join the layers: cache groups (one for each rule, in order of appearance), context length.
+    """Join the layers: cache groups, context length.
 
     The family's name is filled in by the registry.
     """
-    groups: dict[Rule, list[int]] = {}
-    placed: list[LayerSpec] = []
-    max_position = dims.max_position
-    for i, layer in enumerate(layers):
-        sublayers = []
-        for s in layer.sublayers:
-            max_position = max([max_position, *(rope.max_position for rope in s.mixer.ropes())])
-            if (kept := s.mixer.keeps()) is not None:
-                groups.setdefault(kept.rule, []).append(i)
-                mixer: Any = s.mixer
-                s = replace(s, mixer=replace(mixer, group=list(groups).index(kept.rule)))
-            sublayers.append(s)
-        placed.append(LayerSpec(tuple(sublayers)))
+    placed, groups = grouped(layers)
+    ropes = (rope for layer in layers for s in layer.sublayers for rope in s.mixer.ropes())
     return DecoderSpec(
         family="",
         vocab_size=dims.vocab,
         hidden_size=dims.hidden,
-        layers=tuple(placed),
+        layers=placed,
         final_norm=final_norm,
-        cache_groups=tuple(
-            CacheGroup(kind, window, tuple(members), sinks) for (kind, window, sinks), members in groups.items()
-        ),
-        max_position=max_position,
+        cache_groups=groups,
+        max_position=max([dims.max_position, *(rope.max_position for rope in ropes)]),
         tied=dims.tied,
         **extra,
     )

@@ -10,7 +10,7 @@ from toolkit.models.config.routing import on_disk, read_corrected, read_routed
 from toolkit.models.decoder import Built, llama_like, rms_norm
 from toolkit.models.families import deepseek_v2, deepseek_v3
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import DecoderSpec, MoeSpec
+from toolkit.models.spec import MoeSpec, Sublayer
 from toolkit.models.stored import stored_tensors
 
 
@@ -34,18 +34,13 @@ def build(config: Fields) -> Built:
         change=read_latent(config, dims, q_rank=1536),
         feed_forward=feed_forward,
     )
-    spec = _normed(spec, dims.eps)
+
+    def normed(layer: int, s: Sublayer) -> Sublayer:
+        norm = rms_norm(f"model.layers.{layer}.post_mlp_layernorm", dims.hidden, dims.eps)
+        return replace(s, post_norm=norm) if s.mixer.kind == "moe" else s
+
+    spec = spec.changed(normed)
     return spec, stored_tensors(spec, on_disk, pairs=config.flag("rope_interleave", True))
-
-
-def _normed(spec: DecoderSpec, eps: float) -> DecoderSpec:
-    """``spec`` with the norms behind the experts."""
-    layers = []
-    for i, layer in enumerate(spec.layers):
-        norm = rms_norm(f"model.layers.{i}.post_mlp_layernorm", spec.hidden_size, eps)
-        parts = [replace(s, post_norm=norm) if s.mixer.kind == "moe" else s for s in layer.sublayers]
-        layers.append(replace(layer, sublayers=tuple(parts)))
-    return replace(spec, layers=tuple(layers))
 
 
 FAMILY = Family(

@@ -12,7 +12,7 @@ from toolkit.models.config.rope import read_rope
 from toolkit.models.config.routing import on_disk
 from toolkit.models.decoder import PARALLEL_NORM, Built, experts, gated_mlp, layer_norm, llama_like, rms_norm
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import DecoderSpec, MlpSpec, MoeSpec
+from toolkit.models.spec import MlpSpec, MoeSpec
 
 
 def build(config: Fields) -> Built:
@@ -58,16 +58,9 @@ def build(config: Fields) -> Built:
         head_scale=config.number("logit_scale", default=0.0625),
     )
     joined = config.text("shared_expert_combination_strategy", default="average", choices=("average", "sum"))
-    return (_halved(spec) if shared and joined == "average" else spec), stored
-
-
-def _halved(spec: DecoderSpec) -> DecoderSpec:
-    """``spec`` in which the mean of the routed and the shared experts is added, not the sum."""
-    layers = []
-    for layer in spec.layers:
-        parts = [replace(s, residual_scale=0.5) if s.mixer.kind == "moe" else s for s in layer.sublayers]
-        layers.append(replace(layer, sublayers=tuple(parts)))
-    return replace(spec, layers=tuple(layers))
+    if shared and joined == "average":  # of the routed and the shared experts
+        spec = spec.changed(lambda _, s: replace(s, residual_scale=0.5) if s.mixer.kind == "moe" else s)
+    return spec, stored
 
 
 SIZES = dict(num_experts=6, num_experts_per_tok=3, intermediate_size=64, head_dim=16, sliding_window=16)
