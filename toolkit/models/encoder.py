@@ -72,9 +72,7 @@ def encoder(
 
 def encoder_dims(config: Fields, eps: float) -> Dims:
     """The dimensions of one that has as many keys as heads, which share the hidden size out among them."""
-    own = ("num_key_value_heads", "head_dim")
-    values = {name: value for name, value in config.values.items() if name not in own}
-    return read_dims(Fields(values, config.source, config.prefix), eps=eps)
+    return read_dims(config.changed({"num_key_value_heads": None, "head_dim": None}), eps=eps)
 
 
 def types_of(config: Fields, default: int = 2) -> dict[str, Any]:

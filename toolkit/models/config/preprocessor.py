@@ -24,9 +24,7 @@ def colours(
     factor = config.number("rescale_factor", default=1 / 255)
     if abs(factor * 255 - 1) > 1e-3:
         config.fail("rescale_factor", factor, "1/255")
-    for name in ("do_resize", "do_rescale", "do_normalize"):
-        if not config.flag(name, True):
-            config.fail(name, False, "true")
+    config.only("", do_resize=True, do_rescale=True, do_normalize=True)
     return {
         "mean": _three(config, "image_mean", mean),
         "std": _three(config, "image_std", std),

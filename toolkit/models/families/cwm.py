@@ -15,7 +15,7 @@ ROPE = {**llama.LLAMA3, "rope_theta": 1e6, "factor": 16.0, "original_max_positio
 
 def build(config: Fields) -> Built:
     if not config.has("rope_parameters") and not config.has("rope_scaling"):
-        config = Fields({**config.values, "rope_scaling": ROPE}, config.source)
+        config = config.changed({"rope_scaling": ROPE})
     dims = read_dims(config, eps=1e-5, head_dim=128, kv_heads=8)
     window = read_window(config, default=8192)
     return llama_like(

@@ -17,7 +17,6 @@ from toolkit.models.vision import Stage, Tower, VisionSpec
 
 SPELLING = {**CLIP, "high": "model."}
 BICUBIC = 3
-ONLY = {"use_abs_pos": True, "use_rel_pos": True, "qkv_bias": True}
 
 
 def high_fields(config: Fields) -> Fields:
@@ -26,9 +25,7 @@ def high_fields(config: Fields) -> Fields:
 
 def high_tower(config: Fields, grid: int) -> HighTower:
     """``grid``: rows that leave it along a side."""
-    for name, only in ONLY.items():
-        if config.flag(name, only) != only:
-            config.fail(name, not only, str(only).lower())
+    config.only("", use_abs_pos=True, use_rel_pos=True, qkv_bias=True)
     config.text("hidden_act", default="gelu", choices=("gelu",))
     hidden, heads = (config.integer(name, default=n) for name, n in (("hidden_size", 768), ("num_attention_heads", 12)))
     if hidden % heads:

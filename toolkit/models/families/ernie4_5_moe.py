@@ -29,8 +29,7 @@ def build(config: Fields) -> Built:
     last = config.integer("moe_layer_end_index", default=-1, low=-1, high=MAX_LAYERS)
     every = config.integer("moe_layer_interval", default=1, high=MAX_LAYERS)
     act = config.activation("hidden_act", default="silu")
-    if config.flag("use_bias", False):
-        config.fail("use_bias", True, "false, as in all released models")
+    config.only(use_bias=False)
 
     def feed_forward(i: int) -> MoeSpec | None:
         if i < first or (last >= 0 and i > last) or (i + 1) % every:

@@ -47,7 +47,7 @@ def _as_deepseek(config: Fields) -> Fields:
         "n_shared_experts": config.integer("num_shared_experts", default=1, low=0, high=MAX_EXPERTS),
         "num_experts_per_tok": config.values.get("num_experts_per_tok", 8),
     }
-    return Fields({**config.values, **stated}, config.source)
+    return config.changed(stated)
 
 
 SIZES = dict(

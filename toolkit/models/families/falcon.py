@@ -68,7 +68,7 @@ def _dims(config: Fields) -> Dims:
         "intermediate_size": config.integer("ffn_hidden_size", default=4 * config.integer("hidden_size")),
         "max_position_embeddings": config.integer("max_position_embeddings", default=2048, high=1 << 30),
     }
-    return read_dims(Fields({**config.values, **usual}, config.source), eps=1e-5, tied=True)
+    return read_dims(config.changed(usual), eps=1e-5, tied=True)
 
 
 def _is_new(config: Fields) -> bool:

@@ -13,8 +13,7 @@ from toolkit.models.gguf import BLOCK, Gguf
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, tied=True, head_dim=256, kv_heads=16)
-    if config.flag("use_bidirectional_attention", False):
-        config.fail("use_bidirectional_attention", True, "false (a decoder is causal)")
+    config.only(" (a decoder is causal)", use_bidirectional_attention=False)
     bias = config.flag("attention_bias", False)
     act = config.activation("hidden_activation", "hidden_act", default="gelu_pytorch_tanh")
     return llama_like(

@@ -21,8 +21,7 @@ FIELDS = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_
 
 def build(config: Fields, norms: LayerNorms = SANDWICH_NORMS) -> Built:
     dims = read_dims(config, tied=True, head_dim=256, kv_heads=4)
-    if config.flag("use_bidirectional_attention", False):
-        config.fail("use_bidirectional_attention", True, "false (a decoder is causal)")
+    config.only(" (a decoder is causal)", use_bidirectional_attention=False)
     window = read_window(config, default=4096)
     windows = read_windows(config, dims.layers, window, [i % 2 == 0 for i in range(dims.layers)])
     kinds = ["full_attention" if w is None else "sliding_attention" for w in windows]

@@ -22,8 +22,7 @@ PATTERN, LOCAL_THETA = 6, 10_000.0  # every sixth layer sees everything
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, tied=True, head_dim=256, kv_heads=4)
-    if config.flag("use_bidirectional_attention", False):
-        config.fail("use_bidirectional_attention", True, "false (a decoder is causal)")
+    config.only(" (a decoder is causal)", use_bidirectional_attention=False)
     if config.has("attn_logit_softcapping"):
         config.fail(
             "attn_logit_softcapping", config.values["attn_logit_softcapping"], "null, as in all released models"

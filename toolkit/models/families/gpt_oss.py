@@ -28,7 +28,7 @@ ROPE = dict(
 
 def build(config: Fields) -> Built:
     if not config.has("rope_parameters") and not config.has("rope_scaling"):
-        config = Fields({**config.values, "rope_scaling": ROPE}, config.source)
+        config = config.changed({"rope_scaling": ROPE})
     dims = read_dims(config, eps=1e-5, head_dim=64, kv_heads=8)
     windows = read_windows(
         config, dims.layers, read_window(config, default=128), [i % 2 == 0 for i in range(dims.layers)]

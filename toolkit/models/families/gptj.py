@@ -41,11 +41,10 @@ def read_gpt_dims(config: Fields) -> Dims:
             "n_positions", "max_position_embeddings", default=2048, high=MAX_POSITION
         ),
         "num_key_value_heads": None,
+        "head_dim": None,
     }
-    if config.flag("tie_word_embeddings", False):
-        config.fail("tie_word_embeddings", True, "false, as in all released models: the head has a bias")
-    values = {key: value for key, value in config.values.items() if key != "head_dim"}
-    return read_dims(Fields({**values, **usual}, config.source), eps=1e-5)
+    config.only(", as in all released models: the head has a bias", tie_word_embeddings=False)
+    return read_dims(config.changed(usual), eps=1e-5)
 
 
 def like_gptj(config: Fields, dims: Dims, fused: tuple[Fused, ...] = ()) -> Built:

@@ -27,9 +27,7 @@ NAMES = {
 def build(config: Fields) -> Built:
     dims = encoder_dims(config, 1e-12)
     config.text("position_embedding_type", default="rope", choices=("rope",))
-    for name in ("logn_attention_scale", "logn_attention_clip1"):
-        if config.flag(name, False):
-            config.fail(name, True, "false, as in all released models")
+    config.only(logn_attention_scale=False, logn_attention_clip1=False)
     n = dims.intermediate
     return encoder(
         config,
@@ -55,8 +53,9 @@ def _rope(config: Fields, head_dim: int, length: int) -> RopeSpec:
     if scaling.has("mixed_b"):
         scaling.fail("mixed_b", scaling.values["mixed_b"], "none, as in all released models")
     factor = scaling.number("factor", high=1000.0)
-    plain = Fields({k: v for k, v in config.values.items() if k != "rope_scaling"}, config.source)
-    rope = read_rope(plain, head_dim=head_dim, max_position=length, default_theta=theta)
+    rope = read_rope(
+        config.changed({"rope_scaling": None}), head_dim=head_dim, max_position=length, default_theta=theta
+    )
     slower = factor ** (2 / rope.rotary_dim)
     return replace(rope, theta=rope.theta * factor, kind="linear", factor=slower)
 

@@ -20,9 +20,7 @@ NAMES = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "s
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5)
-    for name, only in (("use_qk_norm", True), ("use_cla", False)):
-        if config.flag(name, only) != only:
-            config.fail(name, not only, f"{str(only).lower()}, as in all released models")
+    config.only(use_qk_norm=True, use_cla=False)
     bias = config.flag("attention_bias", False)
     return llama_like(
         config,

@@ -20,14 +20,12 @@ NAMES = {**hunyuan_v1_dense.NAMES, "mlp.gate": "mlp.gate.wg"}
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5)
-    for name, usual in (("use_qk_norm", True), ("use_cla", False), ("use_mixed_mlp_moe", True)):
-        if config.flag(name, usual) != usual:
-            config.fail(name, not usual, f"{str(usual).lower()}, as in all released models")
+    config.only(use_qk_norm=True, use_cla=False, use_mixed_mlp_moe=True)
     bias = config.flag("attention_bias", False)
     act = config.activation("hidden_act")
     top_k = _one(config, "moe_topk", config.values.get("num_experts_per_tok", 1))
-    sized = {**config.values, "num_experts": _one(config, "num_experts", 1), "num_experts_per_tok": top_k}
-    count, top_k = read_experts(Fields(sized, config.source), dims.layers, "num_experts")
+    sized = config.changed({"num_experts": _one(config, "num_experts", 1), "num_experts_per_tok": top_k})
+    count, top_k = read_experts(sized, dims.layers, "num_experts")
     for name in ("moe_intermediate_size", "num_shared_expert"):
         only = dims.intermediate if name == "moe_intermediate_size" else 1
         if (found := _one(config, name, only)) != only:

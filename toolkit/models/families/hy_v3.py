@@ -35,8 +35,7 @@ def build(config: Fields) -> Built:
     inner = config.integer("moe_intermediate_size", "expert_hidden_dim", default=1536)
     shared = inner * config.integer("num_shared_experts", default=1, high=MAX_EXPERTS)
     scale = config.number("router_scaling_factor", default=2.826)
-    if config.flag("mlp_bias", False):
-        config.fail("mlp_bias", True, "false, as in all released models")
+    config.only(mlp_bias=False)
     bias = config.flag("attention_bias", False)
     types = config.choices("mlp_layer_types", dims.layers, ("dense", "sparse"))
     first = config.integer("first_k_dense_replace", default=1, low=0, high=MAX_LAYERS)

@@ -26,7 +26,7 @@ def build(config: Fields) -> Built:
     window = read_window(config, default=512)
     sizes: dict[str, Any] = {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
     types = [LINEAR if kind == LINEAR else FULL for kind in kinds]
-    known = Fields({**config.filled(sizes).values, "layer_types": types}, config.source)
+    known = config.filled(sizes).changed({"layer_types": types})
     delta = read_delta(known, dims)
     rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
     bias = config.flag("attention_bias", False)

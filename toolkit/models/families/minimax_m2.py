@@ -21,9 +21,7 @@ def build(config: Fields) -> Built:
     count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
     config.text("scoring_func", default="sigmoid", choices=("sigmoid",))
     config.text("qk_norm_type", default="per_layer", choices=("per_layer",))
-    for name in ("use_qk_norm", "use_routing_bias"):
-        if not config.flag(name, True):
-            config.fail(name, False, "true, as in all released models")
+    config.only(use_qk_norm=True, use_routing_bias=True)
     turned = config.integer("rotary_dim", default=dims.head_dim, high=dims.head_dim)
 
     def feed_forward(i: int) -> MoeSpec:

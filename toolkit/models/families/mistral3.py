@@ -3,6 +3,7 @@ line. Source: transformers ``Mistral3ForConditionalGeneration``."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from toolkit.models.config.fields import Fields
@@ -33,7 +34,7 @@ def build(config: Fields) -> Built:
     language = language_of(config, default="mistral")
     spec, merge = language[0], merge_of(config)
     tower = pixtral_tower(config.inner("vision_config"))
-    tower = type(tower)(**{**vars(tower), "taken": taken_layers(config, tower.layers, -1)})
+    tower = replace(tower, taken=taken_layers(config, tower.layers, -1))
     text = config.inner("text_config")
     projector = (
         Stage("rms", "vision.projector.norm", tower.hidden, eps=text.number("rms_norm_eps", default=1e-6, high=0.5)),

@@ -105,7 +105,7 @@ def tower_of(config: Fields) -> Tower:
         vision.fail("intermediate_layers_indices", gathered, f"numbers of layers below {layers}")
     clip = {"num_attention_heads": vision.values["attention_heads"], "layer_norm_eps": vision.values["norm_eps"]}
     return clip_tower(
-        Fields({**vision.values, **clip}, vision.source, vision.prefix),
+        vision.changed(clip),
         activation=activation(vision, "gelu"),
         qkv_bias=False,
         o_bias=False,

@@ -63,8 +63,8 @@ def language(config: Fields) -> Built:
         "intermediate_size": width // 2,
         "tie_word_embeddings": config.flag("weight_tying", False),
     }
-    values = {**config.values, **usual, "rms_norm_eps": config.values.get("layer_norm_eps", 1e-6)}
-    dims, ends = read_dims(Fields(values, config.source)), ENDS_AFTER if after else ENDS
+    config = config.changed({**usual, "rms_norm_eps": config.values.get("layer_norm_eps", 1e-6)})
+    dims, ends = read_dims(config), ENDS_AFTER if after else ENDS
 
     def rename(name: str) -> str:
         if name in NAMES:
@@ -75,7 +75,7 @@ def language(config: Fields) -> Built:
     n = dims.intermediate
     both = Fused("ff_proj", {"mlp.up_proj": ((0, n),), "mlp.gate_proj": ((n, 2 * n),)})
     spec, stored = llama_like(
-        Fields(values, config.source),
+        config,
         dims,
         qkv_bias=config.flag("qkv_bias", True),
         qk_norm="all" if config.flag("attention_layer_norm", False) else False,

@@ -32,16 +32,12 @@ NAMES = {
 
 
 def build(config: Fields) -> Built:
-    inner = config.nested("attn_config") or Fields({}, config.source, "attn_config.")
+    inner = config.inner("attn_config")
     dims = _dims(config)
-    if not inner.flag("alibi", True):
-        inner.fail("alibi", False, "true: positions that are learned are not read")
+    inner.only(": positions that are learned are not read", alibi=True)
     inner.text("attn_type", default="multihead_attention", choices=("multihead_attention",))
-    for name in ("qk_ln", "prefix_lm"):
-        if inner.flag(name, False):
-            inner.fail(name, True, "false, as in all released models")
-    if not config.flag("no_bias", True):
-        config.fail("no_bias", False, "true, as in all released models")
+    inner.only(qk_ln=False, prefix_lm=False)
+    config.only(no_bias=True)
     alibi = AlibiSpec(_slopes(dims.heads, float(inner.integer("alibi_bias_max", default=8))))
     clip = inner.number("clip_qkv", default=None)
     endings = renamed(NAMES)
@@ -65,11 +61,11 @@ def _dims(config: Fields) -> Dims:
         "num_hidden_layers": config.integer("n_layers", "num_hidden_layers", high=MAX_LAYERS),
         "num_attention_heads": config.integer("n_heads", "num_attention_heads", high=100_000),
         "num_key_value_heads": None,
+        "head_dim": None,
         "intermediate_size": config.integer("expansion_ratio", default=4, high=64) * width,
         "max_position_embeddings": config.integer("max_seq_len", default=2048, high=MAX_POSITION),
     }
-    values = {key: value for key, value in config.values.items() if key != "head_dim"}
-    return read_dims(Fields({**values, **usual}, config.source), eps=1e-5, tied=True)
+    return read_dims(config.changed(usual), eps=1e-5, tied=True)
 
 
 def _slopes(heads: int, most: float) -> tuple[float, ...]:

@@ -35,7 +35,7 @@ OTHER = {"linear_attention": "mamba", "full_attention": "attention"}
 
 def build(config: Fields) -> Built:
     kinds = _kinds(config)
-    stated = Fields({**config.values, "num_hidden_layers": len(kinds)}, config.source)
+    stated = config.changed({"num_hidden_layers": len(kinds)})
     dims = read_dims(stated, eps=1e-5, head_dim=128, kv_heads=8)
     sizes = _mamba(config)
     mamba = mamba_layers(sizes, dims.hidden, dims.eps, least=config.number("time_step_min", default=0.001, low=-1.0))

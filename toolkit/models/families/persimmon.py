@@ -23,8 +23,7 @@ NAMES = {
 
 
 def build(config: Fields) -> Built:
-    values = {key: value for key, value in config.values.items() if key not in ("head_dim", "num_key_value_heads")}
-    dims = read_dims(Fields(values, config.source), eps=1e-5)
+    dims = read_dims(config.changed({"head_dim": None, "num_key_value_heads": None}), eps=1e-5)
     act = config.activation("hidden_act", default="relu2")
     block = 3 * dims.head_dim
     rows = {

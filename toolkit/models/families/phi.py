@@ -24,8 +24,7 @@ NAMES = {
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5)
-    if config.flag("qk_layernorm", False):
-        config.fail("qk_layernorm", True, "false, as in all released models")
+    config.only(qk_layernorm=False)
     if dims.tied:
         config.fail("tie_word_embeddings", True, "false, as in all released models: the head has a bias")
     act = config.activation("hidden_act", default="gelu_new")

@@ -39,9 +39,8 @@ def build(config: Fields) -> Built:
         "max_position_embeddings": config.integer("max_position_embeddings", "n_positions", high=MAX_POSITION),
         "head_dim": config.integer("kv_channels", default=128, high=65_536),
     }
-    dims = read_dims(Fields({**config.values, **usual}, config.source))
-    if not config.flag("no_bias", True):
-        config.fail("no_bias", False, "true, as in all released models")
+    dims = read_dims(config.changed(usual))
+    config.only(no_bias=True)
     trained = config.integer("seq_length", default=dims.max_position, high=MAX_POSITION)
     grows = QueryScale("log", trained) if config.flag("use_logn_attn", True) and trained > 1 else None
     endings = renamed(NAMES)

@@ -42,9 +42,8 @@ SPELLINGS = (
 
 def language(config: Fields) -> Built:
     """Hub files have its fields beside those of the whole, transformers 5 in an object of their own."""
-    if not config.has("text_config"):
-        config = Fields({"text_config": dict(config.values)}, config.source)
-    return language_of(config, model_type="qwen2", architectures=["Qwen2ForCausalLM"])
+    part = "text_config" if config.has("text_config") else None
+    return language_of(config, part, model_type="qwen2", architectures=["Qwen2ForCausalLM"])
 
 
 def tower(vision: Fields, hidden: int, **changes: Any) -> Tower:

@@ -16,8 +16,7 @@ from toolkit.models.gguf import BLOCK, Gguf
 def build(config: Fields) -> Built:
     rotary = config.number("rope_pct", default=0.25, high=1.0)  # as the first 3B's file has it, with norm_eps
     dims = read_dims(config, eps=1e-5, kv_heads=32)
-    if config.flag("qk_layernorm", False):
-        config.fail("qk_layernorm", True, "false: norms that the checkpoint has one a head are not read")
+    config.only(": norms that the checkpoint has one a head are not read", qk_layernorm=False)
     parallel = config.flag("use_parallel_residual", False)
     return llama_like(
         config,
