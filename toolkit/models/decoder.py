@@ -54,6 +54,7 @@ def llama_like(
     *,
     rope: RopeSpec | Sequence[RopeSpec | None] | None = None,
     windows: int | Sequence[int | None] | None = None,
+    attention_bias: bool = False,
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
@@ -78,7 +79,8 @@ def llama_like(
     """Llama with the differences given.
 
     What is absent is read as Llama's config has it: ``dims``, ``rope``, ``activation`` (``hidden_act``). ``rope`` and
-    ``windows``: of all layers, or a list with those of each, None for a layer without. ``change``: what stands
+    ``windows``: of all layers, or a list with those of each, None for a layer without. ``attention_bias``: both
+    ``qkv_bias`` and ``o_bias``. ``change``: what stands
     in the place of a layer's attention, by its number and what that would be. ``feed_forward``: that of a layer by its
     number, None for the dense gated one. ``norms``: their names; ``norm``: what makes each, if not an RMS norm with
     ``norm_offset``. ``parallel``: attention and feed-forward both read what the layer begins with. ``rename``,
@@ -97,8 +99,8 @@ def llama_like(
             dims,
             ropes[i],
             window=seen[i],
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
+            qkv_bias=qkv_bias or attention_bias,
+            o_bias=o_bias or attention_bias,
             qk_norm=qk_norm,
             norm=norm,
             scale=scale,

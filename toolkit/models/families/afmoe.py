@@ -28,7 +28,6 @@ def build(config: Fields) -> Built:
     slides = [(i + 1) % every != 0 for i in range(dims.layers)]
     windows = read_windows(config, dims.layers, read_window(config, default=1024), slides)
     rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
-    bias = config.flag("attention_bias", False)
     act = config.activation("hidden_act")
     count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
     inner = config.integer("moe_intermediate_size", default=1408)
@@ -66,8 +65,7 @@ def build(config: Fields) -> Built:
         dims,
         rope=[None if window is None else rope for window in windows],
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         change=gated,
         feed_forward=feed_forward,

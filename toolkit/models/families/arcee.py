@@ -14,14 +14,12 @@ from toolkit.models.gguf import BLOCK, has_qkv_bias
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5)
-    bias = config.flag("attention_bias", False)
     mlp_bias = config.flag("mlp_bias", False)
     act = config.activation("hidden_act", default="relu2")
     return llama_like(
         config,
         dims,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         activation=act,
         feed_forward=lambda i: plain_mlp(i, dims, act, mlp_bias),
     )

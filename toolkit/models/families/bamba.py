@@ -27,7 +27,6 @@ def build(config: Fields) -> Built:
     sizes = read_mamba(config, dims.hidden)
     mamba = mamba_layers(sizes, dims.hidden, dims.eps)
     check_convolved(config, "hidden_act")
-    bias = config.flag("attention_bias", False)
 
     def change(layer: int, attention: AttentionSpec) -> Mixer:
         return attention if layer in attends else mamba(f"model.layers.{layer}.mamba")
@@ -36,8 +35,7 @@ def build(config: Fields) -> Built:
         config,
         dims,
         rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_partial=0.5),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         change=change,
         norms=(("input_layernorm", None), ("post_attention_layernorm", None)),
         rename=renamed(NAMES),

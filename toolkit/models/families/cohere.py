@@ -21,13 +21,11 @@ def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5, tied=True)
     # Command-R was trained on what model_max_length says; its max_position_embeddings is shorter.
     longest = config.integer("model_max_length", "max_position_embeddings", high=MAX_POSITION)
-    bias = config.flag("attention_bias", False)
     spec, stored = llama_like(
         config,
         replace(dims, max_position=longest),
         rope=read_rope(config, head_dim=dims.head_dim, max_position=longest, default_theta=500_000.0),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm="own" if config.flag("use_qk_norm", False) else False,  # Command-R+
         norm=partial(layer_norm, eps=dims.eps),
         norms=PARALLEL_NORM,

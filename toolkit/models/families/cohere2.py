@@ -24,14 +24,12 @@ def build(config: Fields) -> Built:
     slides = [(i + 1) % every != 0 for i in range(dims.layers)]
     windows = read_windows(config, dims.layers, read_window(config, default=4096), slides)
     rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
-    bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         dims,
         rope=[None if window is None else rope for window in windows],
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         norm=partial(layer_norm, eps=dims.eps),
         norms=PARALLEL_NORM,
         parallel=True,

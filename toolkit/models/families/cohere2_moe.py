@@ -28,7 +28,6 @@ def build(config: Fields) -> Built:
     kinds = kinds or ["dense" if i < first else "sparse" for i in range(dims.layers)]
     rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
     turns = [windows[i] is not None or (kinds[i] == "dense" and before == 1) for i in range(dims.layers)]
-    bias = config.flag("attention_bias", False)
     act = config.activation("hidden_act")
     dense = config.integer("prefix_dense_intermediate_size", default=dims.intermediate)
     shared = config.integer("num_shared_experts", default=0, low=0, high=MAX_EXPERTS) * dims.intermediate
@@ -47,8 +46,7 @@ def build(config: Fields) -> Built:
         dims,
         rope=[rope if turned else None for turned in turns],
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         feed_forward=feed_forward,
         norm=partial(layer_norm if rms is None else rms_norm, eps=dims.eps),
         norms=PARALLEL_NORM,

@@ -25,7 +25,6 @@ def build(config: Fields) -> Built:
     every = config.integer("moe_layer_freq", default=1, high=MAX_LAYERS)
     norm_topk = config.flag("norm_topk_prob", False)
     config.text("scoring_func", default="softmax", choices=("softmax",))
-    bias = config.flag("attention_bias", False)
 
     def feed_forward(i: int) -> MoeSpec | None:
         if i < first or i % every:
@@ -35,8 +34,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         feed_forward=feed_forward,
         rename=lambda name: name.replace(".shared_expert.", ".shared_experts."),
     )

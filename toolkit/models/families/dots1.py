@@ -44,13 +44,11 @@ def build(config: Fields) -> Built:
     def feed_forward(i: int) -> MoeSpec | None:
         return None if i < first else make(i)
 
-    bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         dims,
         windows=read_windows(config, dims.layers, window, [i >= slides for i in range(dims.layers)]),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         feed_forward=feed_forward,
         rename=on_disk,

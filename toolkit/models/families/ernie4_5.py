@@ -18,8 +18,7 @@ def build(config: Fields) -> Built:
         config,
         dims,
         rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=500_000.0),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=bias,
         mlp_bias=bias,
         pairs=True,
     )

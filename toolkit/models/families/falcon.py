@@ -42,8 +42,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=bias,
         activation=act,
         change=lambda i, a: a if alibi is None else replace(a, rope=None, alibi=alibi),
         feed_forward=lambda i: plain_mlp(i, dims, act, bias),

@@ -11,7 +11,6 @@ from toolkit.models.family import Family, Tiny
 
 def build(config: Fields) -> Built:
     dims = read_dims(config)
-    bias = config.flag("attention_bias", False)
     act = config.activation("hidden_act")
     count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
     norm_topk = config.flag("norm_topk_prob", False)
@@ -19,8 +18,7 @@ def build(config: Fields) -> Built:
         config,
         dims,
         rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=500_000.0),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm="all",
         norms=POST_NORMS,
         feed_forward=lambda i: experts(

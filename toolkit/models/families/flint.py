@@ -20,7 +20,6 @@ def build(config: Fields) -> Built:
     sees = [i < 2 or i % 4 == 1 or i == dims.layers - 1 for i in range(dims.layers)]
     windows = read_windows(config, dims.layers, read_window(config, default=513), [not whole for whole in sees])
     rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
-    bias = config.flag("attention_bias", False)
     act = config.activation("hidden_act")
     count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
     inner = config.integer("moe_intermediate_size", default=512)
@@ -41,8 +40,7 @@ def build(config: Fields) -> Built:
         dims,
         rope=[None if window is None else rope for window in windows],
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         sinks=True,
         feed_forward=feed_forward,

@@ -14,13 +14,11 @@ from toolkit.models.gguf import BLOCK, Gguf
 def build(config: Fields) -> Built:
     dims = read_dims(config, tied=True, head_dim=256, kv_heads=16)
     config.only(" (a decoder is causal)", use_bidirectional_attention=False)
-    bias = config.flag("attention_bias", False)
     act = config.activation("hidden_activation", "hidden_act", default="gelu_pytorch_tanh")
     return llama_like(
         config,
         dims,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         activation="gelu_tanh" if act == "gelu" else act,  # the released files say gelu and mean its tanh form
         norm_offset=1.0,
         embed_scale=dims.hidden**0.5,

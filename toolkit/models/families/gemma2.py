@@ -29,14 +29,12 @@ def build(config: Fields, norms: LayerNorms = SANDWICH_NORMS) -> Built:
         kind: read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, layer_type=kind)
         for kind in dict.fromkeys(kinds)
     }
-    bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         dims,
         rope=[sets[kind] for kind in kinds],
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         scale=config.number("query_pre_attn_scalar", default=256.0) ** -0.5,
         softcap=softcap(config, "attn_logit_softcapping", 50.0),
         activation=config.activation("hidden_activation", default="gelu_pytorch_tanh"),

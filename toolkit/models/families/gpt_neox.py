@@ -32,7 +32,6 @@ def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5)
     act = config.activation("hidden_act", default="gelu")
     endings = renamed(NAMES)
-    bias = config.flag("attention_bias", True)
     return llama_like(
         config,
         dims,
@@ -43,8 +42,7 @@ def build(config: Fields) -> Built:
             default_theta=config.number("rotary_emb_base", default=10_000.0, low=1.0),
             default_partial=config.number("rotary_pct", default=0.25, high=1.0),
         ),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", True),
         activation=act,
         feed_forward=lambda i: plain_mlp(i, dims, act, True),
         norm=partial(layer_norm, eps=dims.eps, bias=True),

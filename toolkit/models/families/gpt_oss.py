@@ -33,7 +33,6 @@ def build(config: Fields) -> Built:
     windows = read_windows(
         config, dims.layers, read_window(config, default=128), [i % 2 == 0 for i in range(dims.layers)]
     )
-    bias = config.flag("attention_bias", True)
     count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
     for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if (found := config.number(name, default=only)) != only:
@@ -48,8 +47,7 @@ def build(config: Fields) -> Built:
         dims,
         rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=150_000.0),
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", True),
         sinks=True,
         feed_forward=feed_forward,
         rename=renamed({"mlp.gate": "mlp.router"}),

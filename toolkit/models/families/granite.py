@@ -13,11 +13,9 @@ from toolkit.models.spec import DecoderSpec
 
 
 def build(config: Fields) -> Built:
-    bias = config.flag("attention_bias", False)
     return llama_like(
         config,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         mlp_bias=config.flag("mlp_bias", False),
         **multipliers(config),
     )

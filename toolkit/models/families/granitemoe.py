@@ -27,12 +27,10 @@ def build(config: Fields) -> Built:
     dims = read_dims(config)
     act = config.activation("hidden_act")
     count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
-    bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         dims,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         feed_forward=lambda i: experts(
             i, dims.hidden, dims.intermediate, act, count=count, top_k=top_k, norm_topk=True
         ),

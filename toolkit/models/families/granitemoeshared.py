@@ -33,7 +33,6 @@ def shared_experts(
     act = config.activation("hidden_act")
     count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
     shared = config.integer("shared_intermediate_size", default=0, low=0)
-    bias = config.flag("attention_bias", False)
     part = "mlp.shared_expert"
     rows: dict[str, Rows] = {f"{part}.gate_proj": ((0, shared),), f"{part}.up_proj": ((shared, 2 * shared),)}
     return llama_like(
@@ -41,8 +40,7 @@ def shared_experts(
         dims,
         rope=rope,
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         sinks=sinks,
         feed_forward=lambda i: experts(
             i, dims.hidden, dims.intermediate, act, count=count, top_k=top_k, norm_topk=True, shared=shared

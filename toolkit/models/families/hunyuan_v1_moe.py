@@ -21,7 +21,6 @@ NAMES = {**hunyuan_v1_dense.NAMES, "mlp.gate": "mlp.gate.wg"}
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5)
     config.only(use_qk_norm=True, use_cla=False, use_mixed_mlp_moe=True)
-    bias = config.flag("attention_bias", False)
     act = config.activation("hidden_act")
     top_k = _one(config, "moe_topk", config.values.get("num_experts_per_tok", 1))
     sized = config.changed({"num_experts": _one(config, "num_experts", 1), "num_experts_per_tok": top_k})
@@ -35,8 +34,7 @@ def build(config: Fields) -> Built:
         config,
         dims,
         rope=hunyuan_v1_dense.read_stretched(config, dims.head_dim, dims.max_position),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         change=lambda i, a: replace(a, norm_last=True),
         feed_forward=lambda i: experts(

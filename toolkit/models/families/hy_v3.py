@@ -36,7 +36,6 @@ def build(config: Fields) -> Built:
     shared = inner * config.integer("num_shared_experts", default=1, high=MAX_EXPERTS)
     scale = config.number("router_scaling_factor", default=2.826)
     config.only(mlp_bias=False)
-    bias = config.flag("attention_bias", False)
     types = config.choices("mlp_layer_types", dims.layers, ("dense", "sparse"))
     first = config.integer("first_k_dense_replace", default=1, low=0, high=MAX_LAYERS)
     types = types or ["dense" if i < first else "sparse" for i in range(dims.layers)]
@@ -52,8 +51,7 @@ def build(config: Fields) -> Built:
         config,
         dims,
         rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=11_158_840.0),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         feed_forward=feed_forward,
         rename=lambda name: endings(name).replace(".shared_expert.", ".shared_mlp."),

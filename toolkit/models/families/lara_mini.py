@@ -29,7 +29,6 @@ def build(config: Fields) -> Built:
     known = config.filled(sizes).changed({"layer_types": types})
     delta = read_delta(known, dims)
     rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
-    bias = config.flag("attention_bias", False)
     act = config.activation("hidden_act")
     count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
     inner = config.integer("moe_intermediate_size", default=512)
@@ -44,8 +43,7 @@ def build(config: Fields) -> Built:
         dims,
         rope=[rope if kind == SLIDING else None for kind in kinds],
         windows=[window if kind == SLIDING else None for kind in kinds],
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         change=change,
         feed_forward=lambda i: experts(

@@ -10,8 +10,9 @@ from toolkit.models.gguf import BLOCK, Gguf
 
 
 def build(config: Fields, dims: Dims | None = None) -> Built:
-    bias = config.flag("attention_bias", False)
-    return llama_like(config, dims, qkv_bias=bias, o_bias=bias, mlp_bias=config.flag("mlp_bias", False))
+    return llama_like(
+        config, dims, attention_bias=config.flag("attention_bias", False), mlp_bias=config.flag("mlp_bias", False)
+    )
 
 
 GGUF = Gguf(

@@ -36,7 +36,6 @@ def build(config: Fields) -> Built:
     windows = [chunk if kind == CHUNKED else None for kind in types]
     rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=500_000.0)
     normed, grows = config.flag("use_qk_norm", True), _growth(config)
-    bias = config.flag("attention_bias", False)
 
     def change(i: int, a: AttentionSpec) -> AttentionSpec:
         chunked = a.window is not None
@@ -60,8 +59,7 @@ def build(config: Fields) -> Built:
         dims,
         rope=[rope if x else None for x in turned],
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         change=change,
         feed_forward=feed_forward,
         rename=lambda name: endings(name).replace(".mlp.", ".feed_forward."),

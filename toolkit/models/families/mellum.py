@@ -13,7 +13,6 @@ from toolkit.models.spec import MoeSpec
 def build(config: Fields) -> Built:
     dims = read_dims(config, head_dim=128, kv_heads=4)
     windows = read_windows(config, dims.layers, read_window(config, default=1024), [False] * dims.layers)
-    bias = config.flag("attention_bias", False)
     act = config.activation("hidden_act")
     count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
     inner = config.integer("moe_intermediate_size", default=896)
@@ -30,8 +29,7 @@ def build(config: Fields) -> Built:
         dims,
         rope=layer_ropes(config, dims, windows, theta=500_000.0, local_theta=10_000.0),
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         feed_forward=feed_forward,
     )

@@ -16,15 +16,13 @@ from toolkit.models.gguf import BLOCK, Gguf, has_qkv_bias
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5)
     turned = config.number("rope_percent", "partial_rotary_factor", default=0.5, high=1.0)
-    bias = config.flag("attention_bias", False)
     mlp_bias = config.flag("mlp_bias", False)
     act = config.activation("hidden_act", default="relu2")
     return llama_like(
         config,
         dims,
         rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_partial=turned),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         activation=act,
         feed_forward=lambda i: plain_mlp(i, dims, act, mlp_bias),
         norm=partial(layer_norm, eps=dims.eps, bias=True, offset=1.0),

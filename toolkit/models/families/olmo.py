@@ -20,13 +20,11 @@ EPS = 1e-5  # whatever the config says
 
 def build(config: Fields) -> Built:
     dims = replace(read_dims(config), eps=EPS)
-    bias = config.flag("attention_bias", False)
     clip = config.number("clip_qkv", default=None)
     return llama_like(
         config,
         dims,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         change=lambda i, a: replace(a, clip=clip),
         norm=partial(layer_norm, eps=EPS, weight=False),
     )

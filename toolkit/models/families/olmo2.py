@@ -12,9 +12,10 @@ from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf
 
 
 def build(config: Fields) -> Built:
-    bias = config.flag("attention_bias", False)
     dims = read_dims(config, eps=1e-5)
-    return llama_like(config, dims, qkv_bias=bias, o_bias=bias, qk_norm="all", norms=POST_NORMS)
+    return llama_like(
+        config, dims, attention_bias=config.flag("attention_bias", False), qk_norm="all", norms=POST_NORMS
+    )
 
 
 GGUF = Gguf(

@@ -14,15 +14,13 @@ def build(config: Fields) -> Built:
     if config.has("clip_qkv"):
         config.fail("clip_qkv", config.values["clip_qkv"], "null, as in all released models")
     dims = read_dims(config, eps=1e-5)
-    bias = config.flag("attention_bias", False)
     act = config.activation("hidden_act")
     count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
     norm_topk = config.flag("norm_topk_prob", False)
     return llama_like(
         config,
         dims,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm="all",
         feed_forward=lambda i: experts(
             i, dims.hidden, dims.intermediate, act, count=count, top_k=top_k, norm_topk=norm_topk

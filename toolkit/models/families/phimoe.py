@@ -29,14 +29,12 @@ def build(config: Fields) -> Built:
     if head_bias and dims.tied:
         config.fail("tie_word_embeddings", True, "false: the head has a bias")
     jitter = config.number("router_jitter_noise", default=JITTER, low=-1.0, high=1.0)
-    bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         dims,
         rope=_rope(config, dims.head_dim, dims.max_position),
         windows=read_window(config),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         feed_forward=lambda i: experts(
             i,
             dims.hidden,

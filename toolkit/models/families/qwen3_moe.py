@@ -16,7 +16,6 @@ EVERY_LAYER = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 def build(config: Fields) -> Built:
     dims = read_dims(config, kv_heads=4)
     window = read_window(config, default=4096) if config.flag("use_sliding_window", False) else None
-    bias = config.flag("attention_bias", False)
     act = config.activation("hidden_act")
     count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
     inner = config.integer("moe_intermediate_size", default=768)
@@ -28,7 +27,14 @@ def build(config: Fields) -> Built:
             return None
         return experts(i, dims.hidden, inner, act, count=count, top_k=top_k, norm_topk=norm_topk)
 
-    return llama_like(config, dims, windows=window, qkv_bias=bias, o_bias=bias, qk_norm=True, feed_forward=feed_forward)
+    return llama_like(
+        config,
+        dims,
+        windows=window,
+        attention_bias=config.flag("attention_bias", False),
+        qk_norm=True,
+        feed_forward=feed_forward,
+    )
 
 
 def sparse_layers(config: Fields, layers: int) -> frozenset[int]:

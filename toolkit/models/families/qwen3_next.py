@@ -28,13 +28,11 @@ def delta_like(
     config: Fields, dims: Dims, fused: list[Fused], feed_forward: Callable[[int], MoeSpec | None] | None = None
 ) -> Built:
     """What Qwen3-Next and Qwen3.5 have in common; arguments as of ``llama_like``."""
-    bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         dims,
         rope=read_turns(config, dims),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         norm_offset=1.0,
         change=read_delta(config, dims),

@@ -21,14 +21,12 @@ def build(config: Fields) -> Built:
     turns = _layers_with_rope(config, dims.layers)
     rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=2e6)
     window = read_window(config) if config.flag("use_sliding_window", False) else None
-    bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         dims,
         rope=[rope if turn else None for turn in turns],
         windows=read_windows(config, dims.layers, window, [not turn for turn in turns]),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         mlp_bias=config.flag("mlp_bias", False),
     )
 
