@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 from toolkit.models.family import Family
-from toolkit.models.gguf import MOST_LAYERS, Gguf
+from toolkit.models.gguf import MOST_LAYERS, Absent, Gguf
 from toolkit.models.mtp import FURTHER
 
 NEXTN = "nextn_predict_layers"  # how many of the blocks are for multi-token prediction, behind the model's
@@ -47,6 +47,9 @@ class _Reader:
                 f"{self.path}: {self.prefix}.{key}: expected a positive whole number, found {value!r:.40}"
             )
         return value
+
+    def stated(self, key: str, absent: Absent) -> int | Absent:
+        return self.whole(key) if self.has(key) else absent
 
     def flags(self, key: str) -> list[bool] | None:
         value = self.metadata.get(f"{self.prefix}.{key}")
@@ -83,7 +86,7 @@ def hf_config(
     hidden, layers = read.whole("embedding_length"), read.whole("block_count")
     if layers > MOST_LAYERS:
         raise ToolkitError(f"{path}: {gguf.arch}.block_count: expected at most {MOST_LAYERS}, found {layers}")
-    further = read.whole(NEXTN) if read.has(NEXTN) else 0
+    further = read.stated(NEXTN, 0)
     if further >= layers:
         raise ToolkitError(f"{path}: {gguf.arch}.{NEXTN}: expected fewer than {layers} layers, found {further}")
     layers -= further

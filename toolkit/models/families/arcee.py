@@ -9,7 +9,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, llama_like, plain_mlp
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, has_qkv_bias
+from toolkit.models.gguf import PLAIN_BLOCK, read_biases
 
 
 def build(config: Fields) -> Built:
@@ -38,11 +38,8 @@ FAMILY = Family(
         llama.GGUF,
         arch="arcee",
         family="arcee",
-        names={theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_gate"},
+        names=PLAIN_BLOCK,
         fields={"hidden_act": "relu2"},
-        read=lambda file, config: {
-            "attention_bias": has_qkv_bias(file),
-            "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-        },
+        read=read_biases,
     ),
 )

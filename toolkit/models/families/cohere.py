@@ -13,7 +13,7 @@ from toolkit.models.config.fields import MAX_POSITION, Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, as_wide_as_the_model
+from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, as_wide_as_the_model, without
 from toolkit.models.spec import DecoderSpec
 
 
@@ -64,7 +64,7 @@ FAMILY = Family(
     Gguf(
         "command-r",
         "cohere",
-        {**{theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_norm"}, **QK_NORMS},
+        {**without(BLOCK, "ffn_norm"), **QK_NORMS},
         interleaved_qk=True,
         biases=False,
         eps="layer_norm_eps",

@@ -12,7 +12,7 @@ from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, Gguf
+from toolkit.models.gguf import BLOCK, Gguf, without
 from toolkit.models.spec import DecoderSpec
 
 PATTERN = 4
@@ -65,7 +65,7 @@ FAMILY = Family(
     Gguf(
         "cohere2",
         "cohere2",
-        {theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_norm"},
+        without(BLOCK, "ffn_norm"),
         interleaved_qk=True,
         biases=False,
         window=True,

@@ -41,9 +41,7 @@ def build(config: Fields) -> Built:
 
 
 def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "first_k_dense_replace": file.whole("leading_dense_block_count") if file.has("leading_dense_block_count") else 0
-    }
+    return {"first_k_dense_replace": file.stated("leading_dense_block_count", 0)}
 
 
 def _write(spec: DecoderSpec) -> dict[str, Any]:

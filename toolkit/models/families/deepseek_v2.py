@@ -24,6 +24,7 @@ from toolkit.models.gguf import (
     read_routing,
     routing,
     with_experts,
+    without,
 )
 from toolkit.models.spec import MoeSpec
 
@@ -75,7 +76,7 @@ def read_latent_gguf(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any
         "head_dim": turned,
         "partial_rotary_factor": 1.0,
         "kv_lora_rank": file.whole("attention.kv_lora_rank"),
-        "q_lora_rank": file.whole("attention.q_lora_rank") if file.has("attention.q_lora_rank") else None,
+        "q_lora_rank": file.stated("attention.q_lora_rank", None),
         "qk_rope_head_dim": turned,
         "num_key_value_heads": config["num_attention_heads"],
         "qk_nope_head_dim": file.whole(f"attention.key_length{split}") - turned,
@@ -84,7 +85,7 @@ def read_latent_gguf(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-NAMES = {theirs: ours for theirs, ours in BLOCK.items() if theirs not in ("attn_q", "attn_k", "attn_v")}
+NAMES = without(BLOCK, "attn_q", "attn_k", "attn_v")
 GGUF = Gguf(
     "deepseek2",
     "deepseek_v2",

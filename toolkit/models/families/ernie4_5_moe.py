@@ -84,9 +84,7 @@ FAMILY = Family(
             "moe_intermediate_size": "expert_feed_forward_length",
         },
         read=lambda file, config: {
-            "moe_layer_start_index": (
-                file.whole("leading_dense_block_count") if file.has("leading_dense_block_count") else 0
-            ),
+            "moe_layer_start_index": file.stated("leading_dense_block_count", 0),
             "moe_num_shared_experts": (
                 file.whole("expert_shared_feed_forward_length") // config["moe_intermediate_size"]
             ),

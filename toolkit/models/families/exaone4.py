@@ -11,7 +11,7 @@ from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import POST_NORMS, Built, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf
+from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, without
 from toolkit.models.spec import DecoderSpec
 
 POST_NORM_NAMES = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
@@ -70,13 +70,11 @@ FAMILY = Family(
     Gguf(
         "exaone4",
         "exaone4",
-        {**{theirs: ours for theirs, ours in BLOCK.items() if "norm" not in theirs}, **QK_NORMS, **POST_NORM_NAMES},
+        {**without(BLOCK, "attn_norm", "ffn_norm"), **QK_NORMS, **POST_NORM_NAMES},
         biases=False,
         window=True,
         fields={"hidden_act": "silu"},
-        read=lambda file, config: {
-            "sliding_window": file.whole("attention.sliding_window") if file.has("attention.sliding_window") else None,
-        },
+        read=lambda file, config: {"sliding_window": file.stated("attention.sliding_window", None)},
         write=_write,
     ),
 )  # fmt: skip

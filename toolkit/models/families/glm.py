@@ -10,7 +10,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import PRE_NORMS, Built, LayerNorms, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, GATE_UP, QKV, Gguf, as_wide_as_the_model, has_qkv_bias
+from toolkit.models.gguf import BLOCK, GATE_UP, QKV, Gguf, as_wide_as_the_model, has_qkv_bias, without
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.stored import fused_gate_up
 
@@ -33,7 +33,7 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
     return {}
 
 
-NAMES = {theirs: ours for theirs, ours in BLOCK.items() if theirs not in ("ffn_gate", "ffn_up")}
+NAMES = without(BLOCK, "ffn_gate", "ffn_up")
 GGUF = Gguf(
     "chatglm",
     "glm",

@@ -20,6 +20,7 @@ from toolkit.models.gguf import (
     read_routing,
     routing,
     with_experts,
+    without,
 )
 from toolkit.models.spec import MoeSpec
 
@@ -57,7 +58,7 @@ FAMILY = Family(
         "glm4moe",
         "glm4_moe",
         {
-            **{theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_norm"},
+            **without(BLOCK, "ffn_norm"),
             **with_experts({}, SHARED_EXPERT),
             **QK_NORMS,
             "post_attention_norm": "post_attention_layernorm",

@@ -12,9 +12,8 @@ from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, layer_norm, llama_like, plain_mlp
-from toolkit.models.families.phi import PLAIN_BLOCK
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import QKV, Gguf, Metadata, as_wide_as_the_model
+from toolkit.models.gguf import PLAIN_BLOCK, QKV, Gguf, Metadata, as_wide_as_the_model
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.stored import fused_by_kv_head, renamed
 

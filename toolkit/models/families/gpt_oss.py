@@ -12,7 +12,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, Gguf, Metadata, with_experts
+from toolkit.models.gguf import BLOCK, Gguf, Metadata, with_experts, without
 from toolkit.models.spec import DecoderSpec, MoeSpec
 from toolkit.models.stored import fused_experts, renamed
 
@@ -93,7 +93,7 @@ FAMILY = Family(
         "gpt-oss",
         "gpt_oss",
         {
-            **with_experts({theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_norm"}),
+            **with_experts(without(BLOCK, "ffn_norm")),
             "post_attention_norm": "post_attention_layernorm",
             "attn_sinks.weight": "self_attn.sinks",
         },

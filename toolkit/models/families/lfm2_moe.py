@@ -67,7 +67,7 @@ FAMILY = Family(
         scoring=SIGMOID,
         read=lambda file, config: {
             **lfm2.read_gguf(file, config),
-            "num_dense_layers": file.whole("leading_dense_block_count") if file.has("leading_dense_block_count") else 0,
+            "num_dense_layers": file.stated("leading_dense_block_count", 0),
             "use_expert_bias": _corrected(file, config["num_hidden_layers"]),
         },
         write=_write,

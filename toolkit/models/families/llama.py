@@ -6,7 +6,7 @@ from toolkit.models.config.dims import Dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, Gguf
+from toolkit.models.gguf import BLOCK, Gguf, read_biases
 
 
 def build(config: Fields, dims: Dims | None = None) -> Built:
@@ -21,10 +21,7 @@ GGUF = Gguf(
     BLOCK,
     interleaved_qk=True,
     fields={"hidden_act": "silu"},
-    read=lambda file, config: {
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
-    },
+    read=read_biases,
 )
 LLAMA3 = dict(
     rope_type="llama3",

@@ -13,9 +13,8 @@ from toolkit.errors import ToolkitError
 from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import MAX_LAYERS, MAX_POSITION, Fields
 from toolkit.models.decoder import Built, layer_norm, llama_like, plain_mlp
-from toolkit.models.families.phi import PLAIN_BLOCK
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import QKV, Gguf, Metadata, as_wide_as_the_model
+from toolkit.models.gguf import PLAIN_BLOCK, QKV, Gguf, Metadata, as_wide_as_the_model
 from toolkit.models.positions import alibi_slopes
 from toolkit.models.spec import AlibiSpec, DecoderSpec
 from toolkit.models.stored import fused_qkv, renamed

@@ -10,7 +10,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, layer_norm, llama_like, plain_mlp
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, Gguf, has_qkv_bias
+from toolkit.models.gguf import PLAIN_BLOCK, Gguf, read_biases
 
 
 def build(config: Fields) -> Built:
@@ -41,12 +41,9 @@ FAMILY = Family(
     Gguf(
         "nemotron",
         "nemotron",
-        {theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_gate"},
+        PLAIN_BLOCK,
         eps="norm_eps",
         fields={"hidden_act": "relu2"},
-        read=lambda file, config: {
-            "attention_bias": has_qkv_bias(file),
-            "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-        },
+        read=read_biases,
     ),
 )

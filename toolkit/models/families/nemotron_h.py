@@ -15,7 +15,7 @@ from toolkit.models.config.mamba import MambaDims, checked_groups, fused_entry, 
 from toolkit.models.config.routing import read_groups
 from toolkit.models.decoder import Built, assemble, attention, plain_mlp, rms_norm
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, CORRECTION, EXPERT_BLOCK, SHARED_EXPERT, Gguf, Metadata
+from toolkit.models.gguf import BLOCK, CORRECTION, EXPERT_BLOCK, SHARED_EXPERT, Gguf, Metadata, without
 from toolkit.models.gguf_states import (
     MAMBA,
     MAMBA_ENTRY,
@@ -196,7 +196,7 @@ def _read_experts(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-PARTS = {theirs: ours for theirs, ours in BLOCK.items() if theirs not in ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down")}
+PARTS = without(BLOCK, "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
 EXPERT_PARTS = {theirs: ours for theirs, ours in {**EXPERT_BLOCK, **SHARED_EXPERT}.items() if "ffn_gate_" not in theirs}
 GGUF = Gguf(
     "nemotron_h",

@@ -12,7 +12,7 @@ from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, layer_norm, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, TOP, Gguf, Metadata
+from toolkit.models.gguf import BLOCK, TOP, Gguf, Metadata, without
 from toolkit.models.spec import DecoderSpec
 
 EPS = 1e-5  # whatever the config says
@@ -51,7 +51,7 @@ FAMILY = Family(
     Gguf(
         "olmo",
         "olmo",
-        {theirs: ours for theirs, ours in BLOCK.items() if "norm" not in theirs},
+        without(BLOCK, "attn_norm", "ffn_norm"),
         interleaved_qk=True,
         biases=False,
         top={theirs: ours for theirs, ours in TOP.items() if theirs != "output_norm"},

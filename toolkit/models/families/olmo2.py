@@ -8,7 +8,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import POST_NORMS, Built, llama_like
 from toolkit.models.families.exaone4 import POST_NORM_NAMES
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf
+from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, without
 
 
 def build(config: Fields) -> Built:
@@ -21,7 +21,7 @@ def build(config: Fields) -> Built:
 GGUF = Gguf(
     "olmo2",
     "olmo2",
-    {**{theirs: ours for theirs, ours in BLOCK.items() if "norm" not in theirs}, **QK_NORMS, **POST_NORM_NAMES},
+    {**without(BLOCK, "attn_norm", "ffn_norm"), **QK_NORMS, **POST_NORM_NAMES},
     biases=False,
     fields={"hidden_act": "silu", "attention_bias": False},
 )

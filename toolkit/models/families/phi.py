@@ -9,9 +9,8 @@ from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like, plain_mlp
-from toolkit.models.families.starcoder2 import PLAIN_BLOCK
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import Gguf
+from toolkit.models.gguf import PLAIN_BLOCK, Gguf, without
 from toolkit.models.stored import renamed
 
 NAMES = {
@@ -61,7 +60,7 @@ FAMILY = Family(
     Gguf(
         "phi2",
         "phi",
-        {theirs: ours for theirs, ours in PLAIN_BLOCK.items() if theirs != "ffn_norm"},
+        without(PLAIN_BLOCK, "ffn_norm"),
         eps="layer_norm_eps",
         fields={"hidden_act": "gelu_new"},
     ),

@@ -64,7 +64,7 @@ def _rope(config: Fields, head_dim: int, max_position: int) -> RopeSpec:
 
 
 def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    window = file.whole("attention.sliding_window") if file.has("attention.sliding_window") else None
+    window = file.stated("attention.sliding_window", None)
     head_bias = "output.bias" in file.tensors
     return {"sliding_window": window, "attention_bias": has_qkv_bias(file), "lm_head_bias": head_bias}
 

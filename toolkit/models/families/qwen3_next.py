@@ -12,7 +12,7 @@ from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families.qwen2_moe import read_feed_forward
 from toolkit.models.families.qwen3_moe import EVERY_LAYER
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, EXPERT_NUMBERS, QK_NORMS, SHARED_EXPERT, Gguf, with_experts
+from toolkit.models.gguf import BLOCK, EXPERT_NUMBERS, QK_NORMS, SHARED_EXPERT, Gguf, with_experts, without
 from toolkit.models.gguf_states import DELTA as DELTA_NAMES
 from toolkit.models.gguf_states import GATED_QUERIES, RATES, delta_keys, delta_layouts, read_delta_keys
 from toolkit.models.spec import MoeSpec, Rows
@@ -74,7 +74,7 @@ DELTA = dict(
     rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
 )  # fmt: skip
 NAMES = {
-    **{theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_norm"},
+    **without(BLOCK, "ffn_norm"),
     **QK_NORMS,
     **DELTA_NAMES,
     "post_attention_norm": "post_attention_layernorm",
