@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.spec import ConvSpec, LinearSpec, MambaSpec, NormSpec
-from toolkit.models.stored import Fused
+from toolkit.models.stored import Fused, joined
 
 _NO_LIMIT = (None, [0, math.inf], [0, {"__float__": "Infinity"}])  # the last as transformers writes it
 
@@ -95,6 +95,5 @@ def mamba_layers(dims: MambaDims, hidden: int, norm: float | None, **more: Any) 
 
 def fused_entry(dims: MambaDims, prefix: str) -> Fused:
     """The rows of z, then of what is convolved, then of dt, in ``in_proj``."""
-    first, second = dims.inner, dims.inner + dims.conv
-    rows = {"z_proj": (0, first), "x_proj": (first, second), "dt_proj": (second, second + dims.heads)}
-    return Fused(f"{prefix}.in_proj", {f"{prefix}.{name}": (span,) for name, span in rows.items()})
+    sizes = {"z_proj": dims.inner, "x_proj": dims.conv, "dt_proj": dims.heads}
+    return joined(f"{prefix}.in_proj", {f"{prefix}.{name}": size for name, size in sizes.items()})

@@ -9,6 +9,7 @@ from toolkit.models.config.dims import Dims, read_experts
 from toolkit.models.config.fields import MAX_EXPERTS, Fields
 from toolkit.models.decoder import experts
 from toolkit.models.spec import MoeSpec
+from toolkit.models.stored import renamed
 
 
 def read_routed(
@@ -49,6 +50,5 @@ def read_corrected(config: Fields, *, groups: int = 1, kept: int | None = None) 
     return {**found, "scoring": "sigmoid", "correction": True, "group_score": "two" if found["groups"] > 1 else "best"}
 
 
-def on_disk(name: str) -> str:
-    """A canonical name as the checkpoints spell it."""
-    return name.replace(".shared_expert.", ".shared_experts.")
+SHARED = {".shared_expert.": ".shared_experts."}  # parts of canonical names → as the checkpoints spell them
+on_disk = renamed({}, SHARED)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from toolkit.models.config.dims import read_dims, read_experts, read_window, read_windows
 from toolkit.models.config.fields import MAX_EXPERTS, MAX_LAYERS, Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.config.routing import on_disk
+from toolkit.models.config.routing import SHARED
 from toolkit.models.decoder import SANDWICH_NORMS, Built, experts, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import AttentionSpec, LinearSpec, MoeSpec
@@ -59,7 +59,6 @@ def build(config: Fields) -> Built:
             scale=scale,
         )
 
-    endings = renamed(NAMES)
     return llama_like(
         config,
         dims,
@@ -70,7 +69,7 @@ def build(config: Fields) -> Built:
         change=gated,
         feed_forward=feed_forward,
         norms=SANDWICH_NORMS,
-        rename=lambda name: on_disk(endings(name)),
+        rename=renamed(NAMES, SHARED),
         embed_scale=dims.hidden**0.5 if config.flag("mup_enabled", False) else 1.0,
     )
 

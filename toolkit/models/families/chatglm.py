@@ -26,14 +26,13 @@ def build(config: Fields) -> Built:
         rmsnorm=True, add_bias_linear=False, apply_residual_connection_post_layernorm=False, post_layer_norm=True
     )
     theta = 10_000.0 * config.number("rope_ratio", default=1.0, high=1e6)
-    endings = renamed(NAMES)
     return llama_like(
         config,
         dims,
         rope=RopeSpec(dims.head_dim // 2, theta, max_position=dims.max_position),
         qkv_bias=config.flag("add_qkv_bias", True),
         activation="silu",
-        rename=lambda name: endings(name).replace("model.layers.", "transformer.encoder.layers."),
+        rename=renamed(NAMES, {"model.layers.": "transformer.encoder.layers."}),
         fused=[fused_qkv(dims, "self_attention.query_key_value"), fused_gate_up(dims, "mlp.dense_h_to_4h")],
         pairs=True,
     )

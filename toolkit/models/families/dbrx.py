@@ -39,7 +39,6 @@ def build(config: Fields) -> Built:
     if sums not in (None, 1.0):
         ffn.fail("moe_normalize_expert_weights", sums, "1 or null")
     norm_topk = sums is not None or "moe_normalize_expert_weights" not in ffn.values
-    endings = renamed(NAMES)
     return llama_like(
         config,
         dims,
@@ -51,7 +50,7 @@ def build(config: Fields) -> Built:
         ),
         norm=partial(layer_norm, eps=dims.eps),
         norms=NORMS,
-        rename=lambda name: endings(name).replace("model.layers.", "transformer.blocks."),
+        rename=renamed(NAMES, {"model.layers.": "transformer.blocks."}),
         fused=[fused_qkv(dims, "norm_attn_norm.attn.Wqkv"), *_stacks(dims, count)],
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.models.config.dims import read_dims, read_experts
 from toolkit.models.config.fields import MAX_EXPERTS, MAX_LAYERS, Fields
+from toolkit.models.config.routing import on_disk
 from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, EXPERT_NUMBERS, SHARED_EXPERT, Gguf, Metadata, with_experts
@@ -36,7 +37,7 @@ def build(config: Fields) -> Built:
         dims,
         attention_bias=config.flag("attention_bias", False),
         feed_forward=feed_forward,
-        rename=lambda name: name.replace(".shared_expert.", ".shared_experts."),
+        rename=on_disk,
     )
 
 

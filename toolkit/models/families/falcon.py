@@ -37,7 +37,7 @@ def build(config: Fields) -> Built:
     bias = config.flag("bias", False)
     act = config.activation("activation", default="gelu")
     norms, parallel = _arrangement(config)
-    endings = renamed({**NAMES, "input_layernorm": "ln_mlp"} if norms == TWO_NORMS else NAMES)
+    names = {**NAMES, "input_layernorm": "ln_mlp"} if norms == TWO_NORMS else NAMES
     return llama_like(
         config,
         dims,
@@ -48,7 +48,7 @@ def build(config: Fields) -> Built:
         norm=partial(layer_norm, eps=dims.eps, bias=True),
         norms=norms,
         parallel=parallel,
-        rename=lambda name: endings(name).replace("model.layers.", "transformer.h."),
+        rename=renamed(names, {"model.layers.": "transformer.h."}),
         fused=[fused_by_kv_head(dims, "self_attention.query_key_value")],
     )
 

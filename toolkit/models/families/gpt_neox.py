@@ -30,7 +30,6 @@ NAMES = {
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5)
     act = config.activation("hidden_act", default="gelu")
-    endings = renamed(NAMES)
     return llama_like(
         config,
         dims,
@@ -46,7 +45,7 @@ def build(config: Fields) -> Built:
         feed_forward=lambda i: plain_mlp(i, dims, act, True),
         norm=partial(layer_norm, eps=dims.eps, bias=True),
         parallel=config.flag("use_parallel_residual", True),
-        rename=lambda name: endings(name).replace("model.layers.", "gpt_neox.layers."),
+        rename=renamed(NAMES, {"model.layers.": "gpt_neox.layers."}),
         fused=[fused_by_kv_head(dims, "attention.query_key_value")],
     )
 

@@ -51,7 +51,6 @@ def like_gptj(config: Fields, dims: Dims, fused: tuple[Fused, ...] = ()) -> Buil
     """GPT-J, or CodeGen, whose q, k and v stand in one matrix."""
     act = config.activation("activation_function", default="gelu_new")
     turned = config.integer("rotary_dim", default=64, high=dims.head_dim)
-    endings = renamed(NAMES)
     return llama_like(
         config,
         dims,
@@ -61,7 +60,7 @@ def like_gptj(config: Fields, dims: Dims, fused: tuple[Fused, ...] = ()) -> Buil
         norm=partial(layer_norm, eps=dims.eps, bias=True),
         norms=PARALLEL_NORM,
         parallel=True,
-        rename=lambda name: endings(name).replace("model.layers.", "transformer.h."),
+        rename=renamed(NAMES, {"model.layers.": "transformer.h."}),
         fused=fused,
         pairs=True,
         head_bias=True,

@@ -20,9 +20,6 @@ NAMES = {
 }
 
 
-on_disk = renamed(NAMES)
-
-
 def build(config: Fields) -> Built:
     dims = read_dims(config)
     act = config.activation("hidden_act")
@@ -34,7 +31,7 @@ def build(config: Fields) -> Built:
         feed_forward=lambda i: experts(
             i, dims.hidden, dims.intermediate, act, count=count, top_k=top_k, norm_topk=True
         ),
-        rename=on_disk,
+        rename=renamed(NAMES),
         fused=stacks(dims, count),
         **granite.multipliers(config),
     )

@@ -12,7 +12,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.mamba import fused_entry, mamba_layers, read_mamba
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, experts, gated_mlp, llama_like
-from toolkit.models.families import granite, granitemoe
+from toolkit.models.families import granite, granitemoe, granitemoeshared
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, SHARED_EXPERT, Metadata, with_experts
 from toolkit.models.gguf_states import (
@@ -26,8 +26,9 @@ from toolkit.models.gguf_states import (
     read_mamba_keys,
 )
 from toolkit.models.spec import AttentionSpec, DecoderSpec, Mixer, MlpSpec, MoeSpec, RopeSpec
-from toolkit.models.stored import Fused
+from toolkit.models.stored import renamed
 
+NAMES = {**granitemoeshared.SHARED, "mlp.down_proj": "shared_mlp.output_linear", **granitemoe.NAMES}
 KINDS = ("mamba", "linear_attention", "attention", "full_attention")
 
 
@@ -59,7 +60,6 @@ def build(config: Fields) -> Built:
             return experts(layer, dims.hidden, dims.intermediate, act, **routed)
         return gated_mlp(f"model.layers.{layer}.mlp", dims.hidden, shared, act)
 
-    part = "mlp.shared_expert" if routed else "mlp"
     return llama_like(
         config,
         dims,
@@ -67,24 +67,14 @@ def build(config: Fields) -> Built:
         attention_bias=bias,
         change=change,
         feed_forward=feed_forward,
-        rename=_on_disk,
+        rename=renamed(NAMES),
         fused=[
             fused_entry(sizes, "mamba"),
             *(granitemoe.stacks(dims, routed["count"]) if routed else ()),
-            Fused(
-                "shared_mlp.input_linear",
-                {f"{part}.gate_proj": ((0, shared),), f"{part}.up_proj": ((shared, 2 * shared),)},
-            ),
+            granitemoeshared.shared_entry("mlp.shared_expert" if routed else "mlp", shared),
         ],
         **granite.multipliers(config),
     )
-
-
-def _on_disk(name: str) -> str:
-    for ours in ("mlp.shared_expert.down_proj", "mlp.down_proj"):
-        if name.endswith(ours):
-            return name.removesuffix(ours) + "shared_mlp.output_linear"
-    return name if ".shared_mlp." in name else granitemoe.on_disk(name)
 
 
 def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:

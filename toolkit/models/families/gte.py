@@ -12,7 +12,7 @@ from toolkit.models.decoder import Built
 from toolkit.models.encoder import EMBED_NORM, NO_GGUF, TYPES, encoder, encoder_dims, renamed_within, types_of
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import EncoderSpec, RopeSpec
-from toolkit.models.stored import Fused, fused_qkv
+from toolkit.models.stored import fused_qkv, joined
 
 NAMES = {
     "model.embed_tokens": "embeddings.word_embeddings",
@@ -28,7 +28,6 @@ def build(config: Fields) -> Built:
     dims = encoder_dims(config, 1e-12)
     config.text("position_embedding_type", default="rope", choices=("rope",))
     config.only(logn_attention_scale=False, logn_attention_clip1=False)
-    n = dims.intermediate
     return encoder(
         config,
         dims,
@@ -40,7 +39,7 @@ def build(config: Fields) -> Built:
         rename=renamed_within(NAMES),
         fused=[
             fused_qkv(dims, "attention.qkv_proj"),
-            Fused("mlp.up_gate_proj", {"mlp.up_proj": ((0, n),), "mlp.gate_proj": ((n, 2 * n),)}),
+            joined("mlp.up_gate_proj", {"mlp.up_proj": dims.intermediate, "mlp.gate_proj": dims.intermediate}),
         ],
     )
 

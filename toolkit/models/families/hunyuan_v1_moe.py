@@ -29,7 +29,6 @@ def build(config: Fields) -> Built:
         only = dims.intermediate if name == "moe_intermediate_size" else 1
         if (found := _one(config, name, only)) != only:
             config.fail(name, found, f"{only}, as in all released models")
-    endings = renamed(NAMES)
     return llama_like(
         config,
         dims,
@@ -47,7 +46,7 @@ def build(config: Fields) -> Built:
             norm_topk=True,
             shared=dims.intermediate,
         ),
-        rename=lambda name: endings(name).replace(".shared_expert.", ".shared_mlp."),
+        rename=renamed(NAMES, {".shared_expert.": ".shared_mlp."}),
     )
 
 

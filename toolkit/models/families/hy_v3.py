@@ -46,7 +46,6 @@ def build(config: Fields) -> Built:
         sizes: dict[str, Any] = dict(count=count, top_k=top_k, norm_topk=True, scale=scale, shared=shared)
         return experts(i, dims.hidden, inner, act, correction=True, scoring="sigmoid", **sizes)
 
-    endings = renamed(NAMES)
     return llama_like(
         config,
         dims,
@@ -54,7 +53,7 @@ def build(config: Fields) -> Built:
         attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         feed_forward=feed_forward,
-        rename=lambda name: endings(name).replace(".shared_expert.", ".shared_mlp."),
+        rename=renamed(NAMES, {".shared_expert.": ".shared_mlp."}),
     )
 
 

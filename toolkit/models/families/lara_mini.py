@@ -11,8 +11,8 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import AttentionSpec, Mixer, Rows
-from toolkit.models.stored import Fused, fused_experts, renamed
+from toolkit.models.spec import AttentionSpec, Mixer
+from toolkit.models.stored import Fused, fused_experts, joined, renamed
 
 LINEAR, SLIDING, FULL = "linear_attention", "sliding_attention", "full_attention"
 PATTERN = (LINEAR, SLIDING, LINEAR, FULL, SLIDING)
@@ -59,12 +59,8 @@ def _entry(config: Fields) -> Fused:
     heads = config.integer("linear_num_value_heads")
     keys = config.integer("linear_num_key_heads") * config.integer("linear_key_head_dim", default=128)
     values = heads * config.integer("linear_value_head_dim", default=128)
-    rows: dict[str, Rows] = {}
-    at = 0
-    for part, size in (("qkv", 2 * keys + values), ("z", values), ("b", heads), ("a", heads)):
-        rows[f"linear_attn.in_proj_{part}"] = ((at, at + size),)
-        at += size
-    return Fused("linear_attn.in_proj", rows)
+    sizes = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
+    return joined("linear_attn.in_proj", {f"linear_attn.in_proj_{part}": size for part, size in sizes.items()})
 
 
 SIZES = dict(

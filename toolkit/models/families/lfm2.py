@@ -14,7 +14,7 @@ from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, Metadata
 from toolkit.models.gguf_states import CONV, CONV_ENTRY, read_attention, short_conv_keys
 from toolkit.models.spec import AttentionSpec, ConvSpec, LinearSpec, Mixer, ShortConvSpec
-from toolkit.models.stored import Fused
+from toolkit.models.stored import joined, renamed
 
 NAMES = {
     "mlp.gate.e_score_correction_bias": "feed_forward.expert_bias",
@@ -52,8 +52,8 @@ def lfm2(config: Fields, dims: Dims, **options: Any) -> Built:
         qk_norm=True,
         activation="silu",
         change=_mixers(config, dims),
-        rename=_on_disk,
-        fused=[_entry(dims.hidden)],
+        rename=renamed({}, NAMES),
+        fused=[joined("conv.in_proj", {f"conv.{part}_proj": dims.hidden for part in "bcx"})],
         **options,
     )
 
@@ -87,17 +87,6 @@ def _mixers(config: Fields, dims: Dims) -> Callable[[int, AttentionSpec], Mixer]
         )
 
     return mixer
-
-
-def _entry(hidden: int) -> Fused:
-    parts = ("b", "c", "x")
-    return Fused("conv.in_proj", {f"conv.{p}_proj": ((i * hidden, (i + 1) * hidden),) for i, p in enumerate(parts)})
-
-
-def _on_disk(name: str) -> str:
-    for ours, theirs in NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
 
 
 def read_gguf(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,6 @@ def build(config: Fields) -> Built:
         routing: dict[str, Any] = dict(norm_topk=False, scoring="sigmoid", weigh_input=True)
         return experts(i, dims.hidden, dims.intermediate, act, **sizes, **routing)
 
-    endings = renamed({"mlp.gate": "mlp.router"})
     return llama_like(
         config,
         dims,
@@ -62,7 +61,7 @@ def build(config: Fields) -> Built:
         attention_bias=config.flag("attention_bias", False),
         change=change,
         feed_forward=feed_forward,
-        rename=lambda name: endings(name).replace(".mlp.", ".feed_forward."),
+        rename=renamed({"mlp.gate": "mlp.router"}, {".mlp.": ".feed_forward."}),
         fused=fused_experts(count, dims.hidden, dims.intermediate, transposed=True),
         pairs=True,
     )

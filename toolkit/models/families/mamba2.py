@@ -14,7 +14,7 @@ from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import Gguf, Metadata
 from toolkit.models.gguf_states import MAMBA, MAMBA_ENTRY, mamba_keys, mamba_layouts, read_mamba_keys
 from toolkit.models.spec import LayerSpec, Sublayer
-from toolkit.models.stored import stored_tensors
+from toolkit.models.stored import renamed, stored_tensors
 
 LONGEST = 1 << 20  # tokens; a state is as large whatever the context, and no config states one
 NAMES = {
@@ -55,13 +55,7 @@ def build(config: Fields) -> Built:
         part = Sublayer(mamba(f"{prefix}.mamba"), rms_norm(f"{prefix}.input_layernorm", dims.hidden, dims.eps))
         layers.append(LayerSpec((part,)))
     spec = assemble(dims, layers, rms_norm("model.norm", dims.hidden, dims.eps))
-    return spec, stored_tensors(spec, _on_disk, [fused_entry(sizes, "mamba")])
-
-
-def _on_disk(name: str) -> str:
-    for ours, theirs in NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
+    return spec, stored_tensors(spec, renamed({}, NAMES), [fused_entry(sizes, "mamba")])
 
 
 def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from toolkit.models.decoder import POST_NORMS, PRE_NORMS, Built, llama_like
 from toolkit.models.families.llava import TINY_TOWER
 from toolkit.models.family import Family, Tiny
 from toolkit.models.pictures import Recipe
-from toolkit.models.stored import Fused, fused_qkv
+from toolkit.models.stored import fused_qkv, joined
 from toolkit.models.towers import check_grid, clip_tower, seeing, side, stored_vision
 from toolkit.models.vision import Stage, VisionSpec
 
@@ -72,8 +72,7 @@ def language(config: Fields) -> Built:
         layer, _, inner = name.removeprefix("model.layers.").partition(".")
         return f"model.transformer.blocks.{layer}.{ends.get(inner, inner)}"
 
-    n = dims.intermediate
-    both = Fused("ff_proj", {"mlp.up_proj": ((0, n),), "mlp.gate_proj": ((n, 2 * n),)})
+    both = joined("ff_proj", {"mlp.up_proj": dims.intermediate, "mlp.gate_proj": dims.intermediate})
     spec, stored = llama_like(
         config,
         dims,

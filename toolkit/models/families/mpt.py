@@ -39,7 +39,6 @@ def build(config: Fields) -> Built:
     config.only(no_bias=True)
     alibi = AlibiSpec(_slopes(dims.heads, float(inner.integer("alibi_bias_max", default=8))))
     clip = inner.number("clip_qkv", default=None)
-    endings = renamed(NAMES)
     return llama_like(
         config,
         dims,
@@ -48,7 +47,7 @@ def build(config: Fields) -> Built:
         change=lambda i, a: replace(a, rope=None, alibi=alibi, clip=clip),
         feed_forward=lambda i: plain_mlp(i, dims, "gelu", False),
         norm=partial(layer_norm, eps=dims.eps),
-        rename=lambda name: endings(name).replace("model.layers.", "transformer.blocks."),
+        rename=renamed(NAMES, {"model.layers.": "transformer.blocks."}),
         fused=[fused_qkv(dims, "attn.Wqkv")],
     )
 

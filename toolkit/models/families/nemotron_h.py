@@ -27,7 +27,7 @@ from toolkit.models.gguf_states import (
     read_mamba_keys,
 )
 from toolkit.models.spec import Activation, DecoderSpec, LayerSpec, LinearSpec, Mixer, MlpSpec, MoeSpec, Sublayer
-from toolkit.models.stored import stored_tensors
+from toolkit.models.stored import renamed, stored_tensors
 
 MARKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 OTHER = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -54,7 +54,7 @@ def build(config: Fields) -> Built:
     norm = partial(rms_norm, eps=dims.eps, size=dims.hidden)
     parts = (Sublayer(mixer(i, kind), norm(f"model.layers.{i}.input_layernorm")) for i, kind in enumerate(kinds))
     spec = assemble(dims, [LayerSpec((part,)) for part in parts], norm("model.norm"))
-    return spec, stored_tensors(spec, _on_disk, [fused_entry(sizes, "mamba")])
+    return spec, stored_tensors(spec, renamed({}, NAMES), [fused_entry(sizes, "mamba")])
 
 
 def _kinds(config: Fields) -> list[str]:
@@ -145,14 +145,6 @@ def _layer_experts(
     )
 
 
-def _on_disk(name: str) -> str:
-    for ours in ("self_attn", "mamba", "mlp"):
-        name = name.replace(f".{ours}.", ".mixer.")
-    for ours, theirs in NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
-
-
 def _write(spec: DecoderSpec) -> dict[str, Any]:
     inner = [
         x.mlps()[0].up.out_features if x.mlps() else 0 for x in (layer.sublayers[0].mixer for layer in spec.layers)
@@ -232,6 +224,7 @@ WITH_EXPERTS = replace(
     fits=lambda spec: any(mixer.kind == "moe" for _, mixer in spec.mixers()),
 )
 NAMES = {
+    **{f".{ours}.": ".mixer." for ours in ("self_attn", "mamba", "mlp")},
     "shared_expert.": "shared_experts.",
     "input_layernorm": "norm",
     "model.norm": "backbone.norm_f",

@@ -43,7 +43,6 @@ def build(config: Fields) -> Built:
     config.only(no_bias=True)
     trained = config.integer("seq_length", default=dims.max_position, high=MAX_POSITION)
     grows = QueryScale("log", trained) if config.flag("use_logn_attn", True) and trained > 1 else None
-    endings = renamed(NAMES)
     return llama_like(
         config,
         dims,
@@ -51,7 +50,7 @@ def build(config: Fields) -> Built:
         qkv_bias=True,
         activation="silu",
         change=lambda i, a: replace(a, q_scale=grows),
-        rename=lambda name: endings(name).replace("model.layers.", "transformer.h."),
+        rename=renamed(NAMES, {"model.layers.": "transformer.h."}),
         fused=[fused_qkv(dims, "attn.c_attn")],
     )
 
