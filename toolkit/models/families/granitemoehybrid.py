@@ -18,6 +18,7 @@ from toolkit.models.gguf import BLOCK, SHARED_EXPERT, Metadata, with_experts
 from toolkit.models.gguf_states import (
     MAMBA,
     MAMBA_ENTRY,
+    MAMBA_FIELDS,
     kv_heads,
     mamba_keys,
     mamba_layouts,
@@ -80,11 +81,9 @@ def build(config: Fields) -> Built:
 def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     attends = read_attention(file, config)
     bias = f"blk.{attends.index(True) if True in attends else 0}.attn_q.bias" in file.tensors
-    sizes = {"heads": "n_heads", "head_dim": "d_head", "groups": "n_groups", "state": "d_state", "kernel": "d_conv"}
-    granite_fields = granite.read_gguf(file, config)
     return {
-        **granite_fields,
-        **read_mamba_keys(file, {ours: f"mamba_{theirs}" for ours, theirs in sizes.items()}),
+        **granite.read_gguf(file, config),
+        **read_mamba_keys(file, MAMBA_FIELDS),
         "mamba_expand": file.whole("ssm.inner_size") // config["hidden_size"],
         "layer_types": ["full_attention" if x else "linear_attention" for x in attends],
         "attention_bias": bias,

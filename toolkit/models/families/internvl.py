@@ -11,7 +11,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import tiles_recipe
 from toolkit.models.config.videos import shown_as
 from toolkit.models.decoder import Built
-from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER
+from toolkit.models.families.llava import BARE_SPELLINGS, LANGUAGE, TINY_TOWER
 from toolkit.models.family import Family, Tiny
 from toolkit.models.mmproj import Clip, Mmproj, square, tower_fields
 from toolkit.models.pictures import Recipe
@@ -156,10 +156,5 @@ FAMILY = Family(
     MMPROJ,
     recipe=recipe,
     video=video,
-    spellings=(
-        SPELLINGS[0],
-        SPELLINGS[1],
-        ("vision_tower.", "model.vision_tower."),
-        ("multi_modal_projector.", "model.multi_modal_projector."),
-    ),
+    spellings=BARE_SPELLINGS,
 )

@@ -44,6 +44,8 @@ SPELLINGS = (
     ("multi_modal_projector.", "model.multi_modal_projector."),
     ("image_newline", "model.image_newline"),
 )
+# Of towers without a ``vision_model`` inside.
+BARE_SPELLINGS = (*SPELLINGS[:2], ("vision_tower.", "model.vision_tower."), SPELLINGS[3])
 
 
 def parts(

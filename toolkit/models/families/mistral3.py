@@ -9,7 +9,7 @@ from typing import Any
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import fit_recipe
 from toolkit.models.decoder import Built
-from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER
+from toolkit.models.families.llava import BARE_SPELLINGS, LANGUAGE, TINY_TOWER
 from toolkit.models.family import Family, Tiny
 from toolkit.models.mmproj import Clip, Mmproj, tower_fields
 from toolkit.models.pictures import Recipe
@@ -104,10 +104,5 @@ FAMILY = Family(
     ),
     Mmproj("pixtral", NAMES, _read, _write, "mistral3", heads=True, lines=True),
     recipe=recipe,
-    spellings=(
-        SPELLINGS[0],
-        SPELLINGS[1],
-        ("vision_tower.", "model.vision_tower."),
-        ("multi_modal_projector.", "model.multi_modal_projector."),
-    ),
+    spellings=BARE_SPELLINGS,
 )

@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.models.config.dims import Dims, check_convolved, read_dims, read_experts
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.mamba import MambaDims, checked_groups, fused_entry, mamba_layers
+from toolkit.models.config.mamba import MambaDims, fused_entry, mamba_layers, read_state_groups
 from toolkit.models.config.routing import read_groups
 from toolkit.models.decoder import Built, assemble, attention, plain_mlp, rms_norm
 from toolkit.models.family import Family, Tiny
@@ -78,13 +78,12 @@ def _kinds(config: Fields) -> list[str]:
 
 def _mamba(config: Fields) -> MambaDims:
     heads = config.integer("mamba_num_heads", default=128, high=100_000)
-    groups = config.integer("n_groups", "mamba_n_groups", default=8, high=heads)
     bias = config.flag("use_bias", False)
     check_convolved(config, "mamba_hidden_act")
     return MambaDims(
         heads,
         config.integer("mamba_head_dim", default=64, high=65_536),
-        checked_groups(config, "n_groups", groups, heads),
+        read_state_groups(config, heads, "n_groups", "mamba_n_groups", default=8),
         config.integer("ssm_state_size", default=128, high=65_536),
         config.integer("conv_kernel", "mamba_d_conv", default=4, low=2, high=64),
         bias,

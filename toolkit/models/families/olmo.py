@@ -54,7 +54,7 @@ FAMILY = Family(
         without(BLOCK, "attn_norm", "ffn_norm"),
         interleaved_qk=True,
         biases=False,
-        top={theirs: ours for theirs, ours in TOP.items() if theirs != "output_norm"},
+        top=without(TOP, "output_norm"),
         eps="layer_norm_eps",
         fields={"hidden_act": "silu", "attention_bias": False},
         read=_read,
