@@ -220,13 +220,6 @@ def read_head(path: Path, layers: int) -> tuple[HeadSpec, dict[str, NDArray[Any]
     return spec, read
 
 
-def widened(stored: NDArray[Any]) -> NDArray[np.float32]:
-    """Float32 of float16, float32 or the bits of bfloat16."""
-    if stored.dtype == np.uint16:
-        return (stored.astype(np.uint32) << 16).view(np.float32)
-    return stored.astype(np.float32)
-
-
 def write_head(
     target: Path, spec: HeadSpec, tensors: Mapping[str, Tensor], *, verifier: str, architectures: list[str],
     layer_config: Mapping[str, Any], tokens: int,
