@@ -53,6 +53,9 @@ def llama_like(
     dims: Dims | None = None,
     *,
     rope: RopeSpec | Sequence[RopeSpec | None] | None = None,
+    theta: float = 10_000.0,
+    partial_rotary: float = 1.0,
+    turned: Sequence[bool] | None = None,
     windows: int | Sequence[int | None] | None = None,
     attention_bias: bool = False,
     qkv_bias: bool = False,
@@ -65,6 +68,7 @@ def llama_like(
     activation: Activation | None = None,
     change: Callable[[int, AttentionSpec], Mixer] | None = None,
     feed_forward: Callable[[int], MlpSpec | MoeSpec | None] | None = None,
+    sparse: Sequence[bool] | None = None,
     norms: LayerNorms = PRE_NORMS,
     norm: NormMaker | None = None,
     norm_offset: float = 0.0,
@@ -79,18 +83,26 @@ def llama_like(
     """Llama with the differences given.
 
     What is absent is read as Llama's config has it: ``dims``, ``rope``, ``activation`` (``hidden_act``). ``rope`` and
-    ``windows``: of all layers, or a list with those of each, None for a layer without. ``attention_bias``: both
-    ``qkv_bias`` and ``o_bias``. ``change``: what stands
-    in the place of a layer's attention, by its number and what that would be. ``feed_forward``: that of a layer by its
-    number, None for the dense gated one. ``norms``: their names; ``norm``: what makes each, if not an RMS norm with
-    ``norm_offset``. ``parallel``: attention and feed-forward both read what the layer begins with. ``rename``,
+    ``windows``: of all layers, or a list with those of each, None for a layer without. ``theta``, ``partial_rotary``:
+    what the rope's absent base, and share of a head that turns, mean; ``turned``: the layers with rope.
+    ``attention_bias``: both ``qkv_bias`` and ``o_bias``. ``change``: what stands in the place of a layer's attention,
+    by its number and what that would be. ``feed_forward``: that of a layer by its number, None for the dense gated one;
+    ``sparse``: the layers that are asked for it. ``norms``: their names; ``norm``: what makes each, if not an RMS norm
+    with ``norm_offset``. ``parallel``: attention and feed-forward both read what the layer begins with. ``rename``,
     ``fused``, ``pairs``, ``unit_head``: as of ``stored_tensors``; ``model``: fields of ``DecoderSpec``.
     """
     dims = dims or read_dims(config)
     norm = norm or partial(rms_norm, eps=dims.eps, offset=norm_offset)
-    rope = rope or read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
+    rope = rope or read_rope(
+        config,
+        head_dim=dims.head_dim,
+        max_position=dims.max_position,
+        default_theta=theta,
+        default_partial=partial_rotary,
+    )
     act = activation or config.activation("hidden_act")
     ropes = [rope] * dims.layers if isinstance(rope, RopeSpec) else rope
+    ropes = [own if turns else None for own, turns in zip(ropes, turned or [True] * dims.layers, strict=True)]
     seen = windows if isinstance(windows, Sequence) else [windows] * dims.layers
     layers = []
     for i in range(dims.layers):
@@ -108,7 +120,7 @@ def llama_like(
             sinks=sinks,
         )
         mixer = own if change is None else change(i, own)
-        mlp = None if feed_forward is None else feed_forward(i)
+        mlp = None if feed_forward is None or (sparse and not sparse[i]) else feed_forward(i)
         if mlp is None:
             mlp = gated_mlp(f"model.layers.{i}.mlp", dims.hidden, dims.intermediate, act, mlp_bias)
         sublayers = []

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from toolkit.models.config.dims import read_dims, read_experts, read_window, read_windows
 from toolkit.models.config.fields import MAX_EXPERTS, MAX_LAYERS, Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.config.routing import SHARED
 from toolkit.models.decoder import SANDWICH_NORMS, Built, experts, llama_like
 from toolkit.models.family import Family, Tiny
@@ -27,7 +26,6 @@ def build(config: Fields) -> Built:
     every = config.integer("global_attn_every_n_layers", default=4, high=MAX_LAYERS)
     slides = [(i + 1) % every != 0 for i in range(dims.layers)]
     windows = read_windows(config, dims.layers, read_window(config, default=1024), slides)
-    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
     act = config.activation("hidden_act")
     count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
     inner = config.integer("moe_intermediate_size", default=1408)
@@ -62,7 +60,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=[None if window is None else rope for window in windows],
+        turned=[window is not None for window in windows],
         windows=windows,
         attention_bias=config.flag("attention_bias", False),
         qk_norm=True,

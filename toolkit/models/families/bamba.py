@@ -6,7 +6,6 @@ from __future__ import annotations
 from toolkit.models.config.dims import check_convolved, read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.mamba import fused_entry, mamba_layers, read_mamba
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import AttentionSpec, Mixer
@@ -34,7 +33,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_partial=0.5),
+        partial_rotary=0.5,
         attention_bias=config.flag("attention_bias", False),
         change=change,
         norms=(("input_layernorm", None), ("post_attention_layernorm", None)),

@@ -10,7 +10,6 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import MAX_POSITION, Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, as_wide_as_the_model, without
@@ -24,7 +23,7 @@ def build(config: Fields) -> Built:
     spec, stored = llama_like(
         config,
         replace(dims, max_position=longest),
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=longest, default_theta=500_000.0),
+        theta=500_000.0,
         attention_bias=config.flag("attention_bias", False),
         qk_norm="own" if config.flag("use_qk_norm", False) else False,  # Command-R+
         norm=partial(layer_norm, eps=dims.eps),

@@ -8,7 +8,6 @@ from typing import Any
 
 from toolkit.models.config.dims import read_dims, read_experts, read_window, read_windows
 from toolkit.models.config.fields import MAX_EXPERTS, MAX_LAYERS, Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.config.routing import on_disk
 from toolkit.models.decoder import PARALLEL_NORM, Built, experts, gated_mlp, layer_norm, llama_like, rms_norm
 from toolkit.models.family import Family, Tiny
@@ -26,7 +25,6 @@ def build(config: Fields) -> Built:
     windows = read_windows(config, dims.layers, read_window(config, default=4096), slides)
     kinds = config.choices("mlp_layer_types", dims.layers, ("dense", "sparse"))
     kinds = kinds or ["dense" if i < first else "sparse" for i in range(dims.layers)]
-    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
     turns = [windows[i] is not None or (kinds[i] == "dense" and before == 1) for i in range(dims.layers)]
     act = config.activation("hidden_act")
     dense = config.integer("prefix_dense_intermediate_size", default=dims.intermediate)
@@ -44,7 +42,7 @@ def build(config: Fields) -> Built:
     spec, stored = llama_like(
         config,
         dims,
-        rope=[rope if turned else None for turned in turns],
+        turned=turns,
         windows=windows,
         attention_bias=config.flag("attention_bias", False),
         feed_forward=feed_forward,

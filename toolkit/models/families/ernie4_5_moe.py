@@ -9,7 +9,6 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.models.config.dims import read_dims, read_experts
 from toolkit.models.config.fields import MAX_LAYERS, Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.config.routing import on_disk
 from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.families import ernie4_5
@@ -40,7 +39,7 @@ def build(config: Fields) -> Built:
     spec, stored = llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=500_000.0),
+        theta=500_000.0,
         feed_forward=feed_forward,
         rename=_on_disk,
         pairs=True,

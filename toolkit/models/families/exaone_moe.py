@@ -7,7 +7,6 @@ from typing import Any
 
 from toolkit.models.config.dims import read_dims, read_window, read_windows
 from toolkit.models.config.fields import MAX_EXPERTS, MAX_LAYERS, Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.config.routing import on_disk, read_corrected, read_routed
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import exaone4
@@ -19,7 +18,6 @@ def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5, kv_heads=32)
     window = read_window(config, default=4096)
     windows = read_windows(config, dims.layers, window, exaone4.slides(config, dims.layers, window))
-    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
     first = config.integer("first_k_dense_replace", default=1, low=0, high=MAX_LAYERS)
     kinds = config.choices("mlp_layer_types", dims.layers, ("dense", "sparse"))
     routed = _as_deepseek(config)
@@ -32,7 +30,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=[rope if window is None or seen is not None else None for seen in windows],
+        turned=[window is None or seen is not None for seen in windows],
         windows=windows,
         qk_norm=True,
         feed_forward=feed_forward,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from toolkit.models.config.dims import read_dims, read_experts
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import POST_NORMS, Built, experts, llama_like
 from toolkit.models.family import Family, Tiny
 
@@ -17,7 +16,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=500_000.0),
+        theta=500_000.0,
         attention_bias=config.flag("attention_bias", False),
         qk_norm="all",
         norms=POST_NORMS,

@@ -7,7 +7,6 @@ from typing import Any
 
 from toolkit.models.config.dims import read_dims, read_experts, read_window, read_windows
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.families.qwen3_moe import sparse_layers
 from toolkit.models.family import Family, Tiny
@@ -19,7 +18,6 @@ def build(config: Fields) -> Built:
     dims = read_dims(config, head_dim=128, kv_heads=4)
     sees = [i < 2 or i % 4 == 1 or i == dims.layers - 1 for i in range(dims.layers)]
     windows = read_windows(config, dims.layers, read_window(config, default=513), [not whole for whole in sees])
-    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
     act = config.activation("hidden_act")
     count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
     inner = config.integer("moe_intermediate_size", default=512)
@@ -38,7 +36,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=[None if window is None else rope for window in windows],
+        turned=[window is not None for window in windows],
         windows=windows,
         attention_bias=config.flag("attention_bias", False),
         qk_norm=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import MAX_LAYERS, Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.config.routing import on_disk, read_corrected, read_routed
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
@@ -36,7 +35,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_partial=0.5),
+        partial_rotary=0.5,
         qkv_bias=config.flag("attention_bias", False),
         qk_norm=config.flag("use_qk_norm", False),
         feed_forward=feed_forward,

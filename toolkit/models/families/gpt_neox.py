@@ -10,7 +10,6 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, layer_norm, llama_like, plain_mlp
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import PLAIN_BLOCK, QKV, Gguf, Metadata, as_wide_as_the_model
@@ -33,13 +32,8 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=read_rope(
-            config,
-            head_dim=dims.head_dim,
-            max_position=dims.max_position,
-            default_theta=config.number("rotary_emb_base", default=10_000.0, low=1.0),
-            default_partial=config.number("rotary_pct", default=0.25, high=1.0),
-        ),
+        theta=config.number("rotary_emb_base", default=10_000.0, low=1.0),
+        partial_rotary=config.number("rotary_pct", default=0.25, high=1.0),
         attention_bias=config.flag("attention_bias", True),
         activation=act,
         feed_forward=lambda i: plain_mlp(i, dims, act, True),

@@ -9,7 +9,6 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.models.config.dims import read_dims, read_experts, read_window, read_windows
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf, Metadata, with_experts, without
@@ -45,7 +44,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=150_000.0),
+        theta=150_000.0,
         windows=windows,
         attention_bias=config.flag("attention_bias", True),
         sinks=True,

@@ -10,7 +10,6 @@ from typing import Any
 from toolkit.models.config.dims import check_convolved, read_dims, read_experts
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.mamba import fused_entry, mamba_layers, read_mamba
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, experts, gated_mlp, llama_like
 from toolkit.models.families import granite, granitemoe, granitemoeshared
 from toolkit.models.family import Family, Tiny
@@ -26,7 +25,7 @@ from toolkit.models.gguf_states import (
     read_attention,
     read_mamba_keys,
 )
-from toolkit.models.spec import AttentionSpec, DecoderSpec, Mixer, MlpSpec, MoeSpec, RopeSpec
+from toolkit.models.spec import AttentionSpec, DecoderSpec, Mixer, MlpSpec, MoeSpec
 from toolkit.models.stored import renamed
 
 NAMES = {**granitemoeshared.SHARED, "mlp.down_proj": "shared_mlp.output_linear", **granitemoe.NAMES}
@@ -48,9 +47,6 @@ def build(config: Fields) -> Built:
         count, top_k = read_experts(config, dims.layers, "num_local_experts")
         routed = dict(count=count, top_k=top_k, norm_topk=True, shared=shared)
     turned = config.text("position_embedding_type", default="none", choices=("none", "nope", "rope")) == "rope"
-    rope: list[RopeSpec | None] = [None] * dims.layers
-    if turned:
-        rope = [read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)] * dims.layers
 
     def change(layer: int, attention: AttentionSpec) -> Mixer:
         recurrent = kinds[layer] in ("mamba", "linear_attention")
@@ -64,7 +60,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=rope,
+        rope=None if turned else [None] * dims.layers,
         attention_bias=bias,
         change=change,
         feed_forward=feed_forward,

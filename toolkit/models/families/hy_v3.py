@@ -8,7 +8,6 @@ from typing import Any
 
 from toolkit.models.config.dims import read_dims, read_experts
 from toolkit.models.config.fields import MAX_EXPERTS, MAX_LAYERS, Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, experts, gated_mlp, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import (
@@ -49,7 +48,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=11_158_840.0),
+        theta=11_158_840.0,
         attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         feed_forward=feed_forward,

@@ -8,7 +8,6 @@ from typing import Any
 from toolkit.models.config.delta import read_delta
 from toolkit.models.config.dims import read_dims, read_experts, read_window
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import AttentionSpec, Mixer
@@ -28,7 +27,6 @@ def build(config: Fields) -> Built:
     types = [LINEAR if kind == LINEAR else FULL for kind in kinds]
     known = config.filled(sizes).changed({"layer_types": types})
     delta = read_delta(known, dims)
-    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
     act = config.activation("hidden_act")
     count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
     inner = config.integer("moe_intermediate_size", default=512)
@@ -41,7 +39,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=[rope if kind == SLIDING else None for kind in kinds],
+        turned=[kind == SLIDING for kind in kinds],
         windows=[window if kind == SLIDING else None for kind in kinds],
         attention_bias=config.flag("attention_bias", False),
         qk_norm=True,

@@ -8,7 +8,6 @@ from typing import Any
 
 from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, Metadata
@@ -44,11 +43,10 @@ def read_lfm2_dims(config: Fields) -> Dims:
 
 def lfm2(config: Fields, dims: Dims, **options: Any) -> Built:
     """The family and what grows out of it; ``options``: of ``llama_like``."""
-    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=1e6)
     return llama_like(
         config,
         dims,
-        rope=rope,
+        theta=1e6,
         qk_norm=True,
         activation="silu",
         change=_mixers(config, dims),

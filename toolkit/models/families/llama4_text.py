@@ -11,7 +11,6 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.models.config.dims import read_dims, read_experts
 from toolkit.models.config.fields import MAX_LAYERS, MAX_POSITION, Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, experts, gated_mlp, llama_like
 from toolkit.models.family import WITHIN, Family, Tiny
 from toolkit.models.gguf import BLOCK, SHARED_EXPERT, Gguf, Metadata, with_experts
@@ -34,7 +33,6 @@ def build(config: Fields) -> Built:
     if chunk is None and "attention_chunk_size" not in config.values:
         chunk = 8192
     windows = [chunk if kind == CHUNKED else None for kind in types]
-    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=500_000.0)
     normed, grows = config.flag("use_qk_norm", True), _growth(config)
 
     def change(i: int, a: AttentionSpec) -> AttentionSpec:
@@ -56,7 +54,8 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=[rope if x else None for x in turned],
+        theta=500_000.0,
+        turned=turned,
         windows=windows,
         attention_bias=config.flag("attention_bias", False),
         change=change,

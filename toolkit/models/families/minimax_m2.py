@@ -7,7 +7,6 @@ from typing import Any
 
 from toolkit.models.config.dims import read_dims, read_experts
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.families import mixtral
 from toolkit.models.family import Family, Tiny
@@ -31,13 +30,8 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=read_rope(
-            config,
-            head_dim=dims.head_dim,
-            max_position=dims.max_position,
-            default_theta=5e6,
-            default_partial=turned / dims.head_dim,
-        ),
+        theta=5e6,
+        partial_rotary=turned / dims.head_dim,
         qk_norm="all",
         feed_forward=feed_forward,
         rename=lambda name: mixtral.rename(name.replace(".gate.e_score_correction_bias", ".e_score_correction_bias")),

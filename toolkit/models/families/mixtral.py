@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from toolkit.models.config.dims import read_dims, read_experts, read_window
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, experts, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf, with_experts
@@ -19,7 +18,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=1e6),
+        theta=1e6,
         windows=read_window(config),
         feed_forward=lambda i: experts(
             i, dims.hidden, dims.intermediate, act, count=count, top_k=top_k, norm_topk=True

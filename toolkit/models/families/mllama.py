@@ -10,7 +10,6 @@ from functools import partial
 from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.preprocessor import canvas_recipe
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, gated_mlp, llama_like, rms_norm
 from toolkit.models.families.llava import LANGUAGE
 from toolkit.models.family import Family, Tiny
@@ -79,7 +78,7 @@ def language(config: Fields) -> Built:
     spec, stored = llama_like(
         text,
         dims,
-        rope=read_rope(text, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=500_000.0),
+        theta=500_000.0,
         activation=act,
         change=lambda layer, own: _cross(layer, own, dims) if layer in looks else own,
         feed_forward=feed_forward,

@@ -7,7 +7,6 @@ from functools import partial
 
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, layer_norm, llama_like, plain_mlp
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import PLAIN_BLOCK, Gguf, read_biases
@@ -21,7 +20,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_partial=turned),
+        partial_rotary=turned,
         attention_bias=config.flag("attention_bias", False),
         activation=act,
         feed_forward=lambda i: plain_mlp(i, dims, act, mlp_bias),

@@ -7,7 +7,6 @@ from functools import partial
 
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, layer_norm, llama_like, plain_mlp
 from toolkit.models.family import Family, Tiny
 from toolkit.models.stored import Fused, renamed
@@ -34,7 +33,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_partial=0.5),
+        partial_rotary=0.5,
         attention_bias=True,
         qk_norm=config.flag("qk_layernorm", True),
         activation=act,

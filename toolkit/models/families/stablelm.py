@@ -7,7 +7,6 @@ from functools import partial
 
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import PARALLEL_NORM, PRE_NORMS, Built, layer_norm, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf
@@ -21,7 +20,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_partial=rotary),
+        partial_rotary=rotary,
         qkv_bias=config.flag("use_qkv_bias", False),
         norm=partial(layer_norm, eps=dims.eps, bias=True),
         norms=PARALLEL_NORM if parallel else PRE_NORMS,
