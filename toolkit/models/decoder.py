@@ -68,7 +68,6 @@ def llama_like(
     activation: Activation | None = None,
     change: Callable[[int, AttentionSpec], Mixer] | None = None,
     feed_forward: Callable[[int], MlpSpec | MoeSpec | None] | None = None,
-    sparse: Sequence[bool] | None = None,
     norms: LayerNorms = PRE_NORMS,
     norm: NormMaker | None = None,
     norm_offset: float = 0.0,
@@ -86,10 +85,10 @@ def llama_like(
     ``windows``: of all layers, or a list with those of each, None for a layer without. ``theta``, ``partial_rotary``:
     what the rope's absent base, and share of a head that turns, mean; ``turned``: the layers with rope.
     ``attention_bias``: both ``qkv_bias`` and ``o_bias``. ``change``: what stands in the place of a layer's attention,
-    by its number and what that would be. ``feed_forward``: that of a layer by its number, None for the dense gated one;
-    ``sparse``: the layers that are asked for it. ``norms``: their names; ``norm``: what makes each, if not an RMS norm
-    with ``norm_offset``. ``parallel``: attention and feed-forward both read what the layer begins with. ``rename``,
-    ``fused``, ``pairs``, ``unit_head``: as of ``stored_tensors``; ``model``: fields of ``DecoderSpec``.
+    by its number and what that would be. ``feed_forward``: that of a layer by its number, None for the dense gated one.
+    ``norms``: their names; ``norm``: what makes each, if not an RMS norm with ``norm_offset``. ``parallel``: attention
+    and feed-forward both read what the layer begins with. ``rename``, ``fused``, ``pairs``, ``unit_head``: as of
+    ``stored_tensors``; ``model``: fields of ``DecoderSpec``.
     """
     dims = dims or read_dims(config)
     norm = norm or partial(rms_norm, eps=dims.eps, offset=norm_offset)
@@ -120,7 +119,7 @@ def llama_like(
             sinks=sinks,
         )
         mixer = own if change is None else change(i, own)
-        mlp = None if feed_forward is None or (sparse and not sparse[i]) else feed_forward(i)
+        mlp = None if feed_forward is None else feed_forward(i)
         if mlp is None:
             mlp = gated_mlp(f"model.layers.{i}.mlp", dims.hidden, dims.intermediate, act, mlp_bias)
         sublayers = []

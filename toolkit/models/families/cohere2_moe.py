@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from toolkit.models.config.dims import read_dims, read_experts, read_window, read_windows
+from toolkit.models.config.dims import read_dims, read_window, read_windows
 from toolkit.models.config.fields import MAX_EXPERTS, MAX_LAYERS, Fields
-from toolkit.models.config.routing import on_disk
-from toolkit.models.decoder import PARALLEL_NORM, Built, experts, gated_mlp, layer_norm, llama_like, rms_norm
+from toolkit.models.config.routing import on_disk, read_mixture
+from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like, rms_norm
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import MlpSpec, MoeSpec
 
 
 def build(config: Fields) -> Built:
@@ -26,26 +24,23 @@ def build(config: Fields) -> Built:
     kinds = config.choices("mlp_layer_types", dims.layers, ("dense", "sparse"))
     kinds = kinds or ["dense" if i < first else "sparse" for i in range(dims.layers)]
     turns = [windows[i] is not None or (kinds[i] == "dense" and before == 1) for i in range(dims.layers)]
-    act = config.activation("hidden_act")
-    dense = config.integer("prefix_dense_intermediate_size", default=dims.intermediate)
+    dense = replace(dims, intermediate=config.integer("prefix_dense_intermediate_size", default=dims.intermediate))
     shared = config.integer("num_shared_experts", default=0, low=0, high=MAX_EXPERTS) * dims.intermediate
     scoring = config.text("expert_selection_fn", default="softmax", choices=("softmax", "sigmoid"))
-    count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
-    routing: dict[str, Any] = dict(count=count, top_k=top_k, shared=shared, scoring=scoring)
-    routing["norm_topk"] = scoring == "softmax" or config.flag("norm_topk_prob", True)
-
-    def feed_forward(i: int) -> MlpSpec | MoeSpec:
-        if kinds[i] == "dense":
-            return gated_mlp(f"model.layers.{i}.mlp", dims.hidden, dense, act)
-        return experts(i, dims.hidden, dims.intermediate, act, **routing)
-
     spec, stored = llama_like(
         config,
-        dims,
+        dense,
         turned=turns,
         windows=windows,
         attention_bias=config.flag("attention_bias", False),
-        feed_forward=feed_forward,
+        feed_forward=read_mixture(
+            config,
+            dims,
+            sparse=[kind == "sparse" for kind in kinds],
+            norm_topk=scoring == "softmax" or config.flag("norm_topk_prob", True),
+            scoring=scoring,
+            shared=shared,
+        ),
         norm=partial(layer_norm if rms is None else rms_norm, eps=dims.eps),
         norms=PARALLEL_NORM,
         parallel=True,

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.models.config.dims import read_dims, read_experts, read_window, read_windows
+from toolkit.models.config.dims import read_dims, read_window, read_windows
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, experts, llama_like
+from toolkit.models.config.routing import LOCAL, read_mixture
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf, Metadata, with_experts, without
-from toolkit.models.spec import DecoderSpec, MoeSpec
+from toolkit.models.spec import DecoderSpec
 from toolkit.models.stored import fused_experts, renamed
 
 ROPE = dict(
@@ -32,14 +33,9 @@ def build(config: Fields) -> Built:
     windows = read_windows(
         config, dims.layers, read_window(config, default=128), [i % 2 == 0 for i in range(dims.layers)]
     )
-    count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
     for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if (found := config.number(name, default=only)) != only:
             config.fail(name, found, str(only))
-
-    def feed_forward(i: int) -> MoeSpec:
-        sizes = dims.hidden, dims.intermediate
-        return experts(i, *sizes, "swigluoai", count=count, top_k=top_k, norm_topk=True, bias=True)
 
     return llama_like(
         config,
@@ -48,9 +44,9 @@ def build(config: Fields) -> Built:
         windows=windows,
         attention_bias=config.flag("attention_bias", True),
         sinks=True,
-        feed_forward=feed_forward,
+        feed_forward=read_mixture(config, dims, *LOCAL, activation="swigluoai", norm_topk=True, bias=True),
         rename=renamed({"mlp.gate": "mlp.router"}),
-        fused=fused_experts(count, dims.hidden, dims.intermediate, woven=True, transposed=True),
+        fused=fused_experts(config.integer(*LOCAL), dims.hidden, dims.intermediate, woven=True, transposed=True),
     )
 
 

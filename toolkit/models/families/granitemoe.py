@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from toolkit.models.config.dims import Dims, read_dims, read_experts
+from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, experts, llama_like
+from toolkit.models.config.routing import LOCAL, read_mixture
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import granite
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, with_experts
@@ -22,17 +23,13 @@ NAMES = {
 
 def build(config: Fields) -> Built:
     dims = read_dims(config)
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
     return llama_like(
         config,
         dims,
         attention_bias=config.flag("attention_bias", False),
-        feed_forward=lambda i: experts(
-            i, dims.hidden, dims.intermediate, act, count=count, top_k=top_k, norm_topk=True
-        ),
+        feed_forward=read_mixture(config, dims, *LOCAL, norm_topk=True),
         rename=renamed(NAMES),
-        fused=stacks(dims, count),
+        fused=stacks(dims, config.integer(*LOCAL)),
         **granite.multipliers(config),
     )
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from toolkit.models.config.dims import Dims, read_dims, read_experts
+from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, experts, llama_like
+from toolkit.models.config.routing import LOCAL, read_mixture
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import granite, granitemoe
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import RopeSpec
@@ -32,9 +33,8 @@ def shared_experts(
     stacks: Callable[[Dims, int], list[Fused]] = granitemoe.stacks,
 ) -> Built:
     """``names``, ``stacks``: how the checkpoint spells the experts, the shared one apart."""
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
     shared = config.integer("shared_intermediate_size", default=0, low=0)
+    entry = [shared_entry("mlp.shared_expert", shared)] if shared else []
     return llama_like(
         config,
         dims,
@@ -42,11 +42,9 @@ def shared_experts(
         windows=windows,
         attention_bias=config.flag("attention_bias", False),
         sinks=sinks,
-        feed_forward=lambda i: experts(
-            i, dims.hidden, dims.intermediate, act, count=count, top_k=top_k, norm_topk=True, shared=shared
-        ),
+        feed_forward=read_mixture(config, dims, *LOCAL, norm_topk=True, shared=shared),
         rename=renamed({**SHARED, **names}),
-        fused=[*stacks(dims, count), *([shared_entry("mlp.shared_expert", shared)] if shared else [])],
+        fused=stacks(dims, config.integer(*LOCAL)) + entry,
         **granite.multipliers(config),
     )
 

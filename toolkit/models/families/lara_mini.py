@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config.delta import read_delta
-from toolkit.models.config.dims import read_dims, read_experts, read_window
+from toolkit.models.config.dims import read_dims, read_window
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, experts, llama_like
+from toolkit.models.config.routing import read_mixture
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import AttentionSpec, Mixer
 from toolkit.models.stored import Fused, fused_experts, joined, renamed
@@ -27,11 +28,8 @@ def build(config: Fields) -> Built:
     types = [LINEAR if kind == LINEAR else FULL for kind in kinds]
     known = config.filled(sizes).changed({"layer_types": types})
     delta = read_delta(known, dims)
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
     inner = config.integer("moe_intermediate_size", default=512)
     shared = config.integer("shared_expert_intermediate_size", default=512)
-    norm_topk = config.flag("norm_topk_prob", True)
 
     def change(layer: int, attention: AttentionSpec) -> Mixer:
         return delta(layer, attention) if kinds[layer] == LINEAR else attention
@@ -44,11 +42,11 @@ def build(config: Fields) -> Built:
         attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         change=change,
-        feed_forward=lambda i: experts(
-            i, dims.hidden, inner, act, count=count, top_k=top_k, norm_topk=norm_topk, shared=shared
+        feed_forward=read_mixture(
+            config, dims, inner=inner, norm_topk=config.flag("norm_topk_prob", True), shared=shared
         ),
         rename=renamed({"linear_attn.norm": "linear_attn.out_norm"}),
-        fused=[_entry(known), *fused_experts(count, dims.hidden, inner)],
+        fused=[_entry(known), *fused_experts(config.integer("num_experts", "num_local_experts"), dims.hidden, inner)],
     )
 
 

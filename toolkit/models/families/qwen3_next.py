@@ -9,8 +9,7 @@ from toolkit.models.config.delta import gated_queries, read_delta, read_turns
 from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, llama_like
-from toolkit.models.families.qwen2_moe import read_feed_forward
-from toolkit.models.families.qwen3_moe import EVERY_LAYER
+from toolkit.models.families.qwen3_moe import EVERY_LAYER, read_sparse
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, EXPERT_NUMBERS, QK_NORMS, SHARED_EXPERT, Gguf, with_experts, without
 from toolkit.models.gguf_states import DELTA as DELTA_NAMES
@@ -43,7 +42,7 @@ def delta_like(
 
 def feed_forward_of(config: Fields, dims: Dims) -> Callable[[int], MoeSpec | None]:
     """Experts as Qwen2-MoE has them, of other sizes where the config does not say."""
-    return read_feed_forward(config, dims, inner=512, shared=512, norm_topk=True)
+    return read_sparse(config, dims, inner=512, shared=512, shared_gate=True, norm_topk=True)
 
 
 def _by_key_head(config: Fields) -> list[Fused]:
