@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from toolkit.models.config.dims import check_convolved, read_dims, read_experts
+from toolkit.models.config.dims import check_convolved, read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.mamba import fused_entry, mamba_layers, read_mamba
-from toolkit.models.decoder import Built, experts, gated_mlp, llama_like
+from toolkit.models.config.routing import read_mixture
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import granite, granitemoe, granitemoeshared
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, SHARED_EXPERT, Metadata, with_experts
@@ -25,7 +26,7 @@ from toolkit.models.gguf_states import (
     read_attention,
     read_mamba_keys,
 )
-from toolkit.models.spec import AttentionSpec, DecoderSpec, Mixer, MlpSpec, MoeSpec
+from toolkit.models.spec import AttentionSpec, DecoderSpec, Mixer
 from toolkit.models.stored import renamed
 
 NAMES = {**granitemoeshared.SHARED, "mlp.down_proj": "shared_mlp.output_linear", **granitemoe.NAMES}
@@ -40,35 +41,26 @@ def build(config: Fields) -> Built:
     mamba = mamba_layers(sizes, dims.hidden, dims.eps)
     if not {"mamba", "linear_attention"}.isdisjoint(kinds):
         check_convolved(config, "hidden_act")
-    bias, act = config.flag("attention_bias", False), config.activation("hidden_act")
     shared = config.integer("shared_intermediate_size", default=1024)
-    routed: dict[str, Any] = {}
-    if config.integer("num_local_experts", default=8, low=0):
-        count, top_k = read_experts(config, dims.layers, "num_local_experts")
-        routed = dict(count=count, top_k=top_k, norm_topk=True, shared=shared)
+    count = config.integer("num_local_experts", default=8, low=0)
     turned = config.text("position_embedding_type", default="none", choices=("none", "nope", "rope")) == "rope"
 
     def change(layer: int, attention: AttentionSpec) -> Mixer:
         recurrent = kinds[layer] in ("mamba", "linear_attention")
         return mamba(f"model.layers.{layer}.mamba") if recurrent else attention
 
-    def feed_forward(layer: int) -> MlpSpec | MoeSpec:
-        if routed:
-            return experts(layer, dims.hidden, dims.intermediate, act, **routed)
-        return gated_mlp(f"model.layers.{layer}.mlp", dims.hidden, shared, act)
-
     return llama_like(
         config,
-        dims,
+        replace(dims, intermediate=shared),
         rope=None if turned else [None] * dims.layers,
-        attention_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         change=change,
-        feed_forward=feed_forward,
+        feed_forward=read_mixture(config, dims, "num_local_experts", norm_topk=True, shared=shared) if count else None,
         rename=renamed(NAMES),
         fused=[
             fused_entry(sizes, "mamba"),
-            *(granitemoe.stacks(dims, routed["count"]) if routed else ()),
-            granitemoeshared.shared_entry("mlp.shared_expert" if routed else "mlp", shared),
+            *(granitemoe.stacks(dims, count) if count else ()),
+            granitemoeshared.shared_entry("mlp.shared_expert" if count else "mlp", shared),
         ],
         **granite.multipliers(config),
     )
