@@ -34,13 +34,13 @@ def stream(spec: DecoderSpec, window: int, sinks: int) -> DecoderSpec:
         )
     chosen = {id(mixer) for mixer in whole}
 
-    def kept(_: int, part: Sublayer) -> Sublayer:
+    def sliding(_: int, part: Sublayer) -> Sublayer:
         own: Any = part.mixer
         if id(own) not in chosen:
             return part
         return replace(part, mixer=replace(own, window=window, sink_tokens=sinks, rope=own.rope and _short(own.rope)))
 
-    layers, groups = grouped(spec.changed(kept).layers)
+    layers, groups = grouped(spec.changed(sliding).layers)
     return replace(spec, layers=layers, cache_groups=groups, max_position=max(ENDLESS, spec.max_position))
 
 

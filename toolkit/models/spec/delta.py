@@ -76,8 +76,7 @@ class DeltaSpec(MixerSpec):
         made, cuts = cut_linears(self, qkv=channels, z=[own], beta=[heads], fade=[heads], out=[own])
         conv, convolved = self.conv.part(*channels)
         cuts |= convolved | dict.fromkeys((self.a_log, self.dt_bias), rows(heads))
-        counts = {"heads": heads[1] - heads[0], "k_heads": k_heads[1] - k_heads[0]}
-        return Share(replace(self, conv=conv, **made, **counts), cuts)
+        return Share(replace(self, conv=conv, heads=heads[1] - heads[0], k_heads=k_heads[1] - k_heads[0], **made), cuts)
 
     def check(self, hidden: int) -> None:
         keys, values = self.k_heads * self.k_dim, self.heads * self.v_dim

@@ -89,8 +89,8 @@ class MambaSpec(MixerSpec):
             spread = Spread(self.width_out // self.groups, groups[0], self.groups) if self.groups < world else None
             norm = replace(norm, size=own[1] - own[0], spread=spread)
             cuts |= dict.fromkeys(norm.vectors(), rows(own))
-        counts = {"heads": heads[1] - heads[0], "groups": groups[1] - groups[0]}
-        return Share(replace(self, conv=conv, norm=norm, **made, **counts), cuts)
+        own_sizes = replace(self, heads=heads[1] - heads[0], groups=groups[1] - groups[0])
+        return Share(replace(own_sizes, conv=conv, norm=norm, **made), cuts)
 
     def check(self, hidden: int) -> None:
         inner, shared = self.width_out, self.groups * self.state_size
