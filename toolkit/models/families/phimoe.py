@@ -22,26 +22,20 @@ from toolkit.models.spec import DecoderSpec, RopeSpec
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5, kv_heads=8)
-    if (top_k := config.integer("num_experts_per_tok")) != 2:
-        config.fail("num_experts_per_tok", top_k, "2, as in all released models")
     head_bias = config.flag("lm_head_bias", False)
     if head_bias and dims.tied:
         config.fail("tie_word_embeddings", True, "false: the head has a bias")
-    jitter = config.number("router_jitter_noise", default=JITTER, low=-1.0, high=1.0)
+    jitter = max(config.number("router_jitter_noise", default=JITTER, low=-1.0, high=1.0), 0.0)
+    make = read_mixture(config, dims, *LOCAL, norm_topk=False, scoring="sparsemixer", jitter=jitter)
+    if (top_k := config.integer("num_experts_per_tok")) != 2:
+        config.fail("num_experts_per_tok", top_k, "2, as in all released models")
     return llama_like(
         config,
         dims,
         rope=_rope(config, dims.head_dim, dims.max_position),
         windows=read_window(config),
         attention_bias=config.flag("attention_bias", False),
-        feed_forward=read_mixture(
-            config,
-            dims,
-            *LOCAL,
-            norm_topk=False,
-            scoring="sparsemixer",
-            jitter=max(jitter, 0.0),
-        ),
+        feed_forward=make,
         norm=partial(layer_norm, eps=dims.eps, bias=True),
         rename=mixtral.rename,
         head_bias=head_bias,
