@@ -268,7 +268,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     }.items()
 }
 CONFIGS = ("TurbomindEngineConfig", "PytorchEngineConfig")
-# LMDeploy's field -> its flag, where that has another name.
+# Fields of PytorchEngineConfig -> how their flags are called, and TurbomindEngineConfig's own.
 FLAGS = {"device_type": "device", "block_size": "cache_block_seq_len"}
 _OF_ENGINES = {name: OPTIONS[name] for place in (*CONFIGS, "chat") for name in PLACES[place]}
 
@@ -313,13 +313,10 @@ def flag_of(typed: str) -> str | None:
     return None if name is None else "--" + name.replace("_", "-")
 
 
-# A field that one of the two configs calls otherwise.
-_TWINS = {"block_size": "cache_block_seq_len", "device_type": "device"}
-
 
 def known_as(name: str, own: Collection[str]) -> str:
     """Of a field ``name`` that a config with the fields ``own`` has not: what it is called there, or who has it."""
-    twins = {**_TWINS, **{there: here for here, there in _TWINS.items()}, "async": "async_"}
+    twins = {**FLAGS, **{there: here for here, there in FLAGS.items()}, "async": "async_"}
     if twins.get(name) in own:
         return f"did you mean {twins[name]}?"
     holder = next((config for config in CONFIGS if name in PLACES[config]), None)
