@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from toolkit.configs.checks import shown
+from toolkit.configs.option import spelled
 from toolkit.errors import UsageError
 
 Kinds = tuple[type, ...]
@@ -310,8 +311,7 @@ def _fate(name: str) -> str:
 def flag_of(typed: str) -> str | None:
     """The flag that is meant by a field's name typed as one, where it is called otherwise."""
     name = FLAGS.get(typed.lstrip("-").replace("-", "_"))
-    return None if name is None else "--" + name.replace("_", "-")
-
+    return None if name is None else spelled(name)
 
 
 def known_as(name: str, own: Collection[str]) -> str:
