@@ -15,7 +15,7 @@ from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weights import iter_canonical
 from toolkit.errors import ToolkitError
 from toolkit.measure.divergence import Divergence
-from toolkit.measure.next_logits import make_ready, next_logits
+from toolkit.measure.next_logits import few_seconds, make_ready, next_logits
 from toolkit.measure.text import heldout_text
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.runners.base import RunnerOptions
@@ -24,7 +24,6 @@ from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.native.runner import NativeRunner
 
 MOST_TOKENS, FEWEST_TOKENS = 1024, 64
-WORK = 2**38  # products of weights that may be spent on it: a few seconds
 ROWS = 64  # positions whose logits are held at once
 
 
@@ -80,8 +79,7 @@ def _unrounded(checkpoint: Checkpoint, stored: list[StoredTensor], names: list[s
 
 def _tokens(tokenizer: Callable[[], Tokenizer], spec: DecoderSpec) -> NDArray[np.int32]:
     """As many tokens of the text as the model's size allows; none where the tokenizer is missing or another model's."""
-    size = sum(x.in_features * x.out_features for x in spec.linears()) + 2 * spec.vocab_size * spec.hidden_size
-    count = min(max(WORK // size, FEWEST_TOKENS), MOST_TOKENS, spec.max_position)
+    count = min(max(few_seconds(spec), FEWEST_TOKENS), MOST_TOKENS, spec.max_position)
     text = heldout_text(count)
     try:
         ids = np.asarray(tokenizer().encode(text)[:count], np.int32)
