@@ -308,8 +308,8 @@ def _print_embeddings(model: str, rows: list[dict[str, Any]]) -> None:
 
 def _print_generation(model: str, rows: list[dict[str, Any]]) -> None:
     """One column a batch size: a row each would be wider than a terminal."""
-    from toolkit.profile.generation import MEMORY_OF
     from toolkit.profile.labels import LABELS, latency_label
+    from toolkit.profile.memory import GPUS
 
     first, each = "first_token_latency_ms", "token_latency_ms"
     speeds = ("prefill_throughput", "decode_throughput", "output_throughput")
@@ -324,5 +324,5 @@ def _print_generation(model: str, rows: list[dict[str, Any]]) -> None:
     title = f"Generation by {model}: {rows[0]['prompt_tokens']} tokens in, {rows[0]['completion_tokens']} out"
     columns = ["", *(f"{row['concurrency']} at once" for row in rows)]
     stdout().print(table(title, columns, [(name, *values) for name, values in lines]))
-    if of == MEMORY_OF[True]:
+    if of == GPUS:
         stdout().print("Memory of GPUs is that of all processes on this machine; let nothing else run there.")

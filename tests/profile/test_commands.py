@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from toolkit.commands.profile import _print_generation, _print_guesses
-from toolkit.profile.generation import MEMORY_OF
 from toolkit.profile.guesses import guesses_row
 from toolkit.profile.labels import LABELS, LATENCY_LABELS, latency_label
+from toolkit.profile.memory import GPUS
 from toolkit.profile.metrics import RequestRecord, generation_row
 from toolkit.profile.ranks import timeline
 
@@ -161,7 +161,7 @@ def test_two_steps_behind_a_prompt_are_drawn() -> None:
 def test_memory_of_gpus_is_everybody_s(capsys: pytest.CaptureFixture[str], run: Run) -> None:
     """Whoever uses them: the table, the figures and --help say so."""
     rounds = [[RequestRecord(10, 0.0, [(0.1, 1), (0.2, 2)], [0.1, 0.2, 0.3])]]
-    row = generation_row(rounds, 10, 3, 123.0) | {"peak_memory_of": MEMORY_OF[True]}
+    row = generation_row(rounds, 10, 3, 123.0) | {"peak_memory_of": GPUS}
     _print_generation("demo", [row])
     shown = capsys.readouterr().out
     assert "Peak memory of all GPUs (MiB)" in shown and "all processes on this machine; let nothing else run" in shown
