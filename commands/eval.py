@@ -13,7 +13,7 @@ from toolkit.base.progress import Progress
 from toolkit.commands.app.groups import new_app
 from toolkit.commands.eval_haystack import needle, opened, passkey
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
-from toolkit.commands.output import stderr, stdout, table, write_json
+from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.configs.option import option, same_option
 from toolkit.errors import UsageError
@@ -63,7 +63,6 @@ def ppl(
             raise UsageError("--reference: it is --backend pytorch --dtype float32; leave other ones out")
         engine.backend, engine.dtype = "pytorch", "float32"
     config = engine.config()
-    say = partial(stderr().print, markup=False, soft_wrap=True)
     with Progress() as bar:
         found = perplexity(
             model,

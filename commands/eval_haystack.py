@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,7 @@ import typer
 
 from toolkit.base.progress import Progress
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
-from toolkit.commands.output import stderr, stdout, table, write_json
+from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.configs.option import option
 from toolkit.errors import ToolkitError, UsageError
 
@@ -109,7 +108,6 @@ def opened(model: str, engine: EngineFlags, config: EngineConfig) -> Pipeline:
     """The model, with the first adapter of ``config``, that of ``engine``; what is to be said goes to stderr."""
     from toolkit.pipeline.pipeline import pipeline
 
-    say = partial(stderr().print, markup=False, soft_wrap=True)
     return pipeline(
         model,
         config,

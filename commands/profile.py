@@ -12,7 +12,7 @@ import typer
 from toolkit.base.progress import Progress
 from toolkit.commands.app.groups import new_app
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
-from toolkit.commands.output import show_engine, stdout, table, write_json
+from toolkit.commands.output import say, show_engine, stdout, table, write_json
 from toolkit.commands.profile_server import api_server
 from toolkit.commands.sampling_options import SamplingFlags, with_load_flags
 from toolkit.errors import UsageError
@@ -53,9 +53,6 @@ class Watch:
         show_engine(self.console, engine)
         self.progress.update("requests", 0, self.total)
 
-    def note(self, line: str) -> None:
-        self.console.print(line, markup=False, soft_wrap=True)
-
     def advance(self, record: object) -> None:
         self.done += 1
         self.progress.update("requests", self.done, self.total)
@@ -67,7 +64,7 @@ class Watch:
                 self.model,
                 wish,
                 engine_config=config,
-                packed=engine.packed(config, self.note),
+                packed=engine.packed(config, lambda line: say(line, self.console)),
                 progress=self.progress.update,
                 on_start=self.start,
                 on_done=self.advance,
