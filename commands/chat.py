@@ -111,10 +111,12 @@ def _loaded(
     allow_private_media: bool,
 ) -> Pipeline:
     """The model of the flags, ready to answer."""
+    from rich.text import Text
+
     from toolkit.pipeline.pipeline import Pipeline
     from toolkit.runners.base import Backend
 
-    with console.status(f"Loading {model}"):
+    with console.status(Text(f"Loading {model}")):
         # what is to be said about loading is said once it has loaded, in plain lines
         return Pipeline(
             model,
