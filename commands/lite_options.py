@@ -1,10 +1,8 @@
-"""The flags that all of ``tool lite`` share, its progress bar and its closing table."""
+"""The flags that all of ``tool lite`` share, and its closing table."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +11,6 @@ import typer
 from rich.table import Table
 
 from toolkit.base.figures import written
-from toolkit.base.progress import Progress
 from toolkit.commands.options import with_flags
 from toolkit.commands.output import say, stderr, stdout, table, write_json
 from toolkit.configs.option import option, show_size, spelled
@@ -83,13 +80,6 @@ def choices(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, str, str]]:
         return c["kind"] or f"{c['bits']} bits, {c['group_size']}"
 
     return [(r["unit"], chosen(r), f"{100 * r['loss']:.4f}", grid(r["cheaper"]), grid(r["dearer"])) for r in rows]
-
-
-@contextmanager
-def progress_bar() -> Iterator[Any]:
-    """Progress on standard error, a bar a phase; yields (phase, done, total) -> None."""
-    with Progress(keep=True) as progress:
-        yield progress.update
 
 
 def report(result: Result, flags: LiteFlags, first: Table | None = None) -> None:
