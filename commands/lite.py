@@ -17,7 +17,6 @@ from toolkit.commands.lite_options import (
     choices,
     report,
     say_next,
-    say_size,
     with_lite_flags,
 )
 from toolkit.commands.options import with_flags, with_lmdeploy_flags
@@ -224,7 +223,7 @@ def calibrate(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir
         without=("format", "skip", "include", "quantize_lm_head", "calibration", "plot", "dtype", "eval_tokens")
     )
     with Progress(keep=True) as bar:
-        result = collect(model, work_dir, common=common, progress=bar.update, told=say_size)
+        result = collect(model, work_dir, common=common, progress=bar.update)
     if result.already_there:
         say(f"{result.path}: already there")
     if flags.json != "-":

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from toolkit.base.figures import written
 from toolkit.commands.options import with_flags
-from toolkit.commands.output import say, stderr, stdout, table, write_json
+from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.configs.option import option, show_size, spelled
 from toolkit.errors import UsageError
 from toolkit.quant.options import Common
@@ -63,11 +63,6 @@ def say_next(command: str) -> None:
 
 
 with_lite_flags = with_flags("flags", LiteFlags)
-
-
-def say_size(count: int) -> None:
-    """How much ``calibrate`` is about to write."""
-    stderr().print(f"statistics: at most {count / 1e9:.2f} GB (twice that while they are taken)")
 
 
 def choices(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, str, str]]:
