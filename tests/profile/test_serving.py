@@ -240,7 +240,7 @@ def test_the_command_on_a_server(support: Any, server: Any) -> None:
 def test_what_a_server_says_is_shown_as_it_is(support: Any, server: Any, tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("please do refuse this one\n\nplease do answer this one")
-    flags = ["--dataset", file, "--num-prompts", 2, "--random-output-len", 2]
+    flags = ["--dataset", file, "--num-prompts", 2, "--random-output-len", 4]
     done = support("command").tool("profile", "api_server", server[0], *flags)
     assert done.returncode == 0 and "the first one said: HTTP 429: too much [/INST]" in done.stderr
 
