@@ -82,9 +82,8 @@ def overhead_bits(source: LayerSource) -> int:
             size += sum(len(x.encode()) + 8 for x in value)
         else:
             size += value.nbytes if isinstance(value, np.ndarray) else len(str(value).encode())
-    items = [x for items in (source.outer, *source.stored) for x in items]
-    wide = sum(math.prod(x.shape) for x in items if len(x.matrix) == 1 or x.kind == "router")
-    return 8 * size + 16 * (wide + sum(math.prod(x.bias_shape) for x in items if x.bias))
+    wide = sum(math.prod(x.shape) for x in source.present if len(x.matrix) == 1 or x.kind == "router")
+    return 8 * size + 16 * (wide + sum(math.prod(x.bias_shape) for x in source.present if x.bias))
 
 
 def outer_matrices(source: LayerSource, head: bool = False) -> list[LinearSpec]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -48,6 +49,12 @@ class LayerSource:
     @property
     def path(self) -> Path:
         return self.checkpoint.path
+
+    @property
+    def present(self) -> list[StoredTensor]:
+        """The modules that the checkpoint has, those outside of layers first."""
+        items = chain(self.outer, *self.stored)
+        return [x for x in items if not x.optional or is_present(self.checkpoint, x)]
 
     def check_tokens(self, ids: Tensor) -> None:
         """Raise ToolkitError for ids that the model does not know."""
@@ -99,7 +106,7 @@ class LayerSource:
 
     def check_finite(self) -> None:
         """Raise ToolkitError that names file and tensor for the first NaN or infinity among the weights."""
-        for item in [x for items in self.stored for x in items] + self.outer:
+        for item in self.present:
             for name in (item.weight_name, item.bias_name):
                 if name in self.checkpoint and not _finite(self.checkpoint.tensor(name)):
                     raise ToolkitError(

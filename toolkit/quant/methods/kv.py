@@ -148,9 +148,7 @@ def _write(source: LayerSource, stage: Stage, scales: dict[str, Tensor], dtype: 
 
 
 def _tensors(source: LayerSource, scales: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for item in [*source.outer, *(x for items in source.stored for x in items)]:
-        if item.optional and item.weight_name not in source.checkpoint:
-            continue
+    for item in source.present:
         value, bias = load_stored(source.checkpoint, item)
         dense = value if isinstance(value, Tensor) else value.dequantize()
         for name, tensor in as_stored(item, dense, bias):

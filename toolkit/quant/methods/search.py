@@ -141,10 +141,8 @@ class Costs:
 def fixed_bits(source: LayerSource, linears: Sequence[LinearSpec], dtype: torch.dtype) -> int:
     """Bits of everything in the weight files but the linears that are quantized, headers included."""
     quantized = sum(x.in_features * x.out_features for x in linears)
-    stored = [item for items in (source.outer, *source.stored) for item in items]
-    held = [x for x in stored if not x.optional or x.weight_name in source.checkpoint]
-    elements = sum(math.prod(x.shape) + (math.prod(x.bias_shape) if x.bias else 0) for x in held)
-    return (elements - quantized) * torch.finfo(dtype).bits + len(held) * HEADER_BYTES * 8
+    elements = sum(math.prod(x.shape) + (math.prod(x.bias_shape) if x.bias else 0) for x in source.present)
+    return (elements - quantized) * torch.finfo(dtype).bits + len(source.present) * HEADER_BYTES * 8
 
 
 def head_grid(head: LinearSpec, gguf: bool = False) -> Grid:
