@@ -98,9 +98,13 @@ def outer_matrices(source: LayerSource, head: bool = False) -> list[LinearSpec]:
 
 def stored_bits(value: Weight) -> int:
     """Bits that ``value`` takes in the file."""
-    kind = smallest(value)
+    return type_bits(smallest(value), value.shape[0] * value.shape[1])
+
+
+def type_bits(kind: str, weights: int) -> int:
+    """Bits that so many weights take in the GGUF type ``kind``."""
     columns, size = next((columns, size) for name, columns, size in TYPES.values() if name == kind)
-    return value.shape[0] * value.shape[1] // columns * size * 8
+    return weights // columns * size * 8
 
 
 def importance_of(model: Path, statistics: Path) -> dict[str, Tensor]:

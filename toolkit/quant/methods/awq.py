@@ -89,10 +89,7 @@ def search_scale(
             channels = expand(scale)
             back = fake_quantize(w * channels, grid.group_size, bits=grid.bits, symmetric=grid.symmetric)
             losses[i] += float(output_error(w - back / channels, xtx)) * len(whole) / len(w)
-    best = 0
-    for i, loss in enumerate(losses):
-        if loss < losses[best]:
-            best = i
+    best = losses.index(min(losses))
     return candidates[best], losses[best], losses[0]
 
 

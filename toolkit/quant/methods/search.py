@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.gguf import quantize as gguf_quantize
-from toolkit.artifacts.gguf.container import TYPES
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.base.record import read
 from toolkit.errors import UsageError
 from toolkit.models.sites import Site
 from toolkit.models.spec import LinearSpec
+from toolkit.quant.gguf import type_bits
 from toolkit.quant.layers.forward_parts import Weights
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.spill import Spill
@@ -113,8 +113,7 @@ def in_checkpoint(linear: LinearSpec, grid: Grid) -> int:
 
 def in_gguf(linear: LinearSpec, grid: Grid) -> int:
     """Bits that a linear takes in a GGUF file."""
-    columns, size = next((c, s) for name, c, s in TYPES.values() if name == kind_of(grid))
-    return linear.in_features * linear.out_features // columns * size * 8
+    return type_bits(kind_of(grid), linear.in_features * linear.out_features)
 
 
 @dataclass(frozen=True)

@@ -80,10 +80,7 @@ def _scale(
             if scale is not None and isinstance(fold, RowFold):
                 channels = expand(fold, scale)
             losses[i] += _loss(rows, gram.sample, exact, channels, quant_dtype)
-    best = 0
-    for i, loss in enumerate(losses):
-        if loss < losses[best]:
-            best = i
+    best = losses.index(min(losses))
     return scales[best]
 
 
