@@ -65,11 +65,6 @@ def _offset(value: Weight | Tensor) -> Weight | Tensor:
     return replace(value, zeros=None, minima=minima)
 
 
-def check_model(source: LayerSource) -> None:
-    """Raise ToolkitError for a model that GGUF cannot express, before anything is computed."""
-    model_metadata(source.spec)
-
-
 def overhead_bits(source: LayerSource) -> int:
     """Bits of a file beyond codes, scales and 16-bit matrices: the vocabulary, and the other half of what is float32 in
     GGUF, that is norms, biases and routers."""

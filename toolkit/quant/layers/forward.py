@@ -62,8 +62,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def all_finite(x: Tensor) -> bool:
-    """Whether ``x`` holds neither infinity nor NaN, which extremes pass on: one look where ``isfinite`` takes three, and
-    no copy."""
+    """Whether ``x`` holds neither infinity nor NaN, which extremes pass on: one look where ``isfinite`` takes three."""
     return all(bool(torch.isfinite(extreme)) for extreme in x.aminmax())
 
 
