@@ -288,8 +288,13 @@ def _print_ranks(model: str, rows: list[dict[str, Any]]) -> None:
     stdout().print(table(f"Ranks of {model}", columns, lines))
 
 
+def _by_size(title: str, rows: list[dict[str, Any]], lines: list[tuple[str, list[Any]]]) -> None:
+    """One column a batch size: a row each would be wider than a terminal."""
+    columns = ["", *(f"{row['concurrency']} at once" for row in rows)]
+    stdout().print(table(title, columns, [(name, *values) for name, values in lines]))
+
+
 def _print_embeddings(model: str, rows: list[dict[str, Any]]) -> None:
-    """One column a batch size."""
     from toolkit.profile.labels import LABELS, latency_label
 
     lines = [
@@ -298,13 +303,10 @@ def _print_embeddings(model: str, rows: list[dict[str, Any]]) -> None:
         (f"Peak memory of {rows[0]['peak_memory_of']} (MiB)", [row["peak_memory_mib"] for row in rows]),
     ]
     first = rows[0]
-    title = f"Embeddings by {model}: {first['prompt_tokens']} tokens to {first['dimensions']} numbers"
-    columns = ["", *(f"{row['concurrency']} at once" for row in rows)]
-    stdout().print(table(title, columns, [(name, *values) for name, values in lines]))
+    _by_size(f"Embeddings by {model}: {first['prompt_tokens']} tokens to {first['dimensions']} numbers", rows, lines)
 
 
 def _print_generation(model: str, rows: list[dict[str, Any]]) -> None:
-    """One column a batch size: a row each would be wider than a terminal."""
     from toolkit.profile.labels import LABELS, latency_label
     from toolkit.profile.memory import GPUS
 
@@ -318,8 +320,8 @@ def _print_generation(model: str, rows: list[dict[str, Any]]) -> None:
         *((latency_label("itl", key), [row[each][key] for row in rows]) for key in ("p50", "p75", "p95", "p99")),
         (f"Peak memory of {of} (MiB)", [row["peak_memory_mib"] for row in rows]),
     ]
-    title = f"Generation by {model}: {rows[0]['prompt_tokens']} tokens in, {rows[0]['completion_tokens']} out"
-    columns = ["", *(f"{row['concurrency']} at once" for row in rows)]
-    stdout().print(table(title, columns, [(name, *values) for name, values in lines]))
+    _by_size(
+        f"Generation by {model}: {rows[0]['prompt_tokens']} tokens in, {rows[0]['completion_tokens']} out", rows, lines
+    )
     if of == GPUS:
         stdout().print("Memory of GPUs is that of all processes on this machine; let nothing else run there.")
