@@ -227,9 +227,7 @@ def search(
     inputs = {x.name: x.in_features for x in linears}
 
     def prepare(run: Prepared) -> dict[str, Any]:
-        units = finder.measure(
-            source, selection, run.ids, run.setting.device, run.directory, run.progress, run.spill, costs
-        )
+        units = finder.measure(source, selection, run, costs)
         best = finder.allocate(units, budget)
         for unit, own in zip(units, best, strict=True):
             chosen.update({name: finder.fitted(own.grid, inputs[name]) for name in unit.linears})

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +28,10 @@ from toolkit.models.spec import LinearSpec
 from toolkit.quant.gguf import type_bits
 from toolkit.quant.layers.forward_parts import Weights
 from toolkit.quant.layers.source import LayerSource
-from toolkit.quant.layers.spill import Spill
 from toolkit.quant.methods.awq import Grid, clip_groups, site_scale
 from toolkit.quant.methods.grid import quantize
 from toolkit.quant.methods.sensitivity import SAMPLES, Felt, feel
+from toolkit.quant.run import Prepared
 from toolkit.quant.selection import Selection
 from toolkit.runners.native.packing.gguf_scales import find_scales
 from toolkit.runners.weights.folding import Folded, fold_site
@@ -164,25 +163,15 @@ def units_of(sites: Sequence[Site]) -> dict[str, list[Site]]:
     return found
 
 
-def measure(
-    source: LayerSource,
-    selection: Selection,
-    ids: Tensor,
-    device: torch.device,
-    directory: Path,
-    told: Any,
-    spill: Spill,
-    costs: Costs = Costs(),
-) -> list[Unit]:
-    """What every candidate costs in every unit, told by the text ``ids`` [samples, length]; kept in ``directory`` for a
-    run that goes on. ``spill``: where the text is held between the layers."""
-    kept = directory / "search.json"
+def measure(source: LayerSource, selection: Selection, run: Prepared, costs: Costs) -> list[Unit]:
+    """What every candidate costs in every unit, told by the text; kept in ``run.directory`` for a run that goes on."""
+    kept = run.directory / "search.json"
     if not kept.is_file():
-        directory.mkdir(parents=True, exist_ok=True)
+        run.directory.mkdir(parents=True, exist_ok=True)
         found: list[Unit] = []
         with torch.inference_mode(False), torch.no_grad():
-            progress = partial(told, "weighing widths")
-            for i, weights, felt in feel(source, ids[:SAMPLES].clone(), device, spill, progress):
+            ids, progress = run.ids[:SAMPLES].clone(), partial(run.progress, "weighing widths")
+            for i, weights, felt in feel(source, ids, run.setting.device, run.spill, progress):
                 sites = selection.sites(source.spec.layers[i])
                 units = units_of(sites).items()
                 found[:0] = [_weigh(name, own, weights, felt, costs) for name, own in units]
