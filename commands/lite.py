@@ -33,15 +33,8 @@ app = new_app(
 
 
 OF_TEXT = (
-    "calib_dataset",
-    "calib_samples",
-    "calib_self_samples",
-    "calib_seqlen",
-    "nsamples",
-    "seqlen",
-    "batch_size",
-    "seed",
-    "calibration",
+    *("calib_dataset", "calib_samples", "calib_self_samples", "calib_seqlen", "nsamples", "seqlen"),
+    *("batch_size", "seed", "calibration"),
 )
 
 
