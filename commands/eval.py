@@ -71,7 +71,7 @@ def ppl(
             tell=say,
         )
     if json != "-":
-        stdout().print(table("Perplexity", ("", "value"), [(k, v) for k, v in found.items()]))
+        stdout().print(table("Perplexity", ("", "value"), found.items()))
     write_json(json, found)
 
 
@@ -112,7 +112,7 @@ def compare(
             progress=partial(bar.update, "comparing"),
         )
     if json != "-":
-        stdout().print(table("Comparison", ("", "value"), [(k, v) for k, v in found.items()]))
+        stdout().print(table("Comparison", ("", "value"), found.items()))
     write_json(json, found)
 
 

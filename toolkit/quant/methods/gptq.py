@@ -81,8 +81,8 @@ def method(
 ) -> Method:
     """GPTQ as a layer-wise method, on weights that ``scaler`` scaled first where one is given.
 
-    ``grid.group_size`` -1: one group a row. ``dtype``: what dense tensors are stored as. ``own``: linears, by name, that
-    have another grid than ``grid``; those that share an input share it.
+    ``grid.group_size`` -1: one group a row. ``dtype``: what dense tensors are stored as. ``own``: linears, by name,
+    that have another grid than ``grid``; those that share an input share it.
     """
     scaled = "gptq" if scaler is None else "awq+gptq"
 
