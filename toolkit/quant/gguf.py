@@ -4,7 +4,6 @@ for rounding to one."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +18,9 @@ from toolkit.artifacts.gguf.fit import smallest
 from toolkit.artifacts.gguf.metadata import model_metadata
 from toolkit.artifacts.gguf.vocabulary import vocabulary
 from toolkit.artifacts.manifest import content_digest
-from toolkit.models.sites import Site, layer_sites
+from toolkit.models.sites import layer_sites
 from toolkit.models.spec import LinearSpec
-from toolkit.quant.layers.result import Made, Method
+from toolkit.quant.layers.result import Method
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.layers.statistics_file import open_statistics
@@ -48,14 +47,7 @@ def cannot_hold(weight: Weight) -> str | None:
 def with_minima(method: Method) -> Method:
     """``method``, but asymmetric codes come with the float16 offset that Q4_1 and Q5_1 store for every block, in place
     of a zero point: within the figures and on disk the numbers are then the same."""
-
-    def run(
-        sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]
-    ) -> Iterator[Made]:
-        for made in method(sites, weights, grams):
-            yield replace(made, value=_offset(made.value))
-
-    return run
+    return lambda *given: (replace(made, value=_offset(made.value)) for made in method(*given))
 
 
 def _offset(value: Weight | Tensor) -> Weight | Tensor:
