@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from toolkit.artifacts.cache_cost import FORM, CacheCost, Choice
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.convert.head_cost import few_seconds
 from toolkit.convert.own_text import write_on
 from toolkit.errors import ToolkitError
 from toolkit.measure.divergence import log_softmax
-from toolkit.measure.next_logits import few_seconds, make_ready, next_logits
+from toolkit.measure.next_logits import make_ready, next_logits
 from toolkit.measure.text import heldout_text
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError, RunnerOptions

@@ -15,7 +15,7 @@ from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weights import iter_canonical
 from toolkit.errors import ToolkitError
 from toolkit.measure.divergence import Divergence
-from toolkit.measure.next_logits import few_seconds, make_ready, next_logits
+from toolkit.measure.next_logits import make_ready, next_logits
 from toolkit.measure.text import heldout_text
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.runners.base import RunnerOptions
@@ -24,6 +24,7 @@ from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.native.runner import NativeRunner
 
 MOST_TOKENS, FEWEST_TOKENS = 1024, 64
+WORK = 2**38  # products of weights that may be spent on it: a few seconds
 ROWS = 64  # positions whose logits are held at once
 
 
@@ -62,6 +63,12 @@ def head_cost(
         for runner in runners:
             runner.close()
     return figures | _figures(counted)
+
+
+def few_seconds(spec: DecoderSpec) -> int:
+    """How many tokens go through a model in a few seconds."""
+    size = sum(x.in_features * x.out_features for x in spec.linears()) + 2 * spec.vocab_size * spec.hidden_size
+    return WORK // size
 
 
 def _unrounded(checkpoint: Checkpoint, stored: list[StoredTensor], names: list[str]) -> dict[str, PackedTensor]:

@@ -8,17 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import ToolkitError
-from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import Runner, RunnerError
 from toolkit.runners.step import SamplingBatch, StepBatch
-
-WORK = 2**38  # products of weights: a few seconds on a CPU
-
-
-def few_seconds(spec: DecoderSpec) -> int:
-    """How many tokens go through a model in a few seconds."""
-    size = sum(x.in_features * x.out_features for x in spec.linears()) + 2 * spec.vocab_size * spec.hidden_size
-    return WORK // size
 
 
 def make_ready(runner: Runner, tokens: int) -> None:
