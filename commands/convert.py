@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.base.progress import Progress
+from toolkit.commands.app.own_families import to_type
 from toolkit.commands.options import with_flags, with_lmdeploy_flags
 from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.configs.engine import CommonEngineConfig
@@ -161,8 +162,9 @@ def _next(path: Path, tp: int, read: bool) -> tuple[str, str]:
             except ToolkitError as error:
                 return "before it runs", str(error)
         if reads_alone(place):
-            return "try it", f"tool embed texts.jsonl vectors.npy --model {place}{ranks}"
-    return "try it", f"tool chat {place}{ranks}"
+            return "try it", to_type(f"tool embed texts.jsonl vectors.npy --model {place}{ranks}")
+    chat = f"tool chat {place}{ranks}"
+    return "try it", chat if (place / "engine.json").is_file() else to_type(chat)  # an artifact holds its spec
 
 
 def _report(

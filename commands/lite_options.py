@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from toolkit.base.figures import written
+from toolkit.commands.app.own_families import to_type
 from toolkit.commands.options import with_flags
 from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.configs.option import option, show_size, spelled
@@ -59,7 +60,7 @@ class LiteFlags(Common):
 
 def say_next(command: str) -> None:
     """What to type after this."""
-    say(f"next: {command}", stdout())
+    say(f"next: {to_type(command)}", stdout())
 
 
 with_lite_flags = with_flags("flags", LiteFlags)
