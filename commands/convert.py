@@ -42,9 +42,6 @@ class ConvertFlags(Packing):
     download_dir: str | None = same_option(CommonEngineConfig, "download_dir")
     json: str | None = option(None, "Write the manifest as JSON to this file (- = standard output).")
 
-    def packing(self) -> Packing:
-        return Packing(**{f.name: getattr(self, f.name) for f in fields(Packing)})
-
     def fetch(self, model: str) -> str:
         """The local path of MODEL."""
         from toolkit.artifacts.source import resolve_model
@@ -86,7 +83,7 @@ def _pack(model: str, dst_path: str, flags: ConvertFlags) -> None:
         done = convert(
             path,
             dst_path,
-            flags.packing(),
+            flags,
             overwrite=flags.overwrite,
             progress=partial(progress.update, f"converting {model}"),
             measuring=partial(progress.update, "measuring the KV cache"),
