@@ -95,7 +95,6 @@ class RequestStream:
         self._detokenizer = Detokenizer(
             tokenizer,
             config.skip_special_tokens,
-            config.spaces_between_special_tokens,
             token_ids,
             config.shown_special_tokens or (),
         )
