@@ -175,7 +175,7 @@ class Scheduler:
 
     def _add_guess(self, plan: Plan, seq: Sequence, tokens: list[int]) -> None:
         """Verify what of a guess there is room for; nobody gives up a block for it."""
-        end = self.blocks.room_for_guess(seq.row, seq.computed, seq.length + len(tokens), len(self.running))
+        end = self.blocks.room_for_guess(seq.row, seq.length + len(tokens), len(self.running))
         if end > seq.length and self.blocks.grow(seq.row, seq.computed, end):
             seq.suppose(tokens[: end - seq.length])
             plan.guesses[seq] = end - seq.length
