@@ -58,11 +58,7 @@ class StepResults:
             if i in bad:
                 yield seq, _error(seq, NAN_LOGITS)
                 continue
-            try:
-                output = self._sampled(seq, token, out, i, rows, now)
-            except Exception as e:
-                output = _failed(seq, e)
-            yield seq, output
+            yield seq, _or_error(seq, lambda: self._sampled(seq, token, out, i, rows, now))  # noqa: B023  # called at once
         yield from self._guessed(step, out, bad)
         yield from self._verified(step, out, bad)
         for seq in step.processed:
@@ -355,12 +351,8 @@ def _or_error(seq: Sequence, make: Callable[[], EngineOutput]) -> EngineOutput:
     try:
         return make()
     except Exception as e:
-        return _failed(seq, e)
-
-
-def _failed(seq: Sequence, error: Exception) -> EngineOutput:
-    log.error("request %s: its token cannot be taken", seq.id, exc_info=error)
-    return _error(seq, f"the engine failed over this request's token ({type(error).__name__}: {error})")
+        log.error("request %s: its token cannot be taken", seq.id, exc_info=e)
+        return _error(seq, f"the engine failed over this request's token ({type(e).__name__}: {e})")
 
 
 def _count(seq: Sequence, guessed: int, right: int) -> None:
