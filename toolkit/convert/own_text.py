@@ -38,7 +38,6 @@ def _batch(runner: Runner, ids: Ids, cached: int, each: int) -> StepBatch:
     states = [group.kind == "state" for group in runner.spec.cache_groups]
     own = np.arange(texts, dtype=np.int32)
     state = np.stack([own if cached else np.full(texts, -1, np.int32), own], axis=1)
-    none = np.zeros(0, np.int32)
     sampling = SamplingBatch.greedy(texts)
     sampling.temperature[:] = 1.0
     sampling.seed[:] = SEED + np.arange(texts)
@@ -55,8 +54,4 @@ def _batch(runner: Runner, ids: Ids, cached: int, each: int) -> StepBatch:
         adapter=np.full(texts, -1, np.int32),
         sample_index=((np.arange(texts) + 1) * count - 1).astype(np.int32),
         sampling=sampling,
-        logits_index=none,
-        hidden_index=none,
-        target_index=none,
-        target_ids=none,
     )

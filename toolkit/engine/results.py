@@ -58,7 +58,7 @@ class StepResults:
             if i in bad:
                 yield seq, _error(seq, NAN_LOGITS)
                 continue
-            yield seq, _or_error(seq, lambda: self._sampled(seq, token, out, i, rows, now))  # noqa: B023  # called at once
+            yield seq, _or_error(seq, lambda: self._sampled(seq, token, out, i, rows, now))  # noqa: B023
         yield from self._guessed(step, out, bad)
         yield from self._verified(step, out, bad)
         for seq in step.processed:

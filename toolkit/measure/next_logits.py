@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from toolkit.errors import ToolkitError
 from toolkit.runners.base import Runner, RunnerError
-from toolkit.runners.step import SamplingBatch, StepBatch
+from toolkit.runners.step import NONE, SamplingBatch, StepBatch
 
 
 def make_ready(runner: Runner, tokens: int) -> None:
@@ -29,7 +29,6 @@ def next_logits(
     states = [group.kind == "state" for group in runner.spec.cache_groups]
     slot = np.array([[0 if cached else -1, 0]], np.int32)
     blocks = np.arange(-(-stop // runner.options.block_size), dtype=np.int32)[None]
-    none = np.zeros(0, np.int32)
     batch = StepBatch(
         token_ids=np.ascontiguousarray(ids),
         from_previous=np.full(count, -1, np.int32),
@@ -40,12 +39,9 @@ def next_logits(
         slot_mapping=tuple(np.arange(0 if state else cached, 0 if state else stop, dtype=np.int64) for state in states),
         rope_set=np.zeros(1, np.int8),
         adapter=np.full(1, -1, np.int32),
-        sample_index=none,
+        sample_index=NONE,
         sampling=SamplingBatch.greedy(0),
         logits_index=np.arange(count if rows is None else rows, dtype=np.int32),
-        hidden_index=none,
-        target_index=none,
-        target_ids=none,
     )
     try:
         return runner.submit(batch).result().logits

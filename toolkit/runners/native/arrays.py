@@ -11,12 +11,11 @@ from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError, check_mutual, check_texts
 from toolkit.runners.native.library import StepArrays, StepResults, address
 from toolkit.runners.routes import width_of
-from toolkit.runners.step import COLUMNS, SamplingBatch, StepBatch, StepOutput, Views
+from toolkit.runners.step import COLUMNS, NONE, SamplingBatch, StepBatch, StepOutput, Views
 
 I32, I64, F32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
 I8 = np.dtype(np.int8)
-_NONE = np.zeros(0, np.int32)
-NO_VIEWS = Views(rows=np.zeros((0, 0), np.float32), new=_NONE, gone=_NONE, tokens=_NONE, ptr=_NONE, seen=_NONE)
+NO_VIEWS = Views(rows=np.zeros((0, 0), np.float32), new=NONE, gone=NONE, tokens=NONE, ptr=NONE, seen=NONE)
 
 
 class Arrays:
