@@ -143,7 +143,7 @@ class StepBatch:
     adapter: I32  # [S] LoRA adapter, -1 = none
     sample_index: I32  # [N] flat token whose logits row is sampled
     sampling: SamplingBatch  # rows as in sample_index
-    logits_index: I32 = field(default_factory=_none)  # flat tokens whose raw float32 logits come back, before any penalty
+    logits_index: I32 = field(default_factory=_none)  # flat tokens whose raw float32 logits come back: no penalty yet
     hidden_index: I32 = field(default_factory=_none)  # flat tokens whose hidden state comes back, after the final norm
     target_index: I32 = field(default_factory=_none)  # flat tokens t for which log p(target) comes back …
     target_ids: I32 = field(default_factory=_none)  # … of this token
@@ -163,16 +163,15 @@ class StepBatch:
 
 @dataclass
 class StepOutput:
-    """What a step produced. ``tokens[i, :counts[i]]`` are the new tokens of sampled row i (one, unless speculating).
+    """What a step produced. ``tokens[i, 0]`` is the new token of sampled row i.
 
     ``bad_rows``: sampled rows whose logits hold NaN or have no finite maximum, or that are ``SamplingBatch.senseless``;
     every other row's token is one that its grammar and biases allow. ``routes``: of each layer the experts that it
     chose, those of the largest weights first; ``NO_EXPERT`` fills, also the layers that are no mixture.
     """
 
-    tokens: I32  # [N, K]
-    counts: I32  # [N]
-    logprob: F32  # [N, K] log-probability of each chosen token (nan where not asked for)
+    tokens: I32  # [N, 1]
+    logprob: F32  # [N, 1] log-probability of each chosen token (nan where not asked for)
     top_ids: I32  # [N, P] P = max of sampling.logprobs, -1 fills
     top_logprobs: F32  # [N, P]
     logits: F32  # [len(logits_index), V]

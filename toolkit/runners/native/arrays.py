@@ -187,7 +187,6 @@ def outputs_for(batch: StepBatch, spec: DecoderSpec) -> tuple[StepOutput, StepRe
     width = min(max(0, 0, *batch.sampling.logprobs.tolist()), spec.vocab_size)
     output = StepOutput(
         tokens=np.empty((rows, 1), np.int32),
-        counts=np.ones(rows, np.int32),
         logprob=np.empty((rows, 1), np.float32),
         top_ids=np.empty((rows, width), np.int32),
         top_logprobs=np.empty((rows, width), np.float32),
