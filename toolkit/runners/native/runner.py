@@ -398,10 +398,6 @@ class NativeRunner:
         given = np.frombuffer(data, np.uint8)
         self._check(self._library.tk_block_import(self._loaded(), group, block, given.ctypes.data, given.size))
 
-    def print_profile(self) -> None:
-        """With TOOLKIT_NATIVE_PROFILE=1: where the time of the steps so far went, to stderr."""
-        self._library.tk_profile_print(self._loaded())
-
     def close(self) -> None:
         """Free model and cache, and end the thread. With TOOLKIT_NATIVE_PROFILE=1 the library prints its profile."""
         self.release_weights()
