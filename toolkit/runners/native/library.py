@@ -261,6 +261,13 @@ def isas() -> list[str]:
     return [i for i in ISAS if lib.tk_isa(i.encode()) is not None]
 
 
+def run_op(name: str, runs: Any, *numbers: int) -> None:
+    """The library's op ``tk_op_<name>`` on structures of its own, all of whose arrays the caller holds."""
+    lib = load(library_path())
+    failed = getattr(lib, f"tk_op_{name}")(wanted_isa().encode(), runs, *numbers)
+    assert not failed, error(lib)
+
+
 def tensor_records(tensors: Sequence[PackedTensor]) -> Any:
     """An array of what the library reads them by; they stay the caller's."""
     return (TensorRecord * max(len(tensors), 1))(*map(_record, tensors))

@@ -65,9 +65,7 @@ def pack_pairs(pairs: Sequence[Pair]) -> list[Packed | None]:
             library.CodeRun(b.data_ptr(), None, rows, b_codes, steps, *b.shape, pair.scale, 0, _DTYPES[b.dtype], 0),
         ]
     runs = (library.CodeRun * len(asked))(*asked)
-    lib = library.load(library.library_path())
-    failed = lib.tk_op_code_rows(library.wanted_isa().encode(), runs, len(runs), min(usable_cores(), _MOST_THREADS))
-    assert not failed
+    library.run_op("code_rows", runs, len(runs), min(usable_cores(), _MOST_THREADS))
     fine = [run.error < MOST_ERROR for run in runs]
     return [
         (made[3 * i], made[3 * i + 1], made[3 * i + 2]) if fine[2 * i] and fine[2 * i + 1] else None

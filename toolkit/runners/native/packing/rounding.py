@@ -61,10 +61,7 @@ def row_squares(weight: Tensor, sizes: Tensor | None) -> Tensor:
     out = torch.empty(weight.shape[0])
     sizes = _floats(sizes)
     run = library.SquaresRun(weight.data_ptr(), *weight.shape, _place(sizes), out.data_ptr(), _DTYPES[weight.dtype])
-    failed = library.load(library.library_path()).tk_op_squares(
-        library.wanted_isa().encode(), byref(run), _threads(weight)
-    )
-    assert not failed
+    library.run_op("squares", byref(run), _threads(weight))
     return out
 
 
@@ -87,10 +84,7 @@ def _round(
     *places, of_sizes, of_errors = map(_place, held)
     kind = _DTYPES[weight.dtype], bits, group, turned
     run = library.RoundRun(weight.data_ptr(), rows, cols, *places, *kind, of_sizes, of_errors)
-    failed = library.load(library.library_path()).tk_op_round(
-        library.wanted_isa().encode(), byref(run), _threads(weight)
-    )
-    assert not failed
+    library.run_op("round", byref(run), _threads(weight))
     return GroupInt(codes, steps, zeros, bits, group), errors
 
 
