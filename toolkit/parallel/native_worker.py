@@ -20,10 +20,11 @@ from toolkit.errors import ToolkitError
 from toolkit.parallel import wire
 from toolkit.parallel.bridge import SHARED, Bridge
 from toolkit.parallel.model import Model
-from toolkit.parallel.native_model import NativeRank, instructions, open_native, signature
+from toolkit.parallel.native_model import NativeRank, open_native, signature
 from toolkit.parallel.places import cores_of
 from toolkit.parallel.worker import address, digest, end_behind, until_it_is_gone
 from toolkit.runners.base import RunnerError, StepHandle
+from toolkit.runners.native.library import instructions
 from toolkit.runners.native.share import Share
 
 log = logging.getLogger(__name__)

@@ -255,6 +255,11 @@ def isa_unsupported(isa: str) -> str | None:
     return error(lib) if lib.tk_isa(isa.encode()) is None else None
 
 
+def instructions() -> str:
+    """Those that are taken here, "" where none can be; with others it may round otherwise."""
+    return str((load(library_path()).tk_isa(wanted_isa().encode()) or b"").decode())
+
+
 def isas() -> list[str]:
     """Instruction sets that this build and this processor both have, best first."""
     lib = load(library_path())

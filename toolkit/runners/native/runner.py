@@ -382,8 +382,7 @@ class NativeRunner:
     @property
     def layout(self) -> str:
         """The library's own bytes: another build may round otherwise; and the instructions that it takes here."""
-        isa = self._library.tk_isa(library.wanted_isa().encode()) or b""
-        return f"{file_digest(library.library_path())} {isa.decode()}"
+        return f"{file_digest(library.library_path())} {library.instructions()}"
 
     def export_block(self, group: int, block: int, into: memoryview | None = None) -> memoryview:
         """The block's bytes in stored form: layer after layer, head after head."""
