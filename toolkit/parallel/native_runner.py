@@ -31,7 +31,7 @@ from toolkit.parallel.nodes import Nodes, about
 from toolkit.parallel.places import cores_of, on_cores
 from toolkit.parallel.ranks import RankLost, Ranks, crowded
 from toolkit.parallel.runner import RankedRunner
-from toolkit.parallel.worker import digest
+from toolkit.parallel.wire import digest
 from toolkit.runners.base import Backend, MemoryNeed, RunnerError, RunnerLost, StepHandle
 from toolkit.runners.choose import Opened
 from toolkit.runners.native.library import ISA_VARIABLE, instructions
