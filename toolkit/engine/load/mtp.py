@@ -78,25 +78,15 @@ def open_mtp_layer(
         return None
     if not (asked or target.batch_invariant):  # unasked, a guess shall change no bit
         return None
-    if why := _unfit(config, target):
-        if asked:
-            raise UsageError(f"{FLAG}: mtp: {why}")
-        return None
     try:
-        found = _find(path, config, families, target.device)
+        if why := _unfit(config, target):
+            raise UsageError(why)
+        if (found := _find(path, config, families, target.device)) is None:
+            raise UsageError(f"{named or path} has no layer for multi-token prediction; leave it out")
+        head = _head(*found, target, "mtp")
     except ToolkitError as e:
         if asked:
             raise type(e)(f"{FLAG}: mtp: {e}") from e
-        return None
-    if found is None:
-        if asked:
-            raise UsageError(f"{FLAG}: mtp: {named or path} has no layer for multi-token prediction; leave it out")
-        return None
-    try:
-        head = _head(*found, target, "mtp")
-    except UsageError as e:
-        if asked:
-            raise UsageError(f"{FLAG}: mtp: {e}") from e
         return None
     return OpenMtp(named or path, head, len(target.spec.layers), asked)
 
