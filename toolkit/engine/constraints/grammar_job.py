@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.engine.constraints.grammar_cost import COUNTED, LENGTHS, given_seconds, long_texts
+from toolkit.engine.constraints.grammar_cost import COUNTED, LENGTHS, given_seconds, long_texts, schema_of
 from toolkit.engine.constraints.grammar_pace import Pace
 from toolkit.engine.constraints.grammar_place import told, words
 from toolkit.engine.constraints.xgrammar_core import CORE, vocabulary
@@ -93,7 +93,7 @@ class Compiling:
             if "bad_alloc" in str(e):
                 raise MemoryError from None
             if response_format["type"] == "json_schema":
-                raise ValueError(told(_schema_of(response_format), e)) from e
+                raise ValueError(told(schema_of(response_format), e)) from e
             raise ValueError(f"is not valid: {words(e):.300}") from e
 
 
@@ -123,7 +123,7 @@ def compile_format(compiler: Any, response_format: dict[str, Any]) -> Any:
     if kind == "json_object":
         return _compile_schema(compiler, {"type": "object"})
     if kind == "json_schema":
-        return _compile_schema(compiler, _schema_of(response_format))
+        return _compile_schema(compiler, schema_of(response_format))
     if kind == "structural_tag":
         return compiler.compile_structural_tag(json.dumps(value))
     if kind == "regex_schema":
@@ -131,11 +131,6 @@ def compile_format(compiler: Any, response_format: dict[str, Any]) -> Any:
     if kind == "choice":
         value = "root ::= " + " | ".join(json.dumps(c, ensure_ascii=False) for c in value)
     return compiler.compile_grammar_from_strings(value, "root")
-
-
-def _schema_of(response_format: dict[str, Any]) -> Any:
-    named = response_format["json_schema"]
-    return named.get("schema", named)
 
 
 def _compile_schema(compiler: Any, schema: Any) -> Any:
