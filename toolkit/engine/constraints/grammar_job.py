@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from toolkit.engine.constraints.grammar_cost import COUNTED, LENGTHS, given_seconds, long_texts, schema_of
 from toolkit.engine.constraints.grammar_pace import Pace
 from toolkit.engine.constraints.grammar_place import told, words
-from toolkit.engine.constraints.xgrammar_core import CORE, vocabulary
+from toolkit.engine.constraints.xgrammar_core import ANY_ORDER, CORE, STYLE, vocabulary
 
 _WALKS, _TOKENS = 2, 48  # texts that are tried, tokens of each
 _CACHE = 64 << 20  # bytes of parts that schemas have in common
@@ -134,11 +134,7 @@ def compile_format(compiler: Any, response_format: dict[str, Any]) -> Any:
 
 
 def _compile_schema(compiler: Any, schema: Any) -> Any:
-    # One blank after each comma and colon, as models were trained on: where any number may stand, they write blanks on
-    # and on, and the answer is cut.
-    any_whitespace, indent, separators, strict, most_blanks, any_order = False, None, (", ", ": "), True, None, False
-    text = json.dumps(schema)
-    return compiler.compile_json_schema(text, any_whitespace, indent, separators, strict, most_blanks, any_order)
+    return compiler.compile_json_schema(json.dumps(schema), *STYLE, ANY_ORDER)
 
 
 def _try_out(compiled: Any, setup: dict[str, Any], tokens: list[bytes], choose: random.Random) -> None:
