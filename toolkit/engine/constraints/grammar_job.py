@@ -53,9 +53,9 @@ class Compilers:
                 compile_format(self._made[True], {"type": "json_schema", "json_schema": {"schema": counted}})
 
     def compile(self, response_format: dict[str, Any]) -> Any:
-        """``compile_format``, with the cache where there may be one. xgrammar cannot keep patterns that count beyond
-        128, and fails: these compile without."""
-        if may_cache(response_format):
+        """``compile_format``, with the cache but for structural tags, whose rules that ask for tokens by id would be
+        taken for one another. xgrammar cannot keep patterns that count beyond 128, and fails: these compile without."""
+        if response_format["type"] != "structural_tag":
             try:
                 return compile_format(self._made[True], response_format)
             except RuntimeError as e:
@@ -95,11 +95,6 @@ class Compiling:
             if response_format["type"] == "json_schema":
                 raise ValueError(told(schema_of(response_format), e)) from e
             raise ValueError(f"is not valid: {words(e):.300}") from e
-
-
-def may_cache(response_format: dict[str, Any]) -> bool:
-    """Rules that ask for tokens by id would be taken for one another."""
-    return bool(response_format["type"] != "structural_tag")
 
 
 def _with_small_stack(function: Callable[[], T]) -> T:
