@@ -28,15 +28,12 @@ class Loop(Protocol):
     """An engine loop seen from the front end. Methods may be called from any thread.
 
     Outputs arrive through a callback in a thread of the loop's own. When the loop is lost, a second callback says so:
-    every request in flight has failed. ``facts``: of the engine's present start.
+    every request in flight has failed. ``facts``: of the engine's present start; ``outage``: None while it can take
+    requests.
     """
 
     facts: Facts
-
-    @property
-    def outage(self) -> Outage | None:
-        """None while it can take requests."""
-        ...
+    outage: Outage | None
 
     def add(self, request: EngineRequest, processors: Sequence[LogitsProcessor]) -> None:
         """Have a request run. Raises ToolkitError where the loop is down or full, UsageError for one it refuses."""
