@@ -137,8 +137,7 @@ class RankRunner(TensorRunner):
     def copy_blocks(self, group: int, pairs: NDArray[np.int32]) -> None:
         """Blocks ``pairs`` [C, 2], from the first to the second."""
         with torch.inference_mode(), self._on.working():
-            ends = self._on.put({"source": pairs[:, 0].astype(np.int64), "target": pairs[:, 1].astype(np.int64)})
-            self._ready().cache.copy(group, ends["source"], ends["target"])
+            self._ready().copy_blocks(group, pairs)
 
     def run(self, batch: StepBatch | None, parts: int) -> StepOutput | None:
         """A step, in as many parts as there are stages: while one is at work on a part, those before it are on the
