@@ -11,7 +11,7 @@ from toolkit.artifacts.manifest import read_manifest
 from toolkit.configs.speculative import ALGORITHMS
 from toolkit.engine.drafts.head import ROOM, DraftHead
 from toolkit.engine.load.draft import FLAG as MODEL_FLAG
-from toolkit.engine.load.draft import ShareOut, plan_beside
+from toolkit.engine.load.draft import ShareOut, named, plan_beside
 from toolkit.engine.load.memory_plan import MemoryPlan
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import apply_overrides, load_spec
@@ -99,10 +99,8 @@ def open_eagle_layer(path: Path, target: Runner) -> OpenMtp:
 
     if (norm := target.spec.final_norm).kind != "rms":
         raise UsageError(f"{MODEL_FLAG}: {path}: reads a model with an RMS norm at its end, this one has {norm.kind}")
-    try:
+    with named():
         checkpoint, found = open_eagle(path, target.spec)
-    except ToolkitError as e:
-        raise type(e)(f"{MODEL_FLAG}: {e}") from e
     try:
         head = _head(found.spec, CheckpointWeights(checkpoint, found.stored), target, "eagle")
     except UsageError as e:
