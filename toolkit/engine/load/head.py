@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from toolkit.artifacts.drafts.draft_head import HeadSpec, read_head, widened
 from toolkit.base.threads import usable_cores
 from toolkit.engine.drafts.head import ROOM, DraftHead
-from toolkit.engine.load.draft import FLAG, ShareOut, named, plan_beside
+from toolkit.engine.load.draft import FLAG, ShareOut, flagged, plan_beside
 from toolkit.engine.load.memory_plan import MemoryPlan
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import CacheGroup
@@ -79,7 +79,7 @@ def open_head(path: Path, target: Runner) -> OpenHead:
     it."""
     spec = target.spec
     layers = len(spec.layers)
-    with named():
+    with flagged():
         head, tensors = read_head(path, layers)
     if head.hidden_size != spec.hidden_size:
         raise UsageError(

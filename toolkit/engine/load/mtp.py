@@ -11,7 +11,7 @@ from toolkit.artifacts.manifest import read_manifest
 from toolkit.configs.speculative import ALGORITHMS
 from toolkit.engine.drafts.head import ROOM, DraftHead
 from toolkit.engine.load.draft import FLAG as MODEL_FLAG
-from toolkit.engine.load.draft import ShareOut, named, plan_beside
+from toolkit.engine.load.draft import ShareOut, flagged, plan_beside
 from toolkit.engine.load.memory_plan import MemoryPlan
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import apply_overrides, load_spec
@@ -83,10 +83,15 @@ def open_mtp_layer(
             raise UsageError(why)
         if (found := _find(path, config, families, target.device)) is None:
             raise UsageError(f"{named or path} has no layer for multi-token prediction; leave it out")
-        head = _head(*found, target, "mtp")
     except ToolkitError as e:
         if asked:
             raise type(e)(f"{FLAG}: mtp: {e}") from e
+        return None
+    try:
+        head = _head(*found, target, "mtp")
+    except UsageError as e:
+        if asked:
+            raise UsageError(f"{FLAG}: mtp: {e}") from e
         return None
     return OpenMtp(named or path, head, len(target.spec.layers), asked)
 
@@ -99,7 +104,7 @@ def open_eagle_layer(path: Path, target: Runner) -> OpenMtp:
 
     if (norm := target.spec.final_norm).kind != "rms":
         raise UsageError(f"{MODEL_FLAG}: {path}: reads a model with an RMS norm at its end, this one has {norm.kind}")
-    with named():
+    with flagged():
         checkpoint, found = open_eagle(path, target.spec)
     try:
         head = _head(found.spec, CheckpointWeights(checkpoint, found.stored), target, "eagle")
