@@ -31,14 +31,13 @@ from toolkit.commands.output import stdout, table, write_json
 from toolkit.runners.base import Runner, RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
 from toolkit.runners.head import Head, Rows
-from toolkit.runners.step import SamplingBatch, StepBatch, StepOutput
+from toolkit.runners.step import NONE, SamplingBatch, StepBatch, StepOutput
 
 LEAST = 2  # tokens that an occurrence shares with the text's end, as the engine's lookup wants
 LONGEST = 16
 CHOICES = 3
 DEEPEST = 16  # tokens of a chain
 TIMED = (1, 2, 4, 6, 8, 12, 16)  # rows
-NONE = np.zeros(0, np.int32)
 
 
 class Model:
@@ -69,10 +68,6 @@ class Model:
                 adapter=np.full(1, -1, np.int32),
                 sample_index=every,
                 sampling=SamplingBatch.greedy(count),
-                logits_index=NONE,
-                hidden_index=NONE,
-                target_index=NONE,
-                target_ids=NONE,
                 aux_layers=self.layers,
                 aux_index=every if self.layers else NONE,
             )

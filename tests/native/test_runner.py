@@ -469,9 +469,6 @@ def test_profile_is_printed_on_request(drive, monkeypatch, capfd) -> None:
     monkeypatch.setenv("TOOLKIT_NATIVE_PROFILE", "1")
     driver = drive("llama")
     driver.step({driver.add(): prompt(20)})
-    driver.runner.print_profile()
-    assert "attention" in capfd.readouterr().err
-    driver.step({driver.add(): prompt(20)})
     driver.runner.close()
     assert "attention" in capfd.readouterr().err
     driver.runner.close()

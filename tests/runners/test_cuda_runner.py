@@ -280,7 +280,7 @@ def test_memory_that_runs_out_fails_the_step_with_the_numbers(pair):
         RunnerError, match=r"ran out of memory in a step of 1 sequences and 3 tokens: 8\.00 of 16\.00 GiB"
     ):
         ours.step({number: [5, 6, 7]})
-    assert ours.step({ours.add(): [3]}).counts.tolist() == [1]
+    assert ours.step({ours.add(): [3]}).tokens.shape == (1, 1)
 
 
 def test_without_memory_for_graphs_decode_steps_run_kernel_by_kernel(pair, caplog):
@@ -353,7 +353,7 @@ def test_wrong_batches_are_refused_and_the_next_step_runs(pair):
     ours, _, _ = pair("llama")
     with pytest.raises(RunnerError, match="token_ids"):
         ours.step({ours.add(): [3, 400]})
-    assert ours.step({ours.add(): [3]}).counts.tolist() == [1]
+    assert ours.step({ours.add(): [3]}).tokens.shape == (1, 1)
 
 
 def test_options_that_cannot_be(tiny_models, graphs):

@@ -403,7 +403,6 @@ def output(tokens: NDArray[np.int32]) -> StepOutput:
     empty = np.zeros((0, 1), np.float32)
     return StepOutput(
         tokens=tokens.reshape(n, 1),
-        counts=np.ones(n, np.int32),
         logprob=np.zeros((n, 1), np.float32),
         top_ids=np.zeros((n, 0), np.int32),
         top_logprobs=np.zeros((n, 0), np.float32),

@@ -44,9 +44,6 @@ class Seer(Draft):
             tokens = np.where(lies, self.rng.integers(0, self.vocab_size, len(tokens)), tokens)
         return Guess(tokens.tolist(), [np.nan if self.wrong == 7 else 0.9] * len(tokens))
 
-    def learn(self, seq: Sequence, guessed: int, right: int) -> None:
-        assert 0 <= right <= guessed
-
 
 def told(outputs: list[EngineOutput]) -> tuple[Any, ...]:
     """All that a client gets of a request, whatever steps it came in: tokens, log-probabilities, how it ended."""

@@ -10,7 +10,7 @@ from typing import Any
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.micro import layers_of_all
 from toolkit.parallel.model import Model, RankRunner, open_whole
-from toolkit.parallel.worker import digest
+from toolkit.parallel.wire import digest
 from toolkit.runners.base import RunnerOptions
 
 

@@ -112,13 +112,9 @@ class EngineCore:
 
     def add(self, request: EngineRequest, processors: Seq[LogitsProcessor] = ()) -> None:
         """Queue a request. One that cannot run ends in an error output of the next step; nothing is raised."""
-        if self._nap.gone:
-            asleep = EngineOutput(request.id, finish_reason="error", error=self._nap.why, error_code=UNAVAILABLE)
-            self._outputs.append(asleep)
-            return
-        if self._damage:
-            failed = EngineOutput(request.id, finish_reason="error", error=self._damage, error_code=INTERNAL_ERROR)
-            self._outputs.append(failed)
+        if self._nap.gone or self._damage:
+            why, code = (self._nap.why, UNAVAILABLE) if self._nap.gone else (self._damage, INTERNAL_ERROR)
+            self._outputs.append(EngineOutput(request.id, finish_reason="error", error=why, error_code=code))
             return
         try:
             if request.id in self.sequences or request.id in self.intake.held:

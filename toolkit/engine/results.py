@@ -58,11 +58,7 @@ class StepResults:
             if i in bad:
                 yield seq, _error(seq, NAN_LOGITS)
                 continue
-            try:
-                output = self._sampled(seq, token, out, i, rows, now)
-            except Exception as e:
-                output = _failed(seq, e)
-            yield seq, output
+            yield seq, _or_error(seq, lambda: self._sampled(seq, token, out, i, rows, now))  # noqa: B023
         yield from self._guessed(step, out, bad)
         yield from self._verified(step, out, bad)
         for seq in step.processed:
@@ -231,37 +227,26 @@ class StepResults:
     def _rows(self, step: Step, out: StepOutput) -> dict[str, Any]:
         """Logits, hidden states, experts and prompt log-probabilities by request id, as far as this step has them."""
         rows: dict[str, Any] = {}
-        at = 0
-        for seq, start, count in step.logits:
-            block = out.logits[at : at + count]
-            at += count
+        for seq, start, block in _apart(step.logits, out.logits):
             if seq.finished:
                 continue
             if seq.params.prompt_logprobs > 0:
                 self._prompt_top(seq, start, block)
             skip = 0 if seq.params.logits == "all" else max(0, seq.prompt_len - 1 - start)
-            if seq.params.logits is not None and skip < count:
+            if seq.params.logits is not None and skip < len(block):
                 rows.setdefault(seq.id, {})["logits"] = block[skip:].copy()
-        at = 0
-        for seq, _, count in step.hidden:
-            block = out.hidden[at : at + count]
-            at += count
+        for seq, _, block in _apart(step.hidden, out.hidden):
             if seq.request.only == "mean":
                 seq.hidden_sum = seq.hidden_sum + block.sum(0, np.float64)
             elif seq.request.only == "cls":
                 seq.hidden_sum = block[0].astype(np.float64)
             else:
                 rows.setdefault(seq.id, {})["hidden"] = block.copy()
-        at = 0
-        for seq, _, count in step.routes:
-            rows.setdefault(seq.id, {})["routes"] = out.routes[at : at + count].copy()
-            at += count
-        at = 0
-        for seq, start, count in step.targets:
-            values = out.target_logprobs[at : at + count].tolist()
-            ids = seq.tokens[start + 1 : start + 1 + count].tolist()
-            seq.prompt_logprobs.extend({t: v} for t, v in zip(ids, values, strict=True))
-            at += count
+        for seq, _, block in _apart(step.routes, out.routes):
+            rows.setdefault(seq.id, {})["routes"] = block.copy()
+        for seq, start, block in _apart(step.targets, out.target_logprobs):
+            ids = seq.tokens[start + 1 : start + 1 + len(block)].tolist()
+            seq.prompt_logprobs.extend({t: v} for t, v in zip(ids, block.tolist(), strict=True))
         for seq in step.plan.sequences():
             if seq.wants_all:
                 rows.setdefault(seq.id, {})
@@ -326,6 +311,13 @@ def progress_of(reached: Iterable[tuple[Sequence, int]]) -> Iterator[EngineOutpu
             yield EngineOutput(seq.id, cached_tokens=seq.cached_tokens, processed=processed, time=now)
 
 
+def _apart(asked: list[tuple[Sequence, int, int]], rows: NDArray[Any]) -> Iterator[tuple[Sequence, int, NDArray[Any]]]:
+    """(request, first position, its rows) of those that ``Step`` says were asked for."""
+    ends = np.cumsum([count for _, _, count in asked])
+    for (seq, start, count), end in zip(asked, ends, strict=True):
+        yield seq, start, rows[end - count : end]
+
+
 def _processed(seq: Sequence, logits: NDArray[np.float32]) -> NDArray[np.float32]:
     """Raw logits [V] through the request's callables, as torch tensors (token ids [n] so far, logits [V])."""
     import torch
@@ -355,12 +347,8 @@ def _or_error(seq: Sequence, make: Callable[[], EngineOutput]) -> EngineOutput:
     try:
         return make()
     except Exception as e:
-        return _failed(seq, e)
-
-
-def _failed(seq: Sequence, error: Exception) -> EngineOutput:
-    log.error("request %s: its token cannot be taken", seq.id, exc_info=error)
-    return _error(seq, f"the engine failed over this request's token ({type(error).__name__}: {error})")
+        log.error("request %s: its token cannot be taken", seq.id, exc_info=e)
+        return _error(seq, f"the engine failed over this request's token ({type(e).__name__}: {e})")
 
 
 def _count(seq: Sequence, guessed: int, right: int) -> None:

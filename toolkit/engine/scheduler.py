@@ -175,7 +175,7 @@ class Scheduler:
 
     def _add_guess(self, plan: Plan, seq: Sequence, tokens: list[int]) -> None:
         """Verify what of a guess there is room for; nobody gives up a block for it."""
-        end = self.blocks.room_for_guess(seq.row, seq.computed, seq.length + len(tokens), len(self.running))
+        end = self.blocks.room_for_guess(seq.row, seq.length + len(tokens), len(self.running))
         if end > seq.length and self.blocks.grow(seq.row, seq.computed, end):
             seq.suppose(tokens[: end - seq.length])
             plan.guesses[seq] = end - seq.length
@@ -190,15 +190,11 @@ class Scheduler:
         most = max(cost[s.user] for s in left)
         return next(s for s in reversed(left) if cost[s.user] == most)
 
-    def _chunk_len(self, seq: Sequence, budget: int) -> int:
+    def _add_chunk(self, plan: Plan, seq: Sequence, budget: int) -> None:
         count = min(seq.remaining, budget)
         if seq.params.logits == "all" or seq.params.prompt_logprobs > 0:
             count = min(count, max(1, self._rows_left))
             self._rows_left -= count
-        return count
-
-    def _add_chunk(self, plan: Plan, seq: Sequence, budget: int) -> None:
-        count = self._chunk_len(seq, budget)
         fits = self.blocks.fitting(seq.row, seq.computed, seq.computed + count)
         count = max(1, self.blocks.stop(seq.computed, fits, seq.branch) - seq.computed)
         whole = seq.uncut(seq.computed + count) - seq.computed

@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 from toolkit.engine.drafts.along import Place
 from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
-from toolkit.runners.step import StepBatch
-
-EMPTY_I32 = np.zeros(0, np.int32)
+from toolkit.runners.step import NONE, StepBatch
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Step:
 
 
 def joined(parts: list[NDArray[Any]]) -> NDArray[np.int32]:
-    return np.concatenate(parts).astype(np.int32) if parts else EMPTY_I32
+    return np.concatenate(parts).astype(np.int32) if parts else NONE
 
 
 def ask_for_rows(step: Step) -> None:

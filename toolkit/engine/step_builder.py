@@ -19,8 +19,8 @@ from toolkit.engine.canvas import PASS_BITS
 from toolkit.engine.drafts.along import Place, places
 from toolkit.engine.plan import Plan
 from toolkit.engine.sequence import Sequence
-from toolkit.engine.step import EMPTY_I32, Step, Verified, ask_for_rows, joined
-from toolkit.runners.step import COLUMNS, Draw, SamplingBatch, StepBatch
+from toolkit.engine.step import Step, Verified, ask_for_rows, joined
+from toolkit.runners.step import COLUMNS, NONE, Draw, SamplingBatch, StepBatch
 
 _EMPTY_F32 = np.zeros(0, np.float32)
 
@@ -178,10 +178,6 @@ class StepBuilder:
             adapter=self._adapter[rows],
             sample_index=mask_index if guesses else sample_index,
             sampling=self._guessing(guesses) if guesses else self._verifying(sampled, verified),
-            logits_index=EMPTY_I32,
-            hidden_index=EMPTY_I32,
-            target_index=EMPTY_I32,
-            target_ids=EMPTY_I32,
             aux_layers=self.aux_layers,
             aux_index=np.arange(cu[-1] if self.aux_layers else 0, dtype=np.int32),
             mutual=np.array(mutual, np.int32).reshape(-1, 3),
@@ -303,7 +299,7 @@ class StepBuilder:
         rows = np.fromiter((s.row for s in sampled), np.intp, len(sampled))
         n = len(rows)
         history_ptr = bias_ptr = np.zeros(n + 1, np.int32)
-        history_ids = history_count = bias_ids = EMPTY_I32
+        history_ids = history_count = bias_ids = NONE
         bias_values, grammar = _EMPTY_F32, None
         new = self._generated[rows] if new is None else new
         if self._host_fields[rows].any():

@@ -100,7 +100,7 @@ def _views(views: Views, where: I32, leads: bool) -> Views:
 
 
 _ROWS = {
-    **dict.fromkeys(("tokens", "counts", "logprob", "top_ids", "top_logprobs"), "sample_index"),
+    **dict.fromkeys(("tokens", "logprob", "top_ids", "top_logprobs"), "sample_index"),
     "logits": "logits_index",
     "hidden": "hidden_index",
     "routes": "routes_index",

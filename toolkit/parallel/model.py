@@ -21,6 +21,7 @@ from toolkit.parallel.group import Event, Group
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.micro import in_a_row, joined, select
 from toolkit.parallel.part import PartWeights, Weights, cut_adapter, part_of, units_of, unsupported
+from toolkit.parallel.wire import digest
 from toolkit.runners.base import RunnerError, RunnerOptions
 from toolkit.runners.choose import canonical, check_dtype, open_model, read_adapters
 from toolkit.runners.step import StepBatch, StepOutput
@@ -136,8 +137,7 @@ class RankRunner(TensorRunner):
     def copy_blocks(self, group: int, pairs: NDArray[np.int32]) -> None:
         """Blocks ``pairs`` [C, 2], from the first to the second."""
         with torch.inference_mode(), self._on.working():
-            ends = self._on.put({"source": pairs[:, 0].astype(np.int64), "target": pairs[:, 1].astype(np.int64)})
-            self._ready().cache.copy(group, ends["source"], ends["target"])
+            self._ready().copy_blocks(group, pairs)
 
     def run(self, batch: StepBatch | None, parts: int) -> StepOutput | None:
         """A step, in as many parts as there are stages: while one is at work on a part, those before it are on the
@@ -159,6 +159,12 @@ class RankRunner(TensorRunner):
             for _ in range(parts - len(shares)):
                 self._idle()
         return None if batch is None else joined(batch, found, shares)
+
+    def step(self, told: list[Any]) -> int | StepOutput | None:
+        """``run`` for the first rank: the digest of what was drawn, or where this is the first of the ranks that draw
+        the same, all of it."""
+        output = self.run(*told)
+        return output if output is None or self.group.part == 0 else digest(output)
 
     def trace(self, on: bool) -> list[Event]:
         """What it has done since this was last called; from now on that is kept where ``on``."""

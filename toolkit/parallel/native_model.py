@@ -17,7 +17,6 @@ from toolkit.models.registry import from_files
 from toolkit.parallel.group import Event
 from toolkit.parallel.model import Model
 from toolkit.runners.choose import Opened, changes_of, check_dtype, native_unsupported, open_model
-from toolkit.runners.native import library
 from toolkit.runners.native.arrays import Arrays
 from toolkit.runners.native.packing.artifact import of_first_alone
 from toolkit.runners.native.runner import NativeRunner
@@ -99,11 +98,6 @@ def signature(opened: Opened, path: Path, times: bool = True) -> int:
         [(file.name, file.stat().st_size, file.stat().st_mtime_ns if times else 0) for file in files_of_all(path)],
     ]
     return zlib.crc32(json.dumps(found, sort_keys=True, default=str).encode())
-
-
-def instructions() -> str:
-    """Those that the native runner takes here; with others it may round otherwise."""
-    return str(library.load(library.library_path()).tk_isa(library.wanted_isa().encode()).decode())
 
 
 def _form(value: Any) -> Any:

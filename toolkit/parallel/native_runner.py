@@ -26,15 +26,15 @@ from toolkit.parallel import ranks as timing
 from toolkit.parallel.bridge import Bridge
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
-from toolkit.parallel.native_model import NativeRank, instructions, open_native, signature
+from toolkit.parallel.native_model import NativeRank, open_native, signature
 from toolkit.parallel.nodes import Nodes, about
 from toolkit.parallel.places import cores_of, on_cores
 from toolkit.parallel.ranks import RankLost, Ranks, crowded
 from toolkit.parallel.runner import RankedRunner
-from toolkit.parallel.worker import digest
+from toolkit.parallel.wire import digest
 from toolkit.runners.base import Backend, MemoryNeed, RunnerError, RunnerLost, StepHandle
 from toolkit.runners.choose import Opened
-from toolkit.runners.native.library import ISA_VARIABLE
+from toolkit.runners.native.library import ISA_VARIABLE, instructions
 from toolkit.runners.native.need import block_bytes
 from toolkit.runners.native.share import Share
 from toolkit.runners.native.stepper import Running

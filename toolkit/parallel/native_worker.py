@@ -5,7 +5,6 @@ Messages are answered in their order. A step runs while the next one is read, so
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import signal
@@ -20,13 +19,13 @@ from toolkit.errors import ToolkitError
 from toolkit.parallel import wire
 from toolkit.parallel.bridge import SHARED, Bridge
 from toolkit.parallel.model import Model
-from toolkit.parallel.native_model import NativeRank, instructions, open_native, signature
+from toolkit.parallel.native_model import NativeRank, open_native, signature
 from toolkit.parallel.places import cores_of
-from toolkit.parallel.worker import address, digest, end_behind, until_it_is_gone
+from toolkit.parallel.worker import address, called, first_message, until_it_is_gone
 from toolkit.runners.base import RunnerError, StepHandle
+from toolkit.runners.native.library import instructions
 from toolkit.runners.native.share import Share
 
-log = logging.getLogger(__name__)
 Answers = queue.SimpleQueue[StepHandle | dict[str, Any]]
 
 
@@ -37,10 +36,7 @@ def main(fd: int) -> None:
     if own:
         child_process.end_with_parent()  # the first rank, far away, would not notice
     with Connection(fd) as pipe, until_it_is_gone():
-        told = wire.unpack(pipe.recv_bytes())
-        end_behind(fd)
-        line = f"%(asctime)s %(levelname)s rank {told['rank']}: %(message)s"
-        logging.basicConfig(level=told["log_level"], format=line)
+        told = first_message(pipe)
         try:
             rank, world, here, store = (told[name] for name in ("rank", "world", "here", "store"))
             if cores := cores_of(here):
@@ -73,19 +69,7 @@ def _serve(pipe: Connection, runner: NativeRank) -> bool:
         name, arguments = wire.unpack(pipe.recv_bytes())
         if name == "close":
             return True
-        answers.put(runner.submit(*arguments) if name == "submit" else _called(runner, name, arguments))
-
-
-def _called(runner: NativeRank, name: str, arguments: list[Any]) -> dict[str, Any]:
-    try:
-        found = getattr(runner, name)(*arguments)
-    except (RunnerError, ToolkitError, MemoryError) as e:
-        return {"error": str(e) or type(e).__name__, "value": None}
-    except Exception as e:
-        log.exception("%s failed", name)
-        return {"error": f"{type(e).__name__}: {e}", "value": None}
-    found = bytes(found) if isinstance(found, memoryview) else found
-    return {"error": None, "value": found if isinstance(found, (int, bytes, list)) else None}
+        answers.put(runner.submit(*arguments) if name == "submit" else called(runner, name, arguments))
 
 
 def _answer(pipe: Connection, runner: NativeRank, answers: Answers) -> None:
@@ -98,6 +82,6 @@ def _answer(pipe: Connection, runner: NativeRank, answers: Answers) -> None:
 
 def _ended(step: StepHandle) -> dict[str, Any]:
     try:
-        return {"error": None, "value": digest(step.result())}
+        return {"error": None, "value": wire.digest(step.result())}
     except RunnerError as e:
         return {"error": str(e), "value": None}

@@ -7,7 +7,6 @@ import os
 import select
 import shutil
 import socket
-import struct
 import subprocess
 import tempfile
 import time
@@ -64,8 +63,7 @@ class Ranks:
         try:
             for _ in range(1, world) if nodes is None else nodes.ranks(world)[1:]:
                 mine, theirs = socket.socketpair()
-                for way in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # one that stands still is no reason to wait
-                    mine.setsockopt(socket.SOL_SOCKET, way, struct.pack("ll", int(STEP_SECONDS), 0))
+                limit(mine, STEP_SECONDS)  # one that stands still is no reason to wait
                 with mine, theirs:
                     started = child_process.start(worker, theirs, stdout=2, env=env)
                     self._processes.append(started)

@@ -30,7 +30,7 @@ from toolkit.parallel.nodes import Nodes, about
 from toolkit.parallel.part import part_of
 from toolkit.parallel.ranks import RankLost, Ranks, crowded
 from toolkit.parallel.watch import Watch
-from toolkit.parallel.worker import digest
+from toolkit.parallel.wire import digest
 from toolkit.runners.base import Backend, MemoryNeed, RunnerError, RunnerLost, StepHandle
 from toolkit.runners.step import StepBatch, StepOutput
 from toolkit.runners.tensor.cache import block_bytes
@@ -271,7 +271,7 @@ class RankedRunner:
             parts = max(len(in_a_row(one, self._group.layout.pp)) for one in batches if one is not None)
             before = self._group.messages
             try:
-                self._ranks.tell("submit", own=[[one, parts] for one in whose[1:]])
+                self._ranks.tell("step", own=[[one, parts] for one in whose[1:]])
             except RankLost as e:
                 raise self._lose(str(e)) from None
             outputs = self._outcome(batches[0], parts, before)

@@ -14,7 +14,6 @@ import signal
 import socket
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,10 +43,7 @@ def main(fd: int) -> None:
     if address(fd):
         child_process.end_with_parent()  # the first rank, far away, would not notice
     with Connection(fd) as pipe, until_it_is_gone():
-        told = wire.unpack(pipe.recv_bytes())
-        end_behind(fd, told["folder"])
-        line = f"%(asctime)s %(levelname)s rank {told['rank']}: %(message)s"
-        logging.basicConfig(level=told["log_level"], format=line)
+        told = first_message(pipe)
         try:
             model = Model.from_json(told["model"])
             layout = read(Layout, told["layout"])
@@ -85,7 +81,16 @@ def until_it_is_gone() -> Iterator[None]:
         log.warning("the first rank is lost: %s", e)
 
 
-def end_behind(fd: int, folder: str | None = None) -> None:
+def first_message(pipe: Connection) -> dict[str, Any]:
+    """What the first rank says; then the log has this one's number, and it ends soon after the first."""
+    told: dict[str, Any] = wire.unpack(pipe.recv_bytes())
+    _end_behind(pipe.fileno(), told.get("folder"))
+    line = f"%(asctime)s %(levelname)s rank {told['rank']}: %(message)s"
+    logging.basicConfig(level=told["log_level"], format=line)
+    return told
+
+
+def _end_behind(fd: int, folder: str | None) -> None:
     """Have this process end soon after the first rank has hung up at ``fd``, whatever it waits for or computes;
     ``folder``, where ranks were to meet, goes at once."""
 
@@ -115,27 +120,21 @@ def _serve(pipe: Connection, runner: RankRunner) -> bool:
         if name == "close":
             return True
         before = group.messages
-        answer: dict[str, Any] = {"error": None, "value": None}
-        try:
-            found = step(runner, *arguments) if name == "submit" else getattr(runner, name)(*arguments)
-            answer["value"] = found if isinstance(found, (int, bytes, list, StepOutput)) else None
-        except (RunnerError, ToolkitError) as e:
-            answer["error"] = str(e)
-        except Exception as e:
-            log.exception("%s failed", name)
-            answer["error"] = f"{type(e).__name__}: {e}"
+        answer = called(runner, name, arguments)
         answer["echo"] = bool(group.broken)  # it has failed because another one has
         pipe.send_bytes(wire.pack(answer))
-        if name == "submit" and answer["error"] is not None and group.messages > before:
+        if name == "step" and answer["error"] is not None and group.messages > before:
             return False  # in the midst of a step that others go on with: they shall not wait
 
 
-def step(runner: RankRunner, told: list[Any]) -> int | StepOutput | None:
-    """Run it: the digest of what was drawn, or where this is the first of the ranks that draw the same, all of it."""
-    output = runner.run(*told)
-    return output if output is None or runner.group.part == 0 else digest(output)
-
-
-def digest(output: StepOutput) -> int:
-    """Of the tokens drawn, which all ranks must agree on."""
-    return zlib.crc32(output.tokens.tobytes())
+def called(runner: Any, name: str, arguments: list[Any]) -> dict[str, Any]:
+    """What the first rank is answered that has called a method."""
+    try:
+        found = getattr(runner, name)(*arguments)
+    except (RunnerError, ToolkitError, MemoryError) as e:
+        return {"error": str(e) or type(e).__name__, "value": None}
+    except Exception as e:
+        log.exception("%s failed", name)
+        return {"error": f"{type(e).__name__}: {e}", "value": None}
+    found = bytes(found) if isinstance(found, memoryview) else found
+    return {"error": None, "value": found if isinstance(found, (int, bytes, list, StepOutput)) else None}

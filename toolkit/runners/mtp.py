@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 from toolkit.models.spec import MtpSpec, NormSpec
 from toolkit.runners.base import MemoryNeed, RunnerError, RunnerOptions
 from toolkit.runners.head import F32, Drawn, Rows
-from toolkit.runners.step import SamplingBatch, StepBatch, StepOutput
-
-_NONE = np.zeros(0, np.int32)
+from toolkit.runners.step import NONE, SamplingBatch, StepBatch, StepOutput
 
 
 @dataclass
@@ -133,12 +131,10 @@ class MtpHead:
                 adapter=np.full(len(rows), -1, np.int32),
                 sample_index=last,
                 sampling=sampling,
-                logits_index=last if spec.bare else _NONE,
-                hidden_index=last if spec.normed else _NONE,
-                target_index=_NONE,
-                target_ids=_NONE,
+                logits_index=last if spec.bare else NONE,
+                hidden_index=last if spec.normed else NONE,
                 aux_layers=() if spec.normed else (1,),
-                aux_index=_NONE if spec.normed else last,
+                aux_index=NONE if spec.normed else last,
                 embeds=self.joined(np.concatenate([states, words] if spec.state_first else [words, states], 1)),
                 embed_index=np.arange(len(ids), dtype=np.int32),
             )

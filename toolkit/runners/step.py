@@ -18,6 +18,12 @@ I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
 U16 = NDArray[np.uint16]
 NO_EXPERT = 0xFFFF
+NONE: I32 = np.zeros(0, np.int32)
+"""Indexes of nothing. It is one array everywhere: what comes again in its place is not looked at again."""
+
+
+def _none() -> I32:
+    return NONE
 
 
 @dataclass(kw_only=True)
@@ -79,15 +85,14 @@ class SamplingBatch:
     @classmethod
     def greedy(cls, rows: int) -> SamplingBatch:
         """``rows`` rows that take their likeliest token, and nothing else."""
-        none = np.zeros(0, np.int32)
         return cls(
             **{name: np.full(rows, getattr(Draw, name), dtype) for name, dtype in COLUMNS.items()},
             position=np.zeros(rows, np.int64),
             history_ptr=np.zeros(rows + 1, np.int32),
-            history_ids=none,
-            history_count=none,
+            history_ids=NONE,
+            history_count=NONE,
             bias_ptr=np.zeros(rows + 1, np.int32),
-            bias_ids=none,
+            bias_ids=NONE,
             bias_values=np.zeros(0, np.float32),
             logprobs=np.full(rows, -1, np.int32),
         )
@@ -138,18 +143,16 @@ class StepBatch:
     adapter: I32  # [S] LoRA adapter, -1 = none
     sample_index: I32  # [N] flat token whose logits row is sampled
     sampling: SamplingBatch  # rows as in sample_index
-    logits_index: I32  # flat tokens whose raw float32 logits come back (before any penalty)
-    hidden_index: I32  # flat tokens whose last hidden state (after the final norm) comes back
-    target_index: I32  # flat tokens t for which log p(target) comes back …
-    target_ids: I32  # … of this token
-    routes_index: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # those whose chosen experts come back
-    aux_layers: tuple[
-        int, ...
-    ] = ()  # what goes into these layers (at most 8; their number: out of the last) comes back …
-    aux_index: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # … of these flat tokens
+    logits_index: I32 = field(default_factory=_none)  # flat tokens whose raw float32 logits come back: no penalty yet
+    hidden_index: I32 = field(default_factory=_none)  # flat tokens whose hidden state comes back, after the final norm
+    target_index: I32 = field(default_factory=_none)  # flat tokens t for which log p(target) comes back …
+    target_ids: I32 = field(default_factory=_none)  # … of this token
+    routes_index: I32 = field(default_factory=_none)  # those whose chosen experts come back
+    aux_layers: tuple[int, ...] = ()  # what goes into these layers (at most 8; their number: out of the last) …
+    aux_index: I32 = field(default_factory=_none)  # … comes back of these flat tokens
     embeds: F32 | None = None  # [E, hidden, and more for deep branches] rows that replace the embedding of …
-    embed_index: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # … these flat tokens
-    routed: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # flat tokens with linears of their own
+    embed_index: I32 = field(default_factory=_none)  # … these flat tokens
+    routed: I32 = field(default_factory=_none)  # flat tokens with linears of their own
     # (first, stop, sequence) of flat tokens that see each other both ways; the last is the last of its run
     mutual: I32 = field(default_factory=lambda: np.zeros((0, 3), np.int32))  # [M, 3]
     views: Views | None = None
@@ -160,16 +163,15 @@ class StepBatch:
 
 @dataclass
 class StepOutput:
-    """What a step produced. ``tokens[i, :counts[i]]`` are the new tokens of sampled row i (one, unless speculating).
+    """What a step produced. ``tokens[i, 0]`` is the new token of sampled row i.
 
     ``bad_rows``: sampled rows whose logits hold NaN or have no finite maximum, or that are ``SamplingBatch.senseless``;
     every other row's token is one that its grammar and biases allow. ``routes``: of each layer the experts that it
     chose, those of the largest weights first; ``NO_EXPERT`` fills, also the layers that are no mixture.
     """
 
-    tokens: I32  # [N, K]
-    counts: I32  # [N]
-    logprob: F32  # [N, K] log-probability of each chosen token (nan where not asked for)
+    tokens: I32  # [N, 1]
+    logprob: F32  # [N, 1] log-probability of each chosen token (nan where not asked for)
     top_ids: I32  # [N, P] P = max of sampling.logprobs, -1 fills
     top_logprobs: F32  # [N, P]
     logits: F32  # [len(logits_index), V]
@@ -177,7 +179,7 @@ class StepOutput:
     target_logprobs: F32  # [len(target_index)]
     routes: U16 = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint16))  # [len(routes_index), layers, chosen]
     aux: F32 = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))  # [len(aux_index), aux_layers, hidden]
-    bad_rows: I32 = field(default_factory=lambda: np.zeros(0, np.int32))  # sampled rows with no number to draw by
+    bad_rows: I32 = field(default_factory=_none)  # sampled rows with no number to draw by
 
 
 _MASK = (1 << 64) - 1

@@ -241,9 +241,9 @@ class BlockManager:
         self._count[row] = need
         return True
 
-    def room_for_guess(self, row: int, start: int, end: int, spared: int) -> int:
-        """Up to where a guess may go that is to go up to ``end``, in the step from ``start`` on: so far as blocks are
-        there, ``spared`` of them left to others. Where states are kept it gets slots to leave them in."""
+    def room_for_guess(self, row: int, end: int, spared: int) -> int:
+        """Up to where a guess may go that is to go up to ``end``: so far as blocks are there, ``spared`` of them left
+        to others. Where states are kept it gets slots to leave them in."""
         new = blocks_for(end, self.block_size) - self._count[row]
         if new > 0 and not all(pool.available >= new + spared for pool in self.pools):
             end = self._count[row] * self.block_size

@@ -113,11 +113,12 @@ def least_seconds(response_format: dict[str, Any]) -> float:
     if kind == "grammar":
         return _of_patterns([_ebnf(value)])
     if kind == "json_schema":
-        return _of_schema(_schema(response_format), len(long_texts(response_format)))
+        return _of_schema(schema_of(response_format), len(long_texts(response_format)))
     return 0.0
 
 
-def _schema(response_format: dict[str, Any]) -> Any:
+def schema_of(response_format: dict[str, Any]) -> Any:
+    """That of a json_schema, which may be named."""
     value = response_format["json_schema"]
     return value.get("schema", value)
 
@@ -135,7 +136,7 @@ def _objects(schema: Any) -> Iterator[dict[str, Any]]:
 
 def long_texts(response_format: dict[str, Any]) -> set[tuple[int, ...]]:
     """Least and most letters (0: not said) of a schema's texts that may have, or have to have, more than COUNTED."""
-    found = ([o.get(name) for name in LENGTH_NAMES] for o in _objects(_schema(response_format)))
+    found = ([o.get(name) for name in LENGTH_NAMES] for o in _objects(schema_of(response_format)))
     pairs = (tuple(n if type(n) is int else 0 for n in pair) for pair in found)
     return {pair for pair in pairs if max(pair) > COUNTED}
 

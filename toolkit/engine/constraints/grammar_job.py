@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.engine.constraints.grammar_cost import COUNTED, LENGTHS, given_seconds, long_texts
+from toolkit.engine.constraints.grammar_cost import COUNTED, LENGTHS, given_seconds, long_texts, schema_of
 from toolkit.engine.constraints.grammar_pace import Pace
 from toolkit.engine.constraints.grammar_place import told, words
-from toolkit.engine.constraints.xgrammar_core import CORE, vocabulary
+from toolkit.engine.constraints.xgrammar_core import ANY_ORDER, CORE, STYLE, vocabulary
 
 _WALKS, _TOKENS = 2, 48  # texts that are tried, tokens of each
 _CACHE = 64 << 20  # bytes of parts that schemas have in common
@@ -53,9 +53,9 @@ class Compilers:
                 compile_format(self._made[True], {"type": "json_schema", "json_schema": {"schema": counted}})
 
     def compile(self, response_format: dict[str, Any]) -> Any:
-        """``compile_format``, with the cache where there may be one. xgrammar cannot keep patterns that count beyond
-        128, and fails: these compile without."""
-        if may_cache(response_format):
+        """``compile_format``, with the cache but for structural tags, whose rules that ask for tokens by id would be
+        taken for one another. xgrammar cannot keep patterns that count beyond 128, and fails: these compile without."""
+        if response_format["type"] != "structural_tag":
             try:
                 return compile_format(self._made[True], response_format)
             except RuntimeError as e:
@@ -93,13 +93,8 @@ class Compiling:
             if "bad_alloc" in str(e):
                 raise MemoryError from None
             if response_format["type"] == "json_schema":
-                raise ValueError(told(_schema_of(response_format), e)) from e
+                raise ValueError(told(schema_of(response_format), e)) from e
             raise ValueError(f"is not valid: {words(e):.300}") from e
-
-
-def may_cache(response_format: dict[str, Any]) -> bool:
-    """Rules that ask for tokens by id would be taken for one another."""
-    return bool(response_format["type"] != "structural_tag")
 
 
 def _with_small_stack(function: Callable[[], T]) -> T:
@@ -123,7 +118,7 @@ def compile_format(compiler: Any, response_format: dict[str, Any]) -> Any:
     if kind == "json_object":
         return _compile_schema(compiler, {"type": "object"})
     if kind == "json_schema":
-        return _compile_schema(compiler, _schema_of(response_format))
+        return _compile_schema(compiler, schema_of(response_format))
     if kind == "structural_tag":
         return compiler.compile_structural_tag(json.dumps(value))
     if kind == "regex_schema":
@@ -133,17 +128,8 @@ def compile_format(compiler: Any, response_format: dict[str, Any]) -> Any:
     return compiler.compile_grammar_from_strings(value, "root")
 
 
-def _schema_of(response_format: dict[str, Any]) -> Any:
-    named = response_format["json_schema"]
-    return named.get("schema", named)
-
-
 def _compile_schema(compiler: Any, schema: Any) -> Any:
-    # One blank after each comma and colon, as models were trained on: where any number may stand, they write blanks on
-    # and on, and the answer is cut.
-    any_whitespace, indent, separators, strict, most_blanks, any_order = False, None, (", ", ": "), True, None, False
-    text = json.dumps(schema)
-    return compiler.compile_json_schema(text, any_whitespace, indent, separators, strict, most_blanks, any_order)
+    return compiler.compile_json_schema(json.dumps(schema), *STYLE, ANY_ORDER)
 
 
 def _try_out(compiled: Any, setup: dict[str, Any], tokens: list[bytes], choose: random.Random) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from toolkit.engine.constraints.xgrammar_core import CORE
+from toolkit.engine.constraints.xgrammar_core import ANY_ORDER, CORE, STYLE
 
 _FILE = re.compile(r"\[[\d:]+\] \S+:\d+: ")  # "[12:34:56] /project/cpp/file.cc:83: " before xgrammar's own words
 _MOST = 400  # parts that are tried
@@ -51,12 +51,9 @@ def told(schema: Any, error: Exception) -> str:
 
 def _fault(schema: Any) -> str | None:
     """xgrammar's words of what it does not take, None where it takes it."""
-    any_whitespace, indent, separators, strict, most_blanks = False, None, (", ", ": "), True, None
-    printed, any_order = False, False
+    printed = False
     try:
-        CORE.Grammar.from_json_schema(
-            json.dumps(schema), any_whitespace, indent, separators, strict, most_blanks, printed, any_order
-        )
+        CORE.Grammar.from_json_schema(json.dumps(schema), *STYLE, printed, ANY_ORDER)
     except RuntimeError as error:
         return words(error)
     return None

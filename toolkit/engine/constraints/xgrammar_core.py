@@ -34,6 +34,12 @@ def _load() -> Any:
 
 CORE = _load()  # GrammarCompiler, CompiledGrammar, GrammarMatcher, TokenizerInfo
 
+# How texts of a schema are written: one blank after each comma and colon, as models were trained on. Where any number
+# may stand, they write blanks on and on, and the answer is cut.
+_ANY_WHITESPACE, _INDENT, _SEPARATORS, _STRICT, _MOST_BLANKS = False, None, (", ", ": "), True, None
+STYLE = (_ANY_WHITESPACE, _INDENT, _SEPARATORS, _STRICT, _MOST_BLANKS)
+ANY_ORDER = False  # of an object's properties
+
 
 def vocabulary(tokens: list[bytes], size: int, stops: list[int]) -> Any:
     """xgrammar's TokenizerInfo: the bytes of each token (empty: none that text is made of), padded to ``size``."""

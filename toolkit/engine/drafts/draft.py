@@ -62,9 +62,6 @@ class Draft:
     def observe(self, step: Step, out: StepOutput) -> None:
         """A step's tokens have been given to its requests, those of guesses too."""
 
-    def learn(self, seq: Sequence, guessed: int, right: int) -> None:
-        """A step has verified ``guessed`` tokens of this draft's guess, of which the first ``right`` came true."""
-
     def forget(self, seq: Sequence) -> None:
         """The request has ended."""
 

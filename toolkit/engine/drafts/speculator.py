@@ -227,7 +227,6 @@ class Speculator:
         seq.guessed_right += right
         if (draft := self._chosen.pop(seq, None)) is not None:
             self.counts.setdefault(draft.name, Count()).add(guessed, right)
-            draft.learn(seq, guessed, right)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

@@ -56,7 +56,7 @@ def find_draft(config: EngineConfig, tokenizer_dir: Callable[[Path], Path], pack
         raise UsageError(f"{FLAG}: runs with tp at most; leave it out, or pp, dp and ep")
     if config.empty_init:
         raise UsageError(f"{FLAG}: not with empty_init: nothing is known of the weights that it is to guess for")
-    with _named():
+    with flagged():
         path = resolve_model(name, download_dir=config.download_dir)
         head = means_head(config, path)
         if head:
@@ -80,8 +80,8 @@ def means_eagle(config: EngineConfig, path: Path) -> bool:
 
 
 @contextmanager
-def _named() -> Iterator[None]:
-    """Errors say that they are about the draft model."""
+def flagged() -> Iterator[None]:
+    """Errors say that they are about what guesses."""
     try:
         yield
     except ToolkitError as e:
@@ -165,7 +165,7 @@ def open_draft(
 
     families = from_files(getattr(config, "family_files", ()))
     options = replace(target.options, adapters=(), adapter_memory=0, kv_layers=(), key_means="")
-    with _named():
+    with flagged():
         runner, _ = open_runner(files.path, backend=backend, options=options, blind=True, families=families)
     try:
         if why := _unfit(runner.spec):
@@ -199,7 +199,7 @@ def match(tokenizer_dir: Path, files: DraftFiles, rows: int, draft_rows: int) ->
     names = tokenizer_dir / "tokenizer.json", files.tokenizer_dir / "tokenizer.json"
     if all(name.is_file() for name in names) and names[0].read_bytes() == names[1].read_bytes():
         return equal(rows, draft_rows)
-    with _named():
+    with flagged():
         mine, its = (Tokenizer.open(where).token_bytes for where in (tokenizer_dir, files.tokenizer_dir))
     if mine == its:
         return equal(rows, draft_rows)

@@ -13,7 +13,7 @@ from toolkit.artifacts.drafts.draft_head import HeadSpec, read_head
 from toolkit.artifacts.weight_files.safetensors_file import widened
 from toolkit.base.threads import usable_cores
 from toolkit.engine.drafts.head import ROOM, DraftHead
-from toolkit.engine.load.draft import FLAG, ShareOut, plan_beside
+from toolkit.engine.load.draft import FLAG, ShareOut, flagged, plan_beside
 from toolkit.engine.load.memory_plan import MemoryPlan
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import CacheGroup
@@ -80,10 +80,8 @@ def open_head(path: Path, target: Runner) -> OpenHead:
     it."""
     spec = target.spec
     layers = len(spec.layers)
-    try:
+    with flagged():
         head, tensors = read_head(path, layers)
-    except ToolkitError as e:
-        raise type(e)(f"{FLAG}: {e}") from e
     if head.hidden_size != spec.hidden_size:
         raise UsageError(
             f"{FLAG}: {path} is of a model of width {head.hidden_size}, the model has {spec.hidden_size}; "

@@ -39,7 +39,8 @@ def open_shelf(setup: Setup, runner: Runner, tell: Callable[[str], None]) -> She
         extras.require("cryptography", "kv_cache_key")
         seal = Cipher(read_secret("kv_cache_key", Path(config.kv_cache_key).expanduser()))
     path = Path(config.kv_cache_dir).expanduser().absolute()
-    model = _model(setup, runner, seal)
+    facts = facts_of(setup, runner, _weights(setup.path)) | {"kv_cache_key": seal.name}
+    model = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
     about = {
         "model": str(setup.source or setup.path),
         "runner": f"{runner.name}, {runner.dtype}, quant_policy {runner.options.quant_policy}",
@@ -47,9 +48,8 @@ def open_shelf(setup: Setup, runner: Runner, tell: Callable[[str], None]) -> She
     }
     folder = Folder(FLAG, path, model.hex()[:32], about)
     remember(toolkit_home(), path)
-    sizes = [len(runner.export_block(g, 0)) for g, _ in enumerate(runner.spec.cache_groups)]
     most = read_size("kv_cache_disk", config.kv_cache_disk)
-    return Files(folder, model, seal, sizes, most, config.kv_cache_seconds)
+    return Files(folder, model, seal, block_sizes(runner), most, config.kv_cache_seconds)
 
 
 def adapter_digests(setup: Setup) -> tuple[str, ...]:
@@ -66,16 +66,32 @@ def no_name(setup: Setup) -> str:
     return "its weights are random (load_format dummy)" if setup.config.load_format == "dummy" else ""
 
 
-def _model(setup: Setup, runner: Runner, seal: Seal) -> bytes:
-    """A digest of all that the numbers of a block depend on, beside the tokens up to its end and the adapter."""
+def facts_of(setup: Setup, runner: Runner, weights: str) -> dict[str, str]:
+    """All that the numbers of a block depend on, beside the tokens up to its end and the adapter, by name. ``weights``:
+    what tells these from others."""
     options, config = runner.options, setup.config
-    spec = json.dumps(runner.spec.to_json(), sort_keys=True)
-    parts = (
-        __version__, _weights(setup.path), spec, runner.name, runner.dtype, runner.layout, options.quant_policy,
-        options.kv_layers, options.key_means, options.block_size, config.load_format, config.model_format,
-        config.dynamic_rope, (config.tp, config.pp, config.dp, config.ep), seal.name,
-    )  # fmt: skip
-    return hashlib.sha256("\n".join(map(repr, parts)).encode()).digest()
+    parts = {
+        "tool_version": __version__,
+        "weights": weights,
+        "spec": json.dumps(runner.spec.to_json(), sort_keys=True),
+        "runner": runner.name,
+        "dtype": runner.dtype,
+        "layout": runner.layout,
+        "quant_policy": options.quant_policy,
+        "kv_layers": options.kv_layers,
+        "key_means": options.key_means,
+        "block_size": options.block_size,
+        "load_format": config.load_format,
+        "model_format": config.model_format,
+        "dynamic_rope": config.dynamic_rope,
+        "tp, pp, dp, ep": (config.tp, config.pp, config.dp, config.ep),
+    }
+    return {name: str(part) for name, part in parts.items()}
+
+
+def block_sizes(runner: Runner) -> list[int]:
+    """Bytes of a block of each cache group."""
+    return [len(runner.export_block(g, 0)) for g, _ in enumerate(runner.spec.cache_groups)]
 
 
 def _weights(path: Path) -> str:

@@ -95,27 +95,26 @@ def plan(
 ) -> MemoryPlan:
     """Share out ``need.free`` bytes. ``guessed``: tokens that a request draws in a step, at most. Raises ToolkitError,
     one line with the numbers, where it cannot be done."""
-    return _Planner(need, groups, block_size, vocab_size, max_position, device, wishes, guessed).run()
+    return _Planner(need, groups, block_size, vocab_size, max_position, device == "cpu", wishes, guessed).run()
 
 
+@dataclass
 class _Planner:
-    def __init__(
-        self,
-        need: MemoryNeed,
-        groups: Sequence[CacheGroup],
-        block_size: int,
-        vocab_size: int,
-        max_position: int,
-        device: str,
-        wishes: Wishes,
-        guessed: int,
-    ) -> None:
-        self.need, self.groups, self.size = need, groups, block_size
-        self.logits = guessed * vocab_size * 4 * LOGIT_COPIES  # bytes for a request that decodes
-        self.each = 1 if guessed == 1 else 2 * guessed  # tokens of a step for it: those of the block before too
-        self.rows = guessed
-        self.vocab_size, self.max_position, self.wishes = vocab_size, max_position, wishes
-        self.cpu = device == "cpu"
+    """``size``: of a block; ``rows``: that a request draws in a step."""
+
+    need: MemoryNeed
+    groups: Sequence[CacheGroup]
+    size: int
+    vocab_size: int
+    max_position: int
+    cpu: bool
+    wishes: Wishes
+    rows: int
+
+    def __post_init__(self) -> None:
+        need, wishes = self.need, self.wishes
+        self.logits = self.rows * self.vocab_size * 4 * LOGIT_COPIES  # bytes for a request that decodes
+        self.each = 1 if self.rows == 1 else 2 * self.rows  # tokens of a step for it: those of the block before too
         self.notices: list[str] = []
         self.weights = 0 if need.loaded else need.weights
         self.tower = need.picture_patch * wishes.patches
@@ -151,7 +150,7 @@ class _Planner:
             held += "; the process grows up to it as it is used"
         loaded = "loaded already" if self.need.loaded else "those of the tower among them" if w.patches else ""
         rows = (
-            ("weights", self.weights if not self.need.loaded else 0, loaded),
+            ("weights", self.weights, loaded),
             ("activations", activations, _step(tokens, batch, target)),
             *([("tower", self.tower, f"pictures of {w.patches} patches at once")] if self.tower else []),
             *([("pictures", self.pictures, "keys and values of those looked at")] if self.pictures else []),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import ssl
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit import __version__
 from toolkit.artifacts.manifest import content_digest, read_manifest
 from toolkit.base import extras
 from toolkit.configs.moving import OWN, EngineRole
@@ -17,7 +15,7 @@ from toolkit.configs.option import read_size, show_size
 from toolkit.engine.cache.kept.block import read_secret
 from toolkit.engine.cache.kept.moving import FLAG, Moving, shared_memory
 from toolkit.engine.cache.kept.port import split
-from toolkit.engine.load.kept import no_name
+from toolkit.engine.load.kept import block_sizes, facts_of, no_name
 from toolkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -54,8 +52,8 @@ def open_moving(setup: Setup, runner: Runner, tell: Callable[[str], None]) -> Mo
             tell(f"{FLAG}: {show_size(room, 'i')}, for {shared_memory().parent} has no more room")
             most = room
     moving = Moving(
-        facts=_facts(setup, runner),
-        sizes=[len(runner.export_block(g, 0)) for g, _ in enumerate(runner.spec.cache_groups)],
+        facts=facts_of(setup, runner, _weights(setup.source or setup.path)),
+        sizes=block_sizes(runner),
         secret=secret,
         lends=lends,
         takes=not lends,
@@ -69,32 +67,9 @@ def open_moving(setup: Setup, runner: Runner, tell: Callable[[str], None]) -> Mo
     return moving
 
 
-def _facts(setup: Setup, runner: Runner) -> dict[str, str]:
-    """All that the numbers of a block depend on beside the tokens up to its end and the adapter, by name. Nothing in it
-    is of this machine: two that have the same files say the same."""
-    options, config = runner.options, setup.config
-    spec = json.dumps(runner.spec.to_json(), sort_keys=True)
-    parts = {
-        "tool_version": __version__,
-        "weights": _weights(setup.source or setup.path),
-        "spec": spec,
-        "runner": runner.name,
-        "dtype": runner.dtype,
-        "layout": runner.layout,
-        "quant_policy": options.quant_policy,
-        "kv_layers": options.kv_layers,
-        "key_means": options.key_means,
-        "block_size": options.block_size,
-        "load_format": config.load_format,
-        "model_format": config.model_format,
-        "dynamic_rope": config.dynamic_rope,
-        "tp, pp, dp, ep": (config.tp, config.pp, config.dp, config.ep),
-    }
-    return {name: str(part) for name, part in parts.items()}
-
-
 def _weights(path: Path) -> str:
-    """A digest of a model's files: of an artifact what its manifest has of them, else of all bytes."""
+    """A digest of a model's files: of an artifact what its manifest has of them, else of all bytes. Nothing in it is of
+    this machine: two that have the same files say the same."""
     manifest = read_manifest(path) if path.is_dir() else None
     if manifest is not None and not manifest.pending and manifest.files:
         return repr(sorted((entry.name, entry.sha256) for entry in manifest.files))

@@ -11,7 +11,7 @@ from toolkit.artifacts.manifest import read_manifest
 from toolkit.configs.speculative import ALGORITHMS
 from toolkit.engine.drafts.head import ROOM, DraftHead
 from toolkit.engine.load.draft import FLAG as MODEL_FLAG
-from toolkit.engine.load.draft import ShareOut, plan_beside
+from toolkit.engine.load.draft import ShareOut, flagged, plan_beside
 from toolkit.engine.load.memory_plan import MemoryPlan
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import apply_overrides, load_spec
@@ -78,19 +78,14 @@ def open_mtp_layer(
         return None
     if not (asked or target.batch_invariant):  # unasked, a guess shall change no bit
         return None
-    if why := _unfit(config, target):
-        if asked:
-            raise UsageError(f"{FLAG}: mtp: {why}")
-        return None
     try:
-        found = _find(path, config, families, target.device)
+        if why := _unfit(config, target):
+            raise UsageError(why)
+        if (found := _find(path, config, families, target.device)) is None:
+            raise UsageError(f"{named or path} has no layer for multi-token prediction; leave it out")
     except ToolkitError as e:
         if asked:
             raise type(e)(f"{FLAG}: mtp: {e}") from e
-        return None
-    if found is None:
-        if asked:
-            raise UsageError(f"{FLAG}: mtp: {named or path} has no layer for multi-token prediction; leave it out")
         return None
     try:
         head = _head(*found, target, "mtp")
@@ -109,10 +104,8 @@ def open_eagle_layer(path: Path, target: Runner) -> OpenMtp:
 
     if (norm := target.spec.final_norm).kind != "rms":
         raise UsageError(f"{MODEL_FLAG}: {path}: reads a model with an RMS norm at its end, this one has {norm.kind}")
-    try:
+    with flagged():
         checkpoint, found = open_eagle(path, target.spec)
-    except ToolkitError as e:
-        raise type(e)(f"{MODEL_FLAG}: {e}") from e
     try:
         head = _head(found.spec, CheckpointWeights(checkpoint, found.stored), target, "eagle")
     except UsageError as e:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from toolkit.artifacts.engine.adapters import packed_adapters
 from toolkit.base.record import read
@@ -17,9 +17,6 @@ from toolkit.engine.load.draft import DraftFiles, find_draft
 from toolkit.engine.load.memory_plan import MemoryPlan
 from toolkit.errors import UsageError
 from toolkit.runners.base import Backend
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 Progress = Callable[[str], None]

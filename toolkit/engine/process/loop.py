@@ -28,15 +28,12 @@ class Loop(Protocol):
     """An engine loop seen from the front end. Methods may be called from any thread.
 
     Outputs arrive through a callback in a thread of the loop's own. When the loop is lost, a second callback says so:
-    every request in flight has failed. ``facts``: of the engine's present start.
+    every request in flight has failed. ``facts``: of the engine's present start; ``outage``: None while it can take
+    requests.
     """
 
     facts: Facts
-
-    @property
-    def outage(self) -> Outage | None:
-        """None while it can take requests."""
-        ...
+    outage: Outage | None
 
     def add(self, request: EngineRequest, processors: Sequence[LogitsProcessor]) -> None:
         """Have a request run. Raises ToolkitError where the loop is down or full, UsageError for one it refuses."""
@@ -71,19 +68,15 @@ class ThreadLoop:
         self._on_outputs = on_outputs
         self._on_down = on_down
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._outage: Outage | None = None
+        self.outage: Outage | None = None
         self._thread = threading.Thread(target=self._run, name="toolkit-engine", daemon=True)
         self._thread.start()
         # A script may end while requests run: the runner's own threads must not be torn down in the midst of a step.
         self._at_exit = weakref.finalize(self, _stop, self._inbox, self._thread)
 
-    @property
-    def outage(self) -> Outage | None:
-        return self._outage
-
     def add(self, request: EngineRequest, processors: Sequence[LogitsProcessor]) -> None:
-        if self._outage is not None:
-            raise ToolkitError(str(self._outage))
+        if self.outage is not None:
+            raise ToolkitError(str(self.outage))
         self._inbox.put(lambda: self._core.add(request, processors))
 
     def abort(self, request_id: str) -> None:
@@ -103,8 +96,8 @@ class ThreadLoop:
             else:
                 future.set_result(result)
 
-        if self._outage is not None:
-            raise ToolkitError(str(self._outage))
+        if self.outage is not None:
+            raise ToolkitError(str(self.outage))
         self._inbox.put(run)
         return future
 
@@ -125,8 +118,8 @@ class ThreadLoop:
                 outputs = self._core.step()
             except Exception as e:  # the core mends failed steps itself: what comes here is beyond it
                 log.exception("the engine loop failed")
-                self._outage = Outage(f"{type(e).__name__}: {e}", restarting=False)
-                self._on_down(self._outage)
+                self.outage = Outage(f"{type(e).__name__}: {e}", restarting=False)
+                self._on_down(self.outage)
                 return
             if outputs:
                 self._on_outputs(outputs)

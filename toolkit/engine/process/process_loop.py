@@ -99,7 +99,7 @@ class ProcessLoop:
         self._calls: deque[tuple[Future[Any], Callable[[Setup], Setup]]] = deque()
         self._lock = threading.RLock()  # over those above and below
         self._closing = threading.Event()
-        self._outage: Outage | None = None
+        self.outage: Outage | None = None
         self._hung = ""  # why the process ends, as the watch that killed it or it itself says
         child = child or Child().told(setup)
         self._process, self._pipe = child.process, child.pipe
@@ -116,10 +116,6 @@ class ProcessLoop:
             threading.Thread(target=self._watch, name="toolkit-engine-watch", daemon=True).start()
 
     @property
-    def outage(self) -> Outage | None:
-        return self._outage
-
-    @property
     def pid(self) -> int:
         return self._process.pid
 
@@ -127,8 +123,8 @@ class ProcessLoop:
         if processors:
             raise UsageError("logits_processors: expected an engine in this process (pipeline); leave them out")
         with self._lock:
-            if self._outage is not None:
-                raise ToolkitError(str(self._outage))
+            if self.outage is not None:
+                raise ToolkitError(str(self.outage))
             if self._outbox.full:
                 raise ToolkitError("the engine does not take requests as fast as they come; try again later")
             if self._suspects.admit(request):
@@ -148,8 +144,8 @@ class ProcessLoop:
 
     def call(self, name: str, arguments: Sequence[Any]) -> Future[Any]:
         with self._lock:
-            if self._outage is not None:
-                raise ToolkitError(str(self._outage))
+            if self.outage is not None:
+                raise ToolkitError(str(self.outage))
             future: Future[Any] = Future()
             self._calls.append((future, partial(set_up_after, name, list(arguments))))
             self._outbox.put(records.pack({"op": "call", "name": name, "arguments": list(arguments)}))
@@ -162,8 +158,8 @@ class ProcessLoop:
         """End the process."""
         self._closing.set()
         with self._lock:
-            process, up = self._process, self._outage is None
-            self._outage = Outage("it was closed", restarting=False)
+            process, up = self._process, self.outage is None
+            self.outage = Outage("it was closed", restarting=False)
             self._outbox.put(records.pack({"op": "close"}))
         if not up:  # it loads, or is gone
             process.kill()
@@ -175,7 +171,7 @@ class ProcessLoop:
         self._thread.join(timeout=CLOSE_SECONDS)
         with self._lock:
             while self._calls:
-                self._calls.popleft()[0].set_exception(ToolkitError(str(self._outage)))
+                self._calls.popleft()[0].set_exception(ToolkitError(str(self.outage)))
 
     # -- from the child -------------------------------------------------------------------------
 
@@ -237,7 +233,7 @@ class ProcessLoop:
         """Kill a process that stands still: what comes then is what comes after any death."""
         while not self._closing.wait(WATCH_SECONDS):
             with self._lock:
-                busy = bool(self._open) and self._outage is None
+                busy = bool(self._open) and self.outage is None
                 if self._stall.hung(busy):
                     self._hung = f"it made no progress for {self._stall.patience:g} s while requests waited"
                     self._process.kill()
@@ -251,7 +247,7 @@ class ProcessLoop:
         self._stats = {}
         while True:
             with self._lock:
-                outage = self._outage = Outage(why, restarting=self._budget.spend())
+                outage = self.outage = Outage(why, restarting=self._budget.spend())
                 self._suspects.crashed(self._open.values())
                 self._open.clear()
                 while self._calls:
@@ -279,7 +275,7 @@ class ProcessLoop:
                     return False
                 self._outbox = outbox
                 self._stall = Stall(self._process.pid, self._stall.patience)
-                self._outage = None
+                self.outage = None
             return True
 
 

@@ -26,7 +26,6 @@ class Detokenizer:
         self,
         tokenizer: Tokenizer,
         skip_special_tokens: bool = True,
-        spaces_between_special_tokens: bool = True,
         prompt_ids: Sequence[int] = (),
         shown: Sequence[str] = (),
     ) -> None:

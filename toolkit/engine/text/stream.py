@@ -92,13 +92,8 @@ class RequestStream:
         self._guessed = 0, 0  # right, and wrong
         self._routes = 0  # tokens whose experts have been told
         self._begun = 0.0  # when the first token of the prompt was
-        self._detokenizer = Detokenizer(
-            tokenizer,
-            config.skip_special_tokens,
-            config.spaces_between_special_tokens,
-            token_ids,
-            config.shown_special_tokens or (),
-        )
+        shown = config.shown_special_tokens or ()
+        self._detokenizer = Detokenizer(tokenizer, config.skip_special_tokens, token_ids, shown)
         words = config.stop_words or []
         self._stop_words = StopWords(words, config.include_stop_str_in_output) if words else None
         self._special_stops = special_stops(config, tokenizer)

@@ -11,12 +11,13 @@ from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError, check_mutual, check_texts
 from toolkit.runners.native.library import StepArrays, StepResults, address
 from toolkit.runners.routes import width_of
-from toolkit.runners.step import COLUMNS, SamplingBatch, StepBatch, StepOutput, Views
+from toolkit.runners.step import COLUMNS, NONE, SamplingBatch, StepBatch, StepOutput, Views
 
 I32, I64, F32 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
 I8 = np.dtype(np.int8)
-_NONE = np.zeros(0, np.int32)
-NO_VIEWS = Views(rows=np.zeros((0, 0), np.float32), new=_NONE, gone=_NONE, tokens=_NONE, ptr=_NONE, seen=_NONE)
+NO_VIEWS = Views(rows=np.zeros((0, 0), np.float32), new=NONE, gone=NONE, tokens=NONE, ptr=NONE, seen=NONE)
+# What is asked for of flat tokens: a batch's indexes of them, and the structure's field that counts these.
+_ASKED = [(f"{rows}_index", f"{rows}_size") for rows in ("logits", "hidden", "aux", "target", "routes")]
 
 
 class Arrays:
@@ -56,19 +57,14 @@ class Arrays:
         put("rope_length", batch.rope_length, I32, tokens)
         put("adapter", slots, I32, seqs)
         put("sample_index", batch.sample_index, I32, rows)
-        s.logits_size, s.hidden_size = len(batch.logits_index), len(batch.hidden_index)
-        s.target_size = len(batch.target_index)
-        put("logits_index", batch.logits_index, I32, s.logits_size)
-        put("hidden_index", batch.hidden_index, I32, s.hidden_size)
-        s.aux_size = len(batch.aux_index)
-        put("aux_index", batch.aux_index, I32, s.aux_size)
+        for index, size in _ASKED:
+            asked = getattr(batch, index)
+            setattr(s, size, len(asked))
+            put(index, asked, I32, len(asked))
         s.aux_sublayers_size = len(batch.aux_layers)
         before_each = _sublayers_before(spec, batch.aux_layers) if batch.aux_layers else None
         put("aux_layers", before_each, I32, s.aux_sublayers_size, "aux_sublayers")
-        put("target_index", batch.target_index, I32, s.target_size)
         put("target_ids", batch.target_ids, I32, s.target_size)
-        s.routes_size = len(batch.routes_index)
-        put("routes_index", batch.routes_index, I32, s.routes_size)
         width = spec.hidden_size * (1 if spec.vision is None else 1 + len(spec.vision.deep))
         s.embeds_size = 0 if batch.embeds is None else len(batch.embed_index)
         put("embeds", batch.embeds, F32, s.embeds_size * width)
@@ -188,7 +184,6 @@ def outputs_for(batch: StepBatch, spec: DecoderSpec) -> tuple[StepOutput, StepRe
     width = min(max(0, 0, *batch.sampling.logprobs.tolist()), spec.vocab_size)
     output = StepOutput(
         tokens=np.empty((rows, 1), np.int32),
-        counts=np.ones(rows, np.int32),
         logprob=np.empty((rows, 1), np.float32),
         top_ids=np.empty((rows, width), np.int32),
         top_logprobs=np.empty((rows, width), np.float32),

@@ -146,6 +146,49 @@ class FitRun(Structure):
     )
 
 
+_PROGRAM = (c_char_p, c_void_p, c_int64, POINTER(TensorRecord), c_int64, c_char_p, c_int64)
+_CALLS: dict[str, tuple[Any, ...]] = {  # what each gives, then what it takes
+    "tk_error": (c_char_p,),
+    "tk_explain_mapped_faults": (None,),
+    "tk_isa": (c_char_p, c_char_p),
+    "tk_model_create": (c_void_p, *_PROGRAM),
+    "tk_model_free": (None, c_void_p),
+    "tk_model_join": (c_int, c_void_p, c_int),
+    "tk_model_lose": (None, c_void_p),
+    "tk_model_lost": (c_int, c_void_p),
+    "tk_model_meetings": (c_int64, c_void_p),
+    "tk_model_trace": (None, c_void_p, c_int),
+    "tk_model_traced": (c_int64, c_void_p, c_void_p, c_int64),
+    "tk_bridge_open": (c_void_p, c_int, c_int64, c_int64, c_int64),
+    "tk_bridge_wait": (c_int64, c_void_p),
+    "tk_bridge_pack": (c_int64, c_void_p, c_void_p),
+    "tk_bridge_unpack": (c_int, c_void_p, c_void_p),
+    "tk_bridge_arrive": (None, c_void_p),
+    "tk_bridge_lose": (None, c_void_p),
+    "tk_bridge_close": (None, c_void_p),
+    "tk_block_bytes": (c_int64, c_void_p, c_int64),
+    "tk_block_export": (c_int, c_void_p, c_int64, c_int64, c_void_p),
+    "tk_block_import": (c_int, c_void_p, c_int64, c_int64, c_void_p, c_int64),
+    "tk_cache_allocate": (c_int, c_void_p, c_void_p, c_int64),
+    "tk_cache_release": (None, c_void_p),
+    "tk_cache_discard": (c_int, c_void_p, c_int64, c_void_p, c_int64),
+    "tk_adapter_put": (c_int, c_void_p, c_int64, c_void_p, POINTER(TensorRecord), c_int64),
+    "tk_adapter_drop": (None, c_void_p, c_int64),
+    "tk_step": (c_int, c_void_p, POINTER(StepArrays), POINTER(StepResults)),
+    "tk_embed": (c_int, c_void_p, c_void_p, c_int64, c_void_p),
+    "tk_linear": (c_int, c_char_p, POINTER(TensorRecord), c_void_p, c_int64, c_void_p, c_int64),
+    "tk_pack": (c_int, POINTER(TensorRecord), c_void_p, POINTER(PackSource), c_int64),
+    "tk_pack_file": (c_int, POINTER(TensorRecord), c_int, c_int64, POINTER(PackSource), c_int64),
+    "tk_tower_create": (c_void_p, *_PROGRAM),
+    "tk_tower_free": (None, c_void_p),
+    "tk_tower_run": (c_int, c_void_p, POINTER(TowerArrays)),
+    "tk_op_round": (c_int, c_char_p, POINTER(RoundRun), c_int64),
+    "tk_op_code_rows": (c_int, c_char_p, POINTER(CodeRun), c_int64, c_int64),
+    "tk_op_squares": (c_int, c_char_p, POINTER(SquaresRun), c_int64),
+    "tk_op_fit_scales": (c_int, c_char_p, POINTER(FitRun), c_int64),
+}
+
+
 def library_path() -> Path:
     """Where the library lies, or would lie."""
     return Path(os.environ.get(LIBRARY_VARIABLE) or Path(__file__).with_name("_native.so"))
@@ -162,60 +205,10 @@ def load(path: Path) -> ctypes.CDLL:
             f"{path}: made by another version of the package (found {found}, expected {VERSION}); "
             f"build it again with {BUILD}"
         )
-    lib.tk_error.restype = c_char_p
-    lib.tk_explain_mapped_faults.restype = None
+    for name, (result, *arguments) in _CALLS.items():
+        call = getattr(lib, name)
+        call.argtypes, call.restype = arguments, result
     lib.tk_explain_mapped_faults()  # whoever has loaded the library maps files
-    lib.tk_isa.argtypes, lib.tk_isa.restype = [c_char_p], c_char_p
-    lib.tk_model_create.restype = c_void_p
-    lib.tk_model_create.argtypes = [
-        c_char_p,
-        c_void_p,
-        c_int64,
-        POINTER(TensorRecord),
-        c_int64,
-        c_char_p,
-        c_int64,
-    ]
-    lib.tk_model_free.argtypes, lib.tk_model_free.restype = [c_void_p], None
-    lib.tk_model_join.argtypes, lib.tk_model_join.restype = [c_void_p, c_int], c_int
-    lib.tk_bridge_open.argtypes, lib.tk_bridge_open.restype = [c_int, c_int64, c_int64, c_int64], c_void_p
-    lib.tk_bridge_wait.argtypes, lib.tk_bridge_wait.restype = [c_void_p], c_int64
-    lib.tk_bridge_pack.argtypes, lib.tk_bridge_pack.restype = [c_void_p, c_void_p], c_int64
-    lib.tk_bridge_unpack.argtypes, lib.tk_bridge_unpack.restype = [c_void_p, c_void_p], c_int
-    for end in (lib.tk_bridge_arrive, lib.tk_bridge_lose, lib.tk_bridge_close):
-        end.argtypes, end.restype = [c_void_p], None
-    lib.tk_model_lose.argtypes, lib.tk_model_lose.restype = [c_void_p], None
-    lib.tk_model_lost.argtypes, lib.tk_model_lost.restype = [c_void_p], c_int
-    lib.tk_model_meetings.argtypes, lib.tk_model_meetings.restype = [c_void_p], c_int64
-    lib.tk_model_trace.argtypes, lib.tk_model_trace.restype = [c_void_p, c_int], None
-    lib.tk_model_traced.argtypes, lib.tk_model_traced.restype = [c_void_p, c_void_p, c_int64], c_int64
-    lib.tk_model_threads.argtypes, lib.tk_model_threads.restype = [c_void_p], c_int64
-    lib.tk_block_bytes.argtypes, lib.tk_block_bytes.restype = [c_void_p, c_int64], c_int64
-    lib.tk_cache_allocate.argtypes = [c_void_p, c_void_p, c_int64]
-    lib.tk_cache_release.argtypes, lib.tk_cache_release.restype = [c_void_p], None
-    lib.tk_cache_discard.argtypes = [c_void_p, c_int64, c_void_p, c_int64]
-    lib.tk_block_export.argtypes = [c_void_p, c_int64, c_int64, c_void_p]
-    lib.tk_block_import.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int64]
-    lib.tk_adapter_put.argtypes = [c_void_p, c_int64, c_void_p, POINTER(TensorRecord), c_int64]
-    lib.tk_adapter_put.restype = c_int
-    lib.tk_adapter_drop.argtypes, lib.tk_adapter_drop.restype = [c_void_p, c_int64], None
-    lib.tk_step.argtypes = [c_void_p, POINTER(StepArrays), POINTER(StepResults)]
-    lib.tk_embed.argtypes, lib.tk_embed.restype = [c_void_p, c_void_p, c_int64, c_void_p], c_int
-    lib.tk_linear.argtypes = [c_char_p, POINTER(TensorRecord), c_void_p, c_int64, c_void_p, c_int64]
-    lib.tk_pack.argtypes = [POINTER(TensorRecord), c_void_p, POINTER(PackSource), c_int64]
-    lib.tk_pack_file.argtypes = [POINTER(TensorRecord), c_int, c_int64, POINTER(PackSource), c_int64]
-    lib.tk_profile_print.argtypes, lib.tk_profile_print.restype = [c_void_p], None
-    lib.tk_tower_create.restype, lib.tk_tower_create.argtypes = c_void_p, lib.tk_model_create.argtypes
-    lib.tk_tower_free.argtypes, lib.tk_tower_free.restype = [c_void_p], None
-    lib.tk_tower_run.argtypes, lib.tk_tower_run.restype = [c_void_p, POINTER(TowerArrays)], c_int
-    lib.tk_op_round.restype, lib.tk_op_round.argtypes = c_int, [c_char_p, POINTER(RoundRun), c_int64]
-    lib.tk_op_code_rows.restype = c_int
-    lib.tk_op_code_rows.argtypes = [c_char_p, POINTER(CodeRun), c_int64, c_int64]
-    lib.tk_op_squares.restype, lib.tk_op_squares.argtypes = c_int, [c_char_p, POINTER(SquaresRun), c_int64]
-    lib.tk_op_fit_scales.restype, lib.tk_op_fit_scales.argtypes = c_int, [c_char_p, POINTER(FitRun), c_int64]
-    packs = ("tk_pack", "tk_pack_file", "tk_linear")
-    for name in ("tk_cache_allocate", "tk_cache_discard", "tk_block_export", "tk_block_import", "tk_step", *packs):
-        getattr(lib, name).restype = c_int
     return lib
 
 
@@ -262,10 +255,22 @@ def isa_unsupported(isa: str) -> str | None:
     return error(lib) if lib.tk_isa(isa.encode()) is None else None
 
 
+def instructions() -> str:
+    """Those that are taken here, "" where none can be; with others it may round otherwise."""
+    return str((load(library_path()).tk_isa(wanted_isa().encode()) or b"").decode())
+
+
 def isas() -> list[str]:
     """Instruction sets that this build and this processor both have, best first."""
     lib = load(library_path())
     return [i for i in ISAS if lib.tk_isa(i.encode()) is not None]
+
+
+def run_op(name: str, runs: Any, *numbers: int) -> None:
+    """The library's op ``tk_op_<name>`` on structures of its own, all of whose arrays the caller holds."""
+    lib = load(library_path())
+    failed = getattr(lib, f"tk_op_{name}")(wanted_isa().encode(), runs, *numbers)
+    assert not failed, error(lib)
 
 
 def tensor_records(tensors: Sequence[PackedTensor]) -> Any:

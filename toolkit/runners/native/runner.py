@@ -382,8 +382,7 @@ class NativeRunner:
     @property
     def layout(self) -> str:
         """The library's own bytes: another build may round otherwise; and the instructions that it takes here."""
-        isa = self._library.tk_isa(library.wanted_isa().encode()) or b""
-        return f"{file_digest(library.library_path())} {isa.decode()}"
+        return f"{file_digest(library.library_path())} {library.instructions()}"
 
     def export_block(self, group: int, block: int, into: memoryview | None = None) -> memoryview:
         """The block's bytes in stored form: layer after layer, head after head."""
@@ -397,10 +396,6 @@ class NativeRunner:
         self._stepper.finish()
         given = np.frombuffer(data, np.uint8)
         self._check(self._library.tk_block_import(self._loaded(), group, block, given.ctypes.data, given.size))
-
-    def print_profile(self) -> None:
-        """With TOOLKIT_NATIVE_PROFILE=1: where the time of the steps so far went, to stderr."""
-        self._library.tk_profile_print(self._loaded())
 
     def close(self) -> None:
         """Free model and cache, and end the thread. With TOOLKIT_NATIVE_PROFILE=1 the library prints its profile."""

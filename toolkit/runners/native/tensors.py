@@ -91,6 +91,10 @@ class Tensors:
             "own": None if own is None else own._asdict(),
         }
 
+    def linears(self, **linears: LinearSpec | None) -> Record:
+        """Linears under the names of their fields."""
+        return {name: self.linear(linear) for name, linear in linears.items()}
+
     def codes(self, linear: LinearSpec) -> bool | None:
         """Whether ranks hand on what it reads in integers; None = there are no others."""
         return None if self.parts is None else self.parts.codes.get(linear.name)

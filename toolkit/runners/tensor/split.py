@@ -15,17 +15,15 @@ from toolkit.runners.tensor.layers.linear import Activations, Linear
 class Split(Protocol):
     """The ranks, seen from one of them: ``world`` of them on this host. ``embedding``: (first, stop) of the embedding's
     rows that are its own. ``begins``, ``ends``: whether it has the first layers, and the last.
-    ``part`` of ``parts``: which of those it is that compute the same rows; ``seat`` of ``seats``: which of those that
-    whole experts are shared out over, 1: each expert is split."""
+    ``part`` of ``parts``: which of those it is that compute the same rows; ``seats``: how many whole experts are shared
+    out over, 1: each expert is split."""
 
-    rank: int
     world: int
     embedding: tuple[int, int]
     begins: bool
     ends: bool
     part: int
     parts: int
-    seat: int
     seats: int
 
     @property

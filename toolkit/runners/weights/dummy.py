@@ -9,19 +9,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from toolkit.artifacts.canonical import BlockFp8, ChannelInt8, Dense, Fp8, GroupInt, Weight
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.base.named import Named
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import DecoderSpec, StoredTensor
 from toolkit.runners.weights.dummy_scheme import head_settings, settings_of
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from toolkit.artifacts.canonical import Weight
 
 DTYPES = ("float32", "float16", "bfloat16")  # of dense weights; a config that names another gets bfloat16
 
@@ -33,7 +31,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_json_object(path / "config.json")
 
 
-class DummyWeights(Named["Weight | Tensor"]):
+class DummyWeights(Named[Weight | Tensor]):
     """Canonical weights of ``spec`` by name, made anew at every look-up on ``device``.
 
     ``config``: config.json, for the dtype of dense weights and ``quantization_config``, which ``check_quantization``
@@ -44,8 +42,6 @@ class DummyWeights(Named["Weight | Tensor"]):
     def __init__(
         self, spec: DecoderSpec, stored: Sequence[StoredTensor], config: Mapping[str, Any], device: torch.device
     ) -> None:
-        import torch
-
         self._device, self._model = device, (spec, stored, config)
         self._outlines: DummyWeights | None = None
         name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
@@ -78,8 +74,6 @@ class DummyWeights(Named["Weight | Tensor"]):
 
     def info(self, name: str) -> Weight | Tensor:
         """``self[name]`` without memory."""
-        import torch
-
         if self._outlines is None:
             self._outlines = DummyWeights(*self._model, torch.device("meta"))
         return self._outlines[name]
@@ -87,35 +81,25 @@ class DummyWeights(Named["Weight | Tensor"]):
     # -- tensors
 
     def _generator(self, name: str) -> torch.Generator | None:
-        import torch
-
         if self._device.type == "meta":
             return None
         return torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
 
     def _normal(self, name: str, shape: tuple[int, ...], deviation: float, dtype: torch.dtype) -> Tensor:
-        import torch
-
         x = torch.empty(shape, dtype=dtype, device=self._device)
         # without memory there is nothing to draw, and torch would load its compiler to say so
         return x if x.is_meta else x.normal_(0.0, deviation, generator=self._generator(name))
 
     def _integers(self, name: str, shape: tuple[int, ...], low: int, high: int, dtype: torch.dtype) -> Tensor:
-        import torch
-
         return torch.randint(low, high, shape, dtype=dtype, device=self._device, generator=self._generator(name))
 
     def _vector(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._normal(name, shape, 0.02, self._dtype)
 
     def _ones(self, name: str, shape: tuple[int, ...], value: float) -> Tensor:
-        import torch
-
         return torch.full(shape, value, dtype=self._dtype, device=self._device)
 
     def _dense(self, name: str, shape: tuple[int, int]) -> Weight:
-        from toolkit.artifacts.canonical import Dense
-
         return Dense(self._normal(name, shape, shape[1] ** -0.5, self._dtype))
 
     def _linear(self, name: str, shape: tuple[int, int], settings: Mapping[str, Any] | None) -> Weight:
@@ -127,10 +111,6 @@ class DummyWeights(Named["Weight | Tensor"]):
         return self._float8(name, shape, settings) if method == "fp8" else self._int8(name, shape)
 
     def _groups(self, name: str, shape: tuple[int, int], settings: Mapping[str, Any]) -> Weight:
-        import torch
-
-        from toolkit.artifacts.canonical import GroupInt
-
         bits = int(settings.get("bits", settings.get("w_bit", 4)))
         size = int(settings.get("group_size", settings.get("q_group_size", 128)))
         size = shape[1] if size == -1 else size
@@ -144,10 +124,6 @@ class DummyWeights(Named["Weight | Tensor"]):
         return GroupInt(codes, scales, zeros, bits, size)
 
     def _float8(self, name: str, shape: tuple[int, int], settings: Mapping[str, Any]) -> Weight:
-        import torch
-
-        from toolkit.artifacts.canonical import BlockFp8, Fp8
-
         weight = self._normal(name, shape, 1.0, torch.bfloat16).to(torch.float8_e4m3fn)
         block = settings.get("weight_block_size")
         tiles = (shape[0],) if block is None else (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
@@ -155,9 +131,5 @@ class DummyWeights(Named["Weight | Tensor"]):
         return Fp8(weight, scales) if block is None else BlockFp8(weight, scales, tuple(block))
 
     def _int8(self, name: str, shape: tuple[int, int]) -> Weight:
-        import torch
-
-        from toolkit.artifacts.canonical import ChannelInt8
-
         scales = torch.full(shape[:1], shape[1] ** -0.5 / 73, dtype=torch.float32, device=self._device)
         return ChannelInt8(self._integers(name, shape, -127, 128, torch.int8), scales)

@@ -69,8 +69,8 @@ class Moving:
     def __post_init__(self) -> None:
         """Raises UsageError, ToolkitError for a folder or port that cannot be had."""
         self.seal: Seal = Digest() if self.secret is None else Cipher(self.secret)
-        told = json.dumps({**self.facts, "kv_transfer_key": self.seal.name}, sort_keys=True)
-        self.model = hashlib.sha256(told.encode()).digest()
+        self._told = {**self.facts, "kv_transfer_key": self.seal.name}
+        self.model = hashlib.sha256(json.dumps(self._told, sort_keys=True).encode()).digest()
         self.port: Port | None = None
         self._root: Path | None = None
         if self.lends:
@@ -84,8 +84,7 @@ class Moving:
     @property
     def in_common(self) -> dict[str, str]:
         """``facts`` and which key, for others to compare; what is long as a digest of it."""
-        told = {**self.facts, "kv_transfer_key": self.seal.name}
-        return {name: _short(value) for name, value in told.items()}
+        return {name: _short(value) for name, value in self._told.items()}
 
     def lender(self, runner: Runner, blocks: BlockManager) -> Lender | None:
         return Lender(self._shelf, runner, blocks, self.close) if self.lends else None

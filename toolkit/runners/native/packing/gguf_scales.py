@@ -28,6 +28,5 @@ def find_scales(x: Tensor, counts: Tensor, block: BlockType) -> tuple[Tensor, Te
     places = (None if t is None else t.data_ptr() for t in (scales, lows))
     run = library.FitRun(x.data_ptr(), counts.data_ptr(), len(x), *places, block.group, levels, block.supers)
     threads = usable_cores() if x.numel() >= _WORTH_THREADS else 1
-    failed = library.load(library.library_path()).tk_op_fit_scales(library.wanted_isa().encode(), byref(run), threads)
-    assert not failed
+    library.run_op("fit_scales", byref(run), threads)
     return scales, lows

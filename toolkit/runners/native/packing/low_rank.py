@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,12 +17,12 @@ from toolkit.artifacts.scales import UNSCALED, Scales
 from toolkit.base.threads import usable_cores
 from toolkit.runners.native import library
 from toolkit.runners.native.packing.huge_pages import side_by_side
-from toolkit.runners.native.packing.packed import BF16, F16, F32, INT, LANES, ONES, VECTOR, PackedMeta, PackedTensor
+from toolkit.runners.native.packing.pack import TYPES
+from toolkit.runners.native.packing.packed import BF16, INT, LANES, ONES, VECTOR, PackedMeta, PackedTensor
 
 MOST_ERROR = 0.02  # root mean square of what rounding changes, of a matrix; beyond it stays as it is
 _GROUPS = (64, 48, 32, 16)  # columns of B whose inputs are rounded together
 _MOST_THREADS = 8  # to start more takes as long as the work
-_DTYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,11 @@ def pack_pairs(pairs: Sequence[Pair]) -> list[Packed | None]:
         perm = None if pair.perm is None else pair.perm.ctypes.data
         columns, rows = (None if x is None else x.data_ptr() for x in each)
         asked += [
-            library.CodeRun(a.data_ptr(), perm, columns, a_codes, None, *a.shape, 1, 0, _DTYPES[a.dtype], pair.group),
-            library.CodeRun(b.data_ptr(), None, rows, b_codes, steps, *b.shape, pair.scale, 0, _DTYPES[b.dtype], 0),
+            library.CodeRun(a.data_ptr(), perm, columns, a_codes, None, *a.shape, 1, 0, TYPES[a.dtype], pair.group),
+            library.CodeRun(b.data_ptr(), None, rows, b_codes, steps, *b.shape, pair.scale, 0, TYPES[b.dtype], 0),
         ]
     runs = (library.CodeRun * len(asked))(*asked)
-    lib = library.load(library.library_path())
-    failed = lib.tk_op_code_rows(library.wanted_isa().encode(), runs, len(runs), min(usable_cores(), _MOST_THREADS))
-    assert not failed
+    library.run_op("code_rows", runs, len(runs), min(usable_cores(), _MOST_THREADS))
     fine = [run.error < MOST_ERROR for run in runs]
     return [
         (made[3 * i], made[3 * i + 1], made[3 * i + 2]) if fine[2 * i] and fine[2 * i + 1] else None

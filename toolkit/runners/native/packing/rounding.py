@@ -14,16 +14,15 @@ from toolkit.artifacts.scales import Scales
 from toolkit.artifacts.weight_files.reused_memory import ReusedMemory
 from toolkit.base.threads import usable_cores
 from toolkit.runners.native import library
-from toolkit.runners.native.packing.packed import BF16, F16, F32
+from toolkit.runners.native.packing.pack import TYPES
 
 _WORTH_THREADS = 1 << 20  # weights: less takes as long as starting a thread
 _PIECE = 32  # rows that torch makes float32 at once
-_DTYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 
 
 def fits(weight: Tensor, group: int) -> bool:
     """Whether the library takes this, and runs here."""
-    plain = weight.device.type == "cpu" and weight.dtype in _DTYPES and weight.dim() == 2 and weight.is_contiguous()
+    plain = weight.device.type == "cpu" and weight.dtype in TYPES and weight.dim() == 2 and weight.is_contiguous()
     return plain and group % 16 == 0 and weight.shape[1] % group == 0 and library.available() is None
 
 
@@ -60,11 +59,8 @@ def row_squares(weight: Tensor, sizes: Tensor | None) -> Tensor:
         return torch.cat([rows.float().square() @ factors for rows in weight.split(_PIECE)])
     out = torch.empty(weight.shape[0])
     sizes = _floats(sizes)
-    run = library.SquaresRun(weight.data_ptr(), *weight.shape, _place(sizes), out.data_ptr(), _DTYPES[weight.dtype])
-    failed = library.load(library.library_path()).tk_op_squares(
-        library.wanted_isa().encode(), byref(run), _threads(weight)
-    )
-    assert not failed
+    run = library.SquaresRun(weight.data_ptr(), *weight.shape, _place(sizes), out.data_ptr(), TYPES[weight.dtype])
+    library.run_op("squares", byref(run), _threads(weight))
     return out
 
 
@@ -85,12 +81,9 @@ def _round(
     errors = torch.empty(0 if sizes is None else rows)
     held = (_floats(scales.columns), _floats(scales.divisors), codes, steps, zeros, _floats(sizes), errors)
     *places, of_sizes, of_errors = map(_place, held)
-    kind = _DTYPES[weight.dtype], bits, group, turned
+    kind = TYPES[weight.dtype], bits, group, turned
     run = library.RoundRun(weight.data_ptr(), rows, cols, *places, *kind, of_sizes, of_errors)
-    failed = library.load(library.library_path()).tk_op_round(
-        library.wanted_isa().encode(), byref(run), _threads(weight)
-    )
-    assert not failed
+    library.run_op("round", byref(run), _threads(weight))
     return GroupInt(codes, steps, zeros, bits, group), errors
 
 

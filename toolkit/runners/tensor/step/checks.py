@@ -8,6 +8,8 @@ from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError, check_mutual, check_texts
 from toolkit.runners.step import COLUMNS, StepBatch
 
+_OF_TOKENS = ("sample_index", "logits_index", "hidden_index", "target_index", "routes_index", "aux_index", "routed")
+
 
 def check_batch(
     batch: StepBatch,
@@ -37,19 +39,14 @@ def check_batch(
             raise RunnerError(f"rope_length: expected {tokens} entries, found {len(batch.rope_length)}")
     _within("from_previous", batch.from_previous, -1, previous)
     _within("token_ids", batch.token_ids[batch.from_previous < 0], 0, vocab)
-    _within("sample_index", batch.sample_index, 0, tokens)
-    _within("logits_index", batch.logits_index, 0, tokens)
-    _within("hidden_index", batch.hidden_index, 0, tokens)
-    _within("target_index", batch.target_index, 0, tokens)
+    for name in _OF_TOKENS:
+        _within(name, getattr(batch, name), 0, tokens)
     _within("target_ids", batch.target_ids, 0, vocab)
-    _within("routes_index", batch.routes_index, 0, tokens)
-    _within("aux_index", batch.aux_index, 0, tokens)
     _within("aux_layers", np.asarray(batch.aux_layers, np.int64), 0, len(spec.layers) + 1)
     if len(batch.target_ids) != len(batch.target_index):
         raise RunnerError("target_ids: expected one id for each entry of target_index")
     if batch.embeds is not None:
         _within("embed_index", batch.embed_index, 0, tokens)
-    _within("routed", batch.routed, 0, tokens)
     if (views := batch.views) is not None:
         _within("views.tokens", views.tokens, 0, tokens + 1)
         if len(views.ptr) != len(views.tokens) + 1 or views.ptr[-1] != len(views.seen):

@@ -32,7 +32,6 @@ def idle_batch(
     sequences, total, last = len(new), int(new.sum()), np.cumsum(new, dtype=np.int32)
     positions = np.concatenate([np.arange(length - n, length) for n, length in zip(new, lengths, strict=True)])
     entries = max(2, -(-int(lengths.max()) // block_size))  # of a state group the slots before and after
-    none = np.zeros(0, np.int32)
     return StepBatch(
         token_ids=np.zeros(total, np.int32),
         from_previous=np.full(total, -1, np.int32),
@@ -46,10 +45,6 @@ def idle_batch(
         adapter=np.full(sequences, adapter, np.int32),
         sample_index=last - 1,
         sampling=_ruled(sequences, vocab) if vocab else SamplingBatch.greedy(sequences),
-        logits_index=none,
-        hidden_index=none,
-        target_index=none,
-        target_ids=none,
     )
 
 

@@ -54,7 +54,6 @@ class Pending:
         logprob = found["logprob"][:, None] if "logprob" in found else np.full((n, 1), np.nan, np.float32)
         output = StepOutput(
             tokens=found["tokens"][:n].astype(np.int32)[:, None] if n else np.zeros((0, 1), np.int32),
-            counts=np.ones(n, np.int32),
             logprob=logprob,
             top_ids=found.get("top_ids", none).astype(np.int32),
             top_logprobs=found.get("top_logprobs", none).astype(np.float32),

@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit.models.spec import DecoderSpec
@@ -88,7 +89,9 @@ class Steps:
     def submit(self, batch: StepBatch, explain: Callable[[Exception, StepBatch], RunnerError]) -> Pending:
         """Queue a step. Raises RunnerError for a batch that cannot be."""
         self.check(batch)
-        self._copy_blocks(batch)
+        for group, pairs in enumerate(batch.copy_blocks):
+            if len(pairs):
+                self.copy_blocks(group, pairs)
         self._reach(int(batch.positions.max()))
         if self.graphs is not None and is_decode(batch):
             tensors, capture = self._decode(batch, self.graphs)
@@ -144,12 +147,10 @@ class Steps:
         if len(batch.sample_index) > MOST_SAMPLED:
             raise RunnerError(f"sample_index: expected at most {MOST_SAMPLED} rows, found {len(batch.sample_index)}")
 
-    def _copy_blocks(self, batch: StepBatch) -> None:
-        for group, pairs in enumerate(batch.copy_blocks):
-            if not len(pairs):
-                continue
-            moves = self.device.put({"source": pairs[:, 0].astype(np.int64), "target": pairs[:, 1].astype(np.int64)})
-            self.cache.copy(group, moves["source"], moves["target"])
+    def copy_blocks(self, group: int, pairs: NDArray[np.int32]) -> None:
+        """Blocks ``pairs`` [C, 2], from the first to the second."""
+        ends = self.device.put({"source": pairs[:, 0].astype(np.int64), "target": pairs[:, 1].astype(np.int64)})
+        self.cache.copy(group, ends["source"], ends["target"])
 
     # -- decode steps
 
