@@ -88,8 +88,8 @@ def refuse_unknown(where: str, kwargs: dict[str, Any]) -> None:
 def check(speculative_config: Any, gen_config: Any, max_log_len: Any, vision: Any) -> None:
     """Raise UsageError for an argument of ``Pipeline`` that means nothing."""
     if not isinstance(speculative_config, (SpeculativeConfig, type(None))):
-        wanted = "a SpeculativeConfig"
-        raise UsageError(f"speculative_config: expected {wanted}, found {type(speculative_config).__name__}")
+        found = type(speculative_config).__name__
+        raise UsageError(f"speculative_config: expected a SpeculativeConfig, found {found}")
     if gen_config is not None and not isinstance(gen_config, GenerationConfig):
         raise UsageError(f"gen_config: expected a GenerationConfig, found {type(gen_config).__name__}")
     if max_log_len is not None and (not isinstance(max_log_len, int) or max_log_len < 0):
