@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from toolkit.configs.checks import shown
 from toolkit.errors import UsageError
 from toolkit.vision.parts import user_content
 
@@ -30,7 +31,7 @@ def _one(prompt: Any, where: str) -> Prompt:
         except ValueError as e:
             raise UsageError(f"{where}: {e}") from e
     if not isinstance(prompt, str) and not _is_messages(prompt):
-        raise UsageError(f"{where}: expected text, OpenAI messages or (text, images), found {repr(prompt)[:60]}")
+        raise UsageError(f"{where}: expected text, OpenAI messages or (text, images), found {shown(prompt, 60)}")
     return prompt
 
 
