@@ -59,21 +59,16 @@ class ChatTemplate:
         self.note = found.what
         self._meta_instruction = found.meta_instruction
         self._bare = False
-        self._custom = found.custom
         self.capability = found.capability
-        self._spells_tools = found.spells_tools
-        self.tool_format = hermes.FORMAT if self._spells_tools else found.tool_format
+        self.tool_format = hermes.FORMAT if found.spells_tools else found.tool_format
         self._spell = spell_out
         self.reasoning_format = found.reasoning_format
-        self._pieces = found.pieces
-        self._built_in = found.built_in
-        self._knows_ipython = found.knows_ipython
+        self._found = found
         self._tokenizer = tokenizer
-        self._sources = found.sources
         self._renderer = _renderer(found, renderer)
         self.parse_special = found.parse_special
         self.stop_words = list(found.stop_words) or self._turn_end()
-        if self._spells_tools and self._prints_plugin_turns():
+        if self._found.spells_tools and self._prints_plugin_turns():
             self.tool_format, self._spell = internlm.FORMAT, spell_for_internlm
 
     @property
@@ -88,16 +83,16 @@ class ChatTemplate:
     @property
     def source(self) -> str:
         """Its Jinja text as others can run it: what a built-in one is given here stands in it; "" for one in Python."""
-        if self._custom is not None:
+        if self._found.custom is not None:
             return ""
-        values, ahead = {"start": self._tokenizer.start_text, "pieces": self._pieces}, ""
-        if self._built_in:
+        values, ahead = {"start": self._tokenizer.start_text, "pieces": self._found.pieces}, ""
+        if self._found.built_in:
             ahead = "".join(f"{{%- set {name} = {_literal(value)} -%}}" for name, value in values.items())
         if self._meta_instruction is not None:
             system = _literal({"role": "system", "content": self._meta_instruction})
             more = f"{{%- set messages = [{system}] + messages -%}}"
             ahead += f'{{%- if messages[0].role not in ["system", "developer"] -%}}{more}{{%- endif -%}}'
-        return ahead + self._sources["default"]
+        return ahead + self._found.sources["default"]
 
     @classmethod
     def open(
@@ -167,9 +162,9 @@ class ChatTemplate:
         variables: dict[str, Any],
     ) -> str:
         """The prompt of messages as ``normalise`` makes them."""
-        if self._meta_instruction is not None and self._custom is None and not _has_system(turns):
+        if self._meta_instruction is not None and self._found.custom is None and not _has_system(turns):
             turns.insert(0, {"role": "system", "content": self._meta_instruction})
-        if self._spells_tools and (tools or any(turn.get("tool_calls") for turn in turns)):
+        if self._found.spells_tools and (tools or any(turn.get("tool_calls") for turn in turns)):
             turns = self._spell(turns, tools)
             try:
                 return self._end(turns, None, add_generation_prompt, variables)
@@ -223,9 +218,9 @@ class ChatTemplate:
     def _run(
         self, turns: list[Message], tools: list[dict[str, Any]] | None, open_answer: bool, variables: dict[str, Any]
     ) -> str:
-        if self._custom is not None:
+        if self._found.custom is not None:
             return self._run_custom(turns, tools, open_answer, variables)
-        if not self._bare or _has_system(turns) or self._pieces is not None:
+        if not self._bare or _has_system(turns) or self._found.pieces is not None:
             return self._run_jinja(turns, tools, open_answer, variables)
         if tools:  # they stand beside the system text
             return self._run_jinja([{"role": "system", "content": ""}, *turns], tools, open_answer, variables)
@@ -244,11 +239,11 @@ class ChatTemplate:
     def _run_custom(
         self, turns: list[Message], tools: list[dict[str, Any]] | None, open_answer: bool, variables: dict[str, Any]
     ) -> str:
-        self._custom.meta_instruction = self._meta_instruction  # it may have been changed since
+        self._found.custom.meta_instruction = self._meta_instruction  # it may have been changed since
         turns = self._with_pictures(turns, parts=False)
         given = {"tools": tools, "add_generation_prompt": open_answer, **variables}
         try:
-            text = self._custom.messages2prompt(turns, True, **given)
+            text = self._found.custom.messages2prompt(turns, True, **given)
         except Exception as e:
             raise ToolkitError(f"chat template ({self.note}) fails: {type(e).__name__}: {e}") from e
         return self._tokenizer.start_text + text
@@ -256,11 +251,11 @@ class ChatTemplate:
     def _run_jinja(
         self, turns: list[Message], tools: list[dict[str, Any]] | None, open_answer: bool, variables: dict[str, Any]
     ) -> str:
-        chosen = self._sources["default"]
+        chosen = self._found.sources["default"]
         if tools:
-            chosen = self._sources.get("tool_use", chosen)
+            chosen = self._found.sources.get("tool_use", chosen)
         turns = self._with_pictures(turns, parts=self.picture is not None and self._takes_parts)
-        if not self._knows_ipython:
+        if not self._found.knows_ipython:
             turns = [{**turn, "role": "tool"} if turn["role"] == "ipython" else turn for turn in turns]
         try:
             return self._rendered(chosen, turns, tools, open_answer, variables)
@@ -280,7 +275,7 @@ class ChatTemplate:
         values = {
             **self._tokenizer.special_tokens,
             "start": self._tokenizer.start_text,
-            "pieces": self._pieces,
+            "pieces": self._found.pieces,
             "messages": turns,
             "tools": tools or None,
             "documents": None,
@@ -302,15 +297,15 @@ class ChatTemplate:
             turn = self._whole([{"role": "user", "content": "a"}], None, False, {})
         except ToolkitError:
             turn = ""
-        return told_apart(self._tokenizer, self._sources.values(), turn)
+        return told_apart(self._tokenizer, self._found.sources.values(), turn)
 
     @cached_property
     def _takes_parts(self) -> bool:
         """Whether the template reads a message's content part by part, found by rendering one: it then writes itself
         what stands for pictures."""
-        content = [{"type": "text", "text": _END}]
+        turns = [{"role": "user", "content": [{"type": "text", "text": _END}]}]
         try:
-            text = self._rendered(self._sources["default"], [{"role": "user", "content": content}], None, False, {})
+            text = self._rendered(self._found.sources["default"], turns, None, False, {})
         except (TemplateRefusal, ValueError):
             return False
         return _END in text
