@@ -11,8 +11,6 @@ from toolkit.chat import settings
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig, Response
 
-# Its names of what ours has by another one; the others are alike.
-_SPELLED = {"seed": "seed", "min_tokens": "min_new_tokens"}
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
 )  # fmt: skip
