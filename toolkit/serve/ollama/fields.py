@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from toolkit.serve.fields.protocol import as_list
 from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.fields.tools import Tool
-from toolkit.serve.llama_cpp.sampling import LlamaSampling
+from toolkit.serve.llama_cpp.sampling import LlamaSampling, MostTokens
 
 LATEST = ":latest"  # what Ollama's clients put behind a name without a tag
 
@@ -25,7 +25,7 @@ def served_as(asked: str, names: Collection[str]) -> str:
 
 
 class Options(LlamaSampling):
-    num_predict: int | None = Field(None, ge=-2, le=1 << 30, description="Most tokens; below 0: as many as fit")
+    num_predict: MostTokens = None
     # Stepped over:
     num_ctx: Any = None
     num_batch: Any = None
@@ -41,16 +41,6 @@ class Options(LlamaSampling):
     logits_all: Any = None
     vocab_only: Any = None
     embedding_only: Any = None
-
-    @model_validator(mode="after")
-    def _says_something(self) -> Options:
-        if self.num_predict == 0:
-            raise ValueError("num_predict: expected at least 1, or -1 for as many as fit, found 0")
-        return self
-
-    @property
-    def token_limit(self) -> int | None:
-        return None if self.num_predict is None or self.num_predict < 0 else self.num_predict
 
 
 class Named(Strict):
