@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from toolkit.configs.checks import shown
 from toolkit.configs.limits import MOST
@@ -90,20 +90,9 @@ SHOWN = ("text", "image", "document", "search_result")  # kinds that users and t
 KINDS = (*SHOWN, "thinking", "redacted_thinking", "tool_use", "tool_result")
 # Of what Anthropic's own tools did, and hints to its server:
 SKIPPED = frozenset(
-    {
-        "server_tool_use",
-        "web_search_tool_result",
-        "web_fetch_tool_result",
-        "code_execution_tool_result",
-        "bash_code_execution_tool_result",
-        "text_editor_code_execution_tool_result",
-        "tool_search_tool_result",
-        "mcp_tool_use",
-        "mcp_tool_result",
-        "container_upload",
-        "tool_reference",
-        "browser_state",
-    }
+    "server_tool_use web_search_tool_result web_fetch_tool_result code_execution_tool_result "
+    "bash_code_execution_tool_result text_editor_code_execution_tool_result tool_search_tool_result mcp_tool_use "
+    "mcp_tool_result container_upload tool_reference browser_state".split()
 )
 
 
@@ -127,17 +116,7 @@ def _known(kinds: tuple[str, ...], spelled: Any) -> BeforeValidator:
     return BeforeValidator(check, json_schema_input_type=spelled)
 
 
-def _kind(value: Any) -> Any:
-    return value["type"] if isinstance(value, dict) else value.type
-
-
-Shown = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[Image, Tag("image")]
-    | Annotated[Document, Tag("document")]
-    | Annotated[SearchResult, Tag("search_result")],
-    Discriminator(_kind),
-]
+Shown = Annotated[Text | Image | Document | SearchResult, Field(discriminator="type")]
 
 
 class ToolResult(Block):
@@ -148,15 +127,7 @@ class ToolResult(Block):
 
 
 AnyBlock = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[Image, Tag("image")]
-    | Annotated[SearchResult, Tag("search_result")]
-    | Annotated[Thinking, Tag("thinking")]
-    | Annotated[Redacted, Tag("redacted_thinking")]
-    | Annotated[ToolUse, Tag("tool_use")]
-    | Annotated[ToolResult, Tag("tool_result")]
-    | Annotated[Document, Tag("document")],
-    Discriminator(_kind),
+    Text | Image | SearchResult | Thinking | Redacted | ToolUse | ToolResult | Document, Field(discriminator="type")
 ]
 
 

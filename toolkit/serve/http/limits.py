@@ -135,22 +135,9 @@ class Limits:
 
 # Fields that hold a request's texts.
 _TEXTS = (
-    "messages",
-    "system",
-    "instructions",
-    "prompt",
-    "input",
-    "query",
-    "queries",
-    "documents",
-    "text_1",
-    "text_2",
-    "suffix",
-    "content",
-    "input_prefix",
-    "input_suffix",
-    "input_extra",
-)  # fields that hold them
+    "messages system instructions prompt input query queries documents text_1 text_2 suffix content input_prefix "
+    "input_suffix input_extra"
+).split()
 _OTHER_VALUES = 1 << 12  # a request has besides its prompt
 
 

@@ -114,27 +114,10 @@ _KINDS = {
     "reasoning": "thought",
 }
 SKIPPED = frozenset(
-    {
-        "web_search_call",
-        "file_search_call",
-        "computer_call",
-        "computer_call_output",
-        "image_generation_call",
-        "code_interpreter_call",
-        "local_shell_call",
-        "local_shell_call_output",
-        "shell_call",
-        "shell_call_output",
-        "apply_patch_call",
-        "apply_patch_call_output",
-        "tool_search_call",
-        "tool_search_output",
-        "mcp_list_tools",
-        "mcp_approval_request",
-        "mcp_approval_response",
-        "mcp_call",
-        "additional_tools",
-    }
+    "web_search_call file_search_call computer_call computer_call_output image_generation_call code_interpreter_call "
+    "local_shell_call local_shell_call_output shell_call shell_call_output apply_patch_call apply_patch_call_output "
+    "tool_search_call tool_search_output mcp_list_tools mcp_approval_request mcp_approval_response mcp_call "
+    "additional_tools".split()
 )
 
 
