@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from toolkit.chat.template import ChatTemplate
     from toolkit.engine.process.frontend import AsyncEngine
     from toolkit.messages import GenerationConfig
+    from toolkit.serve.fields.protocol import SampledRequest
     from toolkit.serve.generation.parsing import Formats
     from toolkit.serve.openai.responses.kept import Store
     from toolkit.vision.eyes import Eyes
@@ -148,6 +149,12 @@ class ServerState:
             for tasks in (self.admitted, *([self.of_batches] if behind.get() else ())):
                 tasks.add(task)
             task.add_done_callback(lambda task: self._leave(task, user.id))
+
+    def admit(self, request: SampledRequest, token_limit: int | None, prompts: int = 1) -> None:
+        """``check_ready`` for a request that asks for so many tokens behind each of its prompts; raise ApiError too
+        where they are too many."""
+        self.check_ready(request.model)
+        self.settings.limits.check_work(request, prompts, token_limit, self.engine.session_len)
 
     def _check_queue(self, user_id: str) -> None:
         """Raise ApiError where the queue is full: 429. One who has less of it than an equal part gets in yet, so that

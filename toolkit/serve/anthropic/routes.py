@@ -33,8 +33,7 @@ async def messages(raw: Request) -> HttpResponse:
     state, asked, size = await parse(raw, MessagesRequest)
     _check(asked)
     request = await translated(state, lambda: chat_request(asked), size)
-    state.check_ready(request.model)
-    state.settings.limits.check_work(request, 1, request.token_limit, state.engine.session_len)
+    state.admit(request, request.token_limit)
     chat = Chat(state, request, size, f"msg_{uuid.uuid4().hex}")
     return EventReply(told.events(chat), WIRE) if asked.stream else JsonReply(lambda: told.whole(chat), WIRE)
 

@@ -48,8 +48,7 @@ async def infill(raw: Request) -> HttpResponse:
 async def _answer(state: ServerState, asked: Generation, prompt: str | list[int], size: int) -> HttpResponse:
     model = asked.model or state.model_name
     request = await translated(state, lambda: asked.asked(model, prompt), size)
-    state.check_ready(model)
-    state.settings.limits.check_work(request, 1, request.token_limit, state.engine.session_len)
+    state.admit(request, request.token_limit)
     told = Told(asked, Plain(state, request, f"llama-{uuid.uuid4().hex}"))
     return EventReply(told.chunks(), WIRE) if asked.stream else JsonReply(told.whole, WIRE)
 

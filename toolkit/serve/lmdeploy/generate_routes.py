@@ -81,8 +81,7 @@ BODIES: list[type[BaseModel]] = [RawRequest, PerplexityRequest]
 )
 async def generate(raw: Request) -> HttpResponse:
     state, request, _ = await parse(raw, RawRequest)
-    state.check_ready(request.model)
-    state.settings.limits.check_work(request, 1, request.max_tokens, state.engine.session_len)
+    state.admit(request, request.max_tokens)
     answer = RawAnswer(state, request)
     return EventReply(answer.chunks()) if request.stream else JsonReply(answer.whole)
 

@@ -83,8 +83,7 @@ def _present(state: ServerState, kind: Kind, asked: Answering, model: str) -> Ht
 
 
 def _answer(state: ServerState, kind: Kind, asked: Answering, run: Chat | Plain) -> HttpResponse:
-    state.check_ready(run.request.model)
-    state.settings.limits.check_work(run.request, 1, run.request.token_limit, state.engine.session_len)
+    state.admit(run.request, run.request.token_limit)
     told = Told(kind, run, asked.model, (asked.top_logprobs or 0) if asked.logprobs else None)
     return JsonReply(told.whole, WIRE) if asked.stream is False else EventReply(told.chunks(), WIRE)
 

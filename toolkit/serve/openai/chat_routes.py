@@ -34,8 +34,7 @@ BODIES: list[type[BaseModel]] = [ChatCompletionRequest]
 )
 async def chat_completions(raw: Request) -> HttpResponse:
     state, request, size = await parse(raw, ChatCompletionRequest)
-    state.check_ready(request.model)
-    state.settings.limits.check_work(request, 1, request.token_limit, state.engine.session_len)
+    state.admit(request, request.token_limit)
     answer = ChatAnswer(state, request, size)
     return EventReply(answer.chunks()) if request.stream else JsonReply(answer.whole)
 

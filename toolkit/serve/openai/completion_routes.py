@@ -40,8 +40,7 @@ NOTHING: dict[str, Any] = {"text": "", "logprobs": None, "finish_reason": None, 
 )
 async def completions(raw: Request) -> HttpResponse:
     state, request, _ = await parse(raw, CompletionRequest)
-    state.check_ready(request.model)
-    state.settings.limits.check_work(request, len(request.prompt), request.token_limit, state.engine.session_len)
+    state.admit(request, request.token_limit, len(request.prompt))
     answer = CompletionAnswer(state, request)
     return EventReply(answer.chunks()) if request.stream else JsonReply(answer.whole)
 

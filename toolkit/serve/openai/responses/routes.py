@@ -63,8 +63,7 @@ async def responses(raw: Request) -> HttpResponse:
     state, asked, size = await parse(raw, ResponsesRequest)
     earlier, owner = _earlier(raw, asked), current_user().owner
     request, talk, size = await _translated(state, asked, asked.model, size, earlier)
-    state.check_ready(request.model)
-    state.settings.limits.check_work(request, 1, request.token_limit, state.engine.session_len)
+    state.admit(request, request.token_limit)
     chat = Chat(state, request, size, f"resp_{uuid.uuid4().hex}")
 
     def keep(response: dict[str, Any]) -> None:
