@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from toolkit.configs.checks import shown
 from toolkit.serve.fields.parameters import given_parameters, parameter, with_parameters
-from toolkit.serve.fields.protocol import StopWords, as_list
+from toolkit.serve.fields.protocol import Stop
 from toolkit.serve.fields.strict import Strict
 
 
@@ -48,7 +48,7 @@ MostTokens = Annotated[
 class LlamaSampling(Strict):
     """What is left out is drawn as the server's other routes draw it."""
 
-    stop: Annotated[StopWords | None, BeforeValidator(as_list, json_schema_input_type=str | list[str] | None)] = None
+    stop: Stop = None
     repeat_penalty: float | None = parameter("repetition_penalty")
     repeat_last_n: int | None = Field(None, description="-1 where there are penalties: they look at the whole text")
     typical_p: Annotated[float | None, only(1.0)] = None

@@ -7,11 +7,11 @@ with its own. Any other unknown field is refused by name.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from toolkit.serve.fields.protocol import as_list
+from toolkit.serve.fields.protocol import Texts
 from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.fields.tools import Tool
 from toolkit.serve.llama_cpp.sampling import LlamaSampling, MostTokens
@@ -118,7 +118,7 @@ class OllamaGenerateRequest(Answering):
 
 
 class EmbedRequest(Named):
-    input: Annotated[list[str], BeforeValidator(as_list, json_schema_input_type=str | list[str]), Field(min_length=1)]
+    input: Texts
     truncate: bool | None = Field(None, description="Cut a text that is too long; default true")
     dimensions: int | None = Field(None, ge=1, le=1 << 20, description="Keep so many of the first")
     options: dict[str, Any] | None = Field(None, description="Stepped over")
