@@ -28,7 +28,7 @@ def card(name: str, created: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def listed(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """All models, on one page."""
+def listed(cards: Sequence[dict[str, Any]], more: bool = False) -> dict[str, Any]:
+    """Things on a page, which other pages follow where there are ``more``."""
     ends = (cards[0]["id"], cards[-1]["id"]) if cards else (None, None)
-    return {"object": "list", "data": list(cards), "has_more": False, "first_id": ends[0], "last_id": ends[1]}
+    return {"object": "list", "data": list(cards), "has_more": more, "first_id": ends[0], "last_id": ends[1]}

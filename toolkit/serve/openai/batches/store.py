@@ -282,18 +282,6 @@ def named(found: R | None, what: str, id: str) -> R:
     return found
 
 
-def page(items: list[Any], after: str | None, limit: int, told: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-    """``limit`` of ``items`` behind the one whose id is ``after``, as OpenAI's lists have them. Raises ApiError."""
-    start = 0
-    if after:
-        start = 1 + next((i for i, item in enumerate(items) if item.id == after), len(items))
-        if start > len(items):
-            raise ApiError(400, f"after: no such id in this list: {after:.60}", param="after")
-    shown = [told(item) for item in items[start : start + limit]]
-    ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
-    return {"object": "list", "data": shown, **ends, "has_more": start + limit < len(items)}
-
-
 def _write(path: Path, data: bytes) -> None:
     part = path.with_suffix(".new")
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
