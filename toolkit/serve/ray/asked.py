@@ -8,6 +8,7 @@ from typing import Any
 
 from toolkit.serve.http.access.users import HEADER as USER
 from toolkit.serve.http.access.users import current_user, header_of
+from toolkit.serve.http.in_process import scope_of
 from toolkit.serve.http.request_ids import HEADER as REQUEST_ID
 from toolkit.serve.http.request_ids import current
 from toolkit.serve.proxy.forward import KEY_HEADERS, OWN_HEADERS, Incoming, of_this_connection
@@ -45,22 +46,9 @@ class Asked:
 
     def scope(self) -> dict[str, Any]:
         """What an ASGI application is called with. The front, which has looked at the key, is the client."""
-        path, _, query = self.target.partition("?")
         length = (b"content-length", str(len(self.body)).encode())
-        return {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": self.method,
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": query.encode("latin-1"),
-            "root_path": "",
-            "headers": [*((k.lower(), v) for k, v in self.headers), *([length] if self.body else [])],
-            "client": ("127.0.0.1", 1),
-            "server": None,
-        }
+        headers = [*((k.lower(), v) for k, v in self.headers), *([length] if self.body else [])]
+        return scope_of(self.method, self.target, headers, ("127.0.0.1", 1))
 
 
 def _session(incoming: Incoming) -> str:
