@@ -14,6 +14,11 @@ def good_name(name: Any) -> bool:
     return isinstance(name, str) and 0 < len(name) <= MOST_NAME and name.isprintable() and name == name.strip()
 
 
+def utc(seconds: float) -> str:
+    """Seconds since 1970 as a date and a time, as ISO 8601 has them."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
 def card(name: str, created: int, **more: Any) -> dict[str, Any]:
     """One model; ``created``: seconds since 1970; ``more``: what is ours."""
     return {
@@ -23,7 +28,7 @@ def card(name: str, created: int, **more: Any) -> dict[str, Any]:
         "owned_by": "toolkit",
         "type": "model",
         "display_name": name,
-        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+        "created_at": utc(created),
         **more,
     }
 

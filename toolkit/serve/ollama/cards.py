@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from toolkit.artifacts.weight_files.find import pickled_weights
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import build
 from toolkit.serve.http.openapi.schema import OLLAMA_ERRORS, answered
+from toolkit.serve.model_cards import utc
 from toolkit.serve.ollama.answers import OllamaModels, OllamaVersion
 from toolkit.serve.openai.infill import find_gap
 
@@ -78,7 +78,7 @@ class Listed:
         return {
             "name": self.name,
             "model": self.name,
-            "modified_at": datetime.fromtimestamp(changed, UTC).isoformat().replace("+00:00", "Z"),
+            "modified_at": utc(changed),
             "size": sum(size for _, size, _ in marks),
             "digest": hashlib.sha256(repr((self.name, marks)).encode()).hexdigest(),
             "details": self.details(),
