@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.configs.checks import shown
 from toolkit.configs.option import spelled
 from toolkit.engine.nap import ASLEEP, EMPTY, UPDATING
 from toolkit.engine.pooling import Head
@@ -18,7 +17,7 @@ from toolkit.serve.generation.cache_report import Prompts
 from toolkit.serve.generation.turn import behind
 from toolkit.serve.http.access.quotas import Quotas
 from toolkit.serve.http.access.users import current_user
-from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.errors import ApiError, not_served
 from toolkit.serve.http.sharing.lanes import Lanes
 from toolkit.serve.http.sharing.places import Places
 from toolkit.serve.lmdeploy.talks import Talks
@@ -129,7 +128,7 @@ class ServerState:
         """Raise ApiError unless ``model`` is served here and the engine can take requests; else let the request in.
         ``waits``: whether it takes a place in the queue."""
         if model not in self.model_names:
-            raise self.not_served(model)
+            raise not_served(model, self.model_names)
         if self.closing:
             raise ApiError(503, "the server is shutting down; ask again later", code="shutting_down")
         if self.sleeping:
@@ -206,12 +205,6 @@ class ServerState:
     def adapters(self) -> tuple[str, ...]:
         """Names of the adapters there are now."""
         return *(name for name in self.settings.adapters if name not in self.unloaded), *self.loaded
-
-    def not_served(self, model: str) -> ApiError:
-        """The answer to a request for another model."""
-        names = ", ".join(repr(name) for name in self.model_names)
-        message = f"model: {shown(model)} is not served here; this server has {names}"
-        return ApiError(404, message, param="model", code="model_not_found")
 
     def template_of(self, model: str) -> ChatTemplate:
         """How a request's ``model`` is talked to."""

@@ -4,6 +4,7 @@ status."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -125,6 +126,12 @@ class NoThreads(ApiError):
         told = super().anthropic()
         told["error"]["details"] = {"error_code": self.code, "unsupported": ["thread"]}
         return told
+
+
+def not_served(model: str | None, names: Iterable[str]) -> ApiError:
+    """404 for a model that is none of ``names``, which this server has."""
+    message = f"model: {shown(model)} is not served here; this server has {', '.join(map(repr, names))}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def bad_field(param: str | None, message: str, code: str | None = None) -> ApiError:

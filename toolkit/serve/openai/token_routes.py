@@ -15,7 +15,7 @@ from toolkit.serve.fields.protocol import TokenId
 from toolkit.serve.fields.strict import Strict
 from toolkit.serve.fields.template import TemplateFields
 from toolkit.serve.generation.read import encode_messages, parse, vocab_size
-from toolkit.serve.http.errors import bad_field
+from toolkit.serve.http.errors import bad_field, not_served
 from toolkit.serve.http.openapi.answers import Detokenized, Encoded, Tokens
 from toolkit.serve.http.openapi.schema import answered, describe
 from toolkit.serve.http.replies import json_response
@@ -73,7 +73,7 @@ BODIES: list[type[BaseModel]] = [TokenizeRequest, DetokenizeRequest, EncodeReque
 
 def _checked_model(state: ServerState, model: str | None) -> None:
     if model is not None and model not in state.model_names:
-        raise state.not_served(model)
+        raise not_served(model, state.model_names)
 
 
 @router.post("/tokenize", **describe(TokenizeRequest, "Token ids of a text or a conversation", Tokens))
