@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
 
 from toolkit.configs.checks import did_you_mean, shown
 from toolkit.errors import BusyError, ToolkitError, UsageError
@@ -137,6 +138,16 @@ def not_served(model: str | None, names: Iterable[str]) -> ApiError:
 def bad_field(param: str | None, message: str, code: str | None = None) -> ApiError:
     """400 for the field ``param`` (dotted path, list positions as numbers)."""
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
+
+
+def unless_json(raw: Request) -> ApiError | None:
+    """415 for a request that does not say that its body is JSON. No page of somebody else can send one that does: its
+    browser would first ask this server, which does not answer such questions."""
+    kind = raw.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() == "application/json":
+        return None
+    text = f"{raw.url.path}: expected the header 'Content-Type: application/json', found {kind or 'none'!r:.100}"
+    return ApiError(415, text, code="not_json")
 
 
 def from_validation(error: ValidationError, model: type[BaseModel] | None = None) -> ApiError:
