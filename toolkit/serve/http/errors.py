@@ -19,23 +19,14 @@ HTTP_FIELD = {"max_new_tokens": "max_tokens", "random_seed": "seed", "stop_words
 _FIELD = re.compile(r"[a-z_]+(\[\d+\]|\.[a-z_]+)*")  # how our own messages name a field: messages[0].role
 RETRY_S = 2
 MANY_FAULTS = 1000  # pydantic tells all or none, in a time that grows with them
-TYPE_OF_STATUS = {
-    400: "invalid_request_error",
+TYPE_OF_STATUS = {  # of others below 500 "invalid_request_error", then "server_error"
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    409: "invalid_request_error",
-    410: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     499: "request_cancelled",
     503: "service_unavailable_error",
 }
-
-
 ANTHROPIC = "/v1/messages"  # its routes begin so
 OLLAMA = "/api/"  # likewise
 ANTHROPIC_TYPES = {
@@ -70,7 +61,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after or RETRY_S
-        self.type = TYPE_OF_STATUS.get(status, "server_error")
+        self.type = TYPE_OF_STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
 
     @property
     def headers(self) -> dict[str, str] | None:
