@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -168,7 +168,7 @@ class Forward(Reply):
             with state.running(node) as run:
                 try:
                     async with self._asked(node, await self._source(node, lender)) as reply:
-                        run.answered(reply.status_code)
+                        run.status = reply.status_code
                         if reply.status_code in ELSEWHERE and again:
                             why, tries = f"HTTP {reply.status_code}", tries + 1
                             if reply.status_code not in NO_FAULT:
@@ -177,7 +177,7 @@ class Forward(Reply):
                         await self._pass_on(reply, node, send)
                         return
                 except NodeFailed as error:
-                    run.answered(0)
+                    run.status = 0
                     node.failed(str(error), state.clock())
                     logger.warning("%s: %s", node.url, error)
                     why, tries = str(error), tries + error.sent
@@ -193,7 +193,7 @@ class Forward(Reply):
         try:
             with self._state.running(node) as run:
                 async with self._asked(node, Handed(lend=True)) as reply:
-                    run.answered(reply.status_code)
+                    run.status = reply.status_code
                     pieces = reply.aiter_raw()
                     while await _next(pieces):
                         pass
@@ -210,7 +210,8 @@ class Forward(Reply):
         engine_id = await self._state.apart.linked(node, lender)
         return Handed(source=engine_id) if engine_id else None
 
-    def _asked(self, node: Node, handed: Handed | None = None) -> _Exchange:
+    def _asked(self, node: Node, handed: Handed | None = None) -> AbstractAsyncContextManager[httpx.Response]:
+        """The answer of a node. Raises NodeFailed."""
         own = {*OWN_HEADERS, VIA, USER.encode(), KV.encode(), *of_this_connection(self._request.headers)}
         headers = [(k, v) for k, v in self._request.headers if k.lower() not in own]
         if handed is not None:
@@ -226,7 +227,7 @@ class Forward(Reply):
         request = self._state.http.build_request(
             self._request.method, node.url + self._request.target, headers=headers, content=self._request.body
         )
-        return _Exchange(self._state.http, request)
+        return _exchange(self._state.http, request)
 
     async def _pass_on(self, reply: httpx.Response, node: Node, send: Send) -> None:
         """From the first byte on it is this node's answer, whatever happens to it."""
@@ -262,30 +263,24 @@ class Forward(Reply):
         await send({"type": "http.response.body", "body": b""})
 
 
-class _Exchange:
-    """One request to a node, whose failures are NodeFailed."""
-
-    def __init__(self, http: httpx.AsyncClient, request: httpx.Request) -> None:
-        self._http = http
-        self._request = request
-
-    async def __aenter__(self) -> httpx.Response:
+@asynccontextmanager
+async def _exchange(http: httpx.AsyncClient, request: httpx.Request) -> AsyncIterator[httpx.Response]:
+    """The answer to one request to a node. Raises NodeFailed where there is none."""
+    try:
+        reply = await http.send(request, stream=True)
+    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+        raise NodeFailed(_why(error), sent=False) from error
+    except httpx.HTTPError as error:
+        raise NodeFailed(_why(error), sent=True) from error
+    try:
         try:
-            self._reply = await self._http.send(self._request, stream=True)
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-            raise NodeFailed(_why(error), sent=False) from error
-        except httpx.HTTPError as error:
-            raise NodeFailed(_why(error), sent=True) from error
-        try:
-            check(self._reply)
+            check(reply)
         except OddAnswer as error:
-            await self.__aexit__()
             raise NodeFailed(str(error), sent=True) from None
-        return self._reply
-
-    async def __aexit__(self, *exc: object) -> None:
+        yield reply
+    finally:
         with suppress(httpx.HTTPError):
-            await self._reply.aclose()
+            await reply.aclose()
 
 
 async def _next(pieces: AsyncIterator[bytes]) -> bytes:
