@@ -23,9 +23,8 @@ from toolkit.serve.state import Running, ServerState, request_of
 from toolkit.serve.watch.metrics import RequestClock
 
 logger = logging.getLogger("toolkit.serve")
-LENT = GenerationConfig(
-    max_new_tokens=1, with_cache=True
-)  # a prompt alone: no draft, grammar or stop word of its answer
+# A prompt alone: no draft, grammar or stop word of its answer.
+LENT = GenerationConfig(max_new_tokens=1, with_cache=True)
 
 
 class Usage:
