@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -88,15 +89,15 @@ async def interactive(raw: Request) -> HttpResponse:
     return EventReply(turn.chunks(), LINES) if request.stream else JsonReply(turn.whole)
 
 
+@dataclass(frozen=True)
 class Turn:
-    """One request's turn; ``key``: whose conversation."""
+    """The turn of one request, a body of ``size`` bytes; ``key``: whose conversation."""
 
-    def __init__(self, state: ServerState, request: GenerateRequest, key: Key, adapter: str | None, size: int) -> None:
-        self.state = state
-        self.request = request
-        self.key = key
-        self.adapter = adapter
-        self.size = size
+    state: ServerState
+    request: GenerateRequest
+    key: Key
+    adapter: str | None
+    size: int
 
     def cancel(self) -> None:
         """End what runs for this session."""
@@ -105,12 +106,11 @@ class Turn:
             self.state.abort(talk.request_id)
 
     async def whole(self) -> dict[str, Any]:
-        answer, counts = Response(), (0, 0)
+        answer, before, ids = Response(), 0, 0
         async with aclosing(self._deltas()) as deltas:
-            async for delta, *found in deltas:
-                counts = (found[0], found[1])
+            async for delta, before, ids in deltas:
                 answer.extend(delta)
-        return self.told(answer, *counts)
+        return self.told(answer, before, ids)
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         async with aclosing(self._deltas()) as deltas:
@@ -143,14 +143,8 @@ class Turn:
 
     async def _deltas(self) -> AsyncGenerator[tuple[Response, int, int], None]:
         """(what is new of the answer, tokens of the history, tokens of the prompt)."""
-        kept = self.request.interactive_mode
-        if self.key[1] < 0:
-            async with aclosing(self._answer(Talk(""), False)) as pieces:
-                async for piece in pieces:
-                    yield piece
-            return
-        talks = self.state.talks
-        talk = talks.open(self.key, goes_on=kept)
+        kept, talks, named = self.request.interactive_mode, self.state.talks, self.key[1] >= 0
+        talk = talks.open(self.key, goes_on=kept) if named else Talk("")
         if not kept:
             talk.messages, talk.tokens = [], 0
         try:
@@ -158,7 +152,8 @@ class Turn:
                 async for piece in pieces:
                     yield piece
         finally:
-            talks.close(self.key, keep=kept)
+            if named:
+                talks.close(self.key, keep=kept)
 
     async def _answer(self, talk: Talk, kept: bool) -> AsyncGenerator[tuple[Response, int, int], None]:
         state, request = self.state, self.request

@@ -128,9 +128,10 @@ async def _whole(replicas: Replicas, target: str) -> tuple[int, bytes]:
     status, body = 503, b""
     try:
         async with asyncio.timeout(LOOK_S), aclosing(replicas.stream(Asked("GET", target, []))) as messages:
-            async for message in (one for some in [messages] async for many in some for one in many):
-                status = message.get("status", status)
-                body += message.get("body", b"")
+            async for some in messages:
+                for message in some:
+                    status = message.get("status", status)
+                    body += message.get("body", b"")
     except (TimeoutError, Gone, Busy):
         return 503, b""
     return status, body
