@@ -83,9 +83,7 @@ async def unload_lora_adapter(raw: Request) -> HttpResponse:
 
 
 def _answer(state: ServerState, error: ToolkitError) -> ApiError:
-    if (outage := state.engine.outage) is not None:
-        return ApiError(503, str(outage), code="engine_unavailable")
-    return ApiError(400, str(error), code="bad_adapter")
+    return state.unavailable() or ApiError(400, str(error), code="bad_adapter")
 
 
 def load(state: ServerState, name: str, path: Path) -> None:

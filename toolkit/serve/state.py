@@ -135,8 +135,8 @@ class ServerState:
             raise ApiError(503, EMPTY if self.engine.weights.empty else ASLEEP, code="sleeping")
         if self.draining:
             raise ApiError(503, UPDATING, code="updating")
-        if (outage := self.engine.outage) is not None:
-            raise ApiError(503, str(outage), code="engine_unavailable")
+        if (error := self.unavailable()) is not None:
+            raise error
         if not waits:
             return
         user = current_user()
@@ -148,6 +148,11 @@ class ServerState:
             for tasks in (self.admitted, *([self.of_batches] if behind.get() else ())):
                 tasks.add(task)
             task.add_done_callback(lambda task: self._leave(task, user.id))
+
+    def unavailable(self) -> ApiError | None:
+        """What clients are told while the engine is down; None while it is not."""
+        outage = self.engine.outage
+        return None if outage is None else ApiError(503, str(outage), code="engine_unavailable")
 
     def admit(self, request: SampledRequest, token_limit: int | None, prompts: int = 1) -> None:
         """``check_ready`` for a request that asks for so many tokens behind each of its prompts; raise ApiError too
