@@ -106,11 +106,12 @@ class Turn:
             self.state.abort(talk.request_id)
 
     async def whole(self) -> dict[str, Any]:
-        answer, before, ids = Response(), 0, 0
+        answer, counts = Response(), (0, 0)
         async with aclosing(self._deltas()) as deltas:
             async for delta, before, ids in deltas:
                 answer.extend(delta)
-        return self.told(answer, before, ids)
+                counts = before, ids
+        return self.told(answer, *counts)
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         async with aclosing(self._deltas()) as deltas:
