@@ -19,7 +19,7 @@ from toolkit.serve.http.access.quotas import Quotas
 from toolkit.serve.http.access.users import current_user
 from toolkit.serve.http.errors import ApiError, not_served
 from toolkit.serve.http.sharing.lanes import Lanes
-from toolkit.serve.http.sharing.places import Places
+from toolkit.serve.http.sharing.places import Places, may_join
 from toolkit.serve.lmdeploy.talks import Talks
 from toolkit.serve.options import ServerSettings
 from toolkit.serve.watch.metrics import ServerMetrics
@@ -161,15 +161,11 @@ class ServerState:
         self.settings.limits.check_work(request, prompts, token_limit, self.engine.session_len)
 
     def _check_queue(self, user_id: str) -> None:
-        """Raise ApiError where the queue is full: 429. One who has less of it than an equal part gets in yet, so that
-        nobody's requests are all that it has; it may become twice as long so."""
+        """Raise ApiError 429 where the queue is full: for lines of batches as soon as it is as long as it is to be."""
         places = self.settings.max_concurrent_requests or self.engine.max_batch_size
         waiting = len(self.admitted) - min(places, self.engine.max_batch_size)
         most = self.settings.limits.max_queue
-        if waiting < most:
-            return
-        users = len(self.of_users) + (user_id not in self.of_users)
-        if not behind.get() and waiting < 2 * most and self.of_users[user_id] < most // users:
+        if waiting < most if behind.get() else may_join(waiting, most, user_id, self.of_users):
             return
         text = f"{waiting} requests wait already (the server's {spelled('max_queue')}); try again later"
         raise ApiError(429, text, code="too_many_requests")
