@@ -20,10 +20,8 @@ def choose_defaults(wanted: str, model_dir: Path | None) -> GenerationConfig:
     """What ``--generation-config`` asks for: "auto" (the model's, in ``model_dir``; None: not known yet), "toolkit"
     (greedy), or another generation_config.json or its directory. Raises UsageError or ToolkitError.
     """
-    if wanted == "toolkit" or (wanted == "auto" and model_dir is None):
-        return settings.GREEDY
-    if wanted == "auto" and model_dir is not None:
-        return settings.of_model(model_dir)
+    if wanted in ("auto", "toolkit"):
+        return settings.of_model(model_dir) if wanted == "auto" and model_dir is not None else settings.GREEDY
     file = Path(wanted).expanduser()
     file = file / "generation_config.json" if file.is_dir() else file
     if file.is_file():
@@ -64,8 +62,8 @@ def generation_config(
         stop_words=request.stop,
         stop_token_ids=request.stop_token_ids,
         bad_words=request.bad_words,
-        skip_special_tokens=_or(request.skip_special_tokens, True),
-        spaces_between_special_tokens=_or(request.spaces_between_special_tokens, True),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
         include_stop_str_in_output=bool(request.include_stop_str_in_output),
         repetition_ngram_size=given.get("repetition_ngram_size", 0),
         repetition_ngram_threshold=given.get("repetition_ngram_threshold", 0),
@@ -88,10 +86,6 @@ def choice_config(config: GenerationConfig, index: int) -> GenerationConfig:
     choice = copy(config)  # checked already: long lists are not looked through again for every choice
     choice.random_seed = seed if seed <= SEED_MAX else seed & SEED_MAX
     return choice
-
-
-def _or(value: bool | None, default: bool) -> bool:
-    return default if value is None else value
 
 
 def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
