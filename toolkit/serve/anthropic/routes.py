@@ -15,7 +15,7 @@ from toolkit.serve.generation.chat import Chat
 from toolkit.serve.generation.read import encode_chat, parse, translated
 from toolkit.serve.http.errors import NoThreads
 from toolkit.serve.http.openapi.answers import AnthropicMessage, CountedTokens
-from toolkit.serve.http.openapi.schema import ANTHROPIC_ERRORS, describe
+from toolkit.serve.http.openapi.schema import ANTHROPIC_ERRORS, EVENTS, describe
 from toolkit.serve.http.replies import EventReply, JsonReply, Wire, json_response, named_event
 
 router = APIRouter(responses=ANTHROPIC_ERRORS)
@@ -25,9 +25,7 @@ WIRE = Wire(named_event, lambda error: error.anthropic(), ping=named_event(told.
 
 @router.post(
     "/v1/messages",
-    **describe(
-        MessagesRequest, "Answer a conversation, as Anthropic has it", AnthropicMessage, stream="text/event-stream"
-    ),
+    **describe(MessagesRequest, "Answer a conversation, as Anthropic has it", AnthropicMessage, stream=EVENTS),
 )
 async def messages(raw: Request) -> HttpResponse:
     state, asked, size = await parse(raw, MessagesRequest)

@@ -22,7 +22,7 @@ from toolkit.serve.generation.pooling import run_prompts
 from toolkit.serve.generation.read import encode_prompt, parse, vocab_size
 from toolkit.serve.generation.sampling import generation_config
 from toolkit.serve.http.errors import bad_field
-from toolkit.serve.http.openapi.schema import describe
+from toolkit.serve.http.openapi.schema import EVENTS, describe
 from toolkit.serve.http.replies import EventReply, JsonReply
 from toolkit.serve.lmdeploy.answers import CrossEntropy, Generated
 from toolkit.serve.state import ServerState
@@ -75,9 +75,7 @@ BODIES: list[type[BaseModel]] = [RawRequest, PerplexityRequest]
 
 @router.post(
     "/generate",
-    **describe(
-        RawRequest, "Continue a text or token ids, as LMDeploy's /generate does", Generated, stream="text/event-stream"
-    ),
+    **describe(RawRequest, "Continue a text or token ids, as LMDeploy's /generate does", Generated, stream=EVENTS),
 )
 async def generate(raw: Request) -> HttpResponse:
     state, request, _ = await parse(raw, RawRequest)

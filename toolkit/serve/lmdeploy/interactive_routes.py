@@ -21,7 +21,7 @@ from toolkit.serve.generation.read import encode_text, parse, refuse_pictures, r
 from toolkit.serve.generation.sampling import generation_config
 from toolkit.serve.http.access.users import current_user, sent_digest
 from toolkit.serve.http.errors import ApiError, TooLong, bad_field
-from toolkit.serve.http.openapi.schema import BUSY, FORGOTTEN, describe
+from toolkit.serve.http.openapi.schema import BUSY, EVENTS, FORGOTTEN, describe
 from toolkit.serve.http.replies import LINES, EventReply, JsonReply, json_response
 from toolkit.serve.lmdeploy.answers import InteractiveAnswer
 from toolkit.serve.lmdeploy.talks import Key, Talk
@@ -71,7 +71,7 @@ BODIES: list[type[BaseModel]] = [GenerateRequest]
         GenerateRequest,
         "A turn of a conversation that the server keeps",
         InteractiveAnswer,
-        stream="text/event-stream",
+        stream=EVENTS,
         also=BUSY | FORGOTTEN,
     ),
 )

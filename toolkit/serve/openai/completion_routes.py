@@ -22,7 +22,7 @@ from toolkit.serve.generation.choices import Usage, run_choices
 from toolkit.serve.generation.read import encode_prompt, parse, vocab_size
 from toolkit.serve.generation.sampling import choice_config, generation_config
 from toolkit.serve.http.openapi.answers import TextCompletion
-from toolkit.serve.http.openapi.schema import describe
+from toolkit.serve.http.openapi.schema import EVENTS, describe
 from toolkit.serve.http.replies import EventReply, JsonReply
 from toolkit.serve.openai.best import Best
 from toolkit.serve.openai.infill import with_gap
@@ -35,9 +35,7 @@ BODIES: list[type[BaseModel]] = [CompletionRequest]
 NOTHING: dict[str, Any] = {"text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
 
 
-@router.post(
-    "/v1/completions", **describe(CompletionRequest, "Continue a text", TextCompletion, stream="text/event-stream")
-)
+@router.post("/v1/completions", **describe(CompletionRequest, "Continue a text", TextCompletion, stream=EVENTS))
 async def completions(raw: Request) -> HttpResponse:
     state, request, _ = await parse(raw, CompletionRequest)
     state.admit(request, request.token_limit, len(request.prompt))

@@ -17,7 +17,7 @@ from toolkit.serve.http.access.users import current_user
 from toolkit.serve.http.errors import ApiError, bad_field
 from toolkit.serve.http.handed import handed
 from toolkit.serve.http.openapi.answers import CountedInput, DeletedResponse, InputItems, StoredResponse
-from toolkit.serve.http.openapi.schema import answered, describe
+from toolkit.serve.http.openapi.schema import EVENTS, answered, describe
 from toolkit.serve.http.replies import COMMENT, EventReply, JsonReply, Wire, json_response, named_event
 from toolkit.serve.openai import lists
 from toolkit.serve.openai.responses.asked import chat_request, conversation
@@ -45,12 +45,7 @@ WIRE = Wire(_event, ApiError.envelope, ping=COMMENT)
 
 @router.post(
     "/v1/responses",
-    **describe(
-        ResponsesRequest,
-        "Answer a conversation, as OpenAI's newer API has it",
-        StoredResponse,
-        stream="text/event-stream",
-    ),
+    **describe(ResponsesRequest, "Answer a conversation, as OpenAI's newer API has it", StoredResponse, stream=EVENTS),
 )
 async def responses(raw: Request) -> HttpResponse:
     state, asked, size = await parse(raw, ResponsesRequest)
