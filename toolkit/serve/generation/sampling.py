@@ -14,6 +14,7 @@ from toolkit.errors import UsageError
 from toolkit.serve.fields.parameters import given_parameters
 from toolkit.serve.fields.protocol import SampledRequest
 from toolkit.serve.http.errors import bad_field
+from toolkit.serve.state import ServerState
 
 
 def choose_defaults(wanted: str, model_dir: Path | None) -> GenerationConfig:
@@ -32,20 +33,21 @@ def choose_defaults(wanted: str, model_dir: Path | None) -> GenerationConfig:
 
 
 def generation_config(
+    state: ServerState,
     request: SampledRequest,
-    defaults: GenerationConfig,
     *,
     max_new_tokens: int | None,
     logprobs: int | None,
-    vocab_size: int,
     prompt_logprobs: int | None = None,
     routed: bool | None = False,
 ) -> GenerationConfig:
-    """The config of choice 0. ``max_new_tokens`` None = as far as the session goes. ``defaults``: of sampling, where
-    the request asks for nothing else; see ``settings.change``. ``routed``: tell which experts tokens went to.
+    """The config of choice 0; of sampling the server's defaults where the request asks for nothing else.
+    ``max_new_tokens`` None = as far as the session goes. ``routed``: tell which experts tokens went to.
 
-    Raises ApiError (400) for token ids past ``vocab_size``, UsageError for what GenerationConfig itself refuses.
+    Raises ApiError (400) for token ids that the model does not have, UsageError for what GenerationConfig itself
+    refuses.
     """
+    defaults, vocab_size = state.defaults, state.engine.tokenizer.vocab_size
     given = given_parameters(request)
     several = request.drawn > 1 and "temperature" not in given  # greedy choices would be one and the same
     if "top_k" in given:

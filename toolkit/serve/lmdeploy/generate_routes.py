@@ -19,7 +19,7 @@ from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.choices import run_choices
 from toolkit.serve.generation.pooling import run_prompts
-from toolkit.serve.generation.read import encode_prompt, parse, vocab_size
+from toolkit.serve.generation.read import encode_prompt, parse
 from toolkit.serve.generation.sampling import generation_config
 from toolkit.serve.http.errors import bad_field
 from toolkit.serve.http.openapi.schema import EVENTS, describe
@@ -97,11 +97,10 @@ class RawAnswer:
         state, request = self.state, self.request
         top = request.top_logprobs_num or 0
         config = generation_config(
+            state,
             request,
-            state.defaults,
             max_new_tokens=128 if request.max_tokens is None else request.max_tokens or 1,
             logprobs=top if request.return_logprob else None,
-            vocab_size=vocab_size(state),
             prompt_logprobs=None if request.prompt_from is None else top,
             routed=request.return_routed_experts,
         )

@@ -17,7 +17,7 @@ from toolkit.serve.fields.message import Messages
 from toolkit.serve.fields.protocol import SampledRequest
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.choices import run_choices
-from toolkit.serve.generation.read import encode_text, parse, refuse_pictures, run_sized, vocab_size
+from toolkit.serve.generation.read import encode_text, parse, refuse_pictures, run_sized
 from toolkit.serve.generation.sampling import generation_config
 from toolkit.serve.http.access.users import current_user, sent_digest
 from toolkit.serve.http.errors import ApiError, TooLong, bad_field
@@ -159,13 +159,7 @@ class Turn:
     async def _answer(self, talk: Talk, kept: bool) -> AsyncGenerator[tuple[Response, int, int], None]:
         state, request = self.state, self.request
         template = state.template_of(self.adapter or state.model_name)
-        config = generation_config(
-            request,
-            state.defaults,
-            max_new_tokens=request.request_output_len,
-            logprobs=None,
-            vocab_size=vocab_size(state),
-        )
+        config = generation_config(state, request, max_new_tokens=request.request_output_len, logprobs=None)
         async with AsyncExitStack() as held:
             with talk.until_started():
                 await held.enter_async_context(state.slot())

@@ -19,7 +19,7 @@ from toolkit.messages import Response
 from toolkit.serve.fields.protocol import CompletionRequest
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.choices import Usage, run_choices
-from toolkit.serve.generation.read import encode_prompt, parse, vocab_size
+from toolkit.serve.generation.read import encode_prompt, parse
 from toolkit.serve.generation.sampling import choice_config, generation_config
 from toolkit.serve.http.openapi.answers import TextCompletion
 from toolkit.serve.http.openapi.schema import EVENTS, describe
@@ -66,11 +66,10 @@ class CompletionAnswer:
         n = request.drawn
         chosen_alone = 0 if n > (request.n or 1) else None  # log-probabilities that best_of needs
         config = generation_config(
+            state,
             request,
-            state.defaults,
             max_new_tokens=request.token_limit or (1 if self.score_only else None),
             logprobs=chosen_alone if request.logprobs is None else request.logprobs,
-            vocab_size=vocab_size(state),
             prompt_logprobs=self._prompt_logprobs(),
         )
         if request.echo and request.logprobs is not None and not request.stop:
