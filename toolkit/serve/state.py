@@ -73,11 +73,10 @@ class Running:
 @dataclass
 class ServerState:
     """``of_adapters``: of those that have a template of their own. ``head``: what becomes of hidden states that
-    embeddings and scores are made of. ``eyes``: None where it reads text alone. ``active``: the
-    engine requests in flight, by their ids. ``admitted``: HTTP requests under way, those whose
-    prompts are not tokens yet too; ``of_batches``: those of them that are lines of batches; ``of_users``: how many of
-    them each user has. ``nap``: held while the
-    model goes to sleep, wakes or gets other weights. ``to_sleep``: it will sleep once they have ended.
+    embeddings and scores are made of. ``eyes``: None where it reads text alone. ``active``: the engine requests in
+    flight, by their ids. ``admitted``: HTTP requests under way, those whose prompts are not tokens yet too;
+    ``of_batches``: those of them that are lines of batches; ``of_users``: how many of them each user has. ``nap``: held
+    while the model goes to sleep, wakes or gets other weights. ``to_sleep``: it will sleep once they have ended;
     ``draining``: once they have, it gets other weights; ``new_weights``: the parts of them that have come. ``closing``:
     the server is on its way down. ``loaded``: adapters that came since the start, ``unloaded``: those of the settings
     that went."""
