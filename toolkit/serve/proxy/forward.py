@@ -87,6 +87,16 @@ class Incoming:
         values = b",".join(value for name, value in self.headers if name.lower() == VIA)
         return [hop.strip() for hop in values.split(b",") if hop.strip()]
 
+    def passed_on(self, trusted: bool, without: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
+        """The headers for a server that answers it, and whose it is; not those ``without``, in lower case, nor what is
+        this connection's. ``trusted``: as ``header_of`` has it."""
+        own = {*OWN_HEADERS, USER.encode(), *without, *of_this_connection(self.headers)}
+        more = [header_of(current_user(), self.owner, trusted)]
+        if (named := current()) is not None:  # its client has sent none, or one that may not stand in a log
+            own.add(HEADER.encode())
+            more.append((HEADER.encode(), named.id.encode()))
+        return [*((name, value) for name, value in self.headers if name.lower() not in own), *more]
+
 
 def _json_or_none(body: bytes) -> Any:
     """A body as far as it has to be known here; what is no JSON is the node's to refuse."""
@@ -212,18 +222,12 @@ class Forward(Reply):
 
     def _asked(self, node: Node, handed: Handed | None = None) -> AbstractAsyncContextManager[httpx.Response]:
         """The answer of a node. Raises NodeFailed."""
-        own = {*OWN_HEADERS, VIA, USER.encode(), KV.encode(), *of_this_connection(self._request.headers)}
-        headers = [(k, v) for k, v in self._request.headers if k.lower() not in own]
+        keys = KEY_HEADERS if self._state.settings.node_key else ()
+        headers = self._request.passed_on(node.trusted, (VIA, KV.encode(), *keys))
+        headers.append((VIA, b", ".join([*self._request.via, self._hop])))
+        headers += [(k.lower().encode(), v.encode()) for k, v in self._state.key_headers(node).items()]
         if handed is not None:
             headers.append(handed.header())
-        headers.append((VIA, b", ".join([*self._request.via, self._hop])))
-        headers.append(header_of(current_user(), self._request.owner, node.trusted))
-        if (named := current()) is not None:  # its client has sent none, or one that may not stand in a log
-            headers = [(k, v) for k, v in headers if k.lower() != HEADER.encode()]
-            headers.append((HEADER.encode(), named.id.encode()))
-        if self._state.settings.node_key:
-            headers = [(k, v) for k, v in headers if k.lower() not in KEY_HEADERS]
-            headers += [(k.lower().encode(), v.encode()) for k, v in self._state.key_headers(node).items()]
         request = self._state.http.build_request(
             self._request.method, node.url + self._request.target, headers=headers, content=self._request.body
         )
