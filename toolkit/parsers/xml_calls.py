@@ -62,16 +62,12 @@ class Element:
         found: list[tuple[re.Match[str], str]] = []
         at = 0
         while at < len(text):
-            head = self._begin.match(text, at)
-            if head is None:
+            element = self.first(text, at)
+            if element is None:
                 return None
-            if seam := self._seam.search(text, head.end()):
-                end, at = seam.span()
-            elif text.endswith(self._end, head.end()):
-                end, at = len(text) - len(self._end), len(text)
-            else:
-                return None
-            found.append((head, text[head.end() : end]))
+            head, body, end = element
+            found.append((head, body))
+            at = _BLANKS.match(text, end).end()  # type: ignore[union-attr]
         return found
 
 
