@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from toolkit.configs.checks import shown
 from toolkit.configs.limits import MOST
-from toolkit.serve.fields.parameters import with_parameters
+from toolkit.serve.fields.parameters import stepping_over, with_parameters
 from toolkit.serve.fields.protocol import StopWord
 from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.fields.tools import NAME
@@ -177,6 +177,10 @@ class OutputConfig(Block):
     format: JsonOutput | None = None
 
 
+@stepping_over(
+    "cache_control context_management speed user_profile_id workspace_id betas fallbacks fallback_credit_token "
+    "billing_policy"
+)
 class CountRequest(Strict):
     model: ModelName = ""
     messages: list[InputMessage] = Field(min_length=1)
@@ -191,25 +195,11 @@ class CountRequest(Strict):
     container: None = None
     mcp_servers: list[None] | None = Field(None, max_length=0)
     compaction: None = None
-    # Stepped over:
-    cache_control: Any = None
-    context_management: Any = None
-    speed: Any = None
-    user_profile_id: Any = None
-    workspace_id: Any = None
-    betas: Any = None
-    fallbacks: Any = None
-    fallback_credit_token: Any = None
-    billing_policy: Any = None
 
 
+@stepping_over("metadata service_tier inference_geo diagnostics")
 @with_parameters("temperature", "top_p", "top_k")
 class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1, le=1 << 30)
     stop_sequences: list[StopWord] | None = Field(None, max_length=MOST["stop_words"])
     stream: bool | None = None
-    # Stepped over:
-    metadata: Any = None
-    service_tier: Any = None
-    inference_geo: Any = None
-    diagnostics: Any = None

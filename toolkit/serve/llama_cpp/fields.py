@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from toolkit.configs.checks import shown
 from toolkit.serve.fields.formats import JsonOrText
 from toolkit.serve.fields.message import Messages
+from toolkit.serve.fields.parameters import stepping_over
 from toolkit.serve.fields.protocol import CompletionRequest, TokenId
 from toolkit.serve.fields.strict import Strict
 from toolkit.serve.fields.template import TemplateFields
@@ -30,6 +31,7 @@ def _biases(value: Any) -> Any:
     return made
 
 
+@stepping_over("cache_prompt id_slot n_keep n_discard n_cache_reuse timings_per_token sse_ping_interval")
 class Generation(LlamaSampling):
     """What /completion and /infill share."""
 
@@ -54,14 +56,6 @@ class Generation(LlamaSampling):
     lora: list[Any] | None = Field(None, description="Name an adapter as model")
     samplers: Any = Field(None, description="Refused: their order is fixed")
     response_fields: Any = Field(None, description="Refused: an answer has all fields")
-    # Stepped over:
-    cache_prompt: Any = None
-    id_slot: Any = None
-    n_keep: Any = None
-    n_discard: Any = None
-    n_cache_reuse: Any = None
-    timings_per_token: Any = None
-    sse_ping_interval: Any = None
 
     @model_validator(mode="after")
     def _can_be_done(self) -> Generation:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from toolkit.serve.fields.parameters import stepping_over
 from toolkit.serve.fields.protocol import Texts
 from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.fields.tools import Tool
@@ -24,23 +25,12 @@ def served_as(asked: str, names: Collection[str]) -> str:
     return asked if asked in names else asked.removesuffix(LATEST)
 
 
+@stepping_over(
+    "num_ctx num_batch num_gpu main_gpu num_thread num_keep numa low_vram use_mmap use_mlock f16_kv logits_all "
+    "vocab_only embedding_only"
+)
 class Options(LlamaSampling):
     num_predict: MostTokens = None
-    # Stepped over:
-    num_ctx: Any = None
-    num_batch: Any = None
-    num_gpu: Any = None
-    main_gpu: Any = None
-    num_thread: Any = None
-    num_keep: Any = None
-    numa: Any = None
-    low_vram: Any = None
-    use_mmap: Any = None
-    use_mlock: Any = None
-    f16_kv: Any = None
-    logits_all: Any = None
-    vocab_only: Any = None
-    embedding_only: Any = None
 
 
 class Named(Strict):
