@@ -29,11 +29,11 @@ def answer_all(
     engine: EngineFlags,
     actors: OnRay,
 ) -> float:
-    """Answer what ``files`` has left; seconds that it took once the model was loaded. ``answers``: where they go;
-    ``what``: they are called in the bar."""
+    """Answer what ``files`` has left; seconds from when the model was loaded to the last answer.
+    ``answers``: where they go; ``what``: they are called in the bar."""
     from toolkit.batch.run import answer
 
-    began = time.monotonic()
+    seconds = 0.0
     if files.tally.done < files.tally.total:
         with ExitStack() as stack:
             with Progress() as bar:
@@ -47,7 +47,8 @@ def answer_all(
                     lambda tally: bar.update(what, tally.done, tally.total),
                     lambda: bar.console.print(here, markup=False, soft_wrap=True),
                 )
-    return time.monotonic() - began
+            seconds = time.monotonic() - began
+    return seconds
 
 
 @contextmanager

@@ -305,6 +305,24 @@ def test_many_short_prompts_do_not_starve_a_long_one(machine: Callable[..., Mach
     assert long[-1] - long[0] < 30
 
 
+@pytest.mark.parametrize("slow", [lambda step: step == 0, lambda step: step % 20 == 19], ids=["first step", "moments"])
+def test_what_is_slow_for_a_moment_does_not_keep_an_engine_from_filling(
+    slow: Callable[[int], bool], machine: Callable[..., Machine]
+) -> None:
+    """On the demo's figures, steps four times as slow as the others, many short requests: nearly all places decode."""
+    m = machine(token=5.5e-4, far=2e-7, decode=0.006, one=7e-4, target=None)
+    for i in range(300):
+        m.ask(f"{i}", 40, m.random.randint(24, 55))
+    usual = m.token, m.decode, m.one
+    for step in range(10_000):
+        m.token, m.decode, m.one = (4 * x if slow(step) else x for x in usual)
+        m.run(1)
+        if not m.core.scheduler.waiting:
+            break
+    full = [decodes >= 48 for decodes, *_ in m.steps]
+    assert np.mean(full) > 0.7
+
+
 def test_without_a_target_only_the_upper_limit_holds() -> None:
     assert Pace(0).budget(decodes=5, before=0, most=8192) == 8192
 

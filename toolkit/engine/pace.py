@@ -28,6 +28,7 @@ LONG_STEP = 0.1  # seconds of a step, beside which the time between two does not
 NOISE = 0.2  # of a measured time that may be chance, as a share of it
 DRIFT = 0.1  # by which a prompt's cost may change from one step to the next, as a share; more where one was a surprise
 DECODE_DRIFT = 0.05  # by which the cost of decoding may
+SURPRISE = 2.0  # times what it should take that a step takes which counts only if the next one does, too
 FREE = 1.4  # times what a step takes that it may take with twice as many prompt tokens, which are next to nothing then
 DEAR = 1.7  # and which tells at once that they are not
 LOOKS = 8  # steps that one size is judged by
@@ -51,6 +52,7 @@ class Pace:
         self._doubt = np.zeros((4, 4))  # their covariance
         self._tried = FIRST_GUESS // 2  # most prompt tokens of a step so far
         self._ended = 0.0
+        self._surprised = False  # the last step took much longer than expected
         self._free = Free()
 
     def budget(self, decodes: int, before: int, most: int, times: float = ALONE, patient: int = 0) -> int:
@@ -103,29 +105,35 @@ class Pace:
 
     def _learn(self, work: np.ndarray, seconds: float) -> None:
         """One step of a Kalman filter, in shares of the time that was measured."""
-        new = [part for part in (DECODE, PROMPTS) if work[part].any() and not self._costs[part].any()]
-        if new:
-            self._guess(new, work, seconds)
+        if seconds <= 0:
             return
+        if work[0] and work[2] * self._costs[2] > seconds:  # an engine's first step may have been slow
+            self._costs[2] = seconds / work[2]
+        new = [part for part in (DECODE, PROMPTS) if work[part].any() and not self._costs[part].any()]
+        for part in new:
+            self._suppose(part, work, seconds / len(new))
         expected = float(work @ self._costs)
+        before, self._surprised = self._surprised, not new and seconds > SURPRISE * expected
+        if self._surprised and not before:
+            return
         seconds = min(seconds, 4 * expected)  # another process had the cores: not for long, or it shows again
-        drift = np.full(4, max(DRIFT, abs(seconds / expected - 1) / 2))
-        drift[DECODE] = DECODE_DRIFT
-        self._doubt += np.diag((drift * self._costs * (work > 0)) ** 2)
+        if not new:
+            drift = np.full(4, max(DRIFT, abs(seconds / expected - 1) / 2))
+            drift[DECODE] = DECODE_DRIFT
+            self._doubt += np.diag((drift * self._costs * (work > 0)) ** 2)
         gain = self._doubt @ work / (work @ self._doubt @ work + (NOISE * seconds) ** 2)
         least = self._costs * 0.2
         self._costs = np.maximum(self._costs + gain * (seconds - expected), least)
         self._doubt -= np.outer(gain, work @ self._doubt)
 
-    def _guess(self, new: list[slice], work: np.ndarray, seconds: float) -> None:
-        """Costs that have not been measured before, from one step."""
-        rest = max(seconds - float(work @ self._costs), 0.1 * seconds) / len(new)
-        for part in new:
-            # As if eight requests that decode cost as much as what all of them share,
-            # and a token's attention to 4,000 others as much as all else of it.
-            shape = np.array([8, 1] if part is DECODE else [1, 1 / 4000])
-            self._costs[part] = shape * rest / float(work[part] @ shape)
-            self._doubt[part, part] = np.diag(self._costs[part] ** 2)
+    def _suppose(self, part: slice, work: np.ndarray, seconds: float) -> None:
+        """Costs that have not been measured before: as if they took ``seconds`` of a step. What is known of its other
+        costs may be wrong as well, so ``_learn`` then mends both."""
+        # As if eight requests that decode cost as much as what all of them share,
+        # and a token's attention to 4,000 others as much as all else of it.
+        shape = np.array([8, 1] if part is DECODE else [1, 1 / 4000])
+        self._costs[part] = shape * seconds / float(work[part] @ shape)
+        self._doubt[part, part] = np.diag(self._costs[part] ** 2)
 
 
 class Free:
