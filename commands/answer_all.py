@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from toolkit.base.progress import Progress
 from toolkit.batch.options import BatchSettings
 from toolkit.commands.options import EngineFlags
-from toolkit.commands.output import say_how_it_runs
+from toolkit.commands.output import say, say_how_it_runs
 from toolkit.configs.on_ray import OnRay
 from toolkit.serve.http.limits import Limits
 
@@ -45,7 +45,7 @@ def answer_all(
                     by,
                     files,
                     lambda tally: bar.update(what, tally.done, tally.total),
-                    lambda: bar.console.print(here, markup=False, soft_wrap=True),
+                    lambda: say(here, bar.console),
                 )
             seconds = time.monotonic() - began
     return seconds
@@ -71,19 +71,14 @@ def _opened(
         with on_ray(model, settings, limits, actors, config=config, chat_template=template, progress=bar.update) as by:
             yield by
         return
-    console = bar.console
-
-    def note(line: str) -> None:
-        console.print(line, style="dim", markup=False, soft_wrap=True)
-
     bar.update(f"loading {model}")
     with opened(
         model,
         settings.server(limits),
         engine_config=config,
         chat_template=engine.chat_template,
-        packed=engine.packed(config, note),
+        packed=engine.packed(config, lambda line: say(line, bar.console, "dim")),
         progress=bar.update,
     ) as app:
-        say_how_it_runs(console, app.state.server.engine, app.state.server.engine.runner_note)
+        say_how_it_runs(bar.console, app.state.server.engine, app.state.server.engine.runner_note)
         yield Answerer.of(app)

@@ -63,7 +63,7 @@ def show(
     if kv_cache_dir is None:
         total, limit = (size / pack_cache.GIB for size in (sum(e.size for e in found), pack_cache.largest_size()))
         _show("Packed models", "packed from", [(e.path.name, e.source, e.size, e.used) for e in found])
-        stdout().print(f"{total:.2f} of {limit:g} GiB in {pack_cache.cache_dir()}", soft_wrap=True)
+        say(f"{total:.2f} of {limit:g} GiB in {pack_cache.cache_dir()}", stdout())
     elif not kept:
         say(f"no KV caches in {kv_cache_dir}", stdout())
     for path in dict.fromkeys(path for path, _ in kept):
@@ -71,7 +71,7 @@ def show(
         _show(
             "KV caches, prompts among them", "of", [(e.model, e.about.get("model", "?"), e.size, e.used) for e in own]
         )
-        stdout().print(f"{sum(e.size for e in own) / pack_cache.GIB:.2f} GiB in {path}", soft_wrap=True)
+        say(f"{sum(e.size for e in own) / pack_cache.GIB:.2f} GiB in {path}", stdout())
 
 
 @app.command("clear")
@@ -102,8 +102,7 @@ def clear(
         for path, entry in kept:
             if entry.model == name:
                 size = folder.clear(DIR, path, name)
-                told = f"deleted {name}, {size / 1e6:,.0f} MB of KV cache in {path}"
-                say(told, stdout())
+                say(f"deleted {name}, {size / 1e6:,.0f} MB of KV cache in {path}", stdout())
 
 
 def _kept(only: Path | None) -> list[tuple[Path, Entry]]:

@@ -11,7 +11,7 @@ import typer
 
 from toolkit.commands.app.interrupt import answered
 from toolkit.commands.options import EngineFlags, with_engine_flags
-from toolkit.commands.output import say_how_it_runs, stderr
+from toolkit.commands.output import say, say_how_it_runs, stderr
 from toolkit.commands.sampling_options import SamplingFlags, with_answer_flags
 from toolkit.errors import UsageError
 
@@ -89,7 +89,7 @@ def run(
         if kept is not None:
             kept.go_on(talk, **given)
             if talk.turns:
-                console.print(f"{session}: {len(talk.turns)} messages", style="dim", markup=False, soft_wrap=True)
+                say(f"{session}: {len(talk.turns)} messages", console, "dim")
         _show(pipe, talk, image or (), video or ())
         if question is None:
             say_how_it_runs(console, pipe.engine, pipe.engine.runner_note)
@@ -111,10 +111,12 @@ def _loaded(
     allow_private_media: bool,
 ) -> Pipeline:
     """The model of the flags, ready to answer."""
+    from rich.text import Text
+
     from toolkit.pipeline.pipeline import Pipeline
     from toolkit.runners.base import Backend
 
-    with console.status(f"Loading {model}"):
+    with console.status(Text(f"Loading {model}")):
         # what is to be said about loading is said once it has loaded, in plain lines
         return Pipeline(
             model,
@@ -125,7 +127,7 @@ def _loaded(
             allow_private_media=allow_private_media,
             adapter_name=config.first_adapter,
             progress=lambda line: None,
-            packed=engine.packed(config, lambda line: console.print(line, style="dim", markup=False, soft_wrap=True)),
+            packed=engine.packed(config, lambda line: say(line, console, "dim")),
         )
 
 
@@ -172,7 +174,7 @@ def _say_what_is_awaited() -> None:
         return
     if not there:
         line = "reading standard input, which goes before --prompt; with `< /dev/null` there is none"
-        stderr().print(line, style="dim", soft_wrap=True)
+        say(line, style="dim")
 
 
 def read_piped() -> str:

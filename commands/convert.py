@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from toolkit.base.progress import Progress
+from toolkit.commands.app.own_families import to_type
 from toolkit.commands.options import with_flags, with_lmdeploy_flags
 from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.configs.engine import CommonEngineConfig
@@ -40,9 +41,6 @@ class ConvertFlags(Packing):
     revision: str | None = same_option(CommonEngineConfig, "revision")
     download_dir: str | None = same_option(CommonEngineConfig, "download_dir")
     json: str | None = option(None, "Write the manifest as JSON to this file (- = standard output).")
-
-    def packing(self) -> Packing:
-        return Packing(**{f.name: getattr(self, f.name) for f in fields(Packing)})
 
     def fetch(self, model: str) -> str:
         """The local path of MODEL."""
@@ -85,7 +83,7 @@ def _pack(model: str, dst_path: str, flags: ConvertFlags) -> None:
         done = convert(
             path,
             dst_path,
-            flags.packing(),
+            flags,
             overwrite=flags.overwrite,
             progress=partial(progress.update, f"converting {model}"),
             measuring=partial(progress.update, "measuring the KV cache"),
@@ -164,8 +162,9 @@ def _next(path: Path, tp: int, read: bool) -> tuple[str, str]:
             except ToolkitError as error:
                 return "before it runs", str(error)
         if reads_alone(place):
-            return "try it", f"tool embed texts.jsonl vectors.npy --model {place}{ranks}"
-    return "try it", f"tool chat {place}{ranks}"
+            return "try it", to_type(f"tool embed texts.jsonl vectors.npy --model {place}{ranks}")
+    chat = f"tool chat {place}{ranks}"
+    return "try it", chat if (place / "engine.json").is_file() else to_type(chat)  # an artifact holds its spec
 
 
 def _report(

@@ -5,23 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from toolkit.base.progress import Progress
 from toolkit.commands.app.groups import new_app
-from toolkit.commands.eval_haystack import needle, opened, passkey
+from toolkit.commands.eval_haystack import MODEL, answered, needle, opened, passkey
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
-from toolkit.commands.output import stderr, stdout, table, write_json
+from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.configs.option import option, same_option
 from toolkit.errors import UsageError
-
-if TYPE_CHECKING:
-    from toolkit.eval.tasks import Model
-    from toolkit.pipeline.pipeline import Pipeline
-    from toolkit.pipeline.prompts import Prompt
 
 JSON = Annotated[str | None, typer.Option("--json", help="Write the figures to this file (- is standard output).")]
 DATA = "A text file (UTF-8), or `heldout`: the text that `tool lite` measures on."
@@ -32,7 +27,7 @@ app = new_app(help="Measure the quality of a model.", no_args_is_help=True)
 @app.command("ppl")
 @with_engine_flags
 def ppl(
-    model: Annotated[str, typer.Argument(help="A directory, a hub id, a .gguf file, an artifact, or `demo`.")],
+    model: Annotated[str, typer.Argument(help=MODEL)],
     engine: EngineFlags,
     data: Annotated[Path, typer.Option("--data", help=DATA)],
     window: Annotated[int, typer.Option("--window", help="Tokens that the model sees at once.")] = 1024,
@@ -63,7 +58,6 @@ def ppl(
             raise UsageError("--reference: it is --backend pytorch --dtype float32; leave other ones out")
         engine.backend, engine.dtype = "pytorch", "float32"
     config = engine.config()
-    say = partial(stderr().print, markup=False, soft_wrap=True)
     with Progress() as bar:
         found = perplexity(
             model,
@@ -77,7 +71,7 @@ def ppl(
             tell=say,
         )
     if json != "-":
-        stdout().print(table("Perplexity", ("", "value"), [(k, v) for k, v in found.items()]))
+        stdout().print(table("Perplexity", ("", "value"), found.items()))
     write_json(json, found)
 
 
@@ -118,14 +112,14 @@ def compare(
             progress=partial(bar.update, "comparing"),
         )
     if json != "-":
-        stdout().print(table("Comparison", ("", "value"), [(k, v) for k, v in found.items()]))
+        stdout().print(table("Comparison", ("", "value"), found.items()))
     write_json(json, found)
 
 
 @app.command("tasks")
 @with_engine_flags
 def tasks(
-    model: Annotated[str, typer.Argument(help="A directory, a hub id, a .gguf file, an artifact, or `demo`.")],
+    model: Annotated[str, typer.Argument(help=MODEL)],
     engine: EngineFlags,
     names: Annotated[
         list[str] | None, typer.Option("--task", help="cloze, passkey, json_schema or tool_calls; repeatable.")
@@ -138,7 +132,7 @@ def tasks(
     Example: tool eval tasks demo --limit 20
     """
     from toolkit.artifacts.output.result_file import check_json
-    from toolkit.eval.tasks import TASKS, run_task
+    from toolkit.eval.tasks import TASKS, Model, run_task
 
     check_json("--json", json, ("task", "items", "accuracy"))
     for name in names or ():
@@ -147,7 +141,11 @@ def tasks(
     chosen = list(dict.fromkeys(names or TASKS))
     rows = []
     with opened(model, engine, engine.config()) as pipe, Progress() as bar:
-        asked = _model(pipe)
+        asked = Model(
+            pipe.tokenizer.encode,
+            lambda ids: pipe.engine.score(ids, pipe.adapter_name).tolist(),
+            lambda prompts, most: [text for text, _ in answered(pipe, prompts, most)],
+        )
         for name in chosen:
             tell = partial(bar.update, name, total=limit)
             rows.append(run_task(name, asked, limit, tell))
@@ -155,18 +153,6 @@ def tasks(
         cells = [(r["task"], r["accuracy"], r["stderr"], TASKS[r["task"]].about) for r in rows]
         stdout().print(table(f"{limit} items a task", ("task", "accuracy", "±", "what it asks for"), cells))
     write_json(json, rows)
-
-
-def _model(pipe: Pipeline) -> Model:
-    from toolkit.eval.tasks import Model
-    from toolkit.messages import GenerationConfig
-
-    def answer(prompts: list[str], max_tokens: int) -> list[str]:
-        greedy = GenerationConfig(max_new_tokens=max_tokens, do_sample=False)
-        batch: list[Prompt] = [*prompts]
-        return [reply.text for reply in pipe.infer(batch, greedy)]
-
-    return Model(pipe.tokenizer.encode, lambda ids: pipe.engine.score(ids, pipe.adapter_name).tolist(), answer)
 
 
 app.command("passkey")(passkey)

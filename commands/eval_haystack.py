@@ -11,13 +11,13 @@ import typer
 
 from toolkit.base.progress import Progress
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
-from toolkit.commands.output import stderr, stdout, table, write_json
+from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.configs.option import option
 from toolkit.errors import ToolkitError, UsageError
 
 if TYPE_CHECKING:
     from toolkit.configs.engine import EngineConfig
-    from toolkit.eval.haystack import Asked, Grid, Kind
+    from toolkit.eval.haystack import Grid, Kind
     from toolkit.pipeline.pipeline import Pipeline
     from toolkit.pipeline.prompts import Prompt
 
@@ -75,7 +75,7 @@ def needle(
 
 def _run(kind: Kind, model: str, engine: EngineFlags, haystack: Haystack, text: str = "") -> None:
     from toolkit.artifacts.output.result_file import check_json, check_plot
-    from toolkit.eval.haystack import search
+    from toolkit.eval.haystack import Asked, search
 
     check_json("--json", haystack.json, ("length", "depth", "score"))
     check_plot("--plot", haystack.plot)
@@ -89,7 +89,7 @@ def _run(kind: Kind, model: str, engine: EngineFlags, haystack: Haystack, text: 
         config.max_batch_size = min(grid.rounds, 8)
     rows = []
     with opened(model, engine, config) as pipe, Progress() as bar:
-        for row in search(kind, _asked(pipe), grid, text):
+        for row in search(kind, Asked(pipe.tokenizer.encode, partial(answered, pipe)), grid, text):
             rows.append(row)
             bar.update(f"{row['length']} tokens", len(rows), len(grid.cells))
     if haystack.json != "-":
@@ -109,7 +109,6 @@ def opened(model: str, engine: EngineFlags, config: EngineConfig) -> Pipeline:
     """The model, with the first adapter of ``config``, that of ``engine``; what is to be said goes to stderr."""
     from toolkit.pipeline.pipeline import pipeline
 
-    say = partial(stderr().print, markup=False, soft_wrap=True)
     return pipeline(
         model,
         config,
@@ -120,17 +119,13 @@ def opened(model: str, engine: EngineFlags, config: EngineConfig) -> Pipeline:
     )
 
 
-def _asked(pipe: Pipeline) -> Asked:
-    from toolkit.eval.haystack import Asked
+def answered(pipe: Pipeline, prompts: list[str], max_tokens: int) -> list[tuple[str, int]]:
+    """What the model answers, greedily, and how many tokens each prompt had. Raises ToolkitError where it fails."""
     from toolkit.messages import GenerationConfig
 
-    def answer(prompts: list[str], max_tokens: int) -> list[tuple[str, int]]:
-        greedy = GenerationConfig(max_new_tokens=max_tokens, do_sample=False)
-        batch: list[Prompt] = [*prompts]
-        replies = pipe.infer(batch, greedy)
-        for reply in replies:
-            if reply.finish_reason == "error":
-                raise ToolkitError(f"the model fails: {reply.error_message}")
-        return [(reply.text, reply.input_token_len) for reply in replies]
-
-    return Asked(pipe.tokenizer.encode, answer)
+    batch: list[Prompt] = [*prompts]
+    replies = pipe.infer(batch, GenerationConfig(max_new_tokens=max_tokens, do_sample=False))
+    for reply in replies:
+        if reply.finish_reason == "error":
+            raise ToolkitError(f"the model fails: {reply.error_message}")
+    return [(reply.text, reply.input_token_len) for reply in replies]

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toolkit.base.progress import Progress
 from toolkit.commands.app.groups import new_app
 from toolkit.commands.lite_options import (
     LiteFlags,
     Model,
     WorkDir,
     choices,
-    progress_bar,
     report,
     say_next,
-    say_size,
     with_lite_flags,
 )
 from toolkit.commands.options import with_flags, with_lmdeploy_flags
@@ -34,15 +33,8 @@ app = new_app(
 
 
 OF_TEXT = (
-    "calib_dataset",
-    "calib_samples",
-    "calib_self_samples",
-    "calib_seqlen",
-    "nsamples",
-    "seqlen",
-    "batch_size",
-    "seed",
-    "calibration",
+    *("calib_dataset", "calib_samples", "calib_self_samples", "calib_seqlen", "nsamples", "seqlen"),
+    *("batch_size", "seed", "calibration"),
 )
 
 
@@ -53,13 +45,12 @@ def _quantize(
     flags: LiteFlags,
     *options: Any,
     without: tuple[str, ...] = (),
-) -> Result:
+) -> None:
     """Run one method of ``toolkit.quant.lite`` with its ``options`` and what all share but ``without``, and report."""
     common = flags.common(without)
-    with progress_bar() as progress:
-        result = method(model, work_dir, *options, common=common, progress=progress)
+    with Progress(keep=True) as bar:
+        result = method(model, work_dir, *options, common=common, progress=bar.update)
     report(result, flags)
-    return result
 
 
 @app.command("auto_awq")
@@ -151,10 +142,8 @@ def kv(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir")) -> 
     """
     from toolkit.quant.methods.kv import kv as find_scales
 
-    common = flags.common(without=("format", "skip", "include", "quantize_lm_head", "calibration", "plot"))
-    with progress_bar() as progress:
-        result = find_scales(model, work_dir, common=common, progress=progress)
-    report(result, flags)
+    without = ("format", "skip", "include", "quantize_lm_head", "calibration", "plot")
+    _quantize(find_scales, model, work_dir, flags, without=without)
 
 
 @app.command("merge")
@@ -195,8 +184,8 @@ def draft(
     from toolkit.quant.draft.run import draft as train
 
     check_json("--json", json, ("path", "options"))
-    with progress_bar() as progress:
-        result = train(model, work_dir, options, overwrite=overwrite, device=device, progress=progress, notice=say)
+    with Progress(keep=True) as bar:
+        result = train(model, work_dir, options, overwrite=overwrite, device=device, progress=bar.update, notice=say)
     if result.already_there:
         say(f"{result.path}: already there")
     found = result.quality
@@ -226,8 +215,8 @@ def calibrate(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir
     common = flags.common(
         without=("format", "skip", "include", "quantize_lm_head", "calibration", "plot", "dtype", "eval_tokens")
     )
-    with progress_bar() as progress:
-        result = collect(model, work_dir, common=common, progress=progress, told=say_size)
+    with Progress(keep=True) as bar:
+        result = collect(model, work_dir, common=common, progress=bar.update)
     if result.already_there:
         say(f"{result.path}: already there")
     if flags.json != "-":
@@ -246,7 +235,7 @@ def search(model: Model, flags: LiteFlags, options: Search, work_dir: WorkDir = 
     from toolkit.quant.lite import search as quantize
 
     common = flags.common()
-    with progress_bar() as progress:
-        result = quantize(model, work_dir, options, common=common, progress=progress)
+    with Progress(keep=True) as bar:
+        result = quantize(model, work_dir, options, common=common, progress=bar.update)
     why = choices(result.quality["search"])
     report(result, flags, table("Why", ("unit", "bits", "loss", "cheaper", "dearer"), why))

@@ -1,10 +1,8 @@
-"""The flags that all of ``tool lite`` share, its progress bar and its closing table."""
+"""The flags that all of ``tool lite`` share, and its closing table."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,9 +11,9 @@ import typer
 from rich.table import Table
 
 from toolkit.base.figures import written
-from toolkit.base.progress import Progress
+from toolkit.commands.app.own_families import to_type
 from toolkit.commands.options import with_flags
-from toolkit.commands.output import say, stderr, stdout, table, write_json
+from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.configs.option import option, show_size, spelled
 from toolkit.errors import UsageError
 from toolkit.quant.options import Common
@@ -62,15 +60,10 @@ class LiteFlags(Common):
 
 def say_next(command: str) -> None:
     """What to type after this."""
-    say(f"next: {command}", stdout())
+    say(f"next: {to_type(command)}", stdout())
 
 
 with_lite_flags = with_flags("flags", LiteFlags)
-
-
-def say_size(count: int) -> None:
-    """How much ``calibrate`` is about to write."""
-    stderr().print(f"statistics: at most {count / 1e9:.2f} GB (twice that while they are taken)")
 
 
 def choices(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, str, str]]:
@@ -83,13 +76,6 @@ def choices(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, str, str]]:
         return c["kind"] or f"{c['bits']} bits, {c['group_size']}"
 
     return [(r["unit"], chosen(r), f"{100 * r['loss']:.4f}", grid(r["cheaper"]), grid(r["dearer"])) for r in rows]
-
-
-@contextmanager
-def progress_bar() -> Iterator[Any]:
-    """Progress on standard error, a bar a phase; yields (phase, done, total) -> None."""
-    with Progress(keep=True) as progress:
-        yield progress.update
 
 
 def report(result: Result, flags: LiteFlags, first: Table | None = None) -> None:

@@ -21,8 +21,9 @@ from toolkit.base import extras
 from toolkit.commands.app import aliases
 from toolkit.commands.app.groups import Group, new_app
 from toolkit.commands.app.interrupt import INTERRUPTED, Watch
+from toolkit.commands.app.own_families import name_families, raised_in
 from toolkit.commands.app.plain_values import spare
-from toolkit.errors import ToolkitError, UsageError
+from toolkit.errors import ToolkitError
 
 # name -> (one line of help, panel). A module with `app` is a group of commands, one with `run` a single command.
 COMMANDS = {
@@ -152,39 +153,6 @@ def normalise(argv: list[str]) -> tuple[list[str], bool]:
     return out, debug
 
 
-def name_families(argv: list[str]) -> list[str]:
-    """``argv`` without ``--custom-module-map FILE``, which goes into the environment: of this process and its own."""
-    flag, out = "--custom-module-map", []
-    own = argv[: argv.index("--")] if "--" in argv else argv
-    given = iter(own)
-    for arg in given:
-        name, eq, value = arg.partition("=")
-        if name != flag:
-            out.append(arg)
-            continue
-        path = value if eq else next(given, "")
-        if not os.path.isfile(path):
-            raise UsageError(f"{flag}: found {path or 'nothing'}, expected a Python file (docs/add-a-model.md)")
-        from toolkit.models.registry import VARIABLE
-
-        known = [os.environ[VARIABLE]] if os.environ.get(VARIABLE) else []
-        os.environ[VARIABLE] = os.pathsep.join([os.path.abspath(path), *known])
-    return out + argv[len(own) :]
-
-
-def _in_own_family(error: BaseException) -> str | None:
-    """The file and line of a model family of the user's own (``--custom-module-map``) that an exception comes from."""
-    from toolkit.models.registry import VARIABLE
-
-    files = {os.path.abspath(path) for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path}
-    place, at = None, error.__traceback__
-    while at is not None:
-        file = at.tb_frame.f_code.co_filename
-        place = f"{file}, line {at.tb_lineno}" if os.path.abspath(file) in files else place
-        at = at.tb_next
-    return place
-
-
 def _explain(error: BaseException) -> tuple[str, int]:
     """One line and the exit code for an exception that ended a command."""
     if isinstance(error, ToolkitError):
@@ -210,7 +178,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, ModuleNotFoundError) and (told := extras.explain(error)):
         return told, 1
     text = str(error).strip()
-    if (place := _in_own_family(error)) is not None:
+    if (place := raised_in(error)) is not None:
         return f"{place}: {type(error).__name__}: {text or 'no message'} (--debug shows the traceback)", 2
     return f"internal error, {type(error).__name__}: {text or 'no message'} (--debug shows the traceback)", 1
 

@@ -9,7 +9,7 @@ import typer
 
 from toolkit.base.progress import Progress
 from toolkit.commands.options import with_flags
-from toolkit.commands.output import stdout, table, write_json
+from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.errors import UsageError
 from toolkit.planner.options import Demand
 
@@ -129,7 +129,7 @@ def _show(demand: Demand, answers: list[Answer]) -> None:
     out.print(table(f"{_load(demand)}; goals: {goals}", ("", *(a.machine.name for a in answers)), shown))
     for answer in answers:
         if answer.why:
-            out.print(f"{answer.machine.name}: {answer.why}", markup=False, soft_wrap=True)
+            say(f"{answer.machine.name}: {answer.why}", out)
         if answer.machine.worst is not None and abs(answer.machine.worst) > 0.1:
             note = f"the measured runs are simulated with an error of up to {answer.machine.worst:+.0%}"
-            out.print(f"{answer.machine.name}: {note}; more of them make the plan better", markup=False, soft_wrap=True)
+            say(f"{answer.machine.name}: {note}; more of them make the plan better", out)

@@ -12,7 +12,7 @@ import typer
 from toolkit.base.progress import Progress
 from toolkit.commands.app.groups import new_app
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
-from toolkit.commands.output import show_engine, stdout, table, write_json
+from toolkit.commands.output import say, show_engine, stdout, table, write_json
 from toolkit.commands.profile_server import api_server
 from toolkit.commands.sampling_options import SamplingFlags, with_load_flags
 from toolkit.errors import UsageError
@@ -53,9 +53,6 @@ class Watch:
         show_engine(self.console, engine)
         self.progress.update("requests", 0, self.total)
 
-    def note(self, line: str) -> None:
-        self.console.print(line, markup=False, soft_wrap=True)
-
     def advance(self, record: object) -> None:
         self.done += 1
         self.progress.update("requests", self.done, self.total)
@@ -67,7 +64,7 @@ class Watch:
                 self.model,
                 wish,
                 engine_config=config,
-                packed=engine.packed(config, self.note),
+                packed=engine.packed(config, lambda line: say(line, self.console)),
                 progress=self.progress.update,
                 on_start=self.start,
                 on_done=self.advance,
@@ -291,8 +288,13 @@ def _print_ranks(model: str, rows: list[dict[str, Any]]) -> None:
     stdout().print(table(f"Ranks of {model}", columns, lines))
 
 
+def _by_size(title: str, rows: list[dict[str, Any]], lines: list[tuple[str, list[Any]]]) -> None:
+    """One column a batch size: a row each would be wider than a terminal."""
+    columns = ["", *(f"{row['concurrency']} at once" for row in rows)]
+    stdout().print(table(title, columns, [(name, *values) for name, values in lines]))
+
+
 def _print_embeddings(model: str, rows: list[dict[str, Any]]) -> None:
-    """One column a batch size."""
     from toolkit.profile.labels import LABELS, latency_label
 
     lines = [
@@ -301,15 +303,12 @@ def _print_embeddings(model: str, rows: list[dict[str, Any]]) -> None:
         (f"Peak memory of {rows[0]['peak_memory_of']} (MiB)", [row["peak_memory_mib"] for row in rows]),
     ]
     first = rows[0]
-    title = f"Embeddings by {model}: {first['prompt_tokens']} tokens to {first['dimensions']} numbers"
-    columns = ["", *(f"{row['concurrency']} at once" for row in rows)]
-    stdout().print(table(title, columns, [(name, *values) for name, values in lines]))
+    _by_size(f"Embeddings by {model}: {first['prompt_tokens']} tokens to {first['dimensions']} numbers", rows, lines)
 
 
 def _print_generation(model: str, rows: list[dict[str, Any]]) -> None:
-    """One column a batch size: a row each would be wider than a terminal."""
-    from toolkit.profile.generation import MEMORY_OF
     from toolkit.profile.labels import LABELS, latency_label
+    from toolkit.profile.memory import GPUS
 
     first, each = "first_token_latency_ms", "token_latency_ms"
     speeds = ("prefill_throughput", "decode_throughput", "output_throughput")
@@ -321,8 +320,8 @@ def _print_generation(model: str, rows: list[dict[str, Any]]) -> None:
         *((latency_label("itl", key), [row[each][key] for row in rows]) for key in ("p50", "p75", "p95", "p99")),
         (f"Peak memory of {of} (MiB)", [row["peak_memory_mib"] for row in rows]),
     ]
-    title = f"Generation by {model}: {rows[0]['prompt_tokens']} tokens in, {rows[0]['completion_tokens']} out"
-    columns = ["", *(f"{row['concurrency']} at once" for row in rows)]
-    stdout().print(table(title, columns, [(name, *values) for name, values in lines]))
-    if of == MEMORY_OF[True]:
+    _by_size(
+        f"Generation by {model}: {rows[0]['prompt_tokens']} tokens in, {rows[0]['completion_tokens']} out", rows, lines
+    )
+    if of == GPUS:
         stdout().print("Memory of GPUs is that of all processes on this machine; let nothing else run there.")

@@ -13,7 +13,7 @@ import typer
 
 from toolkit.base.progress import Progress
 from toolkit.commands.options import json_object, with_flags
-from toolkit.commands.output import stdout, table, write_json
+from toolkit.commands.output import say, stdout, table, write_json
 from toolkit.commands.sampling_options import SamplingFlags, with_load_flags
 from toolkit.errors import UsageError
 from toolkit.profile.options import Traffic
@@ -49,7 +49,7 @@ class Results:
         rows = [run.row for run in found]
         if failed := sum(row["failed"] for row in rows):
             first = next(record.error for run in found for record in run.records if record.error)
-            progress.console.print(f"{failed} requests failed and count in no figure; the first one said: {first}")
+            say(f"{failed} requests failed and count in no figure; the first one said: {first}", progress.console)
         write_json(self.json, rows)
         if self.csv is not None:
             for row in rows:

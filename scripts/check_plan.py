@@ -4,12 +4,12 @@ under a Poisson load, beside what is simulated.
     scripts/check_plan.py demo-engine --out DIR --part two --round 1
     scripts/check_plan.py demo-engine --out DIR --again
 
-What the simulation is told: the times of steps from batches in an engine alone (once, kept in --out); from one request
-at a time how fast the machine is, how much that varies and what serving costs; what the others cost from one at a time
-to two servers at once, through the proxy and to two apart. What are compared are all requests at rates that none of
-these has seen, of all rounds in --out together. Between pieces of such a run requests one at a time look at the machine
-again, and the simulation runs at the mean of the round. A piece during which other programs were busy does not count.
-Needs a machine that does nothing else; a round of a part takes about five minutes.
+What the simulation is told: the times of steps from batches in an engine alone; from one request at a time what serving
+costs, and how much the machine's speed varies; what the others cost from one at a time to two servers at once, through
+the proxy and to two apart. All of that is measured before, between and after the pieces of the loads, for the machine
+drifts by a tenth within minutes. What are compared are all requests at rates that none of these has seen, of all rounds
+in --out together. A piece during which other programs were busy does not count. Needs a machine that does nothing else;
+a round of a part takes four to five minutes.
 """
 
 from __future__ import annotations
@@ -27,47 +27,51 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from planning.compared import compare
 from planning.servers import ROLES, Servers, batches
 
-SHORT, LONG = (100, 16), (800, 2)  # tokens in and out; the first also at a rate
+SHORT, BRIEF, LONG = (100, 16), (100, 2), (800, 2)  # tokens in and out of what the simulation is told by
 SHARES = (0.4, 0.6)  # of what eight clients reach
 PIECES = 5  # in which a rate is measured, for no machine is as fast for minutes
-CHUNKS = (8, 16, 32, 800)  # tokens of prompts of which steps are told
+PASSES = 0, 3, PIECES  # before which of them, and behind the last, batches are measured,
+ROUNDS = 2  # so many times each
+CHUNKS = (8, 32, 800)  # tokens of prompts of which steps are told
 PROBE = 10, 2  # short and long requests that tell how fast the machine is
 
 
-def measured(given: argparse.Namespace, part: str) -> dict[str, Any]:
-    """Single requests, then the rates."""
-    several = part != "one"
-    file = given.out / "batches.json"
-    if not file.exists():
-        file.write_text(json.dumps(batches(given.model, SHORT, CHUNKS)))
-    found: dict[str, Any] = {"part": part, "batches": json.loads(file.read_text()), "probes": []}
+def measure(given: argparse.Namespace, part: str, file: Path) -> None:
+    """The rates, and between their pieces what the simulation is told by: so the machine drifts for both alike.
+    ``file`` has what was measured so far."""
+    found: dict[str, Any] = {"part": part, "batches": [], "turns": [], "rated": []}
     with ExitStack() as stack:
         servers = Servers(stack, given.model, part, 1_000_000 * given.round)
         front = [servers.front]
 
-        def single(urls: Sequence[str], shape: tuple[int, int] = SHORT, count: int = 24) -> list[dict[str, Any]]:
+        def single(urls: Sequence[str], shape: tuple[int, int], count: int = PROBE[0]) -> list[dict[str, Any]]:
             """One request at a time to each: what it takes is no matter of what the scheduler does."""
             return servers.load(urls, shape, count, 1)
 
-        def probe() -> None:
-            """Each time another server."""
-            one = [servers.urls[len(found["probes"]) % len(servers.urls)]]
-            found["probes"].append([*single(one, SHORT, PROBE[0]), *single(one, LONG, PROBE[1])])
+        def turn(number: int) -> None:
+            if number in PASSES:
+                found["batches"].append(batches(given.model, SHORT, CHUNKS, ROUNDS))
+            one = [servers.urls[number % len(servers.urls)]]  # each time another server
+            now = {"probe": [*single(one, SHORT), *single(one, LONG, PROBE[1])]}
+            if part != "one":
+                now["beside"] = single(servers.urls, SHORT)
+                now["outside"] = [*single(front, BRIEF), *single(front, SHORT)]
+            if part == "apart":
+                now["outside"] += single(front, LONG, PROBE[1])
+            found["turns"].append(now)
 
         for url in servers.urls:  # the first requests of a server are slower
             servers.load([url], SHORT, 4, 2)
-        probe()
-        if several:
-            found["beside"] = single(servers.urls)
-            found["through"] = single(front) + (single(front, LONG, 8) if part == "apart" else [])
-        best = given.best or servers.load(front, SHORT, 48, 8)[0]["request_throughput"]
-        found["rated"] = []
-        probe()
-        for share in SHARES * PIECES:
-            row = servers.load(front, SHORT, given.count // PIECES, rate=float(f"{share * best:.3g}"))[0]
-            probe()
-            found["rated"].append(row | {"share": share})
-    return found
+        lengths = (given.input_len, given.output_len)
+        best = given.best or servers.load(front, lengths, 48, 8)[0]["request_throughput"]
+        for piece in range(PIECES):
+            turn(piece)
+            for share in SHARES:
+                row = servers.load(front, lengths, given.count // PIECES, rate=float(f"{share * best:.3g}"))[0]
+                found["rated"].append(row | {"share": share})
+            file.write_text(json.dumps(found))
+        turn(PIECES)
+    file.write_text(json.dumps(found))
 
 
 def main() -> None:
@@ -75,6 +79,8 @@ def main() -> None:
     parser.add_argument("model", help="an artifact that `tool convert` wrote for a CPU")
     parser.add_argument("--out", type=Path, required=True, help="directory of the measured figures; it is made")
     parser.add_argument("--count", type=int, default=400, help="requests at each rate")
+    parser.add_argument("--input-len", type=int, default=SHORT[0], help="tokens of their prompts")
+    parser.add_argument("--output-len", type=int, default=SHORT[1], help="and of their answers")
     parser.add_argument("--round", type=int, default=1, help="its number, and the seed of its prompts and arrivals")
     parser.add_argument(
         "--best", type=float, help="requests a second that 100 %% are; default: what eight clients reach"
@@ -87,8 +93,7 @@ def main() -> None:
     if not given.again:
         if given.part is None:
             parser.error("--part: expected one, two or apart, or --again")
-        found = measured(given, given.part)
-        (given.out / f"{given.part}-{given.round}.json").write_text(json.dumps(found))
+        measure(given, given.part, given.out / f"{given.part}-{given.round}.json")
     for part in ROLES:
         files = sorted(given.out.glob(f"{part}-*.json"))
         if files and given.part in (None, part):

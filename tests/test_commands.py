@@ -56,6 +56,11 @@ def test_tables_show_brackets_and_colons_as_they_are() -> None:
         assert word in out.getvalue()
 
 
+def test_a_model_is_named_as_it_is_while_it_loads(tool: Any) -> None:
+    done = tool("chat", "no[/such]", "--prompt", "hello")
+    assert done.returncode == 2 and "no[/such]" in done.stderr and "internal error" not in done.stderr
+
+
 def refused(arguments: Iterable[str | Path], *words: str, code: int = 2) -> None:
     """The command says one line and leaves. It is run in this process: starting another is mostly imports."""
     out, err = io.StringIO(), io.StringIO()

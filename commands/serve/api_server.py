@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags, with_lmdeploy_flags
-from toolkit.commands.output import show_engine, stderr
+from toolkit.commands.output import say, show_engine, stderr
 from toolkit.configs.moving import EngineRole
 from toolkit.errors import UsageError
 from toolkit.serve.http.limits import Limits
@@ -56,16 +57,13 @@ def serve_one(model: str, settings: ServerSettings, engine: EngineFlags, config:
     """Serve ``model``, with what there is to say on standard error."""
     from toolkit.serve import run
 
-    console = stderr()
-
-    def told(text: str) -> None:
-        console.print(text, style="dim", markup=False, soft_wrap=True)
+    told = partial(say, style="dim")
 
     def ready(url: str, opened: run.AsyncEngine) -> None:
-        show_engine(console, opened)
+        show_engine(stderr(), opened)
         hint = "listening at " if settings.no_page else "open it in a browser to chat: "
-        console.print(f"HINT:    The server is ready; {hint}{url}", markup=False, soft_wrap=True)
-        console.print(f"INFO:    Uvicorn running on {url} (Press CTRL+C to quit)", markup=False, soft_wrap=True)
+        say(f"HINT:    The server is ready; {hint}{url}")
+        say(f"INFO:    Uvicorn running on {url} (Press CTRL+C to quit)")
 
     run.serve(
         model,
@@ -82,10 +80,8 @@ def serve_several(models: list[str], settings: ServerSettings, config: EngineCon
     """Serve ``models``, each of which is loaded when it is asked for."""
     from toolkit.serve.fleet import run
 
-    console = stderr()
-
     def ready(url: str, names: list[str]) -> None:
-        console.print(f"models, loaded when they are asked for: {', '.join(names)}", markup=False, soft_wrap=True)
-        console.print(f"HINT:    The server is ready at {url}", markup=False, soft_wrap=True)
+        say(f"models, loaded when they are asked for: {', '.join(names)}")
+        say(f"HINT:    The server is ready at {url}")
 
     run.serve(models, settings, engine_config=config, chat_template=chat_template, ready=ready)

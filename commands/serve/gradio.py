@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_lmdeploy_flags
-from toolkit.commands.output import stderr
+from toolkit.commands.output import say
 from toolkit.configs.option import spelled
 from toolkit.errors import UsageError
 
@@ -42,11 +42,6 @@ def run(
     elif api_key is not None:
         raise UsageError("--api-key: only for a server's URL; leave it out")
     require("gradio", "serve gradio")
-    console = stderr()
-
-    def ready(url: str) -> None:
-        console.print(f"HINT:    The chat is ready at {url}", markup=False, soft_wrap=True)
-
     app.run(
         model,
         server_name,
@@ -56,5 +51,5 @@ def run(
         model_name=model_name,
         api_key=api_key,
         share=share,
-        ready=ready,
+        ready=lambda url: say(f"HINT:    The chat is ready at {url}"),
     )

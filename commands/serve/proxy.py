@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from toolkit.commands.options import with_flags, with_lmdeploy_flags
-from toolkit.commands.output import stderr
+from toolkit.commands.output import say
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.options import KEYS, NODE_KEYS, ProxySettings, split_keys
 
@@ -20,11 +20,9 @@ def run(limits: Limits, settings: ProxySettings) -> None:
     """
     from toolkit.serve.proxy import run
 
-    console = stderr()
-
-    def ready(url: str) -> None:
-        console.print(f"HINT:    The proxy is ready at {url}", markup=False, soft_wrap=True)
-
     keys = split_keys(f"--api-keys (or {KEYS})", settings.api_keys)
     node_keys = split_keys(f"--node-keys (or {NODE_KEYS})", settings.node_keys)
-    run.serve(replace(settings, api_keys=keys, node_keys=node_keys, limits=limits), ready)
+    run.serve(
+        replace(settings, api_keys=keys, node_keys=node_keys, limits=limits),
+        lambda url: say(f"HINT:    The proxy is ready at {url}"),
+    )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from toolkit.base.ray import check_ray
 from toolkit.commands.options import EngineFlags, with_engine_flags, with_flags
-from toolkit.commands.output import stderr
+from toolkit.commands.output import say
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.options import KEYS, split_keys
 from toolkit.serve.ray.options import RaySettings
@@ -36,13 +37,9 @@ def run(
     if settings.write_config is None:
         check_ray("tool serve ray")
     plan = Plan.of(model, engine.config(), engine.chat_template, settings)
-    console = stderr()
-
-    def told(text: str) -> None:
-        console.print(text, style="dim", markup=False, soft_wrap=True)
-
+    told = partial(say, style="dim")
     if settings.write_config is not None:
         run.write_config(plan)
         told(f"{settings.write_config}: deploy it with: serve deploy {settings.write_config}")
         return
-    run.serve(plan, lambda url: console.print(f"HINT:    The server is ready at {url}", markup=False), told)
+    run.serve(plan, lambda url: say(f"HINT:    The server is ready at {url}"), told)

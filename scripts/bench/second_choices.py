@@ -23,8 +23,9 @@ from native import need_native
 from numpy.typing import NDArray
 from speculation import WORKLOADS
 
-from toolkit.artifacts.drafts.draft_head import read_head, widened
+from toolkit.artifacts.drafts.draft_head import read_head
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.artifacts.weight_files.safetensors_file import widened
 from toolkit.chat.template import ChatTemplate
 from toolkit.commands.output import stdout, table, write_json
 from toolkit.runners.base import Runner, RunnerOptions

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from planning.servers import OTHERS, ROLES
-from planning.told import LIMITS, told
+from planning.told import LIMITS, paces, told
 
 from toolkit.planner.fleet import Around, Run, simulate
 from toolkit.planner.step_time import StepTime
@@ -31,10 +31,11 @@ def compare(rounds: Sequence[dict[str, Any]]) -> None:
     for share in sorted({row["share"] for found in rounds for row in found["rated"]}):
         rows, draws = [], []
         for found, known in zip(rounds, knows, strict=True):
-            for row in found["rated"]:
+            time, around = known
+            for row, pace in zip(found["rated"], paces(found), strict=True):
                 if row["share"] == share and row["others"] <= OTHERS:
                     rows.append(row)
-                    draws.append(simulations(found, row, *known))
+                    draws.append(simulations(found, row, time.times(pace), around))
         if not rows:
             continue
         rates = " and ".join(sorted({f"{row['request_rate']:.3g}" for row in rows}))
@@ -83,7 +84,7 @@ def figure(name: str, rows: Sequence[dict[str, Any]], draws: Sequence[Sequence[R
 def flags(around: Around) -> str:
     told = {
         "noise": around.noise, "cores": around.cores, "threads": around.threads, "step-us": 1e6 * around.step,
-        "outside-us": 1e6 * around.token, "route-ms": 1e3 * around.way,
+        "outside-us": 1e6 * around.token, "outside-ms": 1e3 * around.request, "route-ms": 1e3 * around.way,
         "handover-ms": 1e3 * around.handing, "handover-us": 1e6 * around.handing_token,
     }  # fmt: skip
     return " ".join(f"--{name} {value:.3g}" for name, value in told.items() if value)

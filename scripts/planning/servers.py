@@ -59,6 +59,10 @@ def running(port: int, *words: object) -> Iterator[tuple[str, psutil.Process]]:
         process.wait()
 
 
+def is_engine(process: psutil.Process) -> bool:
+    return "toolkit.engine.process.worker" in " ".join(process.cmdline())
+
+
 def place(*parents: psutil.Process) -> None:
     """Wait until each has an engine, and keep each of these on a core of its own; all else, ourselves included, on the
     cores that are left, or where none is on all."""
@@ -68,7 +72,7 @@ def place(*parents: psutil.Process) -> None:
         while not placed and parent.is_running() and parent.status() != psutil.STATUS_ZOMBIE:
             for process in (psutil.Process(), parent, *parent.children(recursive=True)):
                 with suppress(psutil.Error, ProcessLookupError):  # one that has ended
-                    engine = "toolkit.engine.process.worker" in " ".join(process.cmdline())
+                    engine = is_engine(process)
                     for thread in process.threads():
                         os.sched_setaffinity(thread.id, [core] if engine else rest)
                     placed |= engine
@@ -91,6 +95,7 @@ class Servers:
         place(*(process for _, process in started))
         self.urls = [url for url, _ in started]
         self._fronts = [process for _, process in started]  # without the engines' processes
+        self._engines = [one for parent in self._fronts for one in parent.children(recursive=True) if is_engine(one)]
         self.front = self.urls[0]
         if len(roles) > 1:
             nodes = [word for url in self.urls for word in ("--node", url)]
@@ -108,8 +113,8 @@ class Servers:
         rate: float = math.inf,
     ) -> list[dict[str, Any]]:
         """A row of each of ``urls``, which are loaded at once. ``outside_s``: seconds of the cores that all but engines
-        have had for an output token; ``others``: cores that programs other than these had meanwhile; ``ttft_s``,
-        ``tpot_s``: of each request; ``seed``: of their arrivals."""
+        have had for an output token; ``engine_s``: that these have had for a request; ``others``: cores that programs
+        other than these had meanwhile; ``ttft_s``, ``tpot_s``: of each request; ``seed``: of their arrivals."""
         self._seed += 1000
         traffics = [
             Traffic(
@@ -126,6 +131,7 @@ class Servers:
                 await client.choose_model()
                 await client.run(WARM_UP)
             before, all_before, ours, began = self._seconds(), busy(), whole(), time.monotonic()
+            engines = seconds(self._engines)
             runs = [
                 run_at(
                     some, lambda _, ask, client=client: client.run(ask), concurrency=concurrency,
@@ -134,7 +140,7 @@ class Servers:
                 for some, client, traffic in zip(asks, clients, traffics, strict=True)
             ]  # fmt: skip
             found = await asyncio.gather(*runs)
-            self._taken = self._seconds() - before
+            self._taken, self._computed = self._seconds() - before, seconds(self._engines) - engines
             self._others = (busy() - all_before - whole() + ours) / (time.monotonic() - began)
             return found
 
@@ -151,10 +157,16 @@ class Servers:
             }
             rows.append(one | each)
         tokens = sum(one["total_output_tokens"] for one in rows)
-        return [one | {"outside_s": self._taken / tokens, "others": self._others} for one in rows]
+        engine = self._computed / sum(one["completed"] for one in rows)
+        common = {"outside_s": self._taken / tokens, "engine_s": engine, "others": self._others}
+        return [one | common for one in rows]
 
     def _seconds(self) -> float:
-        return time.process_time() + sum(one.cpu_times().user + one.cpu_times().system for one in self._fronts)
+        return time.process_time() + seconds(self._fronts)
+
+
+def seconds(processes: Sequence[psutil.Process]) -> float:
+    return sum(one.cpu_times().user + one.cpu_times().system for one in processes)
 
 
 def busy() -> float:
@@ -174,14 +186,14 @@ def whole() -> float:
     return found
 
 
-def batches(model: str, shape: tuple[int, int], sizes: Sequence[int]) -> list[dict[str, Any]]:
+def batches(model: str, shape: tuple[int, int], sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
     """Batches that begin together, in an engine alone: what a step takes that only decodes; then what
     one takes that computes a prompt of each of ``sizes`` tokens."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         for tokens, at_once in [(shape[0], "1,2,4,8,16"), *((size, "1") for size in sizes)]:
-            words = ["profile", "generation", model, "--json", file, "--rounds", 8]
+            words = ["profile", "generation", model, "--json", file, "--rounds", rounds]
             words += ["--concurrency", at_once, "--prompt-tokens", tokens, "--completion-tokens", shape[1]]
             words += [*ENGINE, "--threads", 1]
             command = [*TOOL, *map(str, words)]

@@ -1,8 +1,10 @@
-"""What a simulation is told of one round of ``scripts/check_plan.py``: from batches and from one request at a time."""
+"""What a simulation is told of one round of ``scripts/check_plan.py``: from batches and from one request at a time,
+measured between the loads."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,60 +20,92 @@ LIMITS = Limits(max_batch_size=BATCH)
 
 
 def told(found: dict[str, Any]) -> tuple[StepTime, Around]:
-    """Of an engine alone on this round's machine, and what is around it."""
-    alone = fit([read_row(found["part"], row) for row in found["batches"]], LIMITS).time
-    time = served(alone, found["probes"])
-    short = each(found["probes"], 0)
-    around = Around(noise=float(np.std(np.log(short["ttft_s"] + (short["out"] - 1) * short["tpot_s"]))))
+    """Of an engine on this round's machine, and what is around it."""
+    alone = fit([read_row(found["part"], row) for row in joined(found["batches"])], LIMITS).time
+    probes = [turn["probe"] for turn in found["turns"]]
+    time = served(alone, probes)
+    short = each(probes, 0)
+    logs = [np.log(_seconds(probe[0])) for probe in probes]
+    around = Around(
+        noise=float(np.sqrt(np.mean([np.var(log) for log in logs])))
+    )  # beside the drift, which ``paces`` has
     if found["part"] == "one":
         return time, around
-    through = found["through"]
-    around = replace(around, cores=float(len(ALL)), token=through[0]["outside_s"])
-    around = replace(around, step=_beside(found["beside"], time, around))
+    brief, usual = (each([turn["outside"] for turn in found["turns"]], i) for i in (0, 1))
+    token = max(0.0, (usual["outside"] - brief["outside"]) / (usual["out"] - brief["out"]))
+    request = usual["outside"] - token * usual["out"]
+    taken = short["ttft_s"].mean() - time.wait + (short["out"] - 1) * short["tpot_s"].mean()
+    threads = short["engine"] / float(taken)
+    around = replace(around, cores=float(len(ALL)), threads=threads, token=token, request=request)
+    beside = [each([turn["beside"] for turn in found["turns"]], i) for i in range(len(found["turns"][0]["beside"]))]
+    around = replace(around, step=_beside(beside, time, around))
     if found["part"] == "two":
-        return time, replace(around, way=max(0.0, _more(through[0], time, 0)))
-    later = [_more(row, time, 1) for row in through]
-    sizes = [row["total_input_tokens"] / row["completed"] for row in through]
-    token = max(0.0, (later[1] - later[0]) / (sizes[1] - sizes[0]))
-    return time, replace(around, handing_token=token, handing=max(0.0, later[0] - token * sizes[0]))
+        return time, replace(around, way=_more(usual, time, 0))
+    long = each([turn["outside"] for turn in found["turns"]], 2)
+    late = [_more(row, time, 1) for row in (usual, long)]
+    each_token = max(0.0, (late[1] - late[0]) / (long["in"] - usual["in"]))
+    return time, replace(around, handing_token=each_token, handing=late[0] - each_token * usual["in"])
+
+
+def paces(found: dict[str, Any]) -> list[float]:
+    """Of each load that is compared: times the mean that requests one at a time took just before and after it."""
+    turns = [sum(float(_seconds(row).sum()) for row in turn["probe"]) for turn in found["turns"]]
+    between = [(before + after) / 2 / float(np.mean(turns)) for before, after in pairwise(turns)]
+    loads = len(found["rated"]) // len(between)
+    return [pace for pace in between for _ in range(loads)]
+
+
+def _seconds(row: dict[str, Any]) -> Any:
+    """Of each request of a load, from first to last."""
+    later = row["total_output_tokens"] // row["completed"] - 1
+    return np.array(row["ttft_s"]) + later * np.array(row["tpot_s"])
+
+
+def joined(passes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Of the batches of all passes each one's mean time, so that they are of the same time as the loads between."""
+    rows = []
+    for same in zip(*passes, strict=True):
+        mean = {
+            name: len(same) / sum(1 / row[name] for row in same) for name in ("prefill_throughput", "decode_throughput")
+        }
+        rows.append(same[0] | mean)
+    return rows
 
 
 def _more(row: dict[str, Any], time: StepTime, prefills: int) -> float:
     """Seconds by which first tokens came later than with what is known so far: the engine that is lent to has work with
     a prompt, too."""
-    sizes = (row[f"total_{way}_tokens"] // row["completed"] for way in ("input", "output"))
-    (known,) = simulate([Ask(0.0, *sizes)], time, LIMITS, 1, prefills=prefills).served
-    return float(row["mean_ttft_ms"]) / 1000 - known.ttft
+    (known,) = simulate([Ask(0.0, row["in"], row["out"])], time, LIMITS, 1, prefills=prefills).served
+    return float(row["ttft_s"].mean()) - known.ttft
 
 
 def served(alone: StepTime, probes: list[list[dict[str, Any]]]) -> StepTime:
-    """The steps of an engine that serves, now: as many times as long as long prompts have taken longer than short ones.
-    What a step takes beyond that are tokens sent, about as long for four of them as for one, and a first token has a
-    way to come and go."""
-    short, long = each(probes, 0), each(probes, 1)
+    """The steps of an engine that serves: what each takes beyond those of ``alone``, measured at the same time, are
+    tokens sent, about as long for four of them as for one; and a first token has a way to come and go."""
+    short = each(probes, 0)
     alone = replace(alone, wait=0.0)
-    steps = [simulate([Ask(0.0, one["in"], one["out"])], alone, LIMITS, 1).served[0] for one in (short, long)]
-    speed = float(long["ttft_s"].mean() - short["ttft_s"].mean()) / (steps[1].ttft - steps[0].ttft)
-    sent = max(0.0, float(short["tpot_s"].mean()) - speed * (steps[0].tpot or 0.0))
-    wait = max(0.0, float(short["ttft_s"].mean()) - speed * steps[0].ttft - sent)
-    return replace(alone.times(speed), start=speed * alone.start + sent, wait=wait)
+    (known,) = simulate([Ask(0.0, short["in"], short["out"])], alone, LIMITS, 1).served
+    sent = float(short["tpot_s"].mean()) - (known.tpot or 0.0)
+    return replace(alone, start=alone.start + sent, wait=float(short["ttft_s"].mean()) - known.ttft - sent)
 
 
-def each(probes: list[list[dict[str, Any]]], which: int) -> dict[str, Any]:
-    """Of all short (0) or long (1) requests that others did not disturb: their times, and tokens in and out."""
-    rows = [row[which] for row in probes if row[which]["others"] <= OTHERS]
+def each(loads: list[list[dict[str, Any]]], which: int) -> dict[str, Any]:
+    """Of all requests of one of several loads, in all turns that others did not disturb: their times, tokens in and
+    out, and the core-seconds of each outside of engines and in them."""
+    rows = [row[which] for row in loads if row[which]["others"] <= OTHERS] or [row[which] for row in loads]
     found: dict[str, Any] = {name: np.concatenate([row[name] for row in rows]) for name in ("ttft_s", "tpot_s")}
     tokens = {way: rows[0][f"total_{way}put_tokens"] // rows[0]["completed"] for way in ("in", "out")}
-    return found | tokens
+    outside = sum(row["outside_s"] * row["total_output_tokens"] for row in rows) / sum(row["completed"] for row in rows)
+    count = sum(row["completed"] for row in rows)
+    engine = sum(row["engine_s"] * row["completed"] for row in rows) / count
+    return found | tokens | {"outside": outside, "engine": engine, "completed": count}
 
 
 def _beside(rows: list[dict[str, Any]], time: StepTime, around: Around) -> float:
     """What a step takes longer while others compute: as much as answers of all engines at once took longer."""
-    taken = sum(row["mean_tpot_ms"] for row in rows) / len(rows) / 1000
-    row = rows[0]
-    sizes = (row[f"total_{way}_tokens"] // row["completed"] for way in ("input", "output"))
-    asks = [Ask(0.0, *sizes)] * len(rows) * row["completed"]
-    there = replace(around, token=row["outside_s"], noise=0.0)
+    taken = float(np.mean([row["tpot_s"].mean() for row in rows]))
+    asks = [Ask(0.0, rows[0]["in"], rows[0]["out"])] * len(rows) * rows[0]["completed"]
+    there = replace(around, request=rows[0]["outside"] - around.token * rows[0]["out"], noise=0.0)
 
     def seconds(step: float) -> float:
         run = simulate(asks, time, LIMITS, len(rows), replace(there, step=step), at_once=len(rows))

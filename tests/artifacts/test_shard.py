@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,8 @@ FORMS = "dense groups minima permuted super int8 fp8 tiles mxfp4 nvfp4 codebook"
 @pytest.mark.parametrize("form", FORMS)
 def test_shards_one_behind_the_other_are_the_whole(form: str, axis: int, world: int) -> None:
     weight = some(form)
-    parts = [weight.shard(rank, world, axis) for rank in range(world)]
+    spans = [portion(weight.shape[axis], rank, world, weight.unit if axis else 1) for rank in range(world)]
+    parts: list[Any] = [weight.take_columns(*span) if axis else weight.take_rows(slice(*span)) for span in spans]
     assert {type(part) for part in parts} == {type(weight)}
     assert sum(part.shape[axis] for part in parts) == weight.shape[axis]
     assert torch.equal(torch.cat([part.dequantize() for part in parts], axis), weight.dequantize())

@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from toolkit.artifacts import demo, source
+from toolkit.artifacts import demo
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.manifest import read_manifest
@@ -251,10 +251,6 @@ def test_demo_on_a_full_disk_says_so(home: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ToolkitError, match="demo: disk full"):
         resolve_model("demo", progress=False)
     assert not list((home / "models").iterdir())
-
-
-def test_source_offers_both_names() -> None:
-    assert source.toolkit_home is toolkit_home
 
 
 @pytest.mark.slow

@@ -362,8 +362,8 @@ def test_misuse_is_told_before_the_model_loads(tool: Any, tables: dict[str, Path
 
 def test_misuse_of_files_is_told(tool: Any, tables: dict[str, Path], tmp_path: Path) -> None:
     for source, target, told in (
-        (tmp_path / "nosuch.jsonl", tmp_path / "out.jsonl", "expected a file of requests"),
-        (tmp_path, tmp_path / "out.jsonl", "expected a file of requests"),
+        (tmp_path / "nosuch.jsonl", tmp_path / "out.jsonl", "no such file; expected a file of requests"),
+        (tmp_path, tmp_path / "out.jsonl", "not a file; expected a file of requests"),
         (tables["jsonl"], tmp_path, "expected a file for the answers"),
         (tables["jsonl"], tmp_path / "no" / "out.jsonl", "cannot be written"),
         (tables["csv"], tmp_path / "out.jsonl", "needed for"),

@@ -309,6 +309,13 @@ def tool(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]
     return (int(left.value.code or 0), *capsys.readouterr())
 
 
+def test_the_command_shows_paths_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TOOLKIT_HOME", home := str(tmp_path / "a[/b]"))
+    assert f"GiB in {home}/packed" in tool(capsys, "cache", "list")[1]
+
+
 def test_the_command_lists_and_clears(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "0.00 of 20 GiB" in tool(capsys, "cache", "list")[1]
     path, lock = pack_cache.packed(model)

@@ -16,7 +16,6 @@ from toolkit.commands.main import main
 from toolkit.errors import UsageError
 from toolkit.eval.haystack import (
     ANSWER,
-    GARBAGE,
     NEAR,
     QUIZ,
     TASK,
@@ -28,6 +27,7 @@ from toolkit.eval.haystack import (
     score,
     search,
 )
+from toolkit.eval.tasks import GARBAGE
 from toolkit.measure.text import heldout_text
 
 TEMPLATE = 7  # words that the stand-in's template adds

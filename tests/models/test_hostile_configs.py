@@ -149,6 +149,12 @@ def test_bad_value_of_a_family(configs, family, field, value):
     _one_line(config, field)
 
 
+@pytest.mark.parametrize("family", ["minicpmv", "phi3_v", "llava_llama", "mgm"])
+def test_a_language_model_s_field_is_named_where_it_stands(configs, family):
+    with pytest.raises(ToolkitError, match=r"^config\.json: hidden_size: found 0"):
+        build({**configs[family], "hidden_size": 0})
+
+
 @pytest.mark.every_family
 def test_special_tokens_and_dtypes_that_are_fine(configs, family):
     fine = {"bos_token_id": -1, "pad_token_id": -1, "eos_token_id": [2, 319], "dtype": "half", "torch_dtype": None}

@@ -66,6 +66,17 @@ def test_a_file_named_on_the_command_line_goes_through_the_stages(file, model, t
     assert "no tiny model" in listed[0]["not_on_turbomind"]
 
 
+def test_what_to_type_next_names_the_file_too(file, model, tool, tmp_path):
+    made = tmp_path / "made"
+    done = tool("lite", "mxfp4", model, "--work-dir", made, "--eval-tokens", "2", "--custom-module-map", file)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"next: tool convert {made} --dst-path {made}-engine --custom-module-map {file}\n")
+    words = done.stdout.splitlines()[-1].removeprefix("next: tool ").split()
+    done = tool(*words)
+    assert done.returncode == 0, done.stderr
+    assert "--custom-module-map" not in done.stdout  # an artifact holds its spec
+
+
 def test_the_python_interface_takes_a_file(file, model, tiny_models):
     from toolkit.messages import GenerationConfig
     from toolkit.pipeline.pipeline import pipeline

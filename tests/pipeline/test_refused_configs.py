@@ -25,6 +25,7 @@ ALGORITHMS = "lookup, draft_model, eagle3, eagle, mtp"
         ({"kv_sinks": 2}, "kv_sinks: found 2 without kv_window; give that too"),
         ({"kv_cache_dir": " "}, "kv_cache_dir: expected a path, found ' '"),
         ({"kv_cache_dir": "x", "kv_cache_disk": 5}, "kv_cache_disk: expected a size such as '20GiB', found 5"),
+        ({"adapter_memory": 5}, "adapter_memory: expected a size such as 1.5GB or 90MiB, found 5"),
         ({"adapters": {}}, "adapters: expected a dict of names and paths, found {}"),
         ({"adapters": ["a"]}, "adapters: expected a dict of names and paths, found ['a']"),
         ({"adapters": {"": "a"}}, "adapters: expected names and paths, found '': 'a'"),

@@ -98,7 +98,8 @@ def test_what_is_around_engines_counts() -> None:
         "max_batch_size": 16,
     }
     machine = Machine("m", None, TIME, Limits(16), "measured")
-    shared: dict[str, Any] = {"cores": 2.0, "threads": 1.2, "outside_us": 900.0, "route_ms": 4.0}
+    shared: dict[str, Any] = {"cores": 2.0, "threads": 1.2, "outside_us": 900.0, "outside_ms": 3.0}
+    shared["route_ms"] = 4.0
     runs = []
     for given in ({}, shared, shared | {"prefill": 1, "replicas": "1", "handover_ms": 9.0, "handover_us": 50.0}):
         (answer,) = plan(Demand(**(load | given)), [machine])
@@ -107,7 +108,7 @@ def test_what_is_around_engines_counts() -> None:
     own, both, apart = (run.percentile("tpot", 50) for run in runs)
     assert own < both and apart < both
     asks = Demand(**load).asks()
-    around = Around(0.004, 0.0, 0.0, 2.0, 1.2, 0.0009)
+    around = Around(0.004, 0.0, 0.0, 2.0, 1.2, 0.0009, request=0.003)
     assert runs[1] == simulate(asks, TIME, Limits(16), 2, around)
     assert runs[2] == simulate(asks, TIME, Limits(16), 1, replace(around, handing=0.009, handing_token=5e-5), 1)
 

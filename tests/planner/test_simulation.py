@@ -66,7 +66,7 @@ def test_requests_take_as_long_as_in_the_real_engine(
 
 
 def test_engines_on_one_machine_share_its_cores() -> None:
-    """Where there are too few, all goes slower by as much; what an output token takes beside its engine counts, too."""
+    """Where there are too few, all goes slower by as much; what a token and a request take beside engines counts."""
     asks = [Ask(0.0, 50, 20), Ask(0.0, 50, 20)]
     alone = simulate(asks[:1], PLAIN, Limits(), 1).served[0]
     for around, times in (
@@ -80,6 +80,10 @@ def test_engines_on_one_machine_share_its_cores() -> None:
     step = PROMPT + DECODE  # of one request that decodes: what is beside it is as much again
     one = simulate(asks[:1], PLAIN, Limits(), 1, Around(cores=1, token=step)).served[0]
     assert one.ttft == pytest.approx(alone.ttft) and one.tpot == pytest.approx(2 * (alone.tpot or 0))
+    asked = 0.4 * alone.ttft  # of a core, once: a core that is free, or the engine's
+    for cores, more in ((1, asked), (2, 0.0)):
+        one = simulate(asks[:1], PLAIN, Limits(), 1, Around(cores=cores, request=asked)).served[0]
+        assert (one.ttft, one.e2e) == pytest.approx((alone.ttft + more, alone.e2e + more))
     alike = replace(PLAIN, start=step, slopes=(0.0,))  # each step waits as long again for what others read
     one, two = (simulate(asks[:n], alike, Limits(), 2, Around(cores=2, step=step)).served[0] for n in (1, 2))
     assert two.e2e == pytest.approx(2 * one.e2e, rel=0.03)  # a step that had begun before is no longer

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from toolkit.commands.profile import _print_generation, _print_guesses
-from toolkit.profile.generation import MEMORY_OF
 from toolkit.profile.guesses import guesses_row
 from toolkit.profile.labels import LABELS, LATENCY_LABELS, latency_label
+from toolkit.profile.memory import GPUS, OWN
 from toolkit.profile.metrics import RequestRecord, generation_row
 from toolkit.profile.ranks import timeline
 
@@ -51,13 +50,29 @@ def test_throughput(run: Run, tiny_models: Any, tmp_path: Path) -> None:
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
-def test_what_came_of_guesses_says_what_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """``shown(WHOSE, STATS)``: what ``tool profile generation`` prints of one request, the engine's ``stats``, and
+    memory that is theirs."""
+    rounds = [[RequestRecord(10, 0.0, [(0.1, 1), (0.2, 2)], [0.1, 0.2, 0.3])]]
+
+    def table(whose: str, **stats: Any) -> str:
+        def measure(*_: Any, on_end: Callable[[dict[str, Any]], None], **__: Any) -> list[dict[str, Any]]:
+            on_end(guesses_row(stats))
+            return [generation_row(rounds, 10, 3, 123.0) | {"peak_memory_of": whose}]
+
+        monkeypatch.setattr("toolkit.profile.generation.measure", measure)
+        return run("generation", "demo").stdout
+
+    return table
+
+
+def test_what_came_of_guesses_says_what_it_counts(shown: Callable[..., str]) -> None:
     """Two drafts: of six tokens, three accepted; of four, none."""
     counts = {"drafts": 2, "tokens": 10, "accepted": 3}
     stats = {"spec_drafts": 2, "spec_draft_tokens": 10, "spec_accepted_tokens": 3}
     stats |= {"spec_accepted_by_place": [1, 1, 1, 0, 0, 0], "spec_by_method": {"ngram": counts}}
-    _print_guesses(guesses_row(stats))
-    rows = dict(re.findall(r"│ (.*?) +│ +(\S+) +│", capsys.readouterr().out))
+    rows = dict(re.findall(r"│ (.*?) +│ +(\S+) +│", shown(OWN, **stats)))
     assert rows["Draft tokens accepted (%)"] == rows["Draft tokens of ngram accepted (%)"] == "30"
     assert [rows.get(f"Drafts with token {i} accepted (%)") for i in (1, 2, 3, 4)] == ["50"] * 3 + [None]
     assert rows["Tokens per step with a draft"] == "2.5"
@@ -158,13 +173,10 @@ def test_two_steps_behind_a_prompt_are_drawn() -> None:
     ]
 
 
-def test_memory_of_gpus_is_everybody_s(capsys: pytest.CaptureFixture[str], run: Run) -> None:
+def test_memory_of_gpus_is_everybody_s(shown: Callable[..., str], run: Run) -> None:
     """Whoever uses them: the table, the figures and --help say so."""
-    rounds = [[RequestRecord(10, 0.0, [(0.1, 1), (0.2, 2)], [0.1, 0.2, 0.3])]]
-    row = generation_row(rounds, 10, 3, 123.0) | {"peak_memory_of": MEMORY_OF[True]}
-    _print_generation("demo", [row])
-    shown = capsys.readouterr().out
-    assert "Peak memory of all GPUs (MiB)" in shown and "all processes on this machine; let nothing else run" in shown
+    told = shown(GPUS)
+    assert "Peak memory of all GPUs (MiB)" in told and "all processes on this machine; let nothing else run" in told
     assert "by whatever process" in " ".join(run("generation", "--help").stdout.split())
 
 

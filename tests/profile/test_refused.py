@@ -18,7 +18,7 @@ from toolkit import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.profile import generation, ranks
 from toolkit.profile.http_client import Client
-from toolkit.profile.options import Grid, Load, Prompts, Traced, Traffic
+from toolkit.profile.options import Grid, Load, Prompts, Texts, Traced, Traffic
 from toolkit.profile.throughput import image_asks
 from toolkit.profile.workload import random_prompts
 
@@ -29,6 +29,8 @@ refused = refusing(UsageError)
     ("options", "told"),
     [
         (Prompts(num_prompts=0), "--num-prompts: expected 1 or more, found 0"),
+        (Texts(rounds=0), "--rounds: expected 1 or more, found 0"),
+        (Traced(concurrency=0), "--concurrency: expected 1 or more, found 0"),
         (Traffic(concurrency=(4, 0)), "--concurrency: expected numbers of 1 or more, separated by commas"),
         (
             Traffic(metric_percentiles=(101,)),

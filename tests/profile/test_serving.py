@@ -52,7 +52,7 @@ class OpenAI(BaseHTTPRequestHandler):
         self.keys.add(self.headers["Authorization"])
         text = asked["prompt"] if "prompt" in asked else asked["messages"][0]["content"]
         if "refuse" in text:
-            self.answer(429, {"error": {"message": "too much"}})
+            self.answer(429, {"error": {"message": "too much [/INST]"}})
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -235,6 +235,14 @@ def test_the_command_on_a_server(support: Any, server: Any) -> None:
     sent = handler.bodies[-1]
     assert (sent["model"], sent["temperature"], sent["x"], sent["ignore_eos"]) == ("second", 0.7, 1, True)
     assert "messages" in sent and "do_sample" not in sent
+
+
+def test_what_a_server_says_is_shown_as_it_is(support: Any, server: Any, tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("please do refuse this one\n\nplease do answer this one")
+    flags = ["--dataset", file, "--num-prompts", 2, "--random-output-len", 4]
+    done = support("command").tool("profile", "api_server", server[0], *flags)
+    assert done.returncode == 0 and "the first one said: HTTP 429: too much [/INST]" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import toolkit.quant.draft.run as run
 import toolkit.quant.draft.train as train
-from toolkit.artifacts.drafts.draft_head import read_head, read_head_spec, widened
+from toolkit.artifacts.drafts.draft_head import read_head, read_head_spec
 from toolkit.artifacts.manifest import read_manifest
+from toolkit.artifacts.weight_files.safetensors_file import widened
 from toolkit.commands.main import main
 from toolkit.errors import ToolkitError
 from toolkit.quant.draft.layer import Passes

@@ -18,6 +18,8 @@ from toolkit.artifacts.weights import canonical_weights, validate_checkpoint
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.registry import load_spec
 from toolkit.quant.calibrate import calibrate
+from toolkit.quant.layers.source import LayerSource
+from toolkit.quant.layers.statistics_file import planned_bytes
 from toolkit.quant.lite import Common, auto_awq, auto_gptq, auto_round, blocked_fp8, mxfp4, search, smooth_quant
 from toolkit.quant.methods.kv import kv
 from toolkit.quant.options import AutoRound, Awq, BlockedFp8, Gptq, Search, SmoothQuant
@@ -276,10 +278,12 @@ def test_a_killed_gptq_run_goes_on_bit_identically(
 
 def test_statistics_are_taken_once_and_give_the_same_result(tiny_models: Any, tmp_path: Path, text: Path) -> None:
     model = str(tiny_models("mixtral"))
-    told: list[int] = []
-    calibrate(model, tmp_path / "statistics", common=quick(text), told=told.append)
+    told: list[str] = []
+    calibrate(model, tmp_path / "statistics", common=quick(text, notice=told.append))
+    planned = planned_bytes(LayerSource(Path(model)))
+    assert told[0] == f"statistics: at most {planned / 1e9:.2f} GB (twice that while they are taken)"
     size = sum(f.stat().st_size for f in (tmp_path / "statistics").glob("*.safetensors"))
-    assert 0.3 * told[0] < size <= 1.05 * told[0], "fewer rows than are kept at most came by"
+    assert 0.3 * planned < size <= 1.05 * planned, "fewer rows than are kept at most came by"
     for name, run in (("awq", partial(auto_awq, options=Awq(tune_steps=0))), ("smooth", smooth_quant)):
         run(model, tmp_path / name, common=quick(text))
         run(model, tmp_path / f"{name}-saved", common=quick(text, calibration=str(tmp_path / "statistics")))

@@ -115,8 +115,7 @@ def keep_cost(artifact: Path, cost: CacheCost) -> None:
 
 def to_json(cost: CacheCost) -> dict[str, Any]:
     """As a manifest has it."""
-    found: dict[str, Any] = plain(cost)
-    return found
+    return dict(plain(cost))
 
 
 def _kept(manifest: Manifest) -> Path:

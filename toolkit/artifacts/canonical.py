@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from toolkit.models.spec import portion
-
 
 class ByRow:
     """A form whose tensors named in ``BY_ROW`` have a row for each row of the weight; the others are of all rows."""
@@ -28,8 +26,8 @@ class ByRow:
         return replace(self, **taken)  # type: ignore[type-var]
 
 
-class Cut:
-    """A weight that is cut for ranks that compute a part of it each. ``ByRow.take_rows`` takes the rows."""
+class Cut(ByRow):
+    """A weight that is cut for ranks that compute a part of it each."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -55,26 +53,23 @@ class Cut:
     def _columns(self, start: int, stop: int) -> Any:
         raise NotImplementedError
 
-    def shard(self, rank: int, world: int, axis: int) -> Any:
-        """Rank ``rank``'s part of ``world``: of the rows (axis 0) or of the inputs (axis 1), on the borders of groups.
-        The parts of all ranks, one behind the other, are the whole."""
-        start, stop = portion(self.shape[axis], rank, world, self.unit if axis else 1)
-        if axis:
-            return self.take_columns(start, stop)
-        return self.take_rows(slice(start, stop))  # type: ignore[attr-defined]
-
 
 @dataclass(frozen=True)
-class Dense(ByRow, Cut):
-    """Plain floating point weight. ``weight``: [out, in], float32 / float16 / bfloat16."""
-
-    BY_ROW = ("weight",)
+class Matrix(Cut):
+    """``weight``: a number for each weight, [out, in]."""
 
     weight: Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.weight.shape[0], self.weight.shape[1]
+
+
+@dataclass(frozen=True)
+class Dense(Matrix):
+    """Plain floating point weight. ``weight``: [out, in], float32 / float16 / bfloat16."""
+
+    BY_ROW = ("weight",)
 
     def _columns(self, start: int, stop: int) -> Dense:
         return Dense(self.weight[:, start:stop].contiguous())
@@ -139,7 +134,7 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True)
-class GroupInt(ByRow, Cut):
+class GroupInt(Cut):
     """Integers in groups along the input dimension, one scale (and offset) a group.
 
     ``codes``: uint8 [out, in], each below ``2**bits``, one code a byte. Given as ``Stored``, they stay so, are unpacked
@@ -245,17 +240,12 @@ class GroupInt(ByRow, Cut):
 
 
 @dataclass(frozen=True)
-class ScaledRows(ByRow, Cut):
+class ScaledRows(Matrix):
     """Codes with one float32 scale a row: w = weight * scale. ``weight``: [out, in]; ``scales``: [out]."""
 
     BY_ROW = ("weight", "scales")
 
-    weight: Tensor
     scales: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.weight.shape[0], self.weight.shape[1]
 
     def _columns(self, start: int, stop: int) -> ScaledRows:
         return replace(self, weight=self.weight[:, start:stop].contiguous())
@@ -273,7 +263,7 @@ class Fp8(ScaledRows):
 
 
 @dataclass(frozen=True)
-class BlockFp8(ByRow, Cut):
+class BlockFp8(Matrix):
     """float8 weights with one scale a tile of rows and columns (DeepSeek's blocked fp8).
 
     ``weight``: float8_e4m3fn [out, in]; ``scales``: float32 [row blocks, ceil(in / block[1])], w = weight * scale;
@@ -283,14 +273,9 @@ class BlockFp8(ByRow, Cut):
 
     BY_ROW = ("weight", "row_blocks")
 
-    weight: Tensor
     scales: Tensor
     block: tuple[int, int]
     row_blocks: Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.weight.shape[0], self.weight.shape[1]
 
     @property
     def unit(self) -> int:
@@ -320,8 +305,32 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 """What the sixteen e2m1 codes mean (OCP Microscaling Formats, 5.3.3)."""
 
 
+class Coded(Cut):
+    """Codes of groups along the input dimension, with a scale each, and perhaps what scales were computed from."""
+
+    codes: Tensor
+    scales: Tensor
+    group_size: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1]
+
+    @property
+    def unit(self) -> int:
+        return self.group_size
+
+    def _columns(self, start: int, stop: int) -> Self:
+        first, last = start // self.group_size, stop // self.group_size
+        cut: dict[str, Any] = {"codes": self.codes[:, start:stop], "scales": self.scales[:, first:last]}
+        changed = {name: found.contiguous() for name, found in cut.items()}
+        if (above := getattr(self, "super_scales", None)) is not None:
+            changed["super_scales"] = above.take_groups(first, last)
+        return replace(self, **changed)  # type: ignore[type-var]
+
+
 @dataclass(frozen=True)
-class Fp4(ByRow, Cut):
+class Fp4(Coded):
     """4-bit floats (e2m1) in blocks along the input dimension: MXFP4 and NVFP4.
 
     ``codes``: uint8 [out, in], each below 16, indices into ``FP4_VALUES``. ``scales``: [out, in/group_size], uint8
@@ -334,18 +343,6 @@ class Fp4(ByRow, Cut):
     scales: Tensor
     group_size: int
     global_scale: Tensor | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
-
-    @property
-    def unit(self) -> int:
-        return self.group_size
-
-    def _columns(self, start: int, stop: int) -> Fp4:
-        codes, groups = self.codes[:, start:stop].contiguous(), slice(start // self.group_size, stop // self.group_size)
-        return replace(self, codes=codes, scales=self.scales[:, groups].contiguous())
 
     def float_scales(self) -> Tensor:
         """The factors of the blocks, float32 [out, in/group_size]."""
@@ -362,7 +359,7 @@ class Fp4(ByRow, Cut):
 
 
 @dataclass(frozen=True)
-class Codebook(ByRow, Cut):
+class Codebook(Coded):
     """Codes that index a table of values: GGUF's IQ4_NL and IQ4_XS. w = table[code] * scale.
 
     ``codes``: uint8 [out, in]; ``table``: float32 [2**bits]; ``scales``: [out, in/group_size] float;
@@ -377,19 +374,6 @@ class Codebook(ByRow, Cut):
     bits: int
     group_size: int
     super_scales: SuperScales | None = None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1]
-
-    @property
-    def unit(self) -> int:
-        return self.group_size
-
-    def _columns(self, start: int, stop: int) -> Codebook:
-        codes, groups = self.codes[:, start:stop].contiguous(), slice(start // self.group_size, stop // self.group_size)
-        above = self.super_scales and self.super_scales.take_groups(groups.start, groups.stop)
-        return replace(self, codes=codes, scales=self.scales[:, groups].contiguous(), super_scales=above)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         values = self.table[self.codes.long()].unflatten(1, (-1, self.group_size))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.artifacts.json_file import read_json_object
+from toolkit.artifacts.json_file import read_json_object, write_json_object
 from toolkit.artifacts.weight_files.find import pickled_weights
 from toolkit.artifacts.weight_files.safetensors_file import MAX_HEADER
 from toolkit.base.record import later, plain, read
@@ -85,8 +84,7 @@ class Manifest:
         return path if self.parent.get("hub_id") is None and path.exists() else None
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = plain(self)
-        return found
+        return dict(plain(self))
 
 
 def read_manifest(directory: Path) -> Manifest | None:
@@ -128,8 +126,7 @@ def _is_plain(name: str) -> bool:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    text = json.dumps(manifest.to_json(), indent=2, ensure_ascii=False) + "\n"
-    (directory / MANIFEST).write_text(text, encoding="utf-8")
+    write_json_object(directory / MANIFEST, manifest.to_json())
 
 
 def describe_file(directory: Path, file: Path, boot: str = "") -> FileEntry:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from toolkit.artifacts.home import toolkit_home
 from toolkit.artifacts.manifest import SCALES
 from toolkit.artifacts.output.room import check_room
 from toolkit.errors import ToolkitError, UsageError
@@ -154,6 +153,3 @@ def _plain_tqdm(progress: bool) -> type:
             return False
 
     return Plain
-
-
-__all__ = ["resolve_model", "toolkit_home"]

@@ -3,7 +3,6 @@ of a classifier. In an artifact it is ``text_head.json`` with the layers' number
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.artifacts.json_file import read_json, read_json_object
-from toolkit.artifacts.weight_files.safetensors_file import map_arrays
+from toolkit.artifacts.json_file import read_json, read_json_object, write_json_object
+from toolkit.artifacts.weight_files.safetensors_file import map_arrays, widened
 from toolkit.base.record import plain, read
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import find_family, text_head
@@ -115,7 +114,10 @@ def head_numbers(directory: Path, head: TextHead) -> Arrays:
         return {name: np.array(array, np.float32) for name, array in map_arrays(file).items()}
     found: Arrays = {}
     for i, layer in enumerate(head.layers):
-        arrays = _of_file(directory / layer.file) if layer.file else _of_model(directory, layer)
+        if layer.file:
+            arrays = {name: widened(array) for name, array in map_arrays(directory / layer.file).items()}
+        else:
+            arrays = _of_model(directory, layer)
         names = [n for n in (layer.name, *layer.others) if f"{n}.weight" in arrays]
         if not names:
             raise ToolkitError(
@@ -137,7 +139,7 @@ def write_head(source: Path, target: Path) -> list[str]:
 
     save_file(head_numbers(source, head), target / NUMBERS)
     bare = replace(head, layers=tuple(replace(layer, file="", others=()) for layer in head.layers))
-    (target / HEAD).write_text(json.dumps(plain(bare), indent=2) + "\n")
+    write_json_object(target / HEAD, plain(bare))
     return [HEAD, NUMBERS]
 
 
@@ -197,11 +199,6 @@ def _dense(directory: Path, entry: dict[str, Any]) -> HeadLayer:
     return HeadLayer("linear", activation=_ACTIVATIONS[told], file=f"{entry['path']}/model.safetensors")
 
 
-def _of_file(file: Path) -> Arrays:
-    """Tensors of a small file."""
-    return {name: _wide(array) for name, array in map_arrays(file).items()}
-
-
 def _of_model(directory: Path, layer: HeadLayer) -> Arrays:
     """A layer's tensors among the weights of a model."""
     from toolkit.artifacts.checkpoint import open_checkpoint
@@ -209,10 +206,3 @@ def _of_model(directory: Path, layer: HeadLayer) -> Arrays:
     checkpoint = open_checkpoint(directory)
     names = [f"{name}.{part}" for name in (layer.name, *layer.others) for part in ("weight", "bias")]
     return {name: checkpoint.tensor(name).float().numpy() for name in names if name in checkpoint}
-
-
-def _wide(array: NDArray[Any]) -> NDArray[np.float32]:
-    """float32; what is bfloat16 comes as its bits."""
-    if array.dtype == np.uint16:
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    return np.array(array, np.float32)

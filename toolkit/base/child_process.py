@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import signal
 import socket
 import subprocess
 import sys
 from typing import Any
+
+from toolkit.base import libc
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _HELD = (signal.SIGINT, signal.SIGTERM)
@@ -34,6 +35,5 @@ def ignore(*numbers: signal.Signals) -> None:
 
 def end_with_parent() -> None:
     """Called by the child's ``main``: it is killed when the thread that has started it ends. Linux alone does that."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
+    if (prctl := libc.function("prctl")) is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

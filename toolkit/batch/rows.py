@@ -37,7 +37,9 @@ def open_source(given: Any, filling: Filling, bounds: Bounds) -> Source:
     if isinstance(given, (str, Path)):
         path = Path(given)
         if not path.is_file():
-            raise UsageError(f"{path}: expected a file of requests (.jsonl) or rows (.csv, .parquet, .jsonl)")
+            found = "not a file" if path.exists() else "no such file"
+            wanted = "requests (.jsonl)" if filling.prompt is None else "rows (.jsonl, .csv, .parquet)"
+            raise UsageError(f"{path}: {found}; expected a file of {wanted}")
         kind = TABLES.get(path.suffix.lower())
         if kind is not None and filling.prompt is None:
             raise UsageError(f'prompt: needed for {path}, such as "Translate: {{text}}" with the names of its columns')

@@ -21,55 +21,18 @@ from toolkit.errors import ToolkitError
 from toolkit.runners.host_memory import free_host_bytes
 
 PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "triton",
-    "numpy",
-    "xgrammar",
-    "huggingface_hub",
-    "datasets",
-    "auto-round",
-    "fastapi",
-    "uvicorn",
-    "pydantic",
-    "ray",
-)
+    "torch transformers tokenizers safetensors triton numpy xgrammar huggingface_hub datasets auto-round fastapi "
+    "uvicorn pydantic ray"
+).split()
 # Instruction sets that kernels ask for, as /proc/cpuinfo spells them; fp16 etc. on ARM.
 CPU_FEATURES = (
-    "avx2",
-    "fma",
-    "f16c",
-    "avx512f",
-    "avx512bw",
-    "avx512vl",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "avx_vnni",
-    "amx_tile",
-    "amx_int8",
-    "amx_bf16",
-    "asimd",
-    "asimddp",
-    "i8mm",
-    "bf16",
-    "sve",
-)
+    "avx2 fma f16c avx512f avx512bw avx512vl avx512_vnni avx512_bf16 avx512_fp16 avx_vnni amx_tile amx_int8 "
+    "amx_bf16 asimd asimddp i8mm bf16 sve"
+).split()
 ENVIRONMENT = (
-    "TOOLKIT_HOME",
-    "TOOLKIT_PACK_CACHE",
-    "TOOLKIT_KERNELS",
-    "TOOLKIT_CPU_ISA",
-    "TOOLKIT_NATIVE_LIBRARY",
-    "TOOLKIT_NATIVE_PROFILE",
-    "CUDA_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS",
-    "OMP_WAIT_POLICY",
-    "HF_HOME",
-    "HF_HUB_OFFLINE",
-)
+    "TOOLKIT_HOME TOOLKIT_PACK_CACHE TOOLKIT_KERNELS TOOLKIT_CPU_ISA TOOLKIT_NATIVE_LIBRARY "
+    "TOOLKIT_NATIVE_PROFILE CUDA_VISIBLE_DEVICES OMP_NUM_THREADS OMP_WAIT_POLICY HF_HOME HF_HUB_OFFLINE"
+).split()
 GIB = 1 << 30
 
 

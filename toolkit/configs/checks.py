@@ -28,8 +28,8 @@ def named(hint: Callable[[str, Collection[str]], str] = lambda name, own: "") ->
         def init(self: Any, *args: Any, **given: Any) -> None:
             for name in given:
                 if name not in own:
-                    close = get_close_matches(name, own, n=1)
-                    told = hint(name, own) or (f"did you mean {close[0]}?" if close else f"it has {', '.join(own)}")
+                    close = nearest(name, own)
+                    told = hint(name, own) or (f"did you mean {close}?" if close else f"it has {', '.join(own)}")
                     raise UsageError(f"{name:.80}: {kind.__name__} has no such field; {told}")
             made(self, *args, **given)
 

@@ -21,6 +21,7 @@ AUTO = "auto"
 MOST_SINKS = 128  # first tokens that a layer keeps beside its window, at most
 POLICY_NAMES = {"none": 0, "int4": 4, "int8": 8, "fp8": 16, "fp8_e5m2": 17}  # LMDeploy's
 EXECUTORS = ("uni", "mp", "ray")
+RANKS = Bounds(1, 1024, "int32")  # how many of them, or of copies and machines, there may be
 
 
 def _check_engine(config: EngineConfig, block: str) -> None:
@@ -116,13 +117,9 @@ class CommonEngineConfig:
     dtype: str = option(
         "auto", "Activations: auto, float16, bfloat16, float32 (least swayed by the batch).", allowed=DTYPES
     )
-    tp: int = option(
-        1, "Ranks to split a model over, of this CPU's cores or with a GPU each.", allowed=Bounds(1, 1024, "int32")
-    )
-    pp: int = option(
-        1, "Ranks to lay its layers out over, one behind the other (pytorch only).", allowed=Bounds(1, 1024, "int32")
-    )
-    nnodes: int = option(1, "Machines that the ranks are on.", allowed=Bounds(1, 1024, "int32"))
+    tp: int = option(1, "Ranks to split a model over, of this CPU's cores or with a GPU each.", allowed=RANKS)
+    pp: int = option(1, "Ranks to lay its layers out over, one behind the other (pytorch only).", allowed=RANKS)
+    nnodes: int = option(1, "Machines that the ranks are on.", allowed=RANKS)
     node_rank: int = option(0, "Which of them this is; the first one serves.", allowed=Bounds(0, 1023, "int32"))
     dist_init_addr: str | None = option(None, "HOST:PORT at which the first one waits for the others.")
     master_addr: str | None = option(None, "HOST of --dist-init-addr, as torchrun has it.", hidden=True)
@@ -232,14 +229,8 @@ class CommonEngineConfig:
     language_model_only: bool = option(False, "The same.", hidden=True)
     eager_mode: bool = option(False, "On a GPU capture no graphs.", "--eager-mode", hidden=True)
     enable_metrics: bool = True
-    dp: int = option(
-        1,
-        "Copies that requests are shared out over, each of --tp ranks (pytorch only).",
-        allowed=Bounds(1, 1024, "int32"),
-    )
-    ep: int = option(
-        1, "Ranks (tp x dp) that whole experts are shared out over (pytorch only).", allowed=Bounds(1, 1024, "int32")
-    )
+    dp: int = option(1, "Copies that requests are shared out over, each of --tp ranks (pytorch only).", allowed=RANKS)
+    ep: int = option(1, "Ranks (tp x dp) that whole experts are shared out over (pytorch only).", allowed=RANKS)
     enable_eplb: bool = option(False, "With --ep: move experts to where they are chosen less (pytorch only).")
     empty_init: bool = option(False, "Read no weights: they come by /update_weights (Pipeline.update_weights).")
     attn_tp_size: int | None = option(None, "LMDeploy's: what --tp says.", hidden=True)

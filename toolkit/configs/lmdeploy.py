@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from toolkit.configs.checks import shown
+from toolkit.configs.option import spelled
 from toolkit.errors import UsageError
 
 Kinds = tuple[type, ...]
@@ -268,7 +269,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     }.items()
 }
 CONFIGS = ("TurbomindEngineConfig", "PytorchEngineConfig")
-# LMDeploy's field -> its flag, where that has another name.
+# Fields of PytorchEngineConfig -> how their flags are called, and TurbomindEngineConfig's own.
 FLAGS = {"device_type": "device", "block_size": "cache_block_seq_len"}
 _OF_ENGINES = {name: OPTIONS[name] for place in (*CONFIGS, "chat") for name in PLACES[place]}
 
@@ -310,16 +311,12 @@ def _fate(name: str) -> str:
 def flag_of(typed: str) -> str | None:
     """The flag that is meant by a field's name typed as one, where it is called otherwise."""
     name = FLAGS.get(typed.lstrip("-").replace("-", "_"))
-    return None if name is None else "--" + name.replace("_", "-")
-
-
-# A field that one of the two configs calls otherwise.
-_TWINS = {"block_size": "cache_block_seq_len", "device_type": "device"}
+    return None if name is None else spelled(name)
 
 
 def known_as(name: str, own: Collection[str]) -> str:
     """Of a field ``name`` that a config with the fields ``own`` has not: what it is called there, or who has it."""
-    twins = {**_TWINS, **{there: here for here, there in _TWINS.items()}, "async": "async_"}
+    twins = {**FLAGS, **{there: here for here, there in FLAGS.items()}, "async": "async_"}
     if twins.get(name) in own:
         return f"did you mean {twins[name]}?"
     holder = next((config for config in CONFIGS if name in PLACES[config]), None)

@@ -66,9 +66,10 @@ def show_size(size: int, like: object = "") -> str:
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
-def read_size(flag: str, text: str) -> int:
+def read_size(flag: str, text: Any) -> int:
     """Bytes of "12GB", "900MB", "2GiB" or a plain number. Raises UsageError that names ``flag``."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([kmgt]?)(i?)b?", text.strip().lower())
+    plain = text.strip().lower() if isinstance(text, str) else ""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([kmgt]?)(i?)b?", plain)
     size = 0.0 if found is None else float(found[1]) * (1024 if found[3] else 1000) ** _UNITS[found[2]]
     if not 0 < size < 1 << 60:
         raise UsageError(f"{flag}: expected a size such as 1.5GB or 90MiB, found {text!r:.40}")

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.artifacts.cache_cost import FORM, CacheCost, Choice
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.convert.head_cost import few_seconds
 from toolkit.convert.own_text import write_on
 from toolkit.errors import ToolkitError
 from toolkit.measure.divergence import log_softmax
@@ -29,7 +31,6 @@ from toolkit.runners.native.runner import NativeRunner
 
 PIECE, OPENING = 128, 16  # tokens of a text, and how many of them the model is given
 MOST_PIECES, LAYER_PIECES = 8, 2  # texts for whole models, and for each layer
-WORK = 2**38  # products of weights for all texts of one policy: a few seconds
 HELD = 2**26  # log-probabilities that may be held: a quarter of a GiB
 LADDER = {"paged": (0, 8, 65, 4, 55, 54, 44), "latent": (0, 8)}
 WHOLE = (8, 65, 55, 4, 44)
@@ -64,11 +65,11 @@ class _Bench:
         if not self.kept or spec.mask_token is not None:
             raise ToolkitError("quant_policy auto: the model keeps no keys of single tokens; give 0 or 8")
         self.done = self.total = 0
-        size = sum(x.in_features * x.out_features for x in spec.linears()) + 2 * spec.vocab_size * spec.hidden_size
         length = min(PIECE, spec.max_position)
-        room = min(WORK // size, HELD // spec.vocab_size) // length
+        room = min(few_seconds(spec), HELD // spec.vocab_size) // length
         starts = _openings(tokenizer, min(max(room, 1), MOST_PIECES), min(OPENING, length - 1), spec.vocab_size)
-        with _Open(spec, weights) as runner:
+        with closing(NativeRunner(spec, lambda: weights, RunnerOptions())) as runner:
+            runner.load_weights()
             self.dtype = runner.dtype
             self.texts = write_on(runner, starts, length)
             make_ready(runner, length)
@@ -139,7 +140,8 @@ class _Bench:
         """Perplexity with these policies over that without, and KL, on the first ``pieces`` texts."""
         lost, kl = 0.0, 0.0
         texts = self.texts[:pieces]
-        with _Open(self.spec, self.weights, policies, self.means) as runner:
+        options = RunnerOptions(kv_layers=policies, key_means=self.means)
+        with closing(NativeRunner(self.spec, lambda: self.weights, options)) as runner:
             make_ready(runner, texts.shape[1])
             for ids, exact in zip(texts, self.exact, strict=False):
                 rounded = log_softmax(next_logits(runner, ids, rows=len(ids) - 1), np.float32)
@@ -152,26 +154,6 @@ class _Bench:
         self.done += 1
         self.progress(self.done, self.total)
         return math.exp(min(lost / count, 700.0)), kl / count
-
-
-class _Open:
-    """A native runner of the packed weights while it is used."""
-
-    def __init__(
-        self,
-        spec: DecoderSpec,
-        weights: Mapping[str, PackedTensor],
-        policies: tuple[int, ...] = (),
-        means: str = "",
-    ) -> None:
-        self.runner = NativeRunner(spec, lambda: weights, RunnerOptions(kv_layers=policies, key_means=means))
-
-    def __enter__(self) -> NativeRunner:
-        self.runner.load_weights()
-        return self.runner
-
-    def __exit__(self, *_: object) -> None:
-        self.runner.close()
 
 
 def _openings(tokenizer: Tokenizer, count: int, length: int, vocabulary: int) -> NDArray[np.int32]:

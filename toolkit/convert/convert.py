@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
@@ -122,7 +122,10 @@ def convert(
             return Converted(Path(dst_path), chosen.name, manifest, True)
         check_room(dst_path, _needed(checkpoint, stored, options, bits))
         read = rounded(CheckpointWeights(checkpoint, stored), spec, load_format)
-        found = _read(checkpoint, stored, progress) if load_format == "auto" else _counted(read, progress)
+        if load_format == "auto":  # module by module, none of which is kept
+            found = _counted((iter_canonical(checkpoint, [item]) for item in stored), len(stored), progress)
+        else:
+            found = _counted(([(name, read[name])] for name in read), len(read), progress)
         dense = _cast(found, options.dtype)
         weights: Iterable[tuple[str, Weight | Tensor]] = chain(dense, cache_scales(checkpoint, stored))
         order = tensor_names(checkpoint, stored) if load_format == "auto" else ()
@@ -279,23 +282,14 @@ def _check_format(checkpoint: Checkpoint, model_format: str | None) -> None:
         raise UsageError(f"model_format: {checkpoint.path} holds {found} weights, not {model_format}; leave it out")
 
 
-def _read(
-    checkpoint: Checkpoint, stored: list[StoredTensor], progress: Progress | None
-) -> Iterator[tuple[str, Weight | Tensor]]:
-    """Module by module, none of which is kept."""
-    for i, item in enumerate(stored):
-        yield from iter_canonical(checkpoint, [item])
-        if progress is not None:
-            progress(i + 1, len(stored))
-
-
 def _counted(
-    weights: Mapping[str, Weight | Tensor], progress: Progress | None
+    steps: Iterable[Iterable[tuple[str, Weight | Tensor]]], total: int, progress: Progress | None
 ) -> Iterator[tuple[str, Weight | Tensor]]:
-    for i, name in enumerate(weights):
-        yield name, weights[name]
+    """The weights of all steps, each of which is told when it is behind."""
+    for i, weights in enumerate(steps, 1):
+        yield from weights
         if progress is not None:
-            progress(i + 1, len(weights))
+            progress(i, total)
 
 
 def _mtp_weights(checkpoint: Checkpoint, mtp: Mtp, options: Packing) -> Iterator[tuple[str, Weight | Tensor]]:

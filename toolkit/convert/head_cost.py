@@ -65,6 +65,12 @@ def head_cost(
     return figures | _figures(counted)
 
 
+def few_seconds(spec: DecoderSpec) -> int:
+    """How many tokens go through a model in a few seconds."""
+    size = sum(x.in_features * x.out_features for x in spec.linears()) + 2 * spec.vocab_size * spec.hidden_size
+    return WORK // size
+
+
 def _unrounded(checkpoint: Checkpoint, stored: list[StoredTensor], names: list[str]) -> dict[str, PackedTensor]:
     """Dense head and embedding as the checkpoint has them; not what it has quantized itself."""
     from toolkit.artifacts.canonical import Dense
@@ -80,8 +86,7 @@ def _unrounded(checkpoint: Checkpoint, stored: list[StoredTensor], names: list[s
 
 def _tokens(tokenizer: Callable[[], Tokenizer], spec: DecoderSpec) -> NDArray[np.int32]:
     """As many tokens of the text as the model's size allows; none where the tokenizer is missing or another model's."""
-    size = sum(x.in_features * x.out_features for x in spec.linears()) + 2 * spec.vocab_size * spec.hidden_size
-    count = min(max(WORK // size, FEWEST_TOKENS), MOST_TOKENS, spec.max_position)
+    count = min(max(few_seconds(spec), FEWEST_TOKENS), MOST_TOKENS, spec.max_position)
     text = heldout_text(count)
     try:
         ids = np.asarray(tokenizer().encode(text)[:count], np.int32)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.measure.next_logits import texts_batch
 from toolkit.runners.base import Runner
 from toolkit.runners.step import SamplingBatch, StepBatch
 
@@ -31,32 +34,9 @@ def write_on(runner: Runner, starts: Ids, length: int) -> Ids:
 def _batch(runner: Runner, ids: Ids, cached: int, each: int) -> StepBatch:
     """One step of rows of ``ids`` behind ``cached`` tokens each; of each row the next token is drawn."""
     texts, count = ids.shape
-    size, stop = runner.options.block_size, cached + count
-    at = np.arange(cached, stop, dtype=np.int64)
-    blocks = np.arange(texts * each, dtype=np.int32).reshape(texts, each)
-    slots = (np.arange(texts, dtype=np.int64)[:, None] * each * size + at).ravel()
-    states = [group.kind == "state" for group in runner.spec.cache_groups]
-    own = np.arange(texts, dtype=np.int32)
-    state = np.stack([own if cached else np.full(texts, -1, np.int32), own], axis=1)
-    none = np.zeros(0, np.int32)
     sampling = SamplingBatch.greedy(texts)
     sampling.temperature[:] = 1.0
     sampling.seed[:] = SEED + np.arange(texts)
-    sampling.position[:] = stop
-    return StepBatch(
-        token_ids=np.ascontiguousarray(ids.ravel()),
-        from_previous=np.full(texts * count, -1, np.int32),
-        positions=np.tile(at.astype(np.int32), texts)[None],
-        cu_seqlens=(np.arange(texts + 1) * count).astype(np.int32),
-        seq_lens=np.full(texts, stop, np.int32),
-        block_tables=tuple(state if is_state else blocks for is_state in states),
-        slot_mapping=tuple(np.zeros(0, np.int64) if is_state else slots for is_state in states),
-        rope_set=np.zeros(texts, np.int8),
-        adapter=np.full(texts, -1, np.int32),
-        sample_index=((np.arange(texts) + 1) * count - 1).astype(np.int32),
-        sampling=sampling,
-        logits_index=none,
-        hidden_index=none,
-        target_index=none,
-        target_ids=none,
-    )
+    sampling.position[:] = cached + count
+    last = ((np.arange(texts) + 1) * count - 1).astype(np.int32)
+    return replace(texts_batch(runner, ids, cached, each), sample_index=last, sampling=sampling)

@@ -32,12 +32,11 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.models import registry
 from toolkit.runners.choose import gpu_is_likely
 from toolkit.runners.native import library
-from toolkit.runners.native.packing.artifact import open_packed
+from toolkit.runners.native.packing.artifact import CPU_TARGET, open_packed
 from toolkit.runners.native.packing.packed import LAYOUT_VERSION
 
 VARIABLE = "TOOLKIT_PACK_CACHE"  # GiB; 0 keeps nothing
 LARGEST = 20.0  # GiB, where the variable is not set
-TARGET = "cpu"
 TROUBLE = (ToolkitError, OSError)  # what keeps a packed model from being kept
 GIB = 1 << 30
 
@@ -175,14 +174,14 @@ def _pack(path: Path, stamp: str, limit: float, tell: Callable[[str], None]) -> 
     validate_checkpoint(checkpoint, stored)
     chosen = choose_target("auto", spec)
     mtp = mtp_or_none(checkpoint, (spec, stored))
-    if chosen.name != TARGET:
+    if chosen.name != CPU_TARGET:
         return path, None
     size = sum(file.stat().st_size for file in content_files(path))
     if size > min(limit, shutil.disk_usage(cache_dir()).free / 2):
         tell(f"{path}: too large for the cache of packed models; `tool convert` makes it start fast")
         return path, None
     parent = describe_parent(path, stamp)
-    target, options = _entry(stamp), {"target": TARGET, "head": "as loaded"}
+    target, options = _entry(stamp), {"target": CPU_TARGET, "head": "as loaded"}
     try:
         if found := _open(target):
             return found
@@ -235,4 +234,4 @@ def _stamp(path: Path) -> str:
 
 
 def _entry(stamp: str) -> Path:
-    return cache_dir() / f"{stamp.removeprefix('stamp:')[:24]}-{TARGET}{LAYOUT_VERSION}-{__version__}"
+    return cache_dir() / f"{stamp.removeprefix('stamp:')[:24]}-{CPU_TARGET}{LAYOUT_VERSION}-{__version__}"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from toolkit.artifacts.manifest import MANIFEST, Manifest, check_files, pending, read_manifest
 from toolkit.artifacts.output.partial import sync
+from toolkit.base import libc
 from toolkit.base.threads import give_way
 from toolkit.errors import ToolkitError
 
@@ -91,6 +92,5 @@ def _to_disk(path: Path) -> str:
 
 def _push(file: int, at: int, size: int) -> None:
     """Write a piece and wait for it, where the system can do that by the piece."""
-    push = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if push is not None:
+    if (push := libc.function("sync_file_range")) is not None:
         push(file, ctypes.c_int64(at), ctypes.c_int64(size), _WRITE_AND_WAIT)

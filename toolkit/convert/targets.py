@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 CUDA_TARGETS = ("cuda-sm80", "cuda-sm90")  # one packing so far
 Named = Iterable[tuple[str, "Weight | Tensor"]]
-Packer = Callable[[DecoderSpec, Named, dict[str, dict[str, Any]], "Bits", list[str]], Arrays]
+Params = dict[str, dict[str, Any]]
+Packer = Callable[[DecoderSpec, Named, Params, "Bits", list[str]], Arrays]
 
 
 @dataclass(frozen=True)
@@ -49,33 +50,15 @@ class Target:
     head_bits: int | None = None
 
 
-def _torch_pack(
-    spec: DecoderSpec,
-    weights: Named,
-    params: dict[str, dict[str, Any]],
-    bits: Bits,
-    notes: list[str],
-) -> Arrays:
+def _torch_pack(spec: DecoderSpec, weights: Named, params: Params, bits: Bits, notes: list[str]) -> Arrays:
     return pack_torch(weights, params)
 
 
-def _cpu_pack(
-    spec: DecoderSpec,
-    weights: Named,
-    params: dict[str, dict[str, Any]],
-    bits: Bits,
-    notes: list[str],
-) -> Arrays:
+def _cpu_pack(spec: DecoderSpec, weights: Named, params: Params, bits: Bits, notes: list[str]) -> Arrays:
     return pack_cpu(spec, weights, params, head_bits=bits.head, vision_bits=bits.vision, notes=notes)
 
 
-def _cuda_pack(
-    spec: DecoderSpec,
-    weights: Named,
-    params: dict[str, dict[str, Any]],
-    bits: Bits,
-    notes: list[str],
-) -> Arrays:
+def _cuda_pack(spec: DecoderSpec, weights: Named, params: Params, bits: Bits, notes: list[str]) -> Arrays:
     from toolkit.runners.tensor.cuda_artifact import pack_cuda
 
     assert bits.head is not None

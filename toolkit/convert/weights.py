@@ -48,15 +48,11 @@ class Work:
     errors: dict[str, float] = field(default_factory=dict)
     widened: list[str] = field(default_factory=list)
 
-    def cache_scales(self) -> dict[str, Tensor]:
-        """Those of a float8 KV cache that the checkpoint has."""
-        return dict(cache_scales(self.checkpoint))
-
 
 def write_weights(work: Work, stage: Stage) -> tuple[list[str], dict[str, Any]]:
     """Write the checkpoint; returns what is to be told, and figures for the manifest."""
     tensors = _dense_tensors(work) if work.to == "hf" else _quantized_tensors(work, WRITERS[work.to])
-    scales = work.cache_scales() if work.to in _CACHE_SCALED else {}
+    scales = dict(cache_scales(work.checkpoint)) if work.to in _CACHE_SCALED else {}
 
     def config(kept: dict[str, Any]) -> dict[str, Any]:
         if work.to != "hf":

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import sysconfig
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def deploy(
         out, kind="deployment", stage="deploy", parent=parent, options=options, overwrite=overwrite
     ) as stage:
         if stage.already_there:
-            return Deployed(**{**vars(done), "already_there": True})
+            return replace(done, already_there=True)
         for file, text in written.items():
             (stage.dir / file).write_text(text, encoding="utf-8")
             if file.endswith(".sh"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from toolkit.artifacts.manifest import Manifest, read_manifest
 from toolkit.deploy.options import Deployment
 from toolkit.engine.load.memory_plan import SAFE_SHARE, MemoryPlan, Wishes, plan
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.models.spec import CacheGroup
 from toolkit.runners.base import MemoryNeed, RunnerOptions
 from toolkit.runners.choose import open_runner
 
@@ -90,41 +89,32 @@ def plan_memory(artifact: Artifact, asked: Deployment, device: str) -> Memory:
     """The memory plan of the server that is to run, made here. Raises ToolkitError, with the numbers, where ``memory``
     is too small for what was asked for."""
     cuda = device == "cuda"
-    need, runner_device, groups, size, vocab, longest = _need(artifact, asked, cuda)
+    options = RunnerOptions(device="cpu", quant_policy=asked.quant_policy)
+    runner, _ = open_runner(artifact.file, backend="pytorch" if cuda else "turbomind", options=options)
+    with closing(runner):
+        spec, need = runner.spec, runner.memory()
     limit = asked.memory_bytes
     if limit is not None and limit <= PROCESSES:
         raise ToolkitError(f"--memory: the server's processes alone take {PROCESSES >> 20} MiB, found {asked.memory}")
     if limit is None or cuda:
-        length = asked.session_len or min(longest, LONGEST)
+        length = asked.session_len or min(spec.max_position, LONGEST)
         wishes = Wishes(length, asked.max_batch_size or BATCH, kv=1.0)
         free = PLENTY
     else:
         wishes, free = Wishes(asked.session_len, asked.max_batch_size), limit - PROCESSES
     found = plan(
         MemoryNeed(need.weights, need.activations_per_token, need.block_bytes, free, False),
-        groups,
-        block_size=size,
-        vocab_size=vocab,
-        max_position=longest,
-        device=runner_device,
+        spec.cache_groups,
+        block_size=options.block_size,
+        vocab_size=spec.vocab_size,
+        max_position=spec.max_position,
+        device=runner.device,
         wishes=wishes,
     )
     blocks = max(2, *found.num_blocks)
     if cuda:
         return Memory(found, limit or _rounded(need.weights + GPU_HOST), blocks, found.total)
     return Memory(found, limit or _rounded(int(found.total / SAFE_SHARE) + PROCESSES), blocks, None)
-
-
-def _need(
-    artifact: Artifact, asked: Deployment, cuda: bool
-) -> tuple[MemoryNeed, str, Sequence[CacheGroup], int, int, int]:
-    options = RunnerOptions(device="cpu", quant_policy=asked.quant_policy)
-    runner, _ = open_runner(artifact.file, backend="pytorch" if cuda else "turbomind", options=options)
-    try:
-        spec = runner.spec
-        return runner.memory(), runner.device, spec.cache_groups, options.block_size, spec.vocab_size, spec.max_position
-    finally:
-        runner.close()
 
 
 def _rounded(size: int) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.artifacts.alike import fingerprint
+from toolkit.base.ray_cluster import STORE_BYTES
 from toolkit.deploy.facts import GRACE, Artifact, Memory
 from toolkit.deploy.options import Deployment
 
 VERSION = "2.60.0"  # of Ray, in the image of deploy/docker/ray.Dockerfile
-STORE = 200 << 20  # bytes of a node's object store: a request and its answer are all that goes through it
 OWN_MIB = 2048  # of a node beside its replica: Ray's own processes, the object store, a proxy
 
 
@@ -19,7 +19,7 @@ def facts(artifact: Artifact, asked: Deployment, device: str, memory: Memory, na
         "outside": _config(artifact, asked, device, memory, name, str(artifact.file)),
         "inside": _config(artifact, asked, device, memory, name, inside),
         "version": VERSION,
-        "store": STORE,
+        "store": STORE_BYTES,
         "own": OWN_MIB,
     }
 

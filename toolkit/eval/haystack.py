@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from toolkit.configs.checks import number
 from toolkit.errors import ToolkitError, UsageError
-from toolkit.eval.tasks import CITIES, PEOPLE
+from toolkit.eval.tasks import CITIES, GARBAGE, PEOPLE, hidden_key, is_key
 
 Kind = Literal["passkey", "needle"]
 ANSWER = {"passkey": 16, "needle": 64}  # tokens that an answer may take
@@ -30,7 +30,6 @@ TASK = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you "
     "about the important information there."
 )
-GARBAGE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 QUIZ = "What is the pass key? The pass key is"
 THINGS = ("silver key", "old map", "red lantern", "glass ship", "brass clock", "blue violin", "ivory box", "green lamp")
 
@@ -79,7 +78,7 @@ class Grid:
 def passkey(encode: Encode, room: int, depth: float, draw: random.Random) -> Question:
     """A question of at most ``room`` tokens."""
     key = str(draw.randrange(1, 50_000))
-    told = f"The pass key is {key}. Remember it. {key} is the pass key."
+    told = hidden_key(key)
 
     def written(times: int) -> str:
         before = round(times * depth / 100)
@@ -147,7 +146,7 @@ def likeness(answer: str, hidden: str) -> float:
 def score(kind: Kind, answer: str, question: Question) -> float:
     """0 to 100."""
     if kind == "passkey":
-        return 100.0 * (re.findall(r"\d+", answer)[:1] == [question.keyword])
+        return 100.0 * is_key(answer, question.keyword)
     return 100.0 if question.keyword in answer else 20.0 * likeness(answer, question.hidden)
 
 

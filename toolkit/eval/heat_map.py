@@ -11,14 +11,12 @@ from toolkit.artifacts.output.result_file import save_plot
 
 def draw(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:
     """A field a length and depth of ``search``'s rows, red where nothing was found, green where all was."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     lengths = list(dict.fromkeys(row["length"] for row in rows))
     depths = list(dict.fromkeys(row["depth"] for row in rows))
     found = {(row["length"], row["depth"]): row["score"] for row in rows}
     figure = Figure(figsize=(2.4 + 0.8 * len(lengths), 1.8 + 0.42 * len(depths)), layout="constrained")
-    FigureCanvasAgg(figure)
     axis = figure.subplots()
     cells = [[found[length, depth] for length in lengths] for depth in depths]
     image = axis.imshow(cells, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")

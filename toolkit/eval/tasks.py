@@ -20,7 +20,7 @@ from toolkit.measure.text import heldout_text
 
 COUNT = 100  # items of a task where no limit is given
 BATCH = 16  # answers asked for at once
-FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+GARBAGE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 PEOPLE = ("Maria", "Chen", "Amara", "Lukas", "Priya", "Omar", "Ingrid", "Diego", "Yuki", "Nadia")
 CITIES = ("Lima", "Oslo", "Kyoto", "Cairo", "Quito", "Dublin", "Hanoi", "Accra", "Turin", "Bergen")
 TRADES = ("baker", "pilot", "nurse", "carpenter", "judge", "farmer", "singer", "plumber", "teacher", "sailor")
@@ -77,9 +77,13 @@ def passkey(number: int) -> Answer:
     key = str(draw.randrange(10_000, 100_000))
     lines = draw.choice((2, 8, 24, 64))
     before = draw.randrange(lines + 1)
-    told = f"The pass key is {key}. Remember it. {key} is the pass key. "
-    text = FILLER * before + told + FILLER * (lines - before)
-    return Answer(f"{text}\n\nWhat is the pass key? Answer with the number alone.", key)
+    text = " ".join([*[GARBAGE] * before, hidden_key(key), *[GARBAGE] * (lines - before)])
+    return Answer(f"{text} \n\nWhat is the pass key? Answer with the number alone.", key)
+
+
+def hidden_key(key: str) -> str:
+    """What is to be found again."""
+    return f"The pass key is {key}. Remember it. {key} is the pass key."
 
 
 def _person(draw: random.Random) -> dict[str, Any]:
@@ -155,7 +159,8 @@ def first_object(text: str) -> Any:
     return None
 
 
-def _is_key(text: str, expected: Any) -> bool:
+def is_key(text: str, expected: Any) -> bool:
+    """Whether the first number of an answer is the one that was hidden."""
     return re.findall(r"\d+", text)[:1] == [expected]
 
 
@@ -172,7 +177,7 @@ def _is_call(text: str, expected: Any) -> bool:
 
 TASKS: dict[str, Task] = {
     "cloze": Task("the last word of a sentence from a book, out of four", cloze),
-    "passkey": Task("a number found again in up to 6,000 characters", passkey, _is_key, 16),
+    "passkey": Task("a number found again in up to 6,000 characters", passkey, is_key, 16),
     "json_schema": Task("a JSON object that keeps to a schema", json_schema, _adheres, 128),
     "tool_calls": Task("the right function called with the right arguments", tool_calls, _is_call, 96),
 }

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from toolkit.artifacts.source import resolve_model
 from toolkit.artifacts.text.tokenizer import Tokenizer
+from toolkit.engine.load.setup import tokenizer_dir
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.measure.divergence import Divergence, perplexity_of
 from toolkit.measure.next_logits import make_ready, next_logits
@@ -61,17 +62,10 @@ def compare(
 
 
 def _tokens(paths: list[Path], data: Path, text: str) -> NDArray[np.int32]:
-    found = [Tokenizer.open(path if path.is_dir() else _side_dir(path)).encode(text) for path in paths]
+    found = [Tokenizer.open(tokenizer_dir(path)).encode(text) for path in paths]
     if found[0] != found[1]:
         raise UsageError(f"{paths[0]} and {paths[1]}: their tokenizers give {data} different tokens")
     return np.asarray(found[0], dtype=np.int32)
-
-
-def _side_dir(path: Path) -> Path:
-    """Where the tokenizer of a single-file model lies."""
-    from toolkit.artifacts.checkpoint import open_checkpoint
-
-    return open_checkpoint(path).tokenizer_dir
 
 
 def _windows(ids: NDArray[np.int32], window: int, names: list[str], runners: list[Runner]) -> NDArray[np.int32]:

@@ -1,6 +1,8 @@
-"""Logits of a text straight from a runner, without an engine around it."""
+"""Texts run by a runner itself, without an engine around it, and their logits."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,29 +27,40 @@ def next_logits(
     """Run ``ids`` in one step behind ``cached`` tokens of the same text that were run before. Logits [rows, vocabulary]
     of the first ``rows`` of them, None = of all. Raises ToolkitError where the runner cannot.
     """
-    count, stop = len(ids), cached + len(ids)
+    batch = texts_batch(runner, ids[None], cached, -(-(cached + len(ids)) // runner.options.block_size))
+    wanted = np.arange(len(ids) if rows is None else rows, dtype=np.int32)
+    try:
+        return runner.submit(replace(batch, logits_index=wanted)).result().logits
+    except RunnerError as error:
+        raise ToolkitError(f"the model failed on the text: {error}") from error
+
+
+def texts_batch(runner: Runner, ids: NDArray[np.int32], cached: int, each: int) -> StepBatch:
+    """A step of the texts ``ids`` [texts, tokens], ``cached`` tokens of each of which were run before. Each text has
+    ``each`` blocks of the cache. Nothing is asked for: neither tokens nor logits."""
+    texts, count = ids.shape
+    stop = cached + count
+    at = np.arange(cached, stop, dtype=np.int64)
+    blocks = np.arange(texts * each, dtype=np.int32).reshape(texts, each)
+    slots = (np.arange(texts, dtype=np.int64)[:, None] * each * runner.options.block_size + at).ravel()
     states = [group.kind == "state" for group in runner.spec.cache_groups]
-    slot = np.array([[0 if cached else -1, 0]], np.int32)
-    blocks = np.arange(-(-stop // runner.options.block_size), dtype=np.int32)[None]
+    own = np.arange(texts, dtype=np.int32)
+    state = np.stack([own if cached else np.full(texts, -1, np.int32), own], axis=1)
     none = np.zeros(0, np.int32)
-    batch = StepBatch(
-        token_ids=np.ascontiguousarray(ids),
-        from_previous=np.full(count, -1, np.int32),
-        positions=np.arange(cached, stop, dtype=np.int32)[None],
-        cu_seqlens=np.array([0, count], np.int32),
-        seq_lens=np.array([stop], np.int32),
-        block_tables=tuple(slot if state else blocks for state in states),
-        slot_mapping=tuple(np.arange(0 if state else cached, 0 if state else stop, dtype=np.int64) for state in states),
-        rope_set=np.zeros(1, np.int8),
-        adapter=np.full(1, -1, np.int32),
+    return StepBatch(
+        token_ids=np.ascontiguousarray(ids.ravel()),
+        from_previous=np.full(texts * count, -1, np.int32),
+        positions=np.tile(at.astype(np.int32), texts)[None],
+        cu_seqlens=(np.arange(texts + 1) * count).astype(np.int32),
+        seq_lens=np.full(texts, stop, np.int32),
+        block_tables=tuple(state if is_state else blocks for is_state in states),
+        slot_mapping=tuple(np.zeros(0, np.int64) if is_state else slots for is_state in states),
+        rope_set=np.zeros(texts, np.int8),
+        adapter=np.full(texts, -1, np.int32),
         sample_index=none,
         sampling=SamplingBatch.greedy(0),
-        logits_index=np.arange(count if rows is None else rows, dtype=np.int32),
+        logits_index=none,
         hidden_index=none,
         target_index=none,
         target_ids=none,
     )
-    try:
-        return runner.submit(batch).result().logits
-    except RunnerError as error:
-        raise ToolkitError(f"the model failed on the text: {error}") from error

@@ -18,7 +18,6 @@ from toolkit.models.config.rope import read_rope
 from toolkit.models.spec import (
     Activation,
     AttentionSpec,
-    CacheGroup,
     DecoderSpec,
     LayerSpec,
     LinearSpec,
@@ -30,7 +29,7 @@ from toolkit.models.spec import (
     StoredTensor,
     Sublayer,
 )
-from toolkit.models.spec.keeps import Rule
+from toolkit.models.spec.decoder import grouped
 from toolkit.models.stored import Fused, stored_tensors
 
 Built = tuple[DecoderSpec, list[StoredTensor]]
@@ -54,7 +53,11 @@ def llama_like(
     dims: Dims | None = None,
     *,
     rope: RopeSpec | Sequence[RopeSpec | None] | None = None,
+    theta: float = 10_000.0,
+    partial_rotary: float = 1.0,
+    turned: Sequence[bool] | None = None,
     windows: int | Sequence[int | None] | None = None,
+    attention_bias: bool = False,
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
@@ -79,17 +82,26 @@ def llama_like(
     """Llama with the differences given.
 
     What is absent is read as Llama's config has it: ``dims``, ``rope``, ``activation`` (``hidden_act``). ``rope`` and
-    ``windows``: of all layers, or a list with those of each, None for a layer without. ``change``: what stands
-    in the place of a layer's attention, by its number and what that would be. ``feed_forward``: that of a layer by its
-    number, None for the dense gated one. ``norms``: their names; ``norm``: what makes each, if not an RMS norm with
-    ``norm_offset``. ``parallel``: attention and feed-forward both read what the layer begins with. ``rename``,
-    ``fused``, ``pairs``, ``unit_head``: as of ``stored_tensors``; ``model``: fields of ``DecoderSpec``.
+    ``windows``: of all layers, or a list with those of each, None for a layer without. ``theta``, ``partial_rotary``:
+    what the rope's absent base, and share of a head that turns, mean; ``turned``: the layers with rope.
+    ``attention_bias``: both ``qkv_bias`` and ``o_bias``. ``change``: what stands in the place of a layer's attention,
+    by its number and what that would be. ``feed_forward``: that of a layer by its number, None for the dense gated one.
+    ``norms``: their names; ``norm``: what makes each, if not an RMS norm with ``norm_offset``. ``parallel``: attention
+    and feed-forward both read what the layer begins with. ``rename``, ``fused``, ``pairs``, ``unit_head``: as of
+    ``stored_tensors``; ``model``: fields of ``DecoderSpec``.
     """
     dims = dims or read_dims(config)
     norm = norm or partial(rms_norm, eps=dims.eps, offset=norm_offset)
-    rope = rope or read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
+    rope = rope or read_rope(
+        config,
+        head_dim=dims.head_dim,
+        max_position=dims.max_position,
+        default_theta=theta,
+        default_partial=partial_rotary,
+    )
     act = activation or config.activation("hidden_act")
     ropes = [rope] * dims.layers if isinstance(rope, RopeSpec) else rope
+    ropes = [own if turns else None for own, turns in zip(ropes, turned or [True] * dims.layers, strict=True)]
     seen = windows if isinstance(windows, Sequence) else [windows] * dims.layers
     layers = []
     for i in range(dims.layers):
@@ -98,8 +110,8 @@ def llama_like(
             dims,
             ropes[i],
             window=seen[i],
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
+            qkv_bias=qkv_bias or attention_bias,
+            o_bias=o_bias or attention_bias,
             qk_norm=qk_norm,
             norm=norm,
             scale=scale,
@@ -225,33 +237,20 @@ def experts(
 
 
 def assemble(dims: Dims, layers: Sequence[LayerSpec], final_norm: NormSpec, **extra: Any) -> DecoderSpec:
-    """Join the layers: cache groups (one for each rule, in order of appearance), context length.
+    """Join the layers: cache groups, context length.
 
     The family's name is filled in by the registry.
     """
-    groups: dict[Rule, list[int]] = {}
-    placed: list[LayerSpec] = []
-    max_position = dims.max_position
-    for i, layer in enumerate(layers):
-        sublayers = []
-        for s in layer.sublayers:
-            max_position = max([max_position, *(rope.max_position for rope in s.mixer.ropes())])
-            if (kept := s.mixer.keeps()) is not None:
-                groups.setdefault(kept.rule, []).append(i)
-                mixer: Any = s.mixer
-                s = replace(s, mixer=replace(mixer, group=list(groups).index(kept.rule)))
-            sublayers.append(s)
-        placed.append(LayerSpec(tuple(sublayers)))
+    placed, groups = grouped(layers)
+    ropes = (rope for layer in layers for s in layer.sublayers for rope in s.mixer.ropes())
     return DecoderSpec(
         family="",
         vocab_size=dims.vocab,
         hidden_size=dims.hidden,
-        layers=tuple(placed),
+        layers=placed,
         final_norm=final_norm,
-        cache_groups=tuple(
-            CacheGroup(kind, window, tuple(members), sinks) for (kind, window, sinks), members in groups.items()
-        ),
-        max_position=max_position,
+        cache_groups=groups,
+        max_position=max([dims.max_position, *(rope.max_position for rope in ropes)]),
         tied=dims.tied,
         **extra,
     )

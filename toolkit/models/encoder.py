@@ -28,8 +28,7 @@ def encoder(
     rope: RopeSpec | Sequence[RopeSpec | None] | None = None,
     windows: Sequence[int | None] | None = None,
     gated: bool = False,
-    qkv_bias: bool = True,
-    o_bias: bool = True,
+    attention_bias: bool = True,
     up_bias: bool = True,
     down_bias: bool = True,
     norm: Callable[[str, int], NormSpec] | None = None,
@@ -52,7 +51,7 @@ def encoder(
     seen = windows or [None] * dims.layers
     layers = []
     for i in range(dims.layers):
-        own = attention(i, dims, ropes[i], window=seen[i], qkv_bias=qkv_bias, o_bias=o_bias)
+        own = attention(i, dims, ropes[i], window=seen[i], qkv_bias=attention_bias, o_bias=attention_bias)
         own = replace(own, mutual=True)
         own = own if change is None else change(i, own)
         mlp = plain_mlp(i, dims, activation, up_bias)
@@ -72,9 +71,7 @@ def encoder(
 
 def encoder_dims(config: Fields, eps: float) -> Dims:
     """The dimensions of one that has as many keys as heads, which share the hidden size out among them."""
-    own = ("num_key_value_heads", "head_dim")
-    values = {name: value for name, value in config.values.items() if name not in own}
-    return read_dims(Fields(values, config.source, config.prefix), eps=eps)
+    return read_dims(config.changed({"num_key_value_heads": None, "head_dim": None}), eps=eps)
 
 
 def types_of(config: Fields, default: int = 2) -> dict[str, Any]:

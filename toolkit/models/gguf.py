@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from toolkit.errors import ToolkitError
 from toolkit.models.config.fields import ACTIVATIONS, MAX_LAYERS
@@ -26,6 +26,14 @@ BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+
+
+def without(names: Mapping[str, str], *stems: str) -> dict[str, str]:
+    """``names`` but for some of GGUF's."""
+    return {theirs: ours for theirs, ours in names.items() if theirs not in stems}
+
+
+PLAIN_BLOCK = without(BLOCK, "ffn_gate")
 QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 SANDWICH_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -53,6 +61,9 @@ MOST_LAYERS = MAX_LAYERS  # that a file may state: lists with an entry a layer a
 EXPERT_NUMBERS = {"num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
 
 
+Absent = TypeVar("Absent", int, None)
+
+
 class Metadata(Protocol):
     """The entries ``<architecture>.<key>`` of a file, with types; what is missing or impossible raises ToolkitError."""
 
@@ -63,6 +74,9 @@ class Metadata(Protocol):
     def has(self, key: str) -> bool: ...
 
     def whole(self, key: str, default: int | None = None) -> int: ...
+
+    def stated(self, key: str, absent: Absent) -> int | Absent:
+        """A whole number; ``absent`` where the file has none, or 0."""
 
     def number(self, key: str, default: float | None = None) -> float: ...
 
@@ -194,10 +208,8 @@ def read_routing(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "n_routed_experts": file.whole("expert_count"),
         "num_experts_per_tok": file.whole("expert_used_count"),
         "moe_intermediate_size": file.whole("expert_feed_forward_length"),
-        "n_shared_experts": file.whole("expert_shared_count") if file.has("expert_shared_count") else 0,
-        "first_k_dense_replace": (
-            file.whole("leading_dense_block_count") if file.has("leading_dense_block_count") else 0
-        ),
+        "n_shared_experts": file.stated("expert_shared_count", 0),
+        "first_k_dense_replace": file.stated("leading_dense_block_count", 0),
         "norm_topk_prob": file.has("expert_weights_norm"),
         "routed_scaling_factor": file.number("expert_weights_scale", 1.0),
         "n_group": file.whole("expert_group_count", 1),
@@ -208,6 +220,11 @@ def read_routing(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 def has_qkv_bias(file: Metadata) -> bool:
     """Whether the file has biases of q, k and v, joined or not."""
     return any(f"blk.0.{name}.bias" in file.tensors for name in ("attn_q", "attn_qkv"))
+
+
+def read_biases(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Llama's two flags."""
+    return {"attention_bias": has_qkv_bias(file), "mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
 
 
 def as_wide_as_the_model(spec: DecoderSpec, arch: str) -> None:
@@ -222,5 +239,5 @@ def as_wide_as_the_model(spec: DecoderSpec, arch: str) -> None:
 
 def with_experts(names: Mapping[str, str], *more: Mapping[str, str]) -> dict[str, str]:
     """``names`` of layers whose MLP is a mixture of experts."""
-    found = {theirs: ours for theirs, ours in names.items() if theirs not in ("ffn_gate", "ffn_up", "ffn_down")}
+    found = without(names, "ffn_gate", "ffn_up", "ffn_down")
     return {**found, **EXPERT_BLOCK, **{theirs: ours for group in more for theirs, ours in group.items()}}

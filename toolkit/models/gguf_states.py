@@ -136,6 +136,15 @@ def mamba_keys(spec: DecoderSpec, arch: str) -> dict[str, int]:
     }
 
 
+MAMBA_FIELDS = {
+    "heads": "mamba_n_heads",
+    "head_dim": "mamba_d_head",
+    "groups": "mamba_n_groups",
+    "state": "mamba_d_state",
+    "kernel": "mamba_d_conv",
+}
+
+
 def read_mamba_keys(file: Metadata, names: Mapping[str, str]) -> dict[str, int]:
     """Fields of a config. ``names``: what it calls "heads", "head_dim", "groups", "state" and "kernel"."""
     heads = file.whole("ssm.time_step_rank")

@@ -32,8 +32,8 @@ class Mtp:
 
 @dataclass(frozen=True)
 class _Form:
-    """Modules by their names; ``{layers}`` are the model's layers, ``{n}`` how many it has. ``copies``: of the model's
-    embedding and head, which are not read. Others: as of ``MtpSpec``."""
+    """Modules by their names. ``copies``: of the model's embedding and head, which are not read. Others: as of
+    ``MtpSpec``."""
 
     layer: str
     token_norm: str
@@ -45,28 +45,31 @@ class _Form:
     state_first: bool = False
 
 
-_BEHIND = "{layers}.{n}"  # the model's layers, as if it were one of them
-_MIMO = "model.mtp_layers.0"
-_INSIDE, _APART, _ = _FORMS = (
-    _Form(
-        _BEHIND,
-        f"{_BEHIND}.enorm",
-        f"{_BEHIND}.hnorm",
-        f"{_BEHIND}.eh_proj",
-        f"{_BEHIND}.shared_head.norm",
-        (f"{_BEHIND}.embed_tokens", f"{_BEHIND}.shared_head.head"),
-    ),
-    _Form("mtp.layers.0", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", normed=True),
-    _Form(
-        _MIMO,
-        f"{_MIMO}.token_layernorm",
-        f"{_MIMO}.hidden_layernorm",
-        f"{_MIMO}.input_proj",
-        f"{_MIMO}.final_layernorm",
-        normed=True,
-        state_first=True,
-    ),
-)
+def _forms(layers: str, n: int) -> tuple[_Form, ...]:
+    """For a model with ``n`` layers called ``layers``: behind these, as if it were one of them; apart; MiMo's."""
+    behind, mimo = f"{layers}.{n}", "model.mtp_layers.0"
+    return (
+        _Form(
+            behind,
+            f"{behind}.enorm",
+            f"{behind}.hnorm",
+            f"{behind}.eh_proj",
+            f"{behind}.shared_head.norm",
+            (f"{behind}.embed_tokens", f"{behind}.shared_head.head"),
+        ),
+        _Form("mtp.layers.0", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", normed=True),
+        _Form(
+            mimo,
+            f"{mimo}.token_layernorm",
+            f"{mimo}.hidden_layernorm",
+            f"{mimo}.input_proj",
+            f"{mimo}.final_layernorm",
+            normed=True,
+            state_first=True,
+        ),
+    )
+
+
 # GGUF's names behind the layer's number → what of a form they are
 NEXTN = {
     "nextn.enorm": "token_norm",
@@ -102,8 +105,7 @@ def find_mtp(
     if first is None or ".0." not in first.name:
         return None
     layers = first.name[: first.name.index(".0.")]
-    forms = (_spelled(form, layers, n) for form in _FORMS)
-    form = next((form for form in forms if any(name.startswith(f"{form.join}.") for name in names)), None)
+    form = next((form for form in _forms(layers, n) if any(name.startswith(f"{form.join}.") for name in names)), None)
     if form is None:
         return None
     behind = f"{layers}.{n}."
@@ -125,7 +127,8 @@ def nextn_of(deep: Built, n: int, *, apart: bool) -> list[StoredTensor]:
     spec, stored = deep
     first = next(item for item in stored if item.parts[0].name.startswith("model.layers.0."))
     layers = first.name[: first.name.index(".0.")]
-    form = _spelled(_APART if apart else _INSIDE, layers, n)
+    behind, separate, _ = _forms(layers, n)
+    form = separate if apart else behind
     whose = {getattr(form, what): stem for stem, what in NEXTN.items()}
     beside = [replace(item, parts=(Part(f"model.layers.{n}.{whose[item.name]}"),)) for item in _beside(form, spec)]
     return _layer_of(form, f"{layers}.{n}.", stored) + beside
@@ -148,22 +151,6 @@ def _layer_of(form: _Form, behind: str, stored: Iterable[StoredTensor]) -> list[
     """Those whose names begin with ``behind``, as the form calls them."""
     mine = (item for item in stored if item.name.startswith(behind))
     return [replace(item, name=f"{form.layer}.{item.name.removeprefix(behind)}") for item in mine]
-
-
-def _spelled(form: _Form, layers: str, n: int) -> _Form:
-    def put(text: str) -> str:
-        return text.format(layers=layers, n=n)
-
-    return _Form(
-        put(form.layer),
-        put(form.token_norm),
-        put(form.state_norm),
-        put(form.join),
-        put(form.norm),
-        tuple(map(put, form.copies)),
-        form.normed,
-        form.state_first,
-    )
 
 
 def deeper(config: dict[str, Any], spec: DecoderSpec) -> dict[str, Any]:

@@ -30,11 +30,7 @@ def to_bfloat16(x: float) -> float:
 def grow_queries(spec: DecoderSpec) -> DecoderSpec:
     """``spec`` whose queries grow with the logarithm of their position beyond the length of its config.json, where they
     do not already: LMDeploy's ``use_logn_attn``. Raises UsageError for one without such attention."""
-    layers = []
-    for layer in spec.layers:
-        parts = [replace(s, mixer=_grown(s.mixer, spec.max_position)) for s in layer.sublayers]
-        layers.append(replace(layer, sublayers=tuple(parts)))
-    found = replace(spec, layers=tuple(layers))
+    found = spec.changed(lambda _, s: replace(s, mixer=_grown(s.mixer, spec.max_position)))
     if not any(attention.q_scale for _, attention in found.attention_layers()):
         raise UsageError(
             "use_logn_attn: this model has no attention with keys of its own, whose queries could grow; leave it out"
@@ -49,14 +45,9 @@ def reach(spec: DecoderSpec, length: int) -> DecoderSpec:
     stretched = length > spec.max_position and all(r.kind == "default" and not r.sections for r in spec.ropes())
     far = [m for _, m in spec.mixers() if m.ropes() and not getattr(m, "window", None)]
     ropes = {rope for mixer in far for rope in mixer.ropes()} or set(spec.ropes())  # not those of sliding layers alone
-    layers = []
-    for layer in spec.layers:
-        parts = list(layer.sublayers)
-        if stretched:
-            parts = [replace(s, mixer=_dynamic(s.mixer, ropes, spec.max_position)) for s in parts]
-        parts = [replace(s, mixer=_reaching(s.mixer, length)) for s in parts]
-        layers.append(replace(layer, sublayers=tuple(parts)))
-    return replace(spec, layers=tuple(layers))
+    if stretched:
+        spec = spec.changed(lambda _, s: replace(s, mixer=_dynamic(s.mixer, ropes, spec.max_position)))
+    return spec.changed(lambda _, s: replace(s, mixer=_reaching(s.mixer, length)))
 
 
 def stretched_from(spec: DecoderSpec) -> int | None:
@@ -75,11 +66,7 @@ def _dynamic(mixer: Mixer, ropes: set[RopeSpec], trained: int) -> Mixer:
 def by_request(spec: DecoderSpec) -> DecoderSpec:
     """``spec`` whose dynamic rope turns each request by its own length, as transformers does. Raises UsageError for one
     without such rope."""
-    layers = []
-    for layer in spec.layers:
-        parts = [replace(s, mixer=_own(s.mixer)) for s in layer.sublayers]
-        layers.append(replace(layer, sublayers=tuple(parts)))
-    found = replace(spec, layers=tuple(layers))
+    found = spec.changed(lambda _, s: replace(s, mixer=_own(s.mixer)))
     if found == spec:
         raise UsageError(
             "dynamic_rope: expected session, found request: this model's positions do not scale dynamically; leave it "

@@ -125,14 +125,10 @@ def _in_order(name: str | None = None) -> Iterator[Family]:
 
 def find_family(config: dict[str, Any], source: str = "config.json", own: Iterable[Family] = ()) -> Family:
     """The family of a config, of ``own`` before all others. Raises ToolkitError that names those spelled nearly so."""
-    model_type, architectures = config.get("model_type"), config.get("architectures")
-    architecture = architectures[0] if isinstance(architectures, list) and architectures else architectures
+    model_type, architecture = config.get("model_type"), _architecture(config)
     spelled = {architecture} if isinstance(architecture, str) else set()
-    spelled |= {
-        name.removesuffix("Model") + "ForCausalLM" for name in spelled if name.endswith("Model")
-    }  # no head saved
-    classifies = "ForSequenceClassification"
-    spelled |= {name.removesuffix(classifies) + "ForCausalLM" for name in spelled if name.endswith(classifies)}
+    for end in ("Model", "ForSequenceClassification"):  # saved without its head, or with another
+        spelled |= {name.removesuffix(end) + "ForCausalLM" for name in spelled if name.endswith(end)}
     for family in itertools.chain(own, _in_order(model_type if isinstance(model_type, str) else None)):
         if spelled.intersection(family.architectures) or (not architecture and model_type == family.name):
             other = next((name for sign, name in family.others.items() if config.get(sign)), None)
@@ -140,6 +136,12 @@ def find_family(config: dict[str, Any], source: str = "config.json", own: Iterab
                 other = family.blind
             return family if other is None else get(other)
     _unknown(config, source, architecture or model_type)
+
+
+def _architecture(config: dict[str, Any]) -> Any:
+    """The first one that a config names, a string in a sound file."""
+    named = config.get("architectures")
+    return named[0] if isinstance(named, list) and named else named
 
 
 def _unknown(config: dict[str, Any], source: str, found: object) -> NoReturn:
@@ -177,8 +179,7 @@ def part_alone(config: dict[str, Any], family: Family) -> str | None:
 
 def _with_head(config: dict[str, Any], family: Family) -> dict[str, Any]:
     """A model that was saved without its head (Qwen3Model, MistralModel: for embeddings) has its embedding for one."""
-    named = config.get("architectures")
-    name = named[0] if isinstance(named, list) and named else named
+    name = _architecture(config)
     bare = isinstance(name, str) and name.endswith("Model") and name not in family.architectures
     return {**config, "tie_word_embeddings": True} if bare and not family.encodes else config
 
@@ -213,8 +214,7 @@ def build_video(
 
 def text_head(config: dict[str, Any], source: str) -> TextHead | None:
     """What a model has that was trained to score texts behind its hidden states; None for any other model."""
-    named = config.get("architectures")
-    name = named[0] if isinstance(named, list) and named else named
+    name = _architecture(config)
     if not (isinstance(name, str) and name.endswith("ForSequenceClassification")):
         return None
     family, fields = find_family(config, source), Fields(config, source)

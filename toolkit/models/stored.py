@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -25,17 +26,16 @@ class Fused:
     flat: bool = False
 
 
+def joined(name: str, sizes: Mapping[str, int]) -> Fused:
+    """The module ``name``, in which so many rows of each linear stand one below the other."""
+    stops = itertools.accumulate(sizes.values())
+    return Fused(name, {part: ((stop - size, stop),) for (part, size), stop in zip(sizes.items(), stops, strict=True)})
+
+
 def fused_qkv(dims: Dims, name: str) -> Fused:
     """The rows of q, then k, then v in the module ``name``."""
     q, kv = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
-    return Fused(
-        name,
-        {
-            "self_attn.q_proj": ((0, q),),
-            "self_attn.k_proj": ((q, q + kv),),
-            "self_attn.v_proj": ((q + kv, q + 2 * kv),),
-        },
-    )
+    return joined(name, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv})
 
 
 def fused_by_kv_head(dims: Dims, name: str) -> Fused:
@@ -55,8 +55,7 @@ def fused_by_kv_head(dims: Dims, name: str) -> Fused:
 
 def fused_gate_up(dims: Dims, name: str) -> Fused:
     """The rows of the gate, then of the up projection in the module ``name``."""
-    n = dims.intermediate
-    return Fused(name, {"mlp.gate_proj": ((0, n),), "mlp.up_proj": ((n, 2 * n),)})
+    return joined(name, {"mlp.gate_proj": dims.intermediate, "mlp.up_proj": dims.intermediate})
 
 
 def fused_experts(
@@ -87,12 +86,16 @@ def fused_experts(
     return found
 
 
-def renamed(endings: Mapping[str, str]) -> Callable[[str], str]:
-    """A ``rename`` that replaces how a canonical name ends, by the first of ``endings`` that fits."""
+def renamed(endings: Mapping[str, str], parts: Mapping[str, str] | None = None) -> Callable[[str], str]:
+    """A ``rename`` that replaces how a canonical name ends, by the first of ``endings`` that fits, and then all
+    ``parts`` of the name in turn."""
 
     def rename(name: str) -> str:
-        ours = next((ours for ours in endings if name.endswith(ours)), None)
-        return name if ours is None else name.removesuffix(ours) + endings[ours]
+        if (ours := next((ours for ours in endings if name.endswith(ours)), None)) is not None:
+            name = name.removesuffix(ours) + endings[ours]
+        for ours, theirs in (parts or {}).items():
+            name = name.replace(ours, theirs)
+        return name
 
     return rename
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.errors import UsageError
-from toolkit.models.spec import CacheGroup, DecoderSpec, RopeSpec
-from toolkit.models.spec.decoder import Mixer
-from toolkit.models.spec.keeps import Rule
+from toolkit.models.spec import DecoderSpec, RopeSpec, Sublayer
+from toolkit.models.spec.decoder import Mixer, grouped
 
 ENDLESS = 1 << 20  # tokens that a session of such a model may have where nothing is said
 
@@ -34,21 +33,15 @@ def stream(spec: DecoderSpec, window: int, sinks: int) -> DecoderSpec:
             "model was trained for"
         )
     chosen = {id(mixer) for mixer in whole}
-    groups: dict[Rule, list[int]] = {}
-    layers = []
-    for i, layer in enumerate(spec.layers):
-        parts = []
-        for part in layer.sublayers:
-            own: Any = part.mixer
-            if id(own) in chosen:
-                own = replace(own, window=window, sink_tokens=sinks, rope=own.rope and _short(own.rope))
-            if (kept := own.keeps()) is not None:
-                groups.setdefault(kept.rule, []).append(i)
-                own = replace(own, group=list(groups).index(kept.rule))
-            parts.append(replace(part, mixer=own))
-        layers.append(replace(layer, sublayers=tuple(parts)))
-    made = tuple(CacheGroup(kind, reach, tuple(members), kept) for (kind, reach, kept), members in groups.items())
-    return replace(spec, layers=tuple(layers), cache_groups=made, max_position=max(ENDLESS, spec.max_position))
+
+    def sliding(_: int, part: Sublayer) -> Sublayer:
+        own: Any = part.mixer
+        if id(own) not in chosen:
+            return part
+        return replace(part, mixer=replace(own, window=window, sink_tokens=sinks, rope=own.rope and _short(own.rope)))
+
+    layers, groups = grouped(spec.changed(sliding).layers)
+    return replace(spec, layers=layers, cache_groups=groups, max_position=max(ENDLESS, spec.max_position))
 
 
 def _refused(mixer: Mixer) -> str | None:

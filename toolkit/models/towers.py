@@ -67,7 +67,7 @@ def side(config: Fields, name: str, default: int | None = None) -> int:
     """A number of pixels, which may be given for both sides, if they are equal."""
     value = config.values.get(name)
     if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
-        config = Fields({name: value[0]}, config.source, config.prefix)
+        config = config.changed({name: value[0]})
     return config.integer(name, default=default, high=1 << 16)
 
 
@@ -212,11 +212,13 @@ def _spelled(name: str, tower: str, projector: str, spelling: Spelling) -> str:
     return ".".join([tower + spelling[part], *rest])
 
 
-def language_of(config: Fields, text: str = "text_config", default: str = "llama", **changes: Any) -> Built:
-    """The language model that ``config`` holds under ``text``, as its own family builds it. ``changes``: to its config.
-    Where the whole says that embedding and head are one it counts, else what the part says.
+def language_of(config: Fields, text: str | None = "text_config", default: str = "llama", **changes: Any) -> Built:
+    """The language model that ``config`` holds under ``text``, None: beside its other fields, as its own family builds
+    it. ``changes``: to its config. Where the whole says that embedding and head are one it counts, else what the part
+    says.
     """
-    own = config.inner(text).values
+    part = config if text is None else config.inner(text)
+    own = part.values
     kind = own.get("model_type") or default
     absent = (ABSENT.get(kind, {}) if isinstance(kind, str) else {}) | {"model_type": kind}
     # null counts as nothing, but to a family that gives it a meaning: DeepSeek-V2's q_lora_rank
@@ -224,9 +226,8 @@ def language_of(config: Fields, text: str = "text_config", default: str = "llama
     if config.has("tie_word_embeddings"):
         tied = config.flag("tie_word_embeddings", False) or own.get("tie_word_embeddings") or False
         values["tie_word_embeddings"] = tied
-    inner = Fields(values, config.source, f"{text}.")
-    family = find_family(values, f"{config.source}: {text}")
-    spec, stored = family.build(inner)
+    family = find_family(values, config.source if text is None else f"{config.source}: {text}")
+    spec, stored = family.build(Fields(values, config.source, part.prefix))
     return replace(spec, family=family.name), stored
 
 

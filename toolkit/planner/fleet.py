@@ -15,6 +15,7 @@ from toolkit.planner.engine import BLOCK, Engine, Job, Limits
 from toolkit.planner.step_time import StepTime
 from toolkit.planner.traffic import Ask
 
+SPOKEN = -1, -1  # in the place of an engine: what is around them has done its work for a request that came
 LOOKS = 2  # steps of a busy engine between that it hears of blocks and that it has them, as ``Keeper`` fetches them
 
 
@@ -58,8 +59,9 @@ class Around:
     that writes answers has the blocks that another one lends it; ``handing_token``: of the latter, for each token.
     ``cores``: that all engines, and what speaks for them, share; None: each has its own. ``threads``: cores of an
     engine while it computes; ``step``: seconds that each of its steps takes longer while others compute, for they read
-    memory, too; ``token``: core-seconds of each output token outside of engines: HTTP, proxy, client. ``noise``:
-    standard deviation of how long each engine's steps take, as a share, from one moment to the next."""
+    memory, too; ``token``: core-seconds of each output token outside of engines: HTTP, proxy, client; ``request``: of
+    each request, when it comes. ``noise``: standard deviation of how long each engine's steps take, as a share, from
+    one moment to the next."""
 
     way: float = 0.0
     handing: float = 0.0
@@ -69,6 +71,7 @@ class Around:
     token: float = 0.0
     step: float = 0.0
     noise: float = 0.0
+    request: float = 0.0
 
 
 ALONE = Around()
@@ -93,6 +96,8 @@ def simulate(
     writing = Group([Engine(time, limits, looks=looks, noise=noise, seed=first + i) for i in range(replicas)], seed)
     first += replicas
     lending = Group([Engine(copied, limits, noise=noise, seed=first + i) for i in range(prefills)], seed)
+    if prefills:  # both have it to do with a request
+        around = replace(around, request=around.request / 2)
     fleet = Fleet([writing, lending], around)
     came: dict[int, float] = {}  # by the ids of what engines are asked, which they keep
     heads: dict[int, Ask] = {}  # requests that compute a prompt, for whom
@@ -170,8 +175,9 @@ class Fleet:
         self._own = 0.0  # the engines' clock
         self._slow = 1.0  # seconds that one of its seconds takes
         self._computing = 0  # engines that do
+        self._speaking = 0  # requests with which what is around them has work
         self._wants = {(g, i): 0.0 for g, group in enumerate(groups) for i in range(len(group.engines))}  # cores
-        self._version = dict.fromkeys(self._wants, 0)
+        self._version = dict.fromkeys([*self._wants, SPOKEN], 0)
         self._ends: list[tuple[float, int, int, int]] = []  # when a stretch ends, whose, and which version of it
         self._coming: list[tuple[float, int, Ask, int]] = []
         self._count = 0
@@ -199,11 +205,15 @@ class Fleet:
             i = self.groups[g].choose()
             self.groups[g].engines[i].add(ask, self._own)
             self._note(g, i)
+            self._speak(1)
             return []
         if not self._ends:
             return None
         own, g, i, _ = heappop(self._ends)
         self._pass(ends, own)
+        if (g, i) == SPOKEN:
+            self._speak(-1)
+            return []
         ended = self.groups[g].engines[i].run()
         self._note(g, i)
         return ended
@@ -230,9 +240,21 @@ class Fleet:
         began = (stretch is not None) - (before > 0)
         self._computing += began
         if around.cores is not None:
-            self._slow = max(1.0, sum(self._wants.values()) / around.cores)
+            self._share(around.cores)
             if began and around.step:
                 self._crowd()
+
+    def _share(self, cores: float) -> None:
+        self._slow = max(1.0, (sum(self._wants.values()) + self._speaking) / cores)
+
+    def _speak(self, more: int) -> None:
+        """What is around the engines has a core's work with a request, or no longer."""
+        if self._around.cores is None or not self._around.request:
+            return
+        self._speaking += more
+        self._share(self._around.cores)
+        if more > 0:
+            heappush(self._ends, (self._own + self._around.request, *SPOKEN, 0))
 
     def _crowd(self) -> None:
         """One begins to compute, or rests: for the others reading takes longer, or no longer."""

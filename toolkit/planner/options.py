@@ -54,6 +54,9 @@ class Demand:
     outside_us: float = option(
         0.0, "With --cores: µs of a core that an output token takes outside of engines (HTTP, proxy, client).", min=0
     )
+    outside_ms: float = option(
+        0.0, "With --cores: ms of a core that a request takes there, whatever its length.", min=0
+    )
     step_us: float = option(
         0.0, "With --cores: µs that a step takes longer while other engines compute: they read memory, too.", min=0
     )
@@ -108,6 +111,7 @@ class Demand:
             self.outside_us / 1e6,
             self.step_us / 1e6,
             self.noise,
+            self.outside_ms / 1e3,
         )
 
     def asks(self) -> list[Ask]:

@@ -14,9 +14,9 @@ from toolkit.configs.generation import GenerationConfig
 from toolkit.engine.load.setup import Packed
 from toolkit.engine.pooling import Head, check_pooling, open_head
 from toolkit.engine.process.frontend import AsyncEngine
-from toolkit.profile.generation import MEMORY_OF, check_room, make_room
+from toolkit.profile.generation import check_room, make_room
 from toolkit.profile.load import in_turn, raise_if_any_failed, run_at
-from toolkit.profile.memory import PeakMemory, ProcessTree, gpu_used_mib
+from toolkit.profile.memory import PeakMemory
 from toolkit.profile.metrics import RequestRecord, embedding_row
 from toolkit.profile.options import Texts
 from toolkit.profile.workload import random_prompts
@@ -43,17 +43,14 @@ def measure(
     texts.check()
     check_pooling(texts.pooling, "--pooling")
     make_room(engine_config, max(texts.concurrency), texts.prompt_tokens)
-    engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True, packed=packed)
-    try:
+    with AsyncEngine.open(
+        model, backend_config=engine_config, progress=progress, process=True, packed=packed
+    ) as engine:
         check_room(engine, texts)
         head = open_head(engine.tokenizer.path, texts.pooling)
         on_start(engine)
-        gpus = engine.device.startswith("cuda")
-        with PeakMemory(gpu_used_mib if gpus else ProcessTree()) as memory:
-            rows = asyncio.run(_measure_all(engine, texts, head, engine_config.adapters, memory, on_done))
-        return [row | {"peak_memory_of": MEMORY_OF[gpus]} for row in rows]
-    finally:
-        engine.close()
+        with PeakMemory.of(engine.device) as memory:
+            return asyncio.run(_measure_all(engine, texts, head, engine_config.adapters, memory, on_done))
 
 
 async def _measure_all(
@@ -91,5 +88,5 @@ async def _measure_all(
             if turn:
                 rounds.append(records)
         row = embedding_row(rounds, texts.prompt_tokens, memory.peak())
-        rows.append(row | {"pooling": head.pooling, "dimensions": dimensions})
+        rows.append(row | {"pooling": head.pooling, "dimensions": dimensions, "peak_memory_of": memory.whose})
     return rows

@@ -15,12 +15,11 @@ from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.profile.guesses import guesses_row
 from toolkit.profile.load import raise_if_any_failed, run_all
-from toolkit.profile.memory import PeakMemory, ProcessTree, gpu_used_mib
+from toolkit.profile.memory import PeakMemory
 from toolkit.profile.metrics import RequestRecord, generation_row
 from toolkit.profile.options import Batches, Grid
 from toolkit.profile.workload import Ask, random_prompts
 
-MEMORY_OF = {True: "all GPUs", False: "own processes"}  # True: the model is on a GPU
 WARM_UP_TOKENS = 4
 
 
@@ -63,18 +62,15 @@ def measure(
     """
     grid.check()
     fit(engine_config, grid)
-    engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True, packed=packed)
-    try:
+    with AsyncEngine.open(
+        model, backend_config=engine_config, progress=progress, process=True, packed=packed
+    ) as engine:
         check_room(engine, grid)
         on_start(engine)
-        gpus = engine.device.startswith("cuda")
-        with PeakMemory(gpu_used_mib if gpus else ProcessTree()) as memory:
-            adapters = engine_config.adapters
-            rows = asyncio.run(_measure_all(engine, grid, adapters, memory, MEMORY_OF[gpus], on_done, on_row))
+        with PeakMemory.of(engine.device) as memory:
+            rows = asyncio.run(_measure_all(engine, grid, engine_config.adapters, memory, on_done, on_row))
         on_end(guesses_row(engine.stats()))
         return rows
-    finally:
-        engine.close()
 
 
 async def _measure_all(
@@ -82,7 +78,6 @@ async def _measure_all(
     grid: Grid,
     adapters: Collection[str] | None,
     memory: PeakMemory,
-    memory_of: str,
     on_done: Callable[[RequestRecord], None],
     on_row: Callable[[dict[str, Any]], None],
 ) -> list[dict[str, Any]]:
@@ -107,7 +102,7 @@ async def _measure_all(
             raise_if_any_failed(records)
             rounds.append(records)
         row = generation_row(rounds, grid.prompt_tokens, grid.completion_tokens, memory.peak())
-        rows.append(row | {"peak_memory_of": memory_of})
+        rows.append(row | {"peak_memory_of": memory.whose})
         on_row(rows[-1])
     return rows
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import psutil
 
 MIB = 1 << 20
+GPUS, OWN = "all GPUs", "own processes"  # whose memory a peak is
 
 
 class ProcessTree:
@@ -45,14 +46,20 @@ def gpu_used_mib() -> float:
 
 
 class PeakMemory:
-    """Samples ``read`` in a thread; ``peak()`` is the highest value since the last call of it."""
+    """Samples ``read`` in a thread; ``peak()`` is the highest value since the last call of it. ``whose``: memory."""
 
-    def __init__(self, read: Callable[[], float], interval_s: float = 0.1) -> None:
+    def __init__(self, read: Callable[[], float], whose: str = OWN, interval_s: float = 0.1) -> None:
+        self.whose = whose
         self._read = read
         self._interval = interval_s
         self._peak = read()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    @classmethod
+    def of(cls, device: str) -> PeakMemory:
+        """Of a model that is on ``device``."""
+        return cls(gpu_used_mib, GPUS) if device.startswith("cuda") else cls(ProcessTree())
 
     def __enter__(self) -> PeakMemory:
         self._thread.start()

@@ -5,23 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from toolkit.configs.generation import GenerationConfig
-from toolkit.configs.option import option, spelled
+from toolkit.configs.option import option, option_of, spelled
 from toolkit.errors import UsageError
 
 MADE = ("random", "image")  # data sets that are drawn by the seed; others are files
 LATENCIES = ("e2e_latency", "ttft", "tpot", "itl")
-
-
-def _at_least_one(record: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(record, name)
-        if value is not None and value < 1:
-            raise UsageError(f"{spelled(name)}: expected 1 or more, found {value}")
 
 
 @dataclass(frozen=True)
@@ -30,6 +23,11 @@ class Seeded:
 
     def check(self) -> None:
         """Raise UsageError for the first value out of its range."""
+        for f in fields(self):
+            told, value = option_of(f), getattr(self, f.name)
+            least = None if told is None or value is None else told.shown.get("min")
+            if least is not None and value < least:
+                raise UsageError(f"{spelled(f.name)}: expected {least} or more, found {value}")
         if self.seed < 0:
             raise UsageError(f"--seed: expected 0 or more, found {self.seed}")
 
@@ -72,7 +70,6 @@ class Prompts(Seeded):
 
     def check(self) -> None:
         super().check()
-        _at_least_one(self, "num_prompts", "random_input_len", "random_output_len", "images_per_request")
         _ = self.size
         if self.dataset not in MADE and not Path(self.dataset).is_file():
             raise UsageError(
@@ -90,7 +87,6 @@ class Load(Prompts):
 
     def check(self) -> None:
         super().check()
-        _at_least_one(self, "concurrency")
         if not self.request_rate > 0:
             raise UsageError(f"--request-rate: expected requests a second above 0, or inf, found {self.request_rate:g}")
 
@@ -135,7 +131,6 @@ class Batches(Seeded):
         super().check()
         if not self.concurrency or min(self.concurrency) < 1:
             raise UsageError(f"--concurrency: expected numbers of 1 or more, found {list(self.concurrency)}")
-        _at_least_one(self, "prompt_tokens")
 
 
 @dataclass(frozen=True)
@@ -146,10 +141,6 @@ class Grid(Batches):
     rounds: int = option(1, "Times to measure each batch size, after a warm-up.", min=1)
     sampling: GenerationConfig = field(default_factory=GenerationConfig)
 
-    def check(self) -> None:
-        super().check()
-        _at_least_one(self, "completion_tokens", "rounds")
-
 
 @dataclass(frozen=True)
 class Texts(Batches):
@@ -158,10 +149,6 @@ class Texts(Batches):
     prompt_tokens: int = option(256, "Tokens of each text.", min=1)
     rounds: int = option(5, "Times to measure each batch size, after a warm-up.", min=1)
     pooling: str = option("auto", "cls, last, mean, or auto (as the model's folder says).")
-
-    def check(self) -> None:
-        super().check()
-        _at_least_one(self, "rounds")
 
 
 @dataclass(frozen=True)

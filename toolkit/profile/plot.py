@@ -16,11 +16,9 @@ LINES = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd")
 
 def _figure(columns: int) -> tuple[Any, Any]:
     """A figure with ``columns`` panels, drawn without a display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2 * columns, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(1, columns)
     for axis in axes:
         axis.grid(alpha=0.3)
@@ -104,12 +102,10 @@ def plot_sweep(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:
 
 def plot_ranks(drawn: Sequence[Sequence[Sequence[Any]]], title: str, file: Path) -> None:
     """What each rank does in a few steps (``toolkit.profile.ranks.timeline``), a row a rank."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(11, 1.4 + 0.55 * len(drawn)), layout="constrained")
-    FigureCanvasAgg(figure)
     axis = figure.subplots()
     names = sorted({event[0] for events in drawn for event in events} - {"step"})
     colors = dict(zip(names, LINES[1:] + LINES[:1], strict=False))

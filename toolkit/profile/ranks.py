@@ -45,8 +45,9 @@ def measure(
     UsageError for a model that is not split, ToolkitError where a request fails."""
     wish.check()
     fit(engine_config, Grid(0, (wish.concurrency,), wish.prompt_tokens, wish.completion_tokens))
-    engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True, packed=packed)
-    try:
+    with AsyncEngine.open(
+        model, backend_config=engine_config, progress=progress, process=True, packed=packed
+    ) as engine:
         engine.trace_ranks(False)  # whether it has any
         on_start(engine)
         rng = np.random.default_rng(wish.seed)
@@ -63,8 +64,6 @@ def measure(
             if failed := [record.error for record in records if record.error]:
                 raise ToolkitError(f"{len(failed)} of {wish.concurrency} requests failed: {failed[0]}")
         events = engine.trace_ranks(False)
-    finally:
-        engine.close()
     return Found([row_of(rank, found) for rank, found in enumerate(events)], events)
 
 

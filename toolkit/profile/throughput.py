@@ -83,8 +83,9 @@ def measure(
     ``on_end``: told what came of guesses (``guesses_row``). Raises ToolkitError when no request succeeds.
     """
     load.check()
-    engine = AsyncEngine.open(model, backend_config=engine_config, progress=progress, process=True, packed=packed)
-    try:
+    with AsyncEngine.open(
+        model, backend_config=engine_config, progress=progress, process=True, packed=packed
+    ) as engine:
         asks = asks_of(load, engine)
         on_start(engine)
         starts = None if load.request_rate == math.inf else poisson_starts(load.seed, len(asks), load.request_rate)
@@ -104,7 +105,5 @@ def measure(
 
         records, duration = asyncio.run(run())
         on_end(guesses_row(engine.stats()))
-    finally:
-        engine.close()
     raise_if_all_failed(records)
     return ThroughputResult(throughput_summary(records, duration, load.images), records)

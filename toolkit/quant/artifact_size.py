@@ -11,7 +11,6 @@ from torch import Tensor
 from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.outline import Outlines
 from toolkit.artifacts.weight_files.safetensors_file import HEADER_ROOM, PAGE
-from toolkit.artifacts.weights import is_present
 from toolkit.models.spec import LinearSpec
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.methods.awq import Grid
@@ -66,9 +65,7 @@ def _in_file(size: int) -> int:
 
 def _outlines(source: LayerSource) -> Iterator[tuple[str, Weight | Tensor]]:
     outlines = Outlines(source.checkpoint)
-    for item in (item for items in (source.outer, *source.stored) for item in items):
-        if item.optional and not is_present(source.checkpoint, item):
-            continue
+    for item in source.present:
         for part in item.parts:
             yield part.name, outlines.of(item, part.name)
             if item.bias:

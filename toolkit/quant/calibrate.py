@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -32,17 +32,17 @@ def calibrate(
     *,
     common: Common = Common(),
     progress: Progress = lambda what, done, total: None,
-    told: Callable[[int], None] = lambda size: None,
 ) -> Result:
     """Write XᵀX, Σ|x|, max|x| and a sample of every input of MODEL's linears to ``work_dir``, a file a layer.
 
-    ``told`` is called with the bytes that this takes before anything is read. Raises UsageError or ToolkitError.
+    Raises UsageError or ToolkitError.
     """
     check_common(common)
     source = open_source(model, common, "calibrate")
     check_directory_target(work_dir, [source.path], common.overwrite)
-    told(planned_bytes(source))
-    check_room(work_dir, 2 * planned_bytes(source))
+    size = planned_bytes(source)
+    common.notice(f"statistics: at most {size / 1e9:.2f} GB (twice that while they are taken)")
+    check_room(work_dir, 2 * size)
     device, text = find_device(common.device), read_text(source, common)
     tell_plan(source, common, text.plan, eval_tokens=0)
     parent = describe_parent(source.path)

@@ -4,7 +4,6 @@ for rounding to one."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +18,9 @@ from toolkit.artifacts.gguf.fit import smallest
 from toolkit.artifacts.gguf.metadata import model_metadata
 from toolkit.artifacts.gguf.vocabulary import vocabulary
 from toolkit.artifacts.manifest import content_digest
-from toolkit.models.sites import Site, layer_sites
+from toolkit.models.sites import layer_sites
 from toolkit.models.spec import LinearSpec
-from toolkit.quant.layers.result import Made, Method
+from toolkit.quant.layers.result import Method
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.statistics import Gram
 from toolkit.quant.layers.statistics_file import open_statistics
@@ -48,14 +47,7 @@ def cannot_hold(weight: Weight) -> str | None:
 def with_minima(method: Method) -> Method:
     """``method``, but asymmetric codes come with the float16 offset that Q4_1 and Q5_1 store for every block, in place
     of a zero point: within the figures and on disk the numbers are then the same."""
-
-    def run(
-        sites: Sequence[Site], weights: Mapping[str, Tensor], grams: Callable[[str], Gram | None]
-    ) -> Iterator[Made]:
-        for made in method(sites, weights, grams):
-            yield replace(made, value=_offset(made.value))
-
-    return run
+    return lambda *given: (replace(made, value=_offset(made.value)) for made in method(*given))
 
 
 def _offset(value: Weight | Tensor) -> Weight | Tensor:
@@ -63,11 +55,6 @@ def _offset(value: Weight | Tensor) -> Weight | Tensor:
         return value
     minima = (-value.zeros.float() * value.scales.float()).to(torch.float16)
     return replace(value, zeros=None, minima=minima)
-
-
-def check_model(source: LayerSource) -> None:
-    """Raise ToolkitError for a model that GGUF cannot express, before anything is computed."""
-    model_metadata(source.spec)
 
 
 def overhead_bits(source: LayerSource) -> int:
@@ -82,9 +69,8 @@ def overhead_bits(source: LayerSource) -> int:
             size += sum(len(x.encode()) + 8 for x in value)
         else:
             size += value.nbytes if isinstance(value, np.ndarray) else len(str(value).encode())
-    items = [x for items in (source.outer, *source.stored) for x in items]
-    wide = sum(math.prod(x.shape) for x in items if len(x.matrix) == 1 or x.kind == "router")
-    return 8 * size + 16 * (wide + sum(math.prod(x.bias_shape) for x in items if x.bias))
+    wide = sum(math.prod(x.shape) for x in source.present if len(x.matrix) == 1 or x.kind == "router")
+    return 8 * size + 16 * (wide + sum(math.prod(x.bias_shape) for x in source.present if x.bias))
 
 
 def outer_matrices(source: LayerSource, head: bool = False) -> list[LinearSpec]:
@@ -99,9 +85,13 @@ def outer_matrices(source: LayerSource, head: bool = False) -> list[LinearSpec]:
 
 def stored_bits(value: Weight) -> int:
     """Bits that ``value`` takes in the file."""
-    kind = smallest(value)
+    return type_bits(smallest(value), value.shape[0] * value.shape[1])
+
+
+def type_bits(kind: str, weights: int) -> int:
+    """Bits that so many weights take in the GGUF type ``kind``."""
     columns, size = next((columns, size) for name, columns, size in TYPES.values() if name == kind)
-    return value.shape[0] * value.shape[1] // columns * size * 8
+    return weights // columns * size * 8
 
 
 def importance_of(model: Path, statistics: Path) -> dict[str, Tensor]:

@@ -84,7 +84,7 @@ def auto_awq(
             at = own.get(site.linears[0].name, grid)
             return awq.site_scale(site, weights, gram, grid=at, search=options.search_scale, dtype=dtype)
 
-        return gptq.method(grid, how, dtype=dtype, scaler=scaler, own_grids=lambda: own)
+        return gptq.method(grid, how, dtype=dtype, scaler=scaler, own=own)
 
     recipe = Recipe(
         stage="lite auto_awq",
@@ -118,7 +118,7 @@ def auto_gptq(
     recipe = Recipe(
         stage="lite auto_gptq",
         options=grid_options(grid) | rounding_options(how),
-        method=lambda dtype, _: gptq.method(grid, how, dtype=dtype, own_grids=lambda: own),
+        method=lambda dtype, _: gptq.method(grid, how, dtype=dtype, own=own),
         sample=partial(integers, grid, how.act_order),
         formats=(*gptq_names, "compressed-tensors", "auto_round", *uniform),
         group_size=grid.group_size,
@@ -227,9 +227,7 @@ def search(
     inputs = {x.name: x.in_features for x in linears}
 
     def prepare(run: Prepared) -> dict[str, Any]:
-        units = finder.measure(
-            source, selection, run.ids, run.setting.device, run.directory, run.progress, run.spill, costs
-        )
+        units = finder.measure(source, selection, run, costs)
         best = finder.allocate(units, budget)
         for unit, own in zip(units, best, strict=True):
             chosen.update({name: finder.fitted(own.grid, inputs[name]) for name in unit.linears})
@@ -243,7 +241,7 @@ def search(
             own = chosen.get(site.linears[0].name, grid)
             return awq.site_scale(site, weights, gram, grid=own, search=True, dtype=dtype)
 
-        return gptq.method(grid, how, dtype=dtype, scaler=scaler, own_grids=lambda: chosen)
+        return gptq.method(grid, how, dtype=dtype, scaler=scaler, own=chosen)
 
     recipe = Recipe(
         stage="lite search",

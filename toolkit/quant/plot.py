@@ -16,23 +16,18 @@ def plot_layers(layers: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     ``layers``: ``quality["layers"]`` of a manifest.
     """
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5))
+    figure = Figure(figsize=(9, 5), layout="tight")
+    axes = figure.subplots()
     for kind, points in errors_by_kind(layers).items():
         depth = sorted(points)
         axes.plot(depth, [100 * max(points[i]) for i in depth], marker=".", label=kind)
-    axes.set_xlabel("layer")
-    axes.set_ylabel("relative output error, %")
+    axes.set(xlabel="layer", ylabel="relative output error, %")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", ncol=2)
-    figure.tight_layout()
     save_plot("--plot", figure, path, dpi=120)
-    pyplot.close(figure)
 
 
 def errors_by_kind(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, list[float]]]:

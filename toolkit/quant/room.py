@@ -17,8 +17,7 @@ CODE_BYTES = 1  # of a weight, as layers are saved: codes are not packed
 
 def dense_bytes(source: LayerSource, dtype: torch.dtype) -> int:
     """Bytes of the model's weights as ``dtype``."""
-    items = [item for items in (source.outer, *source.stored) for item in items]
-    return sum(math.prod(item.shape) for item in items) * torch.finfo(dtype).bits // 8
+    return sum(math.prod(item.shape) for item in source.present) * torch.finfo(dtype).bits // 8
 
 
 def disk_bytes(

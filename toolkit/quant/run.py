@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from toolkit.artifacts.canonical import Dense, Weight
 from toolkit.artifacts.formats.writers import WRITERS
+from toolkit.artifacts.gguf.metadata import model_metadata
 from toolkit.artifacts.manifest import describe_parent
 from toolkit.artifacts.output.replace import check_directory_target
 from toolkit.artifacts.output.room import check_room
@@ -157,7 +159,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     selection = choose(source, common)
     form = choose_format(common.format, recipe.formats, _stored_linears(source, selection), recipe.sample)
     if form == gguf.FORMAT:
-        gguf.check_model(source)
+        model_metadata(source.spec)  # raises ToolkitError for a model that GGUF cannot express
     text = read_text(source, common) if recipe.calibrated and common.calibration is None else None
     plan = text.plan if text else None
     hindrance = "not with --format gguf" if form == gguf.FORMAT else None
@@ -275,7 +277,7 @@ def _quantize(
         flow = Flow(source, ids, table, setting.device, setting.batch_size, spill)
         probe = Probe(source.spec, table, heldout, setting.device, spill, source.added)
         del table
-        told = lambda done, total: progress("quantizing layers", done, total)  # noqa: E731
+        told = partial(progress, "quantizing layers")
         # where the last layer is there already, the text does not go through the original layers up to it
         stays = setting.sequential or stage.done(f"layer.{len(source.spec.layers) - 1}")
         reports = quantize_layers(source, setting, flow, None if tune_steps else probe, stage, told, spread)
@@ -285,10 +287,9 @@ def _quantize(
                 count = -(-most_samples(tune_steps) // flow.batch_size) * flow.batch_size  # batches as before
                 flow = Flow(source, ids[:count], table, setting.device, setting.batch_size, spill)
                 flow.through()
-            told = lambda done, total: progress("tuning scales", done, total)  # noqa: E731
+            told = partial(progress, "tuning scales")
             found["tuning"] = tune(source, stage, flow, ids, tune_steps, seed=common.seed, progress=told)
-            told = lambda done, total: progress("measuring perplexity", done, total)  # noqa: E731
-            probe_layers(source, setting, probe, stage, told)
+            probe_layers(source, setting, probe, stage, partial(progress, "measuring perplexity"))
         progress("measuring perplexity", 0, 1)
         head, outer = load_head(stage), source.outer_weights(setting.device)
         after = None if head is None else outer | {k: v.to(setting.device) for k, v in head.dense().items()}

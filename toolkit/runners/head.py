@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.artifacts.drafts.draft_head import HeadSpec, widened
+from toolkit.artifacts.drafts.draft_head import HeadSpec
+from toolkit.artifacts.weight_files.safetensors_file import widened
 from toolkit.models.rope import inv_freq
 
 F32 = NDArray[np.float32]

@@ -112,16 +112,24 @@ def _has_more(image: Image, shown: str) -> bool:
 def as_url(source: str, rules: Rules = Rules()) -> str:
     """A URL as it is, once it has been read; of a file a data URL that holds it. Raises UsageError, one line."""
     open_image(source, rules)
-    if source[:8].partition(":")[0].lower() in ("http", "https", "data"):
+    if _scheme(source) in ("http", "https", "data"):
         return source
     data, _ = read_bytes(source, rules, rules.max_bytes)
-    kind = mimetypes.guess_type(source)[0] or "image/png"
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+    return data_url(source, data, "image/png")
+
+
+def data_url(path: str, data: bytes, usual: str) -> str:
+    """A data URL of what ``path`` holds; ``usual``: its type where the name does not tell."""
+    return f"data:{mimetypes.guess_type(path)[0] or usual};base64,{base64.b64encode(data).decode()}"
 
 
 def is_url(source: Any) -> bool:
     """Whether it has to be fetched."""
-    return isinstance(source, str) and source[:8].partition(":")[0].lower() in ("http", "https")
+    return isinstance(source, str) and _scheme(source) in ("http", "https")
+
+
+def _scheme(source: str) -> str:
+    return source[:8].partition(":")[0].lower()
 
 
 def check_size(width: int, height: int, rules: Rules, shown: str) -> None:
@@ -188,7 +196,7 @@ def read_bytes(
     """The bytes of a file, ``most`` of them, by its URL, data URL or path, and what messages call it, who know it as
     ``what``. ``arrived`` is told how many bytes each piece has that is fetched, and may raise. Raises UsageError, one
     line."""
-    scheme = source[:8].partition(":")[0].lower()
+    scheme = _scheme(source)
     if not source.strip():
         raise UsageError(f"{what}: expected a URL or a path, found an empty one")
     if scheme == "data":

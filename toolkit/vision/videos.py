@@ -5,8 +5,6 @@ Files are decoded by PyAV in a process of their own, which an evil one may only 
 
 from __future__ import annotations
 
-import base64
-import mimetypes
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -25,7 +23,7 @@ from toolkit.models.pictures import Picture, Recipe
 from toolkit.models.videos import FEWEST, TAKEN, Frame, Video
 from toolkit.vision.clip import Clip
 from toolkit.vision.decoding import decoding
-from toolkit.vision.images import Rules, Sampling, is_url, open_image, read_bytes
+from toolkit.vision.images import Rules, Sampling, data_url, is_url, open_image, read_bytes
 from toolkit.vision.pixels import resized
 from toolkit.vision.recipes import area_grid, as_picture, check_shape, normed, prepare
 from toolkit.vision.room import Room
@@ -136,7 +134,7 @@ def video_url(source: str) -> str:
     data, shown = read_bytes(source, rules, rules.max_video_bytes, "video")
     if sniff(data) is None:
         raise UsageError(f"{shown}: expected a video ({FORMATS}), found {len(data):,} bytes that are none")
-    return f"data:{mimetypes.guess_type(source)[0] or 'video/mp4'};base64,{base64.b64encode(data).decode()}"
+    return data_url(source, data, "video/mp4")
 
 
 def of_frames(frames: Sequence[Any] | np.ndarray, rules: Rules, rate: float) -> Clip:

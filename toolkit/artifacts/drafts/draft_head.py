@@ -11,7 +11,7 @@ Source: Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,15 +131,8 @@ def read_head_spec(path: Path) -> HeadSpec:
     method = config.get("speculators_model_type", "eagle3")
     if method != "eagle3":
         raise ToolkitError(f"{file}: speculators_model_type: expected eagle3, found {method!r:.40}")
-    inner = config.get("transformer_layer_config", config)
-    if not isinstance(inner, dict):
-        raise ToolkitError(f"{file}: transformer_layer_config: expected an object, found {type(inner).__name__}")
-    kind = inner.get("model_type", "llama")
-    if kind not in _KINDS:
-        raise ToolkitError(f"{file}: model_type: expected {' or '.join(_KINDS)}, found {kind!r:.40}")
-    if inner.get("num_hidden_layers", 1) != 1:
-        raise ToolkitError(f"{file}: num_hidden_layers: expected 1, found {inner['num_hidden_layers']!r:.40}")
-    name, absent = _KINDS[kind]
+    inner = layer_config(config, file, _KINDS)
+    name, absent = _KINDS[inner.get("model_type", "llama")]
     as_model = {**absent, **inner, "num_hidden_layers": 1, "architectures": [name], "tie_word_embeddings": False}
     spec, _ = build(as_model, str(file))
     attention, mlp = (sub.mixer for sub in spec.layers[0].sublayers)
@@ -164,6 +157,19 @@ def read_head_spec(path: Path) -> HeadSpec:
         qk_norm=attention.q_norm is not None,
         **flags,
     )
+
+
+def layer_config(config: Mapping[str, Any], file: Path, kinds: Collection[str]) -> dict[str, Any]:
+    """Of a head's ``config`` what describes its layer. Raises ToolkitError for several, or one that is not of
+    ``kinds``."""
+    inner = config.get("transformer_layer_config", config)
+    if not isinstance(inner, dict):
+        raise ToolkitError(f"{file}: transformer_layer_config: expected an object, found {type(inner).__name__}")
+    if (kind := inner.get("model_type", "llama")) not in kinds:
+        raise ToolkitError(f"{file}: model_type: expected {' or '.join(kinds)}, found {kind!r:.40}")
+    if (count := inner.get("num_hidden_layers", 1)) != 1:
+        raise ToolkitError(f"{file}: num_hidden_layers: expected 1, found {count!r:.40}")
+    return inner
 
 
 def _flag(config: Mapping[str, Any], name: str, file: Path) -> bool:
@@ -218,13 +224,6 @@ def read_head(path: Path, layers: int) -> tuple[HeadSpec, dict[str, NDArray[Any]
         if int(ids.min()) < 0 or int(ids.max()) >= spec.vocab_size:
             raise ToolkitError(f"{file}: tensor d2t: expected ids below {spec.vocab_size}, found {int(ids.max())}")
     return spec, read
-
-
-def widened(stored: NDArray[Any]) -> NDArray[np.float32]:
-    """Float32 of float16, float32 or the bits of bfloat16."""
-    if stored.dtype == np.uint16:
-        return (stored.astype(np.uint32) << 16).view(np.float32)
-    return stored.astype(np.float32)
 
 
 def write_head(

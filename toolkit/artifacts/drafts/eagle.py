@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.checkpoint import Checkpoint, open_checkpoint
+from toolkit.artifacts.drafts.draft_head import layer_config
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.weights import check_stored
 from toolkit.errors import ToolkitError, UsageError
@@ -43,18 +44,12 @@ def open_eagle(path: Path, model: DecoderSpec) -> tuple[Checkpoint, Mtp]:
     that is none or of a kind that is not known; UsageError for one of another model."""
     checkpoint = open_checkpoint(path)
     file, config = path / "config.json", checkpoint.config
-    inner = config.get("transformer_layer_config", config)
-    if not isinstance(inner, dict):
-        raise ToolkitError(f"{file}: transformer_layer_config: expected an object, found {type(inner).__name__}")
     form = next((form for form in _FORMS if f"{form[0]}.weight" in checkpoint), None)
     if form is None:
         raise ToolkitError(f"{path}: expected an EAGLE head with a tensor fc.weight or fusion_fc.weight, found none")
-    if inner.get("model_type", "llama") != "llama":
-        raise ToolkitError(f"{file}: model_type: expected llama, found {inner.get('model_type')!r:.40}")
+    inner = layer_config(config, file, ("llama",))
     if config.get("layernorms"):
         raise ToolkitError(f"{file}: layernorms: expected false, found true; use an EAGLE-3 head")
-    if inner.get("num_hidden_layers", 1) != 1:
-        raise ToolkitError(f"{file}: num_hidden_layers: expected 1, found {inner['num_hidden_layers']!r:.40}")
     as_model: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         **{name: value for name, value in inner.items() if name not in ("architectures", "auto_map")},

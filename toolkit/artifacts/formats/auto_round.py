@@ -67,8 +67,7 @@ def settings_of(quantization: dict[str, Any], name: str) -> dict[str, Any]:
     return quantization
 
 
-def is_quantized(checkpoint: Checkpoint, name: str) -> bool:
-    return f"{name}.qweight" in checkpoint
+is_quantized = gptq.is_quantized
 
 
 def expected(quantization: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[Expected]:

@@ -12,10 +12,9 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of its eight rows the code in the i-th lowest bits of a word of AWQ's is of."""
 
 
-def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
-    """int32 [..., W] → uint8 [..., W * 32 / bits].
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """int32 [..., W] → uint8 [..., W * 32 / bits], from the lowest bits of each word up.
 
-    ``order[i]`` is the place, among the codes of its word, of the code in the i-th lowest bits; default: in order.
     Widths that do not divide 32 form one stream that runs on over word borders; a rest too short for a code is dropped.
     """
     import torch
@@ -24,19 +23,14 @@ def unpack_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -
         return torch.empty(*words.shape[:-1], words.shape[-1] * 32 // bits, dtype=torch.uint8, device=words.device)
     raw = words.contiguous().view(torch.uint8)
     if bits == 8:
-        codes = raw
-    elif bits in (3, 5, 6, 7):
+        return raw
+    if bits in (3, 5, 6, 7):
         stream = ((raw.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)
         whole = stream.shape[-1] // bits
         each = stream[..., : whole * bits].unflatten(-1, (whole, bits))
-        codes = (each << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
-    else:
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        codes = ((raw.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).view(*words.shape[:-1], -1)
-    if order is not None:
-        places = sorted(range(len(order)), key=order.__getitem__)
-        codes = codes.view(*codes.shape[:-1], -1, len(order))[..., places].flatten(-2)
-    return codes
+        return (each << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    return ((raw.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).view(*words.shape[:-1], -1)
 
 
 def unpack_columns(words: Tensor, bits: int, order: Sequence[int]) -> Tensor:
@@ -57,7 +51,9 @@ def unpack_columns(words: Tensor, bits: int, order: Sequence[int]) -> Tensor:
 
 
 def pack_words(codes: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
-    """Inverse of ``unpack_words``: uint8 [..., N] → int32 [..., ceil(N * bits / 32)], filled up with zeros."""
+    """Inverse of ``unpack_words``: uint8 [..., N] → int32 [..., ceil(N * bits / 32)], filled up with zeros.
+
+    ``order[i]``: the place, among the codes of its word, of the code in the i-th lowest bits; None: in order."""
     import torch
 
     if order is not None:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from toolkit.artifacts.checkpoint import Checkpoint
 
 METHOD = "compressed-tensors"
-_BLOCK = (128, 128)
 
 __all__ = ["METHOD", "cannot_hold", "check_config", "config", "expected", "is_quantized", "read_linear", "write_linear"]
 

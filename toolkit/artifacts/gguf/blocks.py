@@ -21,7 +21,8 @@ from toolkit.artifacts.canonical import Codebook, Dense, Fp4, GroupInt, SuperSca
 Bytes = NDArray[Any]  # of uint8
 
 IQ4_TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""GGML's float types."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,16 @@ class BlockType:
 
 def from_blocks(kind: str, raw: Bytes, shape: tuple[int, ...]) -> Weight:
     """A tensor's bytes as a canonical weight; ``shape``: [rows, columns] (or any, for float types)."""
-    if kind in _FLOATS:
-        return Dense(torch.from_numpy(raw.copy()).view(_FLOATS[kind]).view(shape))
+    if kind in FLOATS:
+        return Dense(torch.from_numpy(raw.copy()).view(FLOATS[kind]).view(shape))
     block = BLOCKS[kind]
     return block.read(raw.reshape(shape[0], shape[1] // block.columns, block.size))
 
 
 def to_blocks(kind: str, weight: Weight) -> Bytes:
     """The bytes of a weight that has exactly the layout of ``kind`` (see ``fit.fit``). Shape [rows, bytes]."""
-    if kind in _FLOATS:
-        assert isinstance(weight, Dense) and weight.weight.dtype == _FLOATS[kind]
+    if kind in FLOATS:
+        assert isinstance(weight, Dense) and weight.weight.dtype == FLOATS[kind]
         flat = weight.weight.contiguous()
         return flat.reshape(flat.shape[0], -1).view(torch.uint8).numpy()
     out = BLOCKS[kind].write(weight)

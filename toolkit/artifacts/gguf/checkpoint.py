@@ -73,7 +73,7 @@ class GgufFile:
         import torch
 
         from toolkit.artifacts.canonical import Dense
-        from toolkit.artifacts.gguf.blocks import from_blocks
+        from toolkit.artifacts.gguf.blocks import FLOATS, from_blocks
 
         found = []
         for name in (keys, values):
@@ -82,7 +82,7 @@ class GgufFile:
             dense = from_blocks(own.dtype, self.container.data[own.start : own.end], flat).dequantize()
             found.append(dense.view(own.shape))
         whole = torch.cat([found[0].transpose(1, 2), found[1]], dim=1).reshape(info.shape)
-        return Dense(whole.to({"F16": torch.float16, "BF16": torch.bfloat16}.get(info.dtype, torch.float32)))
+        return Dense(whole.to(FLOATS[info.dtype]))
 
     def tensor(self, name: str) -> Tensor:
         """Any tensor as plain numbers: float types as stored, quantized ones dequantized to float32."""

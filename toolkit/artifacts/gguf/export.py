@@ -20,7 +20,7 @@ from toolkit.artifacts.canonical import Codebook, Dense, GroupInt, Weight
 from toolkit.artifacts.checkpoint import Checkpoint
 from toolkit.artifacts.formats.describe import form_name
 from toolkit.artifacts.gguf.architectures import layouts_of, row_order, turns_neighbours
-from toolkit.artifacts.gguf.blocks import to_blocks
+from toolkit.artifacts.gguf.blocks import FLOATS, to_blocks
 from toolkit.artifacts.gguf.columns import take_columns
 from toolkit.artifacts.gguf.container import TOOL_KEY
 from toolkit.artifacts.gguf.fit import ORDER, fit, smallest
@@ -130,7 +130,7 @@ class Export:
 
 
 def _shape(piece: Piece) -> tuple[int, ...]:
-    rows = [_rows(item, name) for item, name in piece.sources]
+    rows = [sum(item.count(part) for part in item.parts if part.name == name) for item, name in piece.sources]
     stack = (len(rows), rows[0]) if f"{EXPERTS}." in piece.name else (sum(rows),)
     item = piece.sources[0][0]
     if piece.layout.shape:
@@ -142,11 +142,6 @@ def _shape(piece: Piece) -> tuple[int, ...]:
     if not piece.place.columns:
         return (item.matrix[1],)  # the one row of a gate
     return (*stack, item.matrix[1])
-
-
-def _rows(item: StoredTensor, name: str) -> int:
-    part = next(part for part in item.parts if part.name == name)
-    return item.matrix[0] if part.rows is None else sum(len(range(*rows)) for rows in part.rows)
 
 
 def load_part(load: Load, item: StoredTensor, name: str, piece: Piece) -> Weight | Tensor:
@@ -247,7 +242,7 @@ def _fold(piece: Piece, folded: Mapping[str, Any]) -> None:
     """Let a matrix that is multiplied be rounded to its type anew. Raises ToolkitError for one that is quantized."""
     if not any(name in folded for _, name in piece.sources):
         return
-    if not piece.rounded and piece.kind not in ("F32", "F16", "BF16"):
+    if not piece.rounded and piece.kind not in FLOATS:
         raise ToolkitError(
             f"gguf: {piece.sources[0][1]} is quantized, and this architecture has the model's multipliers in "
             "its weights; convert the unquantized model, with --gguf-type"
@@ -280,8 +275,7 @@ def _choose(
     kind, wanted = type_of(mixture, piece.place)
     if all(isinstance(weight, Dense) for weight in matrices):
         stored = {weight.weight.dtype for weight in matrices if isinstance(weight, Dense)}
-        exact = stored == {getattr(torch, {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32"))}
-        piece.kind, piece.rounded = kind, not (kind == "F32" or (kind in ("F16", "BF16") and exact))
+        piece.kind, piece.rounded = kind, not (kind == "F32" or stored == {FLOATS.get(kind)})
         if wanted:
             falls.setdefault((wanted, kind, piece.place.columns), set()).add(piece.place.role)
         return

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from toolkit.artifacts.formats.layout import FLOATS
 from toolkit.artifacts.gguf.architectures import row_order
 from toolkit.artifacts.gguf.container import GgufContainer, read_container
-from toolkit.artifacts.gguf.keys import check_kinds
+from toolkit.artifacts.gguf.keys import Keys, check_kinds
 from toolkit.artifacts.manifest import EYES
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
@@ -27,78 +28,59 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILE = "mmproj.gguf"  # beside model.gguf
-_FLOATS = ("F32", "F16", "BF16")
 _SWAPPED = {"up": "down", "down": "up"}
 _OLDER = {"v.image_newline": "model.image_newline"}  # names of tensors in files of older versions
 
 
 @dataclass(frozen=True)
-class _Clip:
+class _Clip(Keys):
     """``toolkit.models.mmproj.Clip`` over a file. ``tokens``: of the language model."""
 
-    container: GgufContainer
+    tensors: Mapping[str, TensorInfo]
     tokens: Sequence[str]
 
-    def _value(self, key: str, default: Any) -> Any:
-        return self.container.metadata.get(f"clip.vision.{key}", default)
-
-    def _fail(self, key: str, found: object, expected: str) -> ToolkitError:
-        return ToolkitError(f"{self.container.path}: clip.vision.{key}: expected {expected}, found {found!r:.40}")
-
     def top(self, key: str) -> int:
-        value = self.container.metadata.get(f"clip.{key}")
+        value = self.metadata.get(f"clip.{key}")
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ToolkitError(f"{self.container.path}: clip.{key}: expected a whole number, found {value!r:.40}")
+            raise ToolkitError(f"{self.path}: clip.{key}: expected a whole number, found {value!r:.40}")
         return value
-
-    def whole(self, key: str, default: int | None = None) -> int:
-        value = self._value(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
-            raise self._fail(key, value, "a positive whole number")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._value(key, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-            raise self._fail(key, value, "a number")
-        return float(str(np.float32(value)))
 
     def numbers(self, key: str) -> list[float]:
-        value = self._value(key, None)
+        value = self.value(key)
         if not isinstance(value, np.ndarray) or len(value) != 3:
-            raise self._fail(key, value, "three numbers")
+            raise self.fail(key, value, "three numbers")
         return [float(str(x)) for x in value.astype(np.float32)]
 
     def wholes(self, key: str) -> list[int]:
-        value = self._value(key, np.zeros(0, np.int32))
+        value = self.value(key, np.zeros(0, np.int32))
         if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or value.size > MOST_LAYERS:
-            raise self._fail(key, value, "a list of whole numbers")
+            raise self.fail(key, value, "a list of whole numbers")
         return [int(x) for x in value]
 
     def has(self, tensor: str) -> bool:
-        return tensor in self.container.tensors
+        return tensor in self.tensors
 
     def text(self, key: str) -> str:
-        value = self._value(key, "")
+        value = self.value(key, "")
         if not isinstance(value, str):
-            raise self._fail(key, value, "a text")
+            raise self.fail(key, value, "a text")
         return value
 
     def rows(self, tensor: str) -> int:
-        info = self.container.tensors.get(tensor)
+        info = self.tensors.get(tensor)
         if info is None or len(info.shape) != 2:
-            raise ToolkitError(f"{self.container.path}: tensor {tensor}: expected a matrix, found {info}")
+            raise ToolkitError(f"{self.path}: tensor {tensor}: expected a matrix, found {info}")
         return info.shape[0]
 
     @property
     def inner(self) -> int:
         rows = self.rows("v.blk.0.ffn_up.weight")
-        columns = self.container.tensors["v.blk.0.ffn_up.weight"].shape[1]
+        columns = self.tensors["v.blk.0.ffn_up.weight"].shape[1]
         return rows if columns == self.whole("embedding_length") else columns
 
     @property
     def activation(self) -> str:
-        flags = {name: bool(self.container.metadata.get(f"clip.use_{name}")) for name in ("silu", "gelu")}
+        flags = {name: bool(self.metadata.get(f"clip.use_{name}")) for name in ("silu", "gelu")}
         return next((name for name, there in flags.items() if there), "quick_gelu")
 
     def knows(self, text: str) -> bool:
@@ -106,9 +88,7 @@ class _Clip:
 
     def token(self, text: str) -> int:
         if not self.knows(text):
-            raise ToolkitError(
-                f"{self.container.path}: the model beside it has no token {text}, which its pictures need"
-            )
+            raise ToolkitError(f"{self.path}: the model beside it has no token {text}, which its pictures need")
         return self.tokens.index(text)
 
 
@@ -130,7 +110,7 @@ class Eyes:
             if item.kind != "vision" or (item.optional and not self._there(spec, item, shapes)):
                 continue
             kinds = {info.dtype for part in item.parts for _, info in self._sources(spec, part.name, shapes)}
-            kind = kinds.pop() if len(kinds) == 1 and kinds <= set(_FLOATS) else "F32"
+            kind = kinds.pop() if len(kinds) == 1 and kinds <= set(FLOATS) else "F32"
             found[item.name] = (TensorInfo(kind, item.shape, 0, 0), item)
         return found
 
@@ -230,7 +210,8 @@ def _read(container: GgufContainer, language: Mapping[str, Any]) -> Eyes:
         raise ToolkitError(f"{where}: expected {names}, found {kind!r:.40}; without the file texts are read")
     arch = language.get("general.architecture")
     spelling = next((one for one in fitting if one.text is not None and one.text.arch == arch), fitting[0])
-    clip = _Clip(container, language.get("tokenizer.ggml.tokens") or [])
+    tokens = language.get("tokenizer.ggml.tokens") or []
+    clip = _Clip(container.path, metadata, "clip.vision", container.tensors, tokens)
     try:
         fields, preprocessor = spelling.read(clip)
     except ToolkitError as error:  # a family names its key alone

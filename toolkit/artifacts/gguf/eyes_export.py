@@ -16,6 +16,7 @@ from torch import Tensor
 from toolkit import __version__
 from toolkit.artifacts.checkpoint import Checkpoint
 from toolkit.artifacts.gguf.architectures import row_order
+from toolkit.artifacts.gguf.blocks import FLOATS
 from toolkit.artifacts.gguf.container import TOOL_KEY
 from toolkit.artifacts.gguf.writer import Entry, write_gguf
 from toolkit.artifacts.recipe import open_recipe
@@ -140,7 +141,8 @@ def _kind(
 ) -> str:
     if len(shape) != 2 or name == "vision.position" or name in spelling.vectors:
         return "F32"
-    kind = {"F16": "F16", "BF16": "BF16"}.get(checkpoint.info(item.weight_name).dtype, "F32")
+    stored = checkpoint.info(item.weight_name).dtype
+    kind = stored if stored in FLOATS else "F32"
     return "F16" if target == NO_BF16 and kind == "BF16" else kind
 
 
@@ -162,7 +164,7 @@ def _reader(
             found = found[torch.from_numpy(np.argsort(row_order(found.shape[0], vision.tower.heads)))]
         if name.removesuffix(".weight") in spelling.plus_one:
             found = found.float() + 1
-        return found.to({"F16": torch.float16, "BF16": torch.bfloat16}.get(entry.kind, torch.float32))
+        return found.to(FLOATS[entry.kind])
 
     return read
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import ChannelInt8, Codebook, Dense, Fp4, GroupInt, Weight
-from toolkit.artifacts.gguf.blocks import BLOCKS, BlockType
+from toolkit.artifacts.gguf.blocks import BLOCKS, FLOATS, BlockType
 
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # From the smallest; what "auto" tries in turn for a weight that is quantized already.
 ORDER = (
     "Q2_K",
@@ -34,14 +33,14 @@ ORDER = (
 def smallest(weight: Weight) -> str:
     """The smallest type that holds ``weight`` exactly; F32 holds everything."""
     if isinstance(weight, Dense):
-        return {v: k for k, v in _FLOATS.items()}.get(weight.weight.dtype, "F32")
+        return {v: k for k, v in FLOATS.items()}.get(weight.weight.dtype, "F32")
     return next(kind for kind in ORDER if fit(weight, kind) is not None)
 
 
 def fit(weight: Weight, kind: str) -> Weight | None:
     """``weight`` in the layout of ``kind``, dequantizing to the same bits, or None where that cannot be."""
-    if kind in _FLOATS:
-        return _as_float(weight, _FLOATS[kind])
+    if kind in FLOATS:
+        return _as_float(weight, FLOATS[kind])
     block = BLOCKS[kind]
     if weight.shape[1] % block.columns:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,60 +10,51 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.artifacts.gguf.keys import Keys
 from toolkit.artifacts.weight_files.safetensors_file import TensorInfo
 from toolkit.errors import ToolkitError
 from toolkit.models.family import Family
-from toolkit.models.gguf import MOST_LAYERS, Gguf
+from toolkit.models.gguf import MOST_LAYERS, Absent, Gguf
 from toolkit.models.mtp import FURTHER
 
 NEXTN = "nextn_predict_layers"  # how many of the blocks are for multi-token prediction, behind the model's
 
 
 @dataclass(frozen=True)
-class _Reader:
-    """Typed access to ``<arch>.<key>`` entries; ``toolkit.models.gguf.Metadata`` for the family files."""
+class _Reader(Keys):
+    """``toolkit.models.gguf.Metadata`` of an architecture's keys."""
 
-    path: Path
-    metadata: Mapping[str, Any]
-    prefix: str
     tensors: Mapping[str, TensorInfo]
 
     def has(self, key: str) -> bool:
-        value = self.metadata.get(f"{self.prefix}.{key}")
+        value = self.value(key)
         return value is not None and not (isinstance(value, int) and value == 0)
 
     def states(self, key: str) -> bool:
         """Whether it is anything else than a 0 that the file states, so that ``whole`` refuses what is not there."""
-        value = self.metadata.get(f"{self.prefix}.{key}")
+        value = self.value(key)
         return isinstance(value, bool) or not isinstance(value, int) or value != 0
 
     def whole(self, key: str, default: int | None = None) -> int:
-        value = self.metadata.get(f"{self.prefix}.{key}", default)
+        value = self.value(key, default)
         if isinstance(value, np.ndarray) and len(found := np.unique(value[value != 0])) == 1:
             value = found[0].item()  # one entry a layer, 0 where the layer has nothing of the kind
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
-            raise ToolkitError(
-                f"{self.path}: {self.prefix}.{key}: expected a positive whole number, found {value!r:.40}"
-            )
-        return value
+        return self.positive(key, value)
+
+    def stated(self, key: str, absent: Absent) -> int | Absent:
+        return self.whole(key) if self.has(key) else absent
 
     def flags(self, key: str) -> list[bool] | None:
-        value = self.metadata.get(f"{self.prefix}.{key}")
+        value = self.value(key)
         return [bool(x) for x in value] if isinstance(value, np.ndarray) else None
 
     def each(self, key: str, count: int) -> list[int]:
-        value = self.metadata.get(f"{self.prefix}.{key}")
+        value = self.value(key)
         if isinstance(value, int):
             return [value] * count
         if not isinstance(value, np.ndarray) or value.size != count or value.dtype.kind not in "iu":
             raise ToolkitError(f"{self.path}: {self.prefix}.{key}: expected {count} whole numbers, found {value!r:.60}")
         return [int(x) for x in value]
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.metadata.get(f"{self.prefix}.{key}", default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-            raise ToolkitError(f"{self.path}: {self.prefix}.{key}: expected a number, found {value!r:.40}")
-        return float(str(np.float32(value)))  # stored as float32: 9.99999975e-06 is 1e-05
 
 
 def hf_config(
@@ -83,7 +73,7 @@ def hf_config(
     hidden, layers = read.whole("embedding_length"), read.whole("block_count")
     if layers > MOST_LAYERS:
         raise ToolkitError(f"{path}: {gguf.arch}.block_count: expected at most {MOST_LAYERS}, found {layers}")
-    further = read.whole(NEXTN) if read.has(NEXTN) else 0
+    further = read.stated(NEXTN, 0)
     if further >= layers:
         raise ToolkitError(f"{path}: {gguf.arch}.{NEXTN}: expected fewer than {layers} layers, found {further}")
     layers -= further
@@ -137,7 +127,7 @@ def _rope_scaling(
     original = read.whole("rope.scaling.original_context_length", config["max_position_embeddings"])
     if "rope_factors_long.weight" in factors and "rope_factors_short.weight" in factors:
         config["original_max_position_embeddings"] = original
-        stated = f"{read.prefix}.rope.scaling.attn_factor" in read.metadata
+        stated = read.value("rope.scaling.attn_factor") is not None
         return {
             **({"attention_factor": read.number("rope.scaling.attn_factor")} if stated else {}),
             "type": "longrope",
@@ -146,11 +136,11 @@ def _rope_scaling(
         }
     if "rope_freqs.weight" in factors:
         return _llama3_scaling(factors["rope_freqs.weight"], config)
-    kind = read.metadata.get(f"{read.prefix}.rope.scaling.type", "none")
+    kind = read.value("rope.scaling.type", "none")
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
-        raise ToolkitError(f"{read.path}: {read.prefix}.rope.scaling.type: expected linear or yarn, found {kind!r:.40}")
+        raise read.fail("rope.scaling.type", kind, "linear or yarn")
     scaling = {"rope_type": kind, "factor": read.number("rope.scaling.factor")}
     return scaling if kind == "linear" else {**scaling, "original_max_position_embeddings": original}
 

@@ -1,8 +1,10 @@
-"""What kind of value a metadata key of a GGUF file must have, for the keys that are not read through typed access."""
+"""Typed access to the metadata of a GGUF file, and what kind of value a key must have that is not read through it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,35 @@ _ENDINGS = {
     ".expert_gating_func": _WHOLE,
     ".embedding_length": _WHOLE,
 }
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Typed access to the entries ``prefix.key`` of a file; ToolkitError for what is missing or impossible."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    prefix: str
+
+    def value(self, key: str, default: Any = None) -> Any:
+        return self.metadata.get(f"{self.prefix}.{key}", default)
+
+    def fail(self, key: str, found: object, expected: str) -> ToolkitError:
+        return ToolkitError(f"{self.path}: {self.prefix}.{key}: expected {expected}, found {found!r:.40}")
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        return self.positive(key, self.value(key, default))
+
+    def positive(self, key: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
+            raise self.fail(key, value, "a positive whole number")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.value(key, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+            raise self.fail(key, value, "a number")
+        return float(str(np.float32(value)))  # stored as float32: 9.99999975e-06 is 1e-05
 
 
 def check_kinds(path: Path, metadata: Mapping[str, Any]) -> None:

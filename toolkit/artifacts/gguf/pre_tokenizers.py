@@ -7,43 +7,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from toolkit.artifacts.text.patterns import BLANK, ENDINGS, KIMI, LOWER, ODD, ONES, THREES, UPPER
+
 if TYPE_CHECKING:
     from tokenizers import pre_tokenizers
 
 # Steps that are no pattern: byte level's own, each digit for itself, runs of punctuation.
 GPT2, DIGITS, PUNCTUATION = "gpt2", "digits", "punctuation"
-_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_ODD = r"[^\r\n\p{L}\p{N}]?"
-_BLANK = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_REST = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_BLANK}"
-_WORDS = rf"{_ENDINGS}|{_ODD}\p{{L}}+|%s|{_REST}"
-_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-_CASED = rf"{_ODD}[{_UPPER}]*[{_LOWER}]+%s|{_ODD}[{_UPPER}]+[{_LOWER}]*%s|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANK}"
-_BIG, _SMALL = rf"[{_UPPER}&&[^\p{{Han}}]]", rf"[{_LOWER}&&[^\p{{Han}}]]"
+_CASED = rf"{ODD}[{UPPER}]*[{LOWER}]+%s|{ODD}[{UPPER}]+[{LOWER}]*%s|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{BLANK}"
 _MARKS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 STEPS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("gpt-2", "default", "phi-2", "mpt", "olmo", "jais", "trillion", "gigachat", "a.x-4.0", "mellum", "modern-bert",
      "granite-docling", "exaone4", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de"): (GPT2,),
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): (DIGITS, GPT2),
-    ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "kormo", "grok-2", "solar-open"): (
-        _WORDS % r"\p{N}",
-    ),
+    ("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "kormo", "grok-2", "solar-open"): (ONES,),
     ("qwen35",): (
-        rf"{_ENDINGS}|{_ODD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANK}",
+        rf"{ENDINGS}|{ODD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{BLANK}",
     ),
-    ("llama-bpe", "llama-v3", "llama3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"): (
-        _WORDS % r"\p{N}{1,3}",
-    ),
-    ("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"): (_WORDS % r"\p{N}{1,3}",),
-    ("gpt-4o", "llama4", "kanana2", "minimax-m2"): (_CASED % (f"{_ENDINGS}?", f"{_ENDINGS}?", r"\p{N}{1,3}"),),
+    ("llama-bpe", "llama-v3", "llama3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"): (THREES,),
+    ("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"): (THREES,),
+    ("gpt-4o", "llama4", "kanana2", "minimax-m2"): (_CASED % (f"{ENDINGS}?", f"{ENDINGS}?", r"\p{N}{1,3}"),),
     ("tekken",): (_CASED % ("", "", r"\p{N}"),),
-    ("kimi-k2",): (
-        rf"[\p{{Han}}]+|{_ODD}{_BIG}*{_SMALL}+{_ENDINGS}?|{_ODD}{_BIG}+{_SMALL}*{_ENDINGS}?|\p{{N}}{{1,3}}|{_REST}",
-    ),
+    ("kimi-k2",): (KIMI,),
     ("deepseek-v3", "hunyuan-dense", "joyai-llm"): (
         r"\p{N}{1,3}",
         "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-        rf"{_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANK}",
+        rf"{_MARKS}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{BLANK}",
     ),
     ("deepseek-coder",): (
         r"[\r\n]",
@@ -54,7 +43,7 @@ STEPS: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
     ("falcon",): (PUNCTUATION, GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     ("seed-coder",): (
-        rf"{_ENDINGS}|{_ODD}\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_BLANK}",
+        rf"{ENDINGS}|{ODD}\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{BLANK}",
     ),
     ("bailingmoe", "bailingmoe2", "llada-moe"): (
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from toolkit.artifacts.canonical import Dense, GroupInt, SuperScales, Weight
-from toolkit.artifacts.gguf.blocks import BLOCKS, BlockType
+from toolkit.artifacts.gguf.blocks import BLOCKS, FLOATS, BlockType
 from toolkit.artifacts.join import join_rows
 from toolkit.errors import ToolkitError
 
@@ -25,7 +25,6 @@ WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K",
 Search = Callable[[Tensor, Tensor, BlockType], tuple[Tensor, Tensor | None]]
 """Finds a scale for each group: ``find_scales``, or another way to the same."""
 
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK = 1 << 18  # elements rounded at once: what bounds memory
 _REFITS = 3
 
@@ -41,8 +40,8 @@ def quantize(
     """
     if not bool(torch.isfinite(weight).all()):
         raise ToolkitError(f"{name}: holds NaN or infinity; nothing can be rounded to {kind}")
-    if kind in _FLOATS:
-        cast = weight.to(_FLOATS[kind])
+    if kind in FLOATS:
+        cast = weight.to(FLOATS[kind])
         if not bool(torch.isfinite(cast).all()):
             raise ToolkitError(f"{name}: a value is beyond float16's 65504; use bf16 or f32")
         return Dense(cast)

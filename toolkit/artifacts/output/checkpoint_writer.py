@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.artifacts.checkpoint import INDEX, Checkpoint
+from toolkit.artifacts.checkpoint import Checkpoint
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.artifacts.side_files import copy_side_files
+from toolkit.artifacts.weight_files.find import INDEX
 from toolkit.artifacts.weight_files.safetensors_file import write_tensors
 
 if TYPE_CHECKING:

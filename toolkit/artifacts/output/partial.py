@@ -9,14 +9,10 @@ import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from toolkit.artifacts.output.replace import remove_artifact
 from toolkit.errors import ToolkitError, UsageError
-
-if TYPE_CHECKING:
-    pass
-
 
 # Everything that may lie in a partial directory; "activations" are quant's, "file" is write_file's.
 _PARTS = {"lock", "key.json", "state", "out", "old", "activations", "file"}

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from toolkit import __version__
-from toolkit.artifacts.manifest import MANIFEST, Manifest, describe_file, read_manifest, write_manifest
+from toolkit.artifacts.manifest import Manifest, describe_file, read_manifest, write_manifest
 from toolkit.artifacts.output.partial import discard_partial, drop_old, drop_partial, lock_partial, partial_dir, sync
 from toolkit.artifacts.output.replace import check_directory_target, foreign
 from toolkit.artifacts.weight_files.safetensors_file import array_bytes, read_metadata, write_tensors
@@ -320,6 +320,3 @@ def _digest(tensor: Any) -> str:
 def _together(digests: Mapping[str, str]) -> str:
     """One digest of tensors by name, whatever their order."""
     return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
-
-
-__all__ = ["MANIFEST", "Stage", "discard_partial", "open_stage", "partial_dir", "sync", "write_file"]

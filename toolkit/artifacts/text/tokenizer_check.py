@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.artifacts.json_file import read_json_object
+from toolkit.artifacts.text.patterns import ENDINGS, ONES, THREES
 from toolkit.errors import ToolkitError
 
 MAX_GROWTH = 64  # times that normalizing may lengthen a text
@@ -16,17 +17,15 @@ MAX_STEPS = 64  # normalizers, pre-tokenizers and decoders
 _UNBOUNDED = re.compile(r"[*+]|\{\d*,\}")
 _ESCAPED = re.compile(rb"\\u00[4-7]")  # a letter, written so that it is not found
 _OPENS = re.compile(rb"\s*:\s*[{\[]")
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPELLED = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 # Patterns of widespread models, which take time in proportion to the text: any other may be made to take for ever.
 KNOWN = frozenset(
     [
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
-        rf"{_ENDINGS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",  # cl100k, Llama 3
-        rf"{_ENDINGS}|{_WORDS}|\p{{N}}|{_REST}",  # Qwen 2
-        rf"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
-        rf"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|{_WORDS}|\p{{N}}|{_REST}",
+        THREES,
+        ONES,
+        THREES.replace(ENDINGS, _SPELLED),
+        ONES.replace(ENDINGS, _SPELLED),
         r"\s+(?!\S)|\s+",
         r"\s?\p{L}+",
         r"\p{N}+",

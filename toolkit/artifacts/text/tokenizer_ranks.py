@@ -18,6 +18,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from toolkit.artifacts.json_file import read_json_object
+from toolkit.artifacts.text import patterns
 from toolkit.artifacts.text.token_bytes import byte_level_table
 from toolkit.errors import ToolkitError
 
@@ -36,14 +37,9 @@ class RanksFile:
     composed: bool = False
 
 
-_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORDS = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|%s|{_REST}"
-_UPPER, _LOWER = (rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
-_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}?"
 _EXTRA = tuple(f"<|extra_{i}|>" for i in range(205))
 QWEN = RanksFile(  # Qwen 1, from the model's own tokenization_qwen.py
-    "qwen.tiktoken", _WORDS % r"\p{N}", ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_EXTRA), composed=True
+    "qwen.tiktoken", patterns.ONES, ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_EXTRA), composed=True
 )
 _TAGS = tuple(f"{slash}{name}>" for name in ("ref", "box", "quad", "img") for slash in ("<", "</"))
 QWEN_VL = replace(QWEN, special=(*QWEN.special, *_TAGS, "<imgpad>"))  # of a model whose config.json has "visual"
@@ -54,10 +50,10 @@ HUNYUAN = RanksFile(  # from tokenization_hy.py
     composed=True,
 )
 KIMI = RanksFile(  # Kimi K2 and Moonlight, from tokenization_kimi.py
-    "tiktoken.model", rf"[\p{{Han}}]+|{_CASED}|\p{{N}}{{1,3}}|{_REST}", reserved=258
+    "tiktoken.model", patterns.KIMI, reserved=258
 )
 GLM = RanksFile(  # GLM-4-9B and CodeGeeX4, whose special tokens stand in tokenizer_config.json
-    "tokenizer.model", _WORDS % r"\p{N}{1,3}", prefix=("[gMASK]", "<sop>")
+    "tokenizer.model", patterns.THREES, prefix=("[gMASK]", "<sop>")
 )
 RANKS = (QWEN, HUNYUAN, KIMI, GLM)
 MAX_BYTES = 64 << 20

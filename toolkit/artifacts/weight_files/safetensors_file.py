@@ -192,6 +192,13 @@ def map_arrays(path: Path) -> dict[str, NDArray[Any]]:
     }
 
 
+def widened(stored: NDArray[Any]) -> NDArray[np.float32]:
+    """Float32 of float16, float32 or the bits of bfloat16, as ``map_arrays`` gives them."""
+    if stored.dtype == np.uint16:
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32)
+
+
 def forget_pages(arrays: Iterable[NDArray[Any]]) -> None:
     """Let the memory behind views of mapped files go: it is read again when it is touched. Other arrays stay."""
     files = {}

@@ -19,7 +19,6 @@ from toolkit.box.box import Box, LimitError, Limits
 from toolkit.errors import ToolkitError
 
 LIMITS = Limits(memory=1 << 30, cpu_seconds=30.0, seconds=120.0)
-SUFFIXES = (".bin", ".pth", ".pt")
 _MOST_DIMENSIONS = 8
 _HINT = "save the model as safetensors (model.save_pretrained), or fetch it again"
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from toolkit.artifacts.drafts.draft_head import HeadSpec, read_head, widened
+from toolkit.artifacts.drafts.draft_head import HeadSpec, read_head
+from toolkit.artifacts.weight_files.safetensors_file import widened
 from toolkit.base.threads import usable_cores
 from toolkit.engine.drafts.head import ROOM, DraftHead
 from toolkit.engine.load.draft import FLAG, ShareOut, plan_beside

@@ -93,6 +93,13 @@ class Fields:
             self.fail(name, value, "true or false")
         return value
 
+    def only(self, why: str = ", as in all released models", **values: bool) -> None:
+        """Raise the one-line error, which ends with ``why``, for a flag of ``values`` that says otherwise; absent it
+        says so."""
+        for name, value in values.items():
+            if self.flag(name, value) != value:
+                self.fail(name, not value, f"{str(value).lower()}{why}")
+
     def text(self, *names: str, default: str, choices: Sequence[str]) -> str:
         name, value = self._first(names)
         if value is None:
@@ -141,11 +148,15 @@ class Fields:
 
     def inner(self, name: str) -> Fields:
         """The JSON object under ``name``, an empty one where that is absent."""
-        return self.nested(name) or Fields({}, self.source)
+        return self.nested(name) or Fields({}, self.source, f"{self.prefix}{name}.")
 
     def over(self, name: str, absent: Mapping[str, Any]) -> Fields:
         """The JSON object under ``name`` with the values of ``absent`` where it has none; null counts as none."""
-        return Fields(self.inner(name).filled(absent).values, self.source, f"{self.prefix}{name}.")
+        return self.inner(name).filled(absent)
+
+    def changed(self, values: Mapping[str, Any]) -> Fields:
+        """This object with ``values`` in the place of its own."""
+        return Fields({**self.values, **values}, self.source, self.prefix)
 
     def filled(self, absent: Mapping[str, Any]) -> Fields:
         """This object with the values of ``absent`` where it has none; null counts as none."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.spec import ConvSpec, LinearSpec, MambaSpec, NormSpec
-from toolkit.models.stored import Fused
+from toolkit.models.stored import Fused, joined
 
 _NO_LIMIT = (None, [0, math.inf], [0, {"__float__": "Infinity"}])  # the last as transformers writes it
 
@@ -44,14 +44,14 @@ def read_mamba(config: Fields, hidden: int, *, inner: int | None = None) -> Mamb
     head_dim = width // heads if stated in (None, "auto") else config.integer("mamba_d_head", high=65_536)
     if heads * head_dim != width:
         config.fail("mamba_n_heads", heads, f"heads of {head_dim} that are {width} wide in all")
-    groups = config.integer("mamba_n_groups", default=1, high=heads)
+    groups = read_state_groups(config, heads, "mamba_n_groups", default=1)
     bias = config.flag("mamba_proj_bias", False)
     if (limit := config.values.get("time_step_limit")) not in _NO_LIMIT:
         config.fail("time_step_limit", limit, "none (0 to Infinity)")
     return MambaDims(
         heads,
         head_dim,
-        checked_groups(config, "mamba_n_groups", groups, heads),
+        groups,
         config.integer("mamba_d_state", default=256, high=65_536),
         config.integer("mamba_d_conv", default=4, low=2, high=64),
         bias,
@@ -60,9 +60,11 @@ def read_mamba(config: Fields, hidden: int, *, inner: int | None = None) -> Mamb
     )
 
 
-def checked_groups(config: Fields, name: str, groups: int, heads: int) -> int:
+def read_state_groups(config: Fields, heads: int, *names: str, default: int) -> int:
+    """How many groups of heads share b and c."""
+    groups: int = config.integer(*names, default=default, high=heads)
     if heads % groups:
-        config.fail(name, groups, f"a divisor of the {heads} heads")
+        config.fail(names[0], groups, f"a divisor of the {heads} heads")
     return groups
 
 
@@ -95,6 +97,5 @@ def mamba_layers(dims: MambaDims, hidden: int, norm: float | None, **more: Any) 
 
 def fused_entry(dims: MambaDims, prefix: str) -> Fused:
     """The rows of z, then of what is convolved, then of dt, in ``in_proj``."""
-    first, second = dims.inner, dims.inner + dims.conv
-    rows = {"z_proj": (0, first), "x_proj": (first, second), "dt_proj": (second, second + dims.heads)}
-    return Fused(f"{prefix}.in_proj", {f"{prefix}.{name}": (span,) for name, span in rows.items()})
+    sizes = {"z_proj": dims.inner, "x_proj": dims.conv, "dt_proj": dims.heads}
+    return joined(f"{prefix}.in_proj", {f"{prefix}.{name}": size for name, size in sizes.items()})

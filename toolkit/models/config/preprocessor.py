@@ -24,9 +24,7 @@ def colours(
     factor = config.number("rescale_factor", default=1 / 255)
     if abs(factor * 255 - 1) > 1e-3:
         config.fail("rescale_factor", factor, "1/255")
-    for name in ("do_resize", "do_rescale", "do_normalize"):
-        if not config.flag(name, True):
-            config.fail(name, False, "true")
+    config.only("", do_resize=True, do_rescale=True, do_normalize=True)
     return {
         "mean": _three(config, "image_mean", mean),
         "std": _three(config, "image_std", std),
@@ -56,6 +54,13 @@ def both_sides(config: Fields, name: str, default: tuple[int, int]) -> tuple[int
     if found.has("shortest_edge"):
         return (found.integer("shortest_edge", high=MOST),) * 2
     return found.integer("height", high=MOST), found.integer("width", high=MOST)
+
+
+def check_size(config: Fields, image: int, name: str = "size", whose: str = "the tower's image_size") -> None:
+    """Raise ToolkitError where ``name`` is another size than a square of ``image``, as it is where absent."""
+    size = both_sides(config, name, (image, image))
+    if size != (image, image):
+        config.fail(name, size[0], f"{image}, {whose}")
 
 
 def longest(config: Fields, name: str, default: int) -> int:
@@ -90,13 +95,11 @@ def clip_recipe(tower: Fields, config: Fields, **changes: Any) -> Recipe:
 def scan_recipe(tower: Fields, config: Fields, tokens: int) -> Recipe:
     """Gemma 3's: a square; with ``do_pan_and_scan`` long pictures in parts besides, ``tokens`` each."""
     image = side(tower, "image_size", 896)
-    size = both_sides(config, "size", (image, image))
-    if size != (image, image):
-        config.fail("size", size[0], f"{image}, the tower's image_size")
+    check_size(config, image)
     scans = config.flag("do_pan_and_scan", False)
     return Recipe(
         kind="scan",
-        size=size,
+        size=(image, image),
         unit=image // math.isqrt(tokens),
         least=config.integer("pan_and_scan_min_crop_size", default=256, high=MOST),
         most=config.integer("pan_and_scan_max_num_crops", default=4, high=256) if scans else 0,
@@ -115,16 +118,14 @@ def scan_recipe(tower: Fields, config: Fields, tokens: int) -> Recipe:
 def canvas_recipe(tower: Fields, config: Fields, shapes: tuple[tuple[int, int], ...]) -> Recipe:
     """Llama 3.2 Vision's: the one of ``shapes`` (rows and columns of tiles) that it fits into, one token for all."""
     image, patch = side(tower, "image_size", 448), side(tower, "patch_size", 14)
-    size = both_sides(config, "size", (image, image))
-    if size != (image, image):
-        config.fail("size", size[0], f"{image}, the tower's image_size")
+    check_size(config, image)
     most = config.integer("max_image_tiles", default=tower.integer("max_num_tiles", high=64), high=64)
     fitting = tuple((image * rows, image * columns) for rows, columns in shapes if rows * columns <= most)
     if not fitting:
         config.fail("max_image_tiles", most, f"as many as one of {list(shapes)}, rows and columns of tiles")
     return Recipe(
         kind="canvas",
-        size=size,
+        size=(image, image),
         unit=patch,
         canvases=fitting,
         most=max(height * width for height, width in fitting) // image**2,
@@ -216,12 +217,10 @@ def split_recipe(tower: Fields, config: Fields, factor: int) -> Recipe:
 def tiles_recipe(tower: Fields, config: Fields, factor: int, **changes: Any) -> Recipe:
     """InternVL's: the nearest grid of tiles, ``factor`` patches along a side a token."""
     image, patch = side(tower, "image_size"), side(tower, "patch_size", 14)
-    size = both_sides(config, "size", (image, image))
-    if size != (image, image):
-        config.fail("size", size[0], f"{image}, the tower's image_size")
+    check_size(config, image)
     made: dict[str, Any] = {
         "kind": "tiles",
-        "size": size,
+        "size": (image, image),
         "unit": patch * factor,
         "least": config.integer("min_patches", default=1, high=256),
         "most": config.integer("max_patches", default=12, high=256),

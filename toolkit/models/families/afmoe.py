@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from toolkit.models.config.dims import read_dims, read_experts, read_window, read_windows
+from toolkit.models.config.dims import read_dims, read_window, read_windows
 from toolkit.models.config.fields import MAX_EXPERTS, MAX_LAYERS, Fields
-from toolkit.models.config.rope import read_rope
-from toolkit.models.config.routing import on_disk
-from toolkit.models.decoder import SANDWICH_NORMS, Built, experts, llama_like
+from toolkit.models.config.routing import SHARED, read_mixture
+from toolkit.models.decoder import SANDWICH_NORMS, Built, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import AttentionSpec, LinearSpec, MoeSpec
+from toolkit.models.spec import AttentionSpec, LinearSpec
 from toolkit.models.stored import renamed
 
 NAMES = {
@@ -27,15 +26,9 @@ def build(config: Fields) -> Built:
     every = config.integer("global_attn_every_n_layers", default=4, high=MAX_LAYERS)
     slides = [(i + 1) % every != 0 for i in range(dims.layers)]
     windows = read_windows(config, dims.layers, read_window(config, default=1024), slides)
-    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
-    bias = config.flag("attention_bias", False)
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
     inner = config.integer("moe_intermediate_size", default=1408)
     shared = inner * config.integer("num_shared_experts", default=2, low=0, high=MAX_EXPERTS)
     first = config.integer("num_dense_layers", default=1, low=0, high=MAX_LAYERS)
-    scale = config.number("route_scale", default=1.0)
-    norm_topk = config.flag("route_norm", True)
     config.text("score_func", default="sigmoid", choices=("sigmoid",))
 
     def gated(i: int, attention: AttentionSpec) -> AttentionSpec:
@@ -43,36 +36,27 @@ def build(config: Fields) -> Built:
         gate = LinearSpec(name, dims.hidden, dims.heads * dims.head_dim, False, "column")
         return replace(attention, gate=gate)
 
-    def feed_forward(i: int) -> MoeSpec | None:
-        if i < first:
-            return None
-        return experts(
-            i,
-            dims.hidden,
-            inner,
-            act,
-            count=count,
-            top_k=top_k,
-            norm_topk=norm_topk,
-            shared=shared,
-            correction=True,
-            scoring="sigmoid",
-            scale=scale,
-        )
-
-    endings = renamed(NAMES)
     return llama_like(
         config,
         dims,
-        rope=[None if window is None else rope for window in windows],
+        turned=[window is not None for window in windows],
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         change=gated,
-        feed_forward=feed_forward,
+        feed_forward=read_mixture(
+            config,
+            dims,
+            inner=inner,
+            sparse=[i >= first for i in range(dims.layers)],
+            norm_topk=config.flag("route_norm", True),
+            shared=shared,
+            correction=True,
+            scoring="sigmoid",
+            scale=config.number("route_scale", default=1.0),
+        ),
         norms=SANDWICH_NORMS,
-        rename=lambda name: on_disk(endings(name)),
+        rename=renamed(NAMES, SHARED),
         embed_scale=dims.hidden**0.5 if config.flag("mup_enabled", False) else 1.0,
     )
 

@@ -9,19 +9,17 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, llama_like, plain_mlp
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, has_qkv_bias
+from toolkit.models.gguf import PLAIN_BLOCK, read_biases
 
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5)
-    bias = config.flag("attention_bias", False)
     mlp_bias = config.flag("mlp_bias", False)
     act = config.activation("hidden_act", default="relu2")
     return llama_like(
         config,
         dims,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         activation=act,
         feed_forward=lambda i: plain_mlp(i, dims, act, mlp_bias),
     )
@@ -40,11 +38,8 @@ FAMILY = Family(
         llama.GGUF,
         arch="arcee",
         family="arcee",
-        names={theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_gate"},
+        names=PLAIN_BLOCK,
         fields={"hidden_act": "relu2"},
-        read=lambda file, config: {
-            "attention_bias": has_qkv_bias(file),
-            "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-        },
+        read=read_biases,
     ),
 )

@@ -4,48 +4,35 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from toolkit.models.config.fields import MAX_LAYERS, Fields
+from toolkit.models.config.fields import Fields
 from toolkit.models.config.latent_attention import read_latent, read_latent_dims
-from toolkit.models.config.routing import on_disk, read_corrected, read_routed
+from toolkit.models.config.routing import on_disk, read_corrected, read_routed, sparse_layers
 from toolkit.models.decoder import Built, llama_like, rms_norm
 from toolkit.models.families import deepseek_v2, deepseek_v3
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import DecoderSpec, MoeSpec
+from toolkit.models.spec import Sublayer
 from toolkit.models.stored import stored_tensors
 
 
 def build(config: Fields) -> Built:
     dims = read_latent_dims(config)
-    first = config.integer("first_k_dense_replace", default=1, low=0, high=MAX_LAYERS)
-    every = config.integer("moe_layer_freq", default=1, high=MAX_LAYERS)
-    kinds = config.choices("mlp_layer_types", dims.layers, ("dense", "sparse"))
-    make = read_routed(
-        config, dims, inner=2048, shared=1, norm_topk=True, scale=2.5, **read_corrected(config, groups=8, kept=4)
-    )
-
-    def feed_forward(layer: int) -> MoeSpec | None:
-        dense = layer < first or layer % every != 0 if kinds is None else kinds[layer] == "dense"
-        return None if dense else make(layer)
-
+    sparse = sparse_layers(config, dims.layers, first=1, stepped=True, listed=True)
+    routing = read_corrected(config, groups=8, kept=4)
+    make = read_routed(config, dims, inner=2048, shared=1, norm_topk=True, scale=2.5, sparse=sparse, **routing)
     spec, _ = llama_like(
         config,
         dims,
         rope=[None] * dims.layers,
         change=read_latent(config, dims, q_rank=1536),
-        feed_forward=feed_forward,
+        feed_forward=make,
     )
-    spec = _normed(spec, dims.eps)
+
+    def normed(layer: int, s: Sublayer) -> Sublayer:
+        norm = rms_norm(f"model.layers.{layer}.post_mlp_layernorm", dims.hidden, dims.eps)
+        return replace(s, post_norm=norm) if s.mixer.kind == "moe" else s
+
+    spec = spec.changed(normed)
     return spec, stored_tensors(spec, on_disk, pairs=config.flag("rope_interleave", True))
-
-
-def _normed(spec: DecoderSpec, eps: float) -> DecoderSpec:
-    """``spec`` with the norms behind the experts."""
-    layers = []
-    for i, layer in enumerate(spec.layers):
-        norm = rms_norm(f"model.layers.{i}.post_mlp_layernorm", spec.hidden_size, eps)
-        parts = [replace(s, post_norm=norm) if s.mixer.kind == "moe" else s for s in layer.sublayers]
-        layers.append(replace(layer, sublayers=tuple(parts)))
-    return replace(spec, layers=tuple(layers))
 
 
 FAMILY = Family(

@@ -24,7 +24,7 @@ TURNED = 4096  # hidden size of 7B, whose files state the length as others do
 def build(config: Fields) -> Built:
     turned = config.has("max_position_embeddings") or config.values.get("hidden_size") == TURNED
     length = config.integer("max_position_embeddings", "model_max_length", default=4096, high=MAX_POSITION)
-    dims = read_dims(Fields({**config.values, "max_position_embeddings": length}, config.source))
+    dims = read_dims(config.changed({"max_position_embeddings": length}))
     alibi = AlibiSpec(alibi_slopes(dims.heads))
     return llama_like(
         config,

@@ -6,7 +6,6 @@ from __future__ import annotations
 from toolkit.models.config.dims import check_convolved, read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.mamba import fused_entry, mamba_layers, read_mamba
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import AttentionSpec, Mixer
@@ -27,7 +26,6 @@ def build(config: Fields) -> Built:
     sizes = read_mamba(config, dims.hidden)
     mamba = mamba_layers(sizes, dims.hidden, dims.eps)
     check_convolved(config, "hidden_act")
-    bias = config.flag("attention_bias", False)
 
     def change(layer: int, attention: AttentionSpec) -> Mixer:
         return attention if layer in attends else mamba(f"model.layers.{layer}.mamba")
@@ -35,9 +33,8 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_partial=0.5),
-        qkv_bias=bias,
-        o_bias=bias,
+        partial_rotary=0.5,
+        attention_bias=config.flag("attention_bias", False),
         change=change,
         norms=(("input_layernorm", None), ("post_attention_layernorm", None)),
         rename=renamed(NAMES),

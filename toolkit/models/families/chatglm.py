@@ -18,28 +18,21 @@ NAMES = {
     "self_attn.o_proj": "self_attention.dense",
     "mlp.down_proj": "mlp.dense_4h_to_h",
 }
-ONLY = {
-    "rmsnorm": True,
-    "add_bias_linear": False,
-    "apply_residual_connection_post_layernorm": False,
-    "post_layer_norm": True,
-}
 
 
 def build(config: Fields) -> Built:
     dims = _dims(config)
-    for name, only in ONLY.items():
-        if config.flag(name, only) != only:
-            config.fail(name, not only, f"{str(only).lower()}, as in all released models")
+    config.only(
+        rmsnorm=True, add_bias_linear=False, apply_residual_connection_post_layernorm=False, post_layer_norm=True
+    )
     theta = 10_000.0 * config.number("rope_ratio", default=1.0, high=1e6)
-    endings = renamed(NAMES)
     return llama_like(
         config,
         dims,
         rope=RopeSpec(dims.head_dim // 2, theta, max_position=dims.max_position),
         qkv_bias=config.flag("add_qkv_bias", True),
         activation="silu",
-        rename=lambda name: endings(name).replace("model.layers.", "transformer.encoder.layers."),
+        rename=renamed(NAMES, {"model.layers.": "transformer.encoder.layers."}),
         fused=[fused_qkv(dims, "self_attention.query_key_value"), fused_gate_up(dims, "mlp.dense_h_to_4h")],
         pairs=True,
     )
@@ -57,7 +50,7 @@ def _dims(config: Fields) -> Dims:
         "max_position_embeddings": config.integer("seq_length", high=MAX_POSITION),
         "layer_norm_epsilon": config.number("layernorm_epsilon", default=1e-5, high=0.5),
     }
-    return read_dims(Fields({**config.values, **usual, "rms_norm_eps": None}, config.source))
+    return read_dims(config.changed({**usual, "rms_norm_eps": None}))
 
 
 SIZES = dict(num_layers=2, kv_channels=16, ffn_hidden_size=128, padded_vocab_size=320, seq_length=512)

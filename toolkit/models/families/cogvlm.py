@@ -37,7 +37,7 @@ def is_second(config: Fields) -> bool:
 
 def build(config: Fields) -> Built:
     second = is_second(config)
-    dims = read_dims(Fields({**config.values, "num_key_value_heads": config.values.get(HEADS)}, config.source))
+    dims = read_dims(config.changed({"num_key_value_heads": config.values.get(HEADS)}))
     rope = RopeSpec(dims.head_dim, 500_000.0 if second else 10_000.0, max_position=dims.max_position)
     fused = [fused_qkv(dims, "self_attn.language_expert_query_key_value")]
     spec, stored = llama_like(config, dims, rope=rope, rename=renamed(NAMES), fused=fused)

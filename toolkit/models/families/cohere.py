@@ -10,10 +10,9 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import MAX_POSITION, Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, as_wide_as_the_model
+from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, as_wide_as_the_model, without
 from toolkit.models.spec import DecoderSpec
 
 
@@ -21,13 +20,11 @@ def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5, tied=True)
     # Command-R was trained on what model_max_length says; its max_position_embeddings is shorter.
     longest = config.integer("model_max_length", "max_position_embeddings", high=MAX_POSITION)
-    bias = config.flag("attention_bias", False)
     spec, stored = llama_like(
         config,
         replace(dims, max_position=longest),
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=longest, default_theta=500_000.0),
-        qkv_bias=bias,
-        o_bias=bias,
+        theta=500_000.0,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm="own" if config.flag("use_qk_norm", False) else False,  # Command-R+
         norm=partial(layer_norm, eps=dims.eps),
         norms=PARALLEL_NORM,
@@ -66,7 +63,7 @@ FAMILY = Family(
     Gguf(
         "command-r",
         "cohere",
-        {**{theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_norm"}, **QK_NORMS},
+        {**without(BLOCK, "ffn_norm"), **QK_NORMS},
         interleaved_qk=True,
         biases=False,
         eps="layer_norm_eps",

@@ -9,10 +9,9 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.models.config.dims import read_dims, read_window, read_windows
 from toolkit.models.config.fields import MAX_LAYERS, Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, Gguf
+from toolkit.models.gguf import BLOCK, Gguf, without
 from toolkit.models.spec import DecoderSpec
 
 PATTERN = 4
@@ -23,15 +22,12 @@ def build(config: Fields) -> Built:
     every = config.integer("sliding_window_pattern", default=PATTERN, high=MAX_LAYERS)
     slides = [(i + 1) % every != 0 for i in range(dims.layers)]
     windows = read_windows(config, dims.layers, read_window(config, default=4096), slides)
-    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
-    bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         dims,
-        rope=[None if window is None else rope for window in windows],
+        turned=[window is not None for window in windows],
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         norm=partial(layer_norm, eps=dims.eps),
         norms=PARALLEL_NORM,
         parallel=True,
@@ -67,7 +63,7 @@ FAMILY = Family(
     Gguf(
         "cohere2",
         "cohere2",
-        {theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_norm"},
+        without(BLOCK, "ffn_norm"),
         interleaved_qk=True,
         biases=False,
         window=True,

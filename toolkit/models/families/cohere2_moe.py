@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from toolkit.models.config.dims import read_dims, read_experts, read_window, read_windows
+from toolkit.models.config.dims import read_dims, read_window, read_windows
 from toolkit.models.config.fields import MAX_EXPERTS, MAX_LAYERS, Fields
-from toolkit.models.config.rope import read_rope
-from toolkit.models.config.routing import on_disk
-from toolkit.models.decoder import PARALLEL_NORM, Built, experts, gated_mlp, layer_norm, llama_like, rms_norm
+from toolkit.models.config.routing import on_disk, read_mixture
+from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like, rms_norm
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import DecoderSpec, MlpSpec, MoeSpec
 
 
 def build(config: Fields) -> Built:
@@ -26,30 +23,24 @@ def build(config: Fields) -> Built:
     windows = read_windows(config, dims.layers, read_window(config, default=4096), slides)
     kinds = config.choices("mlp_layer_types", dims.layers, ("dense", "sparse"))
     kinds = kinds or ["dense" if i < first else "sparse" for i in range(dims.layers)]
-    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
     turns = [windows[i] is not None or (kinds[i] == "dense" and before == 1) for i in range(dims.layers)]
-    bias = config.flag("attention_bias", False)
-    act = config.activation("hidden_act")
-    dense = config.integer("prefix_dense_intermediate_size", default=dims.intermediate)
+    dense = replace(dims, intermediate=config.integer("prefix_dense_intermediate_size", default=dims.intermediate))
     shared = config.integer("num_shared_experts", default=0, low=0, high=MAX_EXPERTS) * dims.intermediate
     scoring = config.text("expert_selection_fn", default="softmax", choices=("softmax", "sigmoid"))
-    count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
-    routing: dict[str, Any] = dict(count=count, top_k=top_k, shared=shared, scoring=scoring)
-    routing["norm_topk"] = scoring == "softmax" or config.flag("norm_topk_prob", True)
-
-    def feed_forward(i: int) -> MlpSpec | MoeSpec:
-        if kinds[i] == "dense":
-            return gated_mlp(f"model.layers.{i}.mlp", dims.hidden, dense, act)
-        return experts(i, dims.hidden, dims.intermediate, act, **routing)
-
     spec, stored = llama_like(
         config,
-        dims,
-        rope=[rope if turned else None for turned in turns],
+        dense,
+        turned=turns,
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
-        feed_forward=feed_forward,
+        attention_bias=config.flag("attention_bias", False),
+        feed_forward=read_mixture(
+            config,
+            dims,
+            sparse=[kind == "sparse" for kind in kinds],
+            norm_topk=scoring == "softmax" or config.flag("norm_topk_prob", True),
+            scoring=scoring,
+            shared=shared,
+        ),
         norm=partial(layer_norm if rms is None else rms_norm, eps=dims.eps),
         norms=PARALLEL_NORM,
         parallel=True,
@@ -58,16 +49,9 @@ def build(config: Fields) -> Built:
         head_scale=config.number("logit_scale", default=0.0625),
     )
     joined = config.text("shared_expert_combination_strategy", default="average", choices=("average", "sum"))
-    return (_halved(spec) if shared and joined == "average" else spec), stored
-
-
-def _halved(spec: DecoderSpec) -> DecoderSpec:
-    """``spec`` in which the mean of the routed and the shared experts is added, not the sum."""
-    layers = []
-    for layer in spec.layers:
-        parts = [replace(s, residual_scale=0.5) if s.mixer.kind == "moe" else s for s in layer.sublayers]
-        layers.append(replace(layer, sublayers=tuple(parts)))
-    return replace(spec, layers=tuple(layers))
+    if shared and joined == "average":  # of the routed and the shared experts
+        spec = spec.changed(lambda _, s: replace(s, residual_scale=0.5) if s.mixer.kind == "moe" else s)
+    return spec, stored
 
 
 SIZES = dict(num_experts=6, num_experts_per_tok=3, intermediate_size=64, head_dim=16, sliding_window=16)

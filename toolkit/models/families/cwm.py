@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from toolkit.models.config.dims import read_dims, read_window, read_windows
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import llama
 from toolkit.models.family import Family, Tiny
@@ -15,13 +14,13 @@ ROPE = {**llama.LLAMA3, "rope_theta": 1e6, "factor": 16.0, "original_max_positio
 
 def build(config: Fields) -> Built:
     if not config.has("rope_parameters") and not config.has("rope_scaling"):
-        config = Fields({**config.values, "rope_scaling": ROPE}, config.source)
+        config = config.changed({"rope_scaling": ROPE})
     dims = read_dims(config, eps=1e-5, head_dim=128, kv_heads=8)
     window = read_window(config, default=8192)
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=1e6),
+        theta=1e6,
         windows=read_windows(config, dims.layers, window, [i % 4 != 0 for i in range(dims.layers)]),
         mlp_bias=config.flag("mlp_bias", False),
     )

@@ -27,8 +27,7 @@ NORMS: LayerNorms = (("norm_attn_norm.norm_1", None), ("norm_attn_norm.norm_2", 
 
 
 def build(config: Fields) -> Built:
-    attention = config.nested("attn_config") or Fields({}, config.source, "attn_config.")
-    ffn = config.nested("ffn_config") or Fields({}, config.source, "ffn_config.")
+    attention, ffn = config.inner("attn_config"), config.inner("ffn_config")
     dims = _dims(config, attention, ffn)
     theta = attention.number("rope_theta", default=None, low=1.0)
     rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
@@ -40,7 +39,6 @@ def build(config: Fields) -> Built:
     if sums not in (None, 1.0):
         ffn.fail("moe_normalize_expert_weights", sums, "1 or null")
     norm_topk = sums is not None or "moe_normalize_expert_weights" not in ffn.values
-    endings = renamed(NAMES)
     return llama_like(
         config,
         dims,
@@ -52,7 +50,7 @@ def build(config: Fields) -> Built:
         ),
         norm=partial(layer_norm, eps=dims.eps),
         norms=NORMS,
-        rename=lambda name: endings(name).replace("model.layers.", "transformer.blocks."),
+        rename=renamed(NAMES, {"model.layers.": "transformer.blocks."}),
         fused=[fused_qkv(dims, "norm_attn_norm.attn.Wqkv"), *_stacks(dims, count)],
     )
 
@@ -67,11 +65,10 @@ def _dims(config: Fields, attention: Fields, ffn: Fields) -> Dims:
         "max_position_embeddings": config.integer(
             "max_seq_len", "max_position_embeddings", default=2048, high=MAX_POSITION
         ),
+        "head_dim": None,
     }
-    if config.flag("tie_word_embeddings", False):
-        config.fail("tie_word_embeddings", True, "false, as in all released models")
-    values = {key: value for key, value in config.values.items() if key != "head_dim"}
-    return read_dims(Fields({**values, **usual}, config.source), eps=1e-5)
+    config.only(tie_word_embeddings=False)
+    return read_dims(config.changed(usual), eps=1e-5)
 
 
 def _stacks(dims: Dims, count: int) -> list[Fused]:

@@ -7,45 +7,38 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.models.config.dims import read_dims, read_experts
-from toolkit.models.config.fields import MAX_EXPERTS, MAX_LAYERS, Fields
-from toolkit.models.decoder import Built, experts, llama_like
+from toolkit.models.config.dims import read_dims
+from toolkit.models.config.fields import MAX_EXPERTS, Fields
+from toolkit.models.config.routing import on_disk, read_mixture, sparse_layers
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, EXPERT_NUMBERS, SHARED_EXPERT, Gguf, Metadata, with_experts
-from toolkit.models.spec import DecoderSpec, MoeSpec
+from toolkit.models.spec import DecoderSpec
 
 
 def build(config: Fields) -> Built:
     dims = read_dims(config)
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "n_routed_experts")
-    inner = config.integer("moe_intermediate_size", default=1407)
-    shared = inner * config.integer("n_shared_experts", default=0, low=0, high=MAX_EXPERTS)
-    first = config.integer("first_k_dense_replace", default=0, low=0, high=MAX_LAYERS)
-    every = config.integer("moe_layer_freq", default=1, high=MAX_LAYERS)
-    norm_topk = config.flag("norm_topk_prob", False)
     config.text("scoring_func", default="softmax", choices=("softmax",))
-    bias = config.flag("attention_bias", False)
-
-    def feed_forward(i: int) -> MoeSpec | None:
-        if i < first or i % every:
-            return None
-        return experts(i, dims.hidden, inner, act, count=count, top_k=top_k, norm_topk=norm_topk, shared=shared)
-
+    inner = config.integer("moe_intermediate_size", default=1407)
     return llama_like(
         config,
         dims,
-        qkv_bias=bias,
-        o_bias=bias,
-        feed_forward=feed_forward,
-        rename=lambda name: name.replace(".shared_expert.", ".shared_experts."),
+        attention_bias=config.flag("attention_bias", False),
+        feed_forward=read_mixture(
+            config,
+            dims,
+            "n_routed_experts",
+            inner=inner,
+            shared=inner * config.integer("n_shared_experts", default=0, low=0, high=MAX_EXPERTS),
+            norm_topk=config.flag("norm_topk_prob", False),
+            sparse=sparse_layers(config, dims.layers, first=0, stepped=True),
+        ),
+        rename=on_disk,
     )
 
 
 def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "first_k_dense_replace": file.whole("leading_dense_block_count") if file.has("leading_dense_block_count") else 0
-    }
+    return {"first_k_dense_replace": file.stated("leading_dense_block_count", 0)}
 
 
 def _write(spec: DecoderSpec) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from toolkit.models.config.fields import MAX_LAYERS, Fields
+from toolkit.models.config.fields import Fields
 from toolkit.models.config.latent_attention import read_latent, read_latent_dims
-from toolkit.models.config.routing import on_disk, read_groups, read_routed
+from toolkit.models.config.routing import on_disk, read_groups, read_routed, sparse_layers
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import (
@@ -24,23 +24,22 @@ from toolkit.models.gguf import (
     read_routing,
     routing,
     with_experts,
+    without,
 )
 from toolkit.models.spec import MoeSpec
 
 
 def build(config: Fields) -> Built:
     dims = read_latent_dims(config)
-    first = config.integer("first_k_dense_replace", default=0, low=0, high=MAX_LAYERS)
-    every = config.integer("moe_layer_freq", default=1, high=MAX_LAYERS)
+    sparse = sparse_layers(config, dims.layers, first=0, stepped=True)
     method = config.text("topk_method", default="greedy", choices=("greedy", "group_limited_greedy"))
     config.text("scoring_func", default="softmax", choices=("softmax",))
     groups: dict[str, Any] = {} if method == "greedy" else read_groups(config)
-    make = read_routed(config, dims, inner=1407, shared=2, norm_topk=False, **groups)
+    make = read_routed(config, dims, inner=1407, shared=2, norm_topk=False, sparse=sparse, **groups)
 
     def feed_forward(layer: int) -> MoeSpec | None:
-        if layer < first or layer % every:
+        if (found := make(layer)) is None:
             return None
-        found = make(layer)
         normed = found.norm_topk and found.top_k > 1
         return replace(found, norm_topk=normed, scale=1.0 if normed else found.scale)
 
@@ -75,7 +74,7 @@ def read_latent_gguf(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any
         "head_dim": turned,
         "partial_rotary_factor": 1.0,
         "kv_lora_rank": file.whole("attention.kv_lora_rank"),
-        "q_lora_rank": file.whole("attention.q_lora_rank") if file.has("attention.q_lora_rank") else None,
+        "q_lora_rank": file.stated("attention.q_lora_rank", None),
         "qk_rope_head_dim": turned,
         "num_key_value_heads": config["num_attention_heads"],
         "qk_nope_head_dim": file.whole(f"attention.key_length{split}") - turned,
@@ -84,7 +83,7 @@ def read_latent_gguf(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-NAMES = {theirs: ours for theirs, ours in BLOCK.items() if theirs not in ("attn_q", "attn_k", "attn_v")}
+NAMES = without(BLOCK, "attn_q", "attn_k", "attn_v")
 GGUF = Gguf(
     "deepseek2",
     "deepseek_v2",

@@ -5,32 +5,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from toolkit.models.config.fields import MAX_LAYERS, Fields
+from toolkit.models.config.fields import Fields
 from toolkit.models.config.latent_attention import read_latent, read_latent_dims
-from toolkit.models.config.routing import on_disk, read_corrected, read_routed
+from toolkit.models.config.routing import on_disk, read_corrected, read_routed, sparse_layers
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import deepseek_v2
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import SIGMOID
-from toolkit.models.spec import MoeSpec
 
 
 def build(config: Fields) -> Built:
     dims = read_latent_dims(config)
-    first = config.integer("first_k_dense_replace", default=3, low=0, high=MAX_LAYERS)
-    every = config.integer("moe_layer_freq", default=1, high=MAX_LAYERS)
+    sparse = sparse_layers(config, dims.layers, first=3, stepped=True)
     routing = read_corrected(config, groups=8, kept=4)
-    make = read_routed(config, dims, inner=2048, shared=1, norm_topk=True, scale=2.5, **routing)
-
-    def feed_forward(layer: int) -> MoeSpec | None:
-        return None if layer < first or layer % every else make(layer)
-
+    make = read_routed(config, dims, inner=2048, shared=1, norm_topk=True, scale=2.5, sparse=sparse, **routing)
     return llama_like(
         config,
         dims,
         rope=[None] * dims.layers,
         change=read_latent(config, dims, q_rank=1536),
-        feed_forward=feed_forward,
+        feed_forward=make,
         rename=on_disk,
         pairs=config.flag("rope_interleave", True),
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from toolkit.models.config.fields import MAX_LAYERS, Fields
-from toolkit.models.config.preprocessor import CLIP_MEAN, CLIP_STD, FILTERS, both_sides, colours
+from toolkit.models.config.preprocessor import CLIP_MEAN, CLIP_STD, FILTERS, check_size, colours
 from toolkit.models.decoder import Built
 from toolkit.models.families import deepseek_vl
 from toolkit.models.family import Family, Tiny
@@ -17,7 +17,6 @@ from toolkit.models.vision import Stage, Tower, VisionSpec
 
 SPELLING = {**CLIP, "high": "model."}
 BICUBIC = 3
-ONLY = {"use_abs_pos": True, "use_rel_pos": True, "qkv_bias": True}
 
 
 def high_fields(config: Fields) -> Fields:
@@ -26,9 +25,7 @@ def high_fields(config: Fields) -> Fields:
 
 def high_tower(config: Fields, grid: int) -> HighTower:
     """``grid``: rows that leave it along a side."""
-    for name, only in ONLY.items():
-        if config.flag(name, only) != only:
-            config.fail(name, not only, str(only).lower())
+    config.only("", use_abs_pos=True, use_rel_pos=True, qkv_bias=True)
     config.text("hidden_act", default="gelu", choices=("gelu",))
     hidden, heads = (config.integer(name, default=n) for name, n in (("hidden_size", 768), ("num_attention_heads", 12)))
     if hidden % heads:
@@ -77,9 +74,7 @@ def build(config: Fields) -> Built:
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     made = deepseek_vl.recipe(config, preprocessor)
     image = side(high_fields(config), "image_size", 1024)
-    size = both_sides(preprocessor, "high_res_size", (image, image))
-    if size != (image, image):
-        preprocessor.fail("high_res_size", size[0], f"{image}, the image_size of high_res_vision_config")
+    check_size(preprocessor, image, "high_res_size", "the image_size of high_res_vision_config")
     names = {f"image_{name}": preprocessor.values.get(f"high_res_image_{name}") for name in ("mean", "std")}
     own = colours(Fields(names, preprocessor.source), CLIP_MEAN, CLIP_STD)
     kept = preprocessor.integer("high_res_resample", default=BICUBIC, low=0, high=FILTERS)

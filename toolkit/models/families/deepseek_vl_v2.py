@@ -41,7 +41,7 @@ def tower_of(config: Fields) -> Tower:
     width = inner.integer("width", high=1 << 16)
     values["intermediate_size"] = int(width * inner.number("mlp_ratio", high=64.0))
     inner.integer("layers", high=MAX_LAYERS)
-    made = Fields({**inner.values, **values, "hidden_act": "gelu_pytorch_tanh"}, inner.source, inner.prefix)
+    made = inner.changed({**values, "hidden_act": "gelu_pytorch_tanh"})
     return clip_tower(made, eps=1e-6, patch_bias=True, class_token=False, pre_norm=False, post_norm="used")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from toolkit.models.config.dims import read_dims, read_window, read_windows
 from toolkit.models.config.fields import MAX_LAYERS, Fields
-from toolkit.models.config.routing import on_disk, read_groups, read_routed
+from toolkit.models.config.routing import on_disk, read_groups, read_routed, sparse_layers
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import (
@@ -18,41 +20,24 @@ from toolkit.models.gguf import (
     routing,
     with_experts,
 )
-from toolkit.models.spec import MoeSpec
 
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, kv_heads=32)
-    first = config.integer("first_k_dense_replace", default=0, low=0, high=MAX_LAYERS)
     config.text("scoring_func", default="noaux_tc", choices=("noaux_tc", "sigmoid"))  # the released file's word
     groups = read_groups(config)
     score = "two" if groups["groups"] > 1 else "best"
-    make = read_routed(
-        config,
-        dims,
-        inner=1408,
-        shared=0,
-        norm_topk=False,
-        scoring="sigmoid",
-        correction=True,
-        group_score=score,
-        **groups,
-    )
+    routing: dict[str, Any] = dict(scoring="sigmoid", correction=True, group_score=score, **groups)
     slides = config.integer("max_window_layers", default=62, low=0, high=MAX_LAYERS)
     window = read_window(config, default=4096)
-
-    def feed_forward(i: int) -> MoeSpec | None:
-        return None if i < first else make(i)
-
-    bias = config.flag("attention_bias", False)
+    sparse = sparse_layers(config, dims.layers, first=0)
     return llama_like(
         config,
         dims,
         windows=read_windows(config, dims.layers, window, [i >= slides for i in range(dims.layers)]),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
-        feed_forward=feed_forward,
+        feed_forward=read_routed(config, dims, inner=1408, shared=0, norm_topk=False, sparse=sparse, **routing),
         rename=on_disk,
     )
 

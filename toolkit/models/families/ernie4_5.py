@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf
@@ -17,9 +16,8 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=500_000.0),
-        qkv_bias=bias,
-        o_bias=bias,
+        theta=500_000.0,
+        attention_bias=bias,
         mlp_bias=bias,
         pairs=True,
     )

@@ -7,42 +7,46 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.models.config.dims import read_dims, read_experts
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import MAX_LAYERS, Fields
-from toolkit.models.config.rope import read_rope
-from toolkit.models.config.routing import on_disk
-from toolkit.models.decoder import Built, experts, llama_like
+from toolkit.models.config.routing import on_disk, read_mixture
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import ernie4_5
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, CORRECTION, EXPERT_BLOCK, SHARED_EXPERT, routing
-from toolkit.models.spec import DecoderSpec, MoeSpec
+from toolkit.models.spec import DecoderSpec
 
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5, tied=True, kv_heads=4)
     values = {"num_experts_per_tok": config.values.get("moe_k", 6), **config.values}
     routed = Fields(values, config.source, config.prefix)
-    count, top_k = read_experts(routed, dims.layers, "moe_num_experts", "num_experts")
     inner = config.integer("moe_intermediate_size", default=1536)
     shared = config.integer("moe_num_shared_experts", default=2, low=0)
     first = config.integer("moe_layer_start_index", default=1, low=0, high=MAX_LAYERS)
     last = config.integer("moe_layer_end_index", default=-1, low=-1, high=MAX_LAYERS)
     every = config.integer("moe_layer_interval", default=1, high=MAX_LAYERS)
-    act = config.activation("hidden_act", default="silu")
-    if config.flag("use_bias", False):
-        config.fail("use_bias", True, "false, as in all released models")
+    config.only(use_bias=False)
 
-    def feed_forward(i: int) -> MoeSpec | None:
-        if i < first or (last >= 0 and i > last) or (i + 1) % every:
-            return None
-        sizes: dict[str, Any] = dict(count=count, top_k=top_k, shared=shared * inner)
-        return experts(i, dims.hidden, inner, act, norm_topk=True, correction=True, **sizes)
+    def sparse(i: int) -> bool:
+        return i >= first and (last < 0 or i <= last) and (i + 1) % every == 0
 
     spec, stored = llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=500_000.0),
-        feed_forward=feed_forward,
+        theta=500_000.0,
+        feed_forward=read_mixture(
+            routed,
+            dims,
+            "moe_num_experts",
+            "num_experts",
+            inner=inner,
+            activation=config.activation("hidden_act", default="silu"),
+            sparse=[sparse(i) for i in range(dims.layers)],
+            shared=shared * inner,
+            norm_topk=True,
+            correction=True,
+        ),
         rename=_on_disk,
         pairs=True,
     )
@@ -85,9 +89,7 @@ FAMILY = Family(
             "moe_intermediate_size": "expert_feed_forward_length",
         },
         read=lambda file, config: {
-            "moe_layer_start_index": (
-                file.whole("leading_dense_block_count") if file.has("leading_dense_block_count") else 0
-            ),
+            "moe_layer_start_index": file.stated("leading_dense_block_count", 0),
             "moe_num_shared_experts": (
                 file.whole("expert_shared_feed_forward_length") // config["moe_intermediate_size"]
             ),

@@ -13,12 +13,10 @@ from toolkit.models.spec import EncoderSpec
 
 
 def build(config: Fields) -> Built:
-    bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         replace(read_dims(config, eps=1e-5), tied=True),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         mlp_bias=config.flag("mlp_bias", False),
         change=lambda i, own: replace(own, mutual=True),
         encoder=EncoderSpec(),

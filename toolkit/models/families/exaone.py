@@ -26,12 +26,11 @@ NAMES = {
 
 
 def build(config: Fields) -> Built:
-    endings = renamed(NAMES)
     return llama_like(
         config,
         read_dims(config, eps=1e-5, tied=True),
         activation=config.activation("activation_function"),
-        rename=lambda name: endings(name).replace("model.layers.", "transformer.h."),
+        rename=renamed(NAMES, {"model.layers.": "transformer.h."}),
     )
 
 

@@ -8,10 +8,9 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.models.config.dims import read_dims, read_window, read_windows
 from toolkit.models.config.fields import MAX_LAYERS, Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import POST_NORMS, Built, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf
+from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, without
 from toolkit.models.spec import DecoderSpec
 
 POST_NORM_NAMES = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
@@ -21,11 +20,10 @@ def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5, kv_heads=32)
     window = read_window(config, default=4096)
     windows = read_windows(config, dims.layers, window, slides(config, dims.layers, window))
-    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
     return llama_like(
         config,
         dims,
-        rope=[rope if window is None or seen is not None else None for seen in windows],
+        turned=[window is None or seen is not None for seen in windows],
         windows=windows,
         qk_norm=True,
         norms=POST_NORMS,
@@ -70,13 +68,11 @@ FAMILY = Family(
     Gguf(
         "exaone4",
         "exaone4",
-        {**{theirs: ours for theirs, ours in BLOCK.items() if "norm" not in theirs}, **QK_NORMS, **POST_NORM_NAMES},
+        {**without(BLOCK, "attn_norm", "ffn_norm"), **QK_NORMS, **POST_NORM_NAMES},
         biases=False,
         window=True,
         fields={"hidden_act": "silu"},
-        read=lambda file, config: {
-            "sliding_window": file.whole("attention.sliding_window") if file.has("attention.sliding_window") else None,
-        },
+        read=lambda file, config: {"sliding_window": file.stated("attention.sliding_window", None)},
         write=_write,
     ),
 )  # fmt: skip

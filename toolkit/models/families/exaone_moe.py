@@ -6,36 +6,28 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config.dims import read_dims, read_window, read_windows
-from toolkit.models.config.fields import MAX_EXPERTS, MAX_LAYERS, Fields
-from toolkit.models.config.rope import read_rope
-from toolkit.models.config.routing import on_disk, read_corrected, read_routed
+from toolkit.models.config.fields import MAX_EXPERTS, Fields
+from toolkit.models.config.routing import on_disk, read_corrected, read_routed, sparse_layers
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import exaone4
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import MoeSpec
 
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5, kv_heads=32)
     window = read_window(config, default=4096)
     windows = read_windows(config, dims.layers, window, exaone4.slides(config, dims.layers, window))
-    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
-    first = config.integer("first_k_dense_replace", default=1, low=0, high=MAX_LAYERS)
-    kinds = config.choices("mlp_layer_types", dims.layers, ("dense", "sparse"))
+    sparse = sparse_layers(config, dims.layers, first=1, listed=True)
     routed = _as_deepseek(config)
-    make = read_routed(routed, dims, inner=1024, shared=1, norm_topk=True, scale=2.5, **read_corrected(routed))
-
-    def feed_forward(i: int) -> MoeSpec | None:
-        dense = i < first if kinds is None else kinds[i] == "dense"
-        return None if dense else make(i)
-
+    routing = read_corrected(routed)
+    make = read_routed(routed, dims, inner=1024, shared=1, norm_topk=True, scale=2.5, sparse=sparse, **routing)
     return llama_like(
         config,
         dims,
-        rope=[rope if window is None or seen is not None else None for seen in windows],
+        turned=[window is None or seen is not None for seen in windows],
         windows=windows,
         qk_norm=True,
-        feed_forward=feed_forward,
+        feed_forward=make,
         rename=lambda name: on_disk(name).replace("mlp.gate.e_score", "mlp.e_score"),
     )
 
@@ -47,7 +39,7 @@ def _as_deepseek(config: Fields) -> Fields:
         "n_shared_experts": config.integer("num_shared_experts", default=1, low=0, high=MAX_EXPERTS),
         "num_experts_per_tok": config.values.get("num_experts_per_tok", 8),
     }
-    return Fields({**config.values, **stated}, config.source)
+    return config.changed(stated)
 
 
 SIZES = dict(

@@ -12,9 +12,8 @@ from toolkit.errors import ToolkitError
 from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.decoder import PARALLEL_NORM, PRE_NORMS, Built, LayerNorms, layer_norm, llama_like, plain_mlp
-from toolkit.models.families.phi import PLAIN_BLOCK
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import QKV, Gguf, Metadata, as_wide_as_the_model
+from toolkit.models.gguf import PLAIN_BLOCK, QKV, Gguf, Metadata, as_wide_as_the_model
 from toolkit.models.positions import alibi_slopes, to_bfloat16
 from toolkit.models.spec import AlibiSpec, DecoderSpec
 from toolkit.models.stored import fused_by_kv_head, renamed
@@ -38,19 +37,18 @@ def build(config: Fields) -> Built:
     bias = config.flag("bias", False)
     act = config.activation("activation", default="gelu")
     norms, parallel = _arrangement(config)
-    endings = renamed({**NAMES, "input_layernorm": "ln_mlp"} if norms == TWO_NORMS else NAMES)
+    names = {**NAMES, "input_layernorm": "ln_mlp"} if norms == TWO_NORMS else NAMES
     return llama_like(
         config,
         dims,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=bias,
         activation=act,
         change=lambda i, a: a if alibi is None else replace(a, rope=None, alibi=alibi),
         feed_forward=lambda i: plain_mlp(i, dims, act, bias),
         norm=partial(layer_norm, eps=dims.eps, bias=True),
         norms=norms,
         parallel=parallel,
-        rename=lambda name: endings(name).replace("model.layers.", "transformer.h."),
+        rename=renamed(names, {"model.layers.": "transformer.h."}),
         fused=[fused_by_kv_head(dims, "self_attention.query_key_value")],
     )
 
@@ -68,7 +66,7 @@ def _dims(config: Fields) -> Dims:
         "intermediate_size": config.integer("ffn_hidden_size", default=4 * config.integer("hidden_size")),
         "max_position_embeddings": config.integer("max_position_embeddings", default=2048, high=1 << 30),
     }
-    return read_dims(Fields({**config.values, **usual}, config.source), eps=1e-5, tied=True)
+    return read_dims(config.changed(usual), eps=1e-5, tied=True)
 
 
 def _is_new(config: Fields) -> bool:

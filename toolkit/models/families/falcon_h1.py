@@ -16,8 +16,8 @@ from toolkit.models.config.mamba import fused_entry, mamba_layers, read_mamba
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, assemble, attention, gated_mlp, rms_norm
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, Gguf, Metadata
-from toolkit.models.gguf_states import MAMBA, MAMBA_ENTRY, mamba_keys, mamba_layouts, read_mamba_keys
+from toolkit.models.gguf import BLOCK, Gguf, Metadata, read_biases
+from toolkit.models.gguf_states import MAMBA, MAMBA_ENTRY, MAMBA_FIELDS, mamba_keys, mamba_layouts, read_mamba_keys
 from toolkit.models.spec import DecoderSpec, LayerSpec, Sublayer
 from toolkit.models.stored import renamed, stored_tensors
 
@@ -107,14 +107,12 @@ def _folded(spec: DecoderSpec) -> dict[str, Any]:
 
 
 def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = {"heads": "n_heads", "head_dim": "d_head", "groups": "n_groups", "state": "d_state", "kernel": "d_conv"}
     return {
-        **read_mamba_keys(file, {ours: f"mamba_{theirs}" for ours, theirs in sizes.items()}),
+        **read_mamba_keys(file, MAMBA_FIELDS),
         "mamba_d_ssm": file.whole("ssm.inner_size"),
         "mamba_rms_norm": "blk.0.ssm_norm.weight" in file.tensors,
         "mamba_norm_before_gate": False,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        **read_biases(file, config),
     }
 
 

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from toolkit.models.config.dims import read_dims, read_experts
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import POST_NORMS, Built, experts, llama_like
+from toolkit.models.config.routing import read_mixture
+from toolkit.models.decoder import POST_NORMS, Built, llama_like
 from toolkit.models.family import Family, Tiny
 
 
 def build(config: Fields) -> Built:
     dims = read_dims(config)
-    bias = config.flag("attention_bias", False)
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
-    norm_topk = config.flag("norm_topk_prob", False)
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=500_000.0),
-        qkv_bias=bias,
-        o_bias=bias,
+        theta=500_000.0,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm="all",
         norms=POST_NORMS,
-        feed_forward=lambda i: experts(
-            i, dims.hidden, dims.intermediate, act, count=count, top_k=top_k, norm_topk=norm_topk
-        ),
+        feed_forward=read_mixture(config, dims, norm_topk=config.flag("norm_topk_prob", False)),
     )
 
 

@@ -3,15 +3,11 @@ and one that every token goes through. Source: transformers ``FlintForCausalLM``
 
 from __future__ import annotations
 
-from typing import Any
-
-from toolkit.models.config.dims import read_dims, read_experts, read_window, read_windows
+from toolkit.models.config.dims import read_dims, read_window, read_windows
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, experts, llama_like
-from toolkit.models.families.qwen3_moe import sparse_layers
+from toolkit.models.decoder import Built, llama_like
+from toolkit.models.families.qwen3_moe import read_sparse
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import MoeSpec
 from toolkit.models.stored import renamed
 
 
@@ -19,33 +15,16 @@ def build(config: Fields) -> Built:
     dims = read_dims(config, head_dim=128, kv_heads=4)
     sees = [i < 2 or i % 4 == 1 or i == dims.layers - 1 for i in range(dims.layers)]
     windows = read_windows(config, dims.layers, read_window(config, default=513), [not whole for whole in sees])
-    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
-    bias = config.flag("attention_bias", False)
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
-    inner = config.integer("moe_intermediate_size", default=512)
-    routing: dict[str, Any] = dict(
-        count=count,
-        top_k=top_k,
-        norm_topk=config.flag("norm_topk_prob", True),
-        shared=config.integer("shared_expert_intermediate_size", default=1024),
-        scoring="sigmoid",
-    )
-    sparse = sparse_layers(config.filled({"mlp_only_layers": [0, 1][: dims.layers]}), dims.layers)
-
-    def feed_forward(i: int) -> MoeSpec | None:
-        return experts(i, dims.hidden, inner, act, **routing) if i in sparse else None
-
+    routed = config.filled({"mlp_only_layers": [0, 1][: dims.layers]})
     return llama_like(
         config,
         dims,
-        rope=[None if window is None else rope for window in windows],
+        turned=[window is not None for window in windows],
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         sinks=True,
-        feed_forward=feed_forward,
+        feed_forward=read_sparse(routed, dims, inner=512, norm_topk=True, shared=1024, scoring="sigmoid"),
         rename=renamed({"self_attn.sinks": "self_attn.softmax_offset"}),
     )
 

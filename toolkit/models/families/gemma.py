@@ -13,15 +13,12 @@ from toolkit.models.gguf import BLOCK, Gguf
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, tied=True, head_dim=256, kv_heads=16)
-    if config.flag("use_bidirectional_attention", False):
-        config.fail("use_bidirectional_attention", True, "false (a decoder is causal)")
-    bias = config.flag("attention_bias", False)
+    config.only(" (a decoder is causal)", use_bidirectional_attention=False)
     act = config.activation("hidden_activation", "hidden_act", default="gelu_pytorch_tanh")
     return llama_like(
         config,
         dims,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         activation="gelu_tanh" if act == "gelu" else act,  # the released files say gelu and mean its tanh form
         norm_offset=1.0,
         embed_scale=dims.hidden**0.5,

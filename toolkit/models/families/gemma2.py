@@ -21,8 +21,7 @@ FIELDS = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_
 
 def build(config: Fields, norms: LayerNorms = SANDWICH_NORMS) -> Built:
     dims = read_dims(config, tied=True, head_dim=256, kv_heads=4)
-    if config.flag("use_bidirectional_attention", False):
-        config.fail("use_bidirectional_attention", True, "false (a decoder is causal)")
+    config.only(" (a decoder is causal)", use_bidirectional_attention=False)
     window = read_window(config, default=4096)
     windows = read_windows(config, dims.layers, window, [i % 2 == 0 for i in range(dims.layers)])
     kinds = ["full_attention" if w is None else "sliding_attention" for w in windows]
@@ -30,14 +29,12 @@ def build(config: Fields, norms: LayerNorms = SANDWICH_NORMS) -> Built:
         kind: read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, layer_type=kind)
         for kind in dict.fromkeys(kinds)
     }
-    bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         dims,
         rope=[sets[kind] for kind in kinds],
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         scale=config.number("query_pre_attn_scalar", default=256.0) ** -0.5,
         softcap=softcap(config, "attn_logit_softcapping", 50.0),
         activation=config.activation("hidden_activation", default="gelu_pytorch_tanh"),

@@ -22,8 +22,7 @@ PATTERN, LOCAL_THETA = 6, 10_000.0  # every sixth layer sees everything
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, tied=True, head_dim=256, kv_heads=4)
-    if config.flag("use_bidirectional_attention", False):
-        config.fail("use_bidirectional_attention", True, "false (a decoder is causal)")
+    config.only(" (a decoder is causal)", use_bidirectional_attention=False)
     if config.has("attn_logit_softcapping"):
         config.fail(
             "attn_logit_softcapping", config.values["attn_logit_softcapping"], "null, as in all released models"
@@ -32,7 +31,6 @@ def build(config: Fields) -> Built:
     slides = [(i + 1) % every != 0 for i in range(dims.layers)]
     windows = read_windows(config, dims.layers, read_window(config, default=4096), slides)
     local_theta = config.number("rope_local_base_freq", default=LOCAL_THETA, low=1.0)
-    bias = config.flag("attention_bias", False)
     ropes = layer_ropes(config, dims, windows, theta=1e6, local_theta=local_theta)
     return llama_like(
         config,
@@ -40,8 +38,7 @@ def build(config: Fields) -> Built:
         # max_position_embeddings counts what linear scaling brings
         rope=[replace(rope, max_position=dims.max_position) if rope.kind == "linear" else rope for rope in ropes],
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         scale=config.number("query_pre_attn_scalar", default=256.0) ** -0.5,
         activation=config.activation("hidden_activation", default="gelu_pytorch_tanh"),

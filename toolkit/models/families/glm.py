@@ -7,10 +7,9 @@ from typing import Any
 
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import PRE_NORMS, Built, LayerNorms, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, GATE_UP, QKV, Gguf, as_wide_as_the_model, has_qkv_bias
+from toolkit.models.gguf import BLOCK, GATE_UP, QKV, Gguf, as_wide_as_the_model, has_qkv_bias, without
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.stored import fused_gate_up
 
@@ -20,7 +19,7 @@ def build(config: Fields, norms: LayerNorms = PRE_NORMS) -> Built:
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_partial=0.5),
+        partial_rotary=0.5,
         qkv_bias=config.flag("attention_bias", True),
         norms=norms,
         fused=[fused_gate_up(dims, "mlp.gate_up_proj")],
@@ -33,7 +32,7 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
     return {}
 
 
-NAMES = {theirs: ours for theirs, ours in BLOCK.items() if theirs not in ("ffn_gate", "ffn_up")}
+NAMES = without(BLOCK, "ffn_gate", "ffn_up")
 GGUF = Gguf(
     "chatglm",
     "glm",

@@ -4,9 +4,8 @@ head turns. Source: transformers ``Glm4MoeForCausalLM``."""
 from __future__ import annotations
 
 from toolkit.models.config.dims import read_dims
-from toolkit.models.config.fields import MAX_LAYERS, Fields
-from toolkit.models.config.rope import read_rope
-from toolkit.models.config.routing import on_disk, read_corrected, read_routed
+from toolkit.models.config.fields import Fields
+from toolkit.models.config.routing import on_disk, read_corrected, read_routed, sparse_layers
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import (
@@ -20,25 +19,20 @@ from toolkit.models.gguf import (
     read_routing,
     routing,
     with_experts,
+    without,
 )
-from toolkit.models.spec import MoeSpec
 
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5, kv_heads=8)
-    first = config.integer("first_k_dense_replace", default=1, low=0, high=MAX_LAYERS)
-    make = read_routed(config, dims, inner=1408, shared=1, norm_topk=True, **read_corrected(config))
-
-    def feed_forward(i: int) -> MoeSpec | None:
-        return None if i < first else make(i)
-
+    sparse, routing = sparse_layers(config, dims.layers, first=1), read_corrected(config)
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_partial=0.5),
+        partial_rotary=0.5,
         qkv_bias=config.flag("attention_bias", False),
         qk_norm=config.flag("use_qk_norm", False),
-        feed_forward=feed_forward,
+        feed_forward=read_routed(config, dims, inner=1408, shared=1, norm_topk=True, sparse=sparse, **routing),
         rename=on_disk,
     )
 
@@ -57,7 +51,7 @@ FAMILY = Family(
         "glm4moe",
         "glm4_moe",
         {
-            **{theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_norm"},
+            **without(BLOCK, "ffn_norm"),
             **with_experts({}, SHARED_EXPERT),
             **QK_NORMS,
             "post_attention_norm": "post_attention_layernorm",

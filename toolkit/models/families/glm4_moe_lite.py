@@ -3,31 +3,25 @@
 
 from __future__ import annotations
 
-from toolkit.models.config.fields import MAX_LAYERS, Fields
+from toolkit.models.config.fields import Fields
 from toolkit.models.config.latent_attention import read_latent, read_latent_dims
-from toolkit.models.config.routing import on_disk, read_corrected, read_routed
+from toolkit.models.config.routing import on_disk, read_corrected, read_routed, sparse_layers
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import deepseek_v3
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import MoeSpec
 
 
 def build(config: Fields) -> Built:
     dims = read_latent_dims(config, eps=1e-5)
-    first = config.integer("first_k_dense_replace", default=1, low=0, high=MAX_LAYERS)
-    types = config.choices("mlp_layer_types", dims.layers, ("dense", "sparse"))
-    sparse = [i >= first for i in range(dims.layers)] if types is None else [kind == "sparse" for kind in types]
-    make = read_routed(config, dims, inner=1536, shared=1, norm_topk=True, scale=1.8, **read_corrected(config))
-
-    def feed_forward(layer: int) -> MoeSpec | None:
-        return make(layer) if sparse[layer] else None
-
+    sparse = sparse_layers(config, dims.layers, first=1, listed=True)
+    routing = read_corrected(config)
+    make = read_routed(config, dims, inner=1536, shared=1, norm_topk=True, scale=1.8, sparse=sparse, **routing)
     return llama_like(
         config,
         dims,
         rope=[None] * dims.layers,
         change=read_latent(config, dims, q_rank=768, nope_dim=192, v_dim=256),
-        feed_forward=feed_forward,
+        feed_forward=make,
         rename=on_disk,
         pairs=config.flag("rope_interleave", True),
     )

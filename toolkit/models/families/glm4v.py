@@ -31,10 +31,9 @@ SIZE = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}  # of both 
 
 
 def build(config: Fields) -> Built:
-    if not config.has("text_config"):
-        config = Fields({**config.values, "text_config": dict(config.values)}, config.source)
+    part = "text_config" if config.has("text_config") else None
     changes: dict[str, Any] = {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"]}
-    language = language_of(config, **changes, attention_bias=True, head_dim=None)
+    language = language_of(config, part, **changes, attention_bias=True, head_dim=None)
     spec, vision = language[0], config.over("vision_config", {"depth": 24, "num_heads": 12})
     wide = vision.integer("out_hidden_size", default=4096, high=1 << 16)
     places = side(vision, "image_size", 336) // side(vision, "patch_size", 14)

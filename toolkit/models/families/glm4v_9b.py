@@ -37,10 +37,10 @@ EVA = {
 def eva_tower(vision: Fields, factor: int) -> Tower:
     """``factor``: patches along a side a token."""
     hidden = vision.integer("hidden_size", default=1792, high=1 << 16)
-    own = vision.filled({"num_hidden_layers": 63, "intermediate_size": 15360}).values
+    own = vision.filled({"num_hidden_layers": 63, "intermediate_size": 15360})
     names = {"num_attention_heads": vision.integer("num_heads", default=16, high=1024), "hidden_size": hidden}
     made = clip_tower(
-        Fields({**own, **names}, vision.source, vision.prefix),
+        own.changed(names),
         activation=activation(vision, "gelu"),
         eps=vision.number("layer_norm_eps", default=1e-6, high=0.5),
         patch_bias=True,

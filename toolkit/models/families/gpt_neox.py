@@ -10,11 +10,9 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, layer_norm, llama_like, plain_mlp
-from toolkit.models.families.phi import PLAIN_BLOCK
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import QKV, Gguf, Metadata, as_wide_as_the_model
+from toolkit.models.gguf import PLAIN_BLOCK, QKV, Gguf, Metadata, as_wide_as_the_model
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.stored import fused_by_kv_head, renamed
 
@@ -31,25 +29,17 @@ NAMES = {
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5)
     act = config.activation("hidden_act", default="gelu")
-    endings = renamed(NAMES)
-    bias = config.flag("attention_bias", True)
     return llama_like(
         config,
         dims,
-        rope=read_rope(
-            config,
-            head_dim=dims.head_dim,
-            max_position=dims.max_position,
-            default_theta=config.number("rotary_emb_base", default=10_000.0, low=1.0),
-            default_partial=config.number("rotary_pct", default=0.25, high=1.0),
-        ),
-        qkv_bias=bias,
-        o_bias=bias,
+        theta=config.number("rotary_emb_base", default=10_000.0, low=1.0),
+        partial_rotary=config.number("rotary_pct", default=0.25, high=1.0),
+        attention_bias=config.flag("attention_bias", True),
         activation=act,
         feed_forward=lambda i: plain_mlp(i, dims, act, True),
         norm=partial(layer_norm, eps=dims.eps, bias=True),
         parallel=config.flag("use_parallel_residual", True),
-        rename=lambda name: endings(name).replace("model.layers.", "gpt_neox.layers."),
+        rename=renamed(NAMES, {"model.layers.": "gpt_neox.layers."}),
         fused=[fused_by_kv_head(dims, "attention.query_key_value")],
     )
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.models.config.dims import read_dims, read_experts, read_window, read_windows
+from toolkit.models.config.dims import read_dims, read_window, read_windows
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, experts, llama_like
+from toolkit.models.config.routing import LOCAL, read_mixture
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, Gguf, Metadata, with_experts
-from toolkit.models.spec import DecoderSpec, MoeSpec
+from toolkit.models.gguf import BLOCK, Gguf, Metadata, with_experts, without
+from toolkit.models.spec import DecoderSpec
 from toolkit.models.stored import fused_experts, renamed
 
 ROPE = dict(
@@ -28,32 +28,25 @@ ROPE = dict(
 
 def build(config: Fields) -> Built:
     if not config.has("rope_parameters") and not config.has("rope_scaling"):
-        config = Fields({**config.values, "rope_scaling": ROPE}, config.source)
+        config = config.changed({"rope_scaling": ROPE})
     dims = read_dims(config, eps=1e-5, head_dim=64, kv_heads=8)
     windows = read_windows(
         config, dims.layers, read_window(config, default=128), [i % 2 == 0 for i in range(dims.layers)]
     )
-    bias = config.flag("attention_bias", True)
-    count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
     for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if (found := config.number(name, default=only)) != only:
             config.fail(name, found, str(only))
 
-    def feed_forward(i: int) -> MoeSpec:
-        sizes = dims.hidden, dims.intermediate
-        return experts(i, *sizes, "swigluoai", count=count, top_k=top_k, norm_topk=True, bias=True)
-
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=150_000.0),
+        theta=150_000.0,
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", True),
         sinks=True,
-        feed_forward=feed_forward,
+        feed_forward=read_mixture(config, dims, *LOCAL, activation="swigluoai", norm_topk=True, bias=True),
         rename=renamed({"mlp.gate": "mlp.router"}),
-        fused=fused_experts(count, dims.hidden, dims.intermediate, woven=True, transposed=True),
+        fused=fused_experts(config.integer(*LOCAL), dims.hidden, dims.intermediate, woven=True, transposed=True),
     )
 
 
@@ -95,7 +88,7 @@ FAMILY = Family(
         "gpt-oss",
         "gpt_oss",
         {
-            **with_experts({theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_norm"}),
+            **with_experts(without(BLOCK, "ffn_norm")),
             "post_attention_norm": "post_attention_layernorm",
             "attn_sinks.weight": "self_attn.sinks",
         },

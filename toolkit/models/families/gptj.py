@@ -41,18 +41,16 @@ def read_gpt_dims(config: Fields) -> Dims:
             "n_positions", "max_position_embeddings", default=2048, high=MAX_POSITION
         ),
         "num_key_value_heads": None,
+        "head_dim": None,
     }
-    if config.flag("tie_word_embeddings", False):
-        config.fail("tie_word_embeddings", True, "false, as in all released models: the head has a bias")
-    values = {key: value for key, value in config.values.items() if key != "head_dim"}
-    return read_dims(Fields({**values, **usual}, config.source), eps=1e-5)
+    config.only(", as in all released models: the head has a bias", tie_word_embeddings=False)
+    return read_dims(config.changed(usual), eps=1e-5)
 
 
 def like_gptj(config: Fields, dims: Dims, fused: tuple[Fused, ...] = ()) -> Built:
     """GPT-J, or CodeGen, whose q, k and v stand in one matrix."""
     act = config.activation("activation_function", default="gelu_new")
     turned = config.integer("rotary_dim", default=64, high=dims.head_dim)
-    endings = renamed(NAMES)
     return llama_like(
         config,
         dims,
@@ -62,7 +60,7 @@ def like_gptj(config: Fields, dims: Dims, fused: tuple[Fused, ...] = ()) -> Buil
         norm=partial(layer_norm, eps=dims.eps, bias=True),
         norms=PARALLEL_NORM,
         parallel=True,
-        rename=lambda name: endings(name).replace("model.layers.", "transformer.h."),
+        rename=renamed(NAMES, {"model.layers.": "transformer.h."}),
         fused=fused,
         pairs=True,
         head_bias=True,

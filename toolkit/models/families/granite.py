@@ -8,16 +8,14 @@ from typing import Any
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, Gguf, Metadata
+from toolkit.models.gguf import BLOCK, Gguf, Metadata, read_biases
 from toolkit.models.spec import DecoderSpec
 
 
 def build(config: Fields) -> Built:
-    bias = config.flag("attention_bias", False)
     return llama_like(
         config,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         mlp_bias=config.flag("mlp_bias", False),
         **multipliers(config),
     )
@@ -51,8 +49,7 @@ def read_gguf(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
         "embedding_multiplier": file.number("embedding_scale", 1.0),
         "residual_multiplier": file.number("residual_scale", 1.0),
         "logits_scaling": file.number("logit_scale", 1.0),
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        **read_biases(file, config),
     }
 
 

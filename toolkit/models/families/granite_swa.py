@@ -17,12 +17,10 @@ from toolkit.models.spec import RopeSpec
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5, tied=True, kv_heads=4)
-    bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         dims,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         mlp_bias=config.flag("mlp_bias", False),
         **layers(config, dims),
         **granite.multipliers(config),

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from toolkit.models.config.dims import Dims, read_dims, read_experts
+from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, experts, llama_like
+from toolkit.models.config.routing import LOCAL, read_mixture
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import granite
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, with_experts
@@ -20,24 +21,15 @@ NAMES = {
 }
 
 
-on_disk = renamed(NAMES)
-
-
 def build(config: Fields) -> Built:
     dims = read_dims(config)
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
-    bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         dims,
-        qkv_bias=bias,
-        o_bias=bias,
-        feed_forward=lambda i: experts(
-            i, dims.hidden, dims.intermediate, act, count=count, top_k=top_k, norm_topk=True
-        ),
-        rename=on_disk,
-        fused=stacks(dims, count),
+        attention_bias=config.flag("attention_bias", False),
+        feed_forward=read_mixture(config, dims, *LOCAL, norm_topk=True),
+        rename=renamed(NAMES),
+        fused=stacks(dims, config.integer(*LOCAL)),
         **granite.multipliers(config),
     )
 

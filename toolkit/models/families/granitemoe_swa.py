@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
 from toolkit.models.families import granite_swa, granitemoeshared
 from toolkit.models.family import Family, Tiny
-from toolkit.models.stored import Fused, fused_experts, renamed
+from toolkit.models.stored import Fused, fused_experts
 
 NAMES = {
     "mlp.gate": "block_sparse_moe.router",
@@ -21,8 +19,9 @@ NAMES = {
 
 def build(config: Fields) -> Built:
     dims = read_dims(config)
-    spelled: dict[str, Any] = dict(on_disk=renamed(NAMES), stacks=_stacks)
-    return granitemoeshared.shared_experts(config, dims, **granite_swa.layers(config, dims), **spelled)
+    return granitemoeshared.shared_experts(
+        config, dims, **granite_swa.layers(config, dims), names=NAMES, stacks=_stacks
+    )
 
 
 def _stacks(dims: Dims, count: int) -> list[Fused]:

@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from toolkit.models.config.dims import check_convolved, read_dims, read_experts
+from toolkit.models.config.dims import check_convolved, read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.mamba import fused_entry, mamba_layers, read_mamba
-from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, experts, gated_mlp, llama_like
-from toolkit.models.families import granite, granitemoe
+from toolkit.models.config.routing import read_mixture
+from toolkit.models.decoder import Built, llama_like
+from toolkit.models.families import granite, granitemoe, granitemoeshared
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, SHARED_EXPERT, Metadata, with_experts
 from toolkit.models.gguf_states import (
     MAMBA,
     MAMBA_ENTRY,
+    MAMBA_FIELDS,
     kv_heads,
     mamba_keys,
     mamba_layouts,
@@ -25,9 +26,10 @@ from toolkit.models.gguf_states import (
     read_attention,
     read_mamba_keys,
 )
-from toolkit.models.spec import AttentionSpec, DecoderSpec, Mixer, MlpSpec, MoeSpec, RopeSpec
-from toolkit.models.stored import Fused
+from toolkit.models.spec import AttentionSpec, DecoderSpec, Mixer
+from toolkit.models.stored import renamed
 
+NAMES = {**granitemoeshared.SHARED, "mlp.down_proj": "shared_mlp.output_linear", **granitemoe.NAMES}
 KINDS = ("mamba", "linear_attention", "attention", "full_attention")
 
 
@@ -39,63 +41,37 @@ def build(config: Fields) -> Built:
     mamba = mamba_layers(sizes, dims.hidden, dims.eps)
     if not {"mamba", "linear_attention"}.isdisjoint(kinds):
         check_convolved(config, "hidden_act")
-    bias, act = config.flag("attention_bias", False), config.activation("hidden_act")
     shared = config.integer("shared_intermediate_size", default=1024)
-    routed: dict[str, Any] = {}
-    if config.integer("num_local_experts", default=8, low=0):
-        count, top_k = read_experts(config, dims.layers, "num_local_experts")
-        routed = dict(count=count, top_k=top_k, norm_topk=True, shared=shared)
+    count = config.integer("num_local_experts", default=8, low=0)
     turned = config.text("position_embedding_type", default="none", choices=("none", "nope", "rope")) == "rope"
-    rope: list[RopeSpec | None] = [None] * dims.layers
-    if turned:
-        rope = [read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)] * dims.layers
 
     def change(layer: int, attention: AttentionSpec) -> Mixer:
         recurrent = kinds[layer] in ("mamba", "linear_attention")
         return mamba(f"model.layers.{layer}.mamba") if recurrent else attention
 
-    def feed_forward(layer: int) -> MlpSpec | MoeSpec:
-        if routed:
-            return experts(layer, dims.hidden, dims.intermediate, act, **routed)
-        return gated_mlp(f"model.layers.{layer}.mlp", dims.hidden, shared, act)
-
-    part = "mlp.shared_expert" if routed else "mlp"
     return llama_like(
         config,
-        dims,
-        rope=rope,
-        qkv_bias=bias,
-        o_bias=bias,
+        replace(dims, intermediate=shared),
+        rope=None if turned else [None] * dims.layers,
+        attention_bias=config.flag("attention_bias", False),
         change=change,
-        feed_forward=feed_forward,
-        rename=_on_disk,
+        feed_forward=read_mixture(config, dims, "num_local_experts", norm_topk=True, shared=shared) if count else None,
+        rename=renamed(NAMES),
         fused=[
             fused_entry(sizes, "mamba"),
-            *(granitemoe.stacks(dims, routed["count"]) if routed else ()),
-            Fused(
-                "shared_mlp.input_linear",
-                {f"{part}.gate_proj": ((0, shared),), f"{part}.up_proj": ((shared, 2 * shared),)},
-            ),
+            *(granitemoe.stacks(dims, count) if count else ()),
+            granitemoeshared.shared_entry("mlp.shared_expert" if count else "mlp", shared),
         ],
         **granite.multipliers(config),
     )
 
 
-def _on_disk(name: str) -> str:
-    for ours in ("mlp.shared_expert.down_proj", "mlp.down_proj"):
-        if name.endswith(ours):
-            return name.removesuffix(ours) + "shared_mlp.output_linear"
-    return name if ".shared_mlp." in name else granitemoe.on_disk(name)
-
-
 def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     attends = read_attention(file, config)
     bias = f"blk.{attends.index(True) if True in attends else 0}.attn_q.bias" in file.tensors
-    sizes = {"heads": "n_heads", "head_dim": "d_head", "groups": "n_groups", "state": "d_state", "kernel": "d_conv"}
-    granite_fields = granite.read_gguf(file, config)
     return {
-        **granite_fields,
-        **read_mamba_keys(file, {ours: f"mamba_{theirs}" for ours, theirs in sizes.items()}),
+        **granite.read_gguf(file, config),
+        **read_mamba_keys(file, MAMBA_FIELDS),
         "mamba_expand": file.whole("ssm.inner_size") // config["hidden_size"],
         "layer_types": ["full_attention" if x else "linear_attention" for x in attends],
         "attention_bias": bias,

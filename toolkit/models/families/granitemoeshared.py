@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 
-from toolkit.models.config.dims import Dims, read_dims, read_experts
+from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, experts, llama_like
+from toolkit.models.config.routing import LOCAL, read_mixture
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import granite, granitemoe
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import RopeSpec, Rows
-from toolkit.models.stored import Fused
+from toolkit.models.spec import RopeSpec
+from toolkit.models.stored import Fused, joined, renamed
+
+ENTRY = "shared_mlp.input_linear"
+SHARED = {ENTRY: ENTRY, "mlp.shared_expert.down_proj": "shared_mlp.output_linear"}
 
 
 def build(config: Fields) -> Built:
@@ -26,38 +29,29 @@ def shared_experts(
     rope: list[RopeSpec | None] | None = None,
     windows: list[int | None] | None = None,
     sinks: bool = False,
-    on_disk: Callable[[str], str] = granitemoe.on_disk,
+    names: Mapping[str, str] = granitemoe.NAMES,
     stacks: Callable[[Dims, int], list[Fused]] = granitemoe.stacks,
 ) -> Built:
-    """``on_disk``, ``stacks``: how the checkpoint spells the experts, the shared one apart."""
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
+    """``names``, ``stacks``: how the checkpoint spells the experts, the shared one apart."""
     shared = config.integer("shared_intermediate_size", default=0, low=0)
-    bias = config.flag("attention_bias", False)
-    part = "mlp.shared_expert"
-    rows: dict[str, Rows] = {f"{part}.gate_proj": ((0, shared),), f"{part}.up_proj": ((shared, 2 * shared),)}
+    entry = [shared_entry("mlp.shared_expert", shared)] if shared else []
     return llama_like(
         config,
         dims,
         rope=rope,
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         sinks=sinks,
-        feed_forward=lambda i: experts(
-            i, dims.hidden, dims.intermediate, act, count=count, top_k=top_k, norm_topk=True, shared=shared
-        ),
-        rename=partial(_on_disk, on_disk),
-        fused=[*stacks(dims, count), *([Fused("shared_mlp.input_linear", rows)] if shared else [])],
+        feed_forward=read_mixture(config, dims, *LOCAL, norm_topk=True, shared=shared),
+        rename=renamed({**SHARED, **names}),
+        fused=stacks(dims, config.integer(*LOCAL)) + entry,
         **granite.multipliers(config),
     )
 
 
-def _on_disk(experts_on_disk: Callable[[str], str], name: str) -> str:
-    ours = "mlp.shared_expert.down_proj"
-    if name.endswith(ours):
-        return name.removesuffix(ours) + "shared_mlp.output_linear"
-    return name if ".shared_mlp." in name else experts_on_disk(name)
+def shared_entry(part: str, width: int) -> Fused:
+    """The rows of the gate, then of the up projection of ``part``."""
+    return joined(ENTRY, {f"{part}.gate_proj": width, f"{part}.up_proj": width})
 
 
 SIZES = dict(granitemoe.SIZES, shared_intermediate_size=96)

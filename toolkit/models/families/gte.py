@@ -12,7 +12,7 @@ from toolkit.models.decoder import Built
 from toolkit.models.encoder import EMBED_NORM, NO_GGUF, TYPES, encoder, encoder_dims, renamed_within, types_of
 from toolkit.models.family import Family, Tiny
 from toolkit.models.spec import EncoderSpec, RopeSpec
-from toolkit.models.stored import Fused, fused_qkv
+from toolkit.models.stored import fused_qkv, joined
 
 NAMES = {
     "model.embed_tokens": "embeddings.word_embeddings",
@@ -27,10 +27,7 @@ NAMES = {
 def build(config: Fields) -> Built:
     dims = encoder_dims(config, 1e-12)
     config.text("position_embedding_type", default="rope", choices=("rope",))
-    for name in ("logn_attention_scale", "logn_attention_clip1"):
-        if config.flag(name, False):
-            config.fail(name, True, "false, as in all released models")
-    n = dims.intermediate
+    config.only(logn_attention_scale=False, logn_attention_clip1=False)
     return encoder(
         config,
         dims,
@@ -42,7 +39,7 @@ def build(config: Fields) -> Built:
         rename=renamed_within(NAMES),
         fused=[
             fused_qkv(dims, "attention.qkv_proj"),
-            Fused("mlp.up_gate_proj", {"mlp.up_proj": ((0, n),), "mlp.gate_proj": ((n, 2 * n),)}),
+            joined("mlp.up_gate_proj", {"mlp.up_proj": dims.intermediate, "mlp.gate_proj": dims.intermediate}),
         ],
     )
 
@@ -55,8 +52,9 @@ def _rope(config: Fields, head_dim: int, length: int) -> RopeSpec:
     if scaling.has("mixed_b"):
         scaling.fail("mixed_b", scaling.values["mixed_b"], "none, as in all released models")
     factor = scaling.number("factor", high=1000.0)
-    plain = Fields({k: v for k, v in config.values.items() if k != "rope_scaling"}, config.source)
-    rope = read_rope(plain, head_dim=head_dim, max_position=length, default_theta=theta)
+    rope = read_rope(
+        config.changed({"rope_scaling": None}), head_dim=head_dim, max_position=length, default_theta=theta
+    )
     slower = factor ** (2 / rope.rotary_dim)
     return replace(rope, theta=rope.theta * factor, kind="linear", factor=slower)
 

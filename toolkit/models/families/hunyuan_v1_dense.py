@@ -20,16 +20,12 @@ NAMES = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "s
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5)
-    for name, only in (("use_qk_norm", True), ("use_cla", False)):
-        if config.flag(name, only) != only:
-            config.fail(name, not only, f"{str(only).lower()}, as in all released models")
-    bias = config.flag("attention_bias", False)
+    config.only(use_qk_norm=True, use_cla=False)
     return llama_like(
         config,
         dims,
         rope=read_stretched(config, dims.head_dim, dims.max_position),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         change=lambda i, a: replace(a, norm_last=True),
         rename=renamed(NAMES),

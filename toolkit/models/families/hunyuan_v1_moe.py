@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from toolkit.models.config.dims import read_dims, read_experts
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, experts, llama_like
+from toolkit.models.config.routing import read_mixture
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import hunyuan_v1_dense
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QK_NORMS, SHARED_EXPERT, Gguf, with_experts
@@ -20,38 +21,22 @@ NAMES = {**hunyuan_v1_dense.NAMES, "mlp.gate": "mlp.gate.wg"}
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5)
-    for name, usual in (("use_qk_norm", True), ("use_cla", False), ("use_mixed_mlp_moe", True)):
-        if config.flag(name, usual) != usual:
-            config.fail(name, not usual, f"{str(usual).lower()}, as in all released models")
-    bias = config.flag("attention_bias", False)
-    act = config.activation("hidden_act")
+    config.only(use_qk_norm=True, use_cla=False, use_mixed_mlp_moe=True)
     top_k = _one(config, "moe_topk", config.values.get("num_experts_per_tok", 1))
-    sized = {**config.values, "num_experts": _one(config, "num_experts", 1), "num_experts_per_tok": top_k}
-    count, top_k = read_experts(Fields(sized, config.source), dims.layers, "num_experts")
+    sized = config.changed({"num_experts": _one(config, "num_experts", 1), "num_experts_per_tok": top_k})
     for name in ("moe_intermediate_size", "num_shared_expert"):
         only = dims.intermediate if name == "moe_intermediate_size" else 1
         if (found := _one(config, name, only)) != only:
             config.fail(name, found, f"{only}, as in all released models")
-    endings = renamed(NAMES)
     return llama_like(
         config,
         dims,
         rope=hunyuan_v1_dense.read_stretched(config, dims.head_dim, dims.max_position),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         change=lambda i, a: replace(a, norm_last=True),
-        feed_forward=lambda i: experts(
-            i,
-            dims.hidden,
-            dims.intermediate,
-            act,
-            count=count,
-            top_k=top_k,
-            norm_topk=True,
-            shared=dims.intermediate,
-        ),
-        rename=lambda name: endings(name).replace(".shared_expert.", ".shared_mlp."),
+        feed_forward=read_mixture(sized, dims, "num_experts", norm_topk=True, shared=dims.intermediate),
+        rename=renamed(NAMES, {".shared_expert.": ".shared_mlp."}),
     )
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit.models.config.dims import read_dims, read_experts
-from toolkit.models.config.fields import MAX_EXPERTS, MAX_LAYERS, Fields
-from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, experts, gated_mlp, llama_like
+from toolkit.models.config.dims import read_dims
+from toolkit.models.config.fields import MAX_EXPERTS, Fields
+from toolkit.models.config.routing import read_mixture, sparse_layers
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import (
     BLOCK,
@@ -22,7 +22,7 @@ from toolkit.models.gguf import (
     Metadata,
     with_experts,
 )
-from toolkit.models.spec import DecoderSpec, MlpSpec, MoeSpec
+from toolkit.models.spec import DecoderSpec
 from toolkit.models.stored import renamed
 
 NAMES = {"mlp.gate": "mlp.router.gate", "mlp.gate.e_score_correction_bias": "mlp.expert_bias"}
@@ -30,34 +30,27 @@ NAMES = {"mlp.gate": "mlp.router.gate", "mlp.gate.e_score_correction_bias": "mlp
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5, head_dim=128, kv_heads=8)
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
     inner = config.integer("moe_intermediate_size", "expert_hidden_dim", default=1536)
     shared = inner * config.integer("num_shared_experts", default=1, high=MAX_EXPERTS)
-    scale = config.number("router_scaling_factor", default=2.826)
-    if config.flag("mlp_bias", False):
-        config.fail("mlp_bias", True, "false, as in all released models")
-    bias = config.flag("attention_bias", False)
-    types = config.choices("mlp_layer_types", dims.layers, ("dense", "sparse"))
-    first = config.integer("first_k_dense_replace", default=1, low=0, high=MAX_LAYERS)
-    types = types or ["dense" if i < first else "sparse" for i in range(dims.layers)]
-
-    def feed_forward(i: int) -> MlpSpec | MoeSpec:
-        if types[i] == "dense":
-            return gated_mlp(f"model.layers.{i}.mlp", dims.hidden, dims.intermediate, act)
-        sizes: dict[str, Any] = dict(count=count, top_k=top_k, norm_topk=True, scale=scale, shared=shared)
-        return experts(i, dims.hidden, inner, act, correction=True, scoring="sigmoid", **sizes)
-
-    endings = renamed(NAMES)
+    config.only(mlp_bias=False)
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=11_158_840.0),
-        qkv_bias=bias,
-        o_bias=bias,
+        theta=11_158_840.0,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
-        feed_forward=feed_forward,
-        rename=lambda name: endings(name).replace(".shared_expert.", ".shared_mlp."),
+        feed_forward=read_mixture(
+            config,
+            dims,
+            inner=inner,
+            sparse=sparse_layers(config, dims.layers, first=1, listed=True),
+            norm_topk=True,
+            scale=config.number("router_scaling_factor", default=2.826),
+            shared=shared,
+            correction=True,
+            scoring="sigmoid",
+        ),
+        rename=renamed(NAMES, {".shared_expert.": ".shared_mlp."}),
     )
 
 

@@ -14,12 +14,10 @@ NORMS: LayerNorms = (("input_layernorm", "post_norm1"), ("post_attention_layerno
 
 def build(config: Fields) -> Built:
     dims = read_dims(config)
-    bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         dims,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         mlp_bias=config.flag("mlp_bias", False),
         scale=config.number("attention_multiplier", default=dims.head_dim**-0.5),
         norms=NORMS if config.flag("use_post_norm", True) else PRE_NORMS,

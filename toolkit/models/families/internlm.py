@@ -9,8 +9,7 @@ from toolkit.models.family import Family, Tiny
 
 
 def build(config: Fields) -> Built:
-    bias = config.flag("bias", True)
-    return llama_like(_rope_fields(config), qkv_bias=bias, o_bias=bias)
+    return llama_like(_rope_fields(config), attention_bias=config.flag("bias", True))
 
 
 def _rope_fields(config: Fields) -> Fields:

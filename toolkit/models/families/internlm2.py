@@ -24,12 +24,10 @@ NAMES = {
 
 def build(config: Fields) -> Built:
     dims = read_dims(config)
-    bias = config.flag("bias", True)
     return llama_like(
         config,
         dims,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("bias", True),
         rename=renamed(NAMES),
         fused=[fused_by_kv_head(dims, "attention.wqkv")],
     )

@@ -17,7 +17,7 @@ from toolkit.models.pictures import Recipe
 from toolkit.models.routed import Routed
 from toolkit.models.spec import Part, StoredTensor
 from toolkit.models.stored import fused_by_kv_head
-from toolkit.models.towers import CLIP, check_grid, clip_tower, mlp, seeing, stored_vision, taken_layers
+from toolkit.models.towers import CLIP, check_grid, clip_tower, mlp, seeing, stored_vision
 from toolkit.models.vision import Stage, VisionSpec
 
 TOKEN = "image_token_id"
@@ -91,7 +91,6 @@ def build(config: Fields) -> Built:
     rank = config.integer("plora_rank", default=RANK, high=1 << 14)
     small = config.integer("plora_qkv_rank", default=SMALL, high=1 << 14) if fine else rank
     tower = clip_tower(inner)
-    tower = replace(tower, taken=taken_layers(Fields({}), tower.layers, -1))
     token = config.integer(TOKEN, default=0, low=0, high=spec.vocab_size - 1)
     wide = tower.hidden * MERGE**2
     if is_whole(config):

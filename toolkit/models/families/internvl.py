@@ -3,6 +3,7 @@ Source: transformers ``InternVLForConditionalGeneration``, arXiv 2504.10479."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from toolkit.errors import ToolkitError
@@ -10,7 +11,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import tiles_recipe
 from toolkit.models.config.videos import shown_as
 from toolkit.models.decoder import Built
-from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER
+from toolkit.models.families.llava import BARE_SPELLINGS, LANGUAGE, TINY_TOWER
 from toolkit.models.family import Family, Tiny
 from toolkit.models.mmproj import Clip, Mmproj, square, tower_fields
 from toolkit.models.pictures import Recipe
@@ -62,7 +63,7 @@ def eye(config: Fields, spec: DecoderSpec, merge: Literal["merge", "merge_turned
     taken = taken_layers(config, tower.layers, -1)
     if taken != tower.layers and not pooled:
         config.fail("vision_feature_layer", taken, "-1 where use_mean_pooling is false")
-    tower = type(tower)(**{**vars(tower), "taken": taken})
+    tower = replace(tower, taken=taken)
     factor = round(1 / config.number("downsample_ratio", default=0.5, high=1.0))
     if tower.grid[0] % factor:
         found = config.values.get("downsample_ratio", 0.5)
@@ -155,10 +156,5 @@ FAMILY = Family(
     MMPROJ,
     recipe=recipe,
     video=video,
-    spellings=(
-        SPELLINGS[0],
-        SPELLINGS[1],
-        ("vision_tower.", "model.vision_tower."),
-        ("multi_modal_projector.", "model.multi_modal_projector."),
-    ),
+    spellings=BARE_SPELLINGS,
 )

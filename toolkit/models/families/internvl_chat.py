@@ -53,7 +53,7 @@ def _as_internvl(config: Fields) -> Fields:
     if config.values.get("force_image_size", image) != image:
         config.fail("force_image_size", config.values.get("force_image_size"), f"{image}, the tower's image_size")
     own = {ours: config.values.get(theirs) for ours, theirs in FIELDS.items()}
-    return Fields({**config.values, **own, "vision_config": vision}, config.source)
+    return config.changed({**own, "vision_config": vision})
 
 
 def is_one(config: Fields) -> bool:
@@ -78,16 +78,15 @@ def build(config: Fields) -> Built:
 
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
-    if not config.flag("use_thumbnail", True):
-        config.fail("use_thumbnail", False, "true")
+    config.only("", use_thumbnail=True)
     tiled = config.flag("dynamic_image_size", True)
-    values = {
-        **preprocessor.filled({"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD)}).values,
+    colours = preprocessor.filled({"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD)})
+    tiles = {
         "min_patches": config.integer("min_dynamic_patch", default=1, high=256) if tiled else 1,
         "max_patches": config.integer("max_dynamic_patch", default=6, high=256) if tiled else 1,
     }
     factor = round(1 / config.number("downsample_ratio", default=0.5, high=1.0))
-    return tiles_recipe(internvl.vision_fields(config), Fields(values, preprocessor.source), factor)
+    return tiles_recipe(internvl.vision_fields(config), colours.changed(tiles), factor)
 
 
 TINY = internvl.FAMILY.tiny[0]

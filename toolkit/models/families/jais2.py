@@ -9,19 +9,17 @@ from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, layer_norm, llama_like, plain_mlp
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, Gguf, has_qkv_bias
+from toolkit.models.gguf import PLAIN_BLOCK, Gguf, read_biases
 
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5)
-    bias = config.flag("attention_bias", True)
     mlp_bias = config.flag("mlp_bias", True)
     act = config.activation("hidden_act", default="relu2")
     return llama_like(
         config,
         dims,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", True),
         activation=act,
         feed_forward=lambda i: plain_mlp(i, dims, act, mlp_bias),
         norm=partial(layer_norm, eps=dims.eps, bias=True),
@@ -40,12 +38,9 @@ FAMILY = Family(
     Gguf(
         "jais2",
         "jais2",
-        {theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_gate"},
+        PLAIN_BLOCK,
         eps="layer_norm_eps",
         fields={"hidden_act": "relu2"},
-        read=lambda file, config: {
-            "attention_bias": has_qkv_bias(file),
-            "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-        },
+        read=read_biases,
     ),
 )

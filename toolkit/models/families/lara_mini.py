@@ -6,13 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 from toolkit.models.config.delta import read_delta
-from toolkit.models.config.dims import read_dims, read_experts, read_window
+from toolkit.models.config.dims import read_dims, read_window
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, experts, llama_like
+from toolkit.models.config.routing import read_mixture
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import AttentionSpec, Mixer, Rows
-from toolkit.models.stored import Fused, fused_experts, renamed
+from toolkit.models.spec import AttentionSpec, Mixer
+from toolkit.models.stored import Fused, fused_experts, joined, renamed
 
 LINEAR, SLIDING, FULL = "linear_attention", "sliding_attention", "full_attention"
 PATTERN = (LINEAR, SLIDING, LINEAR, FULL, SLIDING)
@@ -26,15 +26,10 @@ def build(config: Fields) -> Built:
     window = read_window(config, default=512)
     sizes: dict[str, Any] = {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
     types = [LINEAR if kind == LINEAR else FULL for kind in kinds]
-    known = Fields({**config.filled(sizes).values, "layer_types": types}, config.source)
+    known = config.filled(sizes).changed({"layer_types": types})
     delta = read_delta(known, dims)
-    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
-    bias = config.flag("attention_bias", False)
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
     inner = config.integer("moe_intermediate_size", default=512)
     shared = config.integer("shared_expert_intermediate_size", default=512)
-    norm_topk = config.flag("norm_topk_prob", True)
 
     def change(layer: int, attention: AttentionSpec) -> Mixer:
         return delta(layer, attention) if kinds[layer] == LINEAR else attention
@@ -42,17 +37,16 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=[rope if kind == SLIDING else None for kind in kinds],
+        turned=[kind == SLIDING for kind in kinds],
         windows=[window if kind == SLIDING else None for kind in kinds],
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         change=change,
-        feed_forward=lambda i: experts(
-            i, dims.hidden, inner, act, count=count, top_k=top_k, norm_topk=norm_topk, shared=shared
+        feed_forward=read_mixture(
+            config, dims, inner=inner, norm_topk=config.flag("norm_topk_prob", True), shared=shared
         ),
         rename=renamed({"linear_attn.norm": "linear_attn.out_norm"}),
-        fused=[_entry(known), *fused_experts(count, dims.hidden, inner)],
+        fused=[_entry(known), *fused_experts(config.integer("num_experts", "num_local_experts"), dims.hidden, inner)],
     )
 
 
@@ -61,12 +55,8 @@ def _entry(config: Fields) -> Fused:
     heads = config.integer("linear_num_value_heads")
     keys = config.integer("linear_num_key_heads") * config.integer("linear_key_head_dim", default=128)
     values = heads * config.integer("linear_value_head_dim", default=128)
-    rows: dict[str, Rows] = {}
-    at = 0
-    for part, size in (("qkv", 2 * keys + values), ("z", values), ("b", heads), ("a", heads)):
-        rows[f"linear_attn.in_proj_{part}"] = ((at, at + size),)
-        at += size
-    return Fused("linear_attn.in_proj", rows)
+    sizes = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
+    return joined("linear_attn.in_proj", {f"linear_attn.in_proj_{part}": size for part, size in sizes.items()})
 
 
 SIZES = dict(

@@ -8,13 +8,12 @@ from typing import Any
 
 from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, Metadata
 from toolkit.models.gguf_states import CONV, CONV_ENTRY, read_attention, short_conv_keys
 from toolkit.models.spec import AttentionSpec, ConvSpec, LinearSpec, Mixer, ShortConvSpec
-from toolkit.models.stored import Fused
+from toolkit.models.stored import joined, renamed
 
 NAMES = {
     "mlp.gate.e_score_correction_bias": "feed_forward.expert_bias",
@@ -44,16 +43,15 @@ def read_lfm2_dims(config: Fields) -> Dims:
 
 def lfm2(config: Fields, dims: Dims, **options: Any) -> Built:
     """The family and what grows out of it; ``options``: of ``llama_like``."""
-    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=1e6)
     return llama_like(
         config,
         dims,
-        rope=rope,
+        theta=1e6,
         qk_norm=True,
         activation="silu",
         change=_mixers(config, dims),
-        rename=_on_disk,
-        fused=[_entry(dims.hidden)],
+        rename=renamed({}, NAMES),
+        fused=[joined("conv.in_proj", {f"conv.{part}_proj": dims.hidden for part in "bcx"})],
         **options,
     )
 
@@ -87,17 +85,6 @@ def _mixers(config: Fields, dims: Dims) -> Callable[[int, AttentionSpec], Mixer]
         )
 
     return mixer
-
-
-def _entry(hidden: int) -> Fused:
-    parts = ("b", "c", "x")
-    return Fused("conv.in_proj", {f"conv.{p}_proj": ((i * hidden, (i + 1) * hidden),) for i, p in enumerate(parts)})
-
-
-def _on_disk(name: str) -> str:
-    for ours, theirs in NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
 
 
 def read_gguf(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,33 +7,32 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.models.config.dims import read_experts
 from toolkit.models.config.fields import MAX_LAYERS, Fields
-from toolkit.models.decoder import Built, experts
+from toolkit.models.config.routing import read_mixture
+from toolkit.models.decoder import Built
 from toolkit.models.families import lfm2
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import CORRECTION, EXPERT_NUMBERS, SIGMOID, Metadata, routing, with_experts
 from toolkit.models.gguf_states import short_conv_keys
-from toolkit.models.spec import DecoderSpec, MoeSpec
+from toolkit.models.spec import DecoderSpec
 
 
 def build(config: Fields) -> Built:
     dims = lfm2.read_lfm2_dims(config)
-    count, top_k = read_experts(config, dims.layers, "num_experts")
     dense = config.integer("num_dense_layers", default=2, low=0, high=MAX_LAYERS)
-    inner = config.integer("moe_intermediate_size", default=1792)
-    norm_topk, scale = config.flag("norm_topk_prob", True), config.number("routed_scaling_factor", default=1.0)
-    corrected = config.flag("use_expert_bias", True)
-
-    def feed_forward(layer: int) -> MoeSpec | None:
-        if layer < dense:
-            return None
-        return experts(
-            layer, dims.hidden, inner, "silu", count=count, top_k=top_k, norm_topk=norm_topk, scale=scale,
-            scoring="sigmoid", correction=corrected,
-        )  # fmt: skip
-
-    return lfm2.lfm2(config, dims, feed_forward=feed_forward)
+    make = read_mixture(
+        config,
+        dims,
+        "num_experts",
+        inner=config.integer("moe_intermediate_size", default=1792),
+        activation="silu",
+        sparse=[i >= dense for i in range(dims.layers)],
+        norm_topk=config.flag("norm_topk_prob", True),
+        scale=config.number("routed_scaling_factor", default=1.0),
+        scoring="sigmoid",
+        correction=config.flag("use_expert_bias", True),
+    )
+    return lfm2.lfm2(config, dims, feed_forward=make)
 
 
 def _corrected(file: Metadata, layers: int) -> bool:
@@ -67,7 +66,7 @@ FAMILY = Family(
         scoring=SIGMOID,
         read=lambda file, config: {
             **lfm2.read_gguf(file, config),
-            "num_dense_layers": file.whole("leading_dense_block_count") if file.has("leading_dense_block_count") else 0,
+            "num_dense_layers": file.stated("leading_dense_block_count", 0),
             "use_expert_bias": _corrected(file, config["num_hidden_layers"]),
         },
         write=_write,

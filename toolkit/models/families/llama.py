@@ -6,12 +6,13 @@ from toolkit.models.config.dims import Dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, Gguf
+from toolkit.models.gguf import BLOCK, Gguf, read_biases
 
 
 def build(config: Fields, dims: Dims | None = None) -> Built:
-    bias = config.flag("attention_bias", False)
-    return llama_like(config, dims, qkv_bias=bias, o_bias=bias, mlp_bias=config.flag("mlp_bias", False))
+    return llama_like(
+        config, dims, attention_bias=config.flag("attention_bias", False), mlp_bias=config.flag("mlp_bias", False)
+    )
 
 
 GGUF = Gguf(
@@ -20,10 +21,7 @@ GGUF = Gguf(
     BLOCK,
     interleaved_qk=True,
     fields={"hidden_act": "silu"},
-    read=lambda file, config: {
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
-    },
+    read=read_biases,
 )
 LLAMA3 = dict(
     rope_type="llama3",

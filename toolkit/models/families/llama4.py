@@ -96,12 +96,11 @@ def build(config: Fields) -> Built:
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     inner = vision_fields(config)
-    if preprocessor.flag("resize_to_max_canvas", False):
-        preprocessor.fail("resize_to_max_canvas", True, "false")
+    preprocessor.only("", resize_to_max_canvas=False)
     most = preprocessor.integer("max_patches", default=CANVASES, high=256)
     shapes = tuple((n // across, across) for n in range(1, most + 1) for across in range(1, n + 1) if n % across == 0)
     per_tile = (side(inner, "image_size", 448) // (side(inner, "patch_size", 14) * MERGE)) ** 2
-    tower = Fields(dict(inner.values) | {"max_num_tiles": most}, inner.source, inner.prefix)
+    tower = inner.changed({"max_num_tiles": most})
     made = canvas_recipe(tower, preprocessor, shapes)
     return replace(
         made,

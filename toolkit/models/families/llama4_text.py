@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.models.config.dims import read_dims, read_experts
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import MAX_LAYERS, MAX_POSITION, Fields
-from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, experts, gated_mlp, llama_like
+from toolkit.models.config.routing import read_mixture
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import WITHIN, Family, Tiny
 from toolkit.models.gguf import BLOCK, SHARED_EXPERT, Gguf, Metadata, with_experts
-from toolkit.models.spec import AttentionSpec, DecoderSpec, MlpSpec, MoeSpec, NormSpec, QueryScale
+from toolkit.models.spec import AttentionSpec, DecoderSpec, NormSpec, QueryScale
 from toolkit.models.stored import fused_experts, renamed
 
 CHUNKED = "chunked_attention"
@@ -23,9 +23,8 @@ CHUNKED = "chunked_attention"
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5, head_dim=128, kv_heads=8)
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "num_local_experts")
-    dense = config.integer("intermediate_size_mlp", default=16384)
+    inner = dims.intermediate
+    dense = replace(dims, intermediate=config.integer("intermediate_size_mlp", default=16384))
     sparse = _sparse_layers(config, dims.layers)
     turned = _turned_layers(config, dims.layers)
     types = config.choices("layer_types", dims.layers, (CHUNKED, "full_attention"))
@@ -34,9 +33,7 @@ def build(config: Fields) -> Built:
     if chunk is None and "attention_chunk_size" not in config.values:
         chunk = 8192
     windows = [chunk if kind == CHUNKED else None for kind in types]
-    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=500_000.0)
     normed, grows = config.flag("use_qk_norm", True), _growth(config)
-    bias = config.flag("attention_bias", False)
 
     def change(i: int, a: AttentionSpec) -> AttentionSpec:
         chunked = a.window is not None
@@ -47,25 +44,26 @@ def build(config: Fields) -> Built:
         q, k = (NormSpec(f"model.layers.{i}.self_attn.{x}_norm", a.head_dim, dims.eps, weight=False) for x in "qk")
         return replace(a, chunked=chunked, q_norm=q, k_norm=k)
 
-    def feed_forward(i: int) -> MlpSpec | MoeSpec:
-        if i not in sparse:
-            return gated_mlp(f"model.layers.{i}.mlp", dims.hidden, dense, act)
-        sizes: dict[str, Any] = dict(count=count, top_k=top_k, shared=dims.intermediate)
-        routing: dict[str, Any] = dict(norm_topk=False, scoring="sigmoid", weigh_input=True)
-        return experts(i, dims.hidden, dims.intermediate, act, **sizes, **routing)
-
-    endings = renamed({"mlp.gate": "mlp.router"})
     return llama_like(
         config,
-        dims,
-        rope=[rope if x else None for x in turned],
+        dense,
+        theta=500_000.0,
+        turned=turned,
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         change=change,
-        feed_forward=feed_forward,
-        rename=lambda name: endings(name).replace(".mlp.", ".feed_forward."),
-        fused=fused_experts(count, dims.hidden, dims.intermediate, transposed=True),
+        feed_forward=read_mixture(
+            config,
+            dims,
+            "num_local_experts",
+            sparse=[i in sparse for i in range(dims.layers)],
+            norm_topk=False,
+            scoring="sigmoid",
+            shared=inner,
+            weigh_input=True,
+        ),
+        rename=renamed({"mlp.gate": "mlp.router"}, {".mlp.": ".feed_forward."}),
+        fused=fused_experts(config.integer("num_local_experts"), dims.hidden, inner, transposed=True),
         pairs=True,
     )
 

@@ -3,6 +3,7 @@ Source: transformers ``LlavaForConditionalGeneration``, arXiv 2310.03744."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,8 @@ SPELLINGS = (
     ("multi_modal_projector.", "model.multi_modal_projector."),
     ("image_newline", "model.image_newline"),
 )
+# Of towers without a ``vision_model`` inside.
+BARE_SPELLINGS = (*SPELLINGS[:2], ("vision_tower.", "model.vision_tower."), SPELLINGS[3])
 
 
 def parts(
@@ -61,7 +64,7 @@ def parts(
     act = activation(config, "gelu", "projector_hidden_act")
     image = config.integer("image_token_index", "image_token_id", default=token, low=0, high=spec.vocab_size - 1)
     made = VisionSpec(
-        tower=type(tower)(**{**vars(tower), "taken": taken}),
+        tower=replace(tower, taken=taken),
         projector=mlp(tower.hidden, spec.hidden_size, act, bias),
         image_token=image,
         **changes,

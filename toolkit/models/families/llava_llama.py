@@ -53,12 +53,11 @@ def build(config: Fields) -> Built:
     if config.has("text_config"):  # of a GGUF file
         language = language_of(config)
     else:
-        inner = Fields({"text_config": dict(config.values)}, config.source)
-        language = language_of(inner, model_type=LANGUAGES.get(names[0], "llama"), architectures=None)
-    changes = {"vision_feature_layer": config.values.get("mm_vision_select_layer")}
-    values = {**config.values, **changes, "vision_config": dict(vision_fields(config).values)}
+        language = language_of(config, None, model_type=LANGUAGES.get(names[0], "llama"), architectures=None)
+    layer, tower = config.values.get("mm_vision_select_layer"), dict(vision_fields(config).values)
     join = "anyres" if cuts(config) else "tiles"
-    made, _ = llava.parts(Fields(values, config.source), language[0], token=0, join=join)
+    as_llava = config.changed({"vision_feature_layer": layer, "vision_config": tower})
+    made, _ = llava.parts(as_llava, language[0], token=0, join=join)
     spelled = SPELLING
     if is_yi(config):
         hidden, spelled = language[0].hidden_size, SPELLING | NORMED

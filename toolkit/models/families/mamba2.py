@@ -8,13 +8,13 @@ from typing import Any
 
 from toolkit.models.config.dims import check_convolved, read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.mamba import MambaDims, checked_groups, fused_entry, mamba_layers
+from toolkit.models.config.mamba import MambaDims, fused_entry, mamba_layers, read_state_groups
 from toolkit.models.decoder import Built, assemble, rms_norm
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import Gguf, Metadata
 from toolkit.models.gguf_states import MAMBA, MAMBA_ENTRY, mamba_keys, mamba_layouts, read_mamba_keys
 from toolkit.models.spec import LayerSpec, Sublayer
-from toolkit.models.stored import stored_tensors
+from toolkit.models.stored import renamed, stored_tensors
 
 LONGEST = 1 << 20  # tokens; a state is as large whatever the context, and no config states one
 NAMES = {
@@ -32,12 +32,11 @@ def build(config: Fields) -> Built:
     head_dim = config.integer("head_dim", default=64, high=65_536)
     if (expand := config.integer("expand", default=2)) * hidden != heads * head_dim:
         config.fail("num_heads", heads, f"heads of {head_dim} that are {expand * hidden} wide in all")
-    groups = config.integer("n_groups", default=8, high=heads)
     bias = config.flag("use_bias", False)
     sizes = MambaDims(
         heads,
         head_dim,
-        checked_groups(config, "n_groups", groups, heads),
+        read_state_groups(config, heads, "n_groups", default=8),
         config.integer("state_size", default=128, high=65_536),
         config.integer("conv_kernel", default=4, low=2, high=64),
         bias,
@@ -55,13 +54,7 @@ def build(config: Fields) -> Built:
         part = Sublayer(mamba(f"{prefix}.mamba"), rms_norm(f"{prefix}.input_layernorm", dims.hidden, dims.eps))
         layers.append(LayerSpec((part,)))
     spec = assemble(dims, layers, rms_norm("model.norm", dims.hidden, dims.eps))
-    return spec, stored_tensors(spec, _on_disk, [fused_entry(sizes, "mamba")])
-
-
-def _on_disk(name: str) -> str:
-    for ours, theirs in NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
+    return spec, stored_tensors(spec, renamed({}, NAMES), [fused_entry(sizes, "mamba")])
 
 
 def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:

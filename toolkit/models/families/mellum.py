@@ -3,37 +3,31 @@
 
 from __future__ import annotations
 
-from toolkit.models.config.dims import layer_ropes, read_dims, read_experts, read_window, read_windows
+from toolkit.models.config.dims import layer_ropes, read_dims, read_window, read_windows
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, experts, llama_like
+from toolkit.models.config.routing import read_mixture
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import MoeSpec
 
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, head_dim=128, kv_heads=4)
     windows = read_windows(config, dims.layers, read_window(config, default=1024), [False] * dims.layers)
-    bias = config.flag("attention_bias", False)
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
-    inner = config.integer("moe_intermediate_size", default=896)
-    norm_topk = config.flag("norm_topk_prob", True)
     kinds = config.choices("mlp_layer_types", dims.layers, ("dense", "sparse")) or ["sparse"] * dims.layers
-
-    def feed_forward(i: int) -> MoeSpec | None:
-        if kinds[i] == "dense":
-            return None
-        return experts(i, dims.hidden, inner, act, count=count, top_k=top_k, norm_topk=norm_topk)
-
     return llama_like(
         config,
         dims,
         rope=layer_ropes(config, dims, windows, theta=500_000.0, local_theta=10_000.0),
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
-        feed_forward=feed_forward,
+        feed_forward=read_mixture(
+            config,
+            dims,
+            inner=config.integer("moe_intermediate_size", default=896),
+            norm_topk=config.flag("norm_topk_prob", True),
+            sparse=[kind == "sparse" for kind in kinds],
+        ),
     )
 
 

@@ -64,11 +64,11 @@ def build(config: Fields) -> Built:
     if config.values.get("mm_projector_type") != PROJECTOR:
         config.fail("mm_projector_type", config.values.get("mm_projector_type"), PROJECTOR)
     names = config.values.get("architectures") or [""]
-    inner = Fields({"text_config": dict(config.values)}, config.source)
-    language = language_of(inner, model_type=LANGUAGES.get(names[0], "llama"), architectures=None)
+    language = language_of(config, None, model_type=LANGUAGES.get(names[0], "llama"), architectures=None)
     spec, tower = language[0], clip_tower(config.inner("vision_config"))
-    layer = Fields({"vision_feature_layer": config.filled({SELECT: -2}).values[SELECT]}, config.source)
-    tower = replace(tower, taken=taken_layers(layer, tower.layers, -2))
+    layer = config.filled({SELECT: -2}).values[SELECT]
+    taken = taken_layers(config.changed({"vision_feature_layer": layer}), tower.layers, -2)
+    tower = replace(tower, taken=taken)
     fine = fine_tower(config, tiles(config)[0] * tower.grid[0])
     mine = Stage("mine", "vision.projector", tower.hidden, tower.hidden, rows=fine.outputs, eps=NORM_EPS)
     token = config.integer(TOKEN, default=0, low=0, high=spec.vocab_size - 1)
@@ -80,9 +80,9 @@ def build(config: Fields) -> Built:
 
 def recipe(config: Fields, preprocessor: Fields) -> Recipe:
     grid, whole = tiles(config)
-    own = {k: v for k, v in preprocessor.values.items() if k not in ("size", "crop_size")}
+    own = preprocessor.changed({"size": None, "crop_size": None})
     pads = config.text("image_aspect_ratio", default="square", choices=("square", "pad")) == "pad"
-    made = clip_recipe(config.inner("vision_config"), Fields(own, preprocessor.source), kind="mined", pad=pads)
+    made = clip_recipe(config.inner("vision_config"), own, kind="mined", pad=pads)
     high = config.integer("image_size_aux", default=768, high=1 << 14)
     made = replace(made, high=high, high_mean=made.mean, high_std=made.std)
     return replace(made, most=grid, whole=whole, token="<unk>")

@@ -10,7 +10,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.latent_attention import read_latent, read_latent_dims
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, WHOLE, Gguf, Metadata
+from toolkit.models.gguf import BLOCK, WHOLE, Gguf, Metadata, without
 from toolkit.models.spec import DecoderSpec
 
 
@@ -65,7 +65,7 @@ GGUF = Gguf(
     "minicpm3",
     "minicpm3",
     {
-        **{theirs: ours for theirs, ours in BLOCK.items() if theirs not in ("attn_q", "attn_k", "attn_v")},
+        **without(BLOCK, "attn_q", "attn_k", "attn_v"),
         "attn_q_a": "self_attn.q_a_proj",
         "attn_q_a_norm": "self_attn.q_a_layernorm",
         "attn_q_b": "self_attn.q_b_proj",

@@ -52,9 +52,8 @@ def is_later(config: Fields) -> bool:
 
 def build(config: Fields) -> Built:
     kind, kind_class = ("qwen2", "Qwen2ForCausalLM") if is_later(config) else ("llama", "LlamaForCausalLM")
-    inner = config.values.get("text_config", config.values)  # GGUF files have it apart
-    own = Fields({"text_config": dict(inner)}, config.source)
-    language = language_of(own, model_type=kind, architectures=[kind_class])
+    part = "text_config" if config.has("text_config") else None  # GGUF files have it apart
+    language = language_of(config, part, model_type=kind, architectures=[kind_class])
     tower = siglip_tower(vision_fields(config), post_norm="used", nearest=True)
     if config.flag("drop_vision_last_layer", False):
         tower = replace(tower, layers=tower.layers - 1, taken=tower.taken - 1)

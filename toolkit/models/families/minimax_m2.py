@@ -3,45 +3,30 @@ chosen. Source: transformers ``MiniMaxM2ForCausalLM``."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from toolkit.models.config.dims import read_dims, read_experts
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, experts, llama_like
+from toolkit.models.config.routing import LOCAL, read_mixture
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import mixtral
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, CORRECTION, QK_NORMS, SIGMOID, Gguf, with_experts
-from toolkit.models.spec import DecoderSpec, MoeSpec
+from toolkit.models.spec import DecoderSpec
 
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, head_dim=128, kv_heads=8)
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
     config.text("scoring_func", default="sigmoid", choices=("sigmoid",))
     config.text("qk_norm_type", default="per_layer", choices=("per_layer",))
-    for name in ("use_qk_norm", "use_routing_bias"):
-        if not config.flag(name, True):
-            config.fail(name, False, "true, as in all released models")
+    config.only(use_qk_norm=True, use_routing_bias=True)
     turned = config.integer("rotary_dim", default=dims.head_dim, high=dims.head_dim)
-
-    def feed_forward(i: int) -> MoeSpec:
-        sizes: dict[str, Any] = dict(count=count, top_k=top_k, norm_topk=True, scoring="sigmoid", correction=True)
-        return experts(i, dims.hidden, dims.intermediate, act, **sizes)
 
     return llama_like(
         config,
         dims,
-        rope=read_rope(
-            config,
-            head_dim=dims.head_dim,
-            max_position=dims.max_position,
-            default_theta=5e6,
-            default_partial=turned / dims.head_dim,
-        ),
+        theta=5e6,
+        partial_rotary=turned / dims.head_dim,
         qk_norm="all",
-        feed_forward=feed_forward,
+        feed_forward=read_mixture(config, dims, *LOCAL, norm_topk=True, scoring="sigmoid", correction=True),
         rename=lambda name: mixtral.rename(name.replace(".gate.e_score_correction_bias", ".e_score_correction_bias")),
     )
 

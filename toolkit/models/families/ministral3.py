@@ -29,7 +29,7 @@ ROPE = dict(
 
 def build(config: Fields) -> Built:
     if not config.has("rope_parameters") and not config.has("rope_scaling"):
-        config = Fields({**config.values, "rope_parameters": ROPE}, config.source)
+        config = config.changed({"rope_parameters": ROPE})
     dims = read_dims(config, eps=1e-5, head_dim=128, kv_heads=8)
     rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position)
     beta = _beta(config)

@@ -3,12 +3,13 @@ line. Source: transformers ``Mistral3ForConditionalGeneration``."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import fit_recipe
 from toolkit.models.decoder import Built
-from toolkit.models.families.llava import LANGUAGE, SPELLINGS, TINY_TOWER
+from toolkit.models.families.llava import BARE_SPELLINGS, LANGUAGE, TINY_TOWER
 from toolkit.models.family import Family, Tiny
 from toolkit.models.mmproj import Clip, Mmproj, tower_fields
 from toolkit.models.pictures import Recipe
@@ -33,7 +34,7 @@ def build(config: Fields) -> Built:
     language = language_of(config, default="mistral")
     spec, merge = language[0], merge_of(config)
     tower = pixtral_tower(config.inner("vision_config"))
-    tower = type(tower)(**{**vars(tower), "taken": taken_layers(config, tower.layers, -1)})
+    tower = replace(tower, taken=taken_layers(config, tower.layers, -1))
     text = config.inner("text_config")
     projector = (
         Stage("rms", "vision.projector.norm", tower.hidden, eps=text.number("rms_norm_eps", default=1e-6, high=0.5)),
@@ -103,10 +104,5 @@ FAMILY = Family(
     ),
     Mmproj("pixtral", NAMES, _read, _write, "mistral3", heads=True, lines=True),
     recipe=recipe,
-    spellings=(
-        SPELLINGS[0],
-        SPELLINGS[1],
-        ("vision_tower.", "model.vision_tower."),
-        ("multi_modal_projector.", "model.multi_modal_projector."),
-    ),
+    spellings=BARE_SPELLINGS,
 )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from toolkit.models.config.dims import read_dims, read_experts, read_window
+from toolkit.models.config.dims import read_dims, read_window
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, experts, llama_like
+from toolkit.models.config.routing import LOCAL, read_mixture
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf, with_experts
 
@@ -14,16 +14,12 @@ EXPERT_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5, kv_heads=8)
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=1e6),
+        theta=1e6,
         windows=read_window(config),
-        feed_forward=lambda i: experts(
-            i, dims.hidden, dims.intermediate, act, count=count, top_k=top_k, norm_topk=True
-        ),
+        feed_forward=read_mixture(config, dims, *LOCAL, norm_topk=True),
         rename=rename,
     )
 

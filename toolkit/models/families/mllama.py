@@ -10,7 +10,6 @@ from functools import partial
 from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import MAX_LAYERS, Fields
 from toolkit.models.config.preprocessor import canvas_recipe
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, gated_mlp, llama_like, rms_norm
 from toolkit.models.families.llava import LANGUAGE
 from toolkit.models.family import Family, Tiny
@@ -79,7 +78,7 @@ def language(config: Fields) -> Built:
     spec, stored = llama_like(
         text,
         dims,
-        rope=read_rope(text, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=500_000.0),
+        theta=500_000.0,
         activation=act,
         change=lambda layer, own: _cross(layer, own, dims) if layer in looks else own,
         feed_forward=feed_forward,
@@ -105,7 +104,7 @@ def tower_of(config: Fields) -> Tower:
         vision.fail("intermediate_layers_indices", gathered, f"numbers of layers below {layers}")
     clip = {"num_attention_heads": vision.values["attention_heads"], "layer_norm_eps": vision.values["norm_eps"]}
     return clip_tower(
-        Fields({**vision.values, **clip}, vision.source, vision.prefix),
+        vision.changed(clip),
         activation=activation(vision, "gelu"),
         qkv_bias=False,
         o_bias=False,

@@ -12,7 +12,7 @@ from toolkit.models.decoder import POST_NORMS, PRE_NORMS, Built, llama_like
 from toolkit.models.families.llava import TINY_TOWER
 from toolkit.models.family import Family, Tiny
 from toolkit.models.pictures import Recipe
-from toolkit.models.stored import Fused, fused_qkv
+from toolkit.models.stored import fused_qkv, joined
 from toolkit.models.towers import check_grid, clip_tower, seeing, side, stored_vision
 from toolkit.models.vision import Stage, VisionSpec
 
@@ -63,8 +63,8 @@ def language(config: Fields) -> Built:
         "intermediate_size": width // 2,
         "tie_word_embeddings": config.flag("weight_tying", False),
     }
-    values = {**config.values, **usual, "rms_norm_eps": config.values.get("layer_norm_eps", 1e-6)}
-    dims, ends = read_dims(Fields(values, config.source)), ENDS_AFTER if after else ENDS
+    config = config.changed({**usual, "rms_norm_eps": config.values.get("layer_norm_eps", 1e-6)})
+    dims, ends = read_dims(config), ENDS_AFTER if after else ENDS
 
     def rename(name: str) -> str:
         if name in NAMES:
@@ -72,10 +72,9 @@ def language(config: Fields) -> Built:
         layer, _, inner = name.removeprefix("model.layers.").partition(".")
         return f"model.transformer.blocks.{layer}.{ends.get(inner, inner)}"
 
-    n = dims.intermediate
-    both = Fused("ff_proj", {"mlp.up_proj": ((0, n),), "mlp.gate_proj": ((n, 2 * n),)})
+    both = joined("ff_proj", {"mlp.up_proj": dims.intermediate, "mlp.gate_proj": dims.intermediate})
     spec, stored = llama_like(
-        Fields(values, config.source),
+        config,
         dims,
         qkv_bias=config.flag("qkv_bias", True),
         qk_norm="all" if config.flag("attention_layer_norm", False) else False,

@@ -13,9 +13,8 @@ from toolkit.errors import ToolkitError
 from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import MAX_LAYERS, MAX_POSITION, Fields
 from toolkit.models.decoder import Built, layer_norm, llama_like, plain_mlp
-from toolkit.models.families.phi import PLAIN_BLOCK
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import QKV, Gguf, Metadata, as_wide_as_the_model
+from toolkit.models.gguf import PLAIN_BLOCK, QKV, Gguf, Metadata, as_wide_as_the_model
 from toolkit.models.positions import alibi_slopes
 from toolkit.models.spec import AlibiSpec, DecoderSpec
 from toolkit.models.stored import fused_qkv, renamed
@@ -32,19 +31,14 @@ NAMES = {
 
 
 def build(config: Fields) -> Built:
-    inner = config.nested("attn_config") or Fields({}, config.source, "attn_config.")
+    inner = config.inner("attn_config")
     dims = _dims(config)
-    if not inner.flag("alibi", True):
-        inner.fail("alibi", False, "true: positions that are learned are not read")
+    inner.only(": positions that are learned are not read", alibi=True)
     inner.text("attn_type", default="multihead_attention", choices=("multihead_attention",))
-    for name in ("qk_ln", "prefix_lm"):
-        if inner.flag(name, False):
-            inner.fail(name, True, "false, as in all released models")
-    if not config.flag("no_bias", True):
-        config.fail("no_bias", False, "true, as in all released models")
+    inner.only(qk_ln=False, prefix_lm=False)
+    config.only(no_bias=True)
     alibi = AlibiSpec(_slopes(dims.heads, float(inner.integer("alibi_bias_max", default=8))))
     clip = inner.number("clip_qkv", default=None)
-    endings = renamed(NAMES)
     return llama_like(
         config,
         dims,
@@ -53,7 +47,7 @@ def build(config: Fields) -> Built:
         change=lambda i, a: replace(a, rope=None, alibi=alibi, clip=clip),
         feed_forward=lambda i: plain_mlp(i, dims, "gelu", False),
         norm=partial(layer_norm, eps=dims.eps),
-        rename=lambda name: endings(name).replace("model.layers.", "transformer.blocks."),
+        rename=renamed(NAMES, {"model.layers.": "transformer.blocks."}),
         fused=[fused_qkv(dims, "attn.Wqkv")],
     )
 
@@ -65,11 +59,11 @@ def _dims(config: Fields) -> Dims:
         "num_hidden_layers": config.integer("n_layers", "num_hidden_layers", high=MAX_LAYERS),
         "num_attention_heads": config.integer("n_heads", "num_attention_heads", high=100_000),
         "num_key_value_heads": None,
+        "head_dim": None,
         "intermediate_size": config.integer("expansion_ratio", default=4, high=64) * width,
         "max_position_embeddings": config.integer("max_seq_len", default=2048, high=MAX_POSITION),
     }
-    values = {key: value for key, value in config.values.items() if key != "head_dim"}
-    return read_dims(Fields({**values, **usual}, config.source), eps=1e-5, tied=True)
+    return read_dims(config.changed(usual), eps=1e-5, tied=True)
 
 
 def _slopes(heads: int, most: float) -> tuple[float, ...]:

@@ -72,7 +72,7 @@ def _tower_fields(params: Fields, **more: Any) -> Fields:
     values: dict[str, Any] = {ours: params.values.get(theirs) for ours, theirs in NAMES.items()}
     width = params.integer("width", high=1 << 16)
     values["intermediate_size"] = values["mlp_dim"] = int(width * params.number("mlp_ratio", high=64.0))
-    return Fields({**params.values, **values, **more}, params.source, params.prefix)
+    return params.changed({**values, **more})
 
 
 def build(config: Fields) -> Built:

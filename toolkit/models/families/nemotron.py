@@ -7,24 +7,21 @@ from functools import partial
 
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, layer_norm, llama_like, plain_mlp
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, Gguf, has_qkv_bias
+from toolkit.models.gguf import PLAIN_BLOCK, Gguf, read_biases
 
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5)
     turned = config.number("rope_percent", "partial_rotary_factor", default=0.5, high=1.0)
-    bias = config.flag("attention_bias", False)
     mlp_bias = config.flag("mlp_bias", False)
     act = config.activation("hidden_act", default="relu2")
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_partial=turned),
-        qkv_bias=bias,
-        o_bias=bias,
+        partial_rotary=turned,
+        attention_bias=config.flag("attention_bias", False),
         activation=act,
         feed_forward=lambda i: plain_mlp(i, dims, act, mlp_bias),
         norm=partial(layer_norm, eps=dims.eps, bias=True, offset=1.0),
@@ -43,12 +40,9 @@ FAMILY = Family(
     Gguf(
         "nemotron",
         "nemotron",
-        {theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_gate"},
+        PLAIN_BLOCK,
         eps="norm_eps",
         fields={"hidden_act": "relu2"},
-        read=lambda file, config: {
-            "attention_bias": has_qkv_bias(file),
-            "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-        },
+        read=read_biases,
     ),
 )

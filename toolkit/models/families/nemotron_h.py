@@ -11,11 +11,11 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.models.config.dims import Dims, check_convolved, read_dims, read_experts
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.mamba import MambaDims, checked_groups, fused_entry, mamba_layers
+from toolkit.models.config.mamba import MambaDims, fused_entry, mamba_layers, read_state_groups
 from toolkit.models.config.routing import read_groups
 from toolkit.models.decoder import Built, assemble, attention, plain_mlp, rms_norm
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, CORRECTION, EXPERT_BLOCK, SHARED_EXPERT, Gguf, Metadata
+from toolkit.models.gguf import BLOCK, CORRECTION, EXPERT_BLOCK, SHARED_EXPERT, Gguf, Metadata, without
 from toolkit.models.gguf_states import (
     MAMBA,
     MAMBA_ENTRY,
@@ -27,7 +27,7 @@ from toolkit.models.gguf_states import (
     read_mamba_keys,
 )
 from toolkit.models.spec import Activation, DecoderSpec, LayerSpec, LinearSpec, Mixer, MlpSpec, MoeSpec, Sublayer
-from toolkit.models.stored import stored_tensors
+from toolkit.models.stored import renamed, stored_tensors
 
 MARKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 OTHER = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -35,7 +35,7 @@ OTHER = {"linear_attention": "mamba", "full_attention": "attention"}
 
 def build(config: Fields) -> Built:
     kinds = _kinds(config)
-    stated = Fields({**config.values, "num_hidden_layers": len(kinds)}, config.source)
+    stated = config.changed({"num_hidden_layers": len(kinds)})
     dims = read_dims(stated, eps=1e-5, head_dim=128, kv_heads=8)
     sizes = _mamba(config)
     mamba = mamba_layers(sizes, dims.hidden, dims.eps, least=config.number("time_step_min", default=0.001, low=-1.0))
@@ -54,7 +54,7 @@ def build(config: Fields) -> Built:
     norm = partial(rms_norm, eps=dims.eps, size=dims.hidden)
     parts = (Sublayer(mixer(i, kind), norm(f"model.layers.{i}.input_layernorm")) for i, kind in enumerate(kinds))
     spec = assemble(dims, [LayerSpec((part,)) for part in parts], norm("model.norm"))
-    return spec, stored_tensors(spec, _on_disk, [fused_entry(sizes, "mamba")])
+    return spec, stored_tensors(spec, renamed({}, NAMES), [fused_entry(sizes, "mamba")])
 
 
 def _kinds(config: Fields) -> list[str]:
@@ -78,13 +78,12 @@ def _kinds(config: Fields) -> list[str]:
 
 def _mamba(config: Fields) -> MambaDims:
     heads = config.integer("mamba_num_heads", default=128, high=100_000)
-    groups = config.integer("n_groups", "mamba_n_groups", default=8, high=heads)
     bias = config.flag("use_bias", False)
     check_convolved(config, "mamba_hidden_act")
     return MambaDims(
         heads,
         config.integer("mamba_head_dim", default=64, high=65_536),
-        checked_groups(config, "n_groups", groups, heads),
+        read_state_groups(config, heads, "n_groups", "mamba_n_groups", default=8),
         config.integer("ssm_state_size", default=128, high=65_536),
         config.integer("conv_kernel", "mamba_d_conv", default=4, low=2, high=64),
         bias,
@@ -145,14 +144,6 @@ def _layer_experts(
     )
 
 
-def _on_disk(name: str) -> str:
-    for ours in ("self_attn", "mamba", "mlp"):
-        name = name.replace(f".{ours}.", ".mixer.")
-    for ours, theirs in NAMES.items():
-        name = name.replace(ours, theirs)
-    return name
-
-
 def _write(spec: DecoderSpec) -> dict[str, Any]:
     inner = [
         x.mlps()[0].up.out_features if x.mlps() else 0 for x in (layer.sublayers[0].mixer for layer in spec.layers)
@@ -196,7 +187,7 @@ def _read_experts(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-PARTS = {theirs: ours for theirs, ours in BLOCK.items() if theirs not in ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down")}
+PARTS = without(BLOCK, "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
 EXPERT_PARTS = {theirs: ours for theirs, ours in {**EXPERT_BLOCK, **SHARED_EXPERT}.items() if "ffn_gate_" not in theirs}
 GGUF = Gguf(
     "nemotron_h",
@@ -232,6 +223,7 @@ WITH_EXPERTS = replace(
     fits=lambda spec: any(mixer.kind == "moe" for _, mixer in spec.mixers()),
 )
 NAMES = {
+    **{f".{ours}.": ".mixer." for ours in ("self_attn", "mamba", "mlp")},
     "shared_expert.": "shared_experts.",
     "input_layernorm": "norm",
     "model.norm": "backbone.norm_f",

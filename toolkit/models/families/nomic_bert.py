@@ -37,9 +37,9 @@ _OF_GPT2 = {
 
 def build(config: Fields) -> Built:
     given = {ours: config.values[theirs] for ours, theirs in _OF_GPT2.items() if config.has(theirs)}
-    for name in ("prenorm", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "rotary_emb_interleaved"):
-        if "n_embd" in config.values and config.flag(name, False):
-            config.fail(name, True, "false, as in Nomic Embed 1 and 1.5")
+    if "n_embd" in config.values:
+        of_gpt2 = ("prenorm", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "rotary_emb_interleaved")
+        config.only(", as in Nomic Embed 1 and 1.5", **dict.fromkeys(of_gpt2, False))
     config.text("activation_function", default="swiglu", choices=("swiglu",))
     config = config.filled(given)
     dims = encoder_dims(config, 1e-12)
@@ -51,8 +51,7 @@ def build(config: Fields) -> Built:
         extras=EncoderSpec(**types_of(config)),
         rope=rope,
         gated=True,
-        qkv_bias=False,
-        o_bias=False,
+        attention_bias=False,
         up_bias=False,
         down_bias=False,
         rename=renamed_within(NAMES, "encoder.layers."),

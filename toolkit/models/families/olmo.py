@@ -12,7 +12,7 @@ from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, layer_norm, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, TOP, Gguf, Metadata
+from toolkit.models.gguf import BLOCK, TOP, Gguf, Metadata, without
 from toolkit.models.spec import DecoderSpec
 
 EPS = 1e-5  # whatever the config says
@@ -20,13 +20,11 @@ EPS = 1e-5  # whatever the config says
 
 def build(config: Fields) -> Built:
     dims = replace(read_dims(config), eps=EPS)
-    bias = config.flag("attention_bias", False)
     clip = config.number("clip_qkv", default=None)
     return llama_like(
         config,
         dims,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         change=lambda i, a: replace(a, clip=clip),
         norm=partial(layer_norm, eps=EPS, weight=False),
     )
@@ -53,10 +51,10 @@ FAMILY = Family(
     Gguf(
         "olmo",
         "olmo",
-        {theirs: ours for theirs, ours in BLOCK.items() if "norm" not in theirs},
+        without(BLOCK, "attn_norm", "ffn_norm"),
         interleaved_qk=True,
         biases=False,
-        top={theirs: ours for theirs, ours in TOP.items() if theirs != "output_norm"},
+        top=without(TOP, "output_norm"),
         eps="layer_norm_eps",
         fields={"hidden_act": "silu", "attention_bias": False},
         read=_read,

@@ -8,19 +8,20 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import POST_NORMS, Built, llama_like
 from toolkit.models.families.exaone4 import POST_NORM_NAMES
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf
+from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, without
 
 
 def build(config: Fields) -> Built:
-    bias = config.flag("attention_bias", False)
     dims = read_dims(config, eps=1e-5)
-    return llama_like(config, dims, qkv_bias=bias, o_bias=bias, qk_norm="all", norms=POST_NORMS)
+    return llama_like(
+        config, dims, attention_bias=config.flag("attention_bias", False), qk_norm="all", norms=POST_NORMS
+    )
 
 
 GGUF = Gguf(
     "olmo2",
     "olmo2",
-    {**{theirs: ours for theirs, ours in BLOCK.items() if "norm" not in theirs}, **QK_NORMS, **POST_NORM_NAMES},
+    {**without(BLOCK, "attn_norm", "ffn_norm"), **QK_NORMS, **POST_NORM_NAMES},
     biases=False,
     fields={"hidden_act": "silu", "attention_bias": False},
 )

@@ -23,14 +23,12 @@ def build(config: Fields) -> Built:
     window = read_window(config, default=4096)
     windows = read_windows(config, dims.layers, window, [(i + 1) % 4 != 0 for i in range(dims.layers)])
     theta = config.number("rope_theta", default=500_000.0, low=1.0)
-    bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         dims,
         rope=layer_ropes(config, dims, windows, theta=theta, local_theta=theta),
         windows=windows,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm="all",
         norms=POST_NORMS,
     )

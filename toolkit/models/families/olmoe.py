@@ -3,9 +3,10 @@ and transformers ``OlmoeForCausalLM``."""
 
 from __future__ import annotations
 
-from toolkit.models.config.dims import read_dims, read_experts
+from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.decoder import Built, experts, llama_like
+from toolkit.models.config.routing import read_mixture
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, QK_NORMS, Gguf, with_experts
 
@@ -14,19 +15,12 @@ def build(config: Fields) -> Built:
     if config.has("clip_qkv"):
         config.fail("clip_qkv", config.values["clip_qkv"], "null, as in all released models")
     dims = read_dims(config, eps=1e-5)
-    bias = config.flag("attention_bias", False)
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
-    norm_topk = config.flag("norm_topk_prob", False)
     return llama_like(
         config,
         dims,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm="all",
-        feed_forward=lambda i: experts(
-            i, dims.hidden, dims.intermediate, act, count=count, top_k=top_k, norm_topk=norm_topk
-        ),
+        feed_forward=read_mixture(config, dims, norm_topk=config.flag("norm_topk_prob", False)),
     )
 
 

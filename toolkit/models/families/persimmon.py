@@ -7,7 +7,6 @@ from functools import partial
 
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, layer_norm, llama_like, plain_mlp
 from toolkit.models.family import Family, Tiny
 from toolkit.models.stored import Fused, renamed
@@ -23,8 +22,7 @@ NAMES = {
 
 
 def build(config: Fields) -> Built:
-    values = {key: value for key, value in config.values.items() if key not in ("head_dim", "num_key_value_heads")}
-    dims = read_dims(Fields(values, config.source), eps=1e-5)
+    dims = read_dims(config.changed({"head_dim": None, "num_key_value_heads": None}), eps=1e-5)
     act = config.activation("hidden_act", default="relu2")
     block = 3 * dims.head_dim
     rows = {
@@ -35,9 +33,8 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_partial=0.5),
-        qkv_bias=True,
-        o_bias=True,
+        partial_rotary=0.5,
+        attention_bias=True,
         qk_norm=config.flag("qk_layernorm", True),
         activation=act,
         feed_forward=lambda i: plain_mlp(i, dims, act, True),

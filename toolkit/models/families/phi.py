@@ -7,11 +7,9 @@ from functools import partial
 
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import PARALLEL_NORM, Built, layer_norm, llama_like, plain_mlp
-from toolkit.models.families.starcoder2 import PLAIN_BLOCK
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import Gguf
+from toolkit.models.gguf import PLAIN_BLOCK, Gguf, without
 from toolkit.models.stored import renamed
 
 NAMES = {
@@ -24,17 +22,15 @@ NAMES = {
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5)
-    if config.flag("qk_layernorm", False):
-        config.fail("qk_layernorm", True, "false, as in all released models")
+    config.only(qk_layernorm=False)
     if dims.tied:
         config.fail("tie_word_embeddings", True, "false, as in all released models: the head has a bias")
     act = config.activation("hidden_act", default="gelu_new")
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_partial=0.5),
-        qkv_bias=True,
-        o_bias=True,
+        partial_rotary=0.5,
+        attention_bias=True,
         activation=act,
         feed_forward=lambda i: plain_mlp(i, dims, act, True),
         norm=partial(layer_norm, eps=dims.eps, bias=True),
@@ -63,7 +59,7 @@ FAMILY = Family(
     Gguf(
         "phi2",
         "phi",
-        {theirs: ours for theirs, ours in PLAIN_BLOCK.items() if theirs != "ffn_norm"},
+        without(PLAIN_BLOCK, "ffn_norm"),
         eps="layer_norm_eps",
         fields={"hidden_act": "gelu_new"},
     ),

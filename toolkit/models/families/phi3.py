@@ -7,7 +7,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, GATE_UP, QKV, Gguf
+from toolkit.models.gguf import BLOCK, GATE_UP, QKV, Gguf, without
 from toolkit.models.spec import DecoderSpec
 from toolkit.models.stored import fused_gate_up, fused_qkv
 
@@ -30,7 +30,7 @@ def _window(spec: DecoderSpec) -> dict[str, int]:
     return {} if found is not None else {"attention.sliding_window": spec.max_position}
 
 
-NAMES = {theirs: ours for theirs, ours in BLOCK.items() if theirs not in ("ffn_gate", "ffn_up")}
+NAMES = without(BLOCK, "ffn_gate", "ffn_up")
 FAMILY = Family(
     "phi3",
     "Phi 3, 3.5, 4, 4 mini",
@@ -63,9 +63,7 @@ FAMILY = Family(
         window=True,
         idle_window=True,
         fields={"hidden_act": "silu"},
-        read=lambda file, config: {
-            "sliding_window": file.whole("attention.sliding_window") if file.has("attention.sliding_window") else None
-        },
+        read=lambda file, config: {"sliding_window": file.stated("attention.sliding_window", None)},
         write=_window,
     ),
 )

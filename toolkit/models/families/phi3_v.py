@@ -3,6 +3,8 @@ linears, Phi-3 behind. Source: the models' own ``modeling_phi3_v.py``, arXiv 240
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.preprocessor import lined_recipe
 from toolkit.models.decoder import Built
@@ -22,7 +24,6 @@ SPELLING = {
     "projector.linear_1": "0",
     "projector.linear_2": "2",
 }
-ONLY = {"use_hd_transform": True, "with_learnable_separator": True}
 
 
 def vision_fields(config: Fields) -> Fields:
@@ -31,13 +32,9 @@ def vision_fields(config: Fields) -> Fields:
 
 
 def build(config: Fields) -> Built:
-    language = language_of(
-        Fields({"text_config": dict(config.values)}, config.source), model_type="phi3", architectures=None
-    )
+    language = language_of(config, None, model_type="phi3", architectures=None)
     layer = config.inner("embd_layer")
-    for name, only in ONLY.items():
-        if layer.flag(name, only) != only:
-            layer.fail(name, not only, str(only).lower())
+    layer.only("", use_hd_transform=True, with_learnable_separator=True)
     layer.text("projection_cls", default="mlp", choices=("mlp",))
     layer.text("hd_transform_order", default="sub_glb", choices=("sub_glb",))
     inner = vision_fields(config)
@@ -46,7 +43,7 @@ def build(config: Fields) -> Built:
     taken = taken_layers(Fields({"vision_feature_layer": inner.values.get("layer_idx", -2)}), tower.layers, -2)
     wide = tower.hidden * MERGE**2
     made = VisionSpec(
-        tower=type(tower)(**{**vars(tower), "taken": taken}),
+        tower=replace(tower, taken=taken),
         projector=(
             Stage("merge", factor=MERGE),
             Stage("lines"),

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.models.config.dims import read_dims, read_experts, read_window
+from toolkit.models.config.dims import read_dims, read_window
 from toolkit.models.config.fields import Fields
 from toolkit.models.config.rope import read_rope
-from toolkit.models.decoder import Built, experts, layer_norm, llama_like
+from toolkit.models.config.routing import LOCAL, read_mixture
+from toolkit.models.decoder import Built, layer_norm, llama_like
 from toolkit.models.families import mixtral
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf, Metadata, as_wide_as_the_model, has_qkv_bias, with_experts
@@ -21,33 +22,20 @@ from toolkit.models.spec import DecoderSpec, RopeSpec
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, eps=1e-5, kv_heads=8)
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "num_local_experts", "num_experts")
-    if top_k != 2:
-        config.fail("num_experts_per_tok", top_k, "2, as in all released models")
     head_bias = config.flag("lm_head_bias", False)
     if head_bias and dims.tied:
         config.fail("tie_word_embeddings", True, "false: the head has a bias")
-    jitter = config.number("router_jitter_noise", default=JITTER, low=-1.0, high=1.0)
-    bias = config.flag("attention_bias", False)
+    jitter = max(config.number("router_jitter_noise", default=JITTER, low=-1.0, high=1.0), 0.0)
+    make = read_mixture(config, dims, *LOCAL, norm_topk=False, scoring="sparsemixer", jitter=jitter)
+    if (top_k := config.integer("num_experts_per_tok")) != 2:
+        config.fail("num_experts_per_tok", top_k, "2, as in all released models")
     return llama_like(
         config,
         dims,
         rope=_rope(config, dims.head_dim, dims.max_position),
         windows=read_window(config),
-        qkv_bias=bias,
-        o_bias=bias,
-        feed_forward=lambda i: experts(
-            i,
-            dims.hidden,
-            dims.intermediate,
-            act,
-            count=count,
-            top_k=top_k,
-            norm_topk=False,
-            scoring="sparsemixer",
-            jitter=max(jitter, 0.0),
-        ),
+        attention_bias=config.flag("attention_bias", False),
+        feed_forward=make,
         norm=partial(layer_norm, eps=dims.eps, bias=True),
         rename=mixtral.rename,
         head_bias=head_bias,
@@ -66,7 +54,7 @@ def _rope(config: Fields, head_dim: int, max_position: int) -> RopeSpec:
 
 
 def _read(file: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    window = file.whole("attention.sliding_window") if file.has("attention.sliding_window") else None
+    window = file.stated("attention.sliding_window", None)
     head_bias = "output.bias" in file.tensors
     return {"sliding_window": window, "attention_bias": has_qkv_bias(file), "lm_head_bias": head_bias}
 

@@ -39,12 +39,10 @@ def build(config: Fields) -> Built:
         "max_position_embeddings": config.integer("max_position_embeddings", "n_positions", high=MAX_POSITION),
         "head_dim": config.integer("kv_channels", default=128, high=65_536),
     }
-    dims = read_dims(Fields({**config.values, **usual}, config.source))
-    if not config.flag("no_bias", True):
-        config.fail("no_bias", False, "true, as in all released models")
+    dims = read_dims(config.changed(usual))
+    config.only(no_bias=True)
     trained = config.integer("seq_length", default=dims.max_position, high=MAX_POSITION)
     grows = QueryScale("log", trained) if config.flag("use_logn_attn", True) and trained > 1 else None
-    endings = renamed(NAMES)
     return llama_like(
         config,
         dims,
@@ -52,7 +50,7 @@ def build(config: Fields) -> Built:
         qkv_bias=True,
         activation="silu",
         change=lambda i, a: replace(a, q_scale=grows),
-        rename=lambda name: endings(name).replace("model.layers.", "transformer.h."),
+        rename=renamed(NAMES, {"model.layers.": "transformer.h."}),
         fused=[fused_qkv(dims, "attn.c_attn")],
     )
 

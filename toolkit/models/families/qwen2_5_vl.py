@@ -3,6 +3,7 @@ Source: transformers ``Qwen2_5_VLForConditionalGeneration``, arXiv 2502.13923.""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from toolkit.errors import ToolkitError
@@ -34,7 +35,7 @@ def build(config: Fields) -> Built:
     merge = vision.integer("spatial_merge_size", default=2, high=16)
     window = vision.integer("window_size", default=WINDOW, high=1 << 16) // (plain.patch * merge) * merge
     full = tuple(sorted(vision.indices("fullatt_block_indexes", plain.layers)))
-    made = type(plain)(**{**vars(plain), "window": window, "full": full})
+    made = replace(plain, window=window, full=full)
     return whole(config, made, {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")})
 
 

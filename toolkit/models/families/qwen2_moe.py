@@ -3,15 +3,12 @@ Source: transformers ``Qwen2MoeForCausalLM``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from toolkit.models.config.dims import Dims, read_dims, read_experts, read_window, read_windows
+from toolkit.models.config.dims import read_dims, read_window, read_windows
 from toolkit.models.config.fields import MAX_LAYERS, Fields
-from toolkit.models.decoder import Built, experts, llama_like
-from toolkit.models.families.qwen3_moe import EVERY_LAYER, sparse_layers
+from toolkit.models.decoder import Built, llama_like
+from toolkit.models.families.qwen3_moe import EVERY_LAYER, read_sparse
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, EXPERT_NUMBERS, SHARED_EXPERT, Gguf, with_experts
-from toolkit.models.spec import MoeSpec
 
 
 def build(config: Fields) -> Built:
@@ -19,29 +16,8 @@ def build(config: Fields) -> Built:
     window = read_window(config, default=4096) if config.flag("use_sliding_window", False) else None
     last = config.integer("max_window_layers", default=28, low=0, high=MAX_LAYERS)
     windows = read_windows(config, dims.layers, window, [i % 2 == 0 and i < last for i in range(dims.layers)])
-    feed_forward = read_feed_forward(config, dims, inner=1408, shared=5632, norm_topk=False)
+    feed_forward = read_sparse(config, dims, inner=1408, shared=5632, shared_gate=True, norm_topk=False)
     return llama_like(config, dims, windows=windows, qkv_bias=config.flag("qkv_bias", True), feed_forward=feed_forward)
-
-
-def read_feed_forward(
-    config: Fields, dims: Dims, *, inner: int, shared: int, norm_topk: bool
-) -> Callable[[int], MoeSpec | None]:
-    """Experts and a gated one that all tokens go through, in the layers that have them. ``inner``, ``shared``,
-    ``norm_topk``: what is meant where the config does not say."""
-    count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
-    inner = config.integer("moe_intermediate_size", default=inner)
-    shared = config.integer("shared_expert_intermediate_size", default=shared)
-    act, norm_topk = config.activation("hidden_act"), config.flag("norm_topk_prob", norm_topk)
-    sparse = sparse_layers(config, dims.layers)
-
-    def feed_forward(i: int) -> MoeSpec | None:
-        if i not in sparse:
-            return None
-        return experts(
-            i, dims.hidden, inner, act, count=count, top_k=top_k, norm_topk=norm_topk, shared=shared, shared_gate=True
-        )
-
-    return feed_forward
 
 
 SIZES = dict(moe_intermediate_size=32, shared_expert_intermediate_size=96, num_experts=6, num_experts_per_tok=3)

@@ -42,9 +42,8 @@ SPELLINGS = (
 
 def language(config: Fields) -> Built:
     """Hub files have its fields beside those of the whole, transformers 5 in an object of their own."""
-    if not config.has("text_config"):
-        config = Fields({"text_config": dict(config.values)}, config.source)
-    return language_of(config, model_type="qwen2", architectures=["Qwen2ForCausalLM"])
+    part = "text_config" if config.has("text_config") else None
+    return language_of(config, part, model_type="qwen2", architectures=["Qwen2ForCausalLM"])
 
 
 def tower(vision: Fields, hidden: int, **changes: Any) -> Tower:
@@ -150,10 +149,6 @@ def _read(clip: Clip) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"vision_config": vision, "image_token_id": clip.token("<|image_pad|>")}, read_pixels(clip)
 
 
-def _write(vision: VisionSpec, recipe: Recipe) -> dict[str, Any]:
-    return write_pixels(vision, recipe)
-
-
 TEXT_GGUF = replace(qwen2.GGUF, arch="qwen2vl", read=read_text, write=write_text)
 TEXT = dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]})
 PREPROCESSOR = dict(
@@ -177,7 +172,7 @@ FAMILY = Family(
             tokens=("<|image_pad|>", "<|vision_start|>", "<|vision_end|>"),
         ),
     ),
-    Mmproj("qwen2vl_merger", MERGER, _read, _write, "qwen2_vl", TEXT_GGUF),
+    Mmproj("qwen2vl_merger", MERGER, _read, write_pixels, "qwen2_vl", TEXT_GGUF),
     recipe=recipe,
     video=video,
     spellings=SPELLINGS,

@@ -14,9 +14,8 @@ FIELDS = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": F
 
 def build(config: Fields) -> Built:
     dims = read_dims(config, head_dim=128, kv_heads=32)
-    bias = config.flag("attention_bias", False)
     windows = layer_windows(config, dims.layers)
-    return llama_like(config, dims, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return llama_like(config, dims, windows=windows, attention_bias=config.flag("attention_bias", False), qk_norm=True)
 
 
 GGUF = Gguf("qwen3", "qwen3", {**BLOCK, **QK_NORMS}, biases=False, fields=FIELDS)

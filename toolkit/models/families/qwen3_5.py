@@ -28,7 +28,7 @@ def whole(config: Fields, language: Built) -> Built:
 def _turning(spec: DecoderSpec, text: Fields) -> DecoderSpec:
     name = "rope_scaling" if text.nested("rope_scaling") else "rope_parameters"
 
-    def turned(sublayer: Sublayer) -> Sublayer:
+    def turned(_: int, sublayer: Sublayer) -> Sublayer:
         mixer = sublayer.mixer
         if mixer.kind != "attention" or mixer.rope is None:
             return sublayer
@@ -36,8 +36,7 @@ def _turning(spec: DecoderSpec, text: Fields) -> DecoderSpec:
         sections = read_sections(text.over(name, thirds), mixer.rope.rotary_dim)
         return replace(sublayer, mixer=replace(mixer, rope=replace(mixer.rope, sections=sections, woven=True)))
 
-    layers = (replace(layer, sublayers=tuple(map(turned, layer.sublayers))) for layer in spec.layers)
-    return replace(spec, layers=tuple(layers))
+    return spec.changed(turned)
 
 
 def build(config: Fields) -> Built:

@@ -18,8 +18,8 @@ from toolkit.models.stored import fused_experts
 def build(config: Fields) -> Built:
     sized = {"intermediate_size": 1, **config.values}  # no layer is dense
     dims = read_dims(Fields(sized, config.source, config.prefix), head_dim=256, kv_heads=2)
-    routed = {**config.values, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    feed_forward = feed_forward_of(Fields(routed, config.source, config.prefix), dims)
+    routed = config.changed({"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []})
+    feed_forward = feed_forward_of(routed, dims)
     count, _ = read_experts(config, dims.layers, "num_experts", "num_local_experts")
     stacks = fused_experts(count, dims.hidden, config.integer("moe_intermediate_size", default=512))
     return delta_like(config, dims, [gated_queries(dims), *stacks], feed_forward)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from toolkit.models.config.dims import read_dims, read_experts, read_window
+from typing import Any
+
+from toolkit.models.config.dims import Dims, read_dims, read_window
 from toolkit.models.config.fields import MAX_LAYERS, Fields
-from toolkit.models.decoder import Built, experts, llama_like
+from toolkit.models.config.routing import Mixture, read_mixture
+from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import qwen3
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, EXPERT_NUMBERS, QK_NORMS, Gguf, with_experts
-from toolkit.models.spec import MoeSpec
 
 EVERY_LAYER = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 
@@ -16,26 +18,33 @@ EVERY_LAYER = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 def build(config: Fields) -> Built:
     dims = read_dims(config, kv_heads=4)
     window = read_window(config, default=4096) if config.flag("use_sliding_window", False) else None
-    bias = config.flag("attention_bias", False)
-    act = config.activation("hidden_act")
-    count, top_k = read_experts(config, dims.layers, "num_experts", "num_local_experts")
-    inner = config.integer("moe_intermediate_size", default=768)
-    norm_topk = config.flag("norm_topk_prob", False)
-    sparse = sparse_layers(config, dims.layers)
-
-    def feed_forward(i: int) -> MoeSpec | None:
-        if i not in sparse:
-            return None
-        return experts(i, dims.hidden, inner, act, count=count, top_k=top_k, norm_topk=norm_topk)
-
-    return llama_like(config, dims, windows=window, qkv_bias=bias, o_bias=bias, qk_norm=True, feed_forward=feed_forward)
+    return llama_like(
+        config,
+        dims,
+        windows=window,
+        attention_bias=config.flag("attention_bias", False),
+        qk_norm=True,
+        feed_forward=read_sparse(config, dims, inner=768, norm_topk=False),
+    )
 
 
-def sparse_layers(config: Fields, layers: int) -> frozenset[int]:
-    """The layers with experts."""
-    dense = config.indices("mlp_only_layers", layers)
+def read_sparse(
+    config: Fields, dims: Dims, *, inner: int, norm_topk: bool, shared: int | None = None, **routing: Any
+) -> Mixture:
+    """``inner``, ``norm_topk``, ``shared``: what the absent width of an expert, ``norm_topk_prob`` and width of the
+    expert that all tokens go through mean, None for no such; ``routing``: as of ``experts``."""
+    dense = config.indices("mlp_only_layers", dims.layers)
     step = config.integer("decoder_sparse_step", default=1, high=MAX_LAYERS)
-    return frozenset(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
+    if shared is not None:
+        routing["shared"] = config.integer("shared_expert_intermediate_size", default=shared)
+    return read_mixture(
+        config,
+        dims,
+        inner=config.integer("moe_intermediate_size", default=inner),
+        norm_topk=config.flag("norm_topk_prob", norm_topk),
+        sparse=[i not in dense and (i + 1) % step == 0 for i in range(dims.layers)],
+        **routing,
+    )
 
 
 SIZES = dict(head_dim=32, moe_intermediate_size=64, num_experts=6, num_experts_per_tok=3, norm_topk_prob=True)

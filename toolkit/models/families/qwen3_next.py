@@ -9,10 +9,9 @@ from toolkit.models.config.delta import gated_queries, read_delta, read_turns
 from toolkit.models.config.dims import Dims, read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, llama_like
-from toolkit.models.families.qwen2_moe import read_feed_forward
-from toolkit.models.families.qwen3_moe import EVERY_LAYER
+from toolkit.models.families.qwen3_moe import EVERY_LAYER, read_sparse
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, EXPERT_NUMBERS, QK_NORMS, SHARED_EXPERT, Gguf, with_experts
+from toolkit.models.gguf import BLOCK, EXPERT_NUMBERS, QK_NORMS, SHARED_EXPERT, Gguf, with_experts, without
 from toolkit.models.gguf_states import DELTA as DELTA_NAMES
 from toolkit.models.gguf_states import GATED_QUERIES, RATES, delta_keys, delta_layouts, read_delta_keys
 from toolkit.models.spec import MoeSpec, Rows
@@ -28,13 +27,11 @@ def delta_like(
     config: Fields, dims: Dims, fused: list[Fused], feed_forward: Callable[[int], MoeSpec | None] | None = None
 ) -> Built:
     """What Qwen3-Next and Qwen3.5 have in common; arguments as of ``llama_like``."""
-    bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         dims,
         rope=read_turns(config, dims),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         qk_norm=True,
         norm_offset=1.0,
         change=read_delta(config, dims),
@@ -45,7 +42,7 @@ def delta_like(
 
 def feed_forward_of(config: Fields, dims: Dims) -> Callable[[int], MoeSpec | None]:
     """Experts as Qwen2-MoE has them, of other sizes where the config does not say."""
-    return read_feed_forward(config, dims, inner=512, shared=512, norm_topk=True)
+    return read_sparse(config, dims, inner=512, shared=512, shared_gate=True, norm_topk=True)
 
 
 def _by_key_head(config: Fields) -> list[Fused]:
@@ -76,7 +73,7 @@ DELTA = dict(
     rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
 )  # fmt: skip
 NAMES = {
-    **{theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_norm"},
+    **without(BLOCK, "ffn_norm"),
     **QK_NORMS,
     **DELTA_NAMES,
     "post_attention_norm": "post_attention_layernorm",

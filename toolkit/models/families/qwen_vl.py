@@ -49,7 +49,7 @@ def tower_of(inner: Fields) -> Tower:
         "intermediate_size": int(width * inner.number("mlp_ratio", high=64.0)),
         "hidden_act": "gelu",
     }
-    made = clip_tower(Fields({**inner.values, **named}, inner.source, inner.prefix), eps=1e-6)
+    made = clip_tower(inner.changed(named), eps=1e-6)
     places = inner.integer("num_positions", default=256, high=1 << 16)
     if (learned := math.isqrt(places)) ** 2 != places:
         inner.fail("num_positions", places, "a square")

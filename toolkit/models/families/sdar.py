@@ -9,7 +9,7 @@ from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built
 from toolkit.models.families import qwen3
 from toolkit.models.family import Family, Tiny
-from toolkit.models.spec import LayerSpec, Sublayer
+from toolkit.models.spec import Sublayer
 
 MASK_TOKEN = 151669  # <|MASK|> of the tokenizer
 LONGEST = 1024  # block of tokens
@@ -30,11 +30,10 @@ def in_blocks(config: Fields, built: Built) -> Built:
     if mask >= spec.vocab_size:
         config.fail("mask_token_id", mask, f"a token id below vocab_size ({spec.vocab_size})")
 
-    def changed(s: Sublayer) -> Sublayer:
+    def seen(_: int, s: Sublayer) -> Sublayer:
         return replace(s, mixer=replace(s.mixer, block=block)) if s.mixer.kind == "attention" else s
 
-    layers = tuple(LayerSpec(tuple(changed(s) for s in layer.sublayers)) for layer in spec.layers)
-    return replace(spec, layers=layers, mask_token=mask), stored
+    return replace(spec.changed(seen), mask_token=mask), stored
 
 
 SIZES = dict(head_dim=32, mask_token_id=4)

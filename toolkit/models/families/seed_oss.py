@@ -6,7 +6,7 @@ from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, Gguf
+from toolkit.models.gguf import BLOCK, Gguf, without
 
 
 def build(config: Fields) -> Built:
@@ -28,7 +28,7 @@ FAMILY = Family(
     Gguf(
         "seed_oss",
         "seed_oss",
-        {**{theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_norm"},
+        {**without(BLOCK, "ffn_norm"),
          "post_attention_norm": "post_attention_layernorm"},
         fields={"hidden_act": "silu"},
         read=lambda file, config: {

@@ -7,7 +7,6 @@ from typing import Any
 from toolkit.errors import ToolkitError
 from toolkit.models.config.dims import read_dims, read_window, read_windows
 from toolkit.models.config.fields import MAX_LAYERS, Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf
@@ -19,16 +18,14 @@ INTERVAL = 4
 def build(config: Fields) -> Built:
     dims = read_dims(config, tied=True, kv_heads=4)
     turns = _layers_with_rope(config, dims.layers)
-    rope = read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=2e6)
     window = read_window(config) if config.flag("use_sliding_window", False) else None
-    bias = config.flag("attention_bias", False)
     return llama_like(
         config,
         dims,
-        rope=[rope if turn else None for turn in turns],
+        theta=2e6,
+        turned=turns,
         windows=read_windows(config, dims.layers, window, [not turn for turn in turns]),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=config.flag("attention_bias", False),
         mlp_bias=config.flag("mlp_bias", False),
     )
 

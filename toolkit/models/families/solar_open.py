@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.config.routing import on_disk, read_corrected, read_routed
 from toolkit.models.decoder import Built, llama_like
 from toolkit.models.families import glm4_moe
@@ -17,7 +16,7 @@ def build(config: Fields) -> Built:
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_theta=1e6),
+        theta=1e6,
         qkv_bias=config.flag("attention_bias", False),
         feed_forward=read_routed(config, dims, inner=1280, shared=1, norm_topk=True, **read_corrected(config)),
         rename=on_disk,

@@ -7,7 +7,6 @@ from functools import partial
 
 from toolkit.models.config.dims import read_dims
 from toolkit.models.config.fields import Fields
-from toolkit.models.config.rope import read_rope
 from toolkit.models.decoder import PARALLEL_NORM, PRE_NORMS, Built, layer_norm, llama_like
 from toolkit.models.family import Family, Tiny
 from toolkit.models.gguf import BLOCK, Gguf
@@ -16,13 +15,12 @@ from toolkit.models.gguf import BLOCK, Gguf
 def build(config: Fields) -> Built:
     rotary = config.number("rope_pct", default=0.25, high=1.0)  # as the first 3B's file has it, with norm_eps
     dims = read_dims(config, eps=1e-5, kv_heads=32)
-    if config.flag("qk_layernorm", False):
-        config.fail("qk_layernorm", True, "false: norms that the checkpoint has one a head are not read")
+    config.only(": norms that the checkpoint has one a head are not read", qk_layernorm=False)
     parallel = config.flag("use_parallel_residual", False)
     return llama_like(
         config,
         dims,
-        rope=read_rope(config, head_dim=dims.head_dim, max_position=dims.max_position, default_partial=rotary),
+        partial_rotary=rotary,
         qkv_bias=config.flag("use_qkv_bias", False),
         norm=partial(layer_norm, eps=dims.eps, bias=True),
         norms=PARALLEL_NORM if parallel else PRE_NORMS,

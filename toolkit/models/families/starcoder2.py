@@ -8,10 +8,8 @@ from toolkit.models.config.dims import read_dims, read_window
 from toolkit.models.config.fields import Fields
 from toolkit.models.decoder import Built, layer_norm, llama_like, plain_mlp
 from toolkit.models.family import Family, Tiny
-from toolkit.models.gguf import BLOCK, Gguf
+from toolkit.models.gguf import PLAIN_BLOCK, Gguf
 from toolkit.models.stored import renamed
-
-PLAIN_BLOCK = {theirs: ours for theirs, ours in BLOCK.items() if theirs != "ffn_gate"}
 
 
 def build(config: Fields) -> Built:
@@ -22,8 +20,7 @@ def build(config: Fields) -> Built:
         config,
         dims,
         windows=read_window(config),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=bias,
         activation=act,
         feed_forward=lambda i: plain_mlp(i, dims, act, bias),
         norm=partial(layer_norm, eps=dims.eps, bias=True),

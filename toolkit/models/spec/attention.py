@@ -10,7 +10,7 @@ from toolkit.models.spec import sound
 from toolkit.models.spec.keeps import Paged
 from toolkit.models.spec.mixer import MixerSpec, Rotary
 from toolkit.models.spec.parts import AlibiSpec, LinearSpec, NormSpec, QueryScale, RopeSpec, Spread
-from toolkit.models.spec.share import Cut, Share, Unit, by, cut_linear, own_heads, unfit
+from toolkit.models.spec.share import Cut, Share, Unit, by, cut_linears, own_heads, unfit
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,7 @@ class AttentionSpec(MixerSpec):
         (first, stop), (first_kv, stop_kv) = whose, whose_kv
         heads, kv_heads = stop - first, stop_kv - first_kv
         own, kept = by(self.head_dim, whose, whose_kv)
-        made: dict[str, Any] = {}
-        cuts: dict[str, Cut] = {}
-        for name, linear, part in (("q", self.q, own), ("k", self.k, kept), ("v", self.v, kept), ("o", self.o, own)):
-            made[name], more = cut_linear(linear, *part)
-            cuts |= more
-        if self.gate is not None:
-            made["gate"], more = cut_linear(self.gate, *own)
-            cuts |= more
+        made, cuts = cut_linears(self, q=[own], k=[kept], v=[kept], o=[own], gate=[own])
         norms: dict[str, Any] = {}
         for name, norm, part, count in (("q_norm", self.q_norm, own, heads), ("k_norm", self.k_norm, kept, kv_heads)):
             if norm is None:
@@ -120,12 +113,7 @@ class AttentionSpec(MixerSpec):
         return Share(mixer, cuts)
 
     def check(self, hidden: int) -> None:
-        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sound.expect("kv_heads", self.heads % self.kv_heads == 0, self.kv_heads, f"a divisor of {self.heads}")
-        sound.linear(self.q, hidden, q_size)
-        sound.linear(self.k, hidden, kv_size)
-        sound.linear(self.v, hidden, kv_size)
-        sound.linear(self.o, q_size, hidden)
+        q_size, kv_size = sound.projections(self, hidden)
         if self.q_norm is not None:
             sound.norm(self.q_norm, self.head_dim, q_size, heads=self.heads)
         if self.k_norm is not None:

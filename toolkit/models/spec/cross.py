@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.parts import LinearSpec, NormSpec
-from toolkit.models.spec.share import Share, Unit, by, cut_linear, cut_rows, own_heads, unfit
+from toolkit.models.spec.share import Share, Unit, by, cut_linears, own_heads, unfit
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,10 @@ class CrossSpec(MixerSpec):
         """Heads of its own, of what is kept of pictures too."""
         heads, kv_heads = own_heads(self.heads, self.kv_heads, rank, world)
         own, kept = by(self.head_dim, heads, kv_heads)
-        (q, cuts), (k, of_k), (v, of_v) = cut_rows(self.q, own), cut_rows(self.k, kept), cut_rows(self.v, kept)
-        o, last = cut_linear(self.o, *own)
-        counts: dict[str, Any] = {"heads": heads[1] - heads[0], "kv_heads": kv_heads[1] - kv_heads[0]}
-        return Share(replace(self, q=q, k=k, v=v, o=o, **counts), cuts | of_k | of_v | last)
+        made, cuts = cut_linears(self, q=[own], k=[kept], v=[kept], o=[own])
+        return Share(replace(self, heads=heads[1] - heads[0], kv_heads=kv_heads[1] - kv_heads[0], **made), cuts)
 
     def check(self, hidden: int) -> None:
-        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        sound.expect("kv_heads", self.heads % self.kv_heads == 0, self.kv_heads, f"a divisor of {self.heads}")
-        sound.linear(self.q, hidden, q_size)
-        sound.linear(self.k, hidden, kv_size)
-        sound.linear(self.v, hidden, kv_size)
-        sound.linear(self.o, q_size, hidden)
+        sound.projections(self, hidden)
         for norm in self.norms():
             sound.norm(norm, self.head_dim)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +13,7 @@ from toolkit.models.spec.check import check_spec
 from toolkit.models.spec.cross import CrossSpec
 from toolkit.models.spec.delta import DeltaSpec
 from toolkit.models.spec.encoder import EncoderSpec
-from toolkit.models.spec.keeps import CacheGroup, Kept, Latent, Paged, State
+from toolkit.models.spec.keeps import CacheGroup, Kept, Latent, Paged, Rule, State
 from toolkit.models.spec.latent import LatentSpec
 from toolkit.models.spec.mamba import MambaSpec
 from toolkit.models.spec.mlp import MlpSpec
@@ -82,6 +82,23 @@ class LayerSpec:
         return found
 
 
+def grouped(layers: Iterable[LayerSpec]) -> tuple[tuple[LayerSpec, ...], tuple[CacheGroup, ...]]:
+    """The layers, each mixer in the cache group of its rule, and the groups, in order of appearance."""
+    groups: dict[Rule, list[int]] = {}
+    placed: list[LayerSpec] = []
+    for i, layer in enumerate(layers):
+        sublayers = []
+        for s in layer.sublayers:
+            if (kept := s.mixer.keeps()) is not None:
+                groups.setdefault(kept.rule, []).append(i)
+                mixer: Any = s.mixer
+                s = replace(s, mixer=replace(mixer, group=list(groups).index(kept.rule)))
+            sublayers.append(s)
+        placed.append(LayerSpec(tuple(sublayers)))
+    made = (CacheGroup(kind, window, tuple(members), sinks) for (kind, window, sinks), members in groups.items())
+    return tuple(placed), tuple(made)
+
+
 @dataclass(frozen=True)
 class DecoderSpec:
     """A whole decoder-only language model.
@@ -145,6 +162,11 @@ class DecoderSpec:
         """(layer index, mixer) in execution order."""
         return ((i, s.mixer) for i, layer in enumerate(self.layers) for s in layer.sublayers)
 
+    def changed(self, change: Callable[[int, Sublayer], Sublayer]) -> DecoderSpec:
+        """The same with what ``change`` makes of each sublayer, by its layer's index."""
+        layers = (LayerSpec(tuple(change(i, s) for s in layer.sublayers)) for i, layer in enumerate(self.layers))
+        return replace(self, layers=tuple(layers))
+
     def attention_layers(self) -> list[tuple[int, AttentionSpec]]:
         """(layer index, attention) in order; one attention a layer."""
         return [(i, m) for i, m in self.mixers() if m.kind == "attention"]
@@ -193,8 +215,7 @@ class DecoderSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, fields by name."""
-        found: dict[str, Any] = plain(self)
-        return found
+        return dict(plain(self))
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> DecoderSpec:

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from toolkit.models.spec import sound
 from toolkit.models.spec.keeps import State, StatePart
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.parts import LinearSpec, NormSpec
-from toolkit.models.spec.share import (
-    Share,
-    Unit,
-    beside,
-    by,
-    cut_linear,
-    cut_rows,
-    own_heads,
-    rows,
-    unfit,
-)
+from toolkit.models.spec.share import Share, Unit, beside, by, cut_linears, own_heads, rows, unfit
 from toolkit.models.spec.short_conv import ConvSpec
 
 
@@ -83,20 +73,10 @@ class DeltaSpec(MixerSpec):
         (own,), (kept,) = by(self.v_dim, heads), by(self.k_dim, k_heads)
         keys = self.k_heads * self.k_dim
         channels = beside([(keys, kept), (keys, kept), (self.heads * self.v_dim, own)])
-        conv, cuts = self.conv.part(*channels)
-        made: dict[str, Any] = {}
-        for name, linear, spans in (
-            ("qkv", self.qkv, channels),
-            ("z", self.z, (own,)),
-            ("beta", self.beta, (heads,)),
-            ("fade", self.fade, (heads,)),
-        ):
-            made[name], more = cut_rows(linear, *spans)
-            cuts |= more
-        out, more = cut_linear(self.out, *own)
-        cuts |= more | dict.fromkeys((self.a_log, self.dt_bias), rows(heads))
-        counts: dict[str, Any] = {"heads": heads[1] - heads[0], "k_heads": k_heads[1] - k_heads[0]}
-        return Share(replace(self, conv=conv, out=out, **made, **counts), cuts)
+        made, cuts = cut_linears(self, qkv=channels, z=[own], beta=[heads], fade=[heads], out=[own])
+        conv, convolved = self.conv.part(*channels)
+        cuts |= convolved | dict.fromkeys((self.a_log, self.dt_bias), rows(heads))
+        return Share(replace(self, conv=conv, heads=heads[1] - heads[0], k_heads=k_heads[1] - k_heads[0], **made), cuts)
 
     def check(self, hidden: int) -> None:
         keys, values = self.k_heads * self.k_dim, self.heads * self.v_dim

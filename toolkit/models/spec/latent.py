@@ -9,7 +9,7 @@ from toolkit.models.spec import sound
 from toolkit.models.spec.keeps import Latent
 from toolkit.models.spec.mixer import MixerSpec, Rotary
 from toolkit.models.spec.parts import LinearSpec, NormSpec, RopeSpec
-from toolkit.models.spec.share import Share, Unit, by, cut_linear, cut_rows, portion, unfit_heads, unfit_inputs
+from toolkit.models.spec.share import Share, Unit, by, cut_linears, portion, unfit_heads, unfit_inputs
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ class LatentSpec(MixerSpec):
     def share(self, rank: int, world: int, unit: Unit) -> Share:
         """Heads of its own; all ranks make and keep the same rows."""
         heads = portion(self.heads, rank, world)
-        q, cuts = cut_rows(self.q, *by(self.qk_dim, heads))
-        kv_b, more = cut_rows(self.kv_b, *by(self.nope_dim + self.v_dim, heads))
-        o, last = cut_linear(self.o, *by(self.v_dim, heads)[0])
-        return Share(replace(self, q=q, kv_b=kv_b, o=o, heads=heads[1] - heads[0]), cuts | more | last)
+        made, cuts = cut_linears(
+            self, q=by(self.qk_dim, heads), kv_b=by(self.nope_dim + self.v_dim, heads), o=by(self.v_dim, heads)
+        )
+        return Share(replace(self, heads=heads[1] - heads[0], **made), cuts)
 
     def check(self, hidden: int) -> None:
         q_in, q_size = hidden, self.heads * self.qk_dim

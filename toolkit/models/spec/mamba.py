@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from toolkit.models.spec import sound
 from toolkit.models.spec.keeps import State, StatePart
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.parts import LinearSpec, NormSpec, Spread
-from toolkit.models.spec.share import (
-    Share,
-    Unit,
-    beside,
-    by,
-    cut_linear,
-    cut_rows,
-    own_heads,
-    rows,
-    unfit_heads,
-    unfit_inputs,
-)
+from toolkit.models.spec.share import Share, Unit, beside, by, cut_linears, own_heads, rows, unfit_heads, unfit_inputs
 from toolkit.models.spec.short_conv import ConvSpec
 
 
@@ -92,19 +81,16 @@ class MambaSpec(MixerSpec):
         (own,), (kept,) = by(self.head_dim, heads), by(self.state_size, groups)
         shared = self.groups * self.state_size
         channels = beside([(self.width_out, own), (shared, kept), (shared, kept)])
-        z, cuts = cut_rows(self.z, own)
-        inner, more = cut_rows(self.inner, *channels)
-        dt, also = cut_rows(self.dt, heads)
+        made, cuts = cut_linears(self, z=[own], inner=channels, dt=[heads], out=[own])
         conv, convolved = self.conv.part(*channels)
-        out, last = cut_linear(self.out, *own)
-        cuts |= more | also | convolved | last | dict.fromkeys((self.a_log, self.dt_bias, self.skip), rows(heads))
+        cuts |= convolved | dict.fromkeys((self.a_log, self.dt_bias, self.skip), rows(heads))
         norm = self.norm
         if norm is not None:
             spread = Spread(self.width_out // self.groups, groups[0], self.groups) if self.groups < world else None
             norm = replace(norm, size=own[1] - own[0], spread=spread)
             cuts |= dict.fromkeys(norm.vectors(), rows(own))
-        counts: dict[str, Any] = {"heads": heads[1] - heads[0], "groups": groups[1] - groups[0]}
-        return Share(replace(self, z=z, inner=inner, dt=dt, conv=conv, out=out, norm=norm, **counts), cuts)
+        own_sizes = replace(self, heads=heads[1] - heads[0], groups=groups[1] - groups[0])
+        return Share(replace(own_sizes, conv=conv, norm=norm, **made), cuts)
 
     def check(self, hidden: int) -> None:
         inner, shared = self.width_out, self.groups * self.state_size

@@ -9,7 +9,7 @@ from toolkit.base.record import later
 from toolkit.models.spec import sound
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.parts import Activation, LinearSpec
-from toolkit.models.spec.share import Share, Unit, cut_linear, portion
+from toolkit.models.spec.share import Share, Unit, cut_linears, portion
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,9 @@ class MlpSpec(MixerSpec):
         return None
 
     def share(self, rank: int, world: int, unit: Unit) -> Share:
-        start, stop = portion(self.up.out_features, rank, world, unit(self.down.name).best)
-        up, cuts = cut_linear(self.up, start, stop)
-        down, more = cut_linear(self.down, start, stop)
-        gate, gate_cuts = (None, {}) if self.gate is None else cut_linear(self.gate, start, stop)
-        return Share(replace(self, gate=gate, up=up, down=down), cuts | more | gate_cuts)
+        own = portion(self.up.out_features, rank, world, unit(self.down.name).best)
+        made, cuts = cut_linears(self, up=[own], down=[own], gate=[own])
+        return Share(replace(self, **made), cuts)
 
     def check(self, hidden: int) -> None:
         inner, gated = self.up.out_features, self.gate is not None

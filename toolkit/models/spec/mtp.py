@@ -45,8 +45,7 @@ class MtpSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, fields by name."""
-        found: dict[str, Any] = plain(self)
-        return found
+        return dict(plain(self))
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> MtpSpec:

@@ -59,20 +59,24 @@ def portion(size: int, rank: int, world: int, unit: int = 1) -> Span:
     return min(start * unit, size), min((start + most + (rank < more)) * unit, size)
 
 
-def cut_linear(linear: LinearSpec, start: int, stop: int) -> tuple[LinearSpec, dict[str, Cut]]:
-    """A linear with a part of its outputs or its inputs, as it says that it shards, and how its parameters are cut."""
-    if linear.shard == "column":
-        return cut_rows(linear, (start, stop))
-    assert linear.shard == "row", linear
-    cuts = {linear.name: Cut("columns", start, stop)} | ({f"{linear.name}.bias": Cut("first")} if linear.bias else {})
-    return replace(linear, in_features=stop - start), cuts
-
-
-def cut_rows(linear: LinearSpec, *spans: Span) -> tuple[LinearSpec, dict[str, Cut]]:
-    """A linear with some of its outputs, one span of them behind the other."""
-    cut = rows(*spans)
-    cuts = {linear.name: cut} | ({f"{linear.name}.bias": cut} if linear.bias else {})
-    return replace(linear, out_features=sum(stop - start for start, stop in spans)), cuts
+def cut_linears(mixer: Any, **spans: Sequence[Span]) -> tuple[dict[str, Any], dict[str, Cut]]:
+    """The linears in these fields of ``mixer``, those that shard by rows with one span of their inputs, the others with
+    spans of their outputs, one behind the other; and how their parameters are cut."""
+    made: dict[str, Any] = {}
+    cuts: dict[str, Cut] = {}
+    for name, own in spans.items():
+        linear: LinearSpec | None = getattr(mixer, name)
+        if linear is None:
+            continue
+        if linear.shard == "row":
+            ((start, stop),) = own
+            made[name] = replace(linear, in_features=stop - start)
+            cut, of_bias = Cut("columns", start, stop), Cut("first")
+        else:
+            made[name] = replace(linear, out_features=sum(stop - start for start, stop in own))
+            cut = of_bias = rows(*own)
+        cuts |= {linear.name: cut} | ({f"{linear.name}.bias": of_bias} if linear.bias else {})
+    return made, cuts
 
 
 def rows(*spans: Span) -> Cut:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from toolkit.models.spec import sound
 from toolkit.models.spec.keeps import State, StatePart
 from toolkit.models.spec.mixer import MixerSpec
 from toolkit.models.spec.parts import LinearSpec
-from toolkit.models.spec.share import Cut, Share, Span, Unit, by, cut_linear, cut_rows, portion, rows
+from toolkit.models.spec.share import Cut, Share, Span, Unit, by, cut_linears, portion, rows
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,9 @@ class ShortConvSpec(MixerSpec):
     def share(self, rank: int, world: int, unit: Unit) -> Share:
         """Channels of its own."""
         own = portion(self.conv.channels, rank, world, unit(self.out.name).best)
-        conv, cuts = self.conv.part(own)
-        made: dict[str, Any] = {}
-        for name, linear in (("b", self.b), ("c", self.c), ("value", self.value)):
-            made[name], more = cut_rows(linear, own)
-            cuts |= more
-        out, more = cut_linear(self.out, *own)
-        return Share(replace(self, conv=conv, out=out, **made), cuts | more)
+        conv, convolved = self.conv.part(own)
+        made, cuts = cut_linears(self, b=[own], c=[own], value=[own], out=[own])
+        return Share(replace(self, conv=conv, **made), cuts | convolved)
 
     def check(self, hidden: int) -> None:
         inner = self.value.out_features

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from toolkit.models.spec.parts import ROPE_KINDS, LinearSpec, NormSpec, RopeSpec
 
 
@@ -29,6 +31,17 @@ def linear(x: LinearSpec, n_in: int, n_out: int) -> None:
     """From ``n_in`` to ``n_out`` features."""
     found = (x.in_features, x.out_features)
     expect(x.name, found == (n_in, n_out), found, f"{(n_in, n_out)} input and output features")
+
+
+def projections(mixer: Any, hidden: int) -> tuple[int, int]:
+    """q, k, v and o of attention with grouped keys and values. Returns the outputs of q, and of k and v each."""
+    q_size, kv_size = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
+    expect("kv_heads", mixer.heads % mixer.kv_heads == 0, mixer.kv_heads, f"a divisor of {mixer.heads}")
+    linear(mixer.q, hidden, q_size)
+    linear(mixer.k, hidden, kv_size)
+    linear(mixer.v, hidden, kv_size)
+    linear(mixer.o, q_size, hidden)
+    return q_size, kv_size
 
 
 def rope(rope: RopeSpec, head_dim: int) -> None:

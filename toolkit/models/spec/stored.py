@@ -87,12 +87,13 @@ class StoredTensor:
         """The numbers of a part's rows, in order."""
         return [i for r in part.rows or ((0, self.matrix[0]),) for i in range(*r)]
 
-    def _count(self, part: Part) -> int:
+    def count(self, part: Part) -> int:
+        """How many rows a part has."""
         return sum(len(range(*r)) for r in part.rows or ((0, self.matrix[0]),))
 
     def alone(self) -> list[StoredTensor]:
         """Each part as a module of its own under its canonical name: what formats that know no stacks make of one."""
         return [
-            StoredTensor(p.name, self.kind, (self._count(p), self.matrix[1]), (Part(p.name),), self.bias)
+            StoredTensor(p.name, self.kind, (self.count(p), self.matrix[1]), (Part(p.name),), self.bias)
             for p in self.parts
         ]

@@ -12,13 +12,10 @@ from torch import Tensor
 
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.chat.template import ChatTemplate
-from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError
 from toolkit.messages import GenerationConfig
-from toolkit.quant.text.selftext import openings
-from toolkit.runners.choose import gpu_is_likely
-from toolkit.runners.native import library
+from toolkit.quant.text.selftext import open_writer, openings
 
 LENGTH = 256  # tokens of a sample, where the model reads as many
 PIECE = 320  # new tokens of an answer, at most
@@ -64,7 +61,7 @@ class Writer:
         return self._loop.run(self._write(number, samples * length, progress)).view(samples, length)
 
     async def _write(self, number: int, count: int, progress: Callable[[int], None]) -> Tensor:
-        engine = self._open()
+        engine = self._engine = self._engine or open_writer(self._model, self._room + 1)
         pieces: dict[int, list[int]] = {}
         asked, made = iter(range(1 << 30)), 0
 
@@ -85,13 +82,6 @@ class Writer:
             writer.result()
         ids = [i for index in sorted(pieces) for i in pieces[index]]
         return torch.tensor(ids[:count], dtype=torch.int64)
-
-    def _open(self) -> AsyncEngine:
-        if self._engine is None:
-            rounded = library.available() is None and not gpu_is_likely()  # as for calibration text
-            how = TurbomindEngineConfig(load_format="int8" if rounded else "auto", session_len=self._room + 1)
-            self._engine = AsyncEngine.open(self._model, backend_config=how, progress=lambda line: None)
-        return self._engine
 
     async def _piece(self, engine: AsyncEngine, number: int, index: int) -> list[int]:
         starts = self._held if number < 0 else self._starts

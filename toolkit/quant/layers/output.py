@@ -27,6 +27,7 @@ from toolkit.errors import ToolkitError
 from toolkit.models.mmproj import Mmproj
 from toolkit.models.registry import LANGUAGE_PARTS, get
 from toolkit.models.spec import Part, StoredTensor
+from toolkit.quant.layers.forward import all_finite
 from toolkit.quant.layers.layerwise import load_head, load_layer, saved_layers
 from toolkit.quant.layers.result import LayerResult
 from toolkit.quant.layers.source import LayerSource, plain
@@ -182,7 +183,7 @@ def _module(
 
 def cast_to(value: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     cast = value.to(dtype)
-    if not all(bool(torch.isfinite(rows).all()) for rows in cast.split(4096)):
+    if not all_finite(cast):
         raise ToolkitError(
             f"{name}: values up to {float(value.abs().max()):.3g} do not fit {str(dtype).removeprefix('torch.')}; "
             "give --dtype bfloat16"

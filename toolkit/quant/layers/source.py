@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from toolkit.errors import ToolkitError
 from toolkit.models.registry import load_spec
 from toolkit.models.sites import layer_sites, modules
 from toolkit.models.spec import DecoderSpec, LayerSpec, LinearSpec, StoredTensor
-from toolkit.quant.layers.forward import added_by
+from toolkit.quant.layers.forward import added_by, all_finite
 from toolkit.quant.layers.heap import give_back
 from toolkit.quant.layers.lazy import KEEP, Lazy
 
@@ -48,6 +49,12 @@ class LayerSource:
     @property
     def path(self) -> Path:
         return self.checkpoint.path
+
+    @property
+    def present(self) -> list[StoredTensor]:
+        """The modules that the checkpoint has, those outside of layers first."""
+        items = chain(self.outer, *self.stored)
+        return [x for x in items if not x.optional or is_present(self.checkpoint, x)]
 
     def check_tokens(self, ids: Tensor) -> None:
         """Raise ToolkitError for ids that the model does not know."""
@@ -99,9 +106,9 @@ class LayerSource:
 
     def check_finite(self) -> None:
         """Raise ToolkitError that names file and tensor for the first NaN or infinity among the weights."""
-        for item in [x for items in self.stored for x in items] + self.outer:
+        for item in self.present:
             for name in (item.weight_name, item.bias_name):
-                if name in self.checkpoint and not _finite(self.checkpoint.tensor(name)):
+                if name in self.checkpoint and not all_finite(self.checkpoint.tensor(name)):
                     raise ToolkitError(
                         f"{self.checkpoint.where(name)}: tensor {name} holds NaN or infinity; nothing can be "
                         "calibrated through it: fetch or train the model again"
@@ -111,11 +118,6 @@ class LayerSource:
     def _dense(self, items: list[StoredTensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         for name, value in iter_canonical(self.checkpoint, items):
             yield name, plain(value).to(device)
-
-
-def _finite(tensor: Tensor) -> bool:
-    """Whether it has neither NaN nor infinity; some rows at a time, for an embedding can be the largest in memory."""
-    return all(bool(torch.isfinite(rows).all()) for rows in tensor.split(4096))
 
 
 def plain(value: Weight | Tensor) -> Tensor:

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from toolkit.artifacts.manifest import content_digest, read_manifest
 from toolkit.artifacts.weight_files.safetensors_file import write_tensors
+from toolkit.artifacts.weight_files.tensor_file import TensorFile
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.sites import layer_sites
 from toolkit.quant.layers.lazy import Lazy
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.statistics import SAMPLE, Gram
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 KIND = "calibration"
 PARTS = ("xtx", "abs_sum", "abs_max", "sample")
@@ -53,7 +53,6 @@ def raw_state(grams: Iterable[tuple[str, Gram | None]]) -> tuple[Iterator[tuple[
 
 def write_statistics(path: Path, tensors: Mapping[str, Tensor], rows: Mapping[str, int]) -> None:
     """Write the statistics of one layer. ``tensors``: ``SITE:part`` for all of ``PARTS``; ``rows`` by site."""
-    import torch
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         for site, count in rows.items():
@@ -73,8 +72,6 @@ class SavedStatistics:
 
     def grams(self, index: int) -> Mapping[str, Gram]:
         """Statistics of layer ``index`` by site, read when asked for; the layer after the last is the head."""
-        from toolkit.artifacts.weight_files.tensor_file import TensorFile
-
         tensors = TensorFile(self.path / file_name(index))
 
         def read(site: str) -> Gram:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from toolkit.measure.errors import PIECE, output_error, relative_error
-from toolkit.models.sites import RowFold, Site
+from toolkit.models.sites import Site
 from toolkit.quant.layers.forward import fast_bf16
 from toolkit.quant.layers.result import LinearReport, Made, Method, by_site
 from toolkit.quant.layers.statistics import Gram
@@ -89,10 +90,7 @@ def search_scale(
             channels = expand(scale)
             back = fake_quantize(w * channels, grid.group_size, bits=grid.bits, symmetric=grid.symmetric)
             losses[i] += float(output_error(w - back / channels, xtx)) * len(whole) / len(w)
-    best = 0
-    for i, loss in enumerate(losses):
-        if loss < losses[best]:
-            best = i
+    best = losses.index(min(losses))
     return candidates[best], losses[best], losses[0]
 
 
@@ -161,17 +159,10 @@ def site_scale(
     if fold is None:
         return None
     grid = replace(grid, group_size=site.size) if grid.group_size == -1 else grid
-
-    def down(x: Tensor) -> Tensor:
-        return shrink(fold, x) if isinstance(fold, RowFold) else x
-
-    def up(s: Tensor) -> Tensor:
-        return expand(fold, s) if isinstance(fold, RowFold) else s
-
     if search:
-        scale = search_scale(Readers(site, weights), gram, grid, down, up)[0]
+        scale = search_scale(Readers(site, weights), gram, grid, partial(shrink, fold), partial(expand, fold))[0]
     else:
-        scale = down(gram.mean_abs).clamp(min=1e-4).sqrt()
+        scale = shrink(fold, gram.mean_abs).clamp(min=1e-4).sqrt()
         scale = scale / (scale.max() * scale.min()).sqrt()
     return storable(site, weights, scale, dtype)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -76,25 +77,25 @@ def method(
     *,
     dtype: torch.dtype,
     scaler: Scaler | None = None,
-    own_grids: Callable[[], Mapping[str, Grid]] = dict,
+    own: Mapping[str, Grid] = MappingProxyType({}),
 ) -> Method:
     """GPTQ as a layer-wise method, on weights that ``scaler`` scaled first where one is given.
 
-    ``grid.group_size`` -1: one group a row. ``dtype``: what dense tensors are stored as. ``own_grids``: linears, by
-    name, that have another grid than ``grid``; those that share an input share it.
+    ``grid.group_size`` -1: one group a row. ``dtype``: what dense tensors are stored as. ``own``: linears, by name,
+    that have another grid than ``grid``; those that share an input share it.
     """
     scaled = "gptq" if scaler is None else "awq+gptq"
 
     def one_site(site: Site, weights: Mapping[str, Tensor], folded: Folded, gram: Gram | None) -> Iterator[Made]:
-        own = own_grids().get(site.linears[0].name, grid)
+        at = own.get(site.linears[0].name, grid)
         scale = None if scaler is None or gram is None else scaler(site, weights, gram)
         xtx = inputs_after(site, gram, folded, scale)
         how = "weight-only" if gram is None else scaled
         del gram
-        factor = None if own.ggml else inverse_factor(xtx, rounding)
-        for linear, code in round_site(site.linears, folded, xtx, own, rounding, factor):
+        factor = None if at.ggml else inverse_factor(xtx, rounding)
+        for linear, code in round_site(site.linears, folded, xtx, at, rounding, factor):
             error = relative_error(folded[linear.name], code, xtx)
-            yield Made(linear.name, code, LinearReport(linear.name, how, own.bits, own.group_size, error))
+            yield Made(linear.name, code, LinearReport(linear.name, how, at.bits, at.group_size, error))
 
     return by_site(one_site, dtype)
 

@@ -23,7 +23,6 @@ from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weights import as_stored, cache_scale_names, load_stored
 from toolkit.errors import ToolkitError
 from toolkit.measure.text import heldout_text
-from toolkit.models.spec import AttentionSpec, LayerSpec
 from toolkit.quant.layers.forward_attention import CACHE
 from toolkit.quant.layers.layerwise import Flow
 from toolkit.quant.layers.masked import as_met
@@ -124,7 +123,7 @@ def _scales(
 
         probe.advance(i, layer, weights, weights, rounding)
         spelled = cache_scale_names(source.stored[i])
-        for a in _attention(layer):
+        for a in (sub.mixer for sub in layer.sublayers if sub.mixer.kind == "attention"):
             base = a.k.name.rsplit(".", 1)[0]
             found[spelled[f"{base}.k_scale"]] = scales[a.k.name + CACHE]
             found[spelled[f"{base}.v_scale"]] = scales[a.v.name + CACHE]
@@ -136,10 +135,6 @@ def _round(x: Tensor, scale: Tensor) -> Tensor:
     return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
-def _attention(layer: LayerSpec) -> list[AttentionSpec]:
-    return [sub.mixer for sub in layer.sublayers if sub.mixer.kind == "attention"]
-
-
 def _write(source: LayerSource, stage: Stage, scales: dict[str, Tensor], dtype: torch.dtype) -> None:
     def config(kept: dict[str, Any]) -> dict[str, Any]:
         return stored_as(kept, dtype) | {"quantization_config": cache_config(CACHE_SCHEME)}
@@ -148,9 +143,7 @@ def _write(source: LayerSource, stage: Stage, scales: dict[str, Tensor], dtype: 
 
 
 def _tensors(source: LayerSource, scales: dict[str, Tensor], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for item in [*source.outer, *(x for items in source.stored for x in items)]:
-        if item.optional and item.weight_name not in source.checkpoint:
-            continue
+    for item in source.present:
         value, bias = load_stored(source.checkpoint, item)
         dense = value if isinstance(value, Tensor) else value.dequantize()
         for name, tensor in as_stored(item, dense, bias):

@@ -14,25 +14,24 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from toolkit.artifacts.gguf import quantize as gguf_quantize
-from toolkit.artifacts.gguf.container import TYPES
 from toolkit.artifacts.json_file import write_json_object
 from toolkit.base.record import read
 from toolkit.errors import UsageError
 from toolkit.models.sites import Site
 from toolkit.models.spec import LinearSpec
+from toolkit.quant.gguf import type_bits
 from toolkit.quant.layers.forward_parts import Weights
 from toolkit.quant.layers.source import LayerSource
-from toolkit.quant.layers.spill import Spill
 from toolkit.quant.methods.awq import Grid, clip_groups, site_scale
 from toolkit.quant.methods.grid import quantize
 from toolkit.quant.methods.sensitivity import SAMPLES, Felt, feel
+from toolkit.quant.run import Prepared
 from toolkit.quant.selection import Selection
 from toolkit.runners.native.packing.gguf_scales import find_scales
 from toolkit.runners.weights.folding import Folded, fold_site
@@ -113,8 +112,7 @@ def in_checkpoint(linear: LinearSpec, grid: Grid) -> int:
 
 def in_gguf(linear: LinearSpec, grid: Grid) -> int:
     """Bits that a linear takes in a GGUF file."""
-    columns, size = next((c, s) for name, c, s in TYPES.values() if name == kind_of(grid))
-    return linear.in_features * linear.out_features // columns * size * 8
+    return type_bits(kind_of(grid), linear.in_features * linear.out_features)
 
 
 @dataclass(frozen=True)
@@ -141,10 +139,8 @@ class Costs:
 def fixed_bits(source: LayerSource, linears: Sequence[LinearSpec], dtype: torch.dtype) -> int:
     """Bits of everything in the weight files but the linears that are quantized, headers included."""
     quantized = sum(x.in_features * x.out_features for x in linears)
-    stored = [item for items in (source.outer, *source.stored) for item in items]
-    held = [x for x in stored if not x.optional or x.weight_name in source.checkpoint]
-    elements = sum(math.prod(x.shape) + (math.prod(x.bias_shape) if x.bias else 0) for x in held)
-    return (elements - quantized) * torch.finfo(dtype).bits + len(held) * HEADER_BYTES * 8
+    elements = sum(math.prod(x.shape) + (math.prod(x.bias_shape) if x.bias else 0) for x in source.present)
+    return (elements - quantized) * torch.finfo(dtype).bits + len(source.present) * HEADER_BYTES * 8
 
 
 def head_grid(head: LinearSpec, gguf: bool = False) -> Grid:
@@ -167,25 +163,15 @@ def units_of(sites: Sequence[Site]) -> dict[str, list[Site]]:
     return found
 
 
-def measure(
-    source: LayerSource,
-    selection: Selection,
-    ids: Tensor,
-    device: torch.device,
-    directory: Path,
-    told: Any,
-    spill: Spill,
-    costs: Costs = Costs(),
-) -> list[Unit]:
-    """What every candidate costs in every unit, told by the text ``ids`` [samples, length]; kept in ``directory`` for a
-    run that goes on. ``spill``: where the text is held between the layers."""
-    kept = directory / "search.json"
+def measure(source: LayerSource, selection: Selection, run: Prepared, costs: Costs) -> list[Unit]:
+    """What every candidate costs in every unit, told by the text; kept in ``run.directory`` for a run that goes on."""
+    kept = run.directory / "search.json"
     if not kept.is_file():
-        directory.mkdir(parents=True, exist_ok=True)
+        run.directory.mkdir(parents=True, exist_ok=True)
         found: list[Unit] = []
         with torch.inference_mode(False), torch.no_grad():
-            progress = partial(told, "weighing widths")
-            for i, weights, felt in feel(source, ids[:SAMPLES].clone(), device, spill, progress):
+            ids, progress = run.ids[:SAMPLES].clone(), partial(run.progress, "weighing widths")
+            for i, weights, felt in feel(source, ids, run.setting.device, run.spill, progress):
                 sites = selection.sites(source.spec.layers[i])
                 units = units_of(sites).items()
                 found[:0] = [_weigh(name, own, weights, felt, costs) for name, own in units]

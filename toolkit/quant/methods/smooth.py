@@ -40,9 +40,7 @@ def method(*, quant_dtype: torch.dtype, dtype: torch.dtype, strength: float | No
     tensors are stored as."""
 
     def one_site(site: Site, weights: Mapping[str, Tensor], folded: Folded, gram: Gram | None) -> Iterator[Made]:
-        scale = None
-        if gram is not None and site.fold is not None:
-            scale = _scale(site, weights, gram, strength, quant_dtype)
+        scale = None if gram is None else _scale(site, weights, gram, strength, quant_dtype)
         scale = None if scale is None else storable(site, weights, scale, dtype)
         inputs = None if gram is None else gram.sample
         if inputs is not None and scale is not None:
@@ -64,6 +62,8 @@ def _scale(
 ) -> Tensor | None:
     """The scale of a site: one number a channel, or for a RowFold one a producing row. None: best left alone."""
     fold, readers = site.fold, Readers(site, weights)
+    if fold is None:
+        return None
     largest, absmax = torch.zeros_like(gram.abs_max), gram.abs_max
     for w in readers:
         largest = torch.maximum(largest, w.abs().amax(0))
@@ -76,14 +76,9 @@ def _scale(
     for rows in readers:
         exact = product(gram.sample, rows)
         for i, scale in enumerate(scales):
-            channels = torch.ones_like(gram.abs_max) if scale is None else scale
-            if scale is not None and isinstance(fold, RowFold):
-                channels = expand(fold, scale)
+            channels = torch.ones_like(gram.abs_max) if scale is None else expand(fold, scale)
             losses[i] += _loss(rows, gram.sample, exact, channels, quant_dtype)
-    best = 0
-    for i, loss in enumerate(losses):
-        if loss < losses[best]:
-            best = i
+    best = losses.index(min(losses))
     return scales[best]
 
 

@@ -113,7 +113,8 @@ def tune(
             model = Student(source, [load_layer(stage, i) for i in layers], load_head(stage), flow.device)
             held = max(1, min(HELD_BACK, len(ids) // 8))
             used = ids[: steps + held]
-            samples = list(zip(used, islice(_rows(flow), len(used)), strict=True))
+            exact = (row for batch in flow.hidden for row in batch.clone())
+            samples = list(zip(used, islice(exact, len(used)), strict=True))
             figures = _train(model, samples[:-held] or samples, samples[-held:], steps, seed, progress)
             better = figures["kl_after"] < figures["kl_before"]
             stage.save(KEY, model.found() if better else {}, figures | {"kept": better})
@@ -121,12 +122,6 @@ def tune(
     for i in layers if found else ():
         replace_layer(stage, i, _with(load_layer(stage, i), found))
     return stage.load_meta(KEY)
-
-
-def _rows(flow: Flow) -> Iterator[Tensor]:
-    """Hidden states of one sample after another, each [length, hidden]."""
-    for batch in flow.hidden:
-        yield from batch.clone()
 
 
 def _with(result: LayerResult, found: Mapping[str, Tensor]) -> LayerResult:

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class CalibrationText:
         if (given := self.plan.given) is not None:
             parts.append(read_samples(given, tokenizer, self.source.checkpoint.tokenizer_dir, pictures))
         if (written := self.plan.written) is not None:
-            told = lambda done, total: progress("writing calibration text", done, total)  # noqa: E731
+            told = partial(progress, "writing calibration text")
             parts.append(self_samples(self.source.path, digest, written, tokenizer, told))
         ids = torch.tensor(interleave(parts), dtype=torch.int64)
         self.source.check_tokens(ids.where(ids < FIRST, 0))

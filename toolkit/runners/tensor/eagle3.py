@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from toolkit.artifacts.drafts.draft_head import HeadSpec, widened
+from toolkit.artifacts.drafts.draft_head import HeadSpec
+from toolkit.artifacts.weight_files.safetensors_file import widened
 from toolkit.models.rope import inv_freq
 from toolkit.runners.head import F32, I64, QUERIES, Drawn, Rows
 

@@ -15,16 +15,21 @@ from torch import Tensor
 
 from toolkit.artifacts.scales import Scales
 from toolkit.base.named import Named
-from toolkit.models.sites import NormFold, RowFold, Site
+from toolkit.models.sites import Fold, NormFold, RowFold, Site
 
 
-def expand(fold: RowFold, scale: Tensor) -> Tensor:
-    """Scale of each producing row [kv_heads · width] → of each channel of the site [heads · width]."""
+def expand(fold: Fold, scale: Tensor) -> Tensor:
+    """Scale of each producing row [kv_heads · width] → of each channel of the site [heads · width]. Of a NormFold they
+    are the same."""
+    if isinstance(fold, NormFold):
+        return scale
     return scale.view(-1, 1, fold.width).expand(-1, fold.repeat, -1).reshape(-1)
 
 
-def shrink(fold: RowFold, per_channel: Tensor) -> Tensor:
+def shrink(fold: Fold, per_channel: Tensor) -> Tensor:
     """Mean over the channels that share a producing row: [heads · width] → [kv_heads · width]."""
+    if isinstance(fold, NormFold):
+        return per_channel
     return per_channel.view(-1, fold.repeat, fold.width).mean(1).reshape(-1)
 
 
