@@ -334,6 +334,13 @@ def test_bad_messages_are_named(make: Any, messages: Any) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_numbers_that_python_does_not_write_are_refused_by_name(make: Any) -> None:
+    tok = make(CHATML)
+    for message in (10**5000, {"role": 10**5000}, {"role": "user", "content": 10**5000}):
+        with pytest.raises(UsageError, match="messages"):
+            ChatTemplate.open(tok, tok.path).render([message])  # type: ignore[list-item]
+
+
 def test_what_a_tool_returned_may_be_an_object(make: Any) -> None:
     template = ChatTemplate.open(make(CHATML), "model")
     asked = [{"role": "user", "content": "How warm?"}]

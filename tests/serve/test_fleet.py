@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote
 
@@ -20,11 +21,12 @@ import psutil
 import pytest
 
 from tests.serve.test_proxy import FakeNode
+from toolkit.configs.engine import TurbomindEngineConfig
 from toolkit.configs.option import read_size
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.fleet.app import create_app
 from toolkit.serve.fleet.catalog import Listed, listed
-from toolkit.serve.fleet.child import Spare
+from toolkit.serve.fleet.child import Launcher, Spare
 from toolkit.serve.fleet.fleet import LOOK_S, Fleet
 from toolkit.serve.fleet.unloaded import shown
 from toolkit.serve.http.errors import ApiError
@@ -483,11 +485,37 @@ def test_lists_that_cannot_be(tmp_path: Path, models: list[str], aliases: list[s
 
 
 @pytest.mark.parametrize(
-    "given", [{"node_url": "http://here:1"}, {"proxy_url": "http://there:1"}, {"enable_sleep_mode": True}]
+    "given",
+    [
+        {"node_url": "http://here:1"},
+        {"proxy_url": "http://there:1"},
+        {"enable_sleep_mode": True},
+        {"adapter_dir": Path(__file__).parent},
+        {"trusted_proxy": ["10.0.0.5"]},
+    ],
 )
 def test_options_for_one_model_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"^--{next(iter(given)).replace('_', '-')}: only for a server of one model$"):
         ServerSettings(**given).check(several=True)
+
+
+def test_options_about_pictures_are_told_to_each_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "media_io_kwargs": '{"video": {"num_frames": 4}}',
+        "limit_mm_per_prompt": '{"image": 2}',
+        "allowed_media_domains": ["a.example"],
+        "allow_private_media": True,
+    }
+    orders: list[Any] = []
+
+    def launch(order: Any, kind: Any, child: Any) -> tuple[Any, dict[str, Any]]:
+        orders.append(order)
+        return SimpleNamespace(), {"memory": 1}
+
+    monkeypatch.setattr("toolkit.serve.fleet.child.launch", launch)
+    monkeypatch.setattr(Spare, "fill_later", lambda self: None)
+    Launcher(TurbomindEngineConfig(), "key", ServerSettings(**given))(Listed("a", str(tmp_path)))
+    assert given.items() <= vars(orders[0].settings).items()
 
 
 def test_sizes() -> None:

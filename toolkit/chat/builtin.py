@@ -6,7 +6,6 @@ template joins; the odd ones name a Jinja file of their own.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.base.record import read
+from toolkit.configs.checks import nearest
 from toolkit.errors import UsageError
 
 PIECES = ("system", "eosys", "user", "eoh", "assistant", "eoa", "tool", "eotool", "separator")
@@ -86,8 +86,8 @@ def match(model: str) -> Builtin | None:
 def unknown(name: str) -> UsageError:
     """The error for a name that is none of ours."""
     names = [n for b in load() for n in (b.name, *b.aliases)]
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    close = nearest(name, names)
+    hint = f"did you mean {close!r}? " if close else ""
     return UsageError(
         f"chat template {name!r}: neither a built-in name nor a .json or .jinja file; {hint}'tool list' shows them all"
     )

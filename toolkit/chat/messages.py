@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from toolkit.configs.checks import shown
 from toolkit.errors import UsageError
 from toolkit.vision.parts import IMAGE_TOKEN, is_picture
 
@@ -24,16 +25,16 @@ def normalise(messages: Sequence[Message], sees: bool = False) -> list[Message]:
     Raises UsageError that names the message for anything a language model cannot take.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise UsageError(f"messages: expected a list of at least one message, found {_short(messages)}")
+        raise UsageError(f"messages: expected a list of at least one message, found {shown(messages, 60)}")
     return [_message(i, message, sees) for i, message in enumerate(messages)]
 
 
 def _message(i: int, message: Message, sees: bool) -> Message:
     if not isinstance(message, dict):
-        raise UsageError(f'messages[{i}]: expected {{"role": …, "content": …}}, found {_short(message)}')
+        raise UsageError(f'messages[{i}]: expected {{"role": …, "content": …}}, found {shown(message, 60)}')
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise UsageError(f"messages[{i}].role: expected system, user, assistant or tool, found {_short(role)}")
+        raise UsageError(f"messages[{i}].role: expected system, user, assistant or tool, found {shown(role, 60)}")
     made = dict(message)
     calls = message.get("tool_calls")
     if calls is None:
@@ -64,7 +65,7 @@ def _text(i: int, message: Message, has_calls: bool, sees: bool) -> str:
     if isinstance(content, dict) and message["role"] in TOOL_ROLES:
         return json.dumps(content, ensure_ascii=False)
     if not isinstance(content, list | tuple):
-        raise UsageError(f"messages[{i}].content: expected text or a list of parts, found {_short(content)}")
+        raise UsageError(f"messages[{i}].content: expected text or a list of parts, found {shown(content, 60)}")
     whole = ""
     for j, part in enumerate(content):
         where = f"messages[{i}].content[{j}]"
@@ -79,7 +80,7 @@ def _text(i: int, message: Message, has_calls: bool, sees: bool) -> str:
         elif isinstance(kind, str) and kind not in ("text", "input_text"):
             raise UsageError(f"{where}: {kind} is not supported, models here take text, and images where they see")
         else:
-            raise UsageError(f'{where}: expected {{"type": "text", "text": …}}, found {_short(part)}')
+            raise UsageError(f'{where}: expected {{"type": "text", "text": …}}, found {shown(part, 60)}')
     return whole
 
 
@@ -93,13 +94,13 @@ def _check_picture(where: str, role: str, sees: bool) -> None:
 
 def _tool_calls(i: int, calls: Any) -> list[dict[str, Any]]:
     if not isinstance(calls, list | tuple):
-        raise UsageError(f"messages[{i}].tool_calls: expected a list, found {_short(calls)}")
+        raise UsageError(f"messages[{i}].tool_calls: expected a list, found {shown(calls, 60)}")
     made = []
     for j, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise UsageError(
-                f'messages[{i}].tool_calls[{j}]: expected {{"function": {{"name": …}}}}, found {_short(call)}'
+                f'messages[{i}].tool_calls[{j}]: expected {{"function": {{"name": …}}}}, found {shown(call, 60)}'
             )
         made.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
     return made
@@ -114,8 +115,3 @@ def _arguments(value: Any) -> Any:
             return value
         return parsed if isinstance(parsed, dict) else value
     return {} if value is None else value
-
-
-def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "…"

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,12 @@ class Origin:
     built_in: bool = False
     parse_special: bool = False
 
-    @property
+    @cached_property
     def spells_tools(self) -> bool:
         """Whether tools stand in the system text, for the template has no place for them."""
         return self.custom is None and not any("tools" in source for source in self.sources.values())
 
-    @property
+    @cached_property
     def knows_ipython(self) -> bool:
         return any("ipython" in source for source in self.sources.values())
 

@@ -36,7 +36,7 @@ LEAST_TIME = 0.001  # seconds; a speed measured over less is noise
 WORDS = {"end": "/clear", "/?": "/help"}  # "end": LMDeploy's word for the end of a session
 QUOTES = '"""'  # around a question of several lines
 ROOM = 4  # an answer is to have this part of the context, or max_new_tokens where that is less
-COMMANDS = ("/help", "/system", "/image", "/video", "/set", "/clear", "/save", "/load", "/retry", "/exit")
+COMMANDS = tuple(line.split()[0] for line in HELP.splitlines() if line.startswith("/"))
 
 
 class Model(Protocol):

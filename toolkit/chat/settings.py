@@ -16,6 +16,7 @@ from toolkit.errors import ToolkitError, UsageError
 GREEDY = GenerationConfig(temperature=1.0)  # the temperature that holds once sampling is asked for
 _OF_MODEL = tuple(p.name for p in PARAMETERS.values() if p.of_model)
 _DRAWS = (*(p.name for p in TYPED.values() if p.draws), "seed")
+_SWITCH = dict.fromkeys(("true", "on", "yes", "1"), True) | dict.fromkeys(("false", "off", "no", "0"), False)
 
 
 def of_model(directory: Path) -> GenerationConfig:
@@ -80,16 +81,7 @@ def parse(name: str, text: str) -> Any:
     kind = TYPED[name].type
     try:
         if kind is bool:
-            return {
-                "true": True,
-                "on": True,
-                "yes": True,
-                "1": True,
-                "false": False,
-                "off": False,
-                "no": False,
-                "0": False,
-            }[text.lower()]
+            return _SWITCH[text.lower()]
         if kind is list:
             return [text.encode().decode("unicode_escape").encode("latin-1").decode()] if text else []
         return kind(text)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from toolkit.chat.sandbox import Sandbox
 
 _END = "\ue0a7\ue0a8"  # private characters that mark the end of an answer to be continued; they never reach a prompt
+_NO_MORE = {"tools": None, "add_generation_prompt": False}  # variables where a template is tried with a message
 
 
 class ChatTemplate:
@@ -59,21 +60,16 @@ class ChatTemplate:
         self.note = found.what
         self._meta_instruction = found.meta_instruction
         self._bare = False
-        self._custom = found.custom
         self.capability = found.capability
-        self._spells_tools = found.spells_tools
-        self.tool_format = hermes.FORMAT if self._spells_tools else found.tool_format
+        self.tool_format = hermes.FORMAT if found.spells_tools else found.tool_format
         self._spell = spell_out
         self.reasoning_format = found.reasoning_format
-        self._pieces = found.pieces
-        self._built_in = found.built_in
-        self._knows_ipython = found.knows_ipython
+        self._found = found
         self._tokenizer = tokenizer
-        self._sources = found.sources
         self._renderer = _renderer(found, renderer)
         self.parse_special = found.parse_special
         self.stop_words = list(found.stop_words) or self._turn_end()
-        if self._spells_tools and self._prints_plugin_turns():
+        if self._found.spells_tools and self._prints_plugin_turns():
             self.tool_format, self._spell = internlm.FORMAT, spell_for_internlm
 
     @property
@@ -88,16 +84,16 @@ class ChatTemplate:
     @property
     def source(self) -> str:
         """Its Jinja text as others can run it: what a built-in one is given here stands in it; "" for one in Python."""
-        if self._custom is not None:
+        if self._found.custom is not None:
             return ""
-        values, ahead = {"start": self._tokenizer.start_text, "pieces": self._pieces}, ""
-        if self._built_in:
+        values, ahead = {"start": self._tokenizer.start_text, "pieces": self._found.pieces}, ""
+        if self._found.built_in:
             ahead = "".join(f"{{%- set {name} = {_literal(value)} -%}}" for name, value in values.items())
         if self._meta_instruction is not None:
             system = _literal({"role": "system", "content": self._meta_instruction})
             more = f"{{%- set messages = [{system}] + messages -%}}"
             ahead += f'{{%- if messages[0].role not in ["system", "developer"] -%}}{more}{{%- endif -%}}'
-        return ahead + self._sources["default"]
+        return ahead + self._found.sources["default"]
 
     @classmethod
     def open(
@@ -152,48 +148,38 @@ class ChatTemplate:
                 return _plain(self._tokenizer.start_text + _infilling(messages))
             messages = [{"role": "user", "content": messages}]
         turns = normalise(messages, self.picture is not None)
+        opens = {"add_generation_prompt": add_generation_prompt}
         if self.parse_special:
-            return _plain(self._whole(turns, tools, add_generation_prompt, variables))
+            return _plain(self._whole(turns, {"tools": tools, **opens, **variables}))
         names = self._apart.names
         marks = Marks(names)
-        turns, tools, variables = marks.put(turns), marks.put(tools), marks.put(variables)
-        return Written.of(self._whole(turns, tools, add_generation_prompt, variables), marks.spelled, names)
+        turns, values = marks.put(turns), {"tools": marks.put(tools), **opens, **marks.put(variables)}
+        return Written.of(self._whole(turns, values), marks.spelled, names)
 
-    def _whole(
-        self,
-        turns: list[Message],
-        tools: list[dict[str, Any]] | None,
-        add_generation_prompt: bool,
-        variables: dict[str, Any],
-    ) -> str:
-        """The prompt of messages as ``normalise`` makes them."""
-        if self._meta_instruction is not None and self._custom is None and not _has_system(turns):
+    def _whole(self, turns: list[Message], values: dict[str, Any]) -> str:
+        """The prompt of messages as ``normalise`` makes them. ``values``: the template's variables besides: tools,
+        add_generation_prompt and what else it is given."""
+        if self._meta_instruction is not None and self._found.custom is None and not _has_system(turns):
             turns.insert(0, {"role": "system", "content": self._meta_instruction})
-        if self._spells_tools and (tools or any(turn.get("tool_calls") for turn in turns)):
-            turns = self._spell(turns, tools)
+        if self._found.spells_tools and (values["tools"] or any(turn.get("tool_calls") for turn in turns)):
+            turns, values = self._spell(turns, values["tools"]), values | {"tools": None}
             try:
-                return self._end(turns, None, add_generation_prompt, variables)
+                return self._end(turns, values)
             except UsageError:
                 if len(turns) < 2 or not _has_system(turns) or turns[1]["role"] != "user":
                     raise
-                return self._end(system_in_user(turns), None, add_generation_prompt, variables)
-        return self._end(turns, tools, add_generation_prompt, variables)
+                return self._end(system_in_user(turns), values)
+        return self._end(turns, values)
 
-    def _end(
-        self,
-        turns: list[Message],
-        tools: list[dict[str, Any]] | None,
-        add_generation_prompt: bool,
-        variables: dict[str, Any],
-    ) -> str:
+    def _end(self, turns: list[Message], values: dict[str, Any]) -> str:
         """The prompt, ended where the answer begins, or where an answer that has begun goes on."""
         last = turns[-1]
-        if not add_generation_prompt or last["role"] != "assistant" or last.get("tool_calls"):
-            return self._run(turns, tools, add_generation_prompt, variables)
+        if not values["add_generation_prompt"] or last["role"] != "assistant" or last.get("tool_calls"):
+            return self._run(turns, values)
         if not last["content"]:
-            return self._run(turns[:-1], tools, True, variables)
+            return self._run(turns[:-1], values)
         turns[-1] = {**last, "content": last["content"] + _END}
-        text, mark, _ = self._run(turns, tools, False, variables).rpartition(_END)
+        text, mark, _ = self._run(turns, values | {"add_generation_prompt": False}).rpartition(_END)
         if not mark:
             raise ToolkitError(f"chat template ({self.note}): it drops the last answer, which then cannot be continued")
         return text
@@ -220,74 +206,58 @@ class ChatTemplate:
                 words.append(word)
         return dataclasses.replace(config, stop_words=words or None, stop_token_ids=ids or None)
 
-    def _run(
-        self, turns: list[Message], tools: list[dict[str, Any]] | None, open_answer: bool, variables: dict[str, Any]
-    ) -> str:
-        if self._custom is not None:
-            return self._run_custom(turns, tools, open_answer, variables)
-        if not self._bare or _has_system(turns) or self._pieces is not None:
-            return self._run_jinja(turns, tools, open_answer, variables)
-        if tools:  # they stand beside the system text
-            return self._run_jinja([{"role": "system", "content": ""}, *turns], tools, open_answer, variables)
+    def _run(self, turns: list[Message], values: dict[str, Any]) -> str:
+        if self._found.custom is not None:
+            return self._run_custom(turns, values)
+        if not self._bare or _has_system(turns) or self._found.pieces is not None:
+            return self._run_jinja(turns, values)
+        if values["tools"]:  # they stand beside the system text
+            return self._run_jinja([{"role": "system", "content": ""}, *turns], values)
         mark = [{"role": "system", "content": _END}]
         try:
-            block = self._run_jinja(mark, None, False, variables)
-            text = self._run_jinja([*mark, *turns], None, open_answer, variables)
+            block = self._run_jinja(mark, values | {"add_generation_prompt": False})
+            text = self._run_jinja([*mark, *turns], values)
         except ToolkitError:
             block = ""
         if _END not in block or not text.startswith(block):  # no system text, or it stands inside another turn
-            return self._run_jinja(turns, None, open_answer, variables)
+            return self._run_jinja(turns, values)
         rest, bos = text[len(block) :], self._tokenizer.special_tokens.get("bos_token", "")
         own = rest.startswith(bos)  # where every turn begins with it, it is no start of its own
         return bos + rest if block.startswith(bos) and not own else rest
 
-    def _run_custom(
-        self, turns: list[Message], tools: list[dict[str, Any]] | None, open_answer: bool, variables: dict[str, Any]
-    ) -> str:
-        self._custom.meta_instruction = self._meta_instruction  # it may have been changed since
-        turns = self._with_pictures(turns, parts=False)
-        given = {"tools": tools, "add_generation_prompt": open_answer, **variables}
+    def _run_custom(self, turns: list[Message], values: dict[str, Any]) -> str:
+        self._found.custom.meta_instruction = self._meta_instruction  # it may have been changed since
         try:
-            text = self._custom.messages2prompt(turns, True, **given)
+            text = self._found.custom.messages2prompt(self._with_pictures(turns, parts=False), True, **values)
         except Exception as e:
             raise ToolkitError(f"chat template ({self.note}) fails: {type(e).__name__}: {e}") from e
         return self._tokenizer.start_text + text
 
-    def _run_jinja(
-        self, turns: list[Message], tools: list[dict[str, Any]] | None, open_answer: bool, variables: dict[str, Any]
-    ) -> str:
-        chosen = self._sources["default"]
-        if tools:
-            chosen = self._sources.get("tool_use", chosen)
+    def _run_jinja(self, turns: list[Message], values: dict[str, Any]) -> str:
+        chosen = self._found.sources["default"]
+        if values["tools"]:
+            chosen = self._found.sources.get("tool_use", chosen)
         turns = self._with_pictures(turns, parts=self.picture is not None and self._takes_parts)
-        if not self._knows_ipython:
+        if not self._found.knows_ipython:
             turns = [{**turn, "role": "tool"} if turn["role"] == "ipython" else turn for turn in turns]
         try:
-            return self._rendered(chosen, turns, tools, open_answer, variables)
+            return self._rendered(chosen, turns, values)
         except TemplateRefusal as e:
             raise UsageError(f"messages: the model's chat template refuses them: {e}") from e
         except ValueError as e:
             raise ToolkitError(f"chat template ({self.note}) fails: {e}; choose another by --chat-template") from e
 
-    def _rendered(
-        self,
-        chosen: str,
-        turns: list[Message],
-        tools: list[dict[str, Any]] | None,
-        open_answer: bool,
-        variables: dict[str, Any],
-    ) -> str:
-        values = {
+    def _rendered(self, chosen: str, turns: list[Message], values: dict[str, Any]) -> str:
+        given = {
             **self._tokenizer.special_tokens,
             "start": self._tokenizer.start_text,
-            "pieces": self._pieces,
+            "pieces": self._found.pieces,
             "messages": turns,
-            "tools": tools or None,
             "documents": None,
-            "add_generation_prompt": open_answer,
-            **variables,
+            **values,
+            "tools": values["tools"] or None,
         }
-        return self._renderer.render(chosen, values)
+        return self._renderer.render(chosen, given)
 
     @property
     def forgery(self) -> str | None:
@@ -299,18 +269,18 @@ class ChatTemplate:
     @cached_property
     def _apart(self) -> Apart:
         try:
-            turn = self._whole([{"role": "user", "content": "a"}], None, False, {})
+            turn = self._whole([{"role": "user", "content": "a"}], _NO_MORE)
         except ToolkitError:
             turn = ""
-        return told_apart(self._tokenizer, self._sources.values(), turn)
+        return told_apart(self._tokenizer, self._found.sources.values(), turn)
 
     @cached_property
     def _takes_parts(self) -> bool:
         """Whether the template reads a message's content part by part, found by rendering one: it then writes itself
         what stands for pictures."""
-        content = [{"type": "text", "text": _END}]
+        turns = [{"role": "user", "content": [{"type": "text", "text": _END}]}]
         try:
-            text = self._rendered(self._sources["default"], [{"role": "user", "content": content}], None, False, {})
+            text = self._rendered(self._found.sources["default"], turns, _NO_MORE)
         except (TemplateRefusal, ValueError):
             return False
         return _END in text
@@ -335,7 +305,7 @@ class ChatTemplate:
         if self._tokenizer.token_id(PLUGIN) not in self._tokenizer.special_ids:
             return False
         try:
-            return PLUGIN_ROLE in self._run([{"role": PLUGIN_ROLE, "content": "a"}], None, False, {})
+            return PLUGIN_ROLE in self._run([{"role": PLUGIN_ROLE, "content": "a"}], _NO_MORE)
         except ToolkitError:
             return False
 
@@ -348,7 +318,7 @@ class ChatTemplate:
             return []  # an answer is several messages; its end is in the model's files
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b{_END}"}]
         try:
-            after = self._run(turns, None, False, {}).rpartition(_END)[2]
+            after = self._run(turns, _NO_MORE).rpartition(_END)[2]
         except ToolkitError:
             return []
         ids = self._tokenizer.encode(after.lstrip(), add_special_tokens=False)

@@ -62,15 +62,14 @@ def guarded_calls(form: ToolFormat, functions: Functions, strict: frozenset[str]
     whole = written.first + written.begin
     assert whole.startswith(written.trigger)
     trigger = literal(written.trigger, specials)
-    free: Any = {"type": "object"}
+    known: dict[str, Any] = {
+        n: schema if n in strict else {"type": "object"} for n, schema in (functions or {}).items()
+    }
     calls = []
-    for name, schema in (functions or {}).items():
-        begin = (whole % name).removeprefix(written.trigger)
-        arguments = _arguments(form, schema if name in strict else free)
-        calls.append(_row([*literal(begin, specials), arguments, *literal(written.end, specials)]))
-    more = [
-        _call(form, name, schema if name in strict else free, specials) for name, schema in (functions or {}).items()
-    ]
+    for name, schema in known.items():
+        begin = literal((whole % name).removeprefix(written.trigger), specials)
+        calls.append(_row([*begin, _arguments(form, schema), *literal(written.end, specials)]))
+    more = [_call(form, name, schema, specials) for name, schema in known.items()]
     again = {"type": "star", "content": _row([*literal(written.between, specials), _any(more)])}
     chain = [] if written.first == "" else [again]
     content = _row([*trigger[1:], _any(calls), *chain, *literal(written.last, specials)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from toolkit.parsers.formats import Call, Functions
@@ -72,6 +73,20 @@ def object_at(text: str, at: int = 0) -> tuple[str | None, int]:
     except (ValueError, RecursionError):
         return None, at
     return as_arguments(value), at
+
+
+def one_call(whole: re.Pattern[str]) -> Callable[[str, Functions], list[Call]]:
+    """Reads a text that is one call: all of it matches ``whole``, whose groups are ``name``, ``arguments`` (JSON) and,
+    where the model gives one, ``id``."""
+
+    def read_one(text: str, functions: Functions) -> list[Call]:
+        match = whole.fullmatch(text)
+        arguments = arguments_of(match["arguments"]) if match else None
+        if match is None or arguments is None or not known(name := match["name"].strip(), functions):
+            return []
+        return [Call(name, arguments, match.groupdict().get("id") or "")]
+
+    return read_one
 
 
 def as_arguments(value: Any) -> str | None:

@@ -62,16 +62,12 @@ class Element:
         found: list[tuple[re.Match[str], str]] = []
         at = 0
         while at < len(text):
-            head = self._begin.match(text, at)
-            if head is None:
+            element = self.first(text, at)
+            if element is None:
                 return None
-            if seam := self._seam.search(text, head.end()):
-                end, at = seam.span()
-            elif text.endswith(self._end, head.end()):
-                end, at = len(text) - len(self._end), len(text)
-            else:
-                return None
-            found.append((head, text[head.end() : end]))
+            head, body, end = element
+            found.append((head, body))
+            at = _BLANKS.match(text, end).end()  # type: ignore[union-attr]
         return found
 
 
@@ -108,13 +104,12 @@ class Tags:
 
 def read_call(name: str, body: str, parameter: Element, functions: Functions) -> Call | None:
     """The call of ``name`` whose parameters are ``body``; None where it is none."""
-    schema = (functions or {}).get(name, {})
-    properties = schema.get("properties")
+    properties = (functions or {}).get(name, {}).get("properties")
     keys = properties if isinstance(properties, Mapping) else {}
     values = _values(body, parameter, keys) if known(name, functions) else None
     if values is None:
         return None
-    given = {key: _typed(value, told, schema, key) for key, (value, told) in values.items()}
+    given = {key: _typed(value, told, keys.get(key)) for key, (value, told) in values.items()}
     arguments = as_arguments(_unwrapped(given, keys))
     return None if arguments is None else Call(name, arguments)
 
@@ -134,7 +129,10 @@ def _unwrapped(given: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
 
 def _values(body: str, parameter: Element, keys: Collection[str]) -> dict[str, tuple[str, str | None]] | None:
     if (whole := body.strip()).startswith("{"):  # some models write JSON after all
-        return None if arguments_of(whole) is None else {k: (v, None) for k, v in _texts(whole).items()}
+        if arguments_of(whole) is None:
+            return None
+        given = json.loads(whole)
+        return {k: (v if isinstance(v, str) else json.dumps(v, ensure_ascii=False), None) for k, v in given.items()}
     elements = parameter.split(body)
     if elements is None:
         return None
@@ -161,14 +159,9 @@ def _ended(
         yield head, value
 
 
-def _texts(whole: str) -> dict[str, str]:
-    return {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in json.loads(whole).items()}
-
-
-def _typed(text: str, told: str | None, schema: Mapping[str, Any], key: str) -> Any:
-    """``text`` as the value that its parameter's type asks for; itself where it is no such value."""
-    properties = schema.get("properties")
-    wanted = _types(properties.get(key)) if isinstance(properties, Mapping) else set()
+def _typed(text: str, told: str | None, schema: Any) -> Any:
+    """``text`` as the value that its parameter's ``schema`` asks for; itself where it is no such value."""
+    wanted = _types(schema)
     if wanted == {str} or (told == "true" and (not wanted or str in wanted)):
         return text
     word = text.strip()

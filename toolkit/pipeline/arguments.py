@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from typing import Any
 
+from toolkit.configs.checks import shown
 from toolkit.configs.engine import VisionConfig
 from toolkit.configs.speculative import SpeculativeConfig
 from toolkit.errors import UsageError
@@ -28,7 +29,7 @@ def configs(gen_config: GenerationConfig | list[GenerationConfig], count: int) -
     """One config a prompt. Raises UsageError where the numbers differ."""
     configs = [gen_config] * count if isinstance(gen_config, GenerationConfig) else gen_config
     if not isinstance(configs, list) or not all(isinstance(c, GenerationConfig) for c in configs):
-        raise UsageError(f"gen_config: expected a GenerationConfig or a list of them, found {repr(gen_config)[:60]}")
+        raise UsageError(f"gen_config: expected a GenerationConfig or a list of them, found {shown(gen_config, 60)}")
     if len(configs) != count:
         raise UsageError(f"gen_config: expected one, or {count} (as many as prompts), found {len(configs)}")
     for config in configs:
@@ -53,7 +54,7 @@ def sessions(sessions: Session | list[Session] | None, count: int) -> list[Sessi
         return None
     many = [sessions] if isinstance(sessions, Session) else sessions
     if not isinstance(many, list) or len(many) != count or not all(isinstance(s, Session) for s in many):
-        raise UsageError(f"sessions: expected {count}, one a prompt, found {repr(sessions)[:60]}")
+        raise UsageError(f"sessions: expected {count}, one a prompt, found {shown(sessions, 60)}")
     return many
 
 
@@ -64,7 +65,7 @@ def id_rows(input_ids: Any, vocab_size: int) -> list[list[int]]:
         good = isinstance(ids, list) and len(ids) > 1 and all(type(t) is int and 0 <= t < vocab_size for t in ids)
         if not good:
             raise UsageError(
-                f"input_ids[{i}]: expected at least two token ids in [0, {vocab_size}), found {repr(ids)[:60]}"
+                f"input_ids[{i}]: expected at least two token ids in [0, {vocab_size}), found {shown(ids, 60)}"
             )
     return rows
 
@@ -88,12 +89,12 @@ def refuse_unknown(where: str, kwargs: dict[str, Any]) -> None:
 def check(speculative_config: Any, gen_config: Any, max_log_len: Any, vision: Any) -> None:
     """Raise UsageError for an argument of ``Pipeline`` that means nothing."""
     if not isinstance(speculative_config, (SpeculativeConfig, type(None))):
-        wanted = "a SpeculativeConfig"
-        raise UsageError(f"speculative_config: expected {wanted}, found {type(speculative_config).__name__}")
+        found = type(speculative_config).__name__
+        raise UsageError(f"speculative_config: expected a SpeculativeConfig, found {found}")
     if gen_config is not None and not isinstance(gen_config, GenerationConfig):
         raise UsageError(f"gen_config: expected a GenerationConfig, found {type(gen_config).__name__}")
     if max_log_len is not None and (not isinstance(max_log_len, int) or max_log_len < 0):
-        raise UsageError(f"max_log_len: expected a number of characters, found {max_log_len!r}")
+        raise UsageError(f"max_log_len: expected a number of characters, found {shown(max_log_len)}")
     if not isinstance(vision, VisionConfig):
         raise UsageError(f"vision_config: expected a VisionConfig, found {type(vision).__name__}")
 
@@ -101,7 +102,7 @@ def check(speculative_config: Any, gen_config: Any, max_log_len: Any, vision: An
 def set_log_level(logger: logging.Logger, level: str) -> None:
     """Also where nobody has set up logging. Raises UsageError."""
     if level not in LOG_LEVELS:
-        raise UsageError(f"log_level: expected one of {', '.join(LOG_LEVELS)}, found {level!r}")
+        raise UsageError(f"log_level: expected one of {', '.join(LOG_LEVELS)}, found {shown(level)}")
     logger.setLevel(level)
     if not logger.handlers and not logging.getLogger().handlers:
         handler = logging.StreamHandler()

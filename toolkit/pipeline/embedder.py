@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.chat.embedded_text import EmbeddedText
 from toolkit.chat.template import ChatTemplate
+from toolkit.configs.checks import shown
 from toolkit.engine.pooling import Head, open_head
 from toolkit.errors import UsageError
 from toolkit.pipeline.jobs import JobRunner
@@ -41,11 +42,11 @@ class Embedder:
         single = isinstance(inputs, str) or (isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], int))
         many = [inputs] if single else inputs
         if not isinstance(many, list) or not many:
-            raise UsageError(f"inputs: expected texts or token ids, found {repr(inputs)[:60]}")
+            raise UsageError(f"inputs: expected texts or token ids, found {shown(inputs, 60)}")
         rows, limit = [], self._tokenizer.vocab_size
         for i, item in enumerate(many):
             ids = self._text.encode(item) if isinstance(item, str) else item
             if not isinstance(ids, list) or not ids or not all(type(t) is int and 0 <= t < limit for t in ids):
-                raise UsageError(f"inputs[{i}]: expected a text or token ids in [0, {limit}), found {repr(item)[:60]}")
+                raise UsageError(f"inputs[{i}]: expected a text or token ids in [0, {limit}), found {shown(item, 60)}")
             rows.append(ids)
         return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from toolkit.configs.checks import shown
 from toolkit.errors import UsageError
 from toolkit.vision.parts import user_content
 
@@ -25,18 +26,13 @@ def as_batch(prompts: Any) -> tuple[list[Prompt], bool]:
 
 def _one(prompt: Any, where: str) -> Prompt:
     if isinstance(prompt, tuple):
-        return [{"role": "user", "content": content_of(prompt, where)}]
+        try:
+            return [{"role": "user", "content": user_content(prompt)}]
+        except ValueError as e:
+            raise UsageError(f"{where}: {e}") from e
     if not isinstance(prompt, str) and not _is_messages(prompt):
-        raise UsageError(f"{where}: expected text, OpenAI messages or (text, images), found {repr(prompt)[:60]}")
+        raise UsageError(f"{where}: expected text, OpenAI messages or (text, images), found {shown(prompt, 60)}")
     return prompt
-
-
-def content_of(prompt: str | tuple[Any, ...], where: str) -> str | list[dict[str, Any]]:
-    """The content of the user's message. Raises UsageError for a pair that is none."""
-    try:
-        return user_content(prompt)
-    except ValueError as e:
-        raise UsageError(f"{where}: {e}") from e
 
 
 def _is_messages(prompt: Any) -> bool:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response as HttpResponse
 
+from toolkit.artifacts.adapters.config import CONFIG
 from toolkit.configs.checks import shown
 from toolkit.configs.option import spelled
 from toolkit.errors import ToolkitError, UsageError
@@ -25,7 +26,6 @@ from toolkit.serve.state import ServerState
 
 log = logging.getLogger(__name__)
 router = APIRouter()
-MARK = "adapter_config.json"
 LOOK_S = 2.0  # between two looks into the folder
 
 
@@ -83,9 +83,7 @@ async def unload_lora_adapter(raw: Request) -> HttpResponse:
 
 
 def _answer(state: ServerState, error: ToolkitError) -> ApiError:
-    if (outage := state.engine.outage) is not None:
-        return ApiError(503, str(outage), code="engine_unavailable")
-    return ApiError(400, str(error), code="bad_adapter")
+    return state.unavailable() or ApiError(400, str(error), code="bad_adapter")
 
 
 def load(state: ServerState, name: str, path: Path) -> None:
@@ -121,7 +119,7 @@ class Watch:
 
     def look(self) -> None:
         """Load what is new, unload what is gone. A name that a client has unloaded stays so while its folder stays."""
-        found = {path.parent.name: path.parent for path in sorted(self._folder.glob(f"[!.]*/{MARK}"))}
+        found = {path.parent.name: path.parent for path in sorted(self._folder.glob(f"[!.]*/{CONFIG}"))}
         for name in self._bad.keys() - found.keys():  # what comes back under the name is tried anew
             del self._bad[name]
         for name in self._known - found.keys():

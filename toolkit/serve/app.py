@@ -19,6 +19,7 @@ from toolkit.serve.generation.sampling import choose_defaults
 from toolkit.serve.http.access.keys import ApiKeys
 from toolkit.serve.http.access.proxies import Proxies
 from toolkit.serve.http.application import begin_app
+from toolkit.serve.http.errors import not_served
 from toolkit.serve.http.handed import HandedOver
 from toolkit.serve.http.layers import add_layers
 from toolkit.serve.http.openapi.answers import Health, ModelCard, ModelList
@@ -134,7 +135,7 @@ def _add_plain_routes(app: FastAPI, state: ServerState) -> None:
     @app.get("/v1/models/{name:path}", **answered("One model", ModelCard))
     async def model(name: str) -> dict[str, Any]:
         if name not in state.model_names:
-            raise state.not_served(name)
+            raise not_served(name, state.model_names)
         return card_of(name)
 
     healthy = answered("200 when the engine can take requests, 503 when not; needs no key", Health)

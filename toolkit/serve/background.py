@@ -8,7 +8,6 @@ A process that the parent has forked may hold that open, so the child looks whet
 from __future__ import annotations
 
 import atexit
-import difflib
 import inspect
 import json
 import os
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from toolkit.base import child_process, tls
 from toolkit.base.record import plain, read
 from toolkit.chat.custom import MODELS
+from toolkit.configs.checks import nearest
 from toolkit.configs.engine import EngineConfig
 from toolkit.configs.option import check_ranges, option_of
 from toolkit.engine.load.setup import CONFIGS
@@ -158,8 +158,8 @@ def _instead(unknown: str, known: Iterable[str]) -> str:
         if unknown in (f.name for f in fields(kind)):
             return f"{kind.__name__} has it: give backend={backend!r} too"
     engines = (f.name for kind in CONFIGS.values() for f in fields(kind))
-    close = difflib.get_close_matches(unknown, {*known, *engines}, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    close = nearest(unknown, {*known, *engines})
+    hint = f"did you mean {close!r}? " if close else ""
     return f"{hint}help(toolkit.serve) lists them"
 
 

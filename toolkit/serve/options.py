@@ -24,7 +24,7 @@ _CONTROL = {"rich_help_panel": "What clients may do to the server"}
 _FOR_ONE = (
     "model_name", "proxy_url", "node_url",  # proxy_key alone does nothing, and may stand in the environment
     "allow_terminate_by_client", "enable_abort_handling", "enable_sleep_mode", "batch_dir",
-    "enable_weight_updates", "weight_updates_path",
+    "enable_weight_updates", "weight_updates_path", "adapter_dir", "trusted_proxy",
 )  # fmt: skip
 _FOR_SEVERAL = ("models_dir", "memory", "idle_timeout", "swap_patience")
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.configs.checks import shown
 from toolkit.configs.option import spelled
 from toolkit.engine.nap import ASLEEP, EMPTY, UPDATING
 from toolkit.engine.pooling import Head
@@ -18,9 +17,9 @@ from toolkit.serve.generation.cache_report import Prompts
 from toolkit.serve.generation.turn import behind
 from toolkit.serve.http.access.quotas import Quotas
 from toolkit.serve.http.access.users import current_user
-from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.errors import ApiError, not_served
 from toolkit.serve.http.sharing.lanes import Lanes
-from toolkit.serve.http.sharing.places import Places
+from toolkit.serve.http.sharing.places import Places, may_join
 from toolkit.serve.lmdeploy.talks import Talks
 from toolkit.serve.options import ServerSettings
 from toolkit.serve.watch.metrics import ServerMetrics
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from toolkit.chat.template import ChatTemplate
     from toolkit.engine.process.frontend import AsyncEngine
     from toolkit.messages import GenerationConfig
+    from toolkit.serve.fields.protocol import SampledRequest
     from toolkit.serve.generation.parsing import Formats
     from toolkit.serve.openai.responses.kept import Store
     from toolkit.vision.eyes import Eyes
@@ -73,11 +73,10 @@ class Running:
 @dataclass
 class ServerState:
     """``of_adapters``: of those that have a template of their own. ``head``: what becomes of hidden states that
-    embeddings and scores are made of. ``eyes``: None where it reads text alone. ``active``: the
-    engine requests in flight, by their ids. ``admitted``: HTTP requests under way, those whose
-    prompts are not tokens yet too; ``of_batches``: those of them that are lines of batches; ``of_users``: how many of
-    them each user has. ``nap``: held while the
-    model goes to sleep, wakes or gets other weights. ``to_sleep``: it will sleep once they have ended.
+    embeddings and scores are made of. ``eyes``: None where it reads text alone. ``active``: the engine requests in
+    flight, by their ids. ``admitted``: HTTP requests under way, those whose prompts are not tokens yet too;
+    ``of_batches``: those of them that are lines of batches; ``of_users``: how many of them each user has. ``nap``: held
+    while the model goes to sleep, wakes or gets other weights. ``to_sleep``: it will sleep once they have ended;
     ``draining``: once they have, it gets other weights; ``new_weights``: the parts of them that have come. ``closing``:
     the server is on its way down. ``loaded``: adapters that came since the start, ``unloaded``: those of the settings
     that went."""
@@ -128,15 +127,15 @@ class ServerState:
         """Raise ApiError unless ``model`` is served here and the engine can take requests; else let the request in.
         ``waits``: whether it takes a place in the queue."""
         if model not in self.model_names:
-            raise self.not_served(model)
+            raise not_served(model, self.model_names)
         if self.closing:
             raise ApiError(503, "the server is shutting down; ask again later", code="shutting_down")
         if self.sleeping:
             raise ApiError(503, EMPTY if self.engine.weights.empty else ASLEEP, code="sleeping")
         if self.draining:
             raise ApiError(503, UPDATING, code="updating")
-        if (outage := self.engine.outage) is not None:
-            raise ApiError(503, str(outage), code="engine_unavailable")
+        if (error := self.unavailable()) is not None:
+            raise error
         if not waits:
             return
         user = current_user()
@@ -149,16 +148,23 @@ class ServerState:
                 tasks.add(task)
             task.add_done_callback(lambda task: self._leave(task, user.id))
 
+    def unavailable(self) -> ApiError | None:
+        """What clients are told while the engine is down; None while it is not."""
+        outage = self.engine.outage
+        return None if outage is None else ApiError(503, str(outage), code="engine_unavailable")
+
+    def admit(self, request: SampledRequest, token_limit: int | None, prompts: int = 1) -> None:
+        """``check_ready`` for a request that asks for so many tokens behind each of its prompts; raise ApiError too
+        where they are too many."""
+        self.check_ready(request.model)
+        self.settings.limits.check_work(request, prompts, token_limit, self.engine.session_len)
+
     def _check_queue(self, user_id: str) -> None:
-        """Raise ApiError where the queue is full: 429. One who has less of it than an equal part gets in yet, so that
-        nobody's requests are all that it has; it may become twice as long so."""
+        """Raise ApiError 429 where the queue is full: for lines of batches as soon as it is as long as it is to be."""
         places = self.settings.max_concurrent_requests or self.engine.max_batch_size
         waiting = len(self.admitted) - min(places, self.engine.max_batch_size)
         most = self.settings.limits.max_queue
-        if waiting < most:
-            return
-        users = len(self.of_users) + (user_id not in self.of_users)
-        if not behind.get() and waiting < 2 * most and self.of_users[user_id] < most // users:
+        if waiting < most if behind.get() else may_join(waiting, most, user_id, self.of_users):
             return
         text = f"{waiting} requests wait already (the server's {spelled('max_queue')}); try again later"
         raise ApiError(429, text, code="too_many_requests")
@@ -199,12 +205,6 @@ class ServerState:
     def adapters(self) -> tuple[str, ...]:
         """Names of the adapters there are now."""
         return *(name for name in self.settings.adapters if name not in self.unloaded), *self.loaded
-
-    def not_served(self, model: str) -> ApiError:
-        """The answer to a request for another model."""
-        names = ", ".join(repr(name) for name in self.model_names)
-        message = f"model: {shown(model)} is not served here; this server has {names}"
-        return ApiError(404, message, param="model", code="model_not_found")
 
     def template_of(self, model: str) -> ChatTemplate:
         """How a request's ``model`` is talked to."""

@@ -65,9 +65,8 @@ async def update_weights(raw: Request) -> HttpResponse:
             await _replace(state, files, request.mode)
         except ToolkitError as e:  # the whole of it is sent again
             files.close()
-            if (outage := state.engine.outage) is not None:
-                raise ApiError(503, str(outage), code="engine_unavailable") from e
-            raise ApiError(400, f"{e}; the weights are what they were, send all parts again") from e
+            refused = ApiError(400, f"{e}; the weights are what they were, send all parts again")
+            raise state.unavailable() or refused from e
         except Exception:  # but where the request is cancelled: the engine may be about to run with them
             files.close()
             raise

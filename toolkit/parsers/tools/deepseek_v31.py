@@ -6,7 +6,7 @@ import re
 
 from toolkit.parsers import json_calls
 from toolkit.parsers.formats import Call, Functions, ToolFormat, Written
-from toolkit.parsers.tools.deepseek_v3 import CALL, CALLS, NAME_END, read
+from toolkit.parsers.tools.deepseek_v3 import CALL, CALLS, NAME_END
 
 _BODY = re.compile(rf"\s*(?P<name>[^\n<]+){NAME_END}\s*(?P<arguments>\{{.*\}})\s*", re.DOTALL)
 
@@ -26,16 +26,12 @@ def _parts(text: str, functions: Functions) -> list[Call | str]:
     return [*found, text[at:]] if found else []
 
 
-def _read(text: str, functions: Functions) -> list[Call]:
-    return read(_BODY, text, functions)
-
-
 FORMAT = ToolFormat(
     name="deepseek_v31",
     aliases=("deepseek_v3_1",),
     marks=(CALL,),
     drop=CALLS,
-    read=_read,
+    read=json_calls.one_call(_BODY),
     parts=_parts,
     written=Written(f"{CALL[0]}%s{NAME_END}", CALL[1], first=CALLS[0], last=CALLS[1], between="", trigger=CALLS[0]),
     signs=((CALLS[0],),),

@@ -1,12 +1,10 @@
 """Kimi K2: ``<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{…}<|tool_call_end|>``; what is before
 the arguments is the call's id."""
 
-from __future__ import annotations
-
 import re
 
-from toolkit.parsers.formats import Call, Functions, ToolFormat, Written
-from toolkit.parsers.json_calls import arguments_of, known
+from toolkit.parsers.formats import ToolFormat, Written
+from toolkit.parsers.json_calls import one_call
 
 _CALLS = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
@@ -17,19 +15,11 @@ _BODY = re.compile(
 )
 
 
-def _read(text: str, functions: Functions) -> list[Call]:
-    match = _BODY.fullmatch(text)
-    arguments = arguments_of(match["arguments"]) if match else None
-    if match is None or arguments is None or not known(match["name"], functions):
-        return []
-    return [Call(match["name"], arguments, match["id"])]
-
-
 FORMAT = ToolFormat(
     name="kimi_k2",
     marks=(_CALL,),
     drop=_CALLS,
-    read=_read,
+    read=one_call(_BODY),
     written=Written(
         f"{_CALL[0]}functions.%s:0{_NAME_END}", _CALL[1], first=_CALLS[0], last=_CALLS[1], between="", trigger=_CALLS[0]
     ),

@@ -10,16 +10,11 @@ from toolkit.parsers.formats import Call, Functions, ToolFormat, Written
 _NAMED = re.compile(
     r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\](?P<id>\w+)\s*)?(?:\[ARGS\])?\s*(?P<arguments>\{.*)", re.DOTALL
 )
+_read_one = json_calls.one_call(_NAMED)
 
 
 def _read(text: str, functions: Functions) -> list[Call]:
-    match = _NAMED.fullmatch(text)
-    if match is None:
-        return json_calls.read(text, functions)
-    arguments = json_calls.arguments_of(match["arguments"])
-    if arguments is None or not json_calls.known(match["name"], functions):
-        return []
-    return [Call(match["name"], arguments, match["id"] or "")]
+    return _read_one(text, functions) or json_calls.read(text, functions)
 
 
 def _parts(text: str, functions: Functions) -> list[Call | str]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from toolkit.configs.checks import shown
 from toolkit.configs.limits import MOST
-from toolkit.serve.fields.parameters import with_parameters
+from toolkit.serve.fields.parameters import stepping_over, with_parameters
 from toolkit.serve.fields.protocol import StopWord
 from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.fields.tools import NAME
@@ -90,20 +90,9 @@ SHOWN = ("text", "image", "document", "search_result")  # kinds that users and t
 KINDS = (*SHOWN, "thinking", "redacted_thinking", "tool_use", "tool_result")
 # Of what Anthropic's own tools did, and hints to its server:
 SKIPPED = frozenset(
-    {
-        "server_tool_use",
-        "web_search_tool_result",
-        "web_fetch_tool_result",
-        "code_execution_tool_result",
-        "bash_code_execution_tool_result",
-        "text_editor_code_execution_tool_result",
-        "tool_search_tool_result",
-        "mcp_tool_use",
-        "mcp_tool_result",
-        "container_upload",
-        "tool_reference",
-        "browser_state",
-    }
+    "server_tool_use web_search_tool_result web_fetch_tool_result code_execution_tool_result "
+    "bash_code_execution_tool_result text_editor_code_execution_tool_result tool_search_tool_result mcp_tool_use "
+    "mcp_tool_result container_upload tool_reference browser_state".split()
 )
 
 
@@ -127,17 +116,7 @@ def _known(kinds: tuple[str, ...], spelled: Any) -> BeforeValidator:
     return BeforeValidator(check, json_schema_input_type=spelled)
 
 
-def _kind(value: Any) -> Any:
-    return value["type"] if isinstance(value, dict) else value.type
-
-
-Shown = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[Image, Tag("image")]
-    | Annotated[Document, Tag("document")]
-    | Annotated[SearchResult, Tag("search_result")],
-    Discriminator(_kind),
-]
+Shown = Annotated[Text | Image | Document | SearchResult, Field(discriminator="type")]
 
 
 class ToolResult(Block):
@@ -148,15 +127,7 @@ class ToolResult(Block):
 
 
 AnyBlock = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[Image, Tag("image")]
-    | Annotated[SearchResult, Tag("search_result")]
-    | Annotated[Thinking, Tag("thinking")]
-    | Annotated[Redacted, Tag("redacted_thinking")]
-    | Annotated[ToolUse, Tag("tool_use")]
-    | Annotated[ToolResult, Tag("tool_result")]
-    | Annotated[Document, Tag("document")],
-    Discriminator(_kind),
+    Text | Image | SearchResult | Thinking | Redacted | ToolUse | ToolResult | Document, Field(discriminator="type")
 ]
 
 
@@ -206,6 +177,10 @@ class OutputConfig(Block):
     format: JsonOutput | None = None
 
 
+@stepping_over(
+    "cache_control context_management speed user_profile_id workspace_id betas fallbacks fallback_credit_token "
+    "billing_policy"
+)
 class CountRequest(Strict):
     model: ModelName = ""
     messages: list[InputMessage] = Field(min_length=1)
@@ -220,25 +195,11 @@ class CountRequest(Strict):
     container: None = None
     mcp_servers: list[None] | None = Field(None, max_length=0)
     compaction: None = None
-    # Stepped over:
-    cache_control: Any = None
-    context_management: Any = None
-    speed: Any = None
-    user_profile_id: Any = None
-    workspace_id: Any = None
-    betas: Any = None
-    fallbacks: Any = None
-    fallback_credit_token: Any = None
-    billing_policy: Any = None
 
 
+@stepping_over("metadata service_tier inference_geo diagnostics")
 @with_parameters("temperature", "top_p", "top_k")
 class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1, le=1 << 30)
     stop_sequences: list[StopWord] | None = Field(None, max_length=MOST["stop_words"])
     stream: bool | None = None
-    # Stepped over:
-    metadata: Any = None
-    service_tier: Any = None
-    inference_geo: Any = None
-    diagnostics: Any = None

@@ -15,7 +15,7 @@ from toolkit.serve.generation.chat import Chat
 from toolkit.serve.generation.read import encode_chat, parse, translated
 from toolkit.serve.http.errors import NoThreads
 from toolkit.serve.http.openapi.answers import AnthropicMessage, CountedTokens
-from toolkit.serve.http.openapi.schema import ANTHROPIC_ERRORS, describe
+from toolkit.serve.http.openapi.schema import ANTHROPIC_ERRORS, EVENTS, describe
 from toolkit.serve.http.replies import EventReply, JsonReply, Wire, json_response, named_event
 
 router = APIRouter(responses=ANTHROPIC_ERRORS)
@@ -25,16 +25,13 @@ WIRE = Wire(named_event, lambda error: error.anthropic(), ping=named_event(told.
 
 @router.post(
     "/v1/messages",
-    **describe(
-        MessagesRequest, "Answer a conversation, as Anthropic has it", AnthropicMessage, stream="text/event-stream"
-    ),
+    **describe(MessagesRequest, "Answer a conversation, as Anthropic has it", AnthropicMessage, stream=EVENTS),
 )
 async def messages(raw: Request) -> HttpResponse:
     state, asked, size = await parse(raw, MessagesRequest)
     _check(asked)
     request = await translated(state, lambda: chat_request(asked), size)
-    state.check_ready(request.model)
-    state.settings.limits.check_work(request, 1, request.token_limit, state.engine.session_len)
+    state.admit(request, request.token_limit)
     chat = Chat(state, request, size, f"msg_{uuid.uuid4().hex}")
     return EventReply(told.events(chat), WIRE) if asked.stream else JsonReply(lambda: told.whole(chat), WIRE)
 

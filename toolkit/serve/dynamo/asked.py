@@ -11,8 +11,6 @@ from toolkit.chat import settings
 from toolkit.errors import UsageError
 from toolkit.messages import GenerationConfig, Response
 
-# Its names of what ours has by another one; the others are alike.
-_SPELLED = {"seed": "seed", "min_tokens": "min_new_tokens"}
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
 )  # fmt: skip
@@ -67,9 +65,14 @@ def _rule(guided: Any) -> dict[str, Any] | None:
 
 
 def _handed(request: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Who has computed the prompt (``lent``), where another worker has."""
-    told = (request.get("prefill_result") or {}).get("disaggregated_params") or {}
+    """Who has computed the prompt, where another worker has."""
+    told = prefilled(request)
     return {"remote_engine_id": told["engine_id"]} if isinstance(told.get("engine_id"), str) else None
+
+
+def prefilled(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the worker that has computed the prompt said (``lent``); empty where none has."""
+    return (request.get("prefill_result") or {}).get("disaggregated_params") or {}
 
 
 def lent(info: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from toolkit.configs.moving import EngineRole
 from toolkit.engine.process.frontend import AsyncEngine
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.messages import GenerationConfig, Response
-from toolkit.serve.dynamo.asked import chunk_of, config_of, lent
+from toolkit.serve.dynamo.asked import chunk_of, config_of, lent, prefilled
 from toolkit.serve.dynamo.options import DynamoSettings
 
 logger = logging.getLogger("toolkit.serve")
@@ -122,7 +122,7 @@ class Engine(LLMEngine):
 
     async def _link(self, request: GenerateRequest) -> None:
         """Take blocks from the engine that has computed the prompt; without it the prompt is computed here."""
-        told = (request.get("prefill_result") or {}).get("disaggregated_params") or {}
+        told = prefilled(request)
         name = told.get("engine_id")
         if self._config.role != EngineRole.Decode or not name or name in self._linked:
             return

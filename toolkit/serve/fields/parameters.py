@@ -23,12 +23,22 @@ def with_parameters(*names: str, **fields: Any) -> Callable[[type[M]], type[M]]:
     """Decorator of a request: it takes the parameters ``names``, and ``fields``, those that are otherwise here, by the
     names that users type."""
 
+    made = {PARAMETERS[name].spelled: (PARAMETERS[name].type | None, parameter(name)) for name in names}
+    return _with(made | {name: (PARAMETERS[name].type | None, field) for name, field in fields.items()})
+
+
+def stepping_over(names: str) -> Callable[[type[M]], type[M]]:
+    """Decorator of a request: it takes fields of these ``names``, whatever they hold, and does nothing about them."""
+    return _with({name: (Any, Field(None, description="Without effect")) for name in names.split()})
+
+
+def _with(fields: dict[str, Any]) -> Callable[[type[M]], type[M]]:
+    """Decorator of a model: it has these fields too, type and default each."""
+
     def decorate(model: type[M]) -> type[M]:
-        made: dict[str, Any] = {
-            PARAMETERS[name].spelled: (PARAMETERS[name].type | None, parameter(name)) for name in names
-        }
-        made |= {name: (PARAMETERS[name].type | None, field) for name, field in fields.items()}
-        return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **made)
+        return create_model(
+            model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields
+        )
 
     return decorate
 

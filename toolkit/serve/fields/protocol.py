@@ -96,8 +96,13 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None  # padding against eavesdroppers; without effect
 
 
-def as_list(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+Stop = Annotated[StopWords | None, BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None)]
+# One text, or several:
+Texts = Annotated[list[str], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
 
 
 @with_parameters(
@@ -121,10 +126,7 @@ class SampledRequest(FormatFields):
     logit_bias: dict[str, Annotated[float, Field(ge=LOGIT_BIAS.low, le=LOGIT_BIAS.high)]] | None = Field(
         None, max_length=MOST["logit_bias"]
     )
-    stop: Annotated[
-        StopWords | None,
-        BeforeValidator(as_list, json_schema_input_type=str | list[str] | None),
-    ] = None
+    stop: Stop = None
     min_tokens: int | None = parameter("min_new_tokens", description="vLLM's name of min_new_tokens")
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MOST["stop_token_ids"])
     bad_words: BadWords | None = None
@@ -191,6 +193,9 @@ TemplateVariables = Annotated[dict[str, Any], AfterValidator(_for_the_template)]
 class ReadingRequest(SampledRequest):
     """What OpenAI's two endpoints tell of a prompt, a stream and their tokens."""
 
+    max_tokens: int | None = Field(None, ge=1, le=1 << 30)
+    max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30, description="Goes before max_tokens")
+
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="As vLLM has it: the ids of prompt and answer come too")
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="As vLLM has it; not in a stream")
@@ -212,11 +217,13 @@ class ReadingRequest(SampledRequest):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
 
 class ChatCompletionRequest(ReadingRequest, ToolFields):
     messages: Messages
-    max_tokens: int | None = Field(None, ge=1, le=1 << 30)
-    max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30, description="Goes before max_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     return_routed_experts: bool | None = Field(
@@ -288,10 +295,6 @@ class ChatCompletionRequest(ReadingRequest, ToolFields):
             made["documents"] = self.documents
         return made | (self.chat_template_kwargs or {})
 
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
 
 def _prompts(value: Any) -> Any:
     """A prompt, or a list of them, as a list; each a string or a list of token ids."""
@@ -299,13 +302,11 @@ def _prompts(value: Any) -> Any:
         return [value]
     if not isinstance(value, list) or not value:
         raise ValueError("expected a string, a list of strings, token ids, or lists of token ids; not empty")
-    if all(isinstance(item, int) and not isinstance(item, bool) for item in value):
+    if all(type(item) is int for item in value):
         value = [value]
     for i, item in enumerate(value):
-        good = isinstance(item, str) or (
-            isinstance(item, list) and item and all(isinstance(t, int) and not isinstance(t, bool) for t in item)
-        )
-        if not good:
+        good = isinstance(item, list) and item and all(type(token) is int for token in item)
+        if not (good or isinstance(item, str)):
             raise ValueError(f"item {i}: expected a string or a list of token ids, found {shown(item, 40)}")
     return value
 
@@ -319,7 +320,6 @@ Prompts = Annotated[
 class CompletionRequest(ReadingRequest):
     prompt: Prompts
     max_tokens: int | None = Field(None, ge=0, le=1 << 30, description="0 only with echo: score the prompt")
-    max_completion_tokens: int | None = Field(None, ge=1, le=1 << 30, description="Goes before max_tokens")
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     best_of: int | None = parameter("n", description="Generate so many, return the n of the highest mean logprob")
@@ -351,7 +351,3 @@ class CompletionRequest(ReadingRequest):
     @property
     def drawn(self) -> int:
         return max(self.n or 1, self.best_of or 1)
-
-    @property
-    def token_limit(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

@@ -77,7 +77,7 @@ class ToModel(Forward):
     async def _ask(self, node: Node, send: Send) -> None:
         with self._state.running(node) as run:
             async with self._asked(node) as reply:
-                run.answered(reply.status_code)
+                run.status = reply.status_code
                 await self._pass_on(reply, node, send)
 
 

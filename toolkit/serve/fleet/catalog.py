@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from toolkit.artifacts.adapters.config import CONFIG
 from toolkit.artifacts.json_file import read_json_object
 from toolkit.artifacts.source import resolve_model
-from toolkit.artifacts.weight_files.find import pickled_weights
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.serve.model_cards import weight_files
 
-WEIGHTS = (".safetensors", ".gguf")
 MODEL_MARKS = ("config.json", "engine.json")
-ADAPTER_MARK = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,7 @@ class Listed:
 
     def weight_bytes(self) -> int:
         """Bytes of its files of weights."""
-        path = Path(self.path)
-        files = [path] if path.is_file() else list(path.iterdir())
-        weights = [file for file in files if file.suffix in WEIGHTS] or pickled_weights(path)
-        return sum(file.stat().st_size for file in weights)
+        return sum(file.stat().st_size for file in weight_files(Path(self.path)))
 
 
 def listed(models: Sequence[str], models_dir: Path | None, aliases: Sequence[str] = ()) -> list[Listed]:
@@ -86,8 +82,8 @@ def _scanned(directory: Path) -> tuple[dict[str, Path], dict[str, tuple[Path, st
             continue
         if path.is_file() and path.suffix == ".gguf":
             models[path.stem] = path.resolve()
-        elif (path / ADAPTER_MARK).is_file():
-            adapters[path.name] = (path.resolve(), _base_of(path / ADAPTER_MARK))
+        elif (path / CONFIG).is_file():
+            adapters[path.name] = (path.resolve(), _base_of(path / CONFIG))
         elif any((path / mark).is_file() for mark in MODEL_MARKS):
             models[path.name] = path.resolve()
     return models, adapters

@@ -11,11 +11,10 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from toolkit.configs.checks import shown
 from toolkit.configs.option import spelled
 from toolkit.errors import ToolkitError
 from toolkit.serve.fleet.catalog import Listed
-from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.errors import ApiError, not_served
 from toolkit.serve.http.sharing.places import Places
 
 logger = logging.getLogger("toolkit.serve")
@@ -118,13 +117,7 @@ class Fleet:
         for model in self.models:
             if name is None or name in model.listed.names:
                 return model
-        names = ", ".join(map(repr, self.names()))
-        raise ApiError(
-            404,
-            f"model: {shown(name)} is not served here; this server has {names}",
-            param="model",
-            code="model_not_found",
-        )
+        raise not_served(name, self.names())
 
     @asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[Running]:

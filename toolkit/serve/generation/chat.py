@@ -18,7 +18,7 @@ from toolkit.serve.generation.budget import closing_text
 from toolkit.serve.generation.cache_report import first_miss
 from toolkit.serve.generation.choice import Budget, Choice
 from toolkit.serve.generation.choices import Usage, run_choices
-from toolkit.serve.generation.read import PIECE, encode_chat, run_sized, vocab_size
+from toolkit.serve.generation.read import PIECE, encode_chat, run_sized
 from toolkit.serve.generation.sampling import choice_config, generation_config
 from toolkit.serve.http.access.users import current_user
 from toolkit.serve.state import ServerState
@@ -48,11 +48,10 @@ class Chat:
         token_ids, prompt, pictures = await encode_chat(state, request, self.size, self.id)
         begun = formats.begun(prompt, request.continued)
         config = generation_config(
+            state,
             request,
-            state.defaults,
             max_new_tokens=request.token_limit,
             logprobs=request.logprobs_wanted,
-            vocab_size=vocab_size(state),
             prompt_logprobs=request.prompt_logprobs,
             routed=request.return_routed_experts,
         )

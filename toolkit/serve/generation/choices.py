@@ -23,9 +23,8 @@ from toolkit.serve.state import Running, ServerState, request_of
 from toolkit.serve.watch.metrics import RequestClock
 
 logger = logging.getLogger("toolkit.serve")
-LENT = GenerationConfig(
-    max_new_tokens=1, with_cache=True
-)  # a prompt alone: no draft, grammar or stop word of its answer
+# A prompt alone: no draft, grammar or stop word of its answer.
+LENT = GenerationConfig(max_new_tokens=1, with_cache=True)
 
 
 class Usage:
@@ -36,7 +35,7 @@ class Usage:
 
     def __init__(self, choices: Sequence[Choice], thinks: bool = False) -> None:
         self._thinks = thinks
-        self._thought = 0
+        self.thought = 0  # generated tokens that belong to thoughts
         self._prompt = {choice.prompt: len(choice.token_ids) for choice in choices}
         self._prompt_of = {choice.index: choice.prompt for choice in choices}
         self._cached: dict[int, int] = {}
@@ -47,7 +46,7 @@ class Usage:
 
     def add(self, index: int, response: Response, thought: int = 0) -> None:
         """Count a delta of choice ``index``; ``thought``: its tokens that belong to a thought."""
-        self._thought += thought
+        self.thought += thought
         prompt = self._prompt_of[index]
         # The first choice of a prompt tells what the cache had; its siblings may hit what that one has just computed.
         self._cached[prompt] = min(self._cached.get(prompt, response.cached_tokens), response.cached_tokens)
@@ -66,11 +65,6 @@ class Usage:
     @property
     def generated(self) -> int:
         return sum(self._generated.values())
-
-    @property
-    def thought(self) -> int:
-        """Generated tokens that belong to thoughts."""
-        return self._thought
 
     def as_dict(self) -> dict[str, object]:
         """As OpenAI's chat and completions have it."""

@@ -10,7 +10,7 @@ from toolkit.parsers.pieces import Answer, Piece
 from toolkit.serve.fields.protocol import CompletionRequest
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.choices import Usage, run_choices
-from toolkit.serve.generation.read import encode_prompt, vocab_size
+from toolkit.serve.generation.read import encode_prompt
 from toolkit.serve.generation.sampling import generation_config
 from toolkit.serve.state import ServerState
 
@@ -30,13 +30,7 @@ class Plain:
         """Tokenize the prompt. Raises ApiError, UsageError for what cannot be answered."""
         state, request = self.state, self.request
         token_ids = await encode_prompt(state, request.prompt[0], "prompt")
-        config = generation_config(
-            request,
-            state.defaults,
-            max_new_tokens=request.token_limit,
-            logprobs=request.logprobs,
-            vocab_size=vocab_size(state),
-        )
+        config = generation_config(state, request, max_new_tokens=request.token_limit, logprobs=request.logprobs)
         adapter, told = state.adapter_of(request.model), bool(request.return_progress)
         self.choices = [Choice(0, 0, token_ids, config, adapter, progress=told)]
         self.usage = Usage(self.choices)

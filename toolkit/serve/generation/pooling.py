@@ -6,6 +6,7 @@ import base64
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,8 @@ from toolkit.serve.http.errors import ApiError, bad_field
 from toolkit.serve.state import ServerState
 
 Pair = tuple[list[int], int]  # token ids of two texts read together, and where the second begins (0: nowhere)
-WAVE = (
-    64  # prompts of one request that are tokens at a time: of a long query beside each of many documents few are held
-)
+# Prompts of one request that are tokens at a time: of a long query beside each of many documents few are held.
+WAVE = 64
 POOLED = GenerationConfig(max_new_tokens=1)
 # The words that Qwen3-Reranker was trained with; other models understand them, too.
 SYSTEM = (
@@ -101,94 +101,85 @@ def as_numbers(values: NDArray[np.float32]) -> Any:
     return orjson.Fragment(orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
+@dataclass(frozen=True)
 class Pairs:
     """Pairs of one of ``queries`` (or the only one) and one of ``documents``; ``params``: what a request calls them.
     ``most``: tokens that texts are cut to, see ``encode_embedded``."""
 
-    def __init__(
-        self,
-        state: ServerState,
-        name: str,
-        queries: Sequence[str],
-        documents: Sequence[str],
-        params: tuple[str, str],
-        instruction: str | None,
-        most: int | None = None,
-    ) -> None:
-        self._state = state
-        self._name = name
-        self._queries = queries
-        self._documents = documents
-        self._params = params
-        self._instruction = instruction
-        self._most = most
+    state: ServerState
+    name: str
+    queries: Sequence[str]
+    documents: Sequence[str]
+    params: tuple[str, str]
+    instruction: str | None
+    most: int | None
 
     async def scores(self, method: str | None, adapter: str | None) -> tuple[list[float], dict[str, Any]]:
         """One score a document, and the usage. ``method`` None: "classifier" for a model that was trained to score,
         "embedding" for one that says how its embeddings are made or reads alone, else "yes_no". Raises ApiError (400)
         for an instruction that nobody would be told."""
-        head = self._state.head
+        head = self.state.head
         method = method or ("classifier" if head.scores else "embedding" if head.told or not head.writes else "yes_no")
         if method == "classifier" and not head.scores:
             raise bad_field("method", "classifier needs a model that has one; use embedding or yes_no")
         told = method == "yes_no" or (method == "classifier" and head.writes)
-        if self._instruction and not told:
+        if self.instruction and not told:
             raise bad_field("instruction", "only with method yes_no; vectors and classifiers are of the texts alone")
         ways = {"classifier": self._classified, "embedding": self._cosines, "yes_no": self._yes_or_no}
-        async with self._state.slot():
+        async with self.state.slot():
             return await ways[method](adapter)
 
     async def _classified(self, adapter: str | None) -> tuple[list[float], dict[str, Any]]:
         """What the model's own classifier says of each pair."""
-        state, head = self._state, self._state.head
+        state, head = self.state, self.state.head
         encode = self._asked if head.writes else self._pair
-        answers = await run_prompts(state, self._name, len(self._documents), encode, POOLED, adapter, head.spec.pooling)
+        answers = await run_prompts(state, self.name, len(self.documents), encode, POOLED, adapter, head.spec.pooling)
         rows = [answer.last_hidden_state[0] for answer in answers]
         return [head.score(row) for row in rows], usage(answers)
 
     async def _pair(self, i: int) -> Pair:
         """Both texts as the tokenizer joins them."""
-        return await encode_pair(self._state, self._query(i), self._documents[i], f"{self._params[1]}.{i}", self._most)
+        return await encode_pair(self.state, self._query(i), self.documents[i], f"{self.params[1]}.{i}", self.most)
 
     def _query(self, i: int) -> str:
-        return self._queries[i if len(self._queries) > 1 else 0]
+        return self.queries[i if len(self.queries) > 1 else 0]
 
     async def _cosines(self, adapter: str | None) -> tuple[list[float], dict[str, Any]]:
-        texts, ahead = [*self._queries, *self._documents], len(self._queries)
-        first, second = self._params
+        texts, ahead = [*self.queries, *self.documents], len(self.queries)
+        first, second = self.params
 
         async def encode(i: int) -> list[int]:
             param = first if i < ahead else f"{second}.{i - ahead}"
-            return await encode_embedded(self._state, texts[i], param, self._most)
+            return await encode_embedded(self.state, texts[i], param, self.most)
 
-        state = self._state
-        answers = await run_prompts(state, self._name, len(texts), encode, POOLED, adapter, state.head.pooling)
+        state = self.state
+        answers = await run_prompts(state, self.name, len(texts), encode, POOLED, adapter, state.head.pooling)
         vectors = [state.head.embedding(answer.last_hidden_state[0], None, True) for answer in answers]
-        queries = vectors[:ahead] * (len(self._documents) if ahead == 1 else 1)
+        queries = vectors[:ahead] * (len(self.documents) if ahead == 1 else 1)
         scores = [float(np.dot(q, d)) for q, d in zip(queries, vectors[ahead:], strict=True)]
         return scores, usage(answers)
 
     async def _yes_or_no(self, adapter: str | None) -> tuple[list[float], dict[str, Any]]:
         """How likely the model says yes, of the two words: exp(yes) / (exp(yes) + exp(no)) of their logits."""
-        tokenizer = self._state.engine.tokenizer
+        tokenizer = self.state.engine.tokenizer
         yes, no = (tokenizer.encode(word, add_special_tokens=False)[0] for word in ("yes", "no"))
         if yes == no:
             raise ApiError(400, "method: this model's tokenizer begins 'yes' and 'no' with one token; use embedding")
         bias = {yes: ONLY_THESE, no: ONLY_THESE}
         config = GenerationConfig(max_new_tokens=1, ignore_eos=True, logprobs=2, logit_bias=bias)
-        answers = await run_prompts(self._state, self._name, len(self._documents), self._asked, config, adapter)
+        answers = await run_prompts(self.state, self.name, len(self.documents), self._asked, config, adapter)
         return [_share(answer, yes, no) for answer in answers], usage(answers)
 
     async def _asked(self, i: int) -> list[int]:
         """The question whether a document answers a query, as a chat."""
         query = self._query(i)
-        text = f"<Instruct>: {self._instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {self._documents[i]}"
+        text = f"<Instruct>: {self.instruction or INSTRUCTION}\n<Query>: {query}\n<Document>: {self.documents[i]}"
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
 
         def render() -> str:
-            return self._state.template.render(messages, enable_thinking=False)
+            return self.state.template.render(messages, enable_thinking=False)
 
-        return await encode_text(self._state, render, f"{self._params[1]}.{i}", len(text))
+        return await encode_text(self.state, render, f"{self.params[1]}.{i}", len(text))
 
 
 def _share(answer: Response, yes: int, no: int) -> float:

@@ -95,11 +95,6 @@ async def translated(state: ServerState, translate: Callable[[], M], size: int) 
     return await run_sized(state, work, size)
 
 
-def vocab_size(state: ServerState) -> int:
-    """Token ids below this exist in the model."""
-    return state.engine.tokenizer.vocab_size
-
-
 async def encode_chat(
     state: ServerState, request: ChatCompletionRequest, size: int, name: str, *, limited: bool = True
 ) -> tuple[list[int], str, list[Picture]]:
@@ -210,7 +205,7 @@ async def encode_prompt(state: ServerState, prompt: str | Sequence[int], param: 
     if isinstance(prompt, str):
         return await state.lanes.run(lambda: _encode(state, prompt, param, special=True), len(prompt))
     check_prompt(state, len(prompt), param)
-    limit = vocab_size(state)
+    limit = state.engine.tokenizer.vocab_size
     if not 0 <= min(prompt) <= max(prompt) < limit:
         wrong = next(token for token in prompt if not 0 <= token < limit)
         raise bad_field(param, f"expected token ids from 0 to {limit - 1}, found {wrong}")

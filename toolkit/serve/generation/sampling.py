@@ -14,16 +14,15 @@ from toolkit.errors import UsageError
 from toolkit.serve.fields.parameters import given_parameters
 from toolkit.serve.fields.protocol import SampledRequest
 from toolkit.serve.http.errors import bad_field
+from toolkit.serve.state import ServerState
 
 
 def choose_defaults(wanted: str, model_dir: Path | None) -> GenerationConfig:
     """What ``--generation-config`` asks for: "auto" (the model's, in ``model_dir``; None: not known yet), "toolkit"
     (greedy), or another generation_config.json or its directory. Raises UsageError or ToolkitError.
     """
-    if wanted == "toolkit" or (wanted == "auto" and model_dir is None):
-        return settings.GREEDY
-    if wanted == "auto" and model_dir is not None:
-        return settings.of_model(model_dir)
+    if wanted in ("auto", "toolkit"):
+        return settings.of_model(model_dir) if wanted == "auto" and model_dir is not None else settings.GREEDY
     file = Path(wanted).expanduser()
     file = file / "generation_config.json" if file.is_dir() else file
     if file.is_file():
@@ -34,20 +33,21 @@ def choose_defaults(wanted: str, model_dir: Path | None) -> GenerationConfig:
 
 
 def generation_config(
+    state: ServerState,
     request: SampledRequest,
-    defaults: GenerationConfig,
     *,
     max_new_tokens: int | None,
     logprobs: int | None,
-    vocab_size: int,
     prompt_logprobs: int | None = None,
     routed: bool | None = False,
 ) -> GenerationConfig:
-    """The config of choice 0. ``max_new_tokens`` None = as far as the session goes. ``defaults``: of sampling, where
-    the request asks for nothing else; see ``settings.change``. ``routed``: tell which experts tokens went to.
+    """The config of choice 0; of sampling the server's defaults where the request asks for nothing else.
+    ``max_new_tokens`` None = as far as the session goes. ``routed``: tell which experts tokens went to.
 
-    Raises ApiError (400) for token ids past ``vocab_size``, UsageError for what GenerationConfig itself refuses.
+    Raises ApiError (400) for token ids that the model does not have, UsageError for what GenerationConfig itself
+    refuses.
     """
+    defaults, vocab_size = state.defaults, state.engine.tokenizer.vocab_size
     given = given_parameters(request)
     several = request.drawn > 1 and "temperature" not in given  # greedy choices would be one and the same
     if "top_k" in given:
@@ -64,8 +64,8 @@ def generation_config(
         stop_words=request.stop,
         stop_token_ids=request.stop_token_ids,
         bad_words=request.bad_words,
-        skip_special_tokens=_or(request.skip_special_tokens, True),
-        spaces_between_special_tokens=_or(request.spaces_between_special_tokens, True),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        spaces_between_special_tokens=request.spaces_between_special_tokens is not False,
         include_stop_str_in_output=bool(request.include_stop_str_in_output),
         repetition_ngram_size=given.get("repetition_ngram_size", 0),
         repetition_ngram_threshold=given.get("repetition_ngram_threshold", 0),
@@ -88,10 +88,6 @@ def choice_config(config: GenerationConfig, index: int) -> GenerationConfig:
     choice = copy(config)  # checked already: long lists are not looked through again for every choice
     choice.random_seed = seed if seed <= SEED_MAX else seed & SEED_MAX
     return choice
-
-
-def _or(value: bool | None, default: bool) -> bool:
-    return default if value is None else value
 
 
 def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:

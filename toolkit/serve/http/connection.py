@@ -17,9 +17,8 @@ from toolkit.serve.http.intake import BYTES_A_SECOND, LINGER, REFUSED
 from toolkit.serve.http.limits import Limits
 
 logger = logging.getLogger("toolkit.serve")
-REST_S = (
-    75  # that a connection may rest: longer than clients and load balancers keep one, lest they ask on a closed one
-)
+# That a connection may rest: longer than clients and load balancers keep one, lest they ask on a closed one.
+REST_S = 75
 SHORT_REST_S = 5  # where more than half of the connections that may be open are
 SHORT_HEAD_S = 5.0  # likewise, for a request's head to arrive
 HEALTH = (b"/health", b"/v1/health")

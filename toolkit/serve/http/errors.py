@@ -4,9 +4,11 @@ status."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
 
 from toolkit.configs.checks import did_you_mean, shown
 from toolkit.errors import BusyError, ToolkitError, UsageError
@@ -17,23 +19,14 @@ HTTP_FIELD = {"max_new_tokens": "max_tokens", "random_seed": "seed", "stop_words
 _FIELD = re.compile(r"[a-z_]+(\[\d+\]|\.[a-z_]+)*")  # how our own messages name a field: messages[0].role
 RETRY_S = 2
 MANY_FAULTS = 1000  # pydantic tells all or none, in a time that grows with them
-TYPE_OF_STATUS = {
-    400: "invalid_request_error",
+TYPE_OF_STATUS = {  # of others below 500 "invalid_request_error", then "server_error"
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    409: "invalid_request_error",
-    410: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     499: "request_cancelled",
     503: "service_unavailable_error",
 }
-
-
 ANTHROPIC = "/v1/messages"  # its routes begin so
 OLLAMA = "/api/"  # likewise
 ANTHROPIC_TYPES = {
@@ -68,7 +61,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after or RETRY_S
-        self.type = TYPE_OF_STATUS.get(status, "server_error")
+        self.type = TYPE_OF_STATUS.get(status, "invalid_request_error" if status < 500 else "server_error")
 
     @property
     def headers(self) -> dict[str, str] | None:
@@ -127,9 +120,25 @@ class NoThreads(ApiError):
         return told
 
 
+def not_served(model: str | None, names: Iterable[str]) -> ApiError:
+    """404 for a model that is none of ``names``, which this server has."""
+    message = f"model: {shown(model)} is not served here; this server has {', '.join(map(repr, names))}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
 def bad_field(param: str | None, message: str, code: str | None = None) -> ApiError:
     """400 for the field ``param`` (dotted path, list positions as numbers)."""
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
+
+
+def unless_json(raw: Request) -> ApiError | None:
+    """415 for a request that does not say that its body is JSON. No page of somebody else can send one that does: its
+    browser would first ask this server, which does not answer such questions."""
+    kind = raw.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() == "application/json":
+        return None
+    text = f"{raw.url.path}: expected the header 'Content-Type: application/json', found {kind or 'none'!r:.100}"
+    return ApiError(415, text, code="not_json")
 
 
 def from_validation(error: ValidationError, model: type[BaseModel] | None = None) -> ApiError:

@@ -125,9 +125,7 @@ class Limits:
 
     def refusal(self, name: str, param: str | None, found: int, unit: str, status: int = 400) -> ApiError:
         """What a request beyond the limit ``name`` is told."""
-        from toolkit.serve.http.errors import (
-            ApiError,  # loads pydantic, which the command line's help need not wait for
-        )
+        from toolkit.serve.http.errors import ApiError  # loads pydantic, for which no command's help should wait
 
         text = f"found {found:,} {unit}, expected at most {getattr(self, name):,} (the server's {spelled(name)})"
         return ApiError(status, f"{param}: {text}" if param else text, param=param, code="limit_exceeded")
@@ -135,22 +133,9 @@ class Limits:
 
 # Fields that hold a request's texts.
 _TEXTS = (
-    "messages",
-    "system",
-    "instructions",
-    "prompt",
-    "input",
-    "query",
-    "queries",
-    "documents",
-    "text_1",
-    "text_2",
-    "suffix",
-    "content",
-    "input_prefix",
-    "input_suffix",
-    "input_extra",
-)  # fields that hold them
+    "messages system instructions prompt input query queries documents text_1 text_2 suffix content input_prefix "
+    "input_suffix input_extra"
+).split()
 _OTHER_VALUES = 1 << 12  # a request has besides its prompt
 
 
@@ -206,24 +191,18 @@ def _image_field(part: dict[str, Any]) -> str | None:
     return "source" if isinstance(source, dict) and source.get("type") == "base64" else None
 
 
+_FORMATS = (
+    "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar format json_schema "
+    "grammar"
+).split()
 # (limit, field of the request, what is counted, how)
 _SIZES: tuple[tuple[str, str, str, Callable[[Any], int]], ...] = (
     ("max_messages", "messages", "messages", _count),
     ("max_messages", "input", "items", _objects),
     ("max_messages", "prompt", "messages", _objects),
     ("max_messages", "system", "blocks", _count),
-    ("max_format_bytes", "response_format", "bytes", _json_bytes),
-    ("max_format_bytes", "structured_outputs", "bytes", _json_bytes),
-    ("max_format_bytes", "guided_json", "bytes", _json_bytes),
-    ("max_format_bytes", "guided_regex", "bytes", _json_bytes),
-    ("max_format_bytes", "guided_choice", "bytes", _json_bytes),
-    ("max_format_bytes", "guided_grammar", "bytes", _json_bytes),
-    ("max_format_bytes", "output_config", "bytes", _object_bytes),
-    ("max_format_bytes", "output_format", "bytes", _object_bytes),
-    ("max_format_bytes", "text", "bytes", _object_bytes),
-    ("max_format_bytes", "format", "bytes", _json_bytes),
-    ("max_format_bytes", "json_schema", "bytes", _json_bytes),
-    ("max_format_bytes", "grammar", "bytes", _json_bytes),
+    *(("max_format_bytes", name, "bytes", _json_bytes) for name in _FORMATS),
+    *(("max_format_bytes", name, "bytes", _object_bytes) for name in ("output_config", "output_format", "text")),
     ("max_tools", "tools", "tools", _count),
     ("max_tools_bytes", "tools", "bytes", _json_bytes),
     ("max_kwargs_bytes", "chat_template_kwargs", "bytes", _json_bytes),

@@ -93,8 +93,8 @@ def scraped(metrics: bytes) -> Response:
     return Response(metrics, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _told(error: Exception) -> ApiError:
-    """The client's version of ``error``; ours, with the traceback, goes to the log."""
+def for_client(error: Exception) -> ApiError:
+    """What a client is told of ``error``; a mistake of ours goes to the log with its traceback."""
     if not isinstance(error, (ApiError, ToolkitError)):
         logger.error("request failed", exc_info=error)
     return from_exception(error)
@@ -145,7 +145,7 @@ class JsonReply(Reply):
         try:
             data = await self.compute()
         except Exception as error:
-            told = _told(error)
+            told = for_client(error)
             await send_error(send, told, self.wire.error(told))
             return
         await send_json(send, 200, data)
@@ -192,7 +192,7 @@ class EventReply(Reply):
                 async for chunk in chunks:
                     await write(self.wire.event(chunk))
         except Exception as error:
-            told = _told(error)
+            told = for_client(error)
             if not started:
                 await send_error(send, told, self.wire.error(told))
                 return

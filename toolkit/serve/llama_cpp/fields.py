@@ -12,20 +12,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from toolkit.configs.checks import shown
 from toolkit.serve.fields.formats import JsonOrText
 from toolkit.serve.fields.message import Messages
+from toolkit.serve.fields.parameters import stepping_over
 from toolkit.serve.fields.protocol import CompletionRequest, TokenId
 from toolkit.serve.fields.strict import Strict
 from toolkit.serve.fields.template import TemplateFields
-from toolkit.serve.llama_cpp.sampling import LlamaSampling
-
-# What is not built here: the value that changes nothing.
-NOTHING: dict[str, Any] = {
-    "n_cmpl": 1,
-    "n_indent": 0,
-    "min_keep": 0,
-    "t_max_predict_ms": 0,
-    "post_sampling_probs": False,
-}
-OFF = ("t_max_predict_ms",)  # of these, what is below 0 changes nothing either
+from toolkit.serve.llama_cpp.sampling import LlamaSampling, MostTokens, only
 
 
 def _biases(value: Any) -> Any:
@@ -40,12 +31,13 @@ def _biases(value: Any) -> Any:
     return made
 
 
+@stepping_over("cache_prompt id_slot n_keep n_discard n_cache_reuse timings_per_token sse_ping_interval")
 class Generation(LlamaSampling):
     """What /completion and /infill share."""
 
     model: str | None = Field(None, description="Default: the server's")
     stream: bool | None = None
-    n_predict: int | None = Field(None, ge=-2, le=1 << 30, description="Most tokens; below 0: as many as fit")
+    n_predict: MostTokens = None
     grammar: str | None = Field(None, description="In GBNF")
     json_schema: JsonOrText | None = None
     ignore_eos: bool | None = None
@@ -56,34 +48,20 @@ class Generation(LlamaSampling):
     n_probs: int | None = Field(None, ge=0, le=20, description="Log-probabilities of so many tokens at each place")
     return_tokens: bool | None = None
     return_progress: bool | None = None
-    # Not built here; what changes nothing is taken:
-    n_cmpl: int | None = Field(None, description="/v1/completions takes n")
-    n_indent: int | None = None
-    min_keep: int | None = None
-    t_max_predict_ms: int | None = None
-    post_sampling_probs: bool | None = None
+    n_cmpl: Annotated[int | None, only(1)] = Field(None, description="/v1/completions takes n")
+    n_indent: Annotated[int | None, only(0)] = None
+    min_keep: Annotated[int | None, only(0)] = None
+    t_max_predict_ms: Annotated[int | None, only(0, or_below=True)] = None
+    post_sampling_probs: Annotated[bool | None, only(False)] = None
     lora: list[Any] | None = Field(None, description="Name an adapter as model")
     samplers: Any = Field(None, description="Refused: their order is fixed")
     response_fields: Any = Field(None, description="Refused: an answer has all fields")
-    # Stepped over:
-    cache_prompt: Any = None
-    id_slot: Any = None
-    n_keep: Any = None
-    n_discard: Any = None
-    n_cache_reuse: Any = None
-    timings_per_token: Any = None
-    sse_ping_interval: Any = None
 
     @model_validator(mode="after")
     def _can_be_done(self) -> Generation:
-        for name, value in NOTHING.items():
-            if (found := getattr(self, name)) not in (None, value) and not (name in OFF and found < 0):
-                raise ValueError(f"{name}: not built here; leave it out, found {shown(found)}")
         for name in ("lora", "samplers", "response_fields"):
             if getattr(self, name):
                 raise ValueError(f"{name}: {type(self).model_fields[name].description}; leave it out")
-        if self.n_predict == 0:
-            raise ValueError("n_predict: expected at least 1, or -1 for as many as fit, found 0")
         if self.return_progress and not self.stream:
             raise ValueError("return_progress: only with stream=true")
         if self.grammar and self.json_schema is not None:
@@ -95,7 +73,7 @@ class Generation(LlamaSampling):
         made: dict[str, Any] = {
             "model": model,
             "prompt": prompt,
-            "max_tokens": None if self.n_predict is None or self.n_predict < 0 else self.n_predict,
+            "max_tokens": self.n_predict,
             "guided_grammar": self.grammar or None,
             "guided_json": self.json_schema,
             "ignore_eos": self.ignore_eos,

@@ -13,7 +13,7 @@ from toolkit import __version__
 from toolkit.serve.generation.plain import Plain
 from toolkit.serve.generation.read import parse, refuse_pictures, translated
 from toolkit.serve.http.errors import ApiError
-from toolkit.serve.http.openapi.schema import answered, describe
+from toolkit.serve.http.openapi.schema import EVENTS, answered, describe
 from toolkit.serve.http.replies import COMMENT, EventReply, JsonReply, Wire, event, json_response
 from toolkit.serve.llama_cpp.answers import LlamaAnswer, LlamaPrompt, LlamaProps, LlamaSlot
 from toolkit.serve.llama_cpp.fields import Generation, InfillRequest, LlamaRequest, TemplateRequest
@@ -24,7 +24,6 @@ from toolkit.serve.state import ServerState
 router = APIRouter()
 BODIES: list[type[BaseModel]] = [LlamaRequest, InfillRequest, TemplateRequest]
 WIRE = Wire(event, ApiError.envelope, ping=COMMENT)  # without OpenAI's [DONE]
-EVENTS = "text/event-stream"
 
 
 @router.post(
@@ -48,8 +47,7 @@ async def infill(raw: Request) -> HttpResponse:
 async def _answer(state: ServerState, asked: Generation, prompt: str | list[int], size: int) -> HttpResponse:
     model = asked.model or state.model_name
     request = await translated(state, lambda: asked.asked(model, prompt), size)
-    state.check_ready(model)
-    state.settings.limits.check_work(request, 1, request.token_limit, state.engine.session_len)
+    state.admit(request, request.token_limit)
     told = Told(asked, Plain(state, request, f"llama-{uuid.uuid4().hex}"))
     return EventReply(told.chunks(), WIRE) if asked.stream else JsonReply(told.whole, WIRE)
 

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from toolkit.configs.checks import shown
 from toolkit.serve.fields.parameters import given_parameters, parameter, with_parameters
-from toolkit.serve.fields.protocol import StopWords, as_list
+from toolkit.serve.fields.protocol import Stop
 from toolkit.serve.fields.strict import Strict
 
-# Ways of drawing that are not built here: the value that changes nothing.
-NEUTRAL = {
-    "typical_p": 1.0,
-    "tfs_z": 1.0,
-    "mirostat": 0,
-    "penalize_newline": True,
-    "top_n_sigma": -1.0,
-    "dynatemp_range": 0.0,
-    "xtc_probability": 0.0,
-    "dry_multiplier": 0.0,
-}
+
+def only(neutral: Any, or_below: bool = False) -> AfterValidator:
+    """A field of what is not built here: it may have the value that changes nothing, and perhaps any below that."""
+
+    def check(found: Any) -> Any:
+        if found not in (None, neutral) and not (or_below and found < neutral):
+            raise ValueError(f"not built here; leave it out, found {shown(found)}")
+        return found
+
+    return AfterValidator(check)
+
+
+def _most(found: int | None) -> int | None:
+    if found == 0:
+        raise ValueError("expected at least 1, or -1 for as many as fit, found 0")
+    return None if found is None or found < 0 else found
+
+
+MostTokens = Annotated[
+    int | None,
+    Field(ge=-2, le=1 << 30, description="Most tokens; below 0: as many as fit"),
+    AfterValidator(_most),
+]
 
 
 @with_parameters(
@@ -36,18 +48,17 @@ NEUTRAL = {
 class LlamaSampling(Strict):
     """What is left out is drawn as the server's other routes draw it."""
 
-    stop: Annotated[StopWords | None, BeforeValidator(as_list, json_schema_input_type=str | list[str] | None)] = None
+    stop: Stop = None
     repeat_penalty: float | None = parameter("repetition_penalty")
     repeat_last_n: int | None = Field(None, description="-1 where there are penalties: they look at the whole text")
-    # Not built here; what changes nothing is taken:
-    typical_p: float | None = None
-    tfs_z: float | None = None
-    mirostat: int | None = None
-    penalize_newline: bool | None = None
-    top_n_sigma: float | None = None
-    dynatemp_range: float | None = None
-    xtc_probability: float | None = None
-    dry_multiplier: float | None = None
+    typical_p: Annotated[float | None, only(1.0)] = None
+    tfs_z: Annotated[float | None, only(1.0)] = None
+    mirostat: Annotated[int | None, only(0)] = None
+    penalize_newline: Annotated[bool | None, only(True)] = None
+    top_n_sigma: Annotated[float | None, only(-1.0)] = None
+    dynatemp_range: Annotated[float | None, only(0.0)] = None
+    xtc_probability: Annotated[float | None, only(0.0)] = None
+    dry_multiplier: Annotated[float | None, only(0.0)] = None
     # What goes with those:
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
@@ -60,9 +71,6 @@ class LlamaSampling(Strict):
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> LlamaSampling:
-        for name, value in NEUTRAL.items():
-            if (found := getattr(self, name)) not in (None, value):
-                raise ValueError(f"{name}: not built here; leave it out, found {shown(found)}")
         given = self.sampling()
         penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
         punished = any(given.get(name) not in (None, 0.0, 1.0) for name in penalties)

@@ -18,7 +18,7 @@ from toolkit.configs.moving import EngineRole
 from toolkit.errors import ToolkitError
 from toolkit.serve.fields.strict import Strict
 from toolkit.serve.generation.read import parse
-from toolkit.serve.http.errors import ApiError, bad_field
+from toolkit.serve.http.errors import ApiError, bad_field, unless_json
 from toolkit.serve.http.openapi.schema import FORBIDDEN, answered, describe
 from toolkit.serve.http.replies import json_response
 from toolkit.serve.lmdeploy.answers import Connected, EngineInfo, Freed, Initialized
@@ -78,10 +78,8 @@ def _apart(raw: Request) -> ServerState:
     state: ServerState = raw.app.state.server
     if state.engine.peers.role == EngineRole.Hybrid:
         raise ApiError(403, f"{raw.url.path}: this server does prompts and answers; it was started without --role")
-    kind = raw.headers.get("content-type", "")
-    if raw.method != "GET" and kind.partition(";")[0].strip().lower() != "application/json":
-        text = f"{raw.url.path}: expected the header 'Content-Type: application/json', found {kind or 'none'!r:.100}"
-        raise ApiError(415, text, code="not_json")
+    if raw.method != "GET" and (error := unless_json(raw)) is not None:
+        raise error
     return state
 
 

@@ -19,10 +19,10 @@ from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.choices import run_choices
 from toolkit.serve.generation.pooling import run_prompts
-from toolkit.serve.generation.read import encode_prompt, parse, vocab_size
+from toolkit.serve.generation.read import encode_prompt, parse
 from toolkit.serve.generation.sampling import generation_config
 from toolkit.serve.http.errors import bad_field
-from toolkit.serve.http.openapi.schema import describe
+from toolkit.serve.http.openapi.schema import EVENTS, describe
 from toolkit.serve.http.replies import EventReply, JsonReply
 from toolkit.serve.lmdeploy.answers import CrossEntropy, Generated
 from toolkit.serve.state import ServerState
@@ -75,14 +75,11 @@ BODIES: list[type[BaseModel]] = [RawRequest, PerplexityRequest]
 
 @router.post(
     "/generate",
-    **describe(
-        RawRequest, "Continue a text or token ids, as LMDeploy's /generate does", Generated, stream="text/event-stream"
-    ),
+    **describe(RawRequest, "Continue a text or token ids, as LMDeploy's /generate does", Generated, stream=EVENTS),
 )
 async def generate(raw: Request) -> HttpResponse:
     state, request, _ = await parse(raw, RawRequest)
-    state.check_ready(request.model)
-    state.settings.limits.check_work(request, 1, request.max_tokens, state.engine.session_len)
+    state.admit(request, request.max_tokens)
     answer = RawAnswer(state, request)
     return EventReply(answer.chunks()) if request.stream else JsonReply(answer.whole)
 
@@ -100,11 +97,10 @@ class RawAnswer:
         state, request = self.state, self.request
         top = request.top_logprobs_num or 0
         config = generation_config(
+            state,
             request,
-            state.defaults,
             max_new_tokens=128 if request.max_tokens is None else request.max_tokens or 1,
             logprobs=top if request.return_logprob else None,
-            vocab_size=vocab_size(state),
             prompt_logprobs=None if request.prompt_from is None else top,
             routed=request.return_routed_experts,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -16,11 +17,11 @@ from toolkit.serve.fields.message import Messages
 from toolkit.serve.fields.protocol import SampledRequest
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.choices import run_choices
-from toolkit.serve.generation.read import encode_text, parse, refuse_pictures, run_sized, vocab_size
+from toolkit.serve.generation.read import encode_text, parse, refuse_pictures, run_sized
 from toolkit.serve.generation.sampling import generation_config
 from toolkit.serve.http.access.users import current_user, sent_digest
 from toolkit.serve.http.errors import ApiError, TooLong, bad_field
-from toolkit.serve.http.openapi.schema import BUSY, FORGOTTEN, describe
+from toolkit.serve.http.openapi.schema import BUSY, EVENTS, FORGOTTEN, describe
 from toolkit.serve.http.replies import LINES, EventReply, JsonReply, json_response
 from toolkit.serve.lmdeploy.answers import InteractiveAnswer
 from toolkit.serve.lmdeploy.talks import Key, Talk
@@ -70,7 +71,7 @@ BODIES: list[type[BaseModel]] = [GenerateRequest]
         GenerateRequest,
         "A turn of a conversation that the server keeps",
         InteractiveAnswer,
-        stream="text/event-stream",
+        stream=EVENTS,
         also=BUSY | FORGOTTEN,
     ),
 )
@@ -88,15 +89,15 @@ async def interactive(raw: Request) -> HttpResponse:
     return EventReply(turn.chunks(), LINES) if request.stream else JsonReply(turn.whole)
 
 
+@dataclass(frozen=True)
 class Turn:
-    """One request's turn; ``key``: whose conversation."""
+    """The turn of one request, a body of ``size`` bytes; ``key``: whose conversation."""
 
-    def __init__(self, state: ServerState, request: GenerateRequest, key: Key, adapter: str | None, size: int) -> None:
-        self.state = state
-        self.request = request
-        self.key = key
-        self.adapter = adapter
-        self.size = size
+    state: ServerState
+    request: GenerateRequest
+    key: Key
+    adapter: str | None
+    size: int
 
     def cancel(self) -> None:
         """End what runs for this session."""
@@ -107,9 +108,9 @@ class Turn:
     async def whole(self) -> dict[str, Any]:
         answer, counts = Response(), (0, 0)
         async with aclosing(self._deltas()) as deltas:
-            async for delta, *found in deltas:
-                counts = (found[0], found[1])
+            async for delta, before, ids in deltas:
                 answer.extend(delta)
+                counts = before, ids
         return self.told(answer, *counts)
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -143,14 +144,8 @@ class Turn:
 
     async def _deltas(self) -> AsyncGenerator[tuple[Response, int, int], None]:
         """(what is new of the answer, tokens of the history, tokens of the prompt)."""
-        kept = self.request.interactive_mode
-        if self.key[1] < 0:
-            async with aclosing(self._answer(Talk(""), False)) as pieces:
-                async for piece in pieces:
-                    yield piece
-            return
-        talks = self.state.talks
-        talk = talks.open(self.key, goes_on=kept)
+        kept, talks, named = self.request.interactive_mode, self.state.talks, self.key[1] >= 0
+        talk = talks.open(self.key, goes_on=kept) if named else Talk("")
         if not kept:
             talk.messages, talk.tokens = [], 0
         try:
@@ -158,18 +153,13 @@ class Turn:
                 async for piece in pieces:
                     yield piece
         finally:
-            talks.close(self.key, keep=kept)
+            if named:
+                talks.close(self.key, keep=kept)
 
     async def _answer(self, talk: Talk, kept: bool) -> AsyncGenerator[tuple[Response, int, int], None]:
         state, request = self.state, self.request
         template = state.template_of(self.adapter or state.model_name)
-        config = generation_config(
-            request,
-            state.defaults,
-            max_new_tokens=request.request_output_len,
-            logprobs=None,
-            vocab_size=vocab_size(state),
-        )
+        config = generation_config(state, request, max_new_tokens=request.request_output_len, logprobs=None)
         async with AsyncExitStack() as held:
             with talk.until_started():
                 await held.enter_async_context(state.slot())

@@ -43,7 +43,7 @@ def _common(request: Answering, model: str) -> dict[str, Any]:
         form = {"type": "json_object"}
     return {
         "model": model,
-        "max_tokens": options.token_limit,
+        "max_tokens": options.num_predict,
         "response_format": form,
         "logprobs": request.logprobs or None,
         "top_logprobs": request.top_logprobs,

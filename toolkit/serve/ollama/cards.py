@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI
 
 from toolkit.artifacts.checkpoint import read_config
-from toolkit.artifacts.weight_files.find import pickled_weights
 from toolkit.errors import ToolkitError
 from toolkit.models.registry import build
 from toolkit.serve.http.openapi.schema import OLLAMA_ERRORS, answered
+from toolkit.serve.model_cards import utc, weight_files
 from toolkit.serve.ollama.answers import OllamaModels, OllamaVersion
 from toolkit.serve.openai.infill import find_gap
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from toolkit.serve.generation.parsing import Formats
 
 SPOKEN = "0.13.0"  # the version of Ollama whose API this is: clients ask for it
-WEIGHTS = (".safetensors", ".gguf")
 NEVER = "2318-04-04T00:00:00Z"  # when a model is unloaded that stays; a date as far away as Ollama's own
 
 
@@ -37,12 +35,6 @@ class Listed:
     memory: int | None = None
     session_len: int | None = None
     path: Path | None = None
-
-    def _files(self) -> list[Path]:
-        if self.path is None or not self.path.is_dir():
-            return [self.path] if self.path is not None and self.path.is_file() else []
-        files = [file for file in sorted(self.path.iterdir()) if file.suffix in WEIGHTS and file.is_file()]
-        return files or pickled_weights(self.path)
 
     def config(self) -> dict[str, Any]:
         """Its config.json, empty where there is none."""
@@ -59,7 +51,7 @@ class Listed:
             return None
 
     def details(self) -> dict[str, Any]:
-        files, config = self._files(), self.config()
+        files, config = weight_files(self.path), self.config()
         family, quantized = str(config.get("model_type") or ""), config.get("quantization_config")
         return {
             "parent_model": "",
@@ -72,13 +64,13 @@ class Listed:
 
     def card(self) -> dict[str, Any]:
         """As /api/tags has it. ``digest`` changes with the files."""
-        states = [(file.name, file.stat()) for file in self._files()]
+        states = [(file.name, file.stat()) for file in weight_files(self.path)]
         marks = [(name, state.st_size, state.st_mtime_ns) for name, state in states]
         changed = max((state.st_mtime for _, state in states), default=0.0)
         return {
             "name": self.name,
             "model": self.name,
-            "modified_at": datetime.fromtimestamp(changed, UTC).isoformat().replace("+00:00", "Z"),
+            "modified_at": utc(changed),
             "size": sum(size for _, size, _ in marks),
             "digest": hashlib.sha256(repr((self.name, marks)).encode()).hexdigest(),
             "details": self.details(),

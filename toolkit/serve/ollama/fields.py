@@ -7,14 +7,15 @@ with its own. Any other unknown field is refused by name.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from toolkit.serve.fields.protocol import as_list
+from toolkit.serve.fields.parameters import stepping_over
+from toolkit.serve.fields.protocol import Texts
 from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.fields.tools import Tool
-from toolkit.serve.llama_cpp.sampling import LlamaSampling
+from toolkit.serve.llama_cpp.sampling import LlamaSampling, MostTokens
 
 LATEST = ":latest"  # what Ollama's clients put behind a name without a tag
 
@@ -24,33 +25,12 @@ def served_as(asked: str, names: Collection[str]) -> str:
     return asked if asked in names else asked.removesuffix(LATEST)
 
 
+@stepping_over(
+    "num_ctx num_batch num_gpu main_gpu num_thread num_keep numa low_vram use_mmap use_mlock f16_kv logits_all "
+    "vocab_only embedding_only"
+)
 class Options(LlamaSampling):
-    num_predict: int | None = Field(None, ge=-2, le=1 << 30, description="Most tokens; below 0: as many as fit")
-    # Stepped over:
-    num_ctx: Any = None
-    num_batch: Any = None
-    num_gpu: Any = None
-    main_gpu: Any = None
-    num_thread: Any = None
-    num_keep: Any = None
-    numa: Any = None
-    low_vram: Any = None
-    use_mmap: Any = None
-    use_mlock: Any = None
-    f16_kv: Any = None
-    logits_all: Any = None
-    vocab_only: Any = None
-    embedding_only: Any = None
-
-    @model_validator(mode="after")
-    def _says_something(self) -> Options:
-        if self.num_predict == 0:
-            raise ValueError("num_predict: expected at least 1, or -1 for as many as fit, found 0")
-        return self
-
-    @property
-    def token_limit(self) -> int | None:
-        return None if self.num_predict is None or self.num_predict < 0 else self.num_predict
+    num_predict: MostTokens = None
 
 
 class Named(Strict):
@@ -128,7 +108,7 @@ class OllamaGenerateRequest(Answering):
 
 
 class EmbedRequest(Named):
-    input: Annotated[list[str], BeforeValidator(as_list, json_schema_input_type=str | list[str]), Field(min_length=1)]
+    input: Texts
     truncate: bool | None = Field(None, description="Cut a text that is too long; default true")
     dimensions: int | None = Field(None, ge=1, le=1 << 20, description="Keep so many of the first")
     options: dict[str, Any] | None = Field(None, description="Stepped over")

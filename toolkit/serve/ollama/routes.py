@@ -16,7 +16,7 @@ from toolkit.serve.generation.chat import Chat
 from toolkit.serve.generation.plain import Plain
 from toolkit.serve.generation.pooling import as_numbers, embed
 from toolkit.serve.generation.read import encode_embedded, parse, translated
-from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.errors import ApiError, not_served
 from toolkit.serve.http.openapi.schema import OLLAMA_ERRORS, describe
 from toolkit.serve.http.replies import EventReply, JsonReply, Wire, json_response, line
 from toolkit.serve.ollama.answers import OllamaChat, OllamaEmbedding, OllamaEmbeddings, OllamaShown, OllamaText
@@ -83,8 +83,7 @@ def _present(state: ServerState, kind: Kind, asked: Answering, model: str) -> Ht
 
 
 def _answer(state: ServerState, kind: Kind, asked: Answering, run: Chat | Plain) -> HttpResponse:
-    state.check_ready(run.request.model)
-    state.settings.limits.check_work(run.request, 1, run.request.token_limit, state.engine.session_len)
+    state.admit(run.request, run.request.token_limit)
     told = Told(kind, run, asked.model, (asked.top_logprobs or 0) if asked.logprobs else None)
     return JsonReply(told.whole, WIRE) if asked.stream is False else EventReply(told.chunks(), WIRE)
 
@@ -141,7 +140,7 @@ async def show(raw: Request) -> HttpResponse:
     name = served_as(asked.model or asked.name or state.model_name, state.model_names)
     listed = next((one for one in of_one(state) if one.name == name), None)
     if listed is None:
-        raise state.not_served(name)
+        raise not_served(name, state.model_names)
     can = Abilities(
         state.engine.tokenizer, state.template.source, state.formats, state.head.told, state.eyes is not None
     )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from datetime import UTC, datetime
-from time import perf_counter_ns
+from time import perf_counter_ns, time
 from typing import Any, Literal
 
 from toolkit.messages import Response
@@ -13,20 +12,20 @@ from toolkit.parsers.pieces import Piece, arguments_of
 from toolkit.serve.generation.chat import Chat
 from toolkit.serve.generation.plain import Plain
 from toolkit.serve.generation.running import running
+from toolkit.serve.model_cards import utc
 from toolkit.serve.openai.logprobs import chat_logprobs
 
 Kind = Literal["chat", "generate"]
 Call = dict[str, Any]
 
 
-def now() -> str:
-    """This moment, as Ollama spells it."""
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+def _head(name: str) -> dict[str, Any]:
+    return {"model": name, "created_at": utc(time())}
 
 
 def loaded(kind: Kind, name: str) -> dict[str, Any]:
     """What a request without a prompt is told: the model is there."""
-    return {"model": name, "created_at": now(), **_said(kind), "done_reason": "load", "done": True}
+    return _head(name) | _said(kind) | {"done_reason": "load", "done": True}
 
 
 def _said(kind: Kind, content: str = "", thinking: str = "", calls: Sequence[Call] = ()) -> dict[str, Any]:
@@ -55,9 +54,6 @@ class Told:
         self._top = top
         self._began = self._first = perf_counter_ns()
 
-    def _head(self) -> dict[str, Any]:
-        return {"model": self._name, "created_at": now()}
-
     def _logprobs(self, response: Response) -> dict[str, Any]:
         if self._top is None or not response.logprobs:
             return {}
@@ -80,7 +76,7 @@ class Told:
         made = self._run.answers[0]
         calls = [_call(i, call) for i, call in enumerate(made.calls)]
         said = _said(self._kind, made.content, made.reasoning, calls)
-        return self._head() | said | self._logprobs(answer) | self._end(answer)
+        return _head(self._name) | said | self._logprobs(answer) | self._end(answer)
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         last, told = Response(), 0
@@ -96,8 +92,8 @@ class Told:
                 logprobs = self._logprobs(delta)
                 if content or thinking or ready or logprobs:
                     said = _said(self._kind, content, thinking, ready)
-                    yield self._head() | said | logprobs | {"done": False}
-        yield self._head() | _said(self._kind) | self._end(last)
+                    yield _head(self._name) | said | logprobs | {"done": False}
+        yield _head(self._name) | _said(self._kind) | self._end(last)
 
     def _end(self, last: Response) -> dict[str, Any]:
         """Why it ended, and what it took: times in nanoseconds."""

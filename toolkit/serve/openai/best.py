@@ -25,13 +25,10 @@ class Best:
     def of_each_prompt(self, n: int) -> list[int]:
         """The ``n`` choices of each prompt whose tokens have the highest mean log-probability, best first, prompt after
         prompt. Of equals the one that was asked first goes before."""
-        return [i for group in self._by_prompt() for i in sorted(group, key=self._doubt)[:n]]
-
-    def _by_prompt(self) -> list[list[int]]:
         groups: dict[int, list[int]] = {}
         for choice in self._choices:
             groups.setdefault(choice.prompt, []).append(choice.index)
-        return list(groups.values())
+        return [i for group in groups.values() for i in sorted(group, key=self._doubt)[:n]]
 
     def _doubt(self, index: int) -> float:
         return -self._sum[index] / max(self._tokens[index], 1)

@@ -19,7 +19,7 @@ from toolkit.serve.generation.chat import Chat
 from toolkit.serve.generation.read import parse
 from toolkit.serve.generation.running import running
 from toolkit.serve.http.openapi.answers import ChatCompletion
-from toolkit.serve.http.openapi.schema import describe
+from toolkit.serve.http.openapi.schema import EVENTS, describe
 from toolkit.serve.http.replies import EventReply, JsonReply
 from toolkit.serve.openai.logprobs import chat_logprobs, prompt_logprobs
 from toolkit.serve.state import ServerState
@@ -30,12 +30,11 @@ BODIES: list[type[BaseModel]] = [ChatCompletionRequest]
 
 @router.post(
     "/v1/chat/completions",
-    **describe(ChatCompletionRequest, "Answer a conversation", ChatCompletion, stream="text/event-stream"),
+    **describe(ChatCompletionRequest, "Answer a conversation", ChatCompletion, stream=EVENTS),
 )
 async def chat_completions(raw: Request) -> HttpResponse:
     state, request, size = await parse(raw, ChatCompletionRequest)
-    state.check_ready(request.model)
-    state.settings.limits.check_work(request, 1, request.token_limit, state.engine.session_len)
+    state.admit(request, request.token_limit)
     answer = ChatAnswer(state, request, size)
     return EventReply(answer.chunks()) if request.stream else JsonReply(answer.whole)
 

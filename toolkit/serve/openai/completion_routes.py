@@ -19,10 +19,10 @@ from toolkit.messages import Response
 from toolkit.serve.fields.protocol import CompletionRequest
 from toolkit.serve.generation.choice import Choice
 from toolkit.serve.generation.choices import Usage, run_choices
-from toolkit.serve.generation.read import encode_prompt, parse, vocab_size
+from toolkit.serve.generation.read import encode_prompt, parse
 from toolkit.serve.generation.sampling import choice_config, generation_config
 from toolkit.serve.http.openapi.answers import TextCompletion
-from toolkit.serve.http.openapi.schema import describe
+from toolkit.serve.http.openapi.schema import EVENTS, describe
 from toolkit.serve.http.replies import EventReply, JsonReply
 from toolkit.serve.openai.best import Best
 from toolkit.serve.openai.infill import with_gap
@@ -35,13 +35,10 @@ BODIES: list[type[BaseModel]] = [CompletionRequest]
 NOTHING: dict[str, Any] = {"text": "", "logprobs": None, "finish_reason": None, "stop_reason": None}
 
 
-@router.post(
-    "/v1/completions", **describe(CompletionRequest, "Continue a text", TextCompletion, stream="text/event-stream")
-)
+@router.post("/v1/completions", **describe(CompletionRequest, "Continue a text", TextCompletion, stream=EVENTS))
 async def completions(raw: Request) -> HttpResponse:
     state, request, _ = await parse(raw, CompletionRequest)
-    state.check_ready(request.model)
-    state.settings.limits.check_work(request, len(request.prompt), request.token_limit, state.engine.session_len)
+    state.admit(request, request.token_limit, len(request.prompt))
     answer = CompletionAnswer(state, request)
     return EventReply(answer.chunks()) if request.stream else JsonReply(answer.whole)
 
@@ -69,11 +66,10 @@ class CompletionAnswer:
         n = request.drawn
         chosen_alone = 0 if n > (request.n or 1) else None  # log-probabilities that best_of needs
         config = generation_config(
+            state,
             request,
-            state.defaults,
             max_new_tokens=request.token_limit or (1 if self.score_only else None),
             logprobs=chosen_alone if request.logprobs is None else request.logprobs,
-            vocab_size=vocab_size(state),
             prompt_logprobs=self._prompt_logprobs(),
         )
         if request.echo and request.logprobs is not None and not request.stop:

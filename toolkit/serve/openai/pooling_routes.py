@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import AliasChoices, BaseModel, BeforeValidator, Field
 from starlette.responses import Response as HttpResponse
 
-from toolkit.serve.fields.protocol import Prompts, as_list
+from toolkit.serve.fields.protocol import Prompts, Texts
 from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.generation.pooling import Pairs, as_base64, as_numbers, embed
 from toolkit.serve.generation.read import encode_embedded, parse
@@ -67,12 +67,8 @@ class RerankRequest(PairRequest):
 class ScoreRequest(PairRequest):
     """Two texts, one and several, or as many of both."""
 
-    text_1: Annotated[list[str], BeforeValidator(as_list, json_schema_input_type=str | list[str])] = Field(
-        min_length=1, validation_alias=AliasChoices("text_1", "queries")
-    )
-    text_2: Annotated[list[str], BeforeValidator(as_list, json_schema_input_type=str | list[str])] = Field(
-        min_length=1, validation_alias=AliasChoices("text_2", "documents")
-    )
+    text_1: Texts = Field(validation_alias=AliasChoices("text_1", "queries"))
+    text_2: Texts = Field(validation_alias=AliasChoices("text_2", "documents"))
 
 
 BODIES: list[type[BaseModel]] = [EmbeddingsRequest, RerankRequest, ScoreRequest]

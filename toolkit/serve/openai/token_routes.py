@@ -14,8 +14,8 @@ from toolkit.serve.fields.message import Messages
 from toolkit.serve.fields.protocol import TokenId
 from toolkit.serve.fields.strict import Strict
 from toolkit.serve.fields.template import TemplateFields
-from toolkit.serve.generation.read import encode_messages, parse, vocab_size
-from toolkit.serve.http.errors import bad_field
+from toolkit.serve.generation.read import encode_messages, parse
+from toolkit.serve.http.errors import bad_field, not_served
 from toolkit.serve.http.openapi.answers import Detokenized, Encoded, Tokens
 from toolkit.serve.http.openapi.schema import answered, describe
 from toolkit.serve.http.replies import json_response
@@ -73,7 +73,7 @@ BODIES: list[type[BaseModel]] = [TokenizeRequest, DetokenizeRequest, EncodeReque
 
 def _checked_model(state: ServerState, model: str | None) -> None:
     if model is not None and model not in state.model_names:
-        raise state.not_served(model)
+        raise not_served(model, state.model_names)
 
 
 @router.post("/tokenize", **describe(TokenizeRequest, "Token ids of a text or a conversation", Tokens))
@@ -116,9 +116,10 @@ def _piece(data: bytes) -> str | list[int]:
 async def detokenize(raw: Request) -> HttpResponse:
     state, request, size = await parse(raw, DetokenizeRequest)
     _checked_model(state, request.model)
-    if strange := next((i for i in request.tokens if i >= vocab_size(state)), None):
-        raise bad_field("tokens", f"expected ids below {vocab_size(state)}, found {strange}")
-    text = await state.lanes.run(lambda: state.engine.tokenizer.decode(request.tokens, False), size)
+    tokenizer = state.engine.tokenizer
+    if strange := next((i for i in request.tokens if i >= tokenizer.vocab_size), None):
+        raise bad_field("tokens", f"expected ids below {tokenizer.vocab_size}, found {strange}")
+    text = await state.lanes.run(lambda: tokenizer.decode(request.tokens, False), size)
     return json_response({"prompt": text, "content": text})  # vLLM's name, and llama.cpp's
 
 

@@ -16,7 +16,7 @@ from toolkit.serve.fields.strict import Strict
 from toolkit.serve.generation.read import parse_body, read_body
 from toolkit.serve.http.access.keys import ApiKeys
 from toolkit.serve.http.application import begin_app
-from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.errors import ApiError, unless_json
 from toolkit.serve.http.layers import add_layers
 from toolkit.serve.http.openapi.schema import add_schemas, describe
 from toolkit.serve.http.replies import json_response, scraped
@@ -127,17 +127,12 @@ def _check_may_change(raw: Request, settings: ProxySettings) -> None:
     if not settings.allow_nodes_by_client:
         text = f"{raw.url.path}: not allowed here; start the proxy with --node-keys and send one (or with {BY_CLIENT})"
         raise ApiError(403, text, code="node_keys_missing")
-    if _may_be_a_web_page(raw):
-        kind = raw.headers.get("content-type", "")
-        text = f"{raw.url.path}: expected the header 'Content-Type: application/json', found {kind or 'none'!r:.100}"
-        raise ApiError(415, text, code="not_json")
+    if (error := unless_json(raw)) is not None and _may_be_a_web_page(raw):
+        raise error
 
 
 def _may_be_a_web_page(raw: Request) -> bool:
-    """Whether a page of somebody else may have sent this unasked. No page can send JSON so: its browser would first ask
-    this server, which does not answer such questions. Of the rest only a GET does not tell where it is from."""
-    if raw.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
-        return False
+    """Whether a page of somebody else may have sent this unasked. Only a GET does not tell where it is from."""
     origin = raw.headers.get("origin")
     return raw.method == "GET" if origin is None else origin.partition("://")[2] != raw.headers.get("host", "")
 

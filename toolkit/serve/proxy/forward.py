@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -87,6 +87,16 @@ class Incoming:
         values = b",".join(value for name, value in self.headers if name.lower() == VIA)
         return [hop.strip() for hop in values.split(b",") if hop.strip()]
 
+    def passed_on(self, trusted: bool, without: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
+        """The headers for a server that answers it, and whose it is; not those ``without``, in lower case, nor what is
+        this connection's. ``trusted``: as ``header_of`` has it."""
+        own = {*OWN_HEADERS, USER.encode(), *without, *of_this_connection(self.headers)}
+        more = [header_of(current_user(), self.owner, trusted)]
+        if (named := current()) is not None:  # its client has sent none, or one that may not stand in a log
+            own.add(HEADER.encode())
+            more.append((HEADER.encode(), named.id.encode()))
+        return [*((name, value) for name, value in self.headers if name.lower() not in own), *more]
+
 
 def _json_or_none(body: bytes) -> Any:
     """A body as far as it has to be known here; what is no JSON is the node's to refuse."""
@@ -168,7 +178,7 @@ class Forward(Reply):
             with state.running(node) as run:
                 try:
                     async with self._asked(node, await self._source(node, lender)) as reply:
-                        run.answered(reply.status_code)
+                        run.status = reply.status_code
                         if reply.status_code in ELSEWHERE and again:
                             why, tries = f"HTTP {reply.status_code}", tries + 1
                             if reply.status_code not in NO_FAULT:
@@ -177,7 +187,7 @@ class Forward(Reply):
                         await self._pass_on(reply, node, send)
                         return
                 except NodeFailed as error:
-                    run.answered(0)
+                    run.status = 0
                     node.failed(str(error), state.clock())
                     logger.warning("%s: %s", node.url, error)
                     why, tries = str(error), tries + error.sent
@@ -193,7 +203,7 @@ class Forward(Reply):
         try:
             with self._state.running(node) as run:
                 async with self._asked(node, Handed(lend=True)) as reply:
-                    run.answered(reply.status_code)
+                    run.status = reply.status_code
                     pieces = reply.aiter_raw()
                     while await _next(pieces):
                         pass
@@ -210,23 +220,18 @@ class Forward(Reply):
         engine_id = await self._state.apart.linked(node, lender)
         return Handed(source=engine_id) if engine_id else None
 
-    def _asked(self, node: Node, handed: Handed | None = None) -> _Exchange:
-        own = {*OWN_HEADERS, VIA, USER.encode(), KV.encode(), *of_this_connection(self._request.headers)}
-        headers = [(k, v) for k, v in self._request.headers if k.lower() not in own]
+    def _asked(self, node: Node, handed: Handed | None = None) -> AbstractAsyncContextManager[httpx.Response]:
+        """The answer of a node. Raises NodeFailed."""
+        keys = KEY_HEADERS if self._state.settings.node_key else ()
+        headers = self._request.passed_on(node.trusted, (VIA, KV.encode(), *keys))
+        headers.append((VIA, b", ".join([*self._request.via, self._hop])))
+        headers += [(k.lower().encode(), v.encode()) for k, v in self._state.key_headers(node).items()]
         if handed is not None:
             headers.append(handed.header())
-        headers.append((VIA, b", ".join([*self._request.via, self._hop])))
-        headers.append(header_of(current_user(), self._request.owner, node.trusted))
-        if (named := current()) is not None:  # its client has sent none, or one that may not stand in a log
-            headers = [(k, v) for k, v in headers if k.lower() != HEADER.encode()]
-            headers.append((HEADER.encode(), named.id.encode()))
-        if self._state.settings.node_key:
-            headers = [(k, v) for k, v in headers if k.lower() not in KEY_HEADERS]
-            headers += [(k.lower().encode(), v.encode()) for k, v in self._state.key_headers(node).items()]
         request = self._state.http.build_request(
             self._request.method, node.url + self._request.target, headers=headers, content=self._request.body
         )
-        return _Exchange(self._state.http, request)
+        return _exchange(self._state.http, request)
 
     async def _pass_on(self, reply: httpx.Response, node: Node, send: Send) -> None:
         """From the first byte on it is this node's answer, whatever happens to it."""
@@ -262,30 +267,24 @@ class Forward(Reply):
         await send({"type": "http.response.body", "body": b""})
 
 
-class _Exchange:
-    """One request to a node, whose failures are NodeFailed."""
-
-    def __init__(self, http: httpx.AsyncClient, request: httpx.Request) -> None:
-        self._http = http
-        self._request = request
-
-    async def __aenter__(self) -> httpx.Response:
+@asynccontextmanager
+async def _exchange(http: httpx.AsyncClient, request: httpx.Request) -> AsyncIterator[httpx.Response]:
+    """The answer to one request to a node. Raises NodeFailed where there is none."""
+    try:
+        reply = await http.send(request, stream=True)
+    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+        raise NodeFailed(_why(error), sent=False) from error
+    except httpx.HTTPError as error:
+        raise NodeFailed(_why(error), sent=True) from error
+    try:
         try:
-            self._reply = await self._http.send(self._request, stream=True)
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-            raise NodeFailed(_why(error), sent=False) from error
-        except httpx.HTTPError as error:
-            raise NodeFailed(_why(error), sent=True) from error
-        try:
-            check(self._reply)
+            check(reply)
         except OddAnswer as error:
-            await self.__aexit__()
             raise NodeFailed(str(error), sent=True) from None
-        return self._reply
-
-    async def __aexit__(self, *exc: object) -> None:
+        yield reply
+    finally:
         with suppress(httpx.HTTPError):
-            await self._reply.aclose()
+            await reply.aclose()
 
 
 async def _next(pieces: AsyncIterator[bytes]) -> bytes:

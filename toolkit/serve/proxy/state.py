@@ -38,11 +38,7 @@ KEEPALIVE = [
 class Run:
     """One request to one node. ``status``: what it answered, 0 = nothing."""
 
-    node: Node
-    status: int | None = None
-
-    def answered(self, status: int) -> None:
-        self.status = status
+    status: int = 0
 
 
 class ProxyState:
@@ -98,17 +94,17 @@ class ProxyState:
     @contextmanager
     def running(self, node: Node) -> Iterator[Run]:
         """Keep the books of one request to ``node``."""
-        run, began, task = Run(node), self.clock(), asyncio.current_task()
+        run, began, task = Run(), self.clock(), asyncio.current_task()
         node.unfinished += 1
         self.active.add(task)
         try:
             yield run
-            if run.status and run.status < 500 and run.status not in ELSEWHERE and node.down is None:
+            if 0 < run.status < 500 and run.status not in ELSEWHERE and node.down is None:
                 node.worked(self.clock() - began, self.clock())
         finally:
             node.unfinished -= 1
             self.active.discard(task)
-            self.metrics.requests.labels(node.label, str(run.status or 0)).inc()
+            self.metrics.requests.labels(node.label, str(run.status)).inc()
             self.metrics.seconds.labels(node.label).observe(self.clock() - began)
 
     def abort_all(self) -> None:

@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.serve.http.access.users import HEADER as USER
-from toolkit.serve.http.access.users import current_user, header_of
-from toolkit.serve.http.request_ids import HEADER as REQUEST_ID
-from toolkit.serve.http.request_ids import current
-from toolkit.serve.proxy.forward import KEY_HEADERS, OWN_HEADERS, Incoming, of_this_connection
+from toolkit.serve.http.in_process import scope_of
+from toolkit.serve.proxy.forward import KEY_HEADERS, Incoming
 from toolkit.serve.proxy.strategies import prefixes
 
 SESSION = b"x-session-id"  # as Ray Serve calls it
@@ -32,35 +29,14 @@ class Asked:
     @staticmethod
     def of(incoming: Incoming) -> Asked:
         """A client's request, without its key, and with whose it is."""
-        own = {*OWN_HEADERS, *KEY_HEADERS, USER.encode(), *of_this_connection(incoming.headers)}
-        named = current()
-        if named is not None:
-            own.add(REQUEST_ID.encode())
-        headers = [(k, v) for k, v in incoming.headers if k.lower() not in own]
-        headers.append(header_of(current_user(), incoming.owner, True))
-        if named is not None:
-            headers.append((REQUEST_ID.encode(), named.id.encode()))
-        known = prefixes(incoming.data)
+        headers, known = incoming.passed_on(True, KEY_HEADERS), prefixes(incoming.data)
         return Asked(incoming.method, incoming.target, headers, incoming.body, known, _session(incoming))
 
     def scope(self) -> dict[str, Any]:
         """What an ASGI application is called with. The front, which has looked at the key, is the client."""
-        path, _, query = self.target.partition("?")
         length = (b"content-length", str(len(self.body)).encode())
-        return {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": self.method,
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": query.encode("latin-1"),
-            "root_path": "",
-            "headers": [*((k.lower(), v) for k, v in self.headers), *([length] if self.body else [])],
-            "client": ("127.0.0.1", 1),
-            "server": None,
-        }
+        headers = [*((k.lower(), v) for k, v in self.headers), *([length] if self.body else [])]
+        return scope_of(self.method, self.target, headers, ("127.0.0.1", 1))
 
 
 def _session(incoming: Incoming) -> str:

@@ -16,12 +16,11 @@ from pydantic_core import from_json
 from starlette.responses import Response as HttpResponse
 from starlette.types import Send
 
-from toolkit.configs.checks import shown
 from toolkit.configs.option import spelled
 from toolkit.serve.http.access.keys import ApiKeys
 from toolkit.serve.http.access.users import current_user
 from toolkit.serve.http.application import begin_app
-from toolkit.serve.http.errors import ApiError
+from toolkit.serve.http.errors import ApiError, not_served
 from toolkit.serve.http.layers import add_layers
 from toolkit.serve.http.replies import Reply, event, json_response, line, scraped, send_error
 from toolkit.serve.http.sharing.lanes import Lanes
@@ -84,10 +83,7 @@ class Fleet:
             await self.cards()
         owner = next(iter(self.models)) if name is None else self._owner(name)
         if owner is None:
-            told = ", ".join(map(repr, self.names))
-            raise ApiError(
-                404, f"model: {shown(name)} is not served here; there are {told}", param="model", code="model_not_found"
-            )
+            raise not_served(name, self.names)
         return owner, self.models[owner]
 
     def _owner(self, name: str) -> str | None:
@@ -132,9 +128,10 @@ async def _whole(replicas: Replicas, target: str) -> tuple[int, bytes]:
     status, body = 503, b""
     try:
         async with asyncio.timeout(LOOK_S), aclosing(replicas.stream(Asked("GET", target, []))) as messages:
-            async for message in (one for some in [messages] async for many in some for one in many):
-                status = message.get("status", status)
-                body += message.get("body", b"")
+            async for some in messages:
+                for message in some:
+                    status = message.get("status", status)
+                    body += message.get("body", b"")
     except (TimeoutError, Gone, Busy):
         return 503, b""
     return status, body

@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
@@ -26,25 +26,18 @@ class Handle:
         self._metrics: Sequence[tuple[str, bytes]] = []  # as they were last
 
     async def stream(self, asked: Asked) -> AsyncGenerator[list[Message], None]:
-        options = {"session_id": asked.session} if asked.session else {}
-        response = (self._streams.options(**options) if options else self._streams).remote(asked)
-        over = False
+        streams = self._streams.options(session_id=asked.session) if asked.session else self._streams
+        response = streams.remote(asked)
         try:
             async for messages in response:
                 yield messages
-            over = True
-        except (RayActorError, DeploymentUnavailableError) as error:
-            over = True
-            raise Gone(_first_line(error)) from None
         except BackPressureError as error:
-            over = True
             raise Busy(_first_line(error)) from None
-        except RayError as error:  # of a task whose process has ended between two messages
-            over = True
+        except (RayError, DeploymentUnavailableError) as error:  # its process has ended, perhaps between two messages
             raise Gone(_first_line(error)) from None
-        finally:
-            if not over:
-                response.cancel()
+        except BaseException:  # who has asked is gone
+            response.cancel()
+            raise
 
     async def metrics(self) -> Sequence[tuple[str, bytes]]:
         response = self._handle.broadcast("metrics")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -23,49 +23,30 @@ _TPOT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1
 _E2E = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
+_GAUGE, _COUNT = GaugeMetricFamily, CounterMetricFamily
 # name in the engine's stats -> (kind, metric, help)
 FROM_ENGINE = {
-    "running": (GaugeMetricFamily, "num_requests_running", "Requests in the running batch"),
-    "waiting": (GaugeMetricFamily, "num_requests_waiting", "Requests that wait to be scheduled"),
-    "kv_usage": (GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1"),
-    "kv_planned_bytes": (GaugeMetricFamily, "kv_cache_planned_bytes", "What the KV cache may take"),
-    "kv_resident_bytes": (GaugeMetricFamily, "kv_cache_resident_bytes", "What of it is in memory: it grows with use"),
-    "preemptions": (CounterMetricFamily, "preemptions", "Requests put back for lack of KV cache blocks"),
-    "prefix_hit_tokens": (CounterMetricFamily, "prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache"),
-    "prefix_queried_tokens": (CounterMetricFamily, "prefix_cache_queried_tokens", "Prompt tokens looked up in it"),
-    "kept_hit_tokens": (
-        CounterMetricFamily,
-        "external_prefix_cache_hit_tokens",
-        "Prompt tokens brought back from --kv-cache-dir",
-    ),
-    "kept_queried_tokens": (
-        CounterMetricFamily,
-        "external_prefix_cache_queried_tokens",
-        "Prompt tokens looked up there",
-    ),
-    "kept_read_bytes": (CounterMetricFamily, "kv_offload_load_bytes", "Bytes of KV blocks read there"),
-    "kept_written_bytes": (CounterMetricFamily, "kv_offload_store_bytes", "Bytes of KV blocks written there"),
-    "moved_tokens": (
-        CounterMetricFamily,
-        "kv_transfer_tokens",
-        "Prompt tokens whose KV blocks came from an engine that had computed them",
-    ),
-    "lent_bytes": (CounterMetricFamily, "kv_transfer_lent_bytes", "Bytes of KV blocks lent to other engines"),
-    "kept_refused_files": (
-        CounterMetricFamily,
-        "kv_offload_refused_files",
-        "Files there that were not as they had been written",
-    ),
-    "kept_write_failures": (
-        CounterMetricFamily,
-        "kv_offload_write_failures",
-        "Times that nothing could be written there",
-    ),
-    "spec_drafts": (CounterMetricFamily, "spec_decode_drafts", "Drafts that steps have verified"),
-    "spec_draft_tokens": (CounterMetricFamily, "spec_decode_draft_tokens", "Draft tokens that steps have verified"),
-    "spec_accepted_tokens": (CounterMetricFamily, "spec_decode_accepted_tokens", "Draft tokens that were accepted"),
-    "steps": (CounterMetricFamily, "engine_steps", "Steps of the engine"),
-    "step_seconds": (CounterMetricFamily, "engine_step_seconds", "Time spent in them"),
+    "running": (_GAUGE, "num_requests_running", "Requests in the running batch"),
+    "waiting": (_GAUGE, "num_requests_waiting", "Requests that wait to be scheduled"),
+    "kv_usage": (_GAUGE, "kv_cache_usage_perc", "Share of KV cache blocks in use, 0 to 1"),
+    "kv_planned_bytes": (_GAUGE, "kv_cache_planned_bytes", "What the KV cache may take"),
+    "kv_resident_bytes": (_GAUGE, "kv_cache_resident_bytes", "What of it is in memory: it grows with use"),
+    "preemptions": (_COUNT, "preemptions", "Requests put back for lack of KV cache blocks"),
+    "prefix_hit_tokens": (_COUNT, "prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache"),
+    "prefix_queried_tokens": (_COUNT, "prefix_cache_queried_tokens", "Prompt tokens looked up in it"),
+    "kept_hit_tokens": (_COUNT, "external_prefix_cache_hit_tokens", "Prompt tokens brought back from --kv-cache-dir"),
+    "kept_queried_tokens": (_COUNT, "external_prefix_cache_queried_tokens", "Prompt tokens looked up there"),
+    "kept_read_bytes": (_COUNT, "kv_offload_load_bytes", "Bytes of KV blocks read there"),
+    "kept_written_bytes": (_COUNT, "kv_offload_store_bytes", "Bytes of KV blocks written there"),
+    "moved_tokens": (_COUNT, "kv_transfer_tokens", "Prompt tokens whose KV blocks came from another engine"),
+    "lent_bytes": (_COUNT, "kv_transfer_lent_bytes", "Bytes of KV blocks lent to other engines"),
+    "kept_refused_files": (_COUNT, "kv_offload_refused_files", "Files there that were not as they had been written"),
+    "kept_write_failures": (_COUNT, "kv_offload_write_failures", "Times that nothing could be written there"),
+    "spec_drafts": (_COUNT, "spec_decode_drafts", "Drafts that steps have verified"),
+    "spec_draft_tokens": (_COUNT, "spec_decode_draft_tokens", "Draft tokens that steps have verified"),
+    "spec_accepted_tokens": (_COUNT, "spec_decode_accepted_tokens", "Draft tokens that were accepted"),
+    "steps": (_COUNT, "engine_steps", "Steps of the engine"),
+    "step_seconds": (_COUNT, "engine_step_seconds", "Time spent in them"),
 }
 
 BY_METHOD = (  # name, which count of a draft's, what it is
@@ -78,11 +59,7 @@ BY_METHOD = (  # name, which count of a draft's, what it is
 OTHERS = {
     "num_requests_running": ("vllm:num_requests_running", "lmdeploy:num_requests_running"),
     "num_requests_waiting": ("vllm:num_requests_waiting", "lmdeploy:num_requests_waiting"),
-    "kv_cache_usage_perc": (
-        "vllm:kv_cache_usage_perc",
-        "vllm:gpu_cache_usage_perc",
-        "lmdeploy:gpu_cache_usage_perc",
-    ),
+    "kv_cache_usage_perc": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "lmdeploy:gpu_cache_usage_perc"),
     "preemptions": ("vllm:num_preemptions",),
     "prefix_cache_hit_tokens": ("vllm:prefix_cache_hits",),
     "prefix_cache_queried_tokens": ("vllm:prefix_cache_queries",),
@@ -177,45 +154,29 @@ class ServerMetrics:
         self.everything.register(_AllNames(self.registry, model_name))
         ProcessCollector(registry=self.registry)
         self.registry.register(_EngineCollector(stats))
-        make: dict[str, Any] = {"registry": self.registry}
-        self.prompt_tokens = Counter(
-            PREFIX + "prompt_tokens", "Prompt tokens, counted when the prompt is through", **make
-        )
-        self.cached_tokens = Counter(PREFIX + "cached_tokens", "Prompt tokens served from the prefix cache", **make)
-        self.generation_tokens = Counter(PREFIX + "generation_tokens", "Tokens generated", **make)
-        self.finished = Counter(
-            PREFIX + "request_finished", "Requests (choices) ended, by reason", ["finished_reason"], **make
-        )
-        self.ttft = Histogram(PREFIX + "time_to_first_token_seconds", "Arrival to first token", buckets=_TTFT, **make)
-        self.tpot = Histogram(
-            PREFIX + "time_per_output_token_seconds", "Mean time per token after the first", buckets=_TPOT, **make
-        )
-        self.itl = Histogram(
-            PREFIX + "inter_token_latency_seconds",
-            "Time from one token of an answer to the next",
-            buckets=_TPOT,
-            **make,
-        )
-        self.e2e = Histogram(PREFIX + "e2e_request_latency_seconds", "Arrival to last token", buckets=_E2E, **make)
-        self.prompt_size = Histogram(PREFIX + "request_prompt_tokens", "Tokens of a prompt", buckets=_TOKENS, **make)
-        self.answer_size = Histogram(
-            PREFIX + "request_generation_tokens", "Tokens of an answer", buckets=_TOKENS, **make
-        )
-        self.waits = Histogram(
-            PREFIX + "user_wait_seconds",
-            "Arrival to first token by user: the key's name; empty for requests without a key",
-            ["user"],
-            buckets=_WAITS,
-            **make,
-        )
-        self.refusals = Counter(
-            PREFIX + "user_refused",
-            "Requests refused by a limit of their key, by user and limit",
-            ["user", "limit"],
-            **make,
-        )
-        tasks = Gauge(PREFIX + "asyncio_tasks", "Tasks of the server's event loop", **make)
+        counter, histogram = self._counter, self._histogram
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens, counted when the prompt is through")
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens served from the prefix cache")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated")
+        self.finished = counter("request_finished", "Requests (choices) ended, by reason", "finished_reason")
+        self.ttft = histogram("time_to_first_token_seconds", "Arrival to first token", _TTFT)
+        self.tpot = histogram("time_per_output_token_seconds", "Mean time per token after the first", _TPOT)
+        self.itl = histogram("inter_token_latency_seconds", "Time from one token of an answer to the next", _TPOT)
+        self.e2e = histogram("e2e_request_latency_seconds", "Arrival to last token", _E2E)
+        self.prompt_size = histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
+        self.answer_size = histogram("request_generation_tokens", "Tokens of an answer", _TOKENS)
+        told = "Arrival to first token by user: the key's name; empty for requests without a key"
+        self.waits = histogram("user_wait_seconds", told, _WAITS, "user")
+        told = "Requests refused by a limit of their key, by user and limit"
+        self.refusals = counter("user_refused", told, "user", "limit")
+        tasks = Gauge(PREFIX + "asyncio_tasks", "Tasks of the server's event loop", registry=self.registry)
         tasks.set_function(_tasks)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(PREFIX + name, text, labels, buckets=buckets, registry=self.registry)
 
     def refused(self, user: str, limit: str) -> None:
         """A request of ``user`` was refused by ``limit``."""

@@ -52,14 +52,20 @@ class ModelCard(BaseModel):
     parent: str | None = None
 
 
-class ModelList(BaseModel):
-    """OpenAI's fields, and Anthropic's of a page: it is the only one."""
+class Page(BaseModel):
+    """A part of a list."""
 
     object: Literal["list"]
-    data: list[ModelCard]
-    has_more: Literal[False]
     first_id: str | None
     last_id: str | None
+    has_more: bool
+
+
+class ModelList(Page):
+    """OpenAI's fields, and Anthropic's of a page: it is the only one."""
+
+    data: list[ModelCard]
+    has_more: Literal[False]
 
 
 class Health(BaseModel):
@@ -145,12 +151,8 @@ class DeletedResponse(BaseModel):
     deleted: bool
 
 
-class InputItems(BaseModel):
-    object: Literal["list"]
+class InputItems(Page):
     data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class AnthropicMessage(BaseModel):

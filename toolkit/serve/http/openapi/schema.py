@@ -11,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 from toolkit.serve.http.openapi.answers import AnthropicErrorAnswer, ErrorAnswer, OllamaErrorAnswer
 
 REF = "#/components/schemas/{model}"
+EVENTS = "text/event-stream"  # the media type of most streams
 Responses = dict[int | str, dict[str, Any]]
 
 # What a request may be answered with besides 200; docs/server.md says the same.

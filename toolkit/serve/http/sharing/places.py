@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from toolkit.serve.http.access.users import current_user
+
+
+def may_join(waiting: int, most: int, user: str, of_users: Mapping[str, int]) -> bool:
+    """Whether ``user`` may have one more in a queue of so many, which is to have ``most``; also where they have less
+    than an equal part of it, up to twice as many, so that nobody's requests are all that it has."""
+    users = len(of_users) + (user not in of_users)
+    return waiting < most or (waiting < 2 * most and of_users.get(user, 0) < most // users)
 
 
 class Places:
@@ -20,11 +27,9 @@ class Places:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by user, the one who had a turn last at the end
 
     def may_wait(self, user: str, most: int) -> bool:
-        """Whether another one of ``user`` may wait where ``most`` do together; also where it has less than an equal
-        part of them, up to twice as many."""
-        waiting = sum(map(len, self._waiting.values()))
-        users = len(self._waiting) + (user not in self._waiting)
-        return waiting < most or (waiting < 2 * most and len(self._waiting.get(user, ())) < most // users)
+        """Whether another one of ``user`` may wait where ``most`` do together, see ``may_join``."""
+        waiting = {name: len(turns) for name, turns in self._waiting.items()}
+        return may_join(sum(waiting.values()), most, user, waiting)
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:

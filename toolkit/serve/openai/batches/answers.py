@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from toolkit.serve.http.openapi.answers import Page
+
 
 class FileCard(BaseModel):
     id: str
@@ -19,12 +21,8 @@ class FileCard(BaseModel):
     status_details: None
 
 
-class FileList(BaseModel):
-    object: Literal["list"]
+class FileList(Page):
     data: list[FileCard]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class DeletedFile(BaseModel):
@@ -78,9 +76,5 @@ class BatchCard(BaseModel):
     metadata: dict[str, str] | None
 
 
-class BatchList(BaseModel):
-    object: Literal["list"]
+class BatchList(Page):
     data: list[BatchCard]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool

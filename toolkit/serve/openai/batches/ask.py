@@ -11,6 +11,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from toolkit.serve.http.access.auth import KEY
+from toolkit.serve.http.in_process import scope_of
 from toolkit.serve.http.request_ids import HEADER
 
 logger = logging.getLogger("toolkit.serve")
@@ -43,23 +44,8 @@ async def ask(app: ASGIApp, path: str, body: bytes) -> Answer:
             parts.append(message.get("body", b""))
 
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    scope: dict[str, Any] = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": headers,
-        "client": None,
-        "server": None,
-        KEY: b"",
-    }
     try:
-        await app(scope, receive, send)
+        await app({**scope_of("POST", path, headers, None), KEY: b""}, receive, send)
     except Exception as error:  # told in the answer; a server would log it, too
         if not parts:
             raise

@@ -227,6 +227,7 @@ class Batches:
     async def _work(self, batch: Batch) -> None:
         behind.set(LAST)  # of this task and those that it starts, as is the next
         work_of.set(batch.owner)
+        status = "failed"
         try:
             if batch.status == "cancelling":  # the server ended before it had
                 self._end(batch, "cancelled")
@@ -240,17 +241,13 @@ class Batches:
             return
         except StorageFull as error:
             batch.fail("storage_full", str(error))
-            status = "failed"
         except OSError as error:
             batch.fail("storage_full", f"the batch's files cannot be read or written ({error.strerror})")
-            status = "failed"
         except ToolkitError as error:
             batch.fail("server_error", str(error))
-            status = "failed"
         except Exception:
             logger.exception("%s failed", batch.id)
             batch.fail("server_error", "Internal error; the server's log has the details")
-            status = "failed"
         try:
             self._end(batch, status)
         except OSError as error:  # when the server starts again it goes on with the batch

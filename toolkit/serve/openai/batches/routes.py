@@ -18,10 +18,11 @@ from toolkit.serve.http.errors import ApiError, bad_field
 from toolkit.serve.http.intake import UPLOADS
 from toolkit.serve.http.openapi.schema import BUSY_FILE, answered, describe
 from toolkit.serve.http.replies import json_response
+from toolkit.serve.openai import lists
 from toolkit.serve.openai.batches.answers import BatchCard, BatchList, DeletedFile, FileCard, FileList
 from toolkit.serve.openai.batches.batches import Batch, Batches
 from toolkit.serve.openai.batches.fields import HOUR, MONTH, BatchRequest
-from toolkit.serve.openai.batches.store import Stored, named, page
+from toolkit.serve.openai.batches.store import Stored, named
 
 router = APIRouter()
 BODIES: list[type[BaseModel]] = [BatchRequest]
@@ -48,29 +49,10 @@ FORM = {
 }
 
 
-def _query(most: int, default: int, **more: dict[str, Any]) -> list[dict[str, Any]]:
-    schemas = {
-        "after": {"type": "string"},
-        "limit": {"type": "integer", "minimum": 1, "maximum": most, "default": default},
-        **more,
-    }
-    return [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in schemas.items()]
-
-
-ORDER = {"type": "string", "enum": ["asc", "desc"], "default": "desc"}
-
-
 def _mine(raw: Request) -> tuple[Batches, str]:
     """The server's batches, and who asks."""
     batches: Batches = raw.app.state.batches
     return batches, batches.store.owner(raw.scope.get(KEY, b""))
-
-
-def _limit(raw: Request, most: int, default: int) -> int:
-    given = raw.query_params.get("limit", str(default))
-    if not (given.isascii() and given.isdecimal() and len(given) <= 6 and 1 <= int(given) <= most):
-        raise bad_field("limit", f"expected 1 to {most}, found {shown(given)}")
-    return int(given)
 
 
 @router.post(UPLOADS, **answered("Keep a file of requests for a batch", FileCard) | {"openapi_extra": FORM})
@@ -109,16 +91,14 @@ def _seconds(anchor: Any, seconds: Any) -> int | None:
 @router.get(
     UPLOADS,
     **answered("Files that are kept, the newest first", FileList),
-    openapi_extra={"parameters": _query(MOST_FILES, MOST_FILES, order=ORDER, purpose={"type": "string"})},
+    openapi_extra=lists.parameters(MOST_FILES, MOST_FILES, order=lists.ORDER, purpose={"type": "string"}),
 )
 async def files(raw: Request) -> HttpResponse:
     batches, owner = _mine(raw)
-    query = raw.query_params
-    limit, order, purpose = _limit(raw, MOST_FILES, MOST_FILES), query.get("order", "desc"), query.get("purpose")
-    if order not in ("asc", "desc"):
-        raise bad_field("order", f"expected asc or desc, found {shown(order)}")
-    found = [file for file in batches.store.files(owner) if purpose in (None, file.purpose)]
-    return json_response(page(found[:: 1 if order == "asc" else -1], query.get("after"), limit, Stored.card))
+    query, limit = raw.query_params, lists.limit_of(raw, MOST_FILES, MOST_FILES)
+    found = lists.in_order(raw, batches.store.files(owner))
+    cards = [file.card() for file in found if query.get("purpose") in (None, file.purpose)]
+    return json_response(lists.page(cards, query.get("after") or None, limit))
 
 
 def _file(raw: Request, id: str) -> Stored:
@@ -169,12 +149,12 @@ async def create(raw: Request) -> HttpResponse:
 @router.get(
     "/v1/batches",
     **answered("Batches, the newest first", BatchList),
-    openapi_extra={"parameters": _query(MOST_BATCHES, 20)},
+    openapi_extra=lists.parameters(MOST_BATCHES, 20),
 )
 async def listed(raw: Request) -> HttpResponse:
     batches, owner = _mine(raw)
-    limit = _limit(raw, MOST_BATCHES, 20)
-    return json_response(page(batches.of(owner), raw.query_params.get("after"), limit, Batch.card))
+    limit, after = lists.limit_of(raw, MOST_BATCHES, 20), raw.query_params.get("after")
+    return json_response(lists.page([batch.card() for batch in batches.of(owner)], after or None, limit))
 
 
 def _batch(raw: Request, id: str) -> Batch:

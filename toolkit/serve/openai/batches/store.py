@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -98,7 +98,7 @@ class FileStore:
         except OSError as error:
             raise ToolkitError(f"--batch-dir {root}: another server uses it; name another directory") from error
         self._root = root
-        found = sorted(self._records("files", Stored), key=lambda file: file.created_at)
+        found = sorted(self.records("files", Stored), key=lambda file: file.created_at)
         self._files = {file.id: file for file in found if self.path(file.id).exists()}
 
     @property
@@ -252,18 +252,15 @@ class FileStore:
         (self.root / folder / f"{id}.json").unlink(missing_ok=True)
 
     def records(self, folder: str, kind: type[R]) -> list[R]:
-        """All of a folder that can be read."""
-        return [] if self._root is None else list(self._records(folder, kind))
-
-    def _records(self, folder: str, kind: type[R]) -> Iterator[R]:
-        assert self._root is not None
-        for path in sorted((self._root / folder).glob("*.json")):
-            if not _ID.fullmatch(path.stem):
-                continue
-            try:
-                yield read(kind, json.loads(path.read_bytes()))
-            except (OSError, ValueError) as error:
-                raise ToolkitError(f"{path}: no record of this server's ({error}); remove it") from error
+        """All of a folder, whose names are ids. Raises ToolkitError for one that cannot be read."""
+        found: list[R] = []
+        for path in [] if self._root is None else sorted((self._root / folder).glob("*.json")):
+            if _ID.fullmatch(path.stem):
+                try:
+                    found.append(read(kind, json.loads(path.read_bytes())))
+                except (OSError, ValueError) as error:
+                    raise ToolkitError(f"{path}: no record of this server's ({error}); remove it") from error
+        return found
 
 
 def no_room(error: OSError) -> ApiError:
@@ -280,18 +277,6 @@ def named(found: R | None, what: str, id: str) -> R:
     if found is None:
         raise ApiError(404, f"no such {what}: {id:.60}", code=f"{what}_not_found")
     return found
-
-
-def page(items: list[Any], after: str | None, limit: int, told: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-    """``limit`` of ``items`` behind the one whose id is ``after``, as OpenAI's lists have them. Raises ApiError."""
-    start = 0
-    if after:
-        start = 1 + next((i for i, item in enumerate(items) if item.id == after), len(items))
-        if start > len(items):
-            raise ApiError(400, f"after: no such id in this list: {after:.60}", param="after")
-    shown = [told(item) for item in items[start : start + limit]]
-    ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
-    return {"object": "list", "data": shown, **ends, "has_more": start + limit < len(items)}
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from toolkit.configs.checks import shown
 from toolkit.serve.fields.formats import JsonSchema
-from toolkit.serve.fields.parameters import with_parameters
+from toolkit.serve.fields.parameters import stepping_over, with_parameters
 from toolkit.serve.fields.protocol import CacheOptions, Effort, TemplateVariables
 from toolkit.serve.fields.strict import ModelName, Strict
 from toolkit.serve.fields.tools import NAME
@@ -114,27 +114,10 @@ _KINDS = {
     "reasoning": "thought",
 }
 SKIPPED = frozenset(
-    {
-        "web_search_call",
-        "file_search_call",
-        "computer_call",
-        "computer_call_output",
-        "image_generation_call",
-        "code_interpreter_call",
-        "local_shell_call",
-        "local_shell_call_output",
-        "shell_call",
-        "shell_call_output",
-        "apply_patch_call",
-        "apply_patch_call_output",
-        "tool_search_call",
-        "tool_search_output",
-        "mcp_list_tools",
-        "mcp_approval_request",
-        "mcp_approval_response",
-        "mcp_call",
-        "additional_tools",
-    }
+    "web_search_call file_search_call computer_call computer_call_output image_generation_call code_interpreter_call "
+    "local_shell_call local_shell_call_output shell_call shell_call_output apply_patch_call apply_patch_call_output "
+    "tool_search_call tool_search_output mcp_list_tools mcp_approval_request mcp_approval_response mcp_call "
+    "additional_tools".split()
 )
 
 
@@ -256,6 +239,10 @@ class InputTokensRequest(Talk):
         return self
 
 
+@stepping_over(
+    "include stream_options max_tool_calls service_tier prompt_cache_key prompt_cache_retention safety_identifier "
+    "client_metadata context_management access_programs image"
+)
 @with_parameters("temperature", "top_p")
 class ResponsesRequest(Talk):
     model: ModelName = ""
@@ -268,20 +255,9 @@ class ResponsesRequest(Talk):
     # Not here; an empty value is let through:
     background: Literal[False] | None = None
     prompt: None = None
-    # Stepped over:
-    include: Any = None
-    stream_options: Any = None
     top_logprobs: Any = None
-    max_tool_calls: Any = None
-    service_tier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
+    # Without effect:
     prompt_cache_options: CacheOptions | None = None
-    safety_identifier: Any = None
-    client_metadata: Any = None
-    context_management: Any = None
-    access_programs: Any = None
-    image: Any = None
 
     @field_validator("background", mode="before")
     @classmethod

@@ -28,20 +28,6 @@ def input_items(response_id: str, items: Sequence[Any]) -> list[Item]:
     ]
 
 
-def page(items: Sequence[Item], after: str | None, limit: int, newest_first: bool) -> Item | None:
-    """At most ``limit`` items behind the one whose id is ``after``; None where there is no such item."""
-    ordered = list(reversed(items)) if newest_first else list(items)
-    if after is not None:
-        at = next((i for i, item in enumerate(ordered) if item["id"] == after), None)
-        if at is None:
-            return None
-        ordered = ordered[at + 1 :]
-    data = ordered[:limit]
-    ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    more = len(ordered) > limit
-    return {"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1], "has_more": more}
-
-
 def _fields(item: Any) -> Item:
     """Empty for what was stepped over."""
     if isinstance(item, Said):

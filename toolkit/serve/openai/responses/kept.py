@@ -17,19 +17,8 @@ FOLDER = "responses"
 @dataclass(frozen=True)
 class Kept:
     """``messages``: the whole conversation, the answer included; ``items``: the same without the answer, as OpenAI's
-    API lists it; ``size``: bytes of the conversation, or a few more; ``owner``: who alone may name it."""
-
-    response: dict[str, Any]
-    messages: list[dict[str, Any]]
-    items: list[dict[str, Any]]
-    size: int
-    owner: str
-    until: float
-
-
-@dataclass(frozen=True)
-class Saved:
-    """``Kept`` as it outlives the server; ``expires_at``: seconds since 1970."""
+    API lists it; ``size``: bytes of the conversation, or a few more; ``owner``: who alone may name it; ``expires_at``:
+    seconds since 1970."""
 
     id: str
     response: dict[str, Any]
@@ -47,14 +36,13 @@ class Store:
     def __init__(self, limits: Limits, records: Records | None = None) -> None:
         self._limits = limits
         self._records = records if records is not None and records.lasting else None
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[Kept, float]] = OrderedDict()  # and until when, of time.monotonic
         self._size = 0
         self._sizes, self._counts = Shares(), Shares()
         if self._records is not None:
             now = time.monotonic() - time.time()
-            for s in sorted(self._records.records(FOLDER, Saved), key=lambda saved: saved.expires_at):
-                until = now + s.expires_at
-                self._take(s.id, Kept(s.response, s.messages, s.items, s.size, s.owner, until))
+            for kept in sorted(self._records.records(FOLDER, Kept), key=lambda kept: kept.expires_at):
+                self._take(kept, now + kept.expires_at)
             self.get("")  # what is over goes
 
     def put(
@@ -67,14 +55,14 @@ class Store:
     ) -> None:
         """Keep ``response`` under its id. ``messages`` and ``items`` may share their parts with one another, and with
         the conversation that it continues."""
-        seconds, id = self._limits.stored_response_seconds, response["id"]
+        seconds = self._limits.stored_response_seconds
+        kept = Kept(response["id"], response, messages, items, size, owner, time.time() + seconds)
         if self._records is not None:
-            saved = Saved(id, response, messages, items, size, owner, time.time() + seconds)
-            self._records.save_later(FOLDER, saved)
-        self._take(id, Kept(response, messages, items, size, owner, time.monotonic() + seconds))
+            self._records.save_later(FOLDER, kept)
+        self._take(kept, time.monotonic() + seconds)
 
-    def _take(self, id: str, kept: Kept) -> None:
-        self._kept[id] = kept
+    def _take(self, kept: Kept, until: float) -> None:
+        self._kept[kept.id] = kept, until
         self._count(kept.owner, 1, kept.size)
         while self._size > self._limits.max_stored_bytes:
             self._make_room(self._sizes)
@@ -83,9 +71,9 @@ class Store:
 
     def get(self, id: str, owner: str = "") -> Kept | None:
         """None for one that is unknown, no longer kept, or another's."""
-        while self._kept and next(iter(self._kept.values())).until < time.monotonic():
+        while self._kept and next(iter(self._kept.values()))[1] < time.monotonic():
             self._drop(next(iter(self._kept)))
-        found = self._kept.get(id)
+        found, _ = self._kept.get(id, (None, 0.0))
         return found if found is not None and found.owner == owner else None
 
     def drop(self, id: str, owner: str = "") -> bool:
@@ -96,12 +84,12 @@ class Store:
         return found
 
     def _make_room(self, shares: Shares) -> None:
-        oldest = shares.greediest((kept.owner, id) for id, kept in self._kept.items())
+        oldest = shares.greediest((kept.owner, kept.id) for kept, _ in self._kept.values())
         assert oldest is not None
         self._drop(oldest)
 
     def _drop(self, id: str) -> None:
-        kept = self._kept.pop(id)
+        kept, _ = self._kept.pop(id)
         if self._records is not None:
             self._records.forget_later(FOLDER, id)
         self._count(kept.owner, -1, -kept.size)

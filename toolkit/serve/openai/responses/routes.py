@@ -17,26 +17,19 @@ from toolkit.serve.http.access.users import current_user
 from toolkit.serve.http.errors import ApiError, bad_field
 from toolkit.serve.http.handed import handed
 from toolkit.serve.http.openapi.answers import CountedInput, DeletedResponse, InputItems, StoredResponse
-from toolkit.serve.http.openapi.schema import answered, describe
+from toolkit.serve.http.openapi.schema import EVENTS, answered, describe
 from toolkit.serve.http.replies import COMMENT, EventReply, JsonReply, Wire, json_response, named_event
+from toolkit.serve.openai import lists
 from toolkit.serve.openai.responses.asked import chat_request, conversation
 from toolkit.serve.openai.responses.fields import InputTokensRequest, ResponsesRequest
-from toolkit.serve.openai.responses.items import input_items, page
+from toolkit.serve.openai.responses.items import input_items
 from toolkit.serve.openai.responses.kept import Kept
 from toolkit.serve.openai.responses.told import Told
 from toolkit.serve.state import ServerState
 
 router = APIRouter()
 BODIES: list[type[BaseModel]] = [ResponsesRequest, InputTokensRequest]
-MOST_ITEMS, ORDERS = 100, ("asc", "desc")
-ITEMS_QUERY = [
-    {"name": name, "in": "query", "required": False, "schema": schema}
-    for name, schema in (
-        ("after", {"type": "string"}),
-        ("limit", {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS, "default": 20}),
-        ("order", {"type": "string", "enum": list(ORDERS), "default": "desc"}),
-    )
-]
+MOST_ITEMS = 100
 
 
 def _event(data: dict[str, Any]) -> bytes:
@@ -52,19 +45,13 @@ WIRE = Wire(_event, ApiError.envelope, ping=COMMENT)
 
 @router.post(
     "/v1/responses",
-    **describe(
-        ResponsesRequest,
-        "Answer a conversation, as OpenAI's newer API has it",
-        StoredResponse,
-        stream="text/event-stream",
-    ),
+    **describe(ResponsesRequest, "Answer a conversation, as OpenAI's newer API has it", StoredResponse, stream=EVENTS),
 )
 async def responses(raw: Request) -> HttpResponse:
     state, asked, size = await parse(raw, ResponsesRequest)
     earlier, owner = _earlier(raw, asked), current_user().owner
     request, talk, size = await _translated(state, asked, asked.model, size, earlier)
-    state.check_ready(request.model)
-    state.settings.limits.check_work(request, 1, request.token_limit, state.engine.session_len)
+    state.admit(request, request.token_limit)
     chat = Chat(state, request, size, f"resp_{uuid.uuid4().hex}")
 
     def keep(response: dict[str, Any]) -> None:
@@ -142,20 +129,11 @@ async def delete(id: str, raw: Request) -> HttpResponse:
 @router.get(
     "/v1/responses/{id}/input_items",
     **answered("What a kept response was made from, the newest first", InputItems),
-    openapi_extra={"parameters": ITEMS_QUERY},
+    openapi_extra=lists.parameters(MOST_ITEMS, 20, order=lists.ORDER),
 )
 async def items(id: str, raw: Request) -> HttpResponse:
-    query = raw.query_params
-    limit, order = query.get("limit", "20"), query.get("order", "desc")
-    count = int(limit[:10]) if limit.isascii() and limit.isdecimal() else 0  # ten digits are too many already
-    if not 1 <= count <= MOST_ITEMS:
-        raise bad_field("limit", f"expected 1 to {MOST_ITEMS}, found {shown(limit)}")
-    if order not in ORDERS:
-        raise bad_field("order", f"expected {' or '.join(ORDERS)}, found {shown(order)}")
-    found = page(_known(raw, id).items, query.get("after"), count, order == "desc")
-    if found is None:
-        raise bad_field("after", f"expected the id of an item, found {shown(query['after'])}")
-    return json_response(found)
+    limit, known = lists.limit_of(raw, MOST_ITEMS, 20), _known(raw, id)
+    return json_response(lists.page(lists.in_order(raw, known.items), raw.query_params.get("after"), limit))
 
 
 @router.post(

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from toolkit.errors import ToolkitError
 from toolkit.messages import Response
 from toolkit.parsers.pieces import Piece
 from toolkit.serve.fields.parameters import given_parameters
 from toolkit.serve.generation.chat import Chat
 from toolkit.serve.generation.running import running
-from toolkit.serve.http.errors import ApiError, from_exception
+from toolkit.serve.http.replies import for_client
 from toolkit.serve.openai.responses.asked import CUSTOM
 from toolkit.serve.openai.responses.fields import ResponsesRequest, spelled
 
-logger = logging.getLogger("toolkit.serve")
 Event = dict[str, Any]
 
 
@@ -61,9 +58,7 @@ class Told:
         except Exception as error:
             if not self._count:
                 raise
-            if not isinstance(error, (ApiError, ToolkitError)):
-                logger.error("request failed", exc_info=error)
-            told = from_exception(error)
+            told = for_client(error)
             failure = {"code": told.code or "server_error", "message": told.message}
             yield self._event("response.failed", response=self._response("failed") | {"error": failure})
             return
