@@ -42,7 +42,7 @@ def test_responses_outlive_the_server(tmp_path: Path) -> None:
     again = Store(limits, files)
     found = again.get(ONE, "me")
     assert found is not None and found.messages == [{"role": "user", "content": "Hi"}] and found.size == 9
-    assert found.response["output"] and 0 < found.until - time.monotonic() <= 50
+    assert found.response["output"] and 0 < found.expires_at - time.time() <= 50
     assert again.get(ONE, "you") is None and again.get(GONE, "me") is None
     files.close()
     files = FileStore(tmp_path, limits)
