@@ -92,15 +92,8 @@ def llama_like(
     """
     dims = dims or read_dims(config)
     norm = norm or partial(rms_norm, eps=dims.eps, offset=norm_offset)
-    rope = rope or read_rope(
-        config,
-        head_dim=dims.head_dim,
-        max_position=dims.max_position,
-        default_theta=theta,
-        default_partial=partial_rotary,
-    )
+    ropes = _ropes(config, dims, rope, theta, partial_rotary)
     act = activation or config.activation("hidden_act")
-    ropes = [rope] * dims.layers if isinstance(rope, RopeSpec) else rope
     ropes = [own if turns else None for own, turns in zip(ropes, turned or [True] * dims.layers, strict=True)]
     seen = windows if isinstance(windows, Sequence) else [windows] * dims.layers
     layers = []
@@ -122,15 +115,42 @@ def llama_like(
         mlp = None if feed_forward is None else feed_forward(i)
         if mlp is None:
             mlp = gated_mlp(f"model.layers.{i}.mlp", dims.hidden, dims.intermediate, act, mlp_bias)
-        sublayers = []
-        for part, (before, after) in zip((mixer, mlp), norms, strict=True):
-            pre, post = (
-                None if name is None else norm(f"model.layers.{i}.{name}", dims.hidden) for name in (before, after)
-            )
-            sublayers.append(Sublayer(part, pre, post, residual_scale, "block" if parallel else "stream"))
-        layers.append(LayerSpec(tuple(sublayers)))
+        layers.append(_layer(i, (mixer, mlp), dims.hidden, norms, norm, residual_scale, parallel))
     spec = assemble(dims, layers, norm("model.norm", dims.hidden), **model)
     return spec, stored_tensors(spec, rename, fused, pairs=pairs, unit_head=unit_head)
+
+
+def _ropes(
+    config: Fields,
+    dims: Dims,
+    rope: RopeSpec | Sequence[RopeSpec | None] | None,
+    theta: float,
+    partial_rotary: float,
+) -> Sequence[RopeSpec | None]:
+    found = rope or read_rope(
+        config,
+        head_dim=dims.head_dim,
+        max_position=dims.max_position,
+        default_theta=theta,
+        default_partial=partial_rotary,
+    )
+    return [found] * dims.layers if isinstance(found, RopeSpec) else found
+
+
+def _layer(
+    number: int,
+    parts: tuple[Mixer, Mixer],
+    size: int,
+    norms: LayerNorms,
+    norm: NormMaker,
+    residual_scale: float,
+    parallel: bool,
+) -> LayerSpec:
+    sublayers = []
+    for part, (before, after) in zip(parts, norms, strict=True):
+        pre, post = (None if name is None else norm(f"model.layers.{number}.{name}", size) for name in (before, after))
+        sublayers.append(Sublayer(part, pre, post, residual_scale, "block" if parallel else "stream"))
+    return LayerSpec(tuple(sublayers))
 
 
 def rms_norm(name: str, size: int, eps: float, offset: float = 0.0) -> NormSpec:
