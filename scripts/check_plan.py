@@ -25,49 +25,51 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from planning.compared import compare
-from planning.servers import ROLES, Servers, batches
+from planning.servers import REST, ROLES, Servers, batches
 
-SHORT, BRIEF, LONG = (100, 16), (100, 2), (800, 2)  # tokens in and out of what the simulation is told by
+BRIEF, LONG = 2, (800, 2)  # tokens out, and in and out, of what the simulation is told by beside requests of the load
 SHARES = (0.4, 0.6)  # of what eight clients reach
-PIECES = 5  # in which a rate is measured, for no machine is as fast for minutes
+PIECES = 6  # in which a rate is measured, for no machine is as fast for minutes
 PASSES = 0, 3, PIECES  # before which of them, and behind the last, batches are measured,
-ROUNDS = 2  # so many times each
+ROUNDS = 3  # so many times each
 CHUNKS = (8, 32, 800)  # tokens of prompts of which steps are told
-PROBE = 10, 2  # short and long requests that tell how fast the machine is
+PROBE = 10, 2  # requests of the load's lengths, and long ones, that tell how fast the machine is,
 
 
 def measure(given: argparse.Namespace, part: str, file: Path) -> None:
     """The rates, and between their pieces what the simulation is told by: so the machine drifts for both alike.
     ``file`` has what was measured so far."""
     found: dict[str, Any] = {"part": part, "batches": [], "turns": [], "rated": []}
+    short, brief = (given.input_len, given.output_len), (given.input_len, BRIEF)
     with ExitStack() as stack:
         servers = Servers(stack, given.model, part, 1_000_000 * given.round)
         front = [servers.front]
 
-        def single(urls: Sequence[str], shape: tuple[int, int], count: int = PROBE[0]) -> list[dict[str, Any]]:
+        def single(urls: Sequence[str], shape: tuple[int, int], count: int, rest: float = 0.0) -> list[dict[str, Any]]:
             """One request at a time to each: what it takes is no matter of what the scheduler does."""
-            return servers.load(urls, shape, count, 1)
+            return servers.load(urls, shape, count, 1, rest=rest)
 
         def turn(number: int) -> None:
             if number in PASSES:
-                found["batches"].append(batches(given.model, SHORT, CHUNKS, ROUNDS))
+                found["batches"].append(batches(given.model, short, CHUNKS, ROUNDS))
             one = [servers.urls[number % len(servers.urls)]]  # each time another server
-            now = {"probe": [*single(one, SHORT), *single(one, LONG, PROBE[1])]}
+            now = {
+                "probe": [row for pair in zip((short, LONG), PROBE, strict=True) for row in single(one, *pair, REST)]
+            }
             if part != "one":
-                now["beside"] = single(servers.urls, SHORT)
-                now["outside"] = [*single(front, BRIEF), *single(front, SHORT)]
+                now["beside"] = single(servers.urls, short, PROBE[0])
+                now["outside"] = [*single(front, brief, PROBE[0]), *single(front, short, PROBE[0])]
             if part == "apart":
                 now["outside"] += single(front, LONG, PROBE[1])
             found["turns"].append(now)
 
         for url in servers.urls:  # the first requests of a server are slower
-            servers.load([url], SHORT, 4, 2)
-        lengths = (given.input_len, given.output_len)
-        best = given.best or servers.load(front, lengths, 48, 8)[0]["request_throughput"]
+            servers.load([url], short, 4, 2)
+        best = given.best or servers.load(front, short, 48, 8)[0]["request_throughput"]
         for piece in range(PIECES):
             turn(piece)
             for share in SHARES:
-                row = servers.load(front, lengths, given.count // PIECES, rate=float(f"{share * best:.3g}"))[0]
+                row = servers.load(front, short, given.count // PIECES, rate=float(f"{share * best:.3g}"))[0]
                 found["rated"].append(row | {"share": share})
             file.write_text(json.dumps(found))
         turn(PIECES)
@@ -79,8 +81,8 @@ def main() -> None:
     parser.add_argument("model", help="an artifact that `tool convert` wrote for a CPU")
     parser.add_argument("--out", type=Path, required=True, help="directory of the measured figures; it is made")
     parser.add_argument("--count", type=int, default=400, help="requests at each rate")
-    parser.add_argument("--input-len", type=int, default=SHORT[0], help="tokens of their prompts")
-    parser.add_argument("--output-len", type=int, default=SHORT[1], help="and of their answers")
+    parser.add_argument("--input-len", type=int, default=100, help="tokens of their prompts")
+    parser.add_argument("--output-len", type=int, default=16, help="and of their answers")
     parser.add_argument("--round", type=int, default=1, help="its number, and the seed of its prompts and arrivals")
     parser.add_argument(
         "--best", type=float, help="requests a second that 100 %% are; default: what eight clients reach"

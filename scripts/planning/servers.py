@@ -21,7 +21,7 @@ import psutil
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.base.arrivals import poisson_starts
 from toolkit.profile.exchange import Exchange
-from toolkit.profile.http_client import Client
+from toolkit.profile.http_client import Client, TextAsk
 from toolkit.profile.load import raise_if_all_failed, run_at
 from toolkit.profile.options import Traffic
 from toolkit.profile.serving import WARM_UP, asks_of, row
@@ -30,6 +30,7 @@ TOOL = [sys.executable, "-m", "toolkit"]
 ALL = sorted(os.sched_getaffinity(0))  # cores
 BATCH, LENGTH = 16, 2048
 OTHERS = 0.05  # cores that other programs may have meanwhile: what was measured beside more does not count
+REST = 0.1  # seconds before a request that is alone: many of a load find an engine at rest, its caches others'
 TRIES = 3  # of batches beside fewer
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 ENGINE = ["--max-batch-size", BATCH, "--session-len", LENGTH]
@@ -111,8 +112,10 @@ class Servers:
         count: int,
         concurrency: int | None = None,
         rate: float = math.inf,
+        rest: float = 0.0,
     ) -> list[dict[str, Any]]:
-        """A row of each of ``urls``, which are loaded at once. ``outside_s``: seconds of the cores that all but engines
+        """A row of each of ``urls``, which are loaded at once. ``rest``: seconds before each request, which are none of
+        its own. ``outside_s``: seconds of the cores that all but engines
         have had for an output token; ``engine_s``: that these have had for a request; ``others``: cores that programs
         other than these had meanwhile; ``ttft_s``, ``tpot_s``: of each request; ``seed``: of their arrivals."""
         self._seed += 1000
@@ -126,6 +129,10 @@ class Servers:
         asks = [asks_of(traffic, 0) for traffic in traffics]
         clients = [Client(url, extra=GREEDY) for url in urls]
 
+        async def ask_of(client: Client, ask: TextAsk) -> Exchange:
+            await asyncio.sleep(rest)
+            return await client.run(ask)
+
         async def go() -> list[tuple[list[Exchange], float]]:
             for client in clients:
                 await client.choose_model()
@@ -134,7 +141,7 @@ class Servers:
             engines = seconds(self._engines)
             runs = [
                 run_at(
-                    some, lambda _, ask, client=client: client.run(ask), concurrency=concurrency,
+                    some, lambda _, ask, client=client: ask_of(client, ask), concurrency=concurrency,
                     starts=None if rate == math.inf else poisson_starts(traffic.seed, count, rate),
                 )
                 for some, client, traffic in zip(asks, clients, traffics, strict=True)

@@ -3,16 +3,17 @@ measured between the loads."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any
 
 import numpy as np
-from planning.servers import ALL, BATCH, OTHERS
+from planning.servers import ALL, BATCH, OTHERS, REST
 
-from toolkit.planner.engine import Limits
+from toolkit.planner.engine import HOLDS, Limits
 from toolkit.planner.fit import fit, read_row
-from toolkit.planner.fleet import Around, simulate
+from toolkit.planner.fleet import Around, Served, simulate
 from toolkit.planner.step_time import StepTime
 from toolkit.planner.traffic import Ask
 
@@ -25,10 +26,7 @@ def told(found: dict[str, Any]) -> tuple[StepTime, Around]:
     probes = [turn["probe"] for turn in found["turns"]]
     time = served(alone, probes)
     short = each(probes, 0)
-    logs = [np.log(_seconds(probe[0])) for probe in probes]
-    around = Around(
-        noise=float(np.sqrt(np.mean([np.var(log) for log in logs])))
-    )  # beside the drift, which ``paces`` has
+    around = Around(noise=_noise([_seconds(probe[0]) for probe in compress(probes, _count(probes))]))
     if found["part"] == "one":
         return time, around
     brief, usual = (each([turn["outside"] for turn in found["turns"]], i) for i in (0, 1))
@@ -47,10 +45,33 @@ def told(found: dict[str, Any]) -> tuple[StepTime, Around]:
     return time, replace(around, handing_token=each_token, handing=late[0] - each_token * usual["in"])
 
 
+def _count(probes: list[list[dict[str, Any]]]) -> list[bool]:
+    """Which turns others did not disturb; where they disturbed all of them, all."""
+    found = [all(row["others"] <= OTHERS for row in probe) for probe in probes]
+    return found if any(found) else [True] * len(probes)
+
+
+def _noise(turns: list[Any]) -> float:
+    """Of the moments at which the machine is slow, beside the drift, which ``paces`` has: from what requests one at a
+    time took, turn by turn. Neighbours are alike, for a moment lasts: a short turn varies less than all moments do."""
+    squares, shares = [], []
+    for seconds in turns:
+        starts = np.concatenate([[0.0], np.cumsum(seconds + REST)[:-1]]) / HOLDS
+        alike = np.exp(-np.abs(starts[:, None] - starts[None, :]))
+        squares.append(np.var(np.log(seconds)))
+        shares.append(1 - alike.mean())
+    return float(np.sqrt(np.sum(squares) / np.sum(shares)))
+
+
 def paces(found: dict[str, Any]) -> list[float]:
-    """Of each load that is compared: times the mean that requests one at a time took just before and after it."""
-    turns = [sum(float(_seconds(row).sum()) for row in turn["probe"]) for turn in found["turns"]]
-    between = [(before + after) / 2 / float(np.mean(turns)) for before, after in pairwise(turns)]
+    """Of each load that is compared: times the mean that requests one at a time took just before and after it; beside
+    a turn that others disturbed the other one says it."""
+    probes = [turn["probe"] for turn in found["turns"]]
+    sums = [sum(float(_seconds(row).sum()) for row in probe) for probe in probes]
+    turns = [one if counts else math.nan for one, counts in zip(sums, _count(probes), strict=True)]
+    usual = float(np.nanmean(turns))
+    near = [[one for one in pair if not math.isnan(one)] or [usual] for pair in pairwise(turns)]
+    between = [float(np.mean(some)) / usual for some in near]
     loads = len(found["rated"]) // len(between)
     return [pace for pace in between for _ in range(loads)]
 
@@ -80,11 +101,18 @@ def _more(row: dict[str, Any], time: StepTime, prefills: int) -> float:
 
 
 def served(alone: StepTime, probes: list[list[dict[str, Any]]]) -> StepTime:
-    """The steps of an engine that serves: what each takes beyond those of ``alone``, measured at the same time, are
-    tokens sent, about as long for four of them as for one; and a first token has a way to come and go."""
-    short = each(probes, 0)
+    """The steps of an engine that serves: as fast as the difference of long and short prompts says, for batches are
+    measured in fewer moments. What each takes beyond those of ``alone`` are tokens sent, about as long for four of them
+    as for one; and a first token has a way to come and go."""
+    short, long = each(probes, 0), each(probes, 1)
     alone = replace(alone, wait=0.0)
-    (known,) = simulate([Ask(0.0, short["in"], short["out"])], alone, LIMITS, 1).served
+
+    def known_of(row: dict[str, Any]) -> Served:
+        return simulate([Ask(0.0, row["in"], row["out"])], alone, LIMITS, 1).served[0]
+
+    more = float(long["ttft_s"].mean() - short["ttft_s"].mean())
+    alone = alone.times(more / (known_of(long).ttft - known_of(short).ttft))
+    known = known_of(short)
     sent = float(short["tpot_s"].mean()) - (known.tpot or 0.0)
     return replace(alone, start=alone.start + sent, wait=float(short["ttft_s"].mean()) - known.ttft - sent)
 

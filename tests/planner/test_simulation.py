@@ -12,10 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner import real_engine
+from toolkit.engine.feeding import Feeding
+from toolkit.engine.plan import Plan
 from toolkit.engine.request import EngineRequest, SamplingParams, Whose
+from toolkit.engine.sequence import Sequence
 from toolkit.planner import engine as module
 from toolkit.planner import fleet
-from toolkit.planner.engine import Engine, Limits
+from toolkit.planner.engine import Engine, Job, Limits
 from toolkit.planner.fit import Measured, _seconds, fit
 from toolkit.planner.fleet import LOOKS, Around, simulate
 from toolkit.planner.step_time import StepTime, features, made, non_negative
@@ -208,6 +211,32 @@ def test_steps_are_as_many_as_the_engine_s(budget: int, batch: int, fake: Any) -
         engine.run()
     assert len(engine.done) == len(asks)
     assert engine.steps == pytest.approx(core.stats()["steps"], rel=0.03, abs=1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6))
+def test_prompts_are_cut_where_the_engine_cuts_them(seed: int) -> None:
+    """The same budgets, step by step, while requests of all lengths come: both give the same ones as many tokens."""
+    rng = random.Random(seed)
+    engine, feeding = Engine(TIME, Limits()), Feeding()
+    running: dict[int, tuple[Sequence, Job]] = {}
+    for step in range(60):
+        for _ in range(rng.choice((0, 0, 0, 1, 2))):
+            number, size = step * 10 + len(running), rng.choice((1, 3, 64, 65, 300))
+            whose = Whose(f"user {number}", f"request {number}", 1.0, 1.0)
+            request = EngineRequest(str(number), [1] * size, SamplingParams(max_new_tokens=1), whose=whose)
+            running[number] = Sequence(request, number, 1000, 0, None), Job(Ask(step, size, 1), step, length=size)
+        prompts, budget = [seq for seq, _ in running.values()], rng.choice((1, 8, 20, 64, 128, 500))
+        engine.prompts = [job for _, job in running.values()]
+        plan = Plan(chunks=[(seq, seq.computed, n) for seq, n in feeding.shares(prompts, budget)])
+        found = dict((id(job), count) for job, count in engine._chunks(budget))
+        assert found == {id(running[seq.order][1]): count for seq, _, count in plan.chunks}
+        feeding.note(plan, prompts)
+        engine.steps += 1
+        for seq, _, count in plan.chunks:
+            seq.computed += count
+            running[seq.order][1].feed(count, engine.steps)
+        running = {number: pair for number, pair in running.items() if pair[0].remaining}
 
 
 @settings(max_examples=20, deadline=None)

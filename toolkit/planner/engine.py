@@ -64,6 +64,13 @@ class Job:
     def left(self) -> int:
         return self.length - self.computed
 
+    def feed(self, count: int, step: int) -> None:
+        """So many tokens of its prompt were computed in ``step``."""
+        self.computed += count
+        self.taken += count
+        if self.taken >= LEAST_TOKENS:  # its turn is over
+            self.fed, self.taken = step, 0
+
 
 @dataclass
 class Stretch:
@@ -173,10 +180,7 @@ class Engine:
             job.length += steps
         ready = []
         for job, count in stretch.chunks:
-            job.computed += count
-            job.taken += count
-            if job.taken >= LEAST_TOKENS:  # its turn is over
-                job.fed, job.taken = self.steps, 0
+            job.feed(count, self.steps)
             if job.computed == job.length:
                 job.produced += 1
                 job.length += 1
