@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -220,16 +221,17 @@ def test_prompts_are_cut_where_the_engine_cuts_them(seed: int) -> None:
     rng = random.Random(seed)
     engine, feeding = Engine(TIME, Limits()), Feeding()
     running: dict[int, tuple[Sequence, Job]] = {}
+    numbers = itertools.count()
     for step in range(60):
         for _ in range(rng.choice((0, 0, 0, 1, 2))):
-            number, size = step * 10 + len(running), rng.choice((1, 3, 64, 65, 300))
+            number, size = next(numbers), rng.choice((1, 3, 64, 65, 300))
             whose = Whose(f"user {number}", f"request {number}", 1.0, 1.0)
             request = EngineRequest(str(number), [1] * size, SamplingParams(max_new_tokens=1), whose=whose)
             running[number] = Sequence(request, number, 1000, 0, None), Job(Ask(step, size, 1), step, length=size)
         prompts, budget = [seq for seq, _ in running.values()], rng.choice((1, 8, 20, 64, 128, 500))
         engine.prompts = [job for _, job in running.values()]
         plan = Plan(chunks=[(seq, seq.computed, n) for seq, n in feeding.shares(prompts, budget)])
-        found = dict((id(job), count) for job, count in engine._chunks(budget))
+        found = {id(job): count for job, count in engine._chunks(budget)}
         assert found == {id(running[seq.order][1]): count for seq, _, count in plan.chunks}
         feeding.note(plan, prompts)
         engine.steps += 1

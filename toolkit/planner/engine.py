@@ -293,6 +293,7 @@ class Engine:
     def _chunks(self, budget: int) -> list[tuple[Job, int]]:
         """The budget in equal parts among prompts, by turn; each is its own user's, as over HTTP."""
         if not self.prompts:
+            self._rushed = 0
             return []
         order = self._order()
         parts = split(budget, [(job.left, 1.0) for job in order])
