@@ -19,7 +19,6 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)  # the interpreter knows no i
 EARLY_CAPABILITY = 90  # from which on a kernel may begin while the one before it ends
 FUSED = True  # a product and a sum are one instruction; Triton's default changes with 3.10
 NATIVE_FLOAT8 = 89  # compute capability from which on tensor cores multiply float8
-FLOATS = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from ...reference import linear_blocks as reference
 from ..codes import EMULATE, cast, divide, encode, row_scale
 from ..float_codes import e4m3_as_fp16
 from ..launch import (
-    FLOATS,
     INTERPRETED,
     NATIVE_FLOAT8,
     capability_of,
@@ -130,7 +129,7 @@ def reason(target: Target) -> str | None:
     return None if whole else f"takes blocks of a power of two of at least 32 inputs, not {block}"
 
 
-@reference.linear_block_fp8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, reason))
+@reference.linear_block_fp8.register("triton", devices=("cuda",), unsupported=needs(more=reason))
 def linear_block_fp8(
     x: Tensor, weight: Tensor, scales: Tensor, row_blocks: Tensor, block: int, bias: Tensor | None = None
 ) -> Tensor:

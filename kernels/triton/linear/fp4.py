@@ -16,7 +16,6 @@ from ...reference import linear_blocks as reference
 from ..codes import cast
 from ..float_codes import block_scale, fp4
 from ..launch import (
-    FLOATS,
     INTERPRETED,
     capability_of,
     dot_dtype,
@@ -151,7 +150,7 @@ def _choice(tokens: int, x: Tensor) -> dict[str, int]:
     return found
 
 
-@reference.linear_fp4.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80))
+@reference.linear_fp4.register("triton", devices=("cuda",), unsupported=needs())
 def linear_fp4(
     x: Tensor, packed: Tensor, scales: Tensor, row_scales: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:

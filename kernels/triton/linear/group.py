@@ -17,7 +17,6 @@ from ...op import Target
 from ...reference import linear as reference
 from ..codes import cast, exact_float, high_nibble, low_nibble, widen
 from ..launch import (
-    FLOATS,
     INTERPRETED,
     capability_of,
     dot_dtype,
@@ -241,7 +240,7 @@ def _choice(tokens: int, k: int, bits: int, x: Tensor) -> dict[str, int]:
     return found
 
 
-@reference.linear_group_int.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, _reason))
+@reference.linear_group_int.register("triton", devices=("cuda",), unsupported=needs(more=_reason))
 def linear_group_int(
     x: Tensor,
     packed: Tensor,

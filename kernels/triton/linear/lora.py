@@ -17,7 +17,7 @@ from torch import Tensor
 from ...reference import lora as reference
 from ..codes import cast
 from ..gather import gather_by_expert
-from ..launch import FLOATS, capability_of, dot_dtype, launch, needs, power_of_2, shared_limit
+from ..launch import capability_of, dot_dtype, launch, needs, power_of_2, shared_limit
 from ..tuning import tuned
 
 RANKS = 16  # of one program
@@ -133,7 +133,7 @@ def group_tokens(adapter: Tensor, adapters: int) -> Tiles:
     return Tiles(*gather_by_expert((adapter + 1)[:, None], adapters + 1, rows), rows)
 
 
-@reference.lora_shrink.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80), plan=group_tokens)
+@reference.lora_shrink.register("triton", devices=("cuda",), unsupported=needs(), plan=group_tokens)
 def lora_shrink(x: Tensor, a: Tensor, ranks: Tensor, adapter: Tensor, plan: object = None) -> Tensor:
     """One launch where the step's plan is given."""
     if x.stride(1) != 1:
@@ -171,7 +171,7 @@ def lora_shrink(x: Tensor, a: Tensor, ranks: Tensor, adapter: Tensor, plan: obje
     return h
 
 
-@reference.lora_expand.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80))
+@reference.lora_expand.register("triton", devices=("cuda",), unsupported=needs())
 def lora_expand(
     h: Tensor, b: Tensor, ranks: Tensor, adapter: Tensor, y: Tensor, widths: tuple[int, ...], plan: object = None
 ) -> None:

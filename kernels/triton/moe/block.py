@@ -12,7 +12,7 @@ from ..codes import EMULATE, cast
 from ..elementwise.activation import act_and_mul
 from ..float_codes import e4m3_as_fp16
 from ..gather import gather_by_expert
-from ..launch import FLOATS, INTERPRETED, NATIVE_FLOAT8, capability_of, launch, needs, shared_limit
+from ..launch import INTERPRETED, NATIVE_FLOAT8, capability_of, launch, needs, shared_limit
 from ..linear.block import reason, round_blocks
 from ..tuning import tuned
 from .dense import weighted_sum
@@ -114,7 +114,7 @@ def _product(
     return out
 
 
-@reference.moe_experts_block_fp8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, reason))
+@reference.moe_experts_block_fp8.register("triton", devices=("cuda",), unsupported=needs(more=reason))
 def moe_experts_block_fp8(
     x: Tensor,
     experts: Tensor,

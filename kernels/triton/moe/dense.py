@@ -16,7 +16,7 @@ from ...reference import moe as reference
 from ..codes import cast
 from ..elementwise.activation import glu
 from ..gather import gather_by_expert
-from ..launch import FLOATS, capability_of, dot_dtype, launch, needs, power_of_2, shared_limit
+from ..launch import capability_of, dot_dtype, launch, needs, power_of_2, shared_limit
 from ..tuning import tuned
 
 
@@ -120,7 +120,7 @@ def _routing_reason(target: Target) -> str | None:
     return None if target.traits.get("routing") is None else "knows neither groups nor corrections of experts"
 
 
-@reference.moe_route.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, _routing_reason))
+@reference.moe_route.register("triton", devices=("cuda",), unsupported=needs(more=_routing_reason))
 def moe_route(logits: Tensor, top_k: int, scoring: str, norm_topk: bool, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """One launch."""
     tokens, count = logits.shape
@@ -206,7 +206,7 @@ def weighted_sum(y: Tensor, weights: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-@reference.moe_experts.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())
+@reference.moe_experts.register("triton", devices=("cuda",), unsupported=needs())
 def moe_experts(
     x: Tensor,
     experts: Tensor,

@@ -12,7 +12,7 @@ from ..codes import cast
 from ..elementwise.activation import act_and_mul
 from ..float_codes import block_scale, fp4
 from ..gather import gather_by_expert
-from ..launch import FLOATS, INTERPRETED, dot_dtype, launch, needs
+from ..launch import INTERPRETED, dot_dtype, launch, needs
 from ..linear.fp4 import scale_bits, spread
 from ..tuning import tuned
 from .dense import weighted_sum
@@ -121,7 +121,7 @@ def _product(
     return out
 
 
-@reference.moe_experts_fp4.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80))
+@reference.moe_experts_fp4.register("triton", devices=("cuda",), unsupported=needs())
 def moe_experts_fp4(
     x: Tensor,
     experts: Tensor,

@@ -18,7 +18,6 @@ from ..codes import EMULATE, cast, exact_float
 from ..elementwise.activation import act_and_mul, act_and_mul_quant
 from ..gather import gather_by_expert
 from ..launch import (
-    FLOATS,
     INTERPRETED,
     NATIVE_FLOAT8,
     capability_of,
@@ -186,7 +185,7 @@ def _reason(target: Target) -> str | None:
     return f"takes weights of 4 or 8 bits, not {bits}" if bits not in (None, 0, 4, 8) else None
 
 
-@reference.moe_experts_group_int.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, _reason))
+@reference.moe_experts_group_int.register("triton", devices=("cuda",), unsupported=needs(more=_reason))
 def moe_experts_group_int(
     x: Tensor,
     experts: Tensor,
@@ -248,8 +247,8 @@ def _row_product(
     return out
 
 
-@reference.moe_experts_int8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80))
-@reference.moe_experts_fp8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(NATIVE_FLOAT8))
+@reference.moe_experts_int8.register("triton", devices=("cuda",), unsupported=needs())
+@reference.moe_experts_fp8.register("triton", devices=("cuda",), unsupported=needs(NATIVE_FLOAT8))
 def moe_experts_row(
     x: Tensor,
     experts: Tensor,
