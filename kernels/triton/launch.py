@@ -89,6 +89,13 @@ def shared_limit(capability: int) -> int:
     return {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99) * 1024
 
 
+def stages_of(device: torch.device, stage: int, held: int = 0, most: int = 5) -> int:
+    """How many stages of a pipeline half of the shared memory holds, the rest being for a second block: 2 to ``most``.
+    ``stage``: bytes of one; ``held``: bytes of what stays, such as the sums.
+    """
+    return max(2, min(most, (shared_limit(capability_of(device)) // 2 - held) // stage))
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],

@@ -23,7 +23,7 @@ from ..launch import (
     launch,
     needs,
     power_of_2,
-    shared_limit,
+    stages_of,
     tensor_memory,
 )
 from ..tuning import tuned
@@ -118,7 +118,7 @@ def _choice(tokens: int, block: int, native: bool, device: torch.device) -> dict
         default["warps"] = 8  # both sums are read from tensor memory: 4 warps would spill them
     found = {"rows": rows, **tuned("block_linear_kernel", f"rows{rows}", default, device)}
     stage = (rows * (1 if native else 2) + found["cols"]) * found["k"]
-    found.setdefault("stages", max(2, min(5, shared_limit(capability_of(device)) // 2 // stage)))
+    found.setdefault("stages", stages_of(device, stage))
     return found
 
 

@@ -22,7 +22,7 @@ from ..launch import (
     launch,
     needs,
     power_of_2,
-    shared_limit,
+    stages_of,
     tensor_memory,
 )
 from ..tuning import tuned
@@ -145,8 +145,7 @@ def _choice(tokens: int, x: Tensor) -> dict[str, int]:
         **tuned("fp4_linear_kernel", f"rows{rows}", {"cols": cols, "k": 128, "warps": warps}, x.device),
     }
     stage = found["rows"] * found["k"] * x.element_size() + found["cols"] * found["k"]
-    room = shared_limit(capability_of(x.device)) // 2 - found["rows"] * found["cols"] * 4
-    found.setdefault("stages", max(2, min(5, room // stage)))
+    found.setdefault("stages", stages_of(x.device, stage, found["rows"] * found["cols"] * 4))
     return found
 
 

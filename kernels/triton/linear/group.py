@@ -24,7 +24,7 @@ from ..launch import (
     launch,
     needs,
     power_of_2,
-    shared_limit,
+    stages_of,
 )
 from ..tuning import tuned
 
@@ -229,14 +229,12 @@ def _choice(tokens: int, k: int, bits: int, x: Tensor) -> dict[str, int]:
     rows = max(16, power_of_2(min(tokens, 128)))
     if x.dtype == torch.float32:  # no tensor cores: for parity alone
         rows, cols, warps = 16, 32, 4
-    capability = capability_of(x.device)
-    if rows == 128 or (rows == 64 and (bits in (3, 8) or not from_shared(capability))):
+    if rows == 128 or (rows == 64 and (bits in (3, 8) or not from_shared(capability_of(x.device)))):
         k = min(k, 64)  # a code a byte, or operands or sums that registers must hold: twice the registers
     default = {"cols": cols, "k": k, "warps": warps}
     found = {"rows": rows, **tuned("group_linear_kernel", f"rows{rows}", default, x.device)}
     stage = found["rows"] * found["k"] * x.element_size() + found["cols"] * found["k"]
-    room = shared_limit(capability) // 2 - found["rows"] * found["cols"] * 4
-    found.setdefault("stages", max(2, min(5, room // stage)))
+    found.setdefault("stages", stages_of(x.device, stage, found["rows"] * found["cols"] * 4))
     return found
 
 
