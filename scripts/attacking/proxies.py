@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from attacking import smuggled
+from traffic.servers import TOOL
 
 if TYPE_CHECKING:
     from attacking.target import Target
 
-TOOL = [sys.executable, "-P", "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
 PATIENCE = 60.0
 
 

@@ -18,6 +18,14 @@ TOOL = [sys.executable, "-P", "-c", "import sys; from toolkit.commands.main impo
 START_S = 120
 
 
+def converted(model: str, folder: Path) -> Path:
+    """An engine artifact of ``model``: itself where it is one, else what is made of it in ``folder``."""
+    if (Path(model) / "engine.json").is_file():
+        return Path(model)
+    subprocess.run([*TOOL, "convert", model, "--dst-path", str(folder / "engine")], check=True)
+    return folder / "engine"
+
+
 class Server:
     """``tool serve`` on ``model`` until ``close``, or the end of a ``with`` block; leaves with 1 where ``need_native``
     does."""
