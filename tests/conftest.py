@@ -41,7 +41,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 from toolkit.models.registry import names as registry_names  # noqa: E402
 
-# The same examples in every run, and no limit of time for any: a slow machine is no fault. scripts/fuzz looks further.
+# The same examples in every run, and no limit of time for any: a slow machine is no fault. fuzz looks further.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 

@@ -1,4 +1,4 @@
-"""What ``scripts/attacks`` fires at proxies, which it starts beside the server: circles, and a node that is hostile."""
+"""What ``attacks`` fires at proxies, which it starts beside the server: circles, and a node that is hostile."""
 
 from __future__ import annotations
 
