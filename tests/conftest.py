@@ -128,8 +128,9 @@ def tiny_checkpoint() -> Any:
 
 @pytest.fixture(scope="session")
 def script() -> Any:
-    """``script(file)``: a file of ``scripts/`` as a module, loaded anew."""
-    return lambda file: load(Path(file).stem, Path(__file__).parents[1] / "scripts" / file)
+    """``script(file)``: a file of ``scripts/`` as a module, loaded anew, by a name that no import finds."""
+    scripts = Path(__file__).parents[1] / "scripts"
+    return lambda file: load("script_" + file.removesuffix(".py").replace("/", "_"), scripts / file)
 
 
 @pytest.fixture(scope="session")
