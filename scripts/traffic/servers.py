@@ -39,7 +39,7 @@ class Served:
     def _wait(self, idle: bool) -> str:
         end = time.monotonic() + START_S
         while self.process.poll() is None and time.monotonic() < end:
-            if found := re.search(r"ready at (http://[\d.]+:\d+)\s", self.text()):
+            if found := re.search(r"is ready.* (http://[\d.]+:\d+)\s", self.text()):
                 try:
                     urllib.request.urlopen(f"{found[1]}/health", timeout=START_S).close()
                     return found[1]
