@@ -17,6 +17,7 @@ from toolkit.serve.http.limits import Limits
 
 if TYPE_CHECKING:
     from toolkit.batch.run import Answerer, Open
+    from toolkit.configs.engine import EngineConfig
 
 
 def answer_all(
@@ -27,17 +28,18 @@ def answer_all(
     settings: BatchSettings,
     limits: Limits,
     engine: EngineFlags,
+    config: EngineConfig,
     actors: OnRay,
 ) -> float:
     """Answer what ``files`` has left; seconds from when the model was loaded to the last answer.
-    ``answers``: where they go; ``what``: they are called in the bar."""
+    ``answers``: where they go; ``what``: they are called in the bar; ``config``: what ``engine`` has made."""
     from toolkit.batch.run import answer
 
     seconds = 0.0
     if files.tally.done < files.tally.total:
         with ExitStack() as stack:
             with Progress() as bar:
-                by = stack.enter_context(_opened(model, settings, limits, engine, actors, bar))
+                by = stack.enter_context(_opened(model, settings, limits, engine, config, actors, bar))
             began = time.monotonic()
             with Progress() as bar:
                 here = f"{answers}: what is done stays, and the same command goes on"
@@ -57,13 +59,13 @@ def _opened(
     settings: BatchSettings,
     limits: Limits,
     engine: EngineFlags,
+    config: EngineConfig,
     actors: OnRay,
     bar: Progress,
 ) -> Iterator[Answerer]:
     """What answers, with what there is to say of it."""
     from toolkit.batch.run import Answerer, opened
 
-    config = engine.config()
     if actors.ray is not None:
         from toolkit.batch.ray_actor import on_ray
 

@@ -45,14 +45,14 @@ def run(
     Examples: tool batch in.jsonl out.jsonl --model demo;
     tool batch in.csv out.jsonl --model demo --prompt "Translate: {text}" --max-tokens 64
     """
-    engine.config()  # what is wrong with it is told before any file is read
+    config = engine.config()  # what is wrong with it is told before any file is read
     actors.check_ray()
     from toolkit.batch.run import open_files
 
     files = open_files(source, target, replace(filling, defaults=sampling.given()), model, limits, overwrite=overwrite)
     tally = files.tally
     try:
-        seconds = answer_all(files, target, "lines", model, settings, limits, engine, actors)
+        seconds = answer_all(files, target, "lines", model, settings, limits, engine, config, actors)
         files.finish()
         _say(tally, target, seconds)
     finally:

@@ -62,7 +62,7 @@ def run(
     tally = files.tally
     try:
         settings = BatchSettings(pooling=pooling)
-        seconds = answer_all(files, answers, "texts", model, settings, limits, engine, OnRay())
+        seconds = answer_all(files, answers, "texts", model, settings, limits, engine, config, OnRay())
     finally:
         files.close()
     rows, width = collect(answers, target)

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .op import FAMILIES, FLOATS, Case, Implementation, KernelError, Op, Target
@@ -33,9 +33,8 @@ _DECLARATIONS = (
 )
 _IMPLEMENTATIONS = (
     *("torch.dense", "torch.kv_write", "torch.attention", "torch.causal_conv", "torch.recurrent"),
-    *("torch.linear", "torch.lora", "torch.moe", "torch.sampling"),
+    *("torch.linear", "torch.lora", "torch.moe", "torch.sampling", "cuda.linear"),
 )
-_CUDA = ("linear",)
 _TRITON = (  # imported where triton is installed: on Linux
     *("elementwise.norm", "elementwise.activation", "elementwise.rope", "elementwise.embedding"),
     *("cache.kv_write", "cache.rope_kv_write", "attention.paged", "attention.latent_write"),
@@ -44,10 +43,8 @@ _TRITON = (  # imported where triton is installed: on Linux
     *("moe.dense", "moe.quant", "moe.block", "moe.fp4", "sampling.logits", "sampling.draw"),
 )
 
-
 FORMS = ("bits", "minima", "cache", "codes", "latent")  # traits by which a kernel takes another path; others are sizes
 SIGHTS = ("chunked", "alibi", "block")  # those of few models: more paths, which others need not be tried on
-
 
 _OPS: dict[str, Op] = {}
 
@@ -74,16 +71,11 @@ def op(
 
 def load() -> dict[str, Op]:
     """Import every declaration and implementation (this imports torch) and return the ops by name."""
-    package = __package__
-    for name in _DECLARATIONS:
-        importlib.import_module(f"{package}.reference.{name}")
-    for name in _IMPLEMENTATIONS:
-        importlib.import_module(f"{package}.{name}")
-    for name in _CUDA:
-        importlib.import_module(f"{package}.cuda.{name}")
+    names = [*(f"reference.{name}" for name in _DECLARATIONS), *_IMPLEMENTATIONS]
     if importlib.util.find_spec("triton") is not None:
-        for name in _TRITON:
-            importlib.import_module(f"{package}.triton.{name}")
+        names += [f"triton.{name}" for name in _TRITON]
+    for name in names:
+        importlib.import_module(f"{__package__}.{name}")
     return dict(_OPS)
 
 
@@ -111,15 +103,12 @@ def gate_cases(op: Op, implementation: Implementation, target: Target) -> list[C
     """What ``implementation`` is tried on before it is used on ``target``: the cases of the op's gate in the forms that
     ``target`` asks for, or where there are none of these the first case that it takes."""
 
-    def at(case: Case) -> Target:
-        return Target(target.device, target.dtype, target.capability, case.traits)
-
     def asked(case: Case) -> bool:
         both = [name for name in FORMS if name in case.traits and name in target.traits]
         more = [name for name in SIGHTS if case.traits.get(name)]
         return all(case.traits[n] == target.traits[n] for n in both) and all(target.traits.get(n) for n in more)
 
-    taken = [case for case in op.cases() if implementation.unsupported(at(case)) is None]
+    taken = [case for case in op.cases() if implementation.unsupported(replace(target, traits=case.traits)) is None]
     return [case for case in taken if case.label in op.gate and asked(case)] or taken[:1]
 
 
@@ -131,8 +120,7 @@ def tested(op: Op, implementation: Implementation, target: Target) -> str | None
     if key not in op.verdicts:
         error: str | None = None
         for case in gate_cases(op, implementation, target):
-            at = Target(target.device, target.dtype, target.capability, case.traits)
-            error = error or _disagreement(op, implementation, case, at)
+            error = error or _disagreement(op, implementation, case, replace(target, traits=case.traits))
         op.verdicts[key] = error
         if error is not None:
             family = implementation.family
@@ -213,7 +201,7 @@ def self_test(target: Target, budget_seconds: float = 10.0) -> list[TestRow]:
                 continue
             count, error, begun = 0, None, time.perf_counter()
             for case in declared.cases():
-                at = Target(target.device, target.dtype, target.capability, case.traits)
+                at = replace(target, traits=case.traits)
                 late = count > 0 and time.perf_counter() - start > budget_seconds
                 if late or error is not None or implementation.unsupported(at) is not None:
                     continue

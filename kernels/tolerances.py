@@ -15,8 +15,8 @@ TOLERANCES: dict[str, tuple[float, float]] = {
     "bfloat16": (3e-2, 3e-2),
 }
 
-# (op, implementation, dtype): ((relative, absolute), reason)
 _ROUNDED_INSIDE = "values are rounded to 8 bits between two products, so that a last place becomes a code"
+# (op, implementation, dtype): ((relative, absolute), reason)
 OVERRIDES: dict[tuple[str, str, str], tuple[tuple[float, float], str]] = {
     (op, implementation, dtype): ((limit, limit), _ROUNDED_INSIDE)
     for op in ("moe_experts_int8", "moe_experts_fp8", "moe_experts_block_fp8")

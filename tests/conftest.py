@@ -41,7 +41,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 from toolkit.models.registry import names as registry_names  # noqa: E402
 
-# The same examples in every run, and no limit of time for any: a slow machine is no fault. scripts/fuzz looks further.
+# The same examples in every run, and no limit of time for any: a slow machine is no fault. fuzz looks further.
 settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
@@ -128,8 +128,9 @@ def tiny_checkpoint() -> Any:
 
 @pytest.fixture(scope="session")
 def script() -> Any:
-    """``script(file)``: a file of ``scripts/`` as a module, loaded anew."""
-    return lambda file: load(Path(file).stem, Path(__file__).parents[1] / "scripts" / file)
+    """``script(file)``: a file of ``scripts/`` as a module, loaded anew, by a name that no import finds."""
+    scripts = Path(__file__).parents[1] / "scripts"
+    return lambda file: load("script_" + file.removesuffix(".py").replace("/", "_"), scripts / file)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ WORKDIR /src
 COPY . .
 # What `tool --version` says: --build-arg TOOLKIT_COMMIT="$(git rev-parse --short=10 HEAD)"
 ARG TOOLKIT_COMMIT
-RUN bash scripts/build_wheel
+RUN bash scripts/wheel/build_wheel
 
 FROM python:3.12-slim-bookworm
 # What it needs by requirements/lock.txt, then itself.

@@ -21,7 +21,7 @@ FROM tools AS build
 COPY . .
 # What `tool --version` says: --build-arg TOOLKIT_COMMIT="$(git rev-parse --short=10 HEAD)"
 ARG TOOLKIT_COMMIT
-RUN PYTHON=python3.12 bash scripts/build_wheel
+RUN PYTHON=python3.12 bash scripts/wheel/build_wheel
 
 FROM python:3.12-slim-bookworm
 ARG CUDA_VERSION

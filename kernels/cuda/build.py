@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -57,9 +58,7 @@ def build(target: Path | None = None, cache: Path | None = None, only: int | Non
 
     ``only``: machine code for this compute capability alone, as 90, which takes less time; others have the PTX.
     """
-    compiler = nvcc()
-    if compiler is None:
-        raise BuildError("no nvcc found (set CUDACXX or CUDA_HOME, or install the CUDA toolkit)")
+    compiler = _nvcc()
     target = target or HERE / FATBIN
     architectures = known_architectures(compiler)
     if only is not None:
@@ -67,12 +66,8 @@ def build(target: Path | None = None, cache: Path | None = None, only: int | Non
     flags = [*FLAGS, "-fatbin", "-gencode", "arch=compute_80,code=compute_80"]
     for name in architectures.values():
         flags += ["-gencode", f"arch=compute_{name},code=sm_{name}"]
-    kept = _cached(compiler, flags, cache) / FATBIN
-    if not kept.exists():
-        partial = kept.with_name(f".{kept.name}.{os.getpid()}")
-        _run([compiler, *flags, "--threads", str(len(os.sched_getaffinity(0))), "-o", str(partial), str(HERE / SOURCE)])
-        partial.replace(kept)
-    shutil.copyfile(kept, target)
+    more = ("--threads", str(len(os.sched_getaffinity(0))))
+    shutil.copyfile(_compiled([compiler], flags, FATBIN, cache, more), target)
     note = {"cuda": version(compiler), "architectures": sorted(architectures), "sources": sources()}
     target.with_suffix(".json").write_text(json.dumps(note) + "\n")
     return target
@@ -89,29 +84,16 @@ def build_ptx(architecture: int, cache: Path | None = None) -> Path:
 
 
 def _build_one(kind: str, prefix: str, architecture: int, cache: Path | None) -> Path:
-    compiler = nvcc()
-    if compiler is None:
-        raise BuildError("no nvcc found")
     flags = [*FLAGS, f"-{kind}", f"-arch={prefix}_{ARCHITECTURES[architecture]}"]
-    kept = _cached(compiler, flags, cache) / f"kernels.sm_{architecture}.{kind}"
-    if not kept.exists():
-        partial = kept.with_name(f".{kept.name}.{os.getpid()}")
-        _run([compiler, *flags, "-o", str(partial), str(HERE / SOURCE)])
-        partial.replace(kept)
-    return kept
+    return _compiled([_nvcc()], flags, f"kernels.sm_{architecture}.{kind}", cache)
 
 
 def build_host(cache: Path | None = None) -> Path:
     """The same source for the CPU, a shared library that tests call."""
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler.split()[0]) is None:
+    compiler = os.environ.get("CXX", "g++").split()
+    if shutil.which(compiler[0]) is None:
         raise BuildError("no C++ compiler found (set CXX or install g++)")
-    kept = _cached(compiler, list(HOST_FLAGS), cache) / "kernels_host.so"
-    if not kept.exists():
-        partial = kept.with_name(f".{kept.name}.{os.getpid()}")
-        _run([*compiler.split(), *HOST_FLAGS, "-x", "c++", str(HERE / SOURCE), "-o", str(partial)])
-        partial.replace(kept)
-    return kept
+    return _compiled(compiler, list(HOST_FLAGS), "kernels_host.so", cache, ("-x", "c++"))
 
 
 def sources() -> str:
@@ -122,14 +104,26 @@ def sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def _cached(compiler: str, flags: list[str], cache: Path | None) -> Path:
-    """The folder for what ``compiler`` makes of the sources with ``flags``."""
-    digest = hashlib.sha256(f"{_run([*compiler.split(), '--version'])} {flags} {sources()}".encode())
+def _nvcc() -> str:
+    if (compiler := nvcc()) is None:
+        raise BuildError("no nvcc found (set CUDACXX or CUDA_HOME, or install the CUDA toolkit)")
+    return compiler
+
+
+def _compiled(compiler: list[str], flags: list[str], name: str, cache: Path | None, more: Sequence[str] = ()) -> Path:
+    """The file ``name`` that ``compiler`` makes of the sources with ``flags``, kept in ``cache``. ``more``: flags that
+    a kept file need not agree in.
+    """
+    digest = hashlib.sha256(f"{_run([*compiler, '--version'])} {flags} {sources()}".encode())
     if cache is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "toolkit" / "build"
-    folder = cache / f"cuda-{digest.hexdigest()[:16]}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    kept = cache / f"cuda-{digest.hexdigest()[:16]}" / name
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_name(f".{name}.{os.getpid()}")
+        _run([*compiler, *flags, *more, "-o", str(partial), str(HERE / SOURCE)])
+        partial.replace(kept)
+    return kept
 
 
 def _run(command: list[str]) -> str:

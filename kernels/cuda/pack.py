@@ -99,11 +99,6 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group_i
     return Packed(words, stored, offsets, order, bits, n_out, n_in, group_size, scales.dtype)
 
 
-def pack_int8(weight: Tensor, scales: Tensor) -> Packed:
-    """Pack int8 ``weight`` [out, in] with a float32 scale a row, for 16-bit activations."""
-    return pack(weight.view(torch.uint8) ^ 128, scales.reshape(-1, 1), None, 8)
-
-
 def unpack(packed: Packed) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The exact inverse of ``pack``: (codes, scales, zeros, group_index); zeros are spelled out."""
     codes = (_unpack4 if packed.bits == 4 else _unpack8)(packed.codes)[: packed.n_out]

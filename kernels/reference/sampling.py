@@ -71,7 +71,7 @@ def apply_bitmask(logits: Tensor, bitmask: Tensor) -> None:
 
 
 def _sample_cases() -> Iterator[Case]:
-    settings = (
+    settings = (  # label; temperature, top_k, top_p, min_p
         ("plain", (0.7, 0, 1.0, 0.0)),
         ("top_k", (1.0, 5, 1.0, 0.0)),
         ("top_p", (1.3, 0, 0.6, 0.0)),
@@ -79,20 +79,16 @@ def _sample_cases() -> Iterator[Case]:
         ("all", (0.9, 12, 0.8, 0.05)),
         ("greedy", (0.0, 3, 0.5, 0.0)),
     )
-    for label, (temperature, top_k, top_p, min_p) in (
-        *settings,
-        ("ties", (1.0, 4, 0.9, 0.0)),
-        ("mixed", (-1, 0, 0, 0)),
-    ):
+    one = [(label, (setting,)) for label, setting in settings]
+    every = tuple(setting for _, setting in settings)
+    for label, rows in (*one, ("ties", ((1.0, 4, 0.9, 0.0),)), ("mixed", every)):  # the settings of rows, in turn
 
-        def make(dtype, device, g, label=label, s=(temperature, top_k, top_p, min_p)) -> dict[str, Any]:
+        def make(dtype, device, g, label=label, rows=rows) -> dict[str, Any]:
             n = 16
             logits = torch.randn(n, 300, generator=g) * 3
             if label == "ties":
                 logits = (logits / 3).round()
-            columns = [[s[i]] * n for i in range(4)]
-            if label == "mixed":
-                columns = [list(column) for column in zip(*(settings[i % 6][1] for i in range(n)), strict=True)]
+            columns = list(zip(*(rows[i % len(rows)] for i in range(n)), strict=True))
             return {
                 "logits": logits.to(device),
                 "temperature": torch.tensor(columns[0], dtype=torch.float32).to(device),

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..reference import linear as reference
-from .product import product
+from .product import int8_product, product
 
 
 @reference.linear.register("torch")
@@ -35,7 +35,7 @@ def linear_group_int(
 def _int_product(codes: Tensor, weight: Tensor) -> Tensor:
     """Product [T, in] x [out, in] -> float32 [T, out] of integers within ±127; exact on CPUs and CUDA."""
     if codes.device.type == "cpu":
-        return torch._int_mm(codes, weight.T).float()
+        return int8_product(codes, weight)
     if codes.device.type != "cuda":  # others need not have such a product
         return codes.float() @ weight.float().T
     tokens, n_in = codes.shape

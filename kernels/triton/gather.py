@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -13,9 +15,7 @@ SCAN = 1024  # slots that a program looks at together
 
 
 @triton.jit(do_not_specialize=["slots", "tiles"])
-def count_kernel(
-    experts, counts, tile_expert, tiles, slots, EXPERTS: tl.constexpr, SCAN: tl.constexpr, ROWS: tl.constexpr
-):
+def count_kernel(experts, counts, tile_expert, tiles, slots, EXPERTS: tl.constexpr, SCAN: tl.constexpr):
     """Program e: how many slots chose expert e; and the tiles e, e + EXPERTS … are marked unused."""
     e = tl.program_id(0)
     total = tl.zeros([SCAN], tl.int32)
@@ -53,17 +53,29 @@ def place_kernel(
         tl.store(tile_expert + tile, e)
 
 
-def gather_by_expert(experts: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor]:
-    """(order int32 [tiles · rows], tile_expert int32 [tiles]): the slots in each tile, and the tile's expert or -1.
-
-    ``experts``: int64 [T, k]. ``order`` is undefined in unused tiles and holds T·k in places left over.
+class Gathered(NamedTuple):
+    """``order``: int32 [tiles · rows], the slots in each tile, undefined in unused tiles, T·k in places left over;
+    ``tile_expert``: int32 [tiles], the tile's expert or -1; ``rows``: slots of a tile.
     """
-    slots = experts.numel()
+
+    order: Tensor
+    tile_expert: Tensor
+    rows: int
+
+
+def tile_rows(experts: Tensor, count: int, most: int) -> int:
+    """Slots of a tile: about what each of ``count`` experts gets, from 16 to ``most``."""
+    return max(16, min(most, power_of_2(-(-experts.numel() // count))))
+
+
+def gather_by_expert(experts: Tensor, count: int, rows: int) -> Gathered:
+    """The slots (token, choice) of ``experts`` [T, k], integers below ``count``, in tiles of ``rows``; two launches."""
+    experts, slots = experts.contiguous(), experts.numel()
     tiles = slots // rows + min(count, slots)
     order = torch.empty(tiles * rows, dtype=torch.int32, device=experts.device)
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=experts.device)
     counts = torch.empty(count, dtype=torch.int32, device=experts.device)
-    common = {"EXPERTS": count, "SCAN": SCAN, "ROWS": rows}
-    launch(count_kernel, (count,), experts, counts, tile_expert, tiles, slots, **common)
-    launch(place_kernel, (count,), experts, counts, tile_expert, order, slots, WIDTH=power_of_2(count), **common)
-    return order, tile_expert
+    launch(count_kernel, (count,), experts, counts, tile_expert, tiles, slots, EXPERTS=count, SCAN=SCAN)
+    sizes = {"EXPERTS": count, "WIDTH": power_of_2(count), "SCAN": SCAN, "ROWS": rows}
+    launch(place_kernel, (count,), experts, counts, tile_expert, order, slots, **sizes)
+    return Gathered(order, tile_expert, rows)

@@ -19,7 +19,6 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)  # the interpreter knows no i
 EARLY_CAPABILITY = 90  # from which on a kernel may begin while the one before it ends
 FUSED = True  # a product and a sum are one instruction; Triton's default changes with 3.10
 NATIVE_FLOAT8 = 89  # compute capability from which on tensor cores multiply float8
-FLOATS = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,13 @@ def tensor_memory(capability: int) -> bool:
 def shared_limit(capability: int) -> int:
     """Bytes of shared memory that one block may ask for."""
     return {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99) * 1024
+
+
+def stages_of(device: torch.device, stage: int, held: int = 0, most: int = 5) -> int:
+    """How many stages of a pipeline half of the shared memory holds, the rest being for a second block: 2 to ``most``.
+    ``stage``: bytes of one; ``held``: bytes of what stays, such as the sums.
+    """
+    return max(2, min(most, (shared_limit(capability_of(device)) // 2 - held) // stage))
 
 
 def launch(

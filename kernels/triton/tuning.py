@@ -25,9 +25,14 @@ def _file(device: str) -> Mapping[str, Mapping[str, Mapping[str, int]]]:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
+def file_name(gpu: str) -> str:
+    """A GPU's name as its file has it, without the ending."""
+    return gpu.lower().replace(" ", "-")
+
+
 @functools.cache
 def _name(index: int) -> str:
-    return torch.cuda.get_device_name(index).lower().replace(" ", "-")
+    return file_name(torch.cuda.get_device_name(index))
 
 
 _INSTEAD: ContextVar[str | None] = ContextVar("instead", default=None)

@@ -1,4 +1,4 @@
-"""The attacks of ``scripts/attacks``, by name. Each gets a ``Target`` and yields what it was told, line by line."""
+"""The attacks of ``attacks``, by name. Each gets a ``Target`` and yields what it was told, line by line."""
 
 from __future__ import annotations
 

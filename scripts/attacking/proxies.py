@@ -1,12 +1,9 @@
-"""What ``scripts/attacks`` fires at proxies, which it starts beside the server: circles, and a node that is hostile."""
+"""What ``attacks`` fires at proxies, which it starts beside the server: circles, and a node that is hostile."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from attacking import smuggled
+from traffic.servers import Served
 
 if TYPE_CHECKING:
     from attacking.target import Target
 
-TOOL = [sys.executable, "-P", "-c", "import sys; from toolkit.commands.main import main; main(sys.argv[1:])"]
 PATIENCE = 60.0
 
 
@@ -45,24 +42,10 @@ def proxy() -> Iterator[tuple[str, Any, Path]]:
     """URL, process and log of one."""
     import psutil
 
+    words = ["proxy", "--server-port", "0", "--heartbeat", "0.2", "--allow-nodes-by-client"]
     with tempfile.TemporaryDirectory(prefix="attacks-") as folder:
-        log = Path(folder) / "proxy.log"
-        flags = ["--server-port", "0", "--heartbeat", "0.2", "--allow-nodes-by-client"]
-        command = [*TOOL, "serve", "proxy", *flags]
-        with log.open("wb") as out:
-            process = subprocess.Popen(command, stdout=out, stderr=out)
-        try:
-            end = time.monotonic() + PATIENCE
-            while not (found := re.search(r"http://[\d.]+:\d+(?=\D)", log.read_text(errors="replace"))):
-                if process.poll() is not None or time.monotonic() > end:
-                    raise SystemExit(f"the proxy did not start: {log.read_text(errors='replace')[-2000:]}")
-                time.sleep(0.1)
-            while not ask(f"{found[0]}/health")[0]:
-                time.sleep(0.1)
-            yield found[0], psutil.Process(process.pid), log
-        finally:
-            process.terminate()
-            process.wait(PATIENCE)
+        with Served(words, Path(folder) / "proxy.log", idle=True) as front:
+            yield front.url, psutil.Process(front.process.pid), front.log
 
 
 def told(what: str, found: Any, expected: Any) -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+from llama_server import server
 from numpy.typing import NDArray
-from speculation_peer import server
 
 from toolkit.models.spec import AttentionSpec, DecoderSpec
 
@@ -66,13 +66,13 @@ def peer(python: str, gguf_file: str, adapters: dict[str, Path], prompt: str, to
     """A server in the environment of ``python`` with a slot for each adapter."""
     more = ["--slots", str(len(adapters)), "--lora", *map(str, adapters.values())]
     numbers = {name: i for i, name in enumerate(adapters)}
-    with server(python, gguf_file, *more) as url:
+    with server(python, gguf_file, *more) as running:
 
         def ask(name: str | None) -> Decoded:
             chosen = [{"id": i, "scale": float(i == numbers.get(name or ""))} for i in numbers.values()]
             fields = {"prompt": prompt, "n_predict": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
             fields |= {"cache_prompt": False, "timings_per_token": True, "lora": chosen}
-            request = urllib.request.Request(f"{url}/completion", json.dumps(fields).encode())
+            request = urllib.request.Request(f"{running.url}/completion", json.dumps(fields).encode())
             request.add_header("Content-Type", "application/json")
             first, begun, count = 0, 0.0, 0
             with urllib.request.urlopen(request, timeout=600) as reply:

@@ -20,8 +20,8 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
 
+from llama_server import server
 from native import need_native
-from speculation_peer import server
 
 from toolkit import GenerationConfig, Pipeline, TurbomindEngineConfig, pipeline
 from toolkit.commands.output import stdout, table, write_json
@@ -93,7 +93,7 @@ def main() -> int:
             engines[f"ours, {each}"] = ours(pipe)
         if args.llama_python is not None:
             more = ["--slots", str(len(lengths)), "--length", str(lengths[-1] + args.tokens + 64)]
-            engines["llama.cpp"] = theirs(stack.enter_context(server(args.llama_python, args.gguf, *more)))
+            engines["llama.cpp"] = theirs(stack.enter_context(server(args.llama_python, args.gguf, *more)).url)
         found: dict[str, dict[int, list[float]]] = {name: {n: [] for n in lengths} for name in engines}
         for turn in range(args.rounds + 1):
             for name, ask in engines.items():

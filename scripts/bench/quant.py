@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import iter_canonical
+from toolkit.check_env.machine import cpu
 from toolkit.models.registry import load_spec
 from toolkit.models.sites import layer_sites
 from toolkit.quant.layers.result import storable_bits
@@ -140,14 +140,6 @@ def add(path: Path, row: dict[str, Any]) -> None:
     whole.replace(path)
 
 
-def machine() -> dict[str, Any]:
-    model = next(
-        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
-        platform.processor(),
-    )
-    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
-
-
 def version(args: argparse.Namespace) -> str:
     if args.peer == "ours":
         return subprocess.run(["tool", "--version"], capture_output=True, text=True, check=True).stdout.strip()
@@ -219,7 +211,8 @@ def main() -> None:
         shutil.rmtree(out, ignore_errors=True)  # ours goes on where it was killed
     command = command_of(args, out)
     row = key | timed(command) | {
-        "version": version(args), "command": " ".join(command), "machine": machine(), "figures": measure(args, out),
+        "version": version(args), "command": " ".join(command), "machine": cpu() | {"load": os.getloadavg()[0]},
+        "figures": measure(args, out),
         "bytes": sum(f.stat().st_size for f in out.rglob("*.safetensors")), "bits_per_weight": bits_per_weight(out),
     }  # fmt: skip
     add(args.results, row)

@@ -16,6 +16,7 @@ import json
 import statistics
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +29,11 @@ from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weight_files.safetensors_file import widened
 from toolkit.chat.template import ChatTemplate
 from toolkit.commands.output import stdout, table, write_json
+from toolkit.measure.next_logits import texts_batch
 from toolkit.runners.base import Runner, RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
 from toolkit.runners.head import Head, Rows
-from toolkit.runners.step import NONE, SamplingBatch, StepBatch, StepOutput
+from toolkit.runners.step import NONE, SamplingBatch, StepOutput
 
 LEAST = 2  # tokens that an occurrence shares with the text's end, as the engine's lookup wants
 LONGEST = 16
@@ -51,27 +53,16 @@ class Model:
 
     def step(self, tokens: list[int], start: int) -> StepOutput:
         """``tokens`` behind the first ``start`` of the text: what comes behind each."""
-        count, end = len(tokens), start + len(tokens)
-        places = np.arange(start, end)
+        count, blocks = len(tokens), -(-(start + len(tokens)) // self.size)
         every = np.arange(count, dtype=np.int32)
-        blocks = np.arange(-(-end // self.size), dtype=np.int32)
-        return self.runner.submit(
-            StepBatch(
-                token_ids=np.asarray(tokens, np.int32),
-                from_previous=np.full(count, -1, np.int32),
-                positions=places[None].astype(np.int32),
-                cu_seqlens=np.array([0, count], np.int32),
-                seq_lens=np.array([end], np.int32),
-                block_tables=(blocks[None],),
-                slot_mapping=(places.astype(np.int64),),
-                rope_set=np.zeros(1, np.int8),
-                adapter=np.full(1, -1, np.int32),
-                sample_index=every,
-                sampling=SamplingBatch.greedy(count),
-                aux_layers=self.layers,
-                aux_index=every if self.layers else NONE,
-            )
-        ).result()
+        batch = replace(
+            texts_batch(self.runner, np.array([tokens], np.int32), start, blocks),
+            sample_index=every,
+            sampling=SamplingBatch.greedy(count),
+            aux_layers=self.layers,
+            aux_index=every if self.layers else NONE,
+        )
+        return self.runner.submit(batch).result()
 
     def seconds(self, rounds: int = 25, start: int = 256) -> tuple[float, float]:
         """What a step takes, and each row of it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import time
 import urllib.request
@@ -12,10 +11,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from llama_server import server
+
 from toolkit import GenerationConfig
 
-PEERS = Path(__file__).parent / "peers"
-SERVER, VLLM = PEERS / "peer_llama_server.py", PEERS / "peer_vllm_answers.py"
+VLLM = Path(__file__).parent / "peers" / "peer_vllm_answers.py"
 Ask = Callable[[str, GenerationConfig], tuple[str, int, float]]
 
 
@@ -25,27 +25,11 @@ def peers(python: str, gguf: str, ways: list[str], draft: str | None, slots: int
     with ExitStack() as stack:
         more = [] if draft is None else ["--draft", draft]
         options = {way: ["--speculative", way, *more] if way else [] for way in ("", *ways)}
-        urls = {
+        running = {
             way: stack.enter_context(server(python, gguf, "--slots", str(slots), *more))
             for way, more in options.items()
         }
-        yield {f"llama.cpp {way or 'off'}": _ask(url) for way, url in urls.items()}
-
-
-@contextmanager
-def server(python: str, gguf: str, *more: str) -> Iterator[str]:
-    """One in the environment of ``python``, with ``more`` options of ``peer_llama_server.py``: its URL."""
-    command = [python, str(SERVER), gguf, "--length", "2048", "--threads", "2", *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        assert process.stdout is not None
-        found = next((m for line in process.stdout if (m := re.search(r"https?://[\w.:]+", line))), None)
-        if found is None:
-            raise SystemExit("llama.cpp's server did not start: pip install xllamacpp, and give a .gguf that it reads")
-        yield found[0]
-    finally:
-        process.kill()
-        process.wait()
+        yield {f"llama.cpp {way or 'off'}": _ask(one.url) for way, one in running.items()}
 
 
 @contextmanager

@@ -15,9 +15,10 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from testing.modules import of_tests
 
 from fuzzing.harness import Case, Found, Run, Target, fast_folder
-from fuzzing.models import Models, load_test_module
+from fuzzing.models import Models
 from fuzzing.mutate import STRINGS, dump, spoil_bytes, spoil_json, spoil_text
 from fuzzing.pickles import pickled
 
@@ -285,7 +286,7 @@ def _templates(models: Models) -> Target:
     own = (models.checkpoint / "chat_template.jinja").read_bytes()
     texts = [own, *(file.read_bytes() for file in sorted(_template_folder(builtin).glob("*.jinja")))]
     seeds = [{"chat_template.jinja": raw} for raw in texts]
-    words = [*JINJA, *(text for text in load_test_module("corpus", "templates").HOSTILE if len(text) < 1000)]
+    words = [*JINJA, *(text for text in of_tests("templates", "corpus").HOSTILE if len(text) < 1000)]
 
     def spoil(rng: Random, case: Case) -> Case:
         text = case["chat_template.jinja"].decode("utf-8", "replace")

@@ -14,8 +14,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from testing.modules import of_tests
+
 from fuzzing.harness import Case, Found, Run, Target, fast_folder, skeleton
-from fuzzing.models import Models, load_test_module
+from fuzzing.models import Models
 from fuzzing.mutate import NUMBERS, STRINGS, dump, odd_value, spoil_bytes, spoil_json
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
@@ -114,7 +116,7 @@ def _serve(model: Path) -> Run:
     config = TurbomindEngineConfig(session_len=96, max_batch_size=8, cache_max_entry_count=0.01, threads=1)
     engine = AsyncEngine.open(model, backend_config=config)
     app = create_app(engine, ChatTemplate.open(engine.tokenizer, model), ServerSettings(model_name="tiny"))
-    loop, post = asyncio.new_event_loop(), load_test_module("support", "asgi").post
+    loop, post = asyncio.new_event_loop(), of_tests("asgi").post
 
     def run(case: Case) -> str:
         status, body = loop.run_until_complete(post(app, case["path"].decode(), case["body"]))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
-ROOT = Path(__file__).resolve().parents[2]
+from testing.modules import of_tests
 
 
 @dataclass(frozen=True)
@@ -46,20 +44,18 @@ def make_models(work: Path) -> Models:
         return found
     shutil.rmtree(work, ignore_errors=True)
     small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
-    _plain_weights(load_test_module("support", "tiny").tiny_checkpoint("llama", found.checkpoint, **small))
+    _plain_weights(of_tests("tiny").tiny_checkpoint("llama", found.checkpoint, **small))
     for file in found.pickled:
         _pickle_weights(found.checkpoint, file, zipped=file.stem == "zip")
     rewrite(str(found.checkpoint), found.quantized, to="w8a8", quiet=True)
     convert(str(found.checkpoint), found.native, Packing(target="cpu"), quiet=True)
     convert(str(found.checkpoint), found.torch, Packing(target="torch"), quiet=True)
-    wide = load_test_module("support", "tiny").tiny_checkpoint(
-        "llama", work / "wide", **small | {"hidden_size": 256, "head_dim": 64}
-    )
+    wide = of_tests("tiny").tiny_checkpoint("llama", work / "wide", **small | {"hidden_size": 256, "head_dim": 64})
     _plain_weights(wide)
     for file, kind in zip(found.gguf, ("f32", "q4_0", "q4_k_m"), strict=True):
         rewrite(str(wide), file, to="gguf", gguf_type=kind, quiet=True)
     convert(str(found.gguf[2]), found.torch_quantized, Packing(target="torch"), quiet=True)
-    load_test_module("support", "adapters").write_adapter(found.adapter, found.checkpoint, "q_proj|v_proj")
+    of_tests("adapters").write_adapter(found.adapter, found.checkpoint, "q_proj|v_proj")
     (work / "text.txt").write_text("All happy families are alike. " * 200, encoding="utf-8")
     common = Common(calib_dataset=str(work / "text.txt"), calib_samples=2, calib_seqlen=32, batch_size=2)
     calibrate(str(found.checkpoint), found.statistics, common=common)
@@ -86,12 +82,3 @@ def _pickle_weights(model: Path, target: Path, zipped: bool) -> None:
     name = next(name for name, tensor in found.items() if tensor.dim() == 2)
     found |= {"turned": found[name].t(), "shared": found[name][1:], "one": torch.nn.Parameter(torch.ones(3))}
     torch.save(found, target, _use_new_zipfile_serialization=zipped)
-
-
-def load_test_module(folder: str, name: str) -> ModuleType:
-    """A shared module of the tests, which are no package: ``tests/FOLDER/NAME.py``."""
-    spec = importlib.util.spec_from_file_location(f"fuzz_{folder}_{name}", ROOT / "tests" / folder / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

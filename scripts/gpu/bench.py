@@ -86,14 +86,13 @@ def child(part: str, case: int, dry: bool, limit: float) -> Iterator[Row]:
 
 def compile_first(gpu: str, only: str | None, tune: bool) -> Row:
     """Compile what the parts will launch; a row, with what did not compile."""
-    import torch
+    from gpu.machine import capability_of
     from gpu.process import run_limited
 
-    major, minor = torch.cuda.get_device_capability()
     stages = ("kernels", "self-test", "engine")
     stages = stages if only is None else ("self-test", "engine") if "engine" in only else ("kernels",)
     stages = ("cuda", *stages, *(["tune"] if tune else []))
-    more = ("--arch", f"{10 * major + minor}", "--device", gpu, "--seconds", f"{COMPILE_SECONDS}")
+    more = ("--arch", f"{capability_of('cuda')}", "--device", gpu, "--seconds", f"{COMPILE_SECONDS}")
     command = [sys.executable, str(HERE / "compiling" / "precompile.py"), *stages, *more]
     done = run_limited(command, COMPILE_SECONDS + 30)
     row: Row = {"name": "compile", "value": done.seconds, "unit": "s"}
@@ -137,19 +136,6 @@ def line(row: Row, copy: float | None) -> str:
     return f"{row['name']:42} {show(row['value'], unit):>12}  {told:24} {share:12} {goal}".rstrip()
 
 
-def machine(dry: bool) -> Row:
-    """What this runs on. Exits where there is no GPU."""
-    import torch
-    import triton
-
-    found = {"torch": torch.__version__, "triton": triton.__version__, "python": sys.version.split()[0]}
-    if dry:
-        return {"gpu": "none: a dry run"} | found
-    if not torch.cuda.is_available():
-        raise SystemExit("bench_gpu: torch sees no GPU here; --dry-run shows that it works")
-    return found | {"gpu": torch.cuda.get_device_name(), "memory_gib": torch.cuda.mem_get_info()[1] / 2**30}
-
-
 def main() -> int:
     """Run the parts; the exit code is 1 when no figure came."""
     parser = argparse.ArgumentParser("bench_gpu", description=__doc__.splitlines()[0])
@@ -171,9 +157,11 @@ def main() -> int:
             print(json.dumps(row), flush=True)
         return 0
     from gpu.compiling import carry
+    from gpu.machine import machine
+    from gpu.process import write_json
 
     predictions = json.loads(PREDICTIONS.read_text())
-    result: dict[str, Any] = {"machine": machine(options.dry_run), "rows": []}
+    result: dict[str, Any] = {"machine": machine("bench_gpu", options.dry_run), "rows": []}
     print(json.dumps(result["machine"]), flush=True)
     if not options.dry_run and (said := carry.use()) is not None:
         print(said, flush=True)
@@ -187,7 +175,7 @@ def main() -> int:
         result["rows"].append(row)
         if "file" in row:  # the choices of tiles, which would be lost with the machine
             result["tuned"] = json.loads(Path(row["file"]).read_text())
-        save(options.json, result)
+        write_json(options.json, result)
         print(line(row, copy), flush=True)
     return 0 if any("value" in row for row in result["rows"] if row["name"] != "compile") else 1
 
@@ -195,7 +183,9 @@ def main() -> int:
 def figures(options: argparse.Namespace, begun: float, found: Row) -> Iterator[Row]:
     """All rows, part after part; none that would begin too late."""
     if not (options.dry_run or options.no_compile):
-        yield compile_first(found["gpu"].lower().replace(" ", "-"), options.only, options.tune)
+        from toolkit.kernels.triton.tuning import file_name
+
+        yield compile_first(file_name(found["gpu"]), options.only, options.tune)
     for part, case in parts(options.dry_run, options.tune):
         left = BUDGET - (time.perf_counter() - begun)
         if options.only and options.only not in part:
@@ -213,13 +203,6 @@ def prediction(name: str, predictions: dict[str, Any]) -> str:
     told = " .. ".join(show(x, said["unit"]) for x in said["predicted"])
     goal = f"goal {show(said['goal'], said['unit'])}" if "goal" in said else ""
     return f"{name:42} predicted {told:28} {goal}".rstrip()
-
-
-def save(path: Path, result: dict[str, Any]) -> None:
-    """Replace the file as a whole, so that one that is killed in between leaves the last one."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    partial.replace(path)
 
 
 if __name__ == "__main__":

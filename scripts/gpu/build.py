@@ -8,11 +8,12 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from toolkit.kernels.cuda.build import nvcc
 from toolkit.kernels.cuda.check import check
-from toolkit.kernels.triton.ahead_of_time.build import ARCHITECTURES, Built, as_json, build
+from toolkit.kernels.triton.ahead_of_time.build import ARCHITECTURES, Built, build
 
 
 def main() -> int:
@@ -34,7 +35,7 @@ def main() -> int:
             errors.append(found)
             print(f"ERROR {found}", flush=True)
             continue
-        results.append(as_json(found))
+        results.append(asdict(found))
         faults = f"  FAULT: {'; '.join(found.faults)}" if found.faults else ""
         print(
             f"{found.op:18} {found.label:22} {found.dtype:9} {found.kernel:26} sm_{found.architecture} "

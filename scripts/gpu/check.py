@@ -35,31 +35,6 @@ SCRIPTS = Path(__file__).resolve().parents[1]
 Row = dict[str, Any]
 
 
-def file_name(gpu: str) -> str:
-    """A GPU's name as its file in kernels/triton/tuned has it."""
-    return gpu.lower().replace(" ", "-")
-
-
-def machine(device: str) -> Row:
-    """What this runs on. Exits where there is no GPU."""
-    import torch
-    import triton
-
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__}
-    if device == "cpu":
-        return {"gpu": "none: a dry run"} | versions
-    if not torch.cuda.is_available():
-        raise SystemExit("gpu_check: torch sees no GPU here; without one: --dry-run, scripts/gpu_build, pytest")
-    free, total = torch.cuda.mem_get_info()
-    return versions | {
-        "gpu": torch.cuda.get_device_name(),
-        "capability": torch.cuda.get_device_capability(),
-        "memory_gib": round(total / 2**30, 1),
-        "free_gib": round(free / 2**30, 1),
-        "cuda": torch.version.cuda,
-    }
-
-
 def arguments() -> argparse.Namespace:
     """Of the command line; those without help are for this script's own processes."""
     parser = argparse.ArgumentParser("gpu_check", description=__doc__.splitlines()[0])
@@ -88,7 +63,8 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Run the items; the exit code is 1 when something did not agree or was left out."""
     begun, options = time.perf_counter(), arguments()
-    from gpu.checking.checks import capability_of, child
+    from gpu.checking.checks import child
+    from gpu.machine import capability_of, machine
 
     if child(options):
         return 0
@@ -102,7 +78,7 @@ def main() -> int:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     jobs = options.jobs or (1 if dry else max(1, min(4, cores // 4)))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // jobs)))  # of the items, which run beside each other
-    log = Log(options.json, {"machine": machine(device), "rows": [], "done": [], "running": []})
+    log = Log(options.json, {"machine": machine("gpu_check", dry), "rows": [], "done": [], "running": []})
     print(json.dumps(log.result["machine"]), flush=True)
     if not dry and (said := carry.use()) is not None:
         print(said, flush=True)
@@ -110,6 +86,8 @@ def main() -> int:
         log.result |= {k: v for k, v in json.loads(options.json.read_text()).items() if k in ("rows", "done")}
         if options.again:
             log.forget_failed()
+    from toolkit.kernels.triton.tuning import file_name
+
     families = (options.family,) if options.family else ("torch",) if dry else COMPILED
     gpu = "" if dry else file_name(log.result["machine"]["gpu"])
     where = Where(families, dry, capability_of(device), gpu, options.no_compile)

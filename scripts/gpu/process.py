@@ -1,9 +1,11 @@
-"""Commands with a time limit that leave nothing behind, whatever they start and however they end."""
+"""Commands with a time limit that leave nothing behind, whatever they start and however they end; and files that are
+whole whenever the machine goes."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _PDEATHSIG = 1  # prctl's PR_SET_PDEATHSIG
 
@@ -82,6 +85,13 @@ def kill(process: subprocess.Popen[str]) -> None:
                 os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the driver cannot be waited for
         process.wait(10)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace the file as a whole, so that a process that is killed in between leaves the last one."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.replace(path)
 
 
 def end_with_parent() -> None:

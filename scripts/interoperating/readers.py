@@ -1,4 +1,4 @@
-"""Naive readers of formats that no library at hand reads, written from the formats' descriptions, for scripts/interop.
+"""Naive readers of formats that no library at hand reads, written from the formats' descriptions, for ``interop``.
 
 Each takes a checkpoint's tensors and the name of a linear, and returns it dense in float32. They share no code with
 ``toolkit.artifacts``.

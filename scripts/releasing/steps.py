@@ -29,7 +29,11 @@ STEPS = (
         ("git",),
         in_clone=False,
     ),
-    Step("notes", "CHANGELOG.md's section of the version", 'scripts/release_notes "v$VERSION" >"$DIST/NOTES.md"'),
+    Step(
+        "notes",
+        "CHANGELOG.md's section of the version",
+        'scripts/releasing/release_notes "v$VERSION" >"$DIST/NOTES.md"',
+    ),
     Step("lock", "the clone's own .venv, by the lock's exact versions and hashes", "bash scripts/setup --locked dev"),
     Step("tests", "lint, types and all quick tests", "bash scripts/test"),
     Step("slow", "the tests that take minutes", "bash scripts/test -m slow"),
@@ -53,13 +57,13 @@ STEPS = (
     Step(
         "wheel",
         "for x86-64, with the oldest C library that auditwheel finds it to need",
-        'rm -rf dist\nbash scripts/build_wheel\ncp dist/toolkit-*.whl "$DIST"',
+        'rm -rf dist\nbash scripts/wheel/build_wheel\ncp dist/toolkit-*.whl "$DIST"',
         ("g++",),
     ),
     Step(
         "arm_wheel",
         "the same for aarch64, cross-compiled",
-        f"rm -rf dist\nCXX={ARM_CXX} _PYTHON_HOST_PLATFORM=linux-aarch64 bash scripts/build_wheel\n"
+        f"rm -rf dist\nCXX={ARM_CXX} _PYTHON_HOST_PLATFORM=linux-aarch64 bash scripts/wheel/build_wheel\n"
         'cp dist/toolkit-*aarch64.whl "$DIST"',
         (ARM_CXX,),
     ),
@@ -77,13 +81,13 @@ STEPS = (
         'mapfile -t pythons < <(compgen -c python3. | grep -xE "python3\\.[0-9]+" | sort -u)\n'
         'for python in "${pythons[@]}"; do\n'
         '    "$python" -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || continue\n'
-        '    timeout 600 bash scripts/try_wheel "$RELEASE/engine" "$python"\n'
+        '    timeout 600 bash scripts/wheel/try_wheel "$RELEASE/engine" "$python"\n'
         "done",
     ),
     Step(
         "debian",
         "the same in a bare Debian (as root)",
-        'bash scripts/try_wheel "$RELEASE/engine" --debian trixie',
+        'bash scripts/wheel/try_wheel "$RELEASE/engine" --debian trixie',
         ("debootstrap",),
     ),
     Step(

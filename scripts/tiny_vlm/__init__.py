@@ -1,1 +1,1 @@
-"""What ``scripts/train_tiny_vlm`` is made of."""
+"""What ``train_tiny_vlm`` is made of."""

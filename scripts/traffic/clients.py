@@ -1,4 +1,4 @@
-"""What clients do to a server in ``scripts/soak``: each function of CASES is one client's visit."""
+"""What clients do to a server in ``scripts/traffic/soak``: each function of CASES is one client's visit."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""A server of ours as the scripts start one: ``tool serve api_server`` with its log in a file."""
+"""Servers of ours as the scripts start them: ``tool serve`` with its log in a file."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from bench.native import need_native
 
@@ -18,27 +18,39 @@ TOOL = [sys.executable, "-P", "-c", "import sys; from toolkit.commands.main impo
 START_S = 120
 
 
-class Server:
-    """``tool serve`` on ``model`` until ``close``, or the end of a ``with`` block; leaves with 1 where ``need_native``
-    does."""
+def converted(model: str, folder: Path) -> Path:
+    """An engine artifact of ``model``: itself where it is one, else what is made of it in ``folder``."""
+    if (Path(model) / "engine.json").is_file():
+        return Path(model)
+    subprocess.run([*TOOL, "convert", model, "--dst-path", str(folder / "engine")], check=True)
+    return folder / "engine"
 
-    def __init__(self, model: Path | str, flags: list[str], log: Path) -> None:
-        need_native()
+
+class Served:
+    """``tool serve`` with ``words`` until ``close``, or the end of a ``with`` block. It is there when /health says that
+    it is well, or, ``idle``, when it says anything: a proxy without servers is not well."""
+
+    def __init__(self, words: list[str], log: Path, *, idle: bool = False) -> None:
         self.log = log
-        arguments = ["serve", "api_server", str(model), "--server-port", "0", *flags]
         with log.open("wb") as out:
-            self.process = subprocess.Popen([*TOOL, *arguments], stdout=out, stderr=out)
-        self.url = self._wait()
+            self.process = subprocess.Popen([*TOOL, "serve", *words], stdout=out, stderr=out)
+        self.url = self._wait(idle)
 
-    def _wait(self) -> str:
+    def _wait(self, idle: bool) -> str:
         end = time.monotonic() + START_S
         while self.process.poll() is None and time.monotonic() < end:
-            if found := re.search(r"http://[\d.]+:\d+", self.text()):
-                with contextlib.suppress(OSError), urllib.request.urlopen(f"{found[0]}/health", timeout=START_S):
-                    return found[0]
+            if found := re.search(r"is ready.* (http://[\d.]+:\d+)\s", self.text()):
+                try:
+                    urllib.request.urlopen(f"{found[1]}/health", timeout=START_S).close()
+                    return found[1]
+                except urllib.error.HTTPError:
+                    if idle:
+                        return found[1]
+                except OSError:
+                    pass
             time.sleep(0.1)
         self.close()
-        raise SystemExit(f"the server did not start: {self.text()[-2000:]}")
+        raise SystemExit(f"tool serve did not start: {self.text()[-2000:]}")
 
     def text(self) -> str:
         """The log."""
@@ -48,6 +60,28 @@ class Server:
         """A JSON answer."""
         with urllib.request.urlopen(self.url + path, timeout=START_S) as reply:
             return json.load(reply)
+
+    def close(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Server(Served):
+    """``tool serve api_server`` on ``model``; leaves with 1 where ``need_native`` does."""
+
+    def __init__(self, model: Path | str, flags: list[str], log: Path) -> None:
+        need_native()
+        super().__init__(["api_server", str(model), "--server-port", "0", *flags], log)
 
     def metrics(self) -> dict[str, float]:
         """All of ours that have no labels."""
@@ -61,17 +95,3 @@ class Server:
 
         me = psutil.Process(self.process.pid)
         return [me, *sorted(me.children(recursive=True), key=lambda child: -child.memory_info().rss)]
-
-    def close(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

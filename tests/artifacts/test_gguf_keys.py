@@ -1,4 +1,4 @@
-"""Metadata of another kind than its key says is refused by name, never an internal error (found by scripts/fuzz)."""
+"""Metadata of another kind than its key says is refused by name, never an internal error (found by fuzz)."""
 
 from __future__ import annotations
 

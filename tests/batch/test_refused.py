@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import errno
+import json
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.refused import refusing
@@ -15,6 +19,7 @@ from toolkit.batch.vectors import check_target, collect
 from toolkit.engine.process.outage import Outage
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.http.limits import Limits
+from toolkit.serve.openai.batches.results import answered
 
 refused = refusing(UsageError)
 
@@ -58,6 +63,24 @@ def test_answers_without_a_vector(tmp_path: Path) -> None:
     answers.write_text("")
     told = f"{answers}: no line has a vector; its lines say why"
     assert refused(lambda: collect(answers, tmp_path / "a.npy"), ToolkitError) == told
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.jsonl", "a.parquet"])
+def test_vectors_that_cannot_be_written(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
+    answers, target = tmp_path / "answers.jsonl", tmp_path / name
+    vector = base64.b64encode(np.ones(2, "<f4").tobytes()).decode()
+    body = json.dumps({"data": [{"embedding": vector}]}).encode()
+    answers.write_bytes(answered(1, "0" * 16, "a", 200, "r", body))
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    told = f"{target}: cannot be written (No space left on device); all answers are in {answers}"
+    assert refused(lambda: collect(answers, target), ToolkitError) == told
+    assert [file.name for file in tmp_path.iterdir()] == ["answers.jsonl"]
 
 
 def test_answers_whose_table_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from toolkit.kernels.cuda import linear as cuda
 from toolkit.kernels.cuda import plan as planning
-from toolkit.kernels.cuda.pack import Packed, pack, pack_int8, unpack
+from toolkit.kernels.cuda.pack import Packed, pack, unpack
 from toolkit.kernels.op import KernelError
 from toolkit.kernels.reference.linear import dequantize_groups, pack_codes
 
@@ -198,7 +198,8 @@ def test_channel_int8(cuda_host, dtype):
     weight = torch.randint(-128, 128, (40, 192), generator=g, dtype=torch.int8)
     scales = torch.rand(40, generator=g) / 100
     x, b, _ = inputs(20, 192, 40, dtype)
-    found = cuda.linear(x, pack_int8(weight, scales), b, machine=cuda_host.host())
+    packed = pack(weight.view(torch.uint8) ^ 128, scales[:, None], None, 8)
+    found = cuda.linear(x, packed, b, machine=cuda_host.host())
     assert_close(found, x.double() @ (weight.double() * scales[:, None].double()).T + b.double(), dtype)
 
 

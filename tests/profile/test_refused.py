@@ -28,9 +28,10 @@ refused = refusing(UsageError)
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (Prompts(num_prompts=0), "--num-prompts: expected 1 or more, found 0"),
-        (Texts(rounds=0), "--rounds: expected 1 or more, found 0"),
-        (Traced(concurrency=0), "--concurrency: expected 1 or more, found 0"),
+        (Prompts(num_prompts=0), "num_prompts: expected at least 1, found 0"),
+        (Prompts(seed=-1), "seed: expected at least 0, found -1"),
+        (Texts(rounds=0), "rounds: expected at least 1, found 0"),
+        (Traced(concurrency=0), "concurrency: expected at least 1, found 0"),
         (Traffic(concurrency=(4, 0)), "--concurrency: expected numbers of 1 or more, separated by commas"),
         (
             Traffic(metric_percentiles=(101,)),
@@ -70,7 +71,7 @@ def test_a_model_that_fails(kind: str, tiny_models: Any, support: Any, tmp_path:
             ),
             ToolkitError,
         )
-        assert told.startswith("2 of 2 requests failed: ")
+        assert told.startswith("concurrency 2: 2 of 2 requests failed: ")
 
 
 def test_pictures_that_pass_the_session(tiny_models: Any) -> None:

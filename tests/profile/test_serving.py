@@ -260,10 +260,14 @@ def test_what_a_server_says_is_shown_as_it_is(support: Any, server: Any, tmp_pat
         (["http://127.0.0.1:9", "--backend", "tgi"], "--backend"),
         (["http://127.0.0.1:9", "--dataset", "/no/file"], "--dataset"),
         (["http://127.0.0.1:9", "--metric-percentiles", "101"], "--metric-percentiles"),
-        (["http://127.0.0.1:9", "--seed", "-1"], "--seed"),
     ],
 )
 def test_misuse_is_one_line(arguments: list[str], says: str) -> None:
     with pytest.raises(ToolkitError, match=re.escape(says)) as raised:
         app(args=["profile", "api_server", *arguments], standalone_mode=False)
     assert "\n" not in str(raised.value)
+
+
+def test_a_seed_below_its_least_is_one_line(support: Any) -> None:
+    done = support("command").tool("profile", "api_server", "http://127.0.0.1:9", "--seed", "-1")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--seed" in done.stderr

@@ -98,7 +98,7 @@ def test_what_was_tuned_is_in_the_report_too(bench_gpu, tmp_path, monkeypatch):
     tuned = tmp_path / "nvidia-h200.json"
     tuned.write_text('{"attend_kernel": {"a": {"keys": 64}}}')
     row = {"name": "tune attend_kernel a", "value": 1.0, "unit": "s", "file": str(tuned)}
-    monkeypatch.setattr(bench_gpu, "machine", lambda dry: {"gpu": "NVIDIA H200"})
+    monkeypatch.setattr("gpu.machine.machine", lambda program, dry: {"gpu": "NVIDIA H200"})
     monkeypatch.setattr(bench_gpu, "figures", lambda *_: iter([row]))
     report = tmp_path / "bench.json"
     monkeypatch.setattr(sys, "argv", ["bench_gpu", "--tune", "--json", str(report)])

@@ -15,7 +15,7 @@ TARGETS = 16
 
 def fuzz(tmp_path: Path, seconds: int, *words: str) -> dict:
     found = tmp_path / "found.json"
-    command = [sys.executable, ROOT / "scripts" / "fuzz", "--seconds", str(seconds), "--json", found, *words]
+    command = [sys.executable, ROOT / "scripts/fuzzing/fuzz", "--seconds", str(seconds), "--json", found, *words]
     done = subprocess.run(
         [*map(str, command), "--corpus", str(tmp_path / "corpus")], capture_output=True, text=True, check=False
     )

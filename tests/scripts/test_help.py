@@ -57,7 +57,7 @@ def scripts() -> Iterator[tuple[str, bool]]:
         if name.endswith(".py"):
             if re.search("^if __name__ == .__main__.:", text, re.MULTILINE):
                 yield name, True
-        elif re.fullmatch(r"scripts/([a-z]+/)?[^/.]+", name) and name != SOURCED:
+        elif re.fullmatch(r"scripts/([a-z_]+/)?[^/.]+", name) and name != SOURCED:
             yield name, "python" in text.partition("\n")[0]
 
 

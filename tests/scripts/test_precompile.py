@@ -139,12 +139,12 @@ import numpy as np
 from gpu.compiling import launches
 from gpu.models import CONFIGS
 from gpu.compiling.precompile import TargetDriver, distinct
-from gpu.support import support
+from testing.modules import of_tests
 from toolkit.kernels.triton.launch import recording
 from triton.runtime import driver
 
 driver.set_active(TargetDriver(90))
-steps, rng = support("steps"), np.random.default_rng(0)
+steps, rng = of_tests("steps"), np.random.default_rng(0)
 short = [{0: n} for n in (2, 17, 40, 70, 150, 300, 700)]
 others = [{0: 3, 1: 50}, {1: 1, 2: 700, 3: 1}, {i: 1 for i in range(3)}, {4: 5000}, {4: 3400}, {4: 30, 1: 1}, {4: 1}]
 

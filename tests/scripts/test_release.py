@@ -67,8 +67,8 @@ def test_what_is_done_stays_done(tmp_path: Path) -> None:
     (root / "scripts" / "releasing").mkdir(parents=True)
     (root / "toolkit").mkdir()
     (root / "build").mkdir()
-    for name in ("release", "release_notes"):
-        shutil.copy(ROOT / "scripts" / name, root / "scripts")
+    for name in ("scripts/release", "scripts/releasing/release_notes"):
+        shutil.copy(ROOT / name, root / name)
     (root / "scripts/releasing/steps.py").write_text(STEPS)
     (root / "toolkit/__init__.py").write_text('__version__ = "1.2.3"\n')
     (root / ".gitignore").write_text("build\n__pycache__\n")

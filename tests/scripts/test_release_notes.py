@@ -34,15 +34,15 @@ It does this.
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    for name in ("scripts/release_notes", "toolkit/__init__.py"):
-        (tmp_path / name).parent.mkdir()
+    for name in ("scripts/releasing/release_notes", "toolkit/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "CHANGELOG.md").write_text(CHANGELOG.format(version=toolkit.__version__))
     return tmp_path
 
 
 def notes(project: Path, *tag: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(project / "scripts" / "release_notes"), *tag]
+    command = [sys.executable, str(project / "scripts" / "releasing" / "release_notes"), *tag]
     return subprocess.run(command, capture_output=True, text=True)
 
 

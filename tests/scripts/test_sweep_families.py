@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def sweep(script):
-    return script("sweep_families")
+    return script("testing/sweep_families")
 
 
 @pytest.mark.slow

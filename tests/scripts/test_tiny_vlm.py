@@ -1,4 +1,4 @@
-"""``scripts/train_tiny_vlm``: the drawings always; the model, which takes its time to train, with the slow tests."""
+"""``train_tiny_vlm``: the drawings always; the model, which takes its time to train, with the slow tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from toolkit.artifacts.home import toolkit_home
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "scripts" / "train_tiny_vlm"
+SCRIPT = ROOT / "scripts" / "tiny_vlm" / "train_tiny_vlm"
 MODEL = toolkit_home() / "models" / "tiny-vlm"  # kept from one run of the tests to the next
 ADAPTER = "model-00002-of-00002.safetensors"
 

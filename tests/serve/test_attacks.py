@@ -1,4 +1,4 @@
-"""A real engine behind a real server, attacked while streams run; ``scripts/attacks`` does the same with a clock."""
+"""A real engine behind a real server, attacked while streams run; ``scripts/attacking`` does the same with a clock."""
 
 from __future__ import annotations
 

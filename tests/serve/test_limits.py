@@ -310,7 +310,7 @@ def test_work_has_a_deadline_and_who_only_waited_is_told_so() -> None:
 @pytest.mark.parametrize("field", ["response_format", "tools", "chat_template_kwargs"])
 @pytest.mark.parametrize("value", [10**40, -(1 << 63) - 1, [1e999], {"a": {"": 1 << 64}}])
 def test_numbers_of_any_size_are_counted(field: str, value: Any) -> None:
-    """Found by scripts/fuzz: an integer beyond 64 bits was a 500."""
+    """Found by scripts/fuzzing/fuzz: an integer beyond 64 bits was a 500."""
     Limits().check_body({field: value})
 
 

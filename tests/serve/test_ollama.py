@@ -1,4 +1,4 @@
-"""Ollama's API against the stand-in engine; scripts/try_clients sends its own client to a real model."""
+"""Ollama's API against the stand-in engine; scripts/interoperating/try_clients sends its own client to a real model."""
 
 from __future__ import annotations
 

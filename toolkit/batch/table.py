@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import orjson
 
 from toolkit.base import extras
 from toolkit.errors import UsageError
+from toolkit.serve.openai.batches.results import lines_at, places
 
 SUFFIX = ".parquet"
 READ_ALONE = (".csv", ".tsv")  # forms of rows that are no forms of answers
 KEPT = ".jsonl"  # behind its name: where answers are until all are there
 ROWS = 1024  # that are written at once
-_NUMBER = re.compile(rb'\{"id":"batch_req_(\d+)_')
 
 
 def kept_beside(target: Path) -> Path:
@@ -41,9 +39,9 @@ def write_table(kept: Path, target: Path) -> None:
     schema = pyarrow.schema([(name, pyarrow.string()) for name in text] + [("status_code", pyarrow.int32())])
     scratch = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with kept.open("rb") as file, parquet.ParquetWriter(scratch, schema) as writer:
+        with parquet.ParquetWriter(scratch, schema) as writer:
             rows: list[dict[str, Any]] = []
-            for line in _in_order(file):
+            for line in lines_at(kept, places(kept)):
                 rows.append(_row(orjson.loads(line)))
                 if len(rows) == ROWS:
                     writer.write_table(pyarrow.Table.from_pylist(rows, schema))
@@ -52,17 +50,6 @@ def write_table(kept: Path, target: Path) -> None:
         os.replace(scratch, target)
     finally:
         scratch.unlink(missing_ok=True)
-
-
-def _in_order(file: IO[bytes]) -> Iterator[bytes]:
-    at, places = 0, []
-    for line in file:
-        found = _NUMBER.match(line)
-        places.append((int(found[1]) if found else 0, at))
-        at += len(line)
-    for _, start in sorted(places):
-        file.seek(start)
-        yield file.readline()
 
 
 def _row(told: dict[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from toolkit.base import extras
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.serve.openai.batches.results import lines_at, places
 
 FORMS = (".npy", ".parquet", ".jsonl")
 ROWS = 4096  # of a Parquet file that are written at once
 Vectors = NDArray[np.float32]
+Rows = Iterator[tuple[str, Vectors | None]]
 
 
 def answers_file(target: Path) -> Path:
@@ -36,40 +38,33 @@ def check_target(target: Path) -> None:
 
 def collect(answers: Path, target: Path) -> tuple[int, int]:
     """Write what the answers hold to ``target``, whole or not at all. (vectors, numbers in each). Lines that failed
-    are rows of NaN in .npy, null in the others. Raises ToolkitError where there is no vector at all."""
-    places = sorted((number, at) for number, at in _lines(answers))
-    width = next((len(v) for _, at in places if (v := _read(answers, at)[1]) is not None), 0)
+    are rows of NaN in .npy, null in the others. Raises ToolkitError where there is no vector at all, or no room."""
+    order = places(answers)
+    width = next((len(v) for _, v in _rows(answers, order) if v is not None), 0)
     if not width:
         raise ToolkitError(f"{answers}: no line has a vector; its lines say why")
     made = target.with_name(f".{target.name}.writing")
-    rows = (_read(answers, at) for _, at in places)
-    _WRITERS[target.suffix](made, rows, len(places), width)
-    os.replace(made, target)
-    return len(places), width
+    try:
+        _WRITERS[target.suffix](made, _rows(answers, order), len(order), width)
+        os.replace(made, target)
+    except OSError as error:
+        raise ToolkitError(f"{target}: cannot be written ({error.strerror}); all answers are in {answers}") from error
+    finally:
+        made.unlink(missing_ok=True)
+    return len(order), width
 
 
-def _lines(answers: Path) -> Iterator[tuple[int, int]]:
-    """(number of a line of the input, where its answer begins)."""
-    with answers.open("rb") as file:
-        at = 0
-        for line in file:
-            head = line[: line.index(b'"', len(b'{"id":"'))]
-            yield int(head.rpartition(b"batch_req_")[2].partition(b"_")[0]), at
-            at += len(line)
+def _rows(answers: Path, order: list[int]) -> Rows:
+    return map(_read, lines_at(answers, order))
 
 
-def _read(answers: Path, at: int) -> tuple[str, Vectors | None]:
-    """(custom_id, the vector or None) of the answer that begins there."""
-    with answers.open("rb") as file:
-        file.seek(at)
-        answer = orjson.loads(file.readline())
+def _read(line: bytes) -> tuple[str, Vectors | None]:
+    """(custom_id, the vector or None) of an answer."""
+    answer = orjson.loads(line)
     body = (answer["response"] or {}).get("body") or {}
     data = body.get("data")
     name = answer["custom_id"] or ""
     return name, np.frombuffer(base64.b64decode(data[0]["embedding"]), "<f4") if data else None
-
-
-Rows = Iterator[tuple[str, Vectors | None]]
 
 
 def _npy(file: Path, rows: Rows, count: int, width: int) -> None:

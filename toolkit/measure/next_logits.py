@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from toolkit.errors import ToolkitError
 from toolkit.runners.base import Runner, RunnerError
-from toolkit.runners.step import SamplingBatch, StepBatch
+from toolkit.runners.step import NONE, SamplingBatch, StepBatch
 
 
 def make_ready(runner: Runner, tokens: int) -> None:
@@ -46,7 +46,6 @@ def texts_batch(runner: Runner, ids: NDArray[np.int32], cached: int, each: int) 
     states = [group.kind == "state" for group in runner.spec.cache_groups]
     own = np.arange(texts, dtype=np.int32)
     state = np.stack([own if cached else np.full(texts, -1, np.int32), own], axis=1)
-    none = np.zeros(0, np.int32)
     return StepBatch(
         token_ids=np.ascontiguousarray(ids.ravel()),
         from_previous=np.full(texts * count, -1, np.int32),
@@ -57,10 +56,6 @@ def texts_batch(runner: Runner, ids: NDArray[np.int32], cached: int, each: int) 
         slot_mapping=tuple(np.zeros(0, np.int64) if is_state else slots for is_state in states),
         rope_set=np.zeros(texts, np.int8),
         adapter=np.full(texts, -1, np.int32),
-        sample_index=none,
+        sample_index=NONE,
         sampling=SamplingBatch.greedy(0),
-        logits_index=none,
-        hidden_index=none,
-        target_index=none,
-        target_ids=none,
     )

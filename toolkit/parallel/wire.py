@@ -23,10 +23,21 @@ class Damaged(OSError):
     """A message has not come as it was sent."""
 
 
-def pack(message: Any) -> bytes:
-    """Of plain JSON values, bytes, numpy arrays, tuples and the records of a step."""
+def apart(message: Any) -> tuple[Any, list[bytes]]:
+    """(what is JSON, the raw bytes of its arrays) of plain JSON values, bytes, numpy arrays, tuples and ``RECORDS``."""
     blobs: list[bytes] = []
-    head = json.dumps(_told(message, blobs)).encode()
+    return _told(message, blobs), blobs
+
+
+def together(told: Any, data: memoryview) -> Any:
+    """Inverse of ``apart``, whose bytes ``data`` holds one behind the other; arrays are the reader's own."""
+    return _read(told, data, [0])
+
+
+def pack(message: Any) -> bytes:
+    """What ``apart`` takes as one message."""
+    told, blobs = apart(message)
+    head = json.dumps(told).encode()
     found = zlib.crc32(head)
     for blob in blobs:
         found = zlib.crc32(blob, found)
@@ -34,12 +45,12 @@ def pack(message: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """Inverse of ``pack``; arrays are the reader's own. Raises Damaged."""
+    """Inverse of ``pack``. Raises Damaged."""
     checksum, size = _HEAD.unpack_from(data)
     if zlib.crc32(memoryview(data)[_HEAD.size :]) != checksum:
         raise Damaged("a message between ranks is damaged")
     end = _HEAD.size + size
-    return _read(json.loads(data[_HEAD.size : end]), memoryview(data)[end:], [0])
+    return together(json.loads(data[_HEAD.size : end]), memoryview(data)[end:])
 
 
 def digest(output: StepOutput) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from toolkit.configs.generation import GenerationConfig
-from toolkit.configs.option import option, option_of, spelled
+from toolkit.configs.option import check_ranges, option
 from toolkit.errors import UsageError
 
 MADE = ("random", "image")  # data sets that are drawn by the seed; others are files
@@ -19,17 +19,11 @@ LATENCIES = ("e2e_latency", "ttft", "tpot", "itl")
 
 @dataclass(frozen=True)
 class Seeded:
-    seed: int = option(0, "Seed of prompts and arrivals.")
+    seed: int = option(0, "Seed of prompts and arrivals.", min=0)
 
     def check(self) -> None:
         """Raise UsageError for the first value out of its range."""
-        for f in fields(self):
-            told, value = option_of(f), getattr(self, f.name)
-            least = None if told is None or value is None else told.shown.get("min")
-            if least is not None and value < least:
-                raise UsageError(f"{spelled(f.name)}: expected {least} or more, found {value}")
-        if self.seed < 0:
-            raise UsageError(f"--seed: expected 0 or more, found {self.seed}")
+        check_ranges(self)
 
 
 @dataclass(frozen=True)

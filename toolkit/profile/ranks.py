@@ -12,9 +12,8 @@ import numpy as np
 from toolkit.configs.engine import EngineConfig
 from toolkit.engine.load.setup import Packed
 from toolkit.engine.process.frontend import AsyncEngine
-from toolkit.errors import ToolkitError
 from toolkit.profile.generation import WARM_UP_TOKENS, fit
-from toolkit.profile.load import run_all
+from toolkit.profile.load import raise_if_any_failed, run_all
 from toolkit.profile.options import Grid, Traced
 from toolkit.profile.workload import Ask, random_prompts
 
@@ -61,8 +60,7 @@ def measure(
             records, _ = asyncio.run(
                 run_all(engine, asks, name=name, sampling=wish.sampling, adapters=engine_config.adapters, on_done=tell)
             )
-            if failed := [record.error for record in records if record.error]:
-                raise ToolkitError(f"{len(failed)} of {wish.concurrency} requests failed: {failed[0]}")
+            raise_if_any_failed(records)
         events = engine.trace_ranks(False)
     return Found([row_of(rank, found) for rank, found in enumerate(events)], events)
 

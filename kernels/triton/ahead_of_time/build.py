@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
@@ -152,8 +152,3 @@ def build(
             except Exception as error:  # a compiler's failure is a result to report
                 where = f"{v.op} {v.label} {v.dtype} sm_{v.architecture}"
                 yield f"{where}: {type(error).__name__}: {' '.join(str(error).split())[:600]}"
-
-
-def as_json(built: Built) -> dict[str, Any]:
-    """``built`` as plain values."""
-    return asdict(built)

@@ -86,6 +86,27 @@ def even_and_odd(x, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def in_order(acc, zeros, v_scale, FORM: tl.constexpr, PAIRS: tl.constexpr):
+    """What ``fold`` leaves in ``acc``, as sums of values with their columns in order: in form int4 the low and the high
+    half of the head, else all of it (the second of the two means nothing). ``zeros`` [ROWS] is to be subtracted;
+    ``v_scale``: see ``attend_kernel``.
+    """
+    low, high = acc[0], acc[0]
+    if FORM == "int4" and PAIRS:
+        low, high = tl.interleave(acc[0], acc[1]), tl.interleave(acc[2], acc[3])
+    elif FORM == "int4":
+        high = acc[1]
+    elif PAIRS:
+        low = tl.interleave(acc[0], acc[1])
+    if FORM == "int8" or FORM == "int4":
+        low = low * v_scale - zeros[:, None]
+        high = high * (v_scale / HIGH_NIBBLES if PAIRS else v_scale) - zeros[:, None]
+    elif FORM != "float":
+        low *= v_scale
+    return low, high
+
+
+@triton.jit
 def _store(out, row, x, x_high, valid, HEAD_DIM: tl.constexpr, COLS: tl.constexpr, FORM: tl.constexpr):
     """Rows of HEAD_DIM elements, in form int4 given as two halves."""
     WIDTH: tl.constexpr = HEAD_DIM // 2 if FORM == "int4" else HEAD_DIM
@@ -252,18 +273,7 @@ def attend_kernel(
             )  # fmt: skip
     if LAZY:
         denominator, zeros = tl.sum(denominator, 1), tl.sum(zeros, 1)
-    low, high = acc[0], acc[0]
-    if FORM == "int4" and PAIRS:
-        low, high = tl.interleave(acc[0], acc[1]), tl.interleave(acc[2], acc[3])
-    elif FORM == "int4":
-        high = acc[1]
-    elif PAIRS:
-        low = tl.interleave(acc[0], acc[1])
-    if FORM == "int8" or FORM == "int4":
-        low = low * v_scale - zeros[:, None]
-        high = high * (v_scale / HIGH_NIBBLES if PAIRS else v_scale) - zeros[:, None]
-    elif FORM != "float":
-        low *= v_scale
+    low, high = in_order(acc, zeros, v_scale, FORM, PAIRS)
     COLS: tl.constexpr = V_COLS * 2 if PAIRS else V_COLS
     if ROWS >= 64:  # not before: loops of many rows want the registers
         part = tl.load(item + 6).to(tl.int64)

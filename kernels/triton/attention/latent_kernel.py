@@ -13,8 +13,8 @@ import triton.language as tl
 from ..cache.cache_codes import float8
 from ..cache.pairs import numbers
 from ..codes import cast, widen
-from .kernel import even_and_odd, tiles, write_part, write_result
-from .tile import LOG2E, joined, key_columns, key_scale_and_zero, key_slots
+from .kernel import even_and_odd, in_order, tiles, write_part, write_result
+from .tile import LOG2E, key_columns, key_scale_and_zero, key_slots, softmax_step, weighed
 
 
 @triton.jit
@@ -124,23 +124,18 @@ def _fold(
         s = s * (scale * LOG2E)
     if MASK:
         s = tl.where(inside[None, :] & (key[None, :] <= position[:, None]), s, float("-inf"))
-    top = tl.maximum(m, tl.max(s, 1))
-    base = tl.where(top == float("-inf"), 0.0, top)
-    shrink = tl.exp2(m - base)
-    p = tl.exp2(s - base[:, None])
-    denominator = joined(denominator, shrink, p, LAZY)
+    m, shrink, p, denominator = softmax_step(s, m, denominator, LAZY)
     if FORM == "int8":
-        weighted = cast(p * unit[None, :], DOT)
-        zeros = joined(zeros, shrink, weighted.to(tl.float32) * zero[None, :], LAZY)
+        weighted, zeros = weighed(p, shrink, zeros, unit, zero, DOT, LAZY)
     else:
         weighted = cast(p, DOT)
     by = shrink[:, None]
     a = tl.dot(weighted, even, acc[0] * by, input_precision="ieee")
     if PAIRS:
         b = tl.dot(weighted, _numbers(latent, FORM, True, PAIRS, DOT, ASM), acc[1] * by, input_precision="ieee")
-        return (a, b), top, denominator, zeros
+        return (a, b), m, denominator, zeros
     else:
-        return (a,), top, denominator, zeros
+        return (a,), m, denominator, zeros
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -218,13 +213,7 @@ def latent_kernel(
             )  # fmt: skip
     if LAZY:
         denominator, zeros = tl.sum(denominator, 1), tl.sum(zeros, 1)
-    sums = acc[0]
-    if PAIRS:
-        sums = tl.interleave(acc[0], acc[1])
-    if FORM == "int8":
-        sums = sums * unit - zeros[:, None]
-    elif FORM != "float":
-        sums *= unit
+    sums, _ = in_order(acc, zeros, unit, FORM, PAIRS)
     COLS: tl.constexpr = 2 * R_COLS if PAIRS else R_COLS
     if part < 0:
         out += first_row.to(tl.int64) * (blocks * GROUP * RANK)

@@ -11,7 +11,7 @@ from ...reference import latent_write as reference
 from ..cache.cache_codes import form_of, stored
 from ..cache.kv_store import store_heads
 from ..codes import cast
-from ..launch import FLOATS, launch, needs, power_of_2
+from ..launch import launch, needs, power_of_2
 from .latent import latent_reason
 
 
@@ -79,7 +79,7 @@ def latent_write_kernel(
         tl.store(out + (token * heads + head) * ROPE + j, cast(turned, out.dtype.element_ty), mask=inside)
 
 
-@reference.latent_write.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, latent_reason))
+@reference.latent_write.register("triton", devices=("cuda",), unsupported=needs(more=latent_reason))
 def latent_write(
     q: Tensor,
     latent: Tensor,

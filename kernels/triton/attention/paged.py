@@ -25,7 +25,6 @@ from ..cache.kv_store import head_dim_reason
 from ..cache.pairs import CODE_UNIT
 from ..codes import cast, hadamard
 from ..launch import (
-    FLOATS,
     INTERPRETED,
     capability_of,
     dot_dtype,
@@ -176,9 +175,7 @@ def _reason(target: Target) -> str | None:
     return latent_reason(target) if target.traits.get("latent") else head_dim_reason(target)
 
 
-@reference.paged_attention.register(
-    "triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, _reason), plan=make_plan
-)
+@reference.paged_attention.register("triton", devices=("cuda",), unsupported=needs(more=_reason), plan=make_plan)
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -129,8 +129,7 @@ def _add_values(
     """(acc, zeros) after the values of a tile, weighed by ``p`` [ROWS, KEYS]; see ``fold``."""
     if FORM == "int8" or FORM == "int4":
         scale, zero = key_scale_and_zero(params + first, row, inside, MASK)
-        weighted = cast(p * scale[None, :], DOT)
-        zeros = joined(zeros, shrink, weighted.to(tl.float32) * zero[None, :], LAZY)
+        weighted, zeros = weighed(p, shrink, zeros, scale, zero, DOT, LAZY)
     else:
         weighted = cast(p, DOT)
     WIDTH: tl.constexpr = HEAD_DIM // (2 if FORM == "int4" else 1) // (2 if PAIRS else 1)
@@ -157,6 +156,25 @@ def _add_values(
         elif FORM == "e4m3" or FORM == "e5m2":
             v = unpacked_here(float8(v, FORM, DOT, ASM), TURN)
         return (tl.dot(weighted, v.to(DOT), acc[0] * by, input_precision="ieee"),), zeros
+
+
+@triton.jit
+def softmax_step(s, m, denominator, LAZY: tl.constexpr):
+    """(maximum, factor for all that was summed before, weights [ROWS, KEYS], denominator) after the scores ``s`` of a
+    tile, in powers of 2; see ``joined``.
+    """
+    top = tl.maximum(m, tl.max(s, 1))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    shrink = tl.exp2(m - base)
+    p = tl.exp2(s - base[:, None])
+    return top, shrink, p, joined(denominator, shrink, p, LAZY)
+
+
+@triton.jit
+def weighed(p, shrink, zeros, scale, zero, DOT: tl.constexpr, LAZY: tl.constexpr):
+    """(weights ``p`` times each key's ``scale`` in DOT, what the zeros weigh so far); see ``joined``."""
+    weighted = cast(p * scale[None, :], DOT)
+    return weighted, joined(zeros, shrink, weighted.to(tl.float32) * zero[None, :], LAZY)
 
 
 @triton.jit
@@ -263,13 +281,9 @@ def fold(
         elif WINDOW:
             seen = seen & (key[None, :] > position[:, None] - window)
         s = tl.where(seen, s, float("-inf"))
-    top = tl.maximum(m, tl.max(s, 1))
-    base = tl.where(top == float("-inf"), 0.0, top)
-    shrink = tl.exp2(m - base)
-    p = tl.exp2(s - base[:, None])
-    denominator = joined(denominator, shrink, p, LAZY)
+    m, shrink, p, denominator = softmax_step(s, m, denominator, LAZY)
     acc, zeros = _add_values(
         acc, zeros, p, shrink, v_cache, v_params, first, row, inside, HEAD_DIM, V_COLS, FORM, PAIRS, MASK,
         V_DOT, ASM, TURN, LAZY,
     )  # fmt: skip
-    return acc, top, denominator, zeros
+    return acc, m, denominator, zeros

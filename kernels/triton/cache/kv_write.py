@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...reference import attention as reference
 from ..codes import cast, hadamard
-from ..launch import FLOATS, launch, needs, power_of_2
+from ..launch import launch, needs, power_of_2
 from .cache_codes import form_of, stored
 from .kv_store import head_dim_reason, store_heads
 
@@ -79,7 +79,7 @@ def kv_write_kernel(
         )  # fmt: skip
 
 
-@reference.kv_write.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, head_dim_reason))
+@reference.kv_write.register("triton", devices=("cuda",), unsupported=needs(more=head_dim_reason))
 def kv_write(
     k: Tensor,
     v: Tensor,

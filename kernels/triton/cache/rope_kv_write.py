@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...reference import rope_kv_write as reference
 from ..codes import cast, hadamard
-from ..launch import FLOATS, capability_of, launch, needs, power_of_2
+from ..launch import capability_of, launch, needs, power_of_2
 from .cache_codes import form_of, stored
 from .kv_store import head_dim_reason, store_heads
 
@@ -123,7 +123,7 @@ def rope_kv_write_kernel(
         store_heads(h, v_cache, v_params, row, head < heads, v_scale, HEAD_DIM, WIDTH, HEADS, FORM, False)
 
 
-@reference.rope_kv_write.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, head_dim_reason))
+@reference.rope_kv_write.register("triton", devices=("cuda",), unsupported=needs(more=head_dim_reason))
 def rope_kv_write(
     q: Tensor,
     k: Tensor,

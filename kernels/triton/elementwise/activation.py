@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...reference import activation as reference
 from ..codes import cast, divide, encode, row_scale
-from ..launch import FLOATS, launch, let_next_begin, needs, power_of_2
+from ..launch import launch, let_next_begin, needs, power_of_2
 from ..linear.row import ROW, needs_codes, top_of
 
 
@@ -104,19 +104,19 @@ def _act(x: Tensor, kind: str, gated: bool) -> Tensor:
     return out
 
 
-@reference.act.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())
+@reference.act.register("triton", devices=("cuda",), unsupported=needs())
 def act(x: Tensor, activation: str) -> Tensor:
     """One launch, float32 inside."""
     return _act(x, activation, gated=False)
 
 
-@reference.act_and_mul.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())
+@reference.act_and_mul.register("triton", devices=("cuda",), unsupported=needs())
 def act_and_mul(x: Tensor, activation: str) -> Tensor:
     """One launch, float32 inside."""
     return _act(x, activation, gated=True)
 
 
-@reference.act_and_mul_quant.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs_codes)
+@reference.act_and_mul_quant.register("triton", devices=("cuda",), unsupported=needs_codes)
 def act_and_mul_quant(x: Tensor, activation: str, codes: torch.dtype) -> tuple[Tensor, Tensor]:
     """One launch, a program a token."""
     if x.stride(1) != 1:

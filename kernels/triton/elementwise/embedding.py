@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...reference import embedding as reference
 from ..codes import cast
-from ..launch import FLOATS, launch, needs
+from ..launch import launch, needs
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def embedding_kernel(ids, table, out, size, scale, BLOCK: tl.constexpr):
     tl.store(out + token * size + column, cast(h * scale, out.dtype.element_ty), mask=column < size)
 
 
-@reference.embedding.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())
+@reference.embedding.register("triton", devices=("cuda",), unsupported=needs())
 def embedding(ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
     """One launch, the scale included; it is rounded to the table's dtype first."""
     size = table.shape[1]

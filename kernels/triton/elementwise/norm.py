@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...reference import norm as reference
 from ..codes import cast, divide, encode, row_scale
-from ..launch import FLOATS, launch, let_next_begin, needs, power_of_2
+from ..launch import launch, let_next_begin, needs, power_of_2
 from ..linear.row import needs_codes, top_of
 
 
@@ -107,13 +107,13 @@ def _norm(
     return out, scales, total
 
 
-@reference.rms_norm.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())
+@reference.rms_norm.register("triton", devices=("cuda",), unsupported=needs())
 def rms_norm(x: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """One launch; several short rows (norms over heads) share a program."""
     return _norm(x, None, weight, eps, weight_offset)[0]
 
 
-@reference.add_rms_norm.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())
+@reference.add_rms_norm.register("triton", devices=("cuda",), unsupported=needs())
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ def add_rms_norm(
     return out, total
 
 
-@reference.rms_norm_quant.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs_codes)
+@reference.rms_norm_quant.register("triton", devices=("cuda",), unsupported=needs_codes)
 def rms_norm_quant(
     x: Tensor, weight: Tensor, eps: float, codes: torch.dtype, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ def rms_norm_quant(
     return out, scales
 
 
-@reference.add_rms_norm_quant.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs_codes)
+@reference.add_rms_norm_quant.register("triton", devices=("cuda",), unsupported=needs_codes)
 def add_rms_norm_quant(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, codes: torch.dtype, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:

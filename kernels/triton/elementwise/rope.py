@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...reference import rope as reference
 from ..codes import cast
-from ..launch import FLOATS, launch, needs, power_of_2
+from ..launch import launch, needs, power_of_2
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def rope_kernel(
         tl.store(target + j, tl.load(source + j, mask=mask), mask=mask)
 
 
-@reference.rope.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())
+@reference.rope.register("triton", devices=("cuda",), unsupported=needs())
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """One launch; reads strided views (a slice of a fused qkv) as they are."""
     tokens, heads, dim = x.shape

@@ -17,14 +17,13 @@ from ...reference import linear_blocks as reference
 from ..codes import EMULATE, cast, divide, encode, row_scale
 from ..float_codes import e4m3_as_fp16
 from ..launch import (
-    FLOATS,
     INTERPRETED,
     NATIVE_FLOAT8,
     capability_of,
     launch,
     needs,
     power_of_2,
-    shared_limit,
+    stages_of,
     tensor_memory,
 )
 from ..tuning import tuned
@@ -119,7 +118,7 @@ def _choice(tokens: int, block: int, native: bool, device: torch.device) -> dict
         default["warps"] = 8  # both sums are read from tensor memory: 4 warps would spill them
     found = {"rows": rows, **tuned("block_linear_kernel", f"rows{rows}", default, device)}
     stage = (rows * (1 if native else 2) + found["cols"]) * found["k"]
-    found.setdefault("stages", max(2, min(5, shared_limit(capability_of(device)) // 2 // stage)))
+    found.setdefault("stages", stages_of(device, stage))
     return found
 
 
@@ -130,7 +129,7 @@ def reason(target: Target) -> str | None:
     return None if whole else f"takes blocks of a power of two of at least 32 inputs, not {block}"
 
 
-@reference.linear_block_fp8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, reason))
+@reference.linear_block_fp8.register("triton", devices=("cuda",), unsupported=needs(more=reason))
 def linear_block_fp8(
     x: Tensor, weight: Tensor, scales: Tensor, row_blocks: Tensor, block: int, bias: Tensor | None = None
 ) -> Tensor:

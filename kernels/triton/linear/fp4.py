@@ -16,14 +16,13 @@ from ...reference import linear_blocks as reference
 from ..codes import cast
 from ..float_codes import block_scale, fp4
 from ..launch import (
-    FLOATS,
     INTERPRETED,
     capability_of,
     dot_dtype,
     launch,
     needs,
     power_of_2,
-    shared_limit,
+    stages_of,
     tensor_memory,
 )
 from ..tuning import tuned
@@ -146,12 +145,11 @@ def _choice(tokens: int, x: Tensor) -> dict[str, int]:
         **tuned("fp4_linear_kernel", f"rows{rows}", {"cols": cols, "k": 128, "warps": warps}, x.device),
     }
     stage = found["rows"] * found["k"] * x.element_size() + found["cols"] * found["k"]
-    room = shared_limit(capability_of(x.device)) // 2 - found["rows"] * found["cols"] * 4
-    found.setdefault("stages", max(2, min(5, room // stage)))
+    found.setdefault("stages", stages_of(x.device, stage, found["rows"] * found["cols"] * 4))
     return found
 
 
-@reference.linear_fp4.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80))
+@reference.linear_fp4.register("triton", devices=("cuda",), unsupported=needs())
 def linear_fp4(
     x: Tensor, packed: Tensor, scales: Tensor, row_scales: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:

@@ -17,7 +17,6 @@ from ...op import Target
 from ...reference import linear as reference
 from ..codes import cast, exact_float, high_nibble, low_nibble, widen
 from ..launch import (
-    FLOATS,
     INTERPRETED,
     capability_of,
     dot_dtype,
@@ -25,7 +24,7 @@ from ..launch import (
     launch,
     needs,
     power_of_2,
-    shared_limit,
+    stages_of,
 )
 from ..tuning import tuned
 
@@ -230,18 +229,16 @@ def _choice(tokens: int, k: int, bits: int, x: Tensor) -> dict[str, int]:
     rows = max(16, power_of_2(min(tokens, 128)))
     if x.dtype == torch.float32:  # no tensor cores: for parity alone
         rows, cols, warps = 16, 32, 4
-    capability = capability_of(x.device)
-    if rows == 128 or (rows == 64 and (bits in (3, 8) or not from_shared(capability))):
+    if rows == 128 or (rows == 64 and (bits in (3, 8) or not from_shared(capability_of(x.device)))):
         k = min(k, 64)  # a code a byte, or operands or sums that registers must hold: twice the registers
     default = {"cols": cols, "k": k, "warps": warps}
     found = {"rows": rows, **tuned("group_linear_kernel", f"rows{rows}", default, x.device)}
     stage = found["rows"] * found["k"] * x.element_size() + found["cols"] * found["k"]
-    room = shared_limit(capability) // 2 - found["rows"] * found["cols"] * 4
-    found.setdefault("stages", max(2, min(5, room // stage)))
+    found.setdefault("stages", stages_of(x.device, stage, found["rows"] * found["cols"] * 4))
     return found
 
 
-@reference.linear_group_int.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, _reason))
+@reference.linear_group_int.register("triton", devices=("cuda",), unsupported=needs(more=_reason))
 def linear_group_int(
     x: Tensor,
     packed: Tensor,

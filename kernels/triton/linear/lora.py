@@ -7,8 +7,6 @@ are therefore cut into ranges, whose sums ``expand`` adds in ascending order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -16,8 +14,8 @@ from torch import Tensor
 
 from ...reference import lora as reference
 from ..codes import cast
-from ..gather import gather_by_expert
-from ..launch import FLOATS, capability_of, dot_dtype, launch, needs, power_of_2, shared_limit
+from ..gather import Gathered, gather_by_expert
+from ..launch import dot_dtype, launch, needs, power_of_2, stages_of
 from ..tuning import tuned
 
 RANKS = 16  # of one program
@@ -42,7 +40,7 @@ def lora_shrink_kernel(
     K: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """One tile of an adapter's tokens by one range of inputs by COLS ranks; ``tile_adapter`` as in ``Tiles``."""
+    """One tile of an adapter's tokens by one range of inputs by COLS ranks; ``tile_adapter``: see ``group_tokens``."""
     adapter = tl.load(tile_adapter + tl.program_id(0)).to(tl.int64) - 1
     if adapter < -1:
         return
@@ -118,42 +116,34 @@ def lora_expand_kernel(
     tl.store(target, cast(before + added, y.dtype.element_ty), mask=mask)
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """Tokens by adapter: ``order`` int32 [tiles · rows]; ``adapter`` int32 [tiles], from 1 on, 0 none, -1 unused."""
-
-    order: Tensor
-    adapter: Tensor
-    rows: int
+def group_tokens(adapter: Tensor, adapters: int) -> Gathered:
+    """The plan of a step: three small launches. ``adapter``: int32 [T], -1 for none. A tile's "expert" is its adapter,
+    counted from 1 on, 0 for tokens without one.
+    """
+    return gather_by_expert((adapter + 1)[:, None], adapters + 1, 16 if adapter.shape[0] <= 64 else 64)
 
 
-def group_tokens(adapter: Tensor, adapters: int) -> Tiles:
-    """The plan of a step: three small launches. ``adapter``: int32 [T], -1 for none."""
-    rows = 16 if adapter.shape[0] <= 64 else 64
-    return Tiles(*gather_by_expert((adapter + 1)[:, None], adapters + 1, rows), rows)
-
-
-@reference.lora_shrink.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80), plan=group_tokens)
+@reference.lora_shrink.register("triton", devices=("cuda",), unsupported=needs(), plan=group_tokens)
 def lora_shrink(x: Tensor, a: Tensor, ranks: Tensor, adapter: Tensor, plan: object = None) -> Tensor:
     """One launch where the step's plan is given."""
     if x.stride(1) != 1:
         x = x.contiguous()
     (tokens, n_in), (count, slices, rank) = x.shape, a.shape[:3]
-    tiles = plan if isinstance(plan, Tiles) else group_tokens(adapter, count)
+    tiles = plan if isinstance(plan, Gathered) else group_tokens(adapter, count)
     parts = triton.cdiv(n_in, reference.PART)
     h = torch.empty(parts, tokens, slices, rank, dtype=torch.float32, device=x.device)
     default = {"k": 64 if x.dtype == torch.float32 else 128, "warps": 2 if tiles.rows == 16 else 4}
     choice = tuned("lora_shrink_kernel", f"rows{tiles.rows}", default, x.device)
     stage = (tiles.rows + RANKS) * choice["k"] * x.element_size()
-    choice.setdefault("stages", max(2, min(5, shared_limit(capability_of(x.device)) // 2 // stage)))
+    choice.setdefault("stages", stages_of(x.device, stage))
     launch(
         lora_shrink_kernel,
-        (tiles.adapter.shape[0], parts, slices * rank // RANKS),
+        (tiles.tile_expert.shape[0], parts, slices * rank // RANKS),
         x,
         a,
         ranks,
         tiles.order,
-        tiles.adapter,
+        tiles.tile_expert,
         h,
         tokens,
         n_in,
@@ -171,24 +161,24 @@ def lora_shrink(x: Tensor, a: Tensor, ranks: Tensor, adapter: Tensor, plan: obje
     return h
 
 
-@reference.lora_expand.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80))
+@reference.lora_expand.register("triton", devices=("cuda",), unsupported=needs())
 def lora_expand(
     h: Tensor, b: Tensor, ranks: Tensor, adapter: Tensor, y: Tensor, widths: tuple[int, ...], plan: object = None
 ) -> None:
     """One launch where the step's plan is given."""
     (parts, tokens, slices, rank), (count, n_out) = h.shape, b.shape[:2]
-    tiles = plan if isinstance(plan, Tiles) else group_tokens(adapter, count)
+    tiles = plan if isinstance(plan, Gathered) else group_tokens(adapter, count)
     assert slices == len(widths) <= 4 and sum(widths) == n_out and y.stride(1) == 1
     starts = [sum(widths[: s + 1]) for s in range(3)]
     cols = 32 if y.dtype == torch.float32 else 64
     launch(
         lora_expand_kernel,
-        (tiles.adapter.shape[0], triton.cdiv(max(widths), cols), slices),
+        (tiles.tile_expert.shape[0], triton.cdiv(max(widths), cols), slices),
         h,
         b,
         ranks,
         tiles.order,
-        tiles.adapter,
+        tiles.tile_expert,
         y,
         tokens,
         parts,

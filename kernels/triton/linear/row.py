@@ -17,7 +17,6 @@ from ...reference import linear as reference
 from ..codes import EMULATE, cast, divide, encode, row_scale
 from ..float_codes import float8_as_fp16
 from ..launch import (
-    FLOATS,
     INTERPRETED,
     NATIVE_FLOAT8,
     capability_of,
@@ -184,7 +183,7 @@ def product(
     return out
 
 
-@reference.matmul_int8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80))
+@reference.matmul_int8.register("triton", devices=("cuda",), unsupported=needs())
 def matmul_int8(
     codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
@@ -192,7 +191,7 @@ def matmul_int8(
     return product(codes, row_scales, weight, scales, dtype, bias)
 
 
-@reference.matmul_fp8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80))
+@reference.matmul_fp8.register("triton", devices=("cuda",), unsupported=needs())
 def matmul_fp8(
     codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
@@ -200,13 +199,13 @@ def matmul_fp8(
     return product(codes, row_scales, weight, scales, dtype, bias)
 
 
-@reference.linear_int8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80))
+@reference.linear_int8.register("triton", devices=("cuda",), unsupported=needs())
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """Two launches, rounding and product; the integer sums are exact."""
     return product(*round_rows(x, weight.dtype), weight, scales, x.dtype, bias)
 
 
-@reference.linear_fp8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80))
+@reference.linear_fp8.register("triton", devices=("cuda",), unsupported=needs())
 def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """Two launches, rounding and product; GPUs without float8 multiply the same numbers in fp16."""
     return product(*round_rows(x, weight.dtype), weight, scales, x.dtype, bias)

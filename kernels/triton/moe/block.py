@@ -11,12 +11,11 @@ from ...reference import moe as reference
 from ..codes import EMULATE, cast
 from ..elementwise.activation import act_and_mul
 from ..float_codes import e4m3_as_fp16
-from ..gather import gather_by_expert
-from ..launch import FLOATS, INTERPRETED, NATIVE_FLOAT8, capability_of, launch, needs, shared_limit
+from ..gather import Gathered, gather_by_expert, tile_rows
+from ..launch import INTERPRETED, NATIVE_FLOAT8, capability_of, launch, needs, stages_of
 from ..linear.block import reason, round_blocks
 from ..tuning import tuned
 from .dense import weighted_sum
-from .quant import tile_rows
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -73,7 +72,7 @@ def expert_block_kernel(
 
 
 def _product(
-    x: Tensor, weight: Tensor, scales: Tensor, row_blocks: Tensor, block: int, tiles: tuple[Tensor, Tensor, int],
+    x: Tensor, weight: Tensor, scales: Tensor, row_blocks: Tensor, block: int, tiles: Gathered,
     slots: int,
 ) -> Tensor:  # fmt: skip
     """Every slot through its expert's weight: [slots, out] in x's dtype. Two launches, the first one rounds."""
@@ -84,7 +83,7 @@ def _product(
     default = {"cols": 32 if rows == 16 else 64, "k": min(block, 128), "warps": 4}
     choice = tuned("expert_block_kernel", f"rows{rows}", default, x.device)
     stage = (rows * (1 if native else 2) + choice["cols"]) * choice["k"]
-    choice.setdefault("stages", max(2, min(4, shared_limit(capability_of(x.device)) // 2 // stage)))
+    choice.setdefault("stages", stages_of(x.device, stage, most=4))
     out = torch.empty(slots, n_out, dtype=x.dtype, device=x.device)
     launch(
         expert_block_kernel,
@@ -114,7 +113,7 @@ def _product(
     return out
 
 
-@reference.moe_experts_block_fp8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, reason))
+@reference.moe_experts_block_fp8.register("triton", devices=("cuda",), unsupported=needs(more=reason))
 def moe_experts_block_fp8(
     x: Tensor,
     experts: Tensor,
@@ -131,7 +130,7 @@ def moe_experts_block_fp8(
     """Eight launches: count, place, rounding, gate·up, activation, rounding, down, weighted sum."""
     slots, count = experts.numel(), gate_up.shape[0]
     rows = tile_rows(experts, count, 64)
-    tiles = (*gather_by_expert(experts.contiguous(), count, rows), rows)
+    tiles = gather_by_expert(experts, count, rows)
     inner = _product(x, gate_up, gate_up_scales, gate_up_rows, block, tiles, slots)
     y = _product(act_and_mul(inner, activation), down, down_scales, down_rows, block, tiles, slots)
     return weighted_sum(y, weights, x)

@@ -15,8 +15,8 @@ from ...op import Target
 from ...reference import moe as reference
 from ..codes import cast
 from ..elementwise.activation import glu
-from ..gather import gather_by_expert
-from ..launch import FLOATS, capability_of, dot_dtype, launch, needs, power_of_2, shared_limit
+from ..gather import Gathered, gather_by_expert, tile_rows
+from ..launch import dot_dtype, launch, needs, power_of_2, stages_of
 from ..tuning import tuned
 
 
@@ -120,7 +120,7 @@ def _routing_reason(target: Target) -> str | None:
     return None if target.traits.get("routing") is None else "knows neither groups nor corrections of experts"
 
 
-@reference.moe_route.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, _routing_reason))
+@reference.moe_route.register("triton", devices=("cuda",), unsupported=needs(more=_routing_reason))
 def moe_route(logits: Tensor, top_k: int, scoring: str, norm_topk: bool, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """One launch."""
     tokens, count = logits.shape
@@ -154,7 +154,7 @@ def _choice(rows: int, x: Tensor, gated: bool) -> dict[str, int]:
     default = {"cols": cols, "k": 64, "warps": 4 if rows <= 64 else 8}
     found = tuned("expert_linear_kernel", f"rows{rows}{'-gated' if gated else ''}", default, x.device)
     stage = (rows + found["cols"] * (2 if gated else 1)) * found["k"] * x.element_size()
-    found.setdefault("stages", max(2, min(4, shared_limit(capability_of(x.device)) // 2 // stage)))
+    found.setdefault("stages", stages_of(x.device, stage, most=4))
     return found
 
 
@@ -162,14 +162,13 @@ def _products(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    order: Tensor,
-    tile_expert: Tensor,
+    tiles: Gathered,
     slots: int,
-    rows: int,
     share: int,
     kind: str,
 ) -> Tensor:
     """Every slot through its expert: [slots, out]; gated by ``kind`` unless it is empty."""
+    order, tile_expert, rows = tiles
     n_out, n_in = weight.shape[1] // (2 if kind else 1), weight.shape[2]
     out = torch.empty(slots, n_out, dtype=x.dtype, device=x.device)
     choice = _choice(rows, x, bool(kind))
@@ -206,7 +205,7 @@ def weighted_sum(y: Tensor, weights: Tensor, x: Tensor) -> Tensor:
     return out
 
 
-@reference.moe_experts.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())
+@reference.moe_experts.register("triton", devices=("cuda",), unsupported=needs())
 def moe_experts(
     x: Tensor,
     experts: Tensor,
@@ -218,11 +217,9 @@ def moe_experts(
     down_bias: Tensor | None = None,
 ) -> Tensor:
     """Five launches: count, place, gate·up with the activation, down, weighted sum."""
-    x, (tokens, top_k) = x.contiguous(), experts.shape
-    slots, count = tokens * top_k, gate_up.shape[0]
-    each = -(-slots // count)  # slots an expert gets on average
-    rows = 16 if x.dtype == torch.float32 else max(16, min(128, power_of_2(each)))
-    order, tile_expert = gather_by_expert(experts.contiguous(), count, rows)
-    inner = _products(x, gate_up, gate_up_bias, order, tile_expert, slots, rows, top_k, activation)
-    y = _products(inner, down, down_bias, order, tile_expert, slots, rows, 1, "")
+    x, slots, count = x.contiguous(), experts.numel(), gate_up.shape[0]
+    rows = 16 if x.dtype == torch.float32 else tile_rows(experts, count, 128)
+    tiles = gather_by_expert(experts, count, rows)
+    inner = _products(x, gate_up, gate_up_bias, tiles, slots, experts.shape[1], activation)
+    y = _products(inner, down, down_bias, tiles, slots, 1, "")
     return weighted_sum(y, weights, x)

@@ -11,12 +11,11 @@ from ...reference import moe as reference
 from ..codes import cast
 from ..elementwise.activation import act_and_mul
 from ..float_codes import block_scale, fp4
-from ..gather import gather_by_expert
-from ..launch import FLOATS, INTERPRETED, dot_dtype, launch, needs
+from ..gather import Gathered, gather_by_expert, tile_rows
+from ..launch import INTERPRETED, dot_dtype, launch, needs, stages_of
 from ..linear.fp4 import scale_bits, spread
 from ..tuning import tuned
 from .dense import weighted_sum
-from .quant import stages_of, tile_rows
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -80,7 +79,7 @@ def _product(
     scales: Tensor,
     factors: Tensor | None,
     bias: Tensor | None,
-    tiles: tuple[Tensor, Tensor, int],
+    tiles: Gathered,
     slots: int,
 ) -> Tensor:
     """Every slot through its expert's weight: [slots, out]."""
@@ -108,7 +107,7 @@ def _product(
         n_out,
         n_in,
         warps=choice["warps"],
-        stages=choice.get("stages", stages_of(x.device, stage, rows * choice["cols"] * 4)),
+        stages=choice.get("stages", stages_of(x.device, stage, rows * choice["cols"] * 4, most=4)),
         SHARE=slots // x.shape[0],
         GROUP=n_in // scales.shape[2],
         E8M0=e8m0,
@@ -121,7 +120,7 @@ def _product(
     return out
 
 
-@reference.moe_experts_fp4.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80))
+@reference.moe_experts_fp4.register("triton", devices=("cuda",), unsupported=needs())
 def moe_experts_fp4(
     x: Tensor,
     experts: Tensor,
@@ -139,7 +138,7 @@ def moe_experts_fp4(
     """Six launches: count, place, gate·up, activation, down, weighted sum."""
     x, slots, count = x.contiguous(), experts.numel(), gate_up.shape[0]
     rows = 16 if x.dtype == torch.float32 else tile_rows(experts, count, 64)
-    tiles = (*gather_by_expert(experts.contiguous(), count, rows), rows)
+    tiles = gather_by_expert(experts, count, rows)
     inner = _product(x, gate_up, gate_up_scales, gate_up_factors, gate_up_bias, tiles, slots)
     y = _product(act_and_mul(inner, activation), down, down_scales, down_factors, down_bias, tiles, slots)
     return weighted_sum(y, weights, x)

@@ -16,9 +16,8 @@ from ...reference import moe as reference
 from ...reference.linear import codes_per_byte
 from ..codes import EMULATE, cast, exact_float
 from ..elementwise.activation import act_and_mul, act_and_mul_quant
-from ..gather import gather_by_expert
+from ..gather import Gathered, gather_by_expert, tile_rows
 from ..launch import (
-    FLOATS,
     INTERPRETED,
     NATIVE_FLOAT8,
     capability_of,
@@ -26,8 +25,7 @@ from ..launch import (
     from_shared,
     launch,
     needs,
-    power_of_2,
-    shared_limit,
+    stages_of,
 )
 from ..linear.group import code_plane, planes_of
 from ..linear.row import round_rows
@@ -128,18 +126,8 @@ def expert_row_kernel(
     tl.store(target, cast(y, out.dtype.element_ty), mask=valid[:, None] & (column < n_out)[None, :])
 
 
-def tile_rows(experts: Tensor, count: int, most: int) -> int:
-    """Slots of a tile: about what an expert gets."""
-    return max(16, min(most, power_of_2(-(-experts.numel() // count))))
-
-
-def stages_of(device: torch.device, stage: int, room: int = 0) -> int:
-    """As many as half of the shared memory holds."""
-    return max(2, min(4, (shared_limit(capability_of(device)) // 2 - room) // stage))
-
-
 def _group_product(
-    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, tiles: tuple[Tensor, Tensor, int], slots: int, bits: int
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor, tiles: Gathered, slots: int, bits: int
 ) -> Tensor:
     """Every slot through its expert's weight: [slots, out]."""
     order, tile_expert, rows = tiles
@@ -166,7 +154,7 @@ def _group_product(
         n_out,
         n_in,
         warps=choice["warps"],
-        stages=choice.get("stages", stages_of(x.device, stage, rows * choice["cols"] * 4)),
+        stages=choice.get("stages", stages_of(x.device, stage, rows * choice["cols"] * 4, most=4)),
         registers=128 if rows == 16 and capability_of(x.device) >= 100 else None,  # left alone, some spill
         SHARE=slots // x.shape[0],
         BITS=bits,
@@ -186,7 +174,7 @@ def _reason(target: Target) -> str | None:
     return f"takes weights of 4 or 8 bits, not {bits}" if bits not in (None, 0, 4, 8) else None
 
 
-@reference.moe_experts_group_int.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80, _reason))
+@reference.moe_experts_group_int.register("triton", devices=("cuda",), unsupported=needs(more=_reason))
 def moe_experts_group_int(
     x: Tensor,
     experts: Tensor,
@@ -203,7 +191,7 @@ def moe_experts_group_int(
     """Six launches: count, place, gate·up, activation, down, weighted sum."""
     x, slots, count = x.contiguous(), experts.numel(), gate_up.shape[0]
     rows = 16 if x.dtype == torch.float32 else tile_rows(experts, count, 64)
-    tiles = (*gather_by_expert(experts.contiguous(), count, rows), rows)
+    tiles = gather_by_expert(experts, count, rows)
     inner = _group_product(x, gate_up, gate_up_scales, gate_up_zeros, tiles, slots, bits)
     y = _group_product(act_and_mul(inner, activation), down, down_scales, down_zeros, tiles, slots, bits)
     return weighted_sum(y, weights, x)
@@ -214,7 +202,7 @@ def _row_product(
     row_scales: Tensor,
     weight: Tensor,
     scales: Tensor,
-    tiles: tuple[Tensor, Tensor, int],
+    tiles: Gathered,
     slots: int,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -239,7 +227,7 @@ def _row_product(
         n_out,
         n_in,
         warps=choice["warps"],
-        stages=choice.get("stages", stages_of(codes.device, stage)),
+        stages=choice.get("stages", stages_of(codes.device, stage, most=4)),
         SHARE=slots // codes.shape[0],
         ROWS=rows,
         COLS=choice["cols"],
@@ -248,8 +236,8 @@ def _row_product(
     return out
 
 
-@reference.moe_experts_int8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(80))
-@reference.moe_experts_fp8.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs(NATIVE_FLOAT8))
+@reference.moe_experts_int8.register("triton", devices=("cuda",), unsupported=needs())
+@reference.moe_experts_fp8.register("triton", devices=("cuda",), unsupported=needs(NATIVE_FLOAT8))
 def moe_experts_row(
     x: Tensor,
     experts: Tensor,
@@ -265,7 +253,7 @@ def moe_experts_row(
     """
     slots, count = experts.numel(), gate_up.shape[0]
     rows = tile_rows(experts, count, 128)
-    tiles = (*gather_by_expert(experts.contiguous(), count, rows), rows)
+    tiles = gather_by_expert(experts, count, rows)
     codes, row_scales = round_rows(x, gate_up.dtype)
     inner = _row_product(codes, row_scales, gate_up, gate_up_scales, tiles, slots, x.dtype)
     codes, row_scales = act_and_mul_quant(inner, activation, down.dtype)

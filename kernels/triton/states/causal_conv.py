@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...reference import causal_conv as reference
 from ..codes import cast
-from ..launch import FLOATS, launch, needs, power_of_2
+from ..launch import launch, needs, power_of_2
 from .slots import bounds, slots, starts_of
 
 
@@ -74,7 +74,7 @@ def causal_conv_kernel(
         tl.store(kept, cast(h, states.dtype.element_ty), mask=there)
 
 
-@reference.causal_conv.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())
+@reference.causal_conv.register("triton", devices=("cuda",), unsupported=needs())
 def causal_conv(
     x: Tensor,
     weight: Tensor,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...reference import recurrent as reference
 from ..codes import cast
-from ..launch import FLOATS, launch, needs, power_of_2
+from ..launch import launch, needs, power_of_2
 from .delta_chunks import WIDEST, delta_chunks
 from .slots import HELD, SHORT, bounds, by_head, parts_of, read_state, slots, starts_of, write_state
 
@@ -71,7 +71,7 @@ def delta_rule_kernel(
     write_state(state, states, write, head, i, j, HEADS, K_DIM, V_DIM)
 
 
-@reference.delta_rule.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())
+@reference.delta_rule.register("triton", devices=("cuda",), unsupported=needs())
 def delta_rule(
     q: Tensor,
     k: Tensor,

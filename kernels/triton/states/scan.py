@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...reference import recurrent as reference
 from ..codes import cast
-from ..launch import FLOATS, launch, needs, power_of_2
+from ..launch import launch, needs, power_of_2
 from .scan_chunks import WIDEST, scan_chunks
 from .slots import HELD, SHORT, bounds, by_head, parts_of, read_state, slots, starts_of, write_state
 
@@ -71,7 +71,7 @@ def state_scan_kernel(
     write_state(state, states, write, head, i, j, HEADS, DIM, SIZE)
 
 
-@reference.state_scan.register("triton", devices=("cuda",), dtypes=FLOATS, unsupported=needs())
+@reference.state_scan.register("triton", devices=("cuda",), unsupported=needs())
 def state_scan(
     x: Tensor,
     dt: Tensor,

@@ -12,15 +12,12 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +25,19 @@ import httpx2 as httpx
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "scripts"))
-from traffic.servers import TOOL, Server  # noqa: E402
+from traffic.servers import Served, Server  # noqa: E402
 
 WAYS = ("one server", "two servers", "apart")
 
 
 @contextmanager
 def proxy(nodes: list[Server], strategy: str, log: Path) -> Iterator[str]:
-    flags = ["--server-port", "0", "--heartbeat", "1", "--serving-strategy", strategy]
-    flags += [word for node in nodes for word in ("--node", node.url)]
-    with log.open("wb") as out:
-        process = subprocess.Popen([*TOOL, "serve", "proxy", *flags], stdout=out, stderr=out)
-    try:
-        while not (found := re.search(r"ready at (\S+)", log.read_text())):
-            assert process.poll() is None, log.read_text()
+    words = ["proxy", "--server-port", "0", "--heartbeat", "1", "--serving-strategy", strategy]
+    words += [word for node in nodes for word in ("--node", node.url)]
+    with Served(words, log) as front:
+        while not all(node["healthy"] for node in front.get("/nodes/status").values()):
             time.sleep(0.1)
-        while True:
-            with suppress(OSError), urllib.request.urlopen(f"{found[1]}/nodes/status") as reply:
-                if all(node["healthy"] for node in json.load(reply).values()):
-                    break
-            time.sleep(0.1)
-        yield found[1]
-    finally:
-        process.terminate()
-        process.wait(30)
+        yield front.url
 
 
 @contextmanager

@@ -14,21 +14,18 @@ without a server. Run it on an idle machine.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import re
 import subprocess
 import sys
 import tempfile
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from bench import llama_server
 from traffic.servers import TOOL, Server
 
-PEER = Path(__file__).resolve().parents[1] / "peers" / "peer_llama_server.py"
 COLUMNS = ("output_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms", "failed", "memory_mib")
 
 
@@ -52,8 +49,9 @@ def main() -> int:
         with Server(args.model, flags, Path(folder) / "server.log") as server:
             rows += [_measured("ours", server.url, n, args, lambda: _mib(server.process.pid)) for n in streams]
         if args.gguf:
-            with _llama(args, max(streams), length) as (url, pid):
-                rows += [_measured("llama.cpp", url, n, args, lambda: _mib(pid)) for n in streams]
+            more = ["--slots", str(max(streams)), "--length", length, "--threads", str(args.threads)]
+            with llama_server.server(sys.executable, args.gguf, *more) as theirs:
+                rows += [_measured("llama.cpp", theirs.url, n, args, lambda: _mib(theirs.pid)) for n in streams]
         for entry in args.url:
             name, _, url = entry.partition("=")
             rows += [_measured(name, url, n, args) for n in streams]
@@ -98,24 +96,6 @@ def _engine_alone(streams: int, args: argparse.Namespace, file: Path) -> float:
     command += ["--random-input-len", str(args.input_len), "--random-output-len", str(args.output_len)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return float(json.loads(file.read_text(encoding="utf-8"))["output_throughput"])
-
-
-@contextlib.contextmanager
-def _llama(args: argparse.Namespace, slots: int, length: str) -> Iterator[tuple[str, int]]:
-    """URL and process of llama.cpp's server."""
-    command = [sys.executable, str(PEER), args.gguf, "--slots", str(slots), "--length", length]
-    command += ["--threads", str(args.threads)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        assert process.stdout is not None
-        found = next((m for line in process.stdout if (m := re.search(r"https?://[\w.:]+", line))), None)
-        if found is None:
-            raise SystemExit("llama.cpp's server did not start: pip install xllamacpp, and give a .gguf that it reads")
-        with urllib.request.urlopen(f"{found[0]}/health", timeout=60):
-            yield found[0], process.pid
-    finally:
-        process.kill()
-        process.wait()
 
 
 if __name__ == "__main__":

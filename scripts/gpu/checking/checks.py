@@ -12,21 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from gpu.checking.faults import answers, said
+from gpu.machine import capability_of
 from gpu.process import end_with_parent, run_limited
 
 PROBE_SECONDS = 60.0
 PROBE = "import torch; assert torch.ones(8, device='cuda').sum().item() == 8"
 Row = dict[str, Any]
-
-
-def capability_of(device: str) -> int | None:
-    """Compute capability as 90, None without a GPU."""
-    import torch
-
-    if device != "cuda":
-        return None
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
 
 
 def count_misses(tell: bool = False) -> list[str]:
@@ -157,9 +148,9 @@ def _linears(options: argparse.Namespace, wanted: Callable[[str], bool]) -> Iter
     if options.device == "cuda":
         on, sizes = linears.machines("cuda"), linears.SANITIZED if options.smoke else linears.SERVED
     else:
-        from gpu.support import support
+        from testing.modules import of_tests
 
-        host = support("cuda_host").host
+        host = of_tests("cuda_host").host
         on, sizes = (host(multiprocessors=8), host(multiprocessors=8, dependent=True)), linears.TINY
     return linears.check_linears(int(bits), dtype, options.device, on, sizes, wanted)
 

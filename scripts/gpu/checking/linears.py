@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from gpu.checking.faults import answers, said
+from gpu.machine import capability_of
 from torch import Tensor
 
 from toolkit.kernels.cuda import driver
@@ -58,9 +59,9 @@ def machines(device: str) -> tuple[Machine, Machine | None]:
     """The GPU, and the same where kernels may be launched before the one before has ended."""
     machine = driver.machine(torch.device(device))
     note = driver.fatbin_note(driver.FATBIN)
-    assert note is not None
-    major, minor = torch.cuda.get_device_capability()
-    waits = driver.can_wait(10 * major + minor, note["architectures"])
+    capability = capability_of("cuda")
+    assert note is not None and capability is not None
+    waits = driver.can_wait(capability, note["architectures"])
     return machine, replace(machine, dependent=True) if waits else None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from gpu.models import CONFIGS, TINY, WIDE, dummy
-from gpu.support import support
+from testing.modules import of_tests
 
 FAMILIES = tuple(TINY)
 POLICIES = (0, 8, 4, 16)
@@ -32,7 +32,7 @@ def _drivers(family: str, policy: int, device: str) -> tuple[Any, Any]:
     spec, weights = dummy(config, torch.device("cpu"))
     options = RunnerOptions(device=device, dtype=config["dtype"], block_size=STEPS_BLOCK, quant_policy=policy)
     if device == "cpu":
-        graphs = support("graphs")
+        graphs = of_tests("graphs")
         stand_in = graphs.CpuDevice()
         ops = graphs.interpreted_ops(**model_traits(spec))
         made = TensorRunner(spec, lambda: weights, options, graphs=stand_in, ops=ops)
@@ -46,7 +46,7 @@ def _drivers(family: str, policy: int, device: str) -> tuple[Any, Any]:
 
 def driver_of(runner: Any, family: str) -> Any:
     """What drives ``runner``, with a cache for the prompts of ``drive``."""
-    return support("steps").Driver(runner, num_blocks=64 if family in TINY else 128)
+    return of_tests("steps").Driver(runner, num_blocks=64 if family in TINY else 128)
 
 
 def drive(driver: Any, family: str, want: str | None = None) -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from gpu.checking.checks import sanitizer_fails
 from gpu.checking.items import Item
-from gpu.process import run_limited
+from gpu.process import run_limited, write_json
 
 PARTS = 4  # processes of one item: a case that dies or hangs costs itself, those behind it run in the next
 MOST_AGAIN = 12  # items of one call that are run once more because something failed
@@ -152,9 +152,7 @@ class Log:
 
     def write(self) -> None:
         """Also when killed in between there is a whole file."""
-        partial = self.path.with_name(f".{self.path.name}.partial")
-        partial.write_text(json.dumps(self.result, indent=1) + "\n")
-        partial.replace(self.path)
+        write_json(self.path, self.result)
 
     def failed(self, stage: str | None = None) -> list[Row]:
         """Rows with an error, of one stage or of all."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -176,18 +177,20 @@ def of_case(case: Any, capability: int) -> list[Launch]:
     return found
 
 
+def once(runs: Any, device: str, most: int | None = None) -> float:
+    """In the place of ``timing.seconds``: each of the first ``most`` runs, nothing is timed."""
+    for run in runs[:most]:
+        run()
+    return 1.0
+
+
 def of_kernels(capability: int) -> list[Launch]:
     """Of the parts of bench_gpu that measure kernels."""
     from gpu.measuring import kept, kernels
 
-    def once(runs: Any, device: str) -> float:
-        for run in runs[:1]:
-            run()
-        return 1.0
-
     where, size = kernels.meta(capability), kernels.Size()
     parts = (kernels.linears(size, where), kernels.attention(size, where), kernels.row_wise(size, where))
-    with recording(capability) as found, mock.patch.object(kernels, "seconds", once):
+    with recording(capability) as found, mock.patch.object(kernels, "seconds", partial(once, most=1)):
         for row in (row for part in (*parts, kept.kept(where)) for row in part):
             assert "error" not in row or "w4 cuda" in row["name"], row
     return found
@@ -196,11 +199,6 @@ def of_kernels(capability: int) -> list[Launch]:
 def of_tuning(capability: int) -> list[Launch]:
     """Of every choice that ``tune`` measures."""
     from gpu.measuring import kernels, tune
-
-    def once(runs: Any, device: str) -> float:
-        for run in runs:
-            run()
-        return 1.0
 
     with recording(capability) as found, mock.patch.object(kernels, "seconds", once):
         for job in tune.jobs(kernels.Size(), kernels.meta(capability)):

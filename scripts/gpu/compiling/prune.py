@@ -46,15 +46,11 @@ def judge(usage: Any, shared: int, warps: int, capability: int) -> Verdict:
 
 def trials(capability: int) -> Iterator[tuple[str, str, dict[str, int], list[Any]]]:
     """(kernel, key, choice, launches of that kernel) of everything to be compiled; one job for each key."""
+    from gpu.compiling.launches import once
     from gpu.compiling.precompile import distinct
     from gpu.measuring import kernels, tune
 
     from toolkit.kernels.triton.launch import recording
-
-    def once(runs: Any, device: str) -> float:
-        for run in runs:
-            run()
-        return 1.0
 
     seen = set()
     with mock.patch.object(kernels, "seconds", once):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from gpu.machine import capability_of
 from gpu.measuring import peers
 from gpu.measuring.timing import copies, seconds
 from torch import Tensor
@@ -64,11 +65,8 @@ class Where:
         return torch.float32 if self.device == "cpu" else torch.bfloat16
 
     def target(self, dtype: str, **traits: Any) -> Target:
-        capability = self.capability
-        if self.device == "cuda":
-            major, minor = torch.cuda.get_device_capability()
-            capability = 10 * major + minor
-        return Target("cpu" if self.device == "cpu" else "cuda", dtype, capability, traits)
+        device = "cpu" if self.device == "cpu" else "cuda"
+        return Target(device, dtype, self.capability or capability_of(self.device), traits)
 
     def ours(self, op: str, dtype: str, **traits: Any) -> Iterator[tuple[Implementation | None, str]]:
         """(implementation, its family) of each of ours that has the op; None and the reason where it cannot run."""

@@ -139,7 +139,7 @@ def tune(size: Size, where: Where, dry: bool) -> Iterator[Row]:
 def write(best: Mapping[str, Mapping[str, Choice]], device: str, folder: Path | None = None) -> Path:
     """Put choices into the device's file, over those that are there."""
     folder = folder or Path(tuning.__file__).parent / "tuned"
-    path = folder / f"{device.lower().replace(' ', '-')}.json"
+    path = folder / f"{tuning.file_name(device)}.json"
     known = json.loads(path.read_text()) if path.is_file() else {}
     for kernel, choices in best.items():
         known.setdefault(kernel, {}).update(choices)

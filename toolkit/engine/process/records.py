@@ -1,7 +1,8 @@
 """Requests and outputs as bytes, for an engine loop in another process: JSON, then the arrays' raw bytes. No pickle.
 
 A message is a 4-byte length, that many bytes of JSON (an object with ``op``), and the arrays, whose shapes stand in the
-JSON, one behind the other.
+JSON, one behind the other. Pictures go as ``parallel.wire`` takes them apart. Outputs, which come with every step, are
+spelled here: what goes through all of their values takes longer.
 """
 
 from __future__ import annotations
@@ -17,18 +18,17 @@ import orjson
 
 from toolkit.engine.request import EngineOutput, EngineRequest, SamplingParams, Whose
 from toolkit.models.pictures import Picture
-from toolkit.models.videos import Frame
+from toolkit.parallel.wire import apart, together
 
 ARRAYS = {"logits": np.float32, "hidden": np.float32, "routes": np.uint16}  # fields of EngineOutput
-PARTS = ("pixels", "more")  # of a picture
 _HEAD = struct.Struct("<I")
 _JSON = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 
 
-def pack(message: dict[str, Any], arrays: Iterable[np.ndarray] = ()) -> bytes:
+def pack(message: dict[str, Any], arrays: Iterable[bytes] = ()) -> bytes:
     """One message. Raises TypeError for values that are no JSON."""
     head = orjson.dumps(message, option=_JSON)
-    return b"".join([_HEAD.pack(len(head)), head, *(a.tobytes() for a in arrays)])
+    return b"".join([_HEAD.pack(len(head)), head, *arrays])
 
 
 def unpack(data: bytes) -> tuple[dict[str, Any], memoryview]:
@@ -39,38 +39,22 @@ def unpack(data: bytes) -> tuple[dict[str, Any], memoryview]:
 
 
 def pack_add(request: EngineRequest, held: Container[bytes] = ()) -> bytes:
-    """``held``: digests of the pictures that the reader has already; they go without their pixels."""
+    """``held``: digests of the pictures that the reader has already; these alone go in their place."""
     # A schema's integers have any size. orjson writes 64 bits: the response format goes as text.
     params = {**vars(request.params), "grammar": json.dumps(request.params.grammar)}
-    sent = [p for p in request.pictures if p.digest not in held]
-    pictures = [
-        {**vars(p), "pixels": None, "more": None, "digest": p.digest.hex()}
-        | ({} if p.digest in held else dict(zip(PARTS, (part.shape for part in p.parts), strict=False)))
-        for p in request.pictures
-    ]
+    pictures, arrays = apart([p.digest if p.digest in held else p for p in request.pictures])
     fields = {**vars(request), "params": params, "pictures": pictures}
-    return pack({"op": "add", "request": fields}, (part for p in sent for part in p.parts))
+    return pack({"op": "add", "request": fields}, arrays)
 
 
 def read_request(message: dict[str, Any], data: memoryview, held: dict[bytes, Picture]) -> EngineRequest:
     """Inverse of ``pack_add``. ``held``: pictures by their digests, to which those that come are added."""
     fields = dict(message["request"])
-    pictures, at = [], 0
-    for told in fields.pop("pictures"):
-        digest = bytes.fromhex(told["digest"])
-        if told["pixels"] is None:
-            pictures.append(held[digest])
-            continue
-        parts: dict[str, Any] = {}
-        for shape in (told[name] for name in PARTS if told[name] is not None):
-            parts[PARTS[len(parts)]] = np.frombuffer(data, np.float32, math.prod(shape), at).reshape(shape).copy()
-            at += 4 * math.prod(shape)
-        grid, size = tuple(told["grid"]), tuple(told["size"])
-        rest = {"tokens": told["tokens"], "numbered": told["numbered"]}
-        if (frame := told["frame"]) is not None:
-            rest["frame"] = Frame(**frame | {"pooled": frame["pooled"] and tuple(frame["pooled"])})
-        held[digest] = Picture(grid=grid, size=size, digest=digest, **rest, **parts)
-        pictures.append(held[digest])
+    pictures = []
+    for sent in together(fields.pop("pictures"), data):
+        picture = held[sent] if isinstance(sent, bytes) else sent
+        held[picture.digest] = picture
+        pictures.append(picture)
     params = dict(fields.pop("params"))
     params["grammar"] = json.loads(params["grammar"])
     params["logit_bias"] = {int(k): v for k, v in params["logit_bias"].items()}
@@ -90,7 +74,7 @@ def pack_outputs(outputs: Iterable[EngineOutput], stats: dict[str, Any]) -> byte
                 arrays.append(array)
                 record[name] = array.shape
         records.append(record)
-    return pack({"op": "outputs", "outputs": records, "stats": stats}, arrays)
+    return pack({"op": "outputs", "outputs": records, "stats": stats}, (array.tobytes() for array in arrays))
 
 
 def read_outputs(message: dict[str, Any], data: memoryview) -> list[EngineOutput]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 GROUP = 16 << 20  # bytes that go to disk together
 QUEUE = 64 << 20  # bytes that may wait
-REST = 50  # while requests run, so many times as long as it has worked: beside one step, not in all of them
+REST = 100  # while requests run, so many times as long as it has worked: beside one step, not in all of them
 
 
 class Writer:

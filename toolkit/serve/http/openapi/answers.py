@@ -1,6 +1,6 @@
 """What routes answer, for /openapi.json alone: answers are written by their routes, not by these classes.
 
-``scripts/fuzz_api`` and ``tests/serve/test_openapi.py`` compare what a server sends with them.
+``scripts/fuzzing/fuzz_api`` and ``tests/serve/test_openapi.py`` compare what a server sends with them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ _LINE = re.compile(
     rb'\{"id":"batch_req_(\d{1,15})_([0-9a-f]{16})","custom_id":(?:null|"(?:[^"\\]|\\.)*"),'
     rb'"response":(?:null|\{"status_code":(\d{3}))'
 )
+_NUMBER = re.compile(re.escape(_START) + rb"(\d+)_")
 _HEAD = 1 << 14  # bytes in which an answer says all this: a custom_id is short
 
 
@@ -32,6 +33,25 @@ class Done:
     number: int
     digest: str
     good: bool
+
+
+def places(answers: Path) -> list[int]:
+    """Where each line of a file of answers begins, in the order of the input's lines."""
+    found, at = [], 0
+    with answers.open("rb") as file:
+        for line in file:
+            number = _NUMBER.match(line)
+            found.append((int(number[1]) if number else 0, at))
+            at += len(line)
+    return [at for _, at in sorted(found)]
+
+
+def lines_at(answers: Path, places: Iterable[int]) -> Iterator[bytes]:
+    """The lines that begin there."""
+    with answers.open("rb") as file:
+        for at in places:
+            file.seek(at)
+            yield file.readline()
 
 
 def answered(number: int, digest: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:

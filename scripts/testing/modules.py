@@ -1,4 +1,4 @@
-"""The tests' shared modules, which are no package."""
+"""The tests' shared modules, which are no package, for scripts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+TESTS = Path(__file__).resolve().parents[2] / "tests"
 
-def support(name: str) -> ModuleType:
-    """``tests/support/<name>.py``."""
-    full = f"toolkit_test_support_{name}"
+
+def of_tests(name: str, folder: str = "support") -> ModuleType:
+    """``tests/FOLDER/NAME.py``."""
+    full = f"toolkit_tests_{folder}_{name}"
     if full not in sys.modules:
-        path = Path(__file__).parents[2] / "tests" / "support" / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(full, path)
+        spec = importlib.util.spec_from_file_location(full, TESTS / folder / f"{name}.py")
         assert spec is not None and spec.loader is not None
         sys.modules[full] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[full])
