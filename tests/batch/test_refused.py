@@ -19,7 +19,7 @@ from toolkit.batch.vectors import check_target, collect
 from toolkit.engine.process.outage import Outage
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.http.limits import Limits
-from toolkit.serve.openai.batches.results import answered
+from toolkit.serve.openai.batches.results import answered, failed
 
 refused = refusing(UsageError)
 
@@ -58,10 +58,22 @@ def test_a_file_for_vectors(tmp_path: Path) -> None:
     assert refused(lambda: check_target(folder)) == f"{folder}: expected a file for the vectors, found something else"
 
 
-def test_answers_without_a_vector(tmp_path: Path) -> None:
+WRONG = json.dumps({"error": {"message": "input: too long"}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"", "there is none"),
+        (failed(1, "0" * 16, "a", "missing_value", "text: none"), "line 1: text: none"),
+        (answered(1, "0" * 16, "a", 400, "r", WRONG), "input: too long"),
+        (answered(1, "0" * 16, "a", 200, "r", b"{}"), "the answer holds none"),
+    ],
+)
+def test_answers_without_a_vector(line: bytes, why: str, tmp_path: Path) -> None:
     answers = tmp_path / "answers.jsonl"
-    answers.write_text("")
-    told = f"{answers}: no line has a vector; its lines say why"
+    answers.write_bytes(line)
+    told = f"no line has a vector: {why} (answers: {answers})"
     assert refused(lambda: collect(answers, tmp_path / "a.npy"), ToolkitError) == told
 
 

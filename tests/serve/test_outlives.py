@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from toolkit.errors import ToolkitError
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.limits import Limits
 from toolkit.serve.lmdeploy.talks import Talks
+from toolkit.serve.openai.batches.batches import Batch
 from toolkit.serve.openai.batches.store import FileStore
 from toolkit.serve.openai.responses.kept import Store
 
@@ -106,13 +106,53 @@ def test_conversations_outlive_the_server(tmp_path: Path) -> None:
     assert not list((tmp_path / "sessions").iterdir())
 
 
-def test_a_record_that_is_none_is_told(tmp_path: Path) -> None:
-    FileStore(tmp_path, Limits()).close()
-    (tmp_path / "responses" / f"{ONE}.json").write_text("{}")
-    files = FileStore(tmp_path, Limits())
-    with pytest.raises(ToolkitError, match="remove it"):
-        Store(Limits(), files)
+@pytest.mark.parametrize("damaged", [b"{}", b"", b"[1]", b"\xff", b'{"id": 3}'], ids=repr)
+def test_a_record_that_is_none_is_told_and_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: bytes
+) -> None:
+    limits = Limits()
+    files = FileStore(tmp_path, limits)
+    put(Store(limits, files), TWO)
     files.close()
+    broken = tmp_path / "responses" / f"{ONE}.json"
+    broken.write_bytes(damaged)
+    files = FileStore(tmp_path, limits)
+    store = Store(limits, files)
+    assert store.get(ONE, "me") is None and store.get(TWO, "me") is not None
+    files.close()
+    assert broken.read_bytes() == damaged
+    assert [str(broken) in line and "remove it" in line for line in caplog.messages] == [True]
+
+
+def test_a_shorter_time_counts_for_what_is_kept_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = FileStore(tmp_path, Limits())
+    put(Store(Limits(stored_response_seconds=5000), files), ONE)
+    files.close()
+    files = FileStore(tmp_path, Limits())
+    store = Store(Limits(stored_response_seconds=50), files)
+    assert store.get(ONE, "me") is not None
+    real = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: real() + 51)
+    assert store.get(ONE, "me") is None
+    files.close()
+
+
+def test_only_own_files_that_nothing_names_are_removed(tmp_path: Path) -> None:
+    FileStore(tmp_path, Limits()).close()
+    begun = f"file-{'a' * 24}"
+    for name in ("letter.txt", "letter.json", "file-a", f"{begun}.part", begun):
+        (tmp_path / "files" / name).write_text("x")
+    (tmp_path / "files" / "folder").mkdir()
+    broken = tmp_path / "batches" / f"batch_{'b' * 24}.json"
+    broken.write_text("{}")
+    for left in (6, 4):  # a record that cannot be read may be of a batch that writes them
+        files = FileStore(tmp_path, Limits())
+        assert files.records("batches", Batch) == []
+        files.tidy(set())
+        files.close()
+        assert len(list((tmp_path / "files").iterdir())) == left
+        broken.unlink(missing_ok=True)
+    assert sorted(f.name for f in (tmp_path / "files").iterdir()) == ["file-a", "folder", "letter.json", "letter.txt"]
 
 
 def test_without_a_directory_nothing_is_written(tmp_path: Path) -> None:

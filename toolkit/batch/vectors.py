@@ -42,7 +42,8 @@ def collect(answers: Path, target: Path) -> tuple[int, int]:
     order = places(answers)
     width = next((len(v) for _, v in _rows(answers, order) if v is not None), 0)
     if not width:
-        raise ToolkitError(f"{answers}: no line has a vector; its lines say why")
+        told = ", ".join(_fault(line) for line in lines_at(answers, order[:1])) or "there is none"
+        raise ToolkitError(f"no line has a vector: {told} (answers: {answers})")
     made = target.with_name(f".{target.name}.writing")
     try:
         _WRITERS[target.suffix](made, _rows(answers, order), len(order), width)
@@ -65,6 +66,13 @@ def _read(line: bytes) -> tuple[str, Vectors | None]:
     data = body.get("data")
     name = answer["custom_id"] or ""
     return name, np.frombuffer(base64.b64decode(data[0]["embedding"]), "<f4") if data else None
+
+
+def _fault(line: bytes) -> str:
+    """Why an answer has none."""
+    answer = orjson.loads(line)
+    body = (answer["response"] or {}).get("body") or {}
+    return str((body.get("error") or answer["error"] or {}).get("message", "the answer holds none"))
 
 
 def _npy(file: Path, rows: Rows, count: int, width: int) -> None:

@@ -13,7 +13,7 @@ class Records(Protocol):
     lasting: bool
 
     def records(self, folder: str, kind: type[R]) -> list[R]:
-        """All of a folder. Raises ToolkitError for one that cannot be read."""
+        """All of a folder that can be read."""
 
     def save_later(self, folder: str, record: Any) -> None:
         """Keep a record under its ``id``, soon: nobody waits for the disk."""

@@ -112,8 +112,7 @@ class Talks:
         return talk
 
     def restore(self, records: Records) -> None:
-        """Go on with the conversations of ``records``, and keep them there from now on. Raises ToolkitError for records
-        that cannot be read."""
+        """Go on with the conversations of ``records``, and keep them there from now on."""
         if not records.lasting:
             return
         self._records = records

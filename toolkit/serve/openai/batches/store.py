@@ -71,6 +71,7 @@ class FileStore:
         self._salt = secrets.token_bytes(32)
         self._files: dict[str, Stored] = {}  # the oldest first
         self._growing: dict[str, tuple[str, int]] = {}  # owner and bytes of each that is not kept yet
+        self._unread = False  # whether there are records that could not be read
         self.shared: Callable[[], bool] = lambda: True  # whether there may be other keys than an owner's own
         self.lasting = directory is not None
         self._writer = ThreadPoolExecutor(1, "toolkit-records")  # of what nobody waits for, in its order
@@ -217,11 +218,13 @@ class FileStore:
                 self.drop(file.id)
 
     def tidy(self, used: set[str]) -> None:
-        """Remove files that were begun and never kept, but those ``used``."""
-        if self._root is None:
+        """Remove files that were begun and never kept, but those ``used``. None where a record could not be read, which
+        may use some."""
+        if self._root is None or self._unread:
             return
         for path in (self._root / "files").iterdir():
-            if path.name.removesuffix(".json") not in self._files and path.name not in used:
+            id = path.name.partition(".")[0]
+            if _ID.fullmatch(id) and id not in self._files and id not in used:  # others' files are none of ours
                 path.unlink(missing_ok=True)
 
     # Records --------------------------------------------------------------------------------------------------------
@@ -252,14 +255,15 @@ class FileStore:
         (self.root / folder / f"{id}.json").unlink(missing_ok=True)
 
     def records(self, folder: str, kind: type[R]) -> list[R]:
-        """All of a folder, whose names are ids. Raises ToolkitError for one that cannot be read."""
+        """All of a folder, whose names are ids. One that cannot be read stays as it is, and is said in the log."""
         found: list[R] = []
         for path in [] if self._root is None else sorted((self._root / folder).glob("*.json")):
             if _ID.fullmatch(path.stem):
                 try:
                     found.append(read(kind, json.loads(path.read_bytes())))
                 except (OSError, ValueError) as error:
-                    raise ToolkitError(f"{path}: no record of this server's ({error}); remove it") from error
+                    log.warning("%s: no record of this server's (%s), and is not used; remove it", path, error)
+                    self._unread = True
         return found
 
 

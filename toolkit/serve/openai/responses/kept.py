@@ -30,8 +30,7 @@ class Kept:
 
 
 class Store:
-    """Where too much is kept, whoever has most loses their oldest. ``records``: where it outlives the server. Raises
-    ToolkitError for records that cannot be read."""
+    """Where too much is kept, whoever has most loses their oldest. ``records``: where it outlives the server."""
 
     def __init__(self, limits: Limits, records: Records | None = None) -> None:
         self._limits = limits
@@ -40,9 +39,9 @@ class Store:
         self._size = 0
         self._sizes, self._counts = Shares(), Shares()
         if self._records is not None:
-            now = time.monotonic() - time.time()
+            now, latest = time.monotonic(), time.time() + limits.stored_response_seconds
             for kept in sorted(self._records.records(FOLDER, Kept), key=lambda kept: kept.expires_at):
-                self._take(kept, now + kept.expires_at)
+                self._take(kept, now + min(kept.expires_at, latest) - time.time())
             self.get("")  # what is over goes
 
     def put(
