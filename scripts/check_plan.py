@@ -45,7 +45,9 @@ def measure(given: argparse.Namespace, part: str, file: Path) -> None:
         servers = Servers(stack, given.model, part, 1_000_000 * given.round)
         front = [servers.front]
 
-        def single(urls: Sequence[str], shape: tuple[int, int], count: int, rest: float = 0.0) -> list[dict[str, Any]]:
+        def single(
+            urls: Sequence[str], shape: tuple[int, int], count: int = PROBE[0], rest: float = 0.0
+        ) -> list[dict[str, Any]]:
             """One request at a time to each: what it takes is no matter of what the scheduler does."""
             return servers.load(urls, shape, count, 1, rest=rest)
 
@@ -53,12 +55,10 @@ def measure(given: argparse.Namespace, part: str, file: Path) -> None:
             if number in PASSES:
                 found["batches"].append(batches(given.model, short, CHUNKS, ROUNDS))
             one = [servers.urls[number % len(servers.urls)]]  # each time another server
-            now = {
-                "probe": [row for pair in zip((short, LONG), PROBE, strict=True) for row in single(one, *pair, REST)]
-            }
+            now = {"probe": [*single(one, short, rest=REST), *single(one, LONG, PROBE[1], REST)]}
             if part != "one":
-                now["beside"] = single(servers.urls, short, PROBE[0])
-                now["outside"] = [*single(front, brief, PROBE[0]), *single(front, short, PROBE[0])]
+                now["beside"] = single(servers.urls, short)
+                now["outside"] = [*single(front, brief), *single(front, short)]
             if part == "apart":
                 now["outside"] += single(front, LONG, PROBE[1])
             found["turns"].append(now)

@@ -114,10 +114,11 @@ class Servers:
         rate: float = math.inf,
         rest: float = 0.0,
     ) -> list[dict[str, Any]]:
-        """A row of each of ``urls``, which are loaded at once. ``rest``: seconds before each request, which are none of
-        its own. ``outside_s``: seconds of the cores that all but engines
-        have had for an output token; ``engine_s``: that these have had for a request; ``others``: cores that programs
-        other than these had meanwhile; ``ttft_s``, ``tpot_s``: of each request; ``seed``: of their arrivals."""
+        """A row of each of ``urls``, which are loaded at once; ``rest``: seconds before each request, none of its own.
+
+        ``outside_s``: seconds of the cores that all but engines have had for an output token; ``engine_s``: that these
+        have had for a request; ``others``: cores that programs other than these had meanwhile; ``ttft_s``, ``tpot_s``:
+        of each request; ``seed``: of their arrivals."""
         self._seed += 1000
         traffics = [
             Traffic(

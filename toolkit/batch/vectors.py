@@ -42,7 +42,7 @@ def collect(answers: Path, target: Path) -> tuple[int, int]:
     order = places(answers)
     width = next((len(v) for _, v in _rows(answers, order) if v is not None), 0)
     if not width:
-        told = ", ".join(_fault(line) for line in lines_at(answers, order[:1])) or "there is none"
+        told = next(map(_fault, lines_at(answers, order)), "there is none")
         raise ToolkitError(f"no line has a vector: {told} (answers: {answers})")
     made = target.with_name(f".{target.name}.writing")
     try:

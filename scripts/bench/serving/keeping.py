@@ -76,8 +76,8 @@ def main() -> None:
                     if kept:
                         computed.append((writing() - before) / seconds[kept])
                         written = settle(pipe)
-                scheduler.keeper = keeper
                 ratios.append(seconds[True] / seconds[False])
+            scheduler.keeper = keeper  # which the engine closes
     spread = statistics.stdev(ratios) / len(ratios) ** 0.5
     found = {"mean": statistics.mean(ratios), "stderr": spread, "median": statistics.median(ratios)}
     found |= {"of_a_core": statistics.mean(computed)}

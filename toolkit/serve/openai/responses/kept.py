@@ -39,9 +39,10 @@ class Store:
         self._size = 0
         self._sizes, self._counts = Shares(), Shares()
         if self._records is not None:
-            now, latest = time.monotonic(), time.time() + limits.stored_response_seconds
+            now = time.monotonic() - time.time()
+            latest = time.time() + limits.stored_response_seconds
             for kept in sorted(self._records.records(FOLDER, Kept), key=lambda kept: kept.expires_at):
-                self._take(kept, now + min(kept.expires_at, latest) - time.time())
+                self._take(kept, now + min(kept.expires_at, latest))
             self.get("")  # what is over goes
 
     def put(
