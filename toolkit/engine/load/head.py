@@ -18,7 +18,6 @@ from toolkit.engine.load.memory_plan import MemoryPlan
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import CacheGroup
 from toolkit.runners.base import MemoryNeed, Runner
-from toolkit.runners.head import Head
 
 
 @dataclass
@@ -60,10 +59,10 @@ class OpenHead:
             return {name: widened(tensor) for name, tensor in tensors.items()}
 
         if self.device is None:
-            from toolkit.runners.native.draft_head import Linears
+            from toolkit.runners.native.draft_head import NativeHead
 
-            packed = Head(self.spec, weights(), embed, d2t, Linears(self.threads))
-            return DraftHead(packed, self.layers, plan.session_len)
+            native = NativeHead(self.spec, weights(), embed, d2t, self.threads)
+            return DraftHead(native, self.layers, plan.session_len)
         import torch
 
         from toolkit.runners.tensor.eagle3 import TorchHead

@@ -1,22 +1,44 @@
-"""The matrices of a draft head in 8 bits, its layer's in 4: the fewer bytes, the sooner a token is guessed."""
+"""A draft head (EAGLE-3) on the native library, its matrices in 8 bits, its layer's in 4: the fewer bytes, the sooner a
+token is guessed."""
 
 from __future__ import annotations
 
-from ctypes import byref
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from toolkit.artifacts.canonical import Dense
+from toolkit.artifacts.drafts.draft_head import HeadSpec
+from toolkit.artifacts.weight_files.safetensors_file import widened
+from toolkit.models.rope import inv_freq
 from toolkit.runners.base import RunnerError
-from toolkit.runners.head import F32, Linear
+from toolkit.runners.head import F32, I64, Drawn, Rows
 from toolkit.runners.native import library
+from toolkit.runners.native.mixers import flat
 from toolkit.runners.native.packing.pack_model import pack_head
 from toolkit.runners.native.packing.packed import LANES, PackedTensor
+from toolkit.runners.native.tensors import Record, Tensors
 
 BITS = 8  # a wrong guess costs time alone
 GROUP = 32  # inputs that have a scale in 4 bits; where they make no groups there are 8
 LAYER_BITS = 4  # of its layer, most of a large head: a trained one guesses as well so, but not with all in 4
+_LAYER = "layers.0."
+_MATRICES = {  # of draft_read.cpp
+    "fuse": "fc",
+    **{x: f"{_LAYER}self_attn.{x}_proj" for x in "qkvo"},
+    **{x: f"{_LAYER}mlp.{x}_proj" for x in ("gate", "up", "down")},
+    "vocabulary": "lm_head",
+}
+_NORMS = {
+    "word_norm": f"{_LAYER}input_layernorm",
+    "state_norm": f"{_LAYER}hidden_norm",
+    "mlp_norm": f"{_LAYER}post_attention_layernorm",
+    "last_norm": "norm",
+}
 
 
 def packed_bytes(name: str, shape: tuple[int, ...]) -> int:
@@ -25,28 +47,152 @@ def packed_bytes(name: str, shape: tuple[int, ...]) -> int:
 
 
 def _packed(name: str, weight: torch.Tensor) -> PackedTensor:
-    few = name.startswith("layers.") and weight.shape[1] % GROUP == 0
+    few = name.startswith(_LAYER) and weight.shape[1] % GROUP == 0
     return pack_head("draft head", Dense(weight), LAYER_BITS if few else BITS, [])
 
 
-class Linears:
-    """Makes functions of matrices, which ``threads`` threads compute."""
+class Cells:
+    """Of one text the keys and values of its rows ``first``, ``first`` + 1 …, ``length`` of them: cells of 16 rows."""
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._lib, self._isa = library.load(library.library_path()), library.wanted_isa().encode()
+    def __init__(self, first: int, cell: int) -> None:
+        self.first, self.length = first, 0
+        self.keys, self.values = (np.zeros((4, cell), np.uint8) for _ in range(2))  # finite behind the last row too
 
-    def __call__(self, name: str, weight: F32) -> Linear:
-        """What multiplies rows by a matrix [out, in], float32; where its inputs make no groups its numbers stay."""
-        packed = _packed(name, torch.from_numpy(np.ascontiguousarray(weight))).in_memory()
-        record, out = library.tensor_records([packed])[0], packed.meta.tiles * LANES
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
 
-        def linear(x: F32) -> F32:
-            x = np.ascontiguousarray(x, np.float32)
-            to = np.empty((len(x), out), np.float32)
-            where = x.ctypes.data, len(x), to.ctypes.data
-            if self._lib.tk_linear(self._isa, byref(record), *where, self._threads):
-                raise RunnerError(f"the draft head: {library.error(self._lib)}")
-            return to[:, : packed.meta.rows]
+    def grow(self, count: int) -> None:
+        """Make room for so many rows more."""
+        need, cells = -(-(self.length + count) // LANES), len(self.keys)
+        if need > cells:
+            more = np.zeros((max(need, 2 * cells) - cells, self.keys.shape[1]), np.uint8)
+            self.keys, self.values = (np.concatenate([held, more]) for held in (self.keys, self.values))
 
-        return linear
+
+class NativeHead:
+    """``weights``: by the names of ``HeadSpec.shapes``, float32; ``embed``: the embedding as it is stored, float32,
+    float16 or the bits of bfloat16; ``d2t``: see ``draft_head.py`` of artifacts. Implements ``Reader``."""
+
+    name = "eagle3"
+
+    def __init__(
+        self, spec: HeadSpec, weights: Mapping[str, F32], embed: NDArray[Any], d2t: I64 | None, threads: int
+    ) -> None:
+        self.spec = spec
+        self.width = spec.hidden_size
+        self._embed = embed
+        ids = np.arange(spec.draft_vocab_size)
+        self.ids: I64 = ids if d2t is None else ids + d2t  # in the model's vocabulary, of each of its own
+        self._cell = 2 * LANES * spec.kv_heads * -(-spec.head_dim // LANES) * LANES  # bytes of one cell, in bfloat16
+        self._library = library.load(library.library_path())
+        tensors = Tensors({})
+        names, values = zip(*flat(_record(spec, weights, tensors)), strict=True)
+        numbers = np.asarray(values, np.float64)
+        self._held = tensors.found  # which the library points into
+        self._head = self._library.tk_draft_create(
+            "".join(f"{name}\n" for name in names).encode(),
+            numbers.ctypes.data,
+            numbers.size,
+            library.tensor_records(self._held),
+            len(self._held),
+            library.wanted_isa().encode(),
+            threads,
+        )
+        if not self._head:
+            raise RunnerError(f"the draft head cannot be made: {library.error(self._library)}")
+
+    def open(self, first: int) -> Cells:
+        return Cells(first, self._cell)
+
+    def grow(self, text: Cells, count: int) -> bool:
+        text.grow(count)
+        return True
+
+    def forget(self, text: Cells) -> None:
+        """Its memory goes with it."""
+
+    def release(self) -> None:
+        """Its weights stay."""
+
+    def wake(self) -> None:
+        """Nothing is gone."""
+
+    def close(self) -> None:
+        """Free what the library holds; does nothing the second time."""
+        if self._head:
+            self._library.tk_draft_free(self._head)
+        self._head = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_head"):
+            self.close()
+
+    def fuse(self, states: F32) -> F32:
+        """[rows, fused, hidden] of the model's hidden states → [rows, hidden]."""
+        given = np.ascontiguousarray(states, np.float32)
+        to = np.empty((len(given), self.width), np.float32)
+        self._check(self._library.tk_draft_fuse(self._loaded(), given.ctypes.data, len(given), to.ctypes.data))
+        return to
+
+    def step(self, ids: I64, states: F32, rows: Sequence[Rows]) -> Drawn:
+        """See ``Reader``. Raises RunnerError where it fails."""
+        words, given = widened(self._embed[ids]), np.ascontiguousarray(states, np.float32)
+        counts, lengths = (np.array([*of], np.int64) for of in ((r.count for r in rows), (r.kept.length for r in rows)))
+        places = lengths + [r.kept.first for r in rows]
+        for r in rows:
+            r.kept.grow(r.count)
+        keys, values = (
+            np.array([getattr(r.kept, of).ctypes.data for r in rows], np.uintp) for of in ("keys", "values")
+        )
+        out, best = np.empty((len(rows), self.width), np.float32), np.empty(len(rows), np.int64)
+        sure = np.empty(len(rows), np.float32)
+        passed = (words, given, counts, places, lengths, keys, values, out, best, sure)
+        arrays = library.DraftArrays(len(ids), len(rows), *(library.address(array) for array in passed))
+        self._check(self._library.tk_draft_step(self._loaded(), ctypes.byref(arrays)))
+        for r in rows:
+            r.kept.length += r.count
+        return Drawn(out, self.ids[best], sure)
+
+    def _loaded(self) -> int:
+        if self._head is None:
+            raise RunnerError("the draft head is closed")
+        return int(self._head)
+
+    def _check(self, code: int) -> None:
+        if code:
+            raise RunnerError(f"the draft head: {library.error(self._library)}")
+
+
+def _record(spec: HeadSpec, weights: Mapping[str, F32], t: Tensors) -> Record:
+    """What draft_read.cpp reads."""
+
+    def norm(names: Sequence[str]) -> Record:
+        """One, or several of the same size, each of its own numbers."""
+        made = np.concatenate([weights[f"{name}.weight"] for name in names])
+        size = made.size // len(names)
+        return {"size": size, "sets": len(names), "layer": False, "weight": t.numbers(made), "eps": spec.eps}
+
+    def matrix(name: str) -> Record:
+        whole = torch.from_numpy(np.ascontiguousarray(weights[f"{name}.weight"]))
+        return {"matrix": t.add(_packed(f"{name}.weight", whole).in_memory())}
+
+    fused = weights["fc.weight"].shape[1] // spec.hidden_size
+    of_fused = ["input_norm"] if spec.norm_before_fc else [f"fc_norm.{i}" for i in range(fused if spec.fc_norm else 0)]
+    freq, factor = inv_freq(spec.rope)
+    return {
+        "hidden": spec.hidden_size,
+        "inner": spec.intermediate_size,
+        "fused": fused,
+        "heads": spec.heads,
+        "kv_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "norm_before_residual": spec.norm_before_residual,
+        "norm_output": spec.norm_output,
+        "freq": t.numbers(freq),
+        "factor": factor,
+        "fused_norm": norm(of_fused) if of_fused else None,
+        **{key: norm([name]) for key, name in _NORMS.items()},
+        **{f"{x}_norm": norm([f"{_LAYER}self_attn.{x}_norm"]) for x in "qk" if spec.qk_norm},
+        **{key: matrix(name) for key, name in _MATRICES.items()},
+    }

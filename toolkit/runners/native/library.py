@@ -17,7 +17,7 @@ from toolkit.errors import UsageError
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.step import COLUMNS
 
-VERSION = 39  # tk_version of api.cpp, which says when both are raised
+VERSION = 40  # tk_version of api.cpp, which says when both are raised
 ISA_VARIABLE = "TOOLKIT_CPU_ISA"
 # of build.py, best first, that this architecture may have
 ISAS = (
@@ -104,6 +104,12 @@ class TowerArrays(Structure):
     )
 
 
+class DraftArrays(Structure):
+    """tk::DraftArrays of draft_head.h."""
+
+    _fields_ = _fields("rows! texts! words states counts places lengths keys values out best sure")
+
+
 class RoundRun(Structure):
     """tk::RoundRun of kernels/cpu/ops.h."""
 
@@ -176,12 +182,15 @@ _CALLS: dict[str, tuple[Any, ...]] = {  # what each gives, then what it takes
     "tk_adapter_drop": (None, c_void_p, c_int64),
     "tk_step": (c_int, c_void_p, POINTER(StepArrays), POINTER(StepResults)),
     "tk_embed": (c_int, c_void_p, c_void_p, c_int64, c_void_p),
-    "tk_linear": (c_int, c_char_p, POINTER(TensorRecord), c_void_p, c_int64, c_void_p, c_int64),
     "tk_pack": (c_int, POINTER(TensorRecord), c_void_p, POINTER(PackSource), c_int64),
     "tk_pack_file": (c_int, POINTER(TensorRecord), c_int, c_int64, POINTER(PackSource), c_int64),
     "tk_tower_create": (c_void_p, *_PROGRAM),
     "tk_tower_free": (None, c_void_p),
     "tk_tower_run": (c_int, c_void_p, POINTER(TowerArrays)),
+    "tk_draft_create": (c_void_p, *_PROGRAM),
+    "tk_draft_free": (None, c_void_p),
+    "tk_draft_fuse": (c_int, c_void_p, c_void_p, c_int64, c_void_p),
+    "tk_draft_step": (c_int, c_void_p, POINTER(DraftArrays)),
     "tk_op_round": (c_int, c_char_p, POINTER(RoundRun), c_int64),
     "tk_op_code_rows": (c_int, c_char_p, POINTER(CodeRun), c_int64, c_int64),
     "tk_op_squares": (c_int, c_char_p, POINTER(SquaresRun), c_int64),

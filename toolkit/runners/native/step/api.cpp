@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "step/alone.h"
 #include "step/model.h"
+#include "draft/draft_head.h"
 #include "packing/pack_tiles.h"
 #include "step/step.h"
 #include "system/bridge.h"
@@ -73,7 +73,7 @@ tk::Group& group_of(tk::Model* m, int64_t group, int64_t block) {
 
 // Of all that passes here: functions, structures, the program's record, how tensors are packed. VERSION in library.py says
 // the same; raise both when any of it changes, so that neither side reads the other's as its own.
-TK_EXPORT int tk_version() { return 39; }
+TK_EXPORT int tk_version() { return 40; }
 
 TK_EXPORT const char* tk_error() { return message.c_str(); }
 
@@ -218,14 +218,6 @@ TK_EXPORT int tk_embed(tk::Model* model, const int32_t* ids, int64_t count, floa
     });
 }
 
-// Float rows [count, cols] by a packed matrix, to [count, whole tiles of rows].
-TK_EXPORT int tk_linear(const char* isa, const tk::TensorRecord* w, const float* x, int64_t count, float* to, int64_t threads) {
-    return guarded([&] {
-        const tk::Matrix matrix = described(*w, static_cast<uint8_t*>(const_cast<void*>(w->data)));
-        tk::linear_alone(*ops_or_throw(isa), matrix, w->turned, x, count, to, threads_or_throw(threads));
-    });
-}
-
 // As for a model. TOOLKIT_NATIVE_PROFILE=1: it prints its profile when it is freed.
 TK_EXPORT tk::Tower* tk_tower_create(const char* names, const double* values, int64_t count, const tk::TensorRecord* tensors,
                                      int64_t tensors_size, const char* isa, int64_t threads) {
@@ -243,6 +235,27 @@ TK_EXPORT void tk_tower_free(tk::Tower* tower) { delete tower; }
 
 TK_EXPORT int tk_tower_run(tk::Tower* tower, const tk::TowerArrays* in) {
     return guarded([&] { tower->run(*in); });
+}
+
+// Of tk::DraftHead; null with tk_error().
+TK_EXPORT tk::DraftHead* tk_draft_create(const char* names, const double* values, int64_t count, const tk::TensorRecord* tensors,
+                                         int64_t tensors_size, const char* isa, int64_t threads) {
+    tk::DraftHead* head = nullptr;
+    guarded([&] {
+        const tk::Ops* ops = ops_or_throw(isa);
+        head = new tk::DraftHead(tk::parse_draft(names, values, count, tensors, tensors_size, ops->bf16_dot), ops, threads_or_throw(threads));
+    });
+    return head;
+}
+
+TK_EXPORT void tk_draft_free(tk::DraftHead* head) { delete head; }
+
+TK_EXPORT int tk_draft_fuse(tk::DraftHead* head, const float* states, int64_t rows, float* to) {
+    return guarded([&] { head->fuse(states, rows, to); });
+}
+
+TK_EXPORT int tk_draft_step(tk::DraftHead* head, const tk::DraftArrays* in) {
+    return guarded([&] { head->step(*in); });
 }
 
 TK_EXPORT void tk_profile_print(tk::Model* model) {
