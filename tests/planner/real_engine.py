@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from toolkit.engine import core as core_module
 from toolkit.engine import in_flight
+from toolkit.engine.plan import Plan
 from toolkit.engine.request import EngineRequest, SamplingParams, Whose
 from toolkit.planner.step_time import StepTime
 from toolkit.planner.traffic import Ask
@@ -37,16 +37,21 @@ def served(
     core = fake.make_core(
         (None,), 61, blocks=4096, block_size=64, cheap=True, target_step_ms=None, lookahead=True, **limits
     )
-    submit = core.runner.submit
+    schedule, submit = core.scheduler.schedule, core.runner.submit
+    plan = Plan()
+
+    def planned() -> Plan:
+        nonlocal plan
+        plan = schedule()
+        return plan
 
     def timed(batch: StepBatch) -> Any:
-        counts = np.diff(batch.cu_seqlens)
-        decodes = counts == 1
-        context = int(batch.seq_lens[decodes].sum())
-        pairs = float((counts * (batch.seq_lens - counts / 2))[~decodes].sum())
+        context = sum(seq.computed + 1 for seq in plan.decodes)
+        pairs = sum(count * (start + count / 2) for _, start, count in plan.chunks)
         end = clock.free = max(clock.now, clock.free) + time.seconds(len(batch.token_ids), context, pairs)
         return _Handle(submit(batch), clock, end)
 
+    monkeypatch.setattr(core.scheduler, "schedule", planned)
     monkeypatch.setattr(core.runner, "submit", timed)
     coming = list(enumerate(asks))
     first: dict[str, float] = {}

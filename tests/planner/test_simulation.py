@@ -50,15 +50,42 @@ def test_one_request_takes_the_time_of_its_steps() -> None:
 
 
 @pytest.mark.parametrize(
+    ("time", "rate", "size_in", "size_out", "batch"),
+    [
+        (replace(TIME, wait=0.0), 2.6, "20:400", "64", 16),
+        (replace(TIME, wait=0.0), 6.0, "20:400", "64", 3),  # many wait for a place
+        (StepTime(0.006, (4.0,), (0.0003, 0.00065), 2e-6, 4e-7), 60.0, "1:3", "1:3", 2),
+        (StepTime(0.006, (4.0,), (0.0003, 0.00065), 2e-6, 4e-7), 2.0, "300", "1:40", 16),
+        (PLAIN, 0.3, "2000", "20", 4),
+    ],
+)
+def test_every_step_is_the_real_engine_s(
+    time: StepTime, rate: float, size_in: str, size_out: str, batch: int, fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole engine loop, with its pace, its turns and its running ahead, on a clock that the same step times drive:
+    each request has its first token and its last at the same moment."""
+    asks = drawn(4, 100, rate, size_in, size_out, 0)
+    real = real_engine.served(fake, monkeypatch, asks, time, batch)
+    engine, jobs = Engine(time, Limits(batch), warm=False), []
+    for ask in asks:
+        while engine.end < ask.arrival:
+            engine.run()
+        jobs.append(engine.add(ask, ask.arrival))
+    while engine.stretch is not None:
+        engine.run()
+    for job, (ttft, e2e) in zip(jobs, real, strict=True):
+        assert (job.first - job.came, job.end - job.came) == pytest.approx((ttft, e2e), abs=1e-6)
+
+
+@pytest.mark.parametrize(
     ("time", "lengths"), [(replace(TIME, wait=0.0), "20:400"), (StepTime(0.002, (8.0,), (0.0007, 0.0007)), "200")]
 )
-@pytest.mark.parametrize("rate", [1.5, 2.6])
 def test_requests_take_as_long_as_in_the_real_engine(
-    rate: float, time: StepTime, lengths: str, fake: Any, monkeypatch: pytest.MonkeyPatch
+    time: StepTime, lengths: str, fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole engine loop, with its pace and its turns, on a clock that the same step times drive, warm as a server
-    is that has answered before."""
-    asks = drawn(3, 100, rate, lengths, "64", 0)
+    """The same of a server that has answered before. What its pace has learned may be a little else; an engine that is
+    always busy would have figures of chance then, this one has not."""
+    asks = drawn(3, 100, 1.5, lengths, "64", 0)
     before = [Ask(2.0 * i, size, 32) for i, size in enumerate((512, 64, 256, 128))]
     later = [replace(ask, arrival=ask.arrival + 20) for ask in asks]
     real = real_engine.served(fake, monkeypatch, [*before, *later], time, 16)[len(before) :]
@@ -66,7 +93,7 @@ def test_requests_take_as_long_as_in_the_real_engine(
     for i, name in enumerate(("ttft", "e2e")):
         times = [getattr(one, name) for one in found.served]
         for figure in (np.median, np.mean):
-            assert figure(times) == pytest.approx(figure([one[i] for one in real]), rel=0.1), (name, figure)
+            assert figure(times) == pytest.approx(figure([one[i] for one in real]), rel=0.03), (name, figure)
 
 
 def test_engines_on_one_machine_share_its_cores() -> None:

@@ -25,7 +25,7 @@ from toolkit.planner.step_time import Features, StepTime, features
 from toolkit.planner.traffic import Ask
 
 BLOCK = 64
-LEARNS = 3  # steps of a stretch that the pace learns from: more tell it little
+LEARNS = 64  # steps of a stretch, its last, that the pace learns from: more tell it little
 HOLDS = 0.7  # seconds, mean, that an engine is as fast as it is: how long slow moments were on two virtual cores
 
 
@@ -108,6 +108,7 @@ class Engine:
     steps: int = 0
     preemptions: int = 0
     _pace: Pace = field(default_factory=lambda: Pace(None))
+    _last: tuple[Plan, float] | None = None  # a step that has ended, which the pace is yet to learn of
     _total: Features | None = None
     _leaving: int = 0  # requests whose end the next step does not know of: their places are not free yet
     _rushed: int = 0  # steps in which newcomers came before who has waited longest
@@ -169,43 +170,59 @@ class Engine:
         self.steps += steps
         if self.keeps_features:
             self._total = self._sum() + self._contents(stretch)
-        if self.limits.paced:
-            chunks: list[Any] = [(job, job.computed, count) for job, count in stretch.chunks]
-            plan = Plan(decodes=list(stretch.decodes), chunks=chunks, submitted=stretch.start)  # type: ignore[arg-type]
-            for step in range(min(steps, LEARNS)):
-                self._pace.ended(plan, stretch.end_of(step + 1))
+        last = end - (stretch.first + stretch.growth * (steps - 1))
+        ahead = not self._waits_for(stretch) and self.limits.lookahead  # the next step was made as the last one began
         for job in stretch.decodes:
+            if not job.produced:  # all but one token of its prompt had been computed
+                job.first, job.at_first = end, self._total
             job.computed += steps
             job.produced += steps
             job.length += steps
-        ready = []
         for job, count in stretch.chunks:
             job.feed(count, self.steps)
             if job.computed == job.length:
                 job.produced += 1
                 job.length += 1
-                ready.append(job)
                 if job.produced == 1:
                     job.first, job.at_first = end, self._total
-        if ready:
-            self.prompts = [job for job in self.prompts if job.computed + 1 < job.length or job not in ready]
-            self.decoding += ready
+        if stretch.chunks:  # who has one token left goes on as those that write, be it the prompt's last one
+            self.decoding += [job for job in self.prompts if job.left == 1]
+            self.prompts = [job for job in self.prompts if job.left > 1]
         ended = [job for job in self.decoding if job.produced >= job.ask.output_len]
         for job in ended:
             job.end, job.at_end = end, self._total
         if ended:
             self.decoding = [job for job in self.decoding if job.produced < job.ask.output_len]
             self.done += ended
-        self._leaving = len(ended) if self.limits.lookahead else 0
-        last = end - (stretch.first + stretch.growth * (steps - 1))
-        seen = last if self.limits.lookahead and end - last <= LONG_STEP else end
-        self._begin(end, seen)
+        if not self.running:  # unless somebody waited and had a place there was nothing to make it of
+            ahead = ahead and len(ended) < self.limits.max_batch_size and any(job.came <= last for job in self.waiting)
+        self._leaving = len(ended) if ahead else 0
+        if not ahead:
+            self._learn()
+        self._begin(end, last if ahead else end)
         return ended
+
+    def _waits_for(self, stretch: Stretch) -> bool:
+        """Whether the last step of ``stretch`` is so long that the next one is made when it has ended. As in the real
+        loop that is what the pace takes it to be, which knows of the steps before."""
+        if not self.limits.paced:
+            return stretch.end_of(stretch.count) - stretch.end_of(stretch.count - 1) > LONG_STEP
+        chunks: list[Any] = [(job, job.computed, count) for job, count in stretch.chunks]
+        known = max(0, stretch.count - LEARNS)
+        plan = Plan(decodes=list(stretch.decodes), chunks=chunks, submitted=stretch.end_of(known))  # type: ignore[arg-type]
+        for step in range(known + 1, stretch.count + 1):
+            self._learn()
+            self._last = plan, stretch.end_of(step)
+        return self._pace.is_long(plan)
+
+    def _learn(self) -> None:
+        """Have the pace know of the last step."""
+        if self._last is not None:
+            self._pace.ended(*self._last)
+            self._last = None
 
     def _begin(self, now: float, seen: float) -> None:
         """Schedule what comes after ``now``, of the requests that had come by ``seen``."""
-        if not self.running:
-            seen = now  # nothing is in flight: there is nothing to be ahead of
         self._make_room()
         decodes, budget = list(self.decoding), self._budget(seen)
         self._admit(seen)
@@ -215,7 +232,8 @@ class Engine:
             assert not self.waiting or not self.running, "nothing runs, and yet somebody waits"
             return
         soon = self._unseen or (self._leaving and self.waiting)  # the next step may begin what this one could not
-        steps = 1 if chunks or soon else self._steps(decodes)
+        begins = any(not job.produced for job in decodes)
+        steps = 1 if chunks or soon or begins else self._steps(decodes)
         tokens = len(decodes) + sum(count for _, count in chunks)
         rows = len(decodes) + sum(job.computed + count == job.length for job, count in chunks)
         context = float(sum(job.length for job in decodes))
@@ -258,8 +276,8 @@ class Engine:
             return most
         before = max((job.computed for job in self.prompts), default=0)
         starts = [*self.prompts, *waits]
-        need = sum(job.left for job in starts if job.left <= LEAST_TOKENS)
-        if self.running + len(waits) < 2:
+        need = sum(job.left for job in starts if 1 < job.left <= LEAST_TOKENS)
+        if self.running + self._leaving + len(waits) < 2:
             times, need = SERVED, 0
         else:
             times = HASTY if need else SHARED
@@ -269,7 +287,7 @@ class Engine:
     def _admit(self, seen: float) -> None:
         self._unseen = False
         held = sum(blocks_for(max(job.length, job.computed), BLOCK) for job in (*self.prompts, *self.decoding))
-        places = self.limits.max_batch_size - (self._leaving if self.running else 0)
+        places = self.limits.max_batch_size - self._leaving
         busy = self.running > 0
         for job in list(self.waiting):
             if self.running >= places:
