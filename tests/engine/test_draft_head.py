@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from tests.support.draft_head import LAYERS, SPEC, write
+from tests.support.hidden_states import hidden_states
 from tests.support.numpy_head import Head, KeysValues
 from toolkit.artifacts.canonical import Dense
 from toolkit.artifacts.drafts.draft_head import HeadSpec
@@ -29,7 +30,6 @@ from toolkit.errors import ToolkitError, UsageError
 from toolkit.parallel.choose import open_ranks
 from toolkit.parallel.layout import Layout
 from toolkit.parallel.model import Model
-from toolkit.quant.draft.features import features
 from toolkit.quant.layers.source import LayerSource
 from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
@@ -132,8 +132,7 @@ def answers_of(
 def short_of_the_best(source: LayerSource, head: Head, tokens: list[int], guess: list[int]) -> list[float]:
     """How far each guess lies below the best one, in the spread of the logits: behind a text and the guesses before it,
     from the hidden states of the model's float32 forward pass over all of the text."""
-    states = features(source, torch.tensor([tokens[:-1]]), LAYERS, torch.device("cpu"), 1, lambda done: None)
-    fused = head.fuse(states[0, :, :-1].float().numpy())
+    fused = head.fuse(hidden_states(source, torch.tensor([tokens[:-1]]), LAYERS)[0].numpy())
     kept = KeysValues(head.spec, 1)
     hidden = head.run(np.array(tokens[1:]), fused, [Rows(kept, len(tokens) - 1)])[-1:]
     found: list[float] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from safetensors.torch import load_file, save_file
 
 import toolkit.quant.draft.run as run
 import toolkit.quant.draft.train as train
+from tests.support.hidden_states import hidden_states
 from toolkit.artifacts.drafts.draft_head import read_head, read_head_spec
 from toolkit.artifacts.manifest import read_manifest
 from toolkit.artifacts.weight_files.safetensors_file import widened
 from toolkit.commands.main import main
 from toolkit.errors import ToolkitError
+from toolkit.quant.draft.features import States
 from toolkit.quant.draft.layer import Passes
+from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.options import DraftHead
 
 FEW = DraftHead(tokens=512, steps=6, draft_vocab_size=200, num_draft_tokens=3)
@@ -97,6 +101,31 @@ def test_it_guesses_as_speculators_would(trained: tuple[Path, Path]) -> None:
         for _ in range(i + 1):
             logits = passes.next()
         assert int(kept[logits[0, 18].argmax()]) == int(expected[i])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "lfm2", "deepseek_v3"])
+def test_hidden_states_are_those_of_the_model(tiny_models: Any, family: str) -> None:
+    """Whatever layers keep of a text; samples that begin alike are told each. Near ones of experts may be others."""
+    source = LayerSource(tiny_models(family))
+    ids = torch.randint(3, 300, (9, 150), generator=torch.Generator().manual_seed(1))
+    ids[1, :140] = ids[0, :140]
+    layers = (1, len(source.spec.layers))
+    with States(source.path, layers, 150, "cpu") as states:
+        states.of(ids[:2], lambda done: None)
+        found = states.of(ids, lambda done: None).float()
+    wanted = hidden_states(source, ids, layers)
+    apart = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert apart.median() < 0.02 and apart.quantile(0.8) < 0.04
+
+
+def test_a_model_whose_weights_are_damaged_is_named(tiny_models: Any, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(tiny_models("llama"), path)
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"].fill_(1e38)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with States(path, (2,), 20, "cpu") as states, pytest.raises(ToolkitError, match=r"model: hidden states cannot be taken: no token"):
+        states.of(torch.full((1, 20), 5), lambda done: None)
 
 
 def test_rows_that_are_gone_on_with_are_as_among_all(trained: tuple[Path, Path]) -> None:

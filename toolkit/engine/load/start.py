@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -37,23 +37,29 @@ log = logging.getLogger(__name__)
 
 
 @extras.named()
-def start(setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress: Progress) -> tuple[EngineCore, Facts]:
-    """Open the runner, plan memory, load weights, allocate the cache. Raises ToolkitError or UsageError, one line."""
+def start(
+    setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress: Progress, drafts: Sequence[Draft] = ()
+) -> tuple[EngineCore, Facts]:
+    """Open the runner, plan memory, load weights, allocate the cache. ``drafts``: those that guess beside the one that
+    ``setup`` names. Raises ToolkitError or UsageError, one line."""
     with ExitStack() as opened:
-        started = _start(setup, open_tokenizer, progress, opened)
+        started = _start(setup, open_tokenizer, progress, opened, list(drafts))
         opened.pop_all()
     return started
 
 
 def _start(
-    setup: Setup, open_tokenizer: Callable[[], Tokenizer] | None, progress: Progress, opened: ExitStack
+    setup: Setup,
+    open_tokenizer: Callable[[], Tokenizer] | None,
+    progress: Progress,
+    opened: ExitStack,
+    drafts: list[Draft],
 ) -> tuple[EngineCore, Facts]:
     """``opened``: gets what is to be closed where this fails."""
     config, empty = setup.config, setup.config.empty_init and setup.updated is None
     runner, why = open_for(setup)
     opened.callback(runner.close)
     read = partial(new_weights, setup, runner.spec)
-    drafts: list[Draft] = []
     try:
         draft = _open_draft(setup, runner)
         if draft is not None:

@@ -20,7 +20,7 @@ from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.base import extras
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.models.spec import DecoderSpec, RopeSpec
-from toolkit.quant.draft.features import features
+from toolkit.quant.draft.features import States
 from toolkit.quant.draft.plot import plot_curve
 from toolkit.quant.draft.text import LENGTH, Writer
 from toolkit.quant.draft.train import BATCH, Part, Teacher, Text, Training
@@ -140,18 +140,15 @@ def _prepare(
                 stage.save(f"text.{number}", {"ids": made})
             behind += count * length
             progress("writing text", behind, whole)
-    layers, behind = len(source.spec.layers), 0
-
-    def told(done: int) -> None:
-        progress("taking hidden states", behind + done * count * length // layers, whole)
-
-    for number, count in parts:
-        if not stage.done(f"states.{number}"):
-            ids = stage.load(f"text.{number}")["ids"]
-            states = features(source, ids, head.layers, device, 8, told)
-            stage.save(f"states.{number}", {str(i): states[i] for i in range(count)})
-        behind += count * length
-        told(0)
+    behind = 0
+    with States(source.path, (*head.layers, len(source.spec.layers)), length, str(device)) as taken:
+        for number, count in parts:
+            if not stage.done(f"states.{number}"):
+                told = lambda done: progress("taking hidden states", behind + done * length, whole)  # noqa: B023, E731
+                states = taken.of(stage.load(f"text.{number}")["ids"], told)
+                stage.save(f"states.{number}", {str(i): states[i] for i in range(count)})
+            behind += count * length
+            progress("taking hidden states", behind, whole)
     parts_of = [Part(stage.load(f"text.{n}")["ids"], stage.load(f"states.{n}")) for n, _ in parts]
     return Text(parts_of[1:]), Text(parts_of[:1])
 
