@@ -124,7 +124,8 @@ def test_a_model_whose_weights_are_damaged_is_named(tiny_models: Any, tmp_path: 
     weights = load_file(path / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"].fill_(1e38)
     save_file(weights, path / "model.safetensors", {"format": "pt"})
-    with States(path, (2,), 20, "cpu") as states, pytest.raises(ToolkitError, match=r"model: hidden states cannot be taken: no token"):
+    told = "model: hidden states cannot be taken: no token"
+    with States(path, (2,), 20, "cpu") as states, pytest.raises(ToolkitError, match=told):
         states.of(torch.full((1, 20), 5), lambda done: None)
 
 
