@@ -29,9 +29,7 @@ from planning.servers import REST, ROLES, Servers, batches
 
 BRIEF, LONG = 2, (800, 2)  # tokens out, and in and out, of what the simulation is told by beside requests of the load
 SHARES = (0.4, 0.6)  # of what eight clients reach
-PIECES = 6  # in which a rate is measured, for no machine is as fast for minutes
-PASSES = 0, 3, PIECES  # before which of them, and behind the last, batches are measured,
-ROUNDS = 3  # so many times each
+ROUNDS = 3  # of batches, before the first piece, in the middle and behind the last
 CHUNKS = (8, 32, 800)  # tokens of prompts of which steps are told
 PROBE = 10, 2  # requests of the load's lengths, and long ones, that tell how fast the machine is,
 
@@ -52,27 +50,27 @@ def measure(given: argparse.Namespace, part: str, file: Path) -> None:
             return servers.load(urls, shape, count, 1, rest=rest)
 
         def turn(number: int) -> None:
-            if number in PASSES:
+            if number in (0, given.pieces // 2, given.pieces):
                 found["batches"].append(batches(given.model, short, CHUNKS, ROUNDS))
             one = [servers.urls[number % len(servers.urls)]]  # each time another server
             now = {"probe": [*single(one, short, rest=REST), *single(one, LONG, PROBE[1], REST)]}
             if part != "one":
                 now["beside"] = single(servers.urls, short)
-                now["outside"] = [*single(front, brief), *single(front, short)]
+                now["outside"] = [*single(front, brief, rest=REST), *single(front, short, rest=REST)]
             if part == "apart":
-                now["outside"] += single(front, LONG, PROBE[1])
+                now["outside"] += single(front, LONG, PROBE[1], REST)
             found["turns"].append(now)
 
         for url in servers.urls:  # the first requests of a server are slower
             servers.load([url], short, 4, 2)
         best = given.best or servers.load(front, short, 48, 8)[0]["request_throughput"]
-        for piece in range(PIECES):
+        for piece in range(given.pieces):
             turn(piece)
             for share in SHARES:
-                row = servers.load(front, short, given.count // PIECES, rate=float(f"{share * best:.3g}"))[0]
+                row = servers.load(front, short, given.count // given.pieces, rate=float(f"{share * best:.3g}"))[0]
                 found["rated"].append(row | {"share": share})
             file.write_text(json.dumps(found))
-        turn(PIECES)
+        turn(given.pieces)
     file.write_text(json.dumps(found))
 
 
@@ -81,6 +79,9 @@ def main() -> None:
     parser.add_argument("model", help="an artifact that `tool convert` wrote for a CPU")
     parser.add_argument("--out", type=Path, required=True, help="directory of the measured figures; it is made")
     parser.add_argument("--count", type=int, default=400, help="requests at each rate")
+    parser.add_argument(
+        "--pieces", type=int, default=6, help="in which a rate is measured, for no machine is as fast for minutes"
+    )
     parser.add_argument("--input-len", type=int, default=100, help="tokens of their prompts")
     parser.add_argument("--output-len", type=int, default=16, help="and of their answers")
     parser.add_argument("--round", type=int, default=1, help="its number, and the seed of its prompts and arrivals")

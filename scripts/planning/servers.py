@@ -31,6 +31,7 @@ ALL = sorted(os.sched_getaffinity(0))  # cores
 BATCH, LENGTH = 16, 2048
 OTHERS = 0.05  # cores that other programs may have meanwhile: what was measured beside more does not count
 REST = 0.1  # seconds before a request that is alone: many of a load find an engine at rest, its caches others'
+ENOUGH = 64  # tokens that a round of prompts has, or one prompt: a slow moment would be all that few small ones tell
 TRIES = 3  # of batches beside fewer
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 ENGINE = ["--max-batch-size", BATCH, "--session-len", LENGTH]
@@ -200,8 +201,9 @@ def batches(model: str, shape: tuple[int, int], sizes: Sequence[int], rounds: in
     found = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
-        for tokens, at_once in [(shape[0], "1,2,4,8,16"), *((size, "1") for size in sizes)]:
-            words = ["profile", "generation", model, "--json", file, "--rounds", rounds]
+        kinds = [(shape[0], "1,2,4,8,16", 1), *((size, "1", max(1, ENOUGH // size)) for size in sizes)]
+        for tokens, at_once, times in kinds:
+            words = ["profile", "generation", model, "--json", file, "--rounds", times * rounds]
             words += ["--concurrency", at_once, "--prompt-tokens", tokens, "--completion-tokens", shape[1]]
             words += [*ENGINE, "--threads", 1]
             command = [*TOOL, *map(str, words)]

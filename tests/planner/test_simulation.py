@@ -165,6 +165,17 @@ def test_what_the_way_takes() -> None:
         assert one.ttft == pytest.approx(plain.ttft + more) and one.tpot == pytest.approx(plain.tpot)
 
 
+def test_what_a_request_takes_around_engines_is_taken_on_its_way() -> None:
+    """Alone it waits for that once; beside an engine that computes both go half as fast on one core, on two neither."""
+    ways = replace(PLAIN, wait=0.5)
+    first, second = Ask(0.0, 50, 500), Ask(1.0, 50, 2)
+    (alone,) = simulate([second], ways, Limits(), 2, Around(cores=1, request=0.5)).served
+    assert alone.ttft == pytest.approx(0.5 + PLAIN.seconds(50))
+    for cores, more in ((1, 0.5 + PLAIN.seconds(50)), (2, 0.0)):
+        found = simulate([first, second], ways, Limits(), 2, Around(cores=cores, request=0.5)).served
+        assert found[1].ttft == pytest.approx(alone.ttft + more)
+
+
 def test_blocks_come_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that writes answers asks for lent blocks in one step and has them two later; one at rest, at once."""
     asks = [Ask(0.0, 100, 200), Ask(1.0, 100, 5)]

@@ -15,7 +15,8 @@ from toolkit.planner.engine import BLOCK, Engine, Job, Limits
 from toolkit.planner.step_time import StepTime
 from toolkit.planner.traffic import Ask
 
-SPOKEN = -1, -1  # in the place of an engine: what is around them has done its work for a request that came
+SPOKEN = -1, -1  # in the place of an engine: what is around them has done its work for a request
+WAY = -2  # likewise: the way of a request has ended, and which one's
 LOOKS = 2  # steps of a busy engine between that it hears of blocks and that it has them, as ``Keeper`` fetches them
 
 
@@ -60,7 +61,7 @@ class Around:
     ``cores``: that all engines, and what speaks for them, share; None: each has its own. ``threads``: cores of an
     engine while it computes; ``step``: seconds that each of its steps takes longer while others compute, for they read
     memory, too; ``token``: core-seconds of each output token outside of engines: HTTP, proxy, client; ``request``: of
-    each request, when it comes. ``noise``: standard deviation of how long each engine's steps take, as a share, from
+    each request, on its way. ``noise``: standard deviation of how long each engine's steps take, as a share, from
     one moment to the next."""
 
     way: float = 0.0
@@ -107,7 +108,7 @@ def simulate(
         came[id(first)] = now
         if prefills:
             heads[id(first)] = ask
-        fleet.come(now + time.wait + around.way, first, lending if prefills else writing)
+        fleet.send(now, time.wait + around.way, first, lending if prefills else writing)
 
     left = deque(asks)
     for _ in range(min(len(asks), at_once or len(asks))):
@@ -118,7 +119,7 @@ def simulate(
             if (wanted := heads.get(id(job.ask))) is not None:
                 later = replace(wanted, cached=(wanted.input_len - 1) // BLOCK * BLOCK)
                 came[id(later)] = came[id(job.ask)]
-                fleet.come(fleet.now + around.handing + time.wait + around.way, later, writing)
+                fleet.send(fleet.now, around.handing + time.wait + around.way, later, writing)
             elif left:
                 send(left.popleft(), fleet.now)
     jobs = [job for engine in writing.engines for job in engine.done]
@@ -177,15 +178,17 @@ class Fleet:
         self._computing = 0  # engines that do
         self._speaking = 0  # requests with which what is around them has work
         self._wants = {(g, i): 0.0 for g, group in enumerate(groups) for i in range(len(group.engines))}  # cores
-        self._version = dict.fromkeys([*self._wants, SPOKEN], 0)
+        self._version = dict.fromkeys(self._wants, 0)
         self._ends: list[tuple[float, int, int, int]] = []  # when a stretch ends, whose, and which version of it
-        self._coming: list[tuple[float, int, Ask, int]] = []
+        self._sent: list[tuple[float, int, float, Ask, int]] = []  # when, and how long its way is, to which group
+        self._coming: dict[int, tuple[Ask, int]] = {}  # on their way
         self._count = 0
         self._clock: list[tuple[float, float]] = [(0.0, 0.0)]
 
-    def come(self, when: float, ask: Ask, group: Group) -> None:
+    def send(self, when: float, way: float, ask: Ask, group: Group) -> None:
+        """A request to an engine of ``group``, ``way`` seconds away where nobody wants the cores: that is work, too."""
         self._count += 1
-        heappush(self._coming, (when, self._count, ask, self.groups.index(group)))
+        heappush(self._sent, (when, self._count, max(0.0, way), ask, self.groups.index(group)))
 
     def clock(self, times: Sequence[float]) -> list[float]:
         """Seconds at which it was so late by the engines' clock."""
@@ -196,15 +199,14 @@ class Fleet:
 
     def turn(self) -> list[Job] | None:
         """What happens next: the requests that end with it; None: nothing more."""
-        while self._ends and self._ends[0][3] != self._version[self._ends[0][1:3]]:
+        while self._ends and self._ends[0][3] != self._version.get(self._ends[0][1:3], 0):
             heappop(self._ends)
         ends = self._now_at(self._ends[0][0]) if self._ends else math.inf
-        if self._coming and self._coming[0][0] < ends:
-            when, _, ask, g = heappop(self._coming)
+        if self._sent and self._sent[0][0] < ends:
+            when, number, way, ask, g = heappop(self._sent)
             self._pass(when, self._own_at(when))
-            i = self.groups[g].choose()
-            self.groups[g].engines[i].add(ask, self._own)
-            self._note(g, i)
+            self._coming[number] = ask, g
+            heappush(self._ends, (self._own + way, WAY, number, 0))
             self._speak(1)
             return []
         if not self._ends:
@@ -214,9 +216,17 @@ class Fleet:
         if (g, i) == SPOKEN:
             self._speak(-1)
             return []
+        if g == WAY:
+            self._arrive(*self._coming.pop(i))
+            return []
         ended = self.groups[g].engines[i].run()
         self._note(g, i)
         return ended
+
+    def _arrive(self, ask: Ask, g: int) -> None:
+        i = self.groups[g].choose()
+        self.groups[g].engines[i].add(ask, self._own)
+        self._note(g, i)
 
     def _now_at(self, own: float) -> float:
         return own if self._around.cores is None else self.now + (own - self._own) * self._slow
