@@ -20,7 +20,7 @@ def guesses(
     """By prompts and by the tokens of the answer that were known: what ``head`` guesses as ``model`` answers."""
     found: dict[str, dict[int, Guessed]] = {prompt: {} for prompt in prompts}
     now: dict[int, Guessed] = {}
-    kept = DraftHead.propose, DraftHead.__dict__["_goes_on"], Speculator._depth
+    kept = DraftHead.propose, DraftHead._goes_on, Speculator._depth
 
     def propose(self: DraftHead, asked: Any) -> Any:
         kept[0](self, [(seq, DEEPEST) for seq, _ in asked])
@@ -30,7 +30,7 @@ def guesses(
         return [NO_GUESS for _ in asked]
 
     DraftHead.propose = propose  # type: ignore[method-assign]
-    DraftHead._goes_on = staticmethod(lambda guess, most: len(guess.tokens) < most)  # type: ignore[method-assign]
+    DraftHead._goes_on = lambda self, guess, most, odds: len(guess.tokens) < most  # type: ignore[method-assign]
     Speculator._depth = lambda self, draft, asked, best, rows: Depth(DEEPEST, [True] * len(asked))  # type: ignore[method-assign]
     try:
         config = TurbomindEngineConfig(speculative_draft_model=head, speculative_shared="off")

@@ -35,7 +35,7 @@ from toolkit.runners.base import RunnerOptions
 from toolkit.runners.choose import open_runner
 from toolkit.runners.head import Rows
 from toolkit.runners.native import library
-from toolkit.runners.native.draft_head import LAYER_BITS, NativeHead, packed_bytes
+from toolkit.runners.native.draft_head import BITS, NativeHead, packed_bytes
 from toolkit.runners.native.packing.head import quantize_head
 from toolkit.runners.tensor.eagle3 import TorchHead
 
@@ -61,10 +61,10 @@ def random_head(spec: HeadSpec = SPEC, scale: float = 0.3, make: Any = Head, **m
 
 
 def rounded(*what: Any) -> Head:
-    """The same in float32: the weights of its layer are those that 4 bits have."""
+    """The same in float32: the weights are those that 4 bits have, but of its vocabulary."""
     spec, weights, *more = what
-    for name in [name for name, w in weights.items() if name.startswith("layers.0.") and w.ndim > 1]:
-        made = quantize_head(Dense(torch.from_numpy(weights[name])), LAYER_BITS)
+    for name in [name for name, w in weights.items() if name != "lm_head.weight" and w.ndim > 1]:
+        made = quantize_head(Dense(torch.from_numpy(weights[name])), BITS)
         weights[name] = weights[name] if made is None else made.dequantize().numpy()
     return Head(spec, weights, *more)
 
@@ -205,9 +205,9 @@ def test_there_is_no_more_room(model: Path) -> None:
 
 
 @pytest.mark.parametrize("cols", [16, 96, 128, 192, 200])  # of which the last makes no groups, the first none in 4 bits
-@pytest.mark.parametrize("name", ["fc.weight", "layers.0.mlp.down_proj.weight"])
-def test_matrices_of_a_layer_have_4_bits_and_others_8(cols: int, name: str) -> None:
-    bytes_each = {0: 0.8 if name.startswith("layers.") else 1.6, 16: 1.6}.get(cols % 32, 4.2)
+@pytest.mark.parametrize("name", ["fc.weight", "layers.0.mlp.down_proj.weight", "lm_head.weight"])
+def test_the_vocabulary_has_8_bits_and_what_stands_before_it_4(cols: int, name: str) -> None:
+    bytes_each = {0: 1.6 if name == "lm_head.weight" else 0.8, 16: 1.6}.get(cols % 32, 4.2)
     assert packed_bytes(name, (40000 // cols, cols)) < bytes_each * 40000
 
 

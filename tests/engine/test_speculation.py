@@ -419,21 +419,23 @@ def test_cost_follows_the_steps() -> None:
 
 
 class Priced(Draft):
-    """Of ``chance`` in the tokens that follow, at ``seconds`` each."""
+    """Of ``chance`` in the tokens that follow, at ``seconds`` each, while that pays; usually of ``usual``."""
 
     name = "priced"
     costs = True
 
-    def __init__(self, chance: float, seconds: float) -> None:
+    def __init__(self, chance: float, seconds: float, usual: float | None = None) -> None:
         self.chance, self.seconds, self.asked = chance, seconds, [0]
+        self.usual = chance if usual is None else usual
 
     def outlook(self, asked: Any) -> Outlook:
         most = max(most for _, most in asked)
-        return Outlook(np.full(len(asked), self.chance), self.seconds * np.arange(most + 1))
+        return Outlook(np.full(len(asked), self.usual), self.seconds * np.arange(most + 1))
 
     def propose(self, asked: Any) -> list[Guess]:
-        self.asked = [most for _, most in asked]
-        return [Guess([1] * most, [self.chance] * most) for _, most in asked]
+        paying = [sum(self.chance ** (i + 1) >= self.least for i in range(most)) for _, most in asked]
+        self.asked = [max(1, count) for count in paying]
+        return [Guess([1] * count, [self.chance] * count) for count in self.asked]
 
 
 @pytest.mark.parametrize(
@@ -456,6 +458,19 @@ def test_a_draft_that_costs_is_asked_for_what_pays(chance: float, seconds: float
     guesses = speculator.choose([seq])
     assert draft.asked == [asked]
     assert len(guesses.get(seq, [])) <= asked
+
+
+def test_who_is_surer_than_usual_guesses_further() -> None:
+    made = []
+    for chance in (0.6, 0.9):
+        draft = Priced(chance, 0.1, usual=0.6)
+        speculator = Speculator(Speculation(most=12), [draft], VOCAB)
+        for rows in range(1, 40):
+            speculator.cost.note(rows, 0.97 + 0.03 * rows)
+        seq = Sequence(EngineRequest("r", [1, 2], SamplingParams(50)), order=0, max_len=99, rope_set=0, keys_root=None)
+        seq.computed = 1
+        made.append(len(speculator.choose([seq])[seq]))
+    assert 2 <= made[0] <= 3 and made[1] >= 8
 
 
 def test_what_a_step_without_guesses_takes_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:

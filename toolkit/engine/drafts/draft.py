@@ -43,8 +43,8 @@ class Outlook:
 class Draft:
     """``name``: of the method, in metrics. ``costs``: guesses take time to make, so that ``outlook`` is asked before
     ``propose`` is. ``aux_layers``: of the model whose inputs come back from every step, for ``observe``. ``least``: the
-    chance of a token below which its row does not pay now; guesses that promise less need not be made. One engine's
-    thread owns a draft."""
+    chance of a token, and of all before it, below which it does not pay now, its row and where it ``costs`` the time
+    to make it; guesses that promise less need not be made. One engine's thread owns a draft."""
 
     name: str
     costs: bool = False

@@ -6,6 +6,7 @@ be is compared with what was guessed, so that it is known how often guesses come
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -26,7 +27,6 @@ ROOM = 1 << 30  # bytes of states, keys and values of all requests; those that i
 _FIRST = (0.1, 0.15, 0.25, 0.35, 0.45, 0.5, 0.6, 0.7, 0.75, 0.85, 0.9, 0.5)  # what is thought before; last of any
 READ = 4  # rows of a request, up to which a step takes as long as one with a row each: what is more is a prompt
 TOGETHER = 32  # rows that are fused at once while no guess is asked for: each time takes from the step under way
-_LEAST = 0.1  # chance that a guess is right so far, below which it goes no further
 
 
 @dataclass
@@ -176,7 +176,7 @@ class DraftHead(Draft):
         everyone = going
         while going:
             self._take(going, drawn, found)
-            on = [i for i, (seq, _, most) in enumerate(going) if self._goes_on(found[seq], most)]
+            on = [i for i, (seq, f, most) in enumerate(going) if self._goes_on(found[seq], most, f.odds)]
             going = [going[i] for i in on]
             if going:
                 drawn = self._step(drawn.tokens[on], drawn.states[on], [Rows(f.kept, 1) for _, f, _ in going])
@@ -200,6 +200,6 @@ class DraftHead(Draft):
             follower.guessed.append(token)
             follower.sure.append(kind)
 
-    @staticmethod
-    def _goes_on(guess: Guess, most: int) -> bool:
-        return len(guess.tokens) < most and float(np.prod(guess.chances)) > _LEAST
+    def _goes_on(self, guess: Guess, most: int, odds: Odds) -> bool:
+        """Whether a token more pays, as likely as usual ones."""
+        return len(guess.tokens) < most and math.prod(guess.chances) * odds.of(ANY) > self.least

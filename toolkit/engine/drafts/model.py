@@ -34,7 +34,6 @@ from toolkit.runners.step import StepOutput
 TOKENS = 512  # that a step of the draft has at most: of what it has not read yet, some at a time
 ROUNDS = 64  # guesses over which the time to read a prompt is spread, at most
 _FIRST = (0.1, 0.2, 0.3, 0.4, 0.5, 0.55, 0.65, 0.7, 0.8, 0.9, 0.95, 0.7)  # of each what is thought before; of any
-_LEAST = 0.2  # chance that a guess is right so far, below which it goes no further
 
 
 @dataclass
@@ -262,7 +261,8 @@ class DraftModel(Draft):
             own.expect()
             own.arrive(token)
             added[own].append(token)
-            if len(so_far) < most and math.prod(so_far) > _LEAST and self._goes_on(own, token):
+            pays = math.prod(so_far) * follower.odds.of(ANY) > self.least  # a token more, as likely as usual ones
+            if len(so_far) < most and pays and self._goes_on(own, token):
                 going.append(own)
         return going
 

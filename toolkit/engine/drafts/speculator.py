@@ -42,7 +42,7 @@ class Found(NamedTuple):
 
 
 class Depth(NamedTuple):
-    """``tokens``: that guesses are to have, ``which``: for which requests; ``trial``: to see whether they
+    """``tokens``: that guesses are to have at most, ``which``: for which requests; ``trial``: to see whether they
     would pay."""
 
     tokens: int
@@ -176,7 +176,9 @@ class Speculator:
                 self._trying = 0.0
 
     def _depth(self, draft: Draft, asked: list[Asked], best: dict[Sequence, Found], rows: int) -> Depth:
-        """How many tokens its guesses are to have so that a step gives most tokens a second."""
+        """Of how many tokens guesses are to be made, if any: where those of usual chances give more tokens a second, as
+        many as go on to pay (``least``)."""
+        draft.least = 0.0
         if not asked or not (self.options.always or self.cost.known) or self._resting:
             return Depth(0, [])
         most = min(max(m for _, m in asked), self.options.most)
@@ -195,7 +197,11 @@ class Speculator:
         if not count and time.perf_counter() >= self._next_trial:
             return Depth(min(TRIAL, most), [True] * len(asked), trial=True)
         self._resting = 0 if count else LOOK_REST
-        return Depth(count, better[:, count].tolist())
+        which = better[:, count]
+        if count:
+            step = np.diff(self.cost.of(np.array([0, which.sum()]) + rows))[0] + outlook.seconds[1] - outlook.seconds[0]
+            draft.least = float(step / which.sum() * tokens[count] / seconds[count])
+        return Depth(most if count else 0, which.tolist())
 
     def _there(self, asked: list[Asked], best: dict[Sequence, Found], rows: int) -> NDArray[np.float64]:
         """What would be verified of the guesses that there are, were there no more: of each request the tokens that may

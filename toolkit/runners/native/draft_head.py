@@ -1,5 +1,5 @@
-"""A draft head (EAGLE-3) on the native library, its matrices in 8 bits, its layer's in 4: the fewer bytes, the sooner a
-token is guessed."""
+"""A draft head (EAGLE-3) on the native library, its vocabulary in 8 bits and all before it in 4: the fewer bytes, the
+sooner a token is guessed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from toolkit.runners.native.packing.pack_model import pack_head
 from toolkit.runners.native.packing.packed import LANES, PackedTensor
 from toolkit.runners.native.tensors import Record, Tensors
 
-BITS = 8  # a wrong guess costs time alone
+BITS = 4  # a wrong guess costs time alone, and a trained head guesses as well so
+WORD_BITS = 8  # of its vocabulary; in 4 it would be right less often
 GROUP = 32  # inputs that have a scale in 4 bits; where they make no groups there are 8
-LAYER_BITS = 4  # of its layer, most of a large head: a trained one guesses as well so, but not with all in 4
 _LAYER = "layers.0."
 _MATRICES = {  # of draft_read.cpp
     "fuse": "fc",
@@ -47,8 +47,8 @@ def packed_bytes(name: str, shape: tuple[int, ...]) -> int:
 
 
 def _packed(name: str, weight: torch.Tensor) -> PackedTensor:
-    few = name.startswith(_LAYER) and weight.shape[1] % GROUP == 0
-    return pack_head("draft head", Dense(weight), LAYER_BITS if few else BITS, [])
+    few = name != "lm_head.weight" and weight.shape[1] % GROUP == 0
+    return pack_head("draft head", Dense(weight), BITS if few else WORD_BITS, [])
 
 
 class Cells:
