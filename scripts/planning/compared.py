@@ -16,12 +16,13 @@ from toolkit.planner.traffic import drawn
 
 DRAWS = 24  # of the proxy's lots and of the moments at which the machine is slow; all requests come once in each
 RUN, RESAMPLES = 10, 400
+GOAL = 0.1
 FIGURES = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms")
 
 
 def compare(rounds: Sequence[dict[str, Any]]) -> None:
-    """Of all requests of all rounds at a rate, measured and simulated; of the latter the median of all draws and how
-    far they lie apart (standard deviation), for what was measured is one such draw."""
+    """Of all requests of all rounds at a rate, measured and simulated; of the latter the median of all draws, how far
+    they lie apart (standard deviation), and how many are within ``GOAL`` of it: what was measured is one such draw."""
     print(f"\n{rounds[0]['part']}, rounds: {len(rounds)}")
     knows = [told(found) for found in rounds]
     for found, (time, around) in zip(rounds, knows, strict=True):
@@ -57,8 +58,10 @@ def simulations(found: dict[str, Any], row: dict[str, Any], time: StepTime, arou
 
 def tell(name: str, real: float, simulated: Sequence[float], chance: str = "") -> None:
     guessed, apart = median(simulated), stdev(simulated) / mean(simulated)
+    near = mean(abs(one / guessed - 1) <= GOAL for one in simulated)  # as often as a right simulation would be
     error = f"{guessed / real - 1:+.1%}{chance}"
-    print(f"    {name:18} measured {real:8.2f}  simulated {guessed:8.2f} (draws ±{apart:.0%})  {error}")
+    draws = f"(draws ±{apart:.0%}, {near:.0%} of them within {GOAL:.0%})"
+    print(f"    {name:18} measured {real:8.2f}  simulated {guessed:8.2f} {draws}  {error}")
 
 
 def figure(name: str, rows: Sequence[dict[str, Any]], draws: Sequence[Sequence[Run]]) -> None:
