@@ -86,7 +86,7 @@ class Told(DraftHead):
             if not guess.tokens:
                 found.append(guess)
                 continue
-            self.made.append((seq.tokens[: seq.known].tolist(), guess.tokens))
+            self.made.append((seq.tokens[: seq.known].tolist(), guess.tokens[:2]))
             right = self.answers[seq.id][seq.known - seq.prompt_len :][:most]
             if len(self.made) % 3 == 0 and right:
                 right[-1] = (right[-1] + 1) % 320

@@ -153,8 +153,6 @@ TK_EXPORT int64_t tk_model_traced(tk::Model* model, double* to, int64_t most) {
 
 TK_EXPORT void tk_model_free(tk::Model* model) { delete model; }
 
-TK_EXPORT int64_t tk_model_threads(tk::Model* model) { return model->pool.size(); }
-
 TK_EXPORT int64_t tk_block_bytes(tk::Model* model, int64_t group) {
     return group >= 0 && group < int64_t(model->program.groups.size()) ? model->program.groups[size_t(group)].block_bytes : -1;
 }
@@ -256,10 +254,6 @@ TK_EXPORT int tk_draft_fuse(tk::DraftHead* head, const float* states, int64_t ro
 
 TK_EXPORT int tk_draft_step(tk::DraftHead* head, const tk::DraftArrays* in) {
     return guarded([&] { head->step(*in); });
-}
-
-TK_EXPORT void tk_profile_print(tk::Model* model) {
-    if (model->profile) model->profile->print();
 }
 
 // Fills `bytes` bytes at `data` with a matrix, which `to` describes, from what `from` points at.
