@@ -234,12 +234,12 @@ def main() -> int:
     works = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     for work in works:
         work["max_new_tokens"] = args.tokens or work["max_new_tokens"]
-    forced = None if args.answers_of is None else forced_by(args.answers_of, works)
-    forced = recorded(args.model, works) if args.recorded else forced
     replayed = None
-    if args.guesses_of is not None:
+    if args.guesses_of is not None:  # first: from where answers are forced on, all models give them
         config = {prompt: settings(work) for work in works for prompt in work["prompts"]}
         replayed = Replayed(guesses(args.answers_of, args.guesses_of, list(config), config.__getitem__))
+    forced = None if args.answers_of is None else forced_by(args.answers_of, works)
+    forced = recorded(args.model, works) if args.recorded else forced
     rows = []
     with ExitStack() as stack:
         pipes = {

@@ -196,7 +196,8 @@ class Speculator:
         count = fastest(tokens / seconds)
         if not count and time.perf_counter() >= self._next_trial:
             return Depth(min(TRIAL, most), [True] * len(asked), trial=True)
-        self._resting = 0 if count else LOOK_REST
+        if not count and not best:  # beside a guess that costs nothing it may but be the second best
+            self._resting = LOOK_REST
         which = better[:, count]
         if count:
             step = np.diff(self.cost.of(np.array([0, which.sum()]) + rows))[0] + outlook.seconds[1] - outlook.seconds[0]
