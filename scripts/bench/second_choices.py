@@ -20,19 +20,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from native import need_native
 from numpy.typing import NDArray
 from speculation import WORKLOADS
 
-from toolkit.artifacts.drafts.draft_head import read_head
+from toolkit.artifacts.drafts.draft_head import HeadSpec, read_head
 from toolkit.artifacts.text.tokenizer import Tokenizer
 from toolkit.artifacts.weight_files.safetensors_file import widened
+from toolkit.base.threads import usable_cores
 from toolkit.chat.template import ChatTemplate
 from toolkit.commands.output import stdout, table, write_json
 from toolkit.measure.next_logits import texts_batch
+from toolkit.quant.draft.layer import Passes
 from toolkit.runners.base import Runner, RunnerOptions
 from toolkit.runners.choose import open_model, open_runner
-from toolkit.runners.head import Head, Rows
+from toolkit.runners.head import Rows
+from toolkit.runners.native.draft_head import NativeHead
 from toolkit.runners.step import NONE, SamplingBatch, StepOutput
 
 LEAST = 2  # tokens that an occurrence shares with the text's end, as the engine's lookup wants
@@ -90,12 +94,33 @@ def looked_up(text: list[int], end: int) -> list[int]:
     return list(dict.fromkeys(text[at + 1] for at in found))[:CHOICES]
 
 
-def by_head(head: Head, text: list[int], states: NDArray[np.float32]) -> list[list[int]]:
-    """Behind each token of a text but the first: the head's likeliest tokens."""
-    kept = head.open(1)
-    hidden = head.run(np.array(text[1:]), head.fuse(states[:-1]), [Rows(kept, len(text) - 1)])
-    best = np.argsort(-head.logits(hidden), 1, kind="stable")[:, :CHOICES]
-    return [head.ids[row].tolist() for row in best]
+class Head:
+    """An EAGLE-3 head, computed in float32; ``native``: the same as an engine has it."""
+
+    def __init__(self, path: Path, layers: int) -> None:
+        self.spec: HeadSpec
+        self.spec, tensors = read_head(path, layers)
+        embed, d2t = tensors.pop("embed_tokens.weight"), tensors.pop("d2t", None)
+        weights = {name: widened(x) for name, x in tensors.items()}
+        self.native = NativeHead(self.spec, weights, embed, d2t, usable_cores())
+        self._weights = {name: torch.from_numpy(x) for name, x in weights.items()}
+        self._embed = torch.from_numpy(widened(embed))
+
+    @torch.inference_mode()
+    def likeliest(self, text: list[int], states: NDArray[np.float32]) -> list[list[int]]:
+        """Behind each token of a text but the first: its likeliest tokens."""
+        taps = torch.from_numpy(states).flatten(1)[None]
+        logits = Passes(self.spec, self._weights, self._embed, torch.tensor([text]), taps).next()[0]
+        return [self.native.ids[row].tolist() for row in logits.topk(CHOICES).indices.numpy()]
+
+    def seconds(self) -> float:
+        """What one more token of a guess takes."""
+        kept, hidden, taken = self.native.open(1), np.zeros((1, self.native.width), np.float32), []
+        for _ in range(15):
+            begun = time.perf_counter()
+            self.native.step(np.array([5]), hidden, [Rows(kept, 1)])
+            taken.append(time.perf_counter() - begun)
+        return statistics.median(taken)
 
 
 def count(guesses: list[list[int]], answer: list[int]) -> dict[str, int]:
@@ -125,16 +150,6 @@ def best(first: float, more: float, others: list[float], step: tuple[float, floa
     return max(found)
 
 
-def seconds_of(head: Head) -> float:
-    """What one more token of a guess takes."""
-    kept, hidden, taken = head.open(1), np.zeros((1, head.width), np.float32), []
-    for _ in range(15):
-        begun = time.perf_counter()
-        head.step(np.array([5]), hidden, [Rows(kept, 1)])
-        taken.append(time.perf_counter() - begun)
-    return statistics.median(taken)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="demo", type=Path)
@@ -146,11 +161,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     need_native()
-    head = None
-    if given.head is not None:
-        spec, tensors = read_head(given.head, len(open_model(given.model).spec.layers))
-        embed, d2t = tensors.pop("embed_tokens.weight"), tensors.pop("d2t", None)
-        head = Head(spec, {name: widened(x) for name, x in tensors.items()}, embed, d2t)
+    head = None if given.head is None else Head(given.head, len(open_model(given.model).spec.layers))
     model = Model(given.model, () if head is None else head.spec.layers)
     tokenizer = Tokenizer.open(given.model)
     template = ChatTemplate.open(tokenizer, given.model)
@@ -167,7 +178,7 @@ def main() -> None:
             made: dict[str, list[list[int]]] = {"lookup": [looked_up(text, end) for end in range(len(ids), len(text))]}
             if head is not None:
                 states = np.concatenate([out.aux for out in outs])
-                made["head"] = by_head(head, text[:-1], states[: len(text) - 1])[len(ids) - 2 :]
+                made["head"] = head.likeliest(text[:-1], states[: len(text) - 1])[len(ids) - 2 :]
             for name, guesses in made.items():
                 counts.setdefault((name, work["what"]), Counter()).update(count(guesses, text[len(ids) :]))
     step = model.seconds() if given.step_ms is None else (given.step_ms[0] / 1e3, given.step_ms[1] / 1e3)
@@ -176,10 +187,8 @@ def main() -> None:
         if not found["asked"]:
             continue
         first, second, third = (found[i] / found["asked"] for i in "123")
-        more, draw = (
-            found["more"] / max(found["chances"], 1),
-            0.0 if name == "lookup" or head is None else seconds_of(head),
-        )
+        more = found["more"] / max(found["chances"], 1)
+        draw = 0.0 if name == "lookup" or head is None else head.seconds()
         chain, how = best(first, more, [], step, draw)
         two, _ = best(first, more, [second], step, draw)
         three, _ = best(first, more, [second, third], step, draw)
