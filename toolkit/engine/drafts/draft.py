@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -58,6 +59,10 @@ class Draft:
     def propose(self, asked: Seq[tuple[Sequence, int]]) -> list[Guess]:
         """For each request a guess of up to so many tokens behind its known ones, ``tokens[:known]``."""
         raise NotImplementedError
+
+    def pays_behind(self, chances: Seq[float], usual: float) -> bool:
+        """Whether one more token pays behind those of a guess, if it is as likely as ``usual``."""
+        return math.prod(chances) * usual > self.least
 
     def observe(self, step: Step, out: StepOutput) -> None:
         """A step's tokens have been given to its requests, those of guesses too."""

@@ -6,7 +6,6 @@ be is compared with what was guessed, so that it is known how often guesses come
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -201,5 +200,4 @@ class DraftHead(Draft):
             follower.sure.append(kind)
 
     def _goes_on(self, guess: Guess, most: int, odds: Odds) -> bool:
-        """Whether a token more pays, as likely as usual ones."""
-        return len(guess.tokens) < most and math.prod(guess.chances) * odds.of(ANY) > self.least
+        return len(guess.tokens) < most and self.pays_behind(guess.chances, odds.of(ANY))

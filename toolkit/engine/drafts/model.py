@@ -261,7 +261,7 @@ class DraftModel(Draft):
             own.expect()
             own.arrive(token)
             added[own].append(token)
-            pays = math.prod(so_far) * follower.odds.of(ANY) > self.least  # a token more, as likely as usual ones
+            pays = self.pays_behind(so_far, follower.odds.of(ANY))
             if len(so_far) < most and pays and self._goes_on(own, token):
                 going.append(own)
         return going

@@ -88,17 +88,8 @@ class NativeHead:
         self._library = library.load(library.library_path())
         tensors = Tensors({})
         names, values = zip(*flat(_record(spec, weights, tensors)), strict=True)
-        numbers = np.asarray(values, np.float64)
         self._held = tensors.found  # which the library points into
-        self._head = self._library.tk_draft_create(
-            "".join(f"{name}\n" for name in names).encode(),
-            numbers.ctypes.data,
-            numbers.size,
-            library.tensor_records(self._held),
-            len(self._held),
-            library.wanted_isa().encode(),
-            threads,
-        )
+        self._head = library.create(self._library.tk_draft_create, names, values, self._held, threads)
         if not self._head:
             raise RunnerError(f"the draft head cannot be made: {library.error(self._library)}")
 
@@ -106,7 +97,6 @@ class NativeHead:
         return Cells(first, self._cell)
 
     def grow(self, text: Cells, count: int) -> bool:
-        text.grow(count)
         return True
 
     def forget(self, text: Cells) -> None:
@@ -138,13 +128,13 @@ class NativeHead:
     def step(self, ids: I64, states: F32, rows: Sequence[Rows]) -> Drawn:
         """See ``Reader``. Raises RunnerError where it fails."""
         words, given = widened(self._embed[ids]), np.ascontiguousarray(states, np.float32)
-        counts, lengths = (np.array([*of], np.int64) for of in ((r.count for r in rows), (r.kept.length for r in rows)))
+        counts = np.array([r.count for r in rows], np.int64)
+        lengths = np.array([r.kept.length for r in rows], np.int64)
         places = lengths + [r.kept.first for r in rows]
         for r in rows:
             r.kept.grow(r.count)
-        keys, values = (
-            np.array([getattr(r.kept, of).ctypes.data for r in rows], np.uintp) for of in ("keys", "values")
-        )
+        keys = np.array([r.kept.keys.ctypes.data for r in rows], np.uintp)
+        values = np.array([r.kept.values.ctypes.data for r in rows], np.uintp)
         out, best = np.empty((len(rows), self.width), np.float32), np.empty(len(rows), np.int64)
         sure = np.empty(len(rows), np.float32)
         passed = (words, given, counts, places, lengths, keys, values, out, best, sure)

@@ -228,6 +228,20 @@ def explain_mapped_faults() -> None:
         load(library_path())
 
 
+def create(
+    call: Any, names: Sequence[str], values: Sequence[float], tensors: Sequence[PackedTensor], threads: int
+) -> int | None:
+    """What one of the library's ``tk_…_create`` makes of a record; the tensors must outlive it. None where it failed
+    (``error``)."""
+    numbers = np.asarray(values, np.float64)
+    text = "".join(f"{name}\n" for name in names).encode()
+    records = tensor_records(tensors)
+    made: int | None = call(
+        text, numbers.ctypes.data, numbers.size, records, len(tensors), wanted_isa().encode(), threads
+    )
+    return made
+
+
 def error(lib: ctypes.CDLL) -> str:
     """What the last failed call of this thread complained about."""
     return str(lib.tk_error().decode(errors="replace"))

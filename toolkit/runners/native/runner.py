@@ -141,16 +141,9 @@ class NativeRunner:
             kv_layers=options.kv_layers,
             key_means=options.key_means,
         )
-        values = np.asarray(program.values, np.float64)
-        model = self._library.tk_model_create(
-            "".join(f"{name}\n" for name in program.names).encode(),
-            values.ctypes.data,
-            values.size,
-            library.tensor_records(program.tensors),
-            len(program.tensors),
-            library.wanted_isa().encode(),
-            options.threads or usable_cores(),
-        )
+        threads = options.threads or usable_cores()
+        make = self._library.tk_model_create
+        model = library.create(make, program.names, program.values, program.tensors, threads)
         if not model:
             raise RunnerError(f"the native model cannot be made: {library.error(self._library)}")
         if self.spec.vision is not None and (reason := uncovered(self.spec.vision)):

@@ -19,7 +19,7 @@ int64_t parts_of(int64_t n, int64_t each) { return (n + each - 1) / each; }
 class DraftRun : RowWork {
 public:
     DraftRun(DraftHead& h, int index)
-        : RowWork(*h.ops, p_bf16(h), false, h.scratch[size_t(index)].linear), head(h), p(h.program), s(h.shared),
+        : RowWork(*h.ops, h.program.bf16, false, h.scratch[size_t(index)].linear), head(h), p(h.program), s(h.shared),
           own(h.scratch[size_t(index)]), per_kv(p.heads / p.kv_heads),
           query_bytes(p.dpad * (p.bf16 ? 2 : 4)), params{p.dpad, p.dpad, 1.0f / std::sqrt(float(p.head_dim)), 0.0f, read_type(*h.ops, KV_BF16, p.bf16)} {}
 
@@ -33,8 +33,6 @@ public:
     }
 
 private:
-    static bool p_bf16(const DraftHead& h) { return h.program.bf16; }
-
     // The next phase: body(t) for each of n rows.
     template <class Body>
     void each_row(int64_t n, Body&& body) {
@@ -68,9 +66,8 @@ private:
             const float* from = states + (rows.first + t) * width;
             float* x = s.fused.x + t * s.fused.ldx;
             const Norm& norm = p.fused_norm;
-            if (!norm.present()) std::memcpy(x, from, size_t(width) * 4);
             for (int64_t at = 0; norm.present() && at < width; at += norm.size) norm_row(norm, from + at, x + at, at / norm.size);
-            prepare_row(p.fuse_in, Norm(), x, s.fused, t);
+            prepare_row(p.fuse_in, Norm(), norm.present() ? x : from, s.fused, t);
         });
         each_part(p.fuse.w.tiles(), [&](Range tiles) {
             Store store;

@@ -64,19 +64,10 @@ class NativeEncoder:
         self._widths: list[tuple[int, int]] = []
         record = {"bfloat16": bf16, "stages": [*self._stages(tensors_of)]}
         names, values = zip(*flat(record), strict=True)
-        numbers = np.asarray(values, np.float64)
-        self._model = self._library.tk_tower_create(
-            "".join(f"{name}\n" for name in names).encode(),
-            numbers.ctypes.data,
-            numbers.size,
-            library.tensor_records(tensors_of.found),
-            len(tensors_of.found),
-            library.wanted_isa().encode(),
-            threads,
-        )
+        self.held = tensors_of.found  # which the library points into
+        self._model = library.create(self._library.tk_tower_create, names, values, self.held, threads)
         if not self._model:
             raise RunnerError(f"the tower cannot be made: {library.error(self._library)}")
-        self.held = tensors_of.found  # which the library points into
 
     def close(self) -> None:
         """Free what the library holds; does nothing the second time."""
