@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.base import threads
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 threads.settle()  # before anything imports torch
 
 _EXPORTS = {
