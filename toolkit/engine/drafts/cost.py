@@ -80,7 +80,7 @@ def worth(chances: list[list[float]], rows: int, room: int, cost: StepCost) -> l
     """How many tokens of each guess a step is to verify, so that it gives most tokens a second.
 
     ``chances`` of each request: of each token of its guess, given those before it. ``rows``: of the step without
-    guesses, a token each; ``room``: further ones that it may have at most.
+    guesses, a token each; ``room``: further ones that it may have at most, below 0 where it has too many by itself.
     """
     gains = [list(accumulate(c, mul)) for c in chances]
     flat = np.array([gain for some in gains for gain in some])
@@ -96,6 +96,6 @@ def worth(chances: list[list[float]], rows: int, room: int, cost: StepCost) -> l
 def least_chance(rows: int, room: int, cost: StepCost) -> float:
     """The chance of a token below which no further row pays: what one adds to a step's time at least, as a share of
     the time of a token. ``rows``, ``room``: as of ``worth``; of the further rows only the first ones count."""
-    more = np.arange(min(room, _NEAR) + 1)
+    more = np.arange(max(0, min(room, _NEAR)) + 1)
     seconds = cost.of(rows + more)
     return max(0.0, float(np.min((seconds[1:] / seconds[0] - 1) / more[1:], initial=1.0 / rows)) * rows)
