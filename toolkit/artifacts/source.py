@@ -48,7 +48,7 @@ def resolve_model(
         raise UsageError(f"{model}: no such file or directory, and not a hub id (owner/name) or demo")
     if path.is_file() and path.suffix.lower() != ".gguf":
         raise UsageError(f"{model}: expected a model directory, a .gguf file, a hub id or demo, found another file")
-    return path
+    return path.absolute() if str(path) == "demo" else path  # whoever takes it as text again means this directory
 
 
 def resolve_adapters(adapters: Mapping[str, str], *, progress: bool = True) -> dict[str, Path]:
