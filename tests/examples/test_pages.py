@@ -170,8 +170,8 @@ def _has(module: str) -> bool:
 def as_here(line: str, shown: Any) -> str:
     """A page's line on the tiny model, with less to do, as far as its command has options for that."""
     line = re.sub(r"(?<=\s)(demo|MODEL)(?=\s|$)", "./demo", line)
-    for shown, here in HERE.items():
-        line = line.replace(shown, here)
+    for there, here in HERE.items():
+        line = line.replace(there, here)
     more = " ".join(more for part, more in MORE.items() if part in line)
     if line.startswith("tool lite") and "--calib-dataset" not in line:
         more += " --calib-dataset notes.txt"

@@ -26,8 +26,8 @@ def blocks(page: Path, *languages: str) -> list[str]:
 
 
 def whole_lines(block: str) -> list[str]:
-    """The lines of a shell block, without comments and empty ones; joined: those that end in a backslash, in a quote that
-    is still open, or within a loop."""
+    """The lines of a shell block, without comments and empty ones; joined: those that end in a backslash, in a quote
+    that is still open, or within a loop."""
     found: list[str] = []
     held = ""
     for line in block.replace("\\\n", " ").splitlines():
