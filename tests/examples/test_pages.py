@@ -73,6 +73,7 @@ HERE = {
     "--calib-samples 64 --calib-self-samples 64": "",  # the tiny model has too few tokens to write
     "./demo --backend pytorch --dp 2 --ep 2": "./experts --backend pytorch --dp 2 --ep 2",
     "tales=DIR": "tales=./tales",
+    "./demo DIR": "./demo ./tales",
     "OWNER/NAME": "./verse",
     "--dst-path my-engine": "--dst-path work/my-engine",
     **{model: f"./{family}" for model, family, _ in SEEING.values()},

@@ -180,9 +180,10 @@ class DecoderSpec:
         return [(layer, group, kept) for layer, group, kept in self.keepers() if not isinstance(kept, State)]
 
     def keeps_keys(self) -> bool:
-        """Whether every row that is kept of a token is keys and values, as scales of a float8 cache are found for."""
+        """Whether every row that is kept of a token is keys and values, as scales of a float8 cache are found for. Of
+        an encoder's text nothing is kept: it goes through in one step."""
         rows = self.paged()
-        return bool(rows) and not any(kept.kind == "latent" for _, _, kept in rows)
+        return self.encoder is None and bool(rows) and not any(kept.kind == "latent" for _, _, kept in rows)
 
     def ropes(self) -> list[RopeSpec]:
         """The different rotary embeddings, in order of appearance."""
