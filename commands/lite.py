@@ -36,6 +36,11 @@ OF_TEXT = (
     *("calib_dataset", "calib_samples", "calib_self_samples", "calib_seqlen", "nsamples", "seqlen"),
     *("batch_size", "seed", "calibration"),
 )
+UNCALIBRATED = with_lite_flags(
+    OF_TEXT, {"preset": "How much text is measured: fast (4k tokens), balanced or best (24k)."}
+)
+OF_WEIGHTS = ("format", "skip", "include", "quantize_lm_head", "calibration", "plot")
+SAMPLES = "How many samples, and how much is measured: fast (16, 4k tokens), balanced, or best (128)."
 
 
 def _quantize(
@@ -44,10 +49,9 @@ def _quantize(
     work_dir: Path,
     flags: LiteFlags,
     *options: Any,
-    without: tuple[str, ...] = (),
 ) -> None:
-    """Run one method of ``toolkit.quant.lite`` with its ``options`` and what all share but ``without``, and report."""
-    common = flags.common(without)
+    """Run one method of ``toolkit.quant.lite`` with its ``options`` and what all share, and report."""
+    common = flags.common()
     with Progress(keep=True) as bar:
         result = method(model, work_dir, *options, common=common, progress=bar.update)
     report(result, flags)
@@ -55,7 +59,7 @@ def _quantize(
 
 @app.command("auto_awq")
 @with_lmdeploy_flags("lite auto_awq")
-@with_lite_flags
+@with_lite_flags()
 @with_flags("options", Awq)
 def auto_awq(model: Model, flags: LiteFlags, options: Awq, work_dir: WorkDir = Path("work_dir")) -> None:
     """4-bit weights by AWQ (activation-aware scales and clipping), in the AWQ "gemm" format.
@@ -69,7 +73,7 @@ def auto_awq(model: Model, flags: LiteFlags, options: Awq, work_dir: WorkDir = P
 
 @app.command("auto_gptq")
 @with_lmdeploy_flags("lite auto_gptq")
-@with_lite_flags
+@with_lite_flags()
 @with_flags("options", Gptq)
 def auto_gptq(model: Model, flags: LiteFlags, options: Gptq, work_dir: WorkDir = Path("work_dir")) -> None:
     """4-bit (or 8, 3, 2) weights by GPTQ: rounding errors are made up for by the columns still to come.
@@ -82,7 +86,7 @@ def auto_gptq(model: Model, flags: LiteFlags, options: Gptq, work_dir: WorkDir =
 
 
 @app.command("auto_round")
-@with_lite_flags
+@with_lite_flags(["calibration"])
 @with_flags("options", AutoRound)
 def auto_round(model: Model, flags: LiteFlags, options: AutoRound, work_dir: WorkDir = Path("work_dir")) -> None:
     """4-bit (or 8, 3, 2) weights by the auto-round library, which tunes the rounding of one block after another.
@@ -96,7 +100,7 @@ def auto_round(model: Model, flags: LiteFlags, options: AutoRound, work_dir: Wor
 
 @app.command("smooth_quant")
 @with_lmdeploy_flags("lite smooth_quant")
-@with_lite_flags
+@with_lite_flags()
 @with_flags("options", SmoothQuant)
 def smooth_quant(model: Model, flags: LiteFlags, options: SmoothQuant, work_dir: WorkDir = Path("work_dir")) -> None:
     """8-bit weights and activations by SmoothQuant, in LMDeploy's W8A8 format.
@@ -109,7 +113,7 @@ def smooth_quant(model: Model, flags: LiteFlags, options: SmoothQuant, work_dir:
 
 
 @app.command("blocked_fp8")
-@with_lite_flags
+@UNCALIBRATED
 @with_flags("options", BlockedFp8)
 def blocked_fp8(model: Model, flags: LiteFlags, options: BlockedFp8, work_dir: WorkDir = Path("work_dir")) -> None:
     """float8 weights in tiles of 128 x 128 (DeepSeek's format), no calibration.
@@ -118,11 +122,11 @@ def blocked_fp8(model: Model, flags: LiteFlags, options: BlockedFp8, work_dir: W
     """
     from toolkit.quant.lite import blocked_fp8 as quantize
 
-    _quantize(quantize, model, work_dir, flags, options, without=OF_TEXT)
+    _quantize(quantize, model, work_dir, flags, options)
 
 
 @app.command("mxfp4")
-@with_lite_flags
+@UNCALIBRATED
 def mxfp4(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir")) -> None:
     """4-bit floats in blocks of 32 with power-of-two scales, no calibration.
 
@@ -130,11 +134,11 @@ def mxfp4(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir")) 
     """
     from toolkit.quant.lite import mxfp4 as quantize
 
-    _quantize(quantize, model, work_dir, flags, without=OF_TEXT)
+    _quantize(quantize, model, work_dir, flags)
 
 
 @app.command("kv")
-@with_lite_flags
+@with_lite_flags(OF_WEIGHTS, {"preset": SAMPLES})
 def kv(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir")) -> None:
     """Scales for a float8 KV cache, one for keys and one for values a layer; weights stay as they are.
 
@@ -142,8 +146,7 @@ def kv(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir")) -> 
     """
     from toolkit.quant.methods.kv import kv as find_scales
 
-    without = ("format", "skip", "include", "quantize_lm_head", "calibration", "plot")
-    _quantize(find_scales, model, work_dir, flags, without=without)
+    _quantize(find_scales, model, work_dir, flags)
 
 
 @app.command("merge")
@@ -204,7 +207,9 @@ def draft(
 
 @app.command("calibrate")
 @with_lmdeploy_flags("lite calibrate")
-@with_lite_flags
+@with_lite_flags(
+    (*OF_WEIGHTS, "dtype", "eval_tokens"), {"preset": "How many samples: fast (16), balanced, or best (128)."}
+)
 def calibrate(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir")) -> None:
     """Statistics of every linear's inputs alone; the methods take them by --calibration DIR.
 
@@ -212,9 +217,7 @@ def calibrate(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir
     """
     from toolkit.quant.calibrate import calibrate as collect
 
-    common = flags.common(
-        without=("format", "skip", "include", "quantize_lm_head", "calibration", "plot", "dtype", "eval_tokens")
-    )
+    common = flags.common()
     with Progress(keep=True) as bar:
         result = collect(model, work_dir, common=common, progress=bar.update)
     if result.already_there:
@@ -225,7 +228,7 @@ def calibrate(model: Model, flags: LiteFlags, work_dir: WorkDir = Path("work_dir
 
 
 @app.command("search")
-@with_lite_flags
+@with_lite_flags(["calibration"])
 @with_flags("options", Search)
 def search(model: Model, flags: LiteFlags, options: Search, work_dir: WorkDir = Path("work_dir")) -> None:
     """Bits and group of every attention and MLP by what gradients say, within a budget; AWQ's scales, GPTQ's rounding.

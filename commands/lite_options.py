@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from toolkit.quant.run import Result
 
 Model = Annotated[str, typer.Argument(help="A directory, a hub id, a .gguf file, or `demo`.")]
+MUCH = 0.25  # share of perplexity that is told of: any method takes more at 3 bits of the demo (figures/few-bits.md)
 WorkDir = Annotated[Path, typer.Option("--work-dir", help="Where the result goes.")]
 
 
@@ -35,16 +39,10 @@ class LiteFlags(Common):
     json: str | None = option(None, "Write the figures to this file (- is standard output).")
     plot: str | None = option(None, "Draw the error of every layer to this .png file.")
 
-    def common(self, without: tuple[str, ...] = ()) -> Common:
-        """The options of ``toolkit.quant``. ``without``: fields that a command has no use for.
-
-        Raises UsageError for files that cannot be written, and for a flag of ``without`` that was given.
-        """
+    def common(self) -> Common:
+        """The options of ``toolkit.quant``. Raises UsageError for files that cannot be written."""
         from toolkit.artifacts.output.result_file import check_json, check_plot
 
-        for name in without:
-            if getattr(self, name) != getattr(LiteFlags, name):
-                raise UsageError(f"{spelled(name)}: this command has no use for it; leave the option out")
         check_json("--json", self.json, ("path", "options"))
         check_plot("--plot", self.plot)
         found = {f.name: getattr(self, f.name) for f in fields(Common)}
@@ -63,7 +61,24 @@ def say_next(command: str) -> None:
     say(f"next: {to_type(command)}", stdout())
 
 
-with_lite_flags = with_flags("flags", LiteFlags)
+def with_lite_flags(
+    without: Sequence[str] = (), helps: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: ``flags: LiteFlags`` as flags. ``without``: fields that the command has no use for; the help has none
+    of them, and one that is given is refused. ``helps``: of fields that do something else here."""
+    changed = {name: {"hidden": True} for name in without} | {name: {"help": told} for name, told in helps.items()}
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def checked(*, flags: LiteFlags, **values: Any) -> Any:
+            for name in without:
+                if getattr(flags, name) != getattr(LiteFlags, name):
+                    raise UsageError(f"{spelled(name)}: this command has no use for it; leave the option out")
+            return command(flags=flags, **values)
+
+        return with_flags("flags", LiteFlags, changed=changed)(checked)
+
+    return decorate
 
 
 def choices(rows: list[dict[str, Any]]) -> list[tuple[str, str, str, str, str]]:
@@ -85,7 +100,7 @@ def report(result: Result, flags: LiteFlags, first: Table | None = None) -> None
     quality = result.quality
     if result.already_there:
         say(f"{result.path}: already there")
-    for line in [*warnings(quality["layers"]), *quality.get("notes", ())]:
+    for line in [*warnings(quality["layers"]), *quality.get("notes", ()), *_much_lost(quality)]:
         say(f"warning: {line}")
     if flags.json != "-":
         if quality["layers"]:
@@ -101,6 +116,13 @@ def report(result: Result, flags: LiteFlags, first: Table | None = None) -> None
         from toolkit.quant.plot import plot_layers
 
         plot_layers(quality["layers"], Path(flags.plot))
+
+
+def _much_lost(quality: dict[str, Any]) -> list[str]:
+    if "cosine" in quality or (rise := quality["perplexity_after"] / quality["perplexity_before"] - 1) < MUCH:
+        return []
+    instead = "more bits, or another method (docs/how-to/pick-a-method.md), lose less"
+    return [f"the perplexity rose by {100 * rise:.0f} %: the model has lost much; {instead}"]
 
 
 def _loss(quality: dict[str, Any]) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import IO, TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -205,12 +205,14 @@ def _names(f: dataclasses.Field[Any]) -> tuple[str, ...]:
     return (told and told.names) or (spelled(f.name),)
 
 
-def _flag(f: dataclasses.Field[Any], hint: Any, panel: str | None) -> tuple[inspect.Parameter, Callable[[Any], Any]]:
+def _flag(
+    f: dataclasses.Field[Any], hint: Any, panel: str | None, changed: Mapping[str, Any]
+) -> tuple[inspect.Parameter, Callable[[Any], Any]]:
     told = option_of(f)
     assert told is not None
     names = _names(f)
     kind, default, read = _typed(names[0], hint, f.default)
-    shown: dict[str, Any] = {"help": told.help, "rich_help_panel": panel} | told.shown
+    shown: dict[str, Any] = {"help": told.help, "rich_help_panel": panel} | told.shown | {**changed}
     if "min" in shown:
         shown.setdefault("metavar", f"<{(get_args(kind) or (kind,))[0].__name__}>")
     annotation: Any = Annotated[kind, typer.Option(*names, **shown)]
@@ -224,15 +226,19 @@ def _as_typed(message: str, typed: Mapping[str, str]) -> str:
 
 
 def with_flags(
-    parameter: str, kind: type, panel: str | None = None, first: Sequence[str] = ()
+    parameter: str,
+    kind: type,
+    panel: str | None = None,
+    first: Sequence[str] = (),
+    changed: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator for Typer commands: ``parameter``, of dataclass ``kind``, becomes one flag for each of its fields that
     is an option (``toolkit/configs/option.py``); the others have their default. ``panel``: where the help has them,
-    those of ``first`` before the rest.
+    those of ``first`` before the rest. ``changed``: of a field, what ``typer.Option`` takes in this command alone.
     """
     hints = get_type_hints(kind)
     fields = sorted((f for f in dataclasses.fields(kind) if option_of(f)), key=lambda f: f.name not in first)
-    readers = {f.name: _flag(f, hints[f.name], panel) for f in fields}
+    readers = {f.name: _flag(f, hints[f.name], panel, changed.get(f.name, {})) for f in fields}
     flags = [flag for flag, _ in readers.values()]
     typed = {f.name: _names(f)[0].partition("/")[0] for f in fields}
     typed |= {name: typed[flag] for name, flag in FLAGS.items() if flag in typed}

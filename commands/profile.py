@@ -169,7 +169,7 @@ def _print_guesses(guesses: dict[str, Any]) -> None:
             (f"Draft tokens of {name} accepted (%)", 100 * count["accepted"] / max(1, count["tokens"]))
             for name, count in guesses["by_method"].items()
         ),
-        *((f"Drafts with token {i} accepted (%)", 100 * share) for i, share in enumerate(places, start=1)),
+        *((f"Drafts with {i} or more tokens accepted (%)", 100 * share) for i, share in enumerate(places, start=1)),
     ]
     stdout().print(table("Speculation", ("", "value"), rows))
 

@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from toolkit.commands import lite_options
 from toolkit.commands import main as commands
 from toolkit.commands.main import main
 from toolkit.commands.output import say_how_it_runs, table
@@ -78,6 +79,16 @@ def test_help_shows_every_engine_flag_whole_at_80_columns(tool: Any, command: li
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert [flag for flag in ENGINE_FLAGS if f"{flag} " not in text] == []
+
+
+@pytest.mark.parametrize("command", ["lite auto_awq", "serve proxy"])
+def test_help_cuts_no_word_at_80_columns(tool: Any, command: str) -> None:
+    text = tool(*command.split(), "--help").stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text and "..." not in text
+    own = commands._load(command.split()[0]).commands[command.split()[1]].params
+    names = [name for p in own if not p.hidden for name in (*p.opts, *p.secondary_opts) if name.startswith("--")]
+    assert len(names) > 20 and [name for name in names if f"{name} " not in text] == []
 
 
 def test_no_word_of_help_is_taken_for_markup() -> None:
@@ -159,6 +170,24 @@ def test_a_run_ends_with_the_error_by_layer_and_what_the_model_lost(
         row = next(line for line in by_layer.splitlines() if line[1:].split()[:1] == [layer])
         assert f"{100 * errors[worst]:.1f} %" in row and worst.partition(f".{layer}.")[2] in row
         assert f"{100 * sum(errors.values()) / len(errors):.1f} %" in row
+
+
+def test_a_method_without_calibration_offers_no_text_for_it(tool: Any) -> None:
+    text = tool("lite", "mxfp4", "--help").stdout
+    assert "calib" not in text.replace("no calibration", "") and "AWQ with" not in text and "--eval-tokens" in text
+    assert "--calib-dataset" in tool("lite", "kv", "--help").stdout
+    refused(["lite", "mxfp4", "nosuch", "--calib-dataset", "c4"], "--calib-dataset", "no use for it")
+    refused(["lite", "search", "nosuch", "--calibration", "x"], "--calibration", "no use for it")
+
+
+@pytest.mark.parametrize("much", [0.25, -1.0])
+def test_who_has_lost_much_is_told(
+    much: float, tool: Any, tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lite_options, "MUCH", much)
+    done = tool("lite", "mxfp4", tiny_models("llama"), "--work-dir", tmp_path / "out", "--eval-tokens", "128")
+    assert done.returncode == 0, done.stderr
+    assert ("warning: the perplexity rose by" in done.stderr) == (much < 0)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -32,7 +32,7 @@ class Group(TyperGroup):
             name = args[0].replace("-", "_")
             known = self.list_commands(ctx)
             told = command_meant(name, known) if ctx.parent is None else did_you_mean(name, known)
-            if ctx.info_name == "serve" and not told:  # as `vllm serve MODEL` and `ollama serve` have it
+            if ctx.info_name == "serve" and (not told or name == "demo"):  # as in `vllm serve MODEL`, `ollama serve`
                 told = f"; a model is served by: tool serve api_server {args[0]}"
             error.message = f"No such command: {args[0]}{told}"
             raise

@@ -64,6 +64,15 @@ def test_machines(tmp_path: Path, data: object, told: str) -> None:
     assert refused(lambda: read_machines(path, Demand())) == f"--machines: {path}: {told}"
 
 
+def test_a_profile_that_is_not_there_is_named_by_who_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps({"machines": [{"name": "two cores", "profile": ["short.json"]}]}))
+    told = f"{tmp_path / 'short.json'}: no such file; "
+    told += "write it with tool profile api_server ADDRESS --concurrency 1,2,4,8 --json short.json"
+    assert refused(lambda: read_machines(path, Demand())) == f"--machines: {path}: two cores: profile: {told}"
+    assert refused(lambda: read_profile(tmp_path / "short.json")) == f"--profile: {told}"
+
+
 MADE_BY = "expected what `tool profile generation` or `tool profile api_server` write with --json"
 SERVED = {"max_concurrency": 4, "completed": 4, "total_input_tokens": 40, "mean_ttft_ms": 1.0, "mean_tpot_ms": 1.0}
 

@@ -74,7 +74,7 @@ def test_what_came_of_guesses_says_what_it_counts(shown: Callable[..., str]) -> 
     stats |= {"spec_accepted_by_place": [1, 1, 1, 0, 0, 0], "spec_by_method": {"ngram": counts}}
     rows = dict(re.findall(r"│ (.*?) +│ +(\S+) +│", shown(OWN, **stats)))
     assert rows["Draft tokens accepted (%)"] == rows["Draft tokens of ngram accepted (%)"] == "30"
-    assert [rows.get(f"Drafts with token {i} accepted (%)") for i in (1, 2, 3, 4)] == ["50"] * 3 + [None]
+    assert [rows.get(f"Drafts with {i} or more tokens accepted (%)") for i in (1, 2, 3, 4)] == ["50"] * 3 + [None]
     assert rows["Tokens per step with a draft"] == "2.5"
 
 

@@ -126,7 +126,7 @@ def test_nothing_of_a_layer_is_held_beside_the_next(tiny_models: Any, tmp_path: 
     sizes: list[int] = []
 
     def look(what: str, done: int, total: int) -> None:
-        if what == "quantizing layers":
+        if what == "quantizing and measuring layers":
             found = {
                 t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
                 for t in gc.get_objects()

@@ -100,9 +100,9 @@ def test_the_time_is_said_before_the_work_and_resuming_too(
     common = Common(calib_dataset=text, calib_samples=4, calib_seqlen=48, eval_tokens=128, notice=said.append)
 
     def killed(what: str, done: int, total: int) -> None:
-        if what == "quantizing layers":
+        if what == "quantizing and measuring layers":
             assert any(line.startswith("time: about ") for line in said)
-        if (what, done) == ("quantizing layers", 1):
+        if (what, done) == ("quantizing and measuring layers", 1):
             raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError):

@@ -51,10 +51,11 @@ def number(what: str, value: Any, low: float, high: float, *, whole: bool = Fals
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known one that is most like ``name``, if one is. Dashes before flags make none of them alike."""
-    bare = {other.lstrip("-"): other for other in known}
-    close = get_close_matches(name.lstrip("-"), bare, n=1)
-    return bare[close[0]] if close else None
+    """The known one that is most like ``name``, if one is, else the only one that has it as a word (``awq``:
+    ``auto_awq``). Dashes before flags make none of them alike."""
+    typed, bare = name.lstrip("-"), {other.lstrip("-"): other for other in known}
+    close = get_close_matches(typed, bare, n=1) or [x for x in bare if typed in x.replace("-", "_").split("_")]
+    return bare[close[0]] if len(close) == 1 else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

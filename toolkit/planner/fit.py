@@ -51,16 +51,20 @@ class Fit:
         return max(self.errors, key=abs)
 
 
-def read_profile(path: Path) -> list[Measured]:
-    """Raises UsageError where it is none, or was measured at a rate."""
+def read_profile(path: Path, named_by: str = "--profile") -> list[Measured]:
+    """``named_by``: the option, or the place in its file, that messages begin with. Raises UsageError where it is none,
+    or was measured at a rate."""
+    if not path.exists():
+        write = f"write it with tool profile api_server ADDRESS --concurrency 1,2,4,8 --json {path.name}"
+        raise UsageError(f"{named_by}: {path}: no such file; {write}")
     try:
         found = read_json(path)
     except ToolkitError as error:
-        raise UsageError(f"--profile: {error}") from None
+        raise UsageError(f"{named_by}: {error}") from None
     rows = found if isinstance(found, list) else [found]
-    made = [read_row(f"--profile: {path}", row) for row in rows]
+    made = [read_row(f"{named_by}: {path}", row) for row in rows]
     if not made:
-        raise UsageError(f"--profile: {path}: expected a row a run, found none")
+        raise UsageError(f"{named_by}: {path}: expected a row a run, found none")
     return made
 
 

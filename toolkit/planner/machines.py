@@ -46,9 +46,11 @@ class Machine:
     worst: float | None = None
 
 
-def measured(files: Sequence[str], price: float | None, demand: Demand, name: str = "this machine") -> Machine:
-    """From files of ``tool profile … --json`` that one engine on it gave."""
-    rows = [row for file in files for row in read_profile(Path(file))]
+def measured(
+    files: Sequence[str], price: float | None, demand: Demand, name: str = "this machine", named_by: str = "--profile"
+) -> Machine:
+    """From files of ``tool profile … --json`` that one engine on it gave. ``named_by``: see ``read_profile``."""
+    rows = [row for file in files for row in read_profile(Path(file), named_by)]
     limits = _limits(demand, gpu=False)
     found = fit(rows, limits)
     return Machine(name, price, found.time, limits, f"measured, {len(rows)} runs", found.worst)
@@ -81,7 +83,7 @@ def _machine(path: Path, entry: Any, model: Any, demand: Demand) -> Machine:
         files = [files] if isinstance(files, str) else files
         if not isinstance(files, list) or not files or not all(isinstance(file, str) for file in files):
             raise UsageError(f"{where}: profile: expected names of files, found {files!r:.60}")
-        return measured([str(path.parent / file) for file in files], price, demand, name)
+        return measured([str(path.parent / file) for file in files], price, demand, name, f"{where}: profile")
     if not isinstance(model, dict):
         raise UsageError(f"{where}: expected a profile, or a model in the file from which its times can be predicted")
     wanted = {f.name: _positive(f"--machines: {path}: model", {**_defaults(), **model}, f.name) for f in fields(Model)}

@@ -277,7 +277,7 @@ def _quantize(
         flow = Flow(source, ids, table, setting.device, setting.batch_size, spill)
         probe = Probe(source.spec, table, heldout, setting.device, spill, source.added)
         del table
-        told = partial(progress, "quantizing layers")
+        told = partial(progress, "quantizing layers" if tune_steps else "quantizing and measuring layers")
         # where the last layer is there already, the text does not go through the original layers up to it
         stays = setting.sequential or stage.done(f"layer.{len(source.spec.layers) - 1}")
         reports = quantize_layers(source, setting, flow, None if tune_steps else probe, stage, told, spread)
