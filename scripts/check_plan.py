@@ -1,8 +1,8 @@
 """Is `tool plan` right? One server, two behind a proxy, and two of which one computes prompts and one writes answers,
 under a Poisson load, beside what is simulated.
 
-    scripts/check_plan.py demo-engine --out DIR --part two --round 1
-    scripts/check_plan.py demo-engine --out DIR --again
+    python scripts/check_plan.py work/demo-engine --out DIR --part two --round 1
+    python scripts/check_plan.py work/demo-engine --out DIR --again
 
 What the simulation is told: the times of steps from batches in an engine alone; from one request at a time what serving
 costs, and how much the machine's speed varies; what the others cost from one at a time to two servers at once, through

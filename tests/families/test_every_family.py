@@ -125,6 +125,17 @@ def logits_of(path: Path, backend: Any, support: Any, texts: list[list[int]]) ->
     return np.concatenate([first, second])
 
 
+def wrong_tokens(right: np.ndarray, cuts: list[int], texts: list[list[int]]) -> str:
+    """Where ``right``, a flag for each row of ``logits_of``, is wrong, by text and token, both counted from 1."""
+    sizes = [*cuts, *(len(text) - cut for text, cut in zip(texts, cuts, strict=True))]
+    rows = np.split(right, np.cumsum(sizes)[:-1])
+    told = []
+    for i, text in enumerate(texts):
+        if (wrong := np.flatnonzero(~np.concatenate([rows[i], rows[len(texts) + i]])) + 1).size:
+            told.append(f"text {i + 1}, token {wrong[0]} of {len(text)} ({wrong.size} are wrong)")
+    return "\n".join(["", "The first wrong token of each text:", *told])
+
+
 def ahead(text: list[int], block: int) -> int:
     """Tokens before the last block."""
     return (len(text) - 1) // block * block
@@ -149,7 +160,9 @@ def test_logits_are_transformers(model: Any, oracle: Any, support: Any, backend:
     expected = np.concatenate([w[:cut] for w, cut in pairs] + [w[cut:] for w, cut in pairs])
     assert expected.std() > 0.2, "the oracle's logits are too flat to tell anything"
     found = logits_of(model[1], backend, support, texts)  # of more tokens where the embedding has more than the head
-    np.testing.assert_allclose(found[:, : expected.shape[1]], expected, **CLOSE)
+    found = found[:, : expected.shape[1]]
+    right = np.isclose(found, expected, equal_nan=True, **CLOSE).all(axis=1)
+    np.testing.assert_allclose(found, expected, err_msg=wrong_tokens(right, cuts, texts), **CLOSE)
 
 
 @pytest.mark.parametrize("model", BLIND, indirect=True, ids=name_of)

@@ -1,7 +1,7 @@
 """How long do running streams stand still while long prompts of others are computed? One server for both, two servers
 that each do both, and two of which one computes prompts and one writes answers, on the same cores.
 
-    python scripts/bench/serving/apart.py demo-engine --cores 2 --prompt 7900 --json apart.json
+    python scripts/bench/serving/apart.py work/demo-engine --cores 2 --prompt 7900 --json apart.json
 
 Figures of docs/how-to/several-machines.md. Needs a machine that does nothing else.
 """
