@@ -3,6 +3,7 @@ small one."""
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import subprocess
@@ -105,22 +106,29 @@ def test_examples_of_help_run(
     (tmp_path / "book.txt").write_text("The harbour was quiet, and nobody asked where the boats had gone. " * 100)
     little = {
         "--calib-dataset": "book.txt", "--calib-samples": "4", "--calib-seqlen": "32", "--eval-tokens": "128",
-        "--window": "64", "--random-input-len": "8", "--random-output-len": "4", "--session-len": "256",
+        "--tokens": "1024", "--steps": "4", "--window": "64",
+        "--random-input-len": "8", "--random-output-len": "4", "--session-len": "256",
     }  # fmt: skip
     changed = {
         "--iters": "1",
         "--prompt-tokens": "8",
         "--completion-tokens": "4",
         "--num-prompts": "4",
-        "--lengths": "200",
+        "--lengths": "300",
     }
     monkeypatch.chdir(tmp_path)
+    asked = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    (tmp_path / "in.jsonl").write_text(
+        json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": asked})
+    )
+    model = tiny_models("llama")
+    support("adapters").write_adapter(tmp_path / "ADAPTER", model, "q_proj|v_proj")
     made = {"pull": 0, "lite": 1, "convert": 2}  # what others read is made first
     for words in sorted(examples, key=lambda words: made.get(words[0], 3)):
         command = next(name for name in (" ".join(words[:2]), words[0]) if name in known)
         if command.startswith("serve"):
             continue  # the pages start one
-        words = [str(tiny_models("llama")) if word == "demo" else word for word in words]
+        words = [str(model) if word in ("demo", "MODEL") else word for word in words]
         words = [changed.get(before, word) for before, word in zip(["", *words], words, strict=False)]
         here = {o for o in known[command] - set(words) if not o.startswith(NO_USE.get(command, "none"))}
         more = [word for option, value in little.items() if option in here for word in (option, value)]

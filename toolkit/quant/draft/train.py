@@ -15,16 +15,19 @@ from toolkit.artifacts.drafts.draft_head import HeadSpec
 from toolkit.artifacts.output.stage import Stage
 from toolkit.models.spec import DecoderSpec
 from toolkit.quant.draft.layer import Passes, Weights, first_weights
-from toolkit.quant.layers.forward import head_logits, in_bf16
+from toolkit.quant.draft.muon import Muon
+from toolkit.quant.layers.forward import fast_bf16, head_logits, in_bf16
 
 BATCH = 4  # samples of a step
-RATE = 1e-3  # of AdamW
+RATE = 1e-3  # of AdamW, which trains norms and the vocabulary
+MATRIX_RATE = 2e-3  # of Muon, which trains the other matrices: in as many steps the loss falls by a third more
 WARM_UP = 0.04  # of all steps
 LARGEST_GRADIENT = 1.0
 FURTHER = 3  # one row in so many is gone on with in further passes: what they learn differs little from row to row
 POINTS = 20  # at which the held-out text is looked at
 KEEP_SECONDS = 60.0  # between two times that what was trained is kept
 KEY = "training"
+MOMENTS = ("momentum", "exp_avg", "exp_avg_sq")  # that optimizers keep of a parameter
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,13 @@ class Training:
         self.spec, self.teacher, self.depth = spec, teacher, depth
         weights = first_weights(spec, norm, head, seed)
         self.weights: Weights = {name: w.requires_grad_() for name, w in sorted(weights.items())}
-        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        matrices = {name: w for name, w in self.weights.items() if w.ndim == 2 and name != "lm_head.weight"}
+        others = {name: w for name, w in self.weights.items() if name not in matrices}
+        products = torch.bfloat16 if fast_bf16(teacher.embed.device) else torch.float32
+        muon = Muon(matrices.values(), MATRIX_RATE, products)
+        adam = torch.optim.AdamW(others.values(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        self._rates: tuple[tuple[torch.optim.Optimizer, float], ...] = ((muon, MATRIX_RATE), (adam, RATE))
+        self._optimizer_of = dict.fromkeys(matrices, muon) | dict.fromkeys(others, adam)
         self.step = 0
         self.curve: list[dict[str, Any]] = []
 
@@ -100,14 +109,16 @@ class Training:
             if self.step == steps:
                 return
             ids, states = text.take(_chosen(len(text), self.step, seed), self.teacher.embed.device)
-            for group in self.optimizer.param_groups:
-                group["lr"] = RATE * _share(self.step, steps)
+            for optimizer, rate in self._rates:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate * _share(self.step, steps)
             self._learn(ids, states, _further(ids.shape[1] - 1, self.depth, self.step, seed))
             self.step += 1
 
     def _learn(self, ids: Tensor, states: Tensor, further: Tensor) -> None:
         """``further``: rows of which the passes behind the first are."""
-        self.optimizer.zero_grad()
+        for optimizer, _ in self._rates:
+            optimizer.zero_grad()
         with in_bf16(ids.device):
             with torch.no_grad():
                 wanted = self.teacher.logits(states[:, 1:, -1]).softmax(-1)
@@ -121,7 +132,8 @@ class Training:
                 loss = loss - (mine * passes.next().float().log_softmax(-1)).sum(-1).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.weights.values(), LARGEST_GRADIENT)
-        self.optimizer.step()
+        for optimizer, _ in self._rates:
+            optimizer.step()
 
     def _passes(self, ids: Tensor, states: Tensor) -> Passes:
         return Passes(self.spec, self.weights, self.teacher.embed, ids, states[:, :, :-1].flatten(2).float())
@@ -159,8 +171,8 @@ class Training:
     def _keep(self, stage: Stage) -> None:
         tensors = {name: w.detach() for name, w in self.weights.items()}
         for name, w in self.weights.items():
-            state = self.optimizer.state.get(w, {})
-            tensors |= {f"{name}:{part}": state[part] for part in ("exp_avg", "exp_avg_sq") if part in state}
+            state = self._optimizer_of[name].state.get(w, {})
+            tensors |= {f"{name}:{part}": state[part] for part in MOMENTS if part in state}
         stage.save(KEY, tensors, {"step": self.step, "curve": self.curve})
 
     def _restore(self, stage: Stage) -> None:
@@ -168,9 +180,8 @@ class Training:
         self.step, self.curve = meta["step"], meta["curve"]
         for name, w in self.weights.items():
             w.data.copy_(kept[name])
-            if f"{name}:exp_avg" in kept:
-                parts = {part: kept[f"{name}:{part}"].clone() for part in ("exp_avg", "exp_avg_sq")}
-                self.optimizer.state[w] = {"step": torch.tensor(float(self.step)), **parts}
+            if parts := {part: kept[f"{name}:{part}"].clone() for part in MOMENTS if f"{name}:{part}" in kept}:
+                self._optimizer_of[name].state[w] = {"step": torch.tensor(float(self.step)), **parts}
 
 
 def _chosen(count: int, step: int, seed: int) -> list[int]:
