@@ -43,7 +43,9 @@ def installed(tmp_path: Path, unreachable: int, *extras: str) -> list[str]:
     (no_gpu / "nvidia-smi").chmod(0o755)
     log = tmp_path / "log"
     env = {"LOG": str(log), "UNREACHABLE": str(unreachable), "PATH": f"{no_gpu}:{os.environ['PATH']}"}
-    subprocess.run(["bash", str(root / "scripts" / "setup"), *extras], env=env, check=True, capture_output=True)
+    command = ["bash", str(root / "scripts" / "setup"), *extras]
+    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+    (tmp_path / "said").write_text(done.stderr)
     found = log.read_text().splitlines() if log.exists() else []
     log.unlink(missing_ok=True)
     return found
@@ -56,6 +58,9 @@ def test_an_index_that_does_not_answer_is_asked_once(tmp_path: Path, unreachable
     with_torch = next(call for call in calls if "--requirement requirements/torch.txt" in call)
     assert ("--extra-index-url" in with_torch) == (not unreachable)
     assert any("--editable ." in call for call in calls)
+    said = (tmp_path / "said").read_text().splitlines()
+    assert [line.partition(":")[0] for line in said if ": " in line] == ["1 of 3", "2 of 3", "3 of 3"]
+    assert installed(tmp_path, unreachable) == [] and (tmp_path / "said").read_text() == ""
 
 
 def test_only_a_checkout_for_tests_compiles_for_all_processors(tmp_path: Path) -> None:
