@@ -158,7 +158,7 @@ class DraftHead:
     """A head that guesses next tokens, and how it is trained."""
 
     tokens: int = option(786_432, "Tokens of text that the model writes.")
-    steps: int = option(3600, "Training steps, of 1024 tokens each.")
+    steps: int = option(3000, "Training steps, of 1024 tokens each.")
     draft_vocab_size: int = option(8192, "Tokens that the head can guess: the most frequent of that text.")
     num_draft_tokens: int = option(4, "Tokens of a guess that it is trained for.")
     seed: int = option(0, "Of text and training.")
