@@ -21,7 +21,10 @@ TOOL = [sys.executable, "-P", "-m", "toolkit"]
 SERVER = "23333"  # the port that the pages name; another one is used here
 
 
-NO_USE = {"embed": "--session-len", "profile embeddings": "--session-len"}  # the tiny encoder takes less
+NO_USE = {  # refused there, or more than the tiny encoder takes
+    **{"lite blocked_fp8": "--calib", "lite mxfp4": "--calib", "lite calibrate": "--eval"},
+    **{"embed": "--session-len", "profile embeddings": "--session-len"},
+}
 
 
 class Shell:
