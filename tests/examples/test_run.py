@@ -22,8 +22,11 @@ SERVER = "23333"  # the port that the pages name; another one is used here
 
 
 NO_USE = {  # refused there, or more than the tiny encoder takes
-    **{"lite blocked_fp8": "--calib", "lite mxfp4": "--calib", "lite calibrate": "--eval"},
-    **{"embed": "--session-len", "profile embeddings": "--session-len"},
+    "lite blocked_fp8": "--calib",
+    "lite mxfp4": "--calib",
+    "lite calibrate": "--eval",
+    "embed": "--session-len",
+    "profile embeddings": "--session-len",
 }
 
 
