@@ -30,8 +30,6 @@ class Muon(torch.optim.Optimizer):
         """Each matrix by its gradient; ``closure`` is not called."""
         for group in self.param_groups:
             for weight in group["params"]:
-                if weight.grad is None:
-                    continue
                 state: dict[str, Any] = self.state[weight]
                 if "momentum" not in state:
                     state["momentum"] = torch.zeros_like(weight)
