@@ -42,7 +42,7 @@ def answers(model: str, asked: Sequence[Asked], batch: int = 16) -> list[str]:
     with pipeline(model) as pipe:
         config = GenerationConfig(max_new_tokens=24)
         some = [asked[i : i + batch] for i in range(0, len(asked), batch)]
-        return [a.text for part in some for a in pipe([(x.question, x.image) for x in part], gen_config=config)]
+        return [a.text for part in some for a in pipe([(x.image, x.question) for x in part], gen_config=config)]
 
 
 def _served(url: str, asked: Asked) -> str:

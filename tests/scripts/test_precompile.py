@@ -82,7 +82,7 @@ from toolkit.kernels import triton as package
 from toolkit.kernels.triton.launch import settle
 
 found = {}
-for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
     for name, value in vars(importlib.import_module(module.name)).items():
         if isinstance(value, triton.JITFunction) and value.module == module.name:
             found[f"{module.name}.{name}"] = value

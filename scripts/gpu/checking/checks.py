@@ -87,6 +87,10 @@ class _Rows:
             show({"what": self.what, "case": case, "skipped": None, "error": text, "seconds": report.duration})
             self.shown += 1
 
+    def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str]:
+        """No dots, for a row begins its line."""
+        return report.outcome, "", ""
+
 
 def check_tests(module: str, device: str) -> list[Row]:
     """The tests of one module of tests/runners over the runner with graphs; shows a row each, and returns no others."""
