@@ -343,13 +343,8 @@ def test_what_does_not_divide_is_said_before_weights_are_read(
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, which needs root")
-@pytest.mark.parametrize(("size", "told"), [
-    ("size=64k,nr_inodes=1", "ranks meet in a folder of .* where none can be: No space left"),
-    ("size=64k", "tp=2: the ranks have not met: .*No space left"),
-])  # fmt: skip
-def test_a_full_disk_is_told(
-    size: str, told: str, tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("size", ["size=64k,nr_inodes=1", "size=64k"])
+def test_a_full_disk_is_told(size: str, tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(str(tiny_models("llama")), options(), {})
     subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(tmp_path)], check=True)
     try:
@@ -357,7 +352,7 @@ def test_a_full_disk_is_told(
             with suppress(OSError):
                 (tmp_path / "fill").write_bytes(bytes(1 << 20))
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        with pytest.raises(ToolkitError, match=told):
+        with pytest.raises(ToolkitError, match="ranks meet in a folder of .* where none can be: No space left"):
             RankedRunner(model, Layout(tp=2))
         assert not list(tmp_path.glob("toolkit-ranks-*"))
     finally:

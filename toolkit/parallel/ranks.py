@@ -25,6 +25,7 @@ from toolkit.parallel.nodes import STEP_SECONDS, WORKERS, Door, Nodes, limit
 OPEN_SECONDS = 300.0  # that a rank may take to start and to open the model
 LOAD_SECONDS = 3600.0  # … and to load its part
 GRACE_SECONDS = 3.0  # in which ranks beside one that is lost end or say why
+MEETING_BYTES = 8192  # that ranks write where they meet, with room to spare
 
 
 def crowded(count: int) -> list[str]:
@@ -108,6 +109,7 @@ class Ranks:
         """A new folder, which those that are told of it remove where this process is killed. Raises ToolkitError."""
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="toolkit-ranks-"))
+            (self._folder / "room").write_bytes(bytes(MEETING_BYTES))  # on a full disk torch may tell anything
         except OSError as e:
             where = tempfile.gettempdir()
             raise ToolkitError(f"ranks meet in a folder of {where} (TMPDIR), where none can be: {e.strerror}") from e
