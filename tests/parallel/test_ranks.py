@@ -352,7 +352,7 @@ def test_a_full_disk_is_told(size: str, tiny_models: Any, tmp_path: Path, monkey
             with suppress(OSError):
                 (tmp_path / "fill").write_bytes(bytes(1 << 20))
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        with pytest.raises(ToolkitError, match="ranks meet in a folder of .* where none can be: No space left"):
+        with pytest.raises(ToolkitError, match=r"ranks meet in a folder of .* where none can be: No space left"):
             RankedRunner(model, Layout(tp=2))
         assert not list(tmp_path.glob("toolkit-ranks-*"))
     finally:

@@ -23,7 +23,7 @@ from toolkit.quant.options import Awq
 from toolkit.quant.presets import PRESETS
 
 WORK = estimate.Work(
-    "lite auto_awq", tokens=8192, seqlen=512, written=8192, layers=30, sequential=False, products=True,
+    "lite auto_awq", tokens=8192, seqlen=512, written=8192, layers=30, passes=1, products=True,
     tune_steps=64, iters=0, eval_tokens=4096,
 )  # fmt: skip
 RATES = estimate.Rates(exact=1e-5, rough=5e-6, product=1e-11, rounding=1e-10)

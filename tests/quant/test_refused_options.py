@@ -37,7 +37,7 @@ refused = refusing(UsageError)
             auto_awq,
             Awq(damp=0.5, rounding="nearest"),
             Common(),
-            "--damp, --shrink, --desc-act, --static-groups: they are GPTQ's; give --rounding gptq too",
+            "--damp, --shrink, --carry-error, --desc-act, --static-groups: they are GPTQ's; give --rounding gptq too",
         ),
         (
             auto_awq,

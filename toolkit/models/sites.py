@@ -129,6 +129,25 @@ INNER: dict[str, Callable[[Any], list[Site]]] = {
 """By kind of mixer: its sites behind the entry, MLPs apart."""
 
 
+WRITERS: dict[str, Callable[[Any], LinearSpec | None]] = {
+    "attention": lambda m: m.o,
+    "latent": lambda m: m.o,
+    "short_conv": lambda m: m.out,
+    "mamba": lambda m: m.out,
+    "delta": lambda m: m.out,
+    "mlp": lambda m: m.down if m.seen is None else None,
+}
+"""By kind of mixer: the linear that its outputs come from."""
+
+
+def writer(sub: Sublayer) -> LinearSpec | None:
+    """The linear whose outputs are what a sublayer adds to the residual stream; None where a norm or a choice of
+    experts is between, or texts have no part in it."""
+    if sub.post_norm is not None or sub.mixer.kind not in WRITERS:
+        return None
+    return WRITERS[sub.mixer.kind](sub.mixer)
+
+
 def modules(linears: Iterable[LinearSpec]) -> list[list[LinearSpec]]:
     """Linears that follow each other and belong to one attention block, MLP or expert, together."""
     return [list(group) for _, group in groupby(linears, key=lambda x: x.name.rpartition(".")[0])]

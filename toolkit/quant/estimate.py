@@ -50,14 +50,14 @@ class Rates:
 @dataclass(frozen=True)
 class Work:
     """``tokens``: of calibration text, ``seqlen`` a sample; ``written``: of them by the model itself, now. ``layers``:
-    that an earlier run has not quantized. ``iters``: auto-round's."""
+    that an earlier run has not quantized. ``passes``: of the text through each. ``iters``: auto-round's."""
 
     stage: str
     tokens: int
     seqlen: int
     written: int
     layers: int
-    sequential: bool
+    passes: int
     products: bool
     tune_steps: int
     iters: int
@@ -106,7 +106,7 @@ def seconds(source: LayerSource, work: Work, rates: Rates) -> dict[str, float]:
     linears = source.quantizable()
     head = spec.vocab_size * spec.hidden_size
     share = work.layers / len(spec.layers)
-    passes = work.tokens * len(spec.layers) * rates.rough * (2 if work.sequential else 1)
+    passes = work.tokens * len(spec.layers) * rates.rough * work.passes
     sites = [site for layer in spec.layers for site in layer_sites(layer)]
     grams = sum(2 * work.tokens * site.size**2 for site in sites) if work.products else 0
     rounding = ROUNDING.get(work.stage, LITTLE) * AWQ_PASSES * sum(map(_sampled, linears))

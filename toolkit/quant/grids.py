@@ -52,7 +52,9 @@ def grid_options(grid: awq.Grid) -> dict[str, Any]:
 
 
 def rounding_of(options: Awq | Gptq) -> gptq.Rounding:
-    return gptq.Rounding(options.damp, options.shrink, options.desc_act, options.static_groups)
+    return gptq.Rounding(
+        options.damp, options.shrink, options.desc_act, options.static_groups, carry=options.carry_error
+    )
 
 
 def rounding_options(how: gptq.Rounding) -> dict[str, float | bool]:
@@ -60,7 +62,7 @@ def rounding_options(how: gptq.Rounding) -> dict[str, float | bool]:
         raise UsageError(f"--damp: expected a share between 0 and 1, found {how.damp:g}")
     if not 0 <= how.shrink <= 1:
         raise UsageError(f"--shrink: expected a share from 0 to 1, found {how.shrink:g}")
-    found = {"damp": how.damp, "shrink": how.shrink, "desc_act": how.desc_act}
+    found = {"damp": how.damp, "shrink": how.shrink, "carry_error": how.carry, "desc_act": how.desc_act}
     return found | ({"static_groups": how.static_groups} if how.desc_act else {})
 
 

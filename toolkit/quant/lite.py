@@ -62,7 +62,9 @@ def auto_awq(
         raise UsageError(f"--rounding: expected nearest or gptq, found {rounding!r}")
     feedback, how = rounding == "gptq", rounding_of(options)
     if not feedback and how != gptq.Rounding():
-        raise UsageError("--damp, --shrink, --desc-act, --static-groups: they are GPTQ's; give --rounding gptq too")
+        raise UsageError(
+            "--damp, --shrink, --carry-error, --desc-act, --static-groups: they are GPTQ's; give --rounding gptq too"
+        )
     if options.w_bits != 4 and common.format in (None, "awq"):
         raise UsageError(
             f"--w-bits: the AWQ gemm format holds 4-bit weights alone, found {options.w_bits}; "
@@ -94,6 +96,7 @@ def auto_awq(
         formats=MIXED if own else ("awq", "gptq_v2", "gptq", "compressed-tensors", "auto_round", "gguf"),
         group_size=grid.group_size,
         sequential=feedback,
+        carries=feedback and how.carry,
         tune_steps=options.tune_steps,
     )
     return run(source, Path(work_dir), recipe, common, progress)
@@ -123,6 +126,7 @@ def auto_gptq(
         formats=(*gptq_names, "compressed-tensors", "auto_round", *uniform),
         group_size=grid.group_size,
         sequential=True,
+        carries=how.carry,
         tune_steps=options.tune_steps,
     )
     return run(source, Path(work_dir), recipe, common, progress)
@@ -222,7 +226,10 @@ def search(
     if size is not None and not in_gguf:
         costs = finder.Costs(of=cost_of(source, lambda grid, *shape: integers(grid, False, *shape)))
     budget = budget_of(options, size, source, linears, heads, costs, common)
-    grid, how = awq.Grid(4, 32, False), gptq.Rounding(damp=options.damp, shrink=options.shrink)
+    grid, how = (
+        awq.Grid(4, 32, False),
+        gptq.Rounding(damp=options.damp, shrink=options.shrink, carry=options.carry_error),
+    )
     chosen = {x.name: finder.head_grid(x, costs.gguf) for x in heads}
     inputs = {x.name: x.in_features for x in linears}
 
@@ -250,6 +257,7 @@ def search(
         sample=partial(integers, grid, False),
         formats=("compressed-tensors", "gptq_v2", "auto_round", "gguf"),
         sequential=True,
+        carries=how.carry,
         prepare=prepare,
         tune_steps=options.tune_steps,
         beside=len(source.spec.layers) * SAMPLES,

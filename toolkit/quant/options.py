@@ -88,6 +88,11 @@ class Awq:
     shrink: float = option(
         0.4, "GPTQ: share by which XᵀX counts less off its diagonal, so that the loss carries over to other text."
     )
+    carry_error: bool = option(
+        True,
+        "GPTQ: what rounding has changed in the residual stream is made up for by the linears behind that write to it.",
+        "--carry-error/--no-carry-error",
+    )
     desc_act: bool = option(False, "GPTQ: columns with the largest inputs first.")
     static_groups: bool = option(
         True,
@@ -108,6 +113,7 @@ class Gptq:
     w_group_size: int | str = same_option(Awq, "w_group_size")
     damp: float = same_option(Awq, "damp")
     shrink: float = same_option(Awq, "shrink")
+    carry_error: bool = same_option(Awq, "carry_error")
     desc_act: bool = same_option(Awq, "desc_act")
     static_groups: bool = same_option(Awq, "static_groups")
     tune_steps: int | None = same_option(Awq, "tune_steps")
@@ -150,6 +156,7 @@ class Search:
     )
     damp: float = same_option(Awq, "damp")
     shrink: float = same_option(Awq, "shrink")
+    carry_error: bool = same_option(Awq, "carry_error")
     tune_steps: int | None = same_option(Awq, "tune_steps")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from toolkit.models.sites import Site, layer_sites
+from toolkit.models.sites import Site, layer_sites, writer
 from toolkit.models.spec import LayerSpec, LinearSpec
 from toolkit.quant.layers.lazy import KEEP
 from toolkit.quant.layers.probe import WINDOW
@@ -56,17 +56,19 @@ def plan_memory(
     head: bool = False,
     whole_layers: bool = False,
     products: bool = True,
+    carries: bool = False,
 ) -> Plan:
     """What quantizing ``source`` takes. ``cache_memory``: GiB; 0 ``samples``: no text is read; ``tuning``: bytes that
     tuning takes afterwards; ``head``: whether it is quantized too; ``whole_layers``: whether the method has a layer in
-    memory as a whole; ``products``: whether it takes XᵀX."""
+    memory as a whole; ``products``: whether it takes XᵀX; ``carries``: whether it compares the residual stream, and has
+    the text twice."""
     spec = source.spec
-    text_bytes = samples * seqlen * spec.hidden_size * FLOAT
+    text_bytes = (1 + carries) * samples * seqlen * spec.hidden_size * FLOAT
     activations = text_bytes + 2 * eval_tokens * spec.hidden_size * FLOAT
     disk = max(0, activations - int(cache_memory * (1 << 30)))
     grams = samples > 0 and products
     text, window = min(batch_size, samples) * seqlen, min(WINDOW, eval_tokens)
-    peaks = [_layer(layer, grams, text, window, whole_layers) for layer in set(spec.layers)]
+    peaks = [_layer(layer, grams, text, window, whole_layers, carries) for layer in set(spec.layers)]
     if whole_layers:  # two texts; those in files are read whole
         peaks = [peak + min(disk, text_bytes) + OUTPUTS * text_bytes // 2 for peak in peaks]
     table = LinearSpec(spec.head, spec.hidden_size, spec.head_size)
@@ -78,7 +80,7 @@ def plan_memory(
     return Plan(BASE + max(peaks) + activations - disk, activations, disk)
 
 
-def _layer(layer: LayerSpec, grams: bool, text: int, window: int, whole: bool) -> int:
+def _layer(layer: LayerSpec, grams: bool, text: int, window: int, whole: bool, carries: bool) -> int:
     """What going through one layer takes: while statistics are taken, while it is rounded, while it is measured.
     ``text``, ``window``: tokens at once of calibration and held-out text."""
     linears, sites = layer.linears(), layer_sites(layer)
@@ -87,12 +89,14 @@ def _layer(layer: LayerSpec, grams: bool, text: int, window: int, whole: bool) -
         return WHOLE * size + max(text, window) * layer_width(layer) * FLOAT
     largest = max(map(_bytes, linears))
     forward, probing = (tokens * layer_width(layer) * FLOAT + 2 * largest for tokens in (text, window))
-    statistics = max(sum(_matrix(s) for s in group) for group in _groups(sites)) if grams else 0
+    writers = [x for x in map(writer, layer.sublayers) if x is not None] if carries else []
+    missing = 2 * sum(map(_bytes, writers))  # of two halves of the text
+    statistics = missing + max(sum(_matrix(s) for s in group) for group in _groups(sites)) if grams else 0
     measured = min(size, max(KEEP, 2 * module_bytes(layer)))
     if grams:  # the text goes through the quantized layer too
         probing = max(forward, probing)
     kept = BUFFERS + min(size, KEEP)
-    return kept + max(GAPS * largest + max(statistics + forward, _rounding(sites, grams)), measured + probing)
+    return kept + max(GAPS * largest + max(statistics + forward, missing + _rounding(sites, grams)), measured + probing)
 
 
 def _rounding(sites: list[Site], grams: bool) -> int:

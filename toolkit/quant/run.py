@@ -86,7 +86,8 @@ class Recipe:
 
     ``method(dtype, directory)``: how sites are quantized, ``dtype`` being what dense tensors are stored as.
     ``sample(out, in)``: a stand-in of the weights it makes, by which ``formats`` (the first is the default) are checked
-    beforehand. ``group_size``: see ``write_layers``. ``sequential``, ``products``: see ``layerwise.Setting``.
+    beforehand. ``group_size``: see ``write_layers``. ``sequential``, ``products``: see ``layerwise.Setting``;
+    ``carries``: whether such a method is to know what the residual stream lacks (``quantize_layers``' ``exact``).
     ``calibrated``: whether the method reads text at all. ``prepare``: what is to be done with the whole model before
     its layers, returning figures for ``quality``. ``tune_steps``: of the tuning afterwards, None for the default where
     it fits ``--cache-memory``. ``whole_layers``: whether ``prepare`` has a layer in memory as a whole; ``texts``: how
@@ -102,6 +103,7 @@ class Recipe:
     formats: tuple[str, ...]
     group_size: int | None = None
     sequential: bool = False
+    carries: bool = False
     products: bool = True
     calibrated: bool = True
     prepare: Callable[[Prepared], dict[str, Any]] | None = None
@@ -134,6 +136,7 @@ def tell_plan(
     texts: int = 1,
     beside: int = 0,
     products: bool = True,
+    carries: bool = False,
 ) -> Plan:
     """Say, and return, how much memory the run will take. ``plan``: of the text, None where none is read; ``texts``,
     ``beside``: see ``Recipe``; the rest as for ``plan_memory``."""
@@ -141,7 +144,7 @@ def tell_plan(
     memory = plan_memory(
         source, samples=samples, seqlen=seqlen, batch_size=common.batch_size, eval_tokens=eval_tokens,
         cache_memory=common.cache_memory, tuning=needed(source, seqlen, tune_steps) if tune_steps else 0,
-        head=common.quantize_lm_head, whole_layers=whole_layers, products=products,
+        head=common.quantize_lm_head, whole_layers=whole_layers, products=products, carries=carries,
     )  # fmt: skip
     common.notice(memory.line())
     return memory
@@ -169,6 +172,7 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
     memory = tell_plan(
         source, common, plan, eval_tokens=common.measured, tune_steps=tune_steps, whole_layers=recipe.whole_layers,
         texts=recipe.texts, beside=recipe.beside, products=recipe.products,
+        carries=recipe.carries and common.calibration is None,
     )  # fmt: skip
     room = disk_bytes(source, targets(source, selection), recipe.sample, dtype, memory.disk)
     common.notice(f"disk: about {show_size(room)} at {work_dir}, while it runs")
@@ -240,7 +244,7 @@ def _tell_time(
         seqlen=plan.seqlen if plan else 0,
         written=0 if own is None or is_written(digest, own) else own.tokens,
         layers=count - done,
-        sequential=setting.sequential,
+        passes=1 + setting.sequential + (setting.sequential and recipe.carries),
         products=setting.products and plan is not None,
         tune_steps=0 if KEY in there else tune_steps,
         iters=recipe.options.get("iters", 0),
@@ -275,14 +279,18 @@ def _quantize(
     heldout = torch.tensor(tokenizer.encode(heldout_text(common.measured))[: common.measured])
     with spill_of(stage, common) as spill:
         flow = Flow(source, ids, table, setting.device, setting.batch_size, spill)
+        carries = recipe.carries and setting.sequential
+        exact = Flow(source, ids, table, setting.device, setting.batch_size, spill) if carries else None
         probe = Probe(source.spec, table, heldout, setting.device, spill, source.added)
         del table
         told = partial(progress, "quantizing layers" if tune_steps else "quantizing and measuring layers")
         # where the last layer is there already, the text does not go through the original layers up to it
         stays = setting.sequential or stage.done(f"layer.{len(source.spec.layers) - 1}")
-        reports = quantize_layers(source, setting, flow, None if tune_steps else probe, stage, told, spread)
+        reports = quantize_layers(source, setting, flow, None if tune_steps else probe, stage, told, spread, exact)
         if tune_steps:
-            if stays and not stage.done(KEY):
+            if exact is not None and exact.layers == len(source.spec.layers):
+                flow = exact
+            elif stays and not stage.done(KEY):
                 table = source.outer_weights(setting.device)[source.spec.embed]
                 count = -(-most_samples(tune_steps) // flow.batch_size) * flow.batch_size  # batches as before
                 flow = Flow(source, ids[:count], table, setting.device, setting.batch_size, spill)

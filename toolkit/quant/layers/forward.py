@@ -18,6 +18,7 @@ from toolkit.kernels.reference.activation import swigluoai
 from toolkit.kernels.reference.moe import moe_route
 from toolkit.kernels.torch.dense import ACTIVATIONS
 from toolkit.kernels.torch.product import product
+from toolkit.models.sites import writer
 from toolkit.models.spec import DecoderSpec, LayerSpec, MlpSpec, MoeSpec
 from toolkit.quant.layers.forward_attention import attention, latent_attention
 from toolkit.quant.layers.forward_parts import Called, Observer, Rounding, Watch, Weights, linear, normed
@@ -34,11 +35,13 @@ def layer_forward(
     hidden: Tensor,
     observe: Observer | None = None,
     rounding: Rounding | None = None,
+    stream: Observer | None = None,
 ) -> Tensor:
     """Run one layer on ``hidden`` [batch, length, hidden] (positions 0 … length-1, causal) and return the new hidden.
 
     ``observe`` sees the input of every site of the layer; ``rounding`` changes what its linears read (routers and
-    gates, which are never quantized, read it unchanged).
+    gates, which are never quantized, read it unchanged). ``stream`` sees, before each sublayer that has a ``writer``
+    and under that linear's name, what its outputs are added to, in their scale [batch, length, hidden].
     """
     watch = Watch(observe, rounding)
     block = hidden
@@ -50,6 +53,8 @@ def layer_forward(
             if torch.is_autocast_enabled(x.device.type):  # once, not for every linear that reads it
                 x = x.to(torch.get_autocast_dtype(x.device.type))
             seen = watch(sub.mixer.input_name(), x)
+        if stream is not None and (last := writer(sub)) is not None:
+            stream(last.name, hidden / sub.residual_scale)
         y = MIXERS[sub.mixer.kind](sub.mixer, weights, x, seen, watch)
         if sub.post_norm is not None:
             y = normed(sub.post_norm, weights, y)

@@ -71,6 +71,7 @@ class Flow:
     ) -> None:
         keep_freed(small=all(linear_bytes(layer) <= KEEP // 4 for layer in source.spec.layers))
         self.source, self.device = source, device
+        self.layers = 0  # that it is behind
         few = max(1, CPU_TOKENS // token_ids.shape[1])
         self.batch_size = min(batch_size, few) if device.type == "cpu" else batch_size
         batches = token_ids.split(self.batch_size) if len(token_ids) else ()
@@ -93,11 +94,13 @@ class Flow:
         sites: Sequence[Site],
         advance: bool,
         products: bool = True,
+        exact: Flow | None = None,
     ) -> tuple[Taken, bool]:
         """Statistics of the inputs of ``sites``, and whether the text went through the layer for them.
 
         With ``advance`` it does where memory holds all statistics at once; else it stays before the layer until all
-        are handed out, and is read again for every group of sites.
+        are handed out, and is read again for every group of sites. ``exact``: the same text behind the original layers
+        before, with which the residual stream is compared; it goes through this one when the last group is taken.
         """
         groups = in_turns(sites) if products else [[site.name for site in reversed(sites)]]
 
@@ -109,9 +112,15 @@ class Flow:
                 if name == names[0]:  # of the group the last that a layer comes to: what follows need not be computed
                     raise Enough
 
-            for x in self.hidden:
-                with suppress(Enough), in_bf16(self.device):
-                    self._check(index, layer_forward(layer, narrowed, x.to(self.device), observe))
+            last, stream = names == groups[-1], None
+            for j, x in enumerate(self.hidden):
+                with in_bf16(self.device):
+                    if exact is not None:
+                        stream = exact.beside(index, j, narrowed, statistics, advance=last)
+                    with suppress(Enough):
+                        self._check(index, layer_forward(layer, narrowed, x.to(self.device), observe, stream=stream))
+            if exact is not None and last:
+                exact.layers = index + 1
             return self._finite(index, statistics.finish())
 
         if not advance or len(groups) > 1:
@@ -119,6 +128,21 @@ class Flow:
         statistics = Statistics([name for group in groups for name in group], products)
         self.advance(index, layer, weights, statistics.observe)
         return Taken(groups, lambda names: self._finite(index, statistics.finish())), True
+
+    def beside(self, index: int, batch: int, weights: Weights, statistics: Statistics, advance: bool) -> Observer:
+        """What is to see the residual stream of the same batch of another text, and notes for ``statistics`` what that
+        lacks of this one's. With ``advance`` the batch is behind the layer then."""
+        streams: dict[str, Tensor] = {}
+        layer = self.source.spec.layers[index]
+        y = layer_forward(layer, weights, self.hidden[batch].to(self.device), stream=streams.__setitem__)
+        if advance:
+            self.hidden[batch] = self._check(index, y).cpu()
+
+        def see(name: str, stream: Tensor) -> None:
+            if name in statistics.names:
+                statistics.lacks[name] = (streams.pop(name) - stream).reshape(-1, stream.shape[-1])
+
+        return see
 
     def advance(
         self,
@@ -134,6 +158,7 @@ class Flow:
             with in_bf16(self.device):
                 y = layer_forward(layer, weights, x.to(self.device), observe, rounding)
             self.hidden[j] = self._check(index, y).cpu()
+        self.layers = index + 1
 
     def head_statistics(self, outer: Weights, products: bool = True) -> dict[str, Gram]:
         """Statistics of the head's input, the text being behind all layers. ``outer`` holds the final norm."""
@@ -168,13 +193,15 @@ def quantize_layers(
     stage: Stage,
     progress: Progress,
     spread: Spread | None = None,
+    exact: Flow | None = None,
 ) -> list[LinearReport]:
     """Quantize every layer and save each under ``layer.N`` in ``stage``, the head under ``head``; ``probe`` goes along,
     if there is one. ``spread``: who does so where statistics were taken earlier, None = this process.
 
     Unless ``setting.sequential``, statistics are taken in the unquantized model, so a layer's result depends on no
-    other's. Layers that ``stage`` holds already are not quantized again, only passed through. Raises ToolkitError
-    where activations are not finite, naming the layer.
+    other's. ``exact``: the text once more, which goes through the original layers, so that what the residual stream
+    lacks behind quantized ones is among the statistics. Layers that ``stage`` holds already are not quantized again,
+    only passed through. Raises ToolkitError where activations are not finite, naming the layer.
     """
     layers = source.spec.layers
     keys = [f"layer.{i}" for i in range(len(layers))] + ([HEAD] if setting.selection.head else [])
@@ -188,7 +215,7 @@ def quantize_layers(
         moved = setting.sequential or i > last_missing  # the text through the original layer, or it is of no use there
         if i in missing:
             if setting.saved is None:
-                grams, advanced = flow.statistics(i, layer, original, sites, not moved, setting.products)
+                grams, advanced = flow.statistics(i, layer, original, sites, not moved, setting.products, exact)
                 moved = moved or advanced
                 stage.save(keys[i], *_state(setting.method(sites, original, grams), sites, grams))
                 del grams
@@ -202,6 +229,8 @@ def quantize_layers(
             after, rounding = _as_run(result, layer, sites, setting.device)
             if setting.sequential and i < last_missing:  # past the last one to quantize nobody reads the text
                 flow.advance(i, layer, after, rounding=rounding)
+                if exact is not None and exact.layers == i:
+                    exact.advance(i, layer, original)
             if probe is not None:
                 probe.advance(i, layer, original, after, rounding)
         return _in_order(result.reports, sites)

@@ -22,13 +22,16 @@ BESIDE = 256 << 20  # bytes of statistics that are held beside the largest of a 
 class Gram:
     """``xtx``: float32 [n, n], the sum of x·xᵀ; its lower triangle is filled by ``finish``; [0, 0] where no method
     needs it, and then ``abs_sum`` stays zero. ``abs_sum`` and ``abs_max`` of the inputs: [n]. ``sample`` [at most
-    SAMPLE, n]: rows as they came, from all over the first batches."""
+    SAMPLE, n]: rows as they came, from all over the first batches. ``missing``: of a site whose linear writes to the
+    residual stream, of two halves of the rows, the sum of r·xᵀ, r [out] being what the stream lacks there, [2, out, n];
+    else [0]."""
 
     xtx: Tensor
     abs_sum: Tensor
     abs_max: Tensor
     rows: int = 0
     sample: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+    missing: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     @staticmethod
     def empty(n: int, device: torch.device | str = "cpu", products: bool = True) -> Gram:
@@ -40,8 +43,14 @@ class Gram:
         """Mean of |x| for every channel, [n]."""
         return self.abs_sum / max(self.rows, 1)
 
-    def add(self, x: Tensor) -> None:
-        """Count in rows ``x`` [tokens, n]."""
+    def add(self, x: Tensor, lacks: Tensor | None = None) -> None:
+        """Count in rows ``x`` [tokens, n]; ``lacks`` [tokens, out]: what the residual stream lacks at each."""
+        if lacks is not None:
+            if not len(self.missing):
+                self.missing = torch.zeros(2, lacks.shape[1], x.shape[1], device=x.device)
+            middle = len(x) // 2
+            for half, part in zip(self.missing, (slice(middle), slice(middle, None)), strict=True):
+                half += product(lacks[part].float().T.contiguous(), x[part].float().T.contiguous())
         if len(self.xtx):
             columns = x.T.contiguous().float()
             for a in range(0, len(columns), PANEL):
@@ -78,11 +87,11 @@ class Gram:
         for name in ("abs_sum", "abs_max"):
             values = getattr(self, name)
             parts[name] = torch.where(dead, values[alive].mean(), values)
-        return Gram(xtx, rows=self.rows, sample=self.sample, **parts)
+        return Gram(xtx, rows=self.rows, sample=self.sample, missing=self.missing, **parts)
 
     def to(self, device: torch.device) -> Gram:
         """The same on another device."""
-        moved = {name: getattr(self, name).to(device) for name in ("xtx", "abs_sum", "abs_max", "sample")}
+        moved = {name: getattr(self, name).to(device) for name in ("xtx", "abs_sum", "abs_max", "sample", "missing")}
         return replace(self, **moved)
 
     def finish(self) -> None:
@@ -94,11 +103,13 @@ class Gram:
 
 
 class Statistics:
-    """Grams of the sites called ``names``, by name, with XᵀX if ``products``; pass ``observe`` to ``layer_forward``."""
+    """Grams of the sites called ``names``, by name, with XᵀX if ``products``; pass ``observe`` to ``layer_forward``.
+    ``lacks``: what the residual stream lacks, by the sites that come next and write to it."""
 
     def __init__(self, names: Collection[str], products: bool = True) -> None:
         self.names, self.products = names, products
         self.grams: dict[str, Gram] = {}
+        self.lacks: dict[str, Tensor] = {}
 
     def observe(self, name: str, x: Tensor) -> None:
         if name not in self.names:
@@ -106,7 +117,7 @@ class Statistics:
         gram = self.grams.get(name)
         if gram is None:
             gram = self.grams[name] = Gram.empty(x.shape[1], x.device, self.products)
-        gram.add(x)
+        gram.add(x, self.lacks.pop(name, None))
 
     def finish(self) -> dict[str, Gram]:
         """Complete the sums and hand them over. A site that saw no row is absent."""

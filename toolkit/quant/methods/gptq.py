@@ -23,6 +23,7 @@ from toolkit.models.sites import Site, modules
 from toolkit.models.spec import LinearSpec
 from toolkit.quant.layers.result import LinearReport, Made, Method, by_site
 from toolkit.quant.layers.statistics import Gram
+from toolkit.quant.methods import carried
 from toolkit.quant.methods.awq import Grid, inputs_after, search_clip
 from toolkit.quant.methods.grid import grid_of, group_range, no_scale, round_to
 from toolkit.quant.options import Gptq
@@ -39,8 +40,9 @@ class Rounding:
     """``damp``: share of H's mean diagonal that is added to it. ``shrink``: see the function. ``desc_act``: columns
     with the largest H[i,i] first; with ``static_groups`` groups stay consecutive and their grids come from the weights
     before any column moved, without they are made of columns in that order (act-order: the file then holds each
-    column's group). ``clip``: search each group's range; else it spans all its weights. ``block``: columns between two
-    matrix products.
+    column's group). ``clip``: search each group's range; else it spans all its weights. ``carry``: whether weights are
+    changed first (``carried.py``), where statistics have what that takes. ``block``: columns between two matrix
+    products.
     """
 
     damp: float = Gptq.damp
@@ -48,6 +50,7 @@ class Rounding:
     desc_act: bool = Gptq.desc_act
     static_groups: bool = Gptq.static_groups
     clip: bool = True
+    carry: bool = Gptq.carry_error
     block: int = 128
 
     @property
@@ -91,11 +94,15 @@ def method(
         scale = None if scaler is None or gram is None else scaler(site, weights, gram)
         xtx = inputs_after(site, gram, folded, scale)
         how = "weight-only" if gram is None else scaled
+        if gram is not None and rounding.carry and (moved := carried.change(gram)) is not None:
+            folded.changes[site.linears[0].name] = moved
+            del moved
         del gram
         factor = None if at.ggml else inverse_factor(xtx, rounding)
         for linear, code in round_site(site.linears, folded, xtx, at, rounding, factor):
             error = relative_error(folded[linear.name], code, xtx)
             yield Made(linear.name, code, LinearReport(linear.name, how, at.bits, at.group_size, error))
+        folded.changes.clear()
 
     return by_site(one_site, dtype)
 

@@ -58,11 +58,14 @@ class Folded(Named[Tensor]):
         self.norms: dict[str, Tensor] = {}
         self.columns: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
+        self.changes: dict[str, Tensor] = {}  # that are added before scales
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self.norms:
             return self.norms[name]
         value = self.weights[name]
+        if name in self.changes:
+            value = value + self.changes[name]
         if name in self.columns:
             value = value * self.columns[name]
         return value / self.rows[name] if name in self.rows else value
