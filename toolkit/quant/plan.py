@@ -90,13 +90,15 @@ def _layer(layer: LayerSpec, grams: bool, text: int, window: int, whole: bool, c
     largest = max(map(_bytes, linears))
     forward, probing = (tokens * layer_width(layer) * FLOAT + 2 * largest for tokens in (text, window))
     writers = [x for x in map(writer, layer.sublayers) if x is not None] if carries else []
-    missing = 2 * sum(map(_bytes, writers))  # of two halves of the text
+    missing = 2 * sum(map(_bytes, writers))  # of two halves of the text; what is solved for takes as much
     statistics = missing + max(sum(_matrix(s) for s in group) for group in _groups(sites)) if grams else 0
     measured = min(size, max(KEEP, 2 * module_bytes(layer)))
     if grams:  # the text goes through the quantized layer too
         probing = max(forward, probing)
     kept = BUFFERS + min(size, KEEP)
-    return kept + max(GAPS * largest + max(statistics + forward, missing + _rounding(sites, grams)), measured + probing)
+    return kept + max(
+        GAPS * largest + max(statistics + forward, 2 * missing + _rounding(sites, grams)), measured + probing
+    )
 
 
 def _rounding(sites: list[Site], grams: bool) -> int:

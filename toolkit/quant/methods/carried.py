@@ -29,11 +29,18 @@ def change(gram: Gram) -> Tensor | None:
     damped = gram.xtx.clone()
     damped.diagonal().add_(ridge)
     lower, failed = torch.linalg.cholesky_ex(damped)
+    del damped
     if int(failed):
         return None
-    found = torch.cholesky_solve(gram.missing.reshape(2 * out, n).T, lower).T.reshape(2, out, n)
+    found = torch.cholesky_solve(gram.missing.view(2 * out, n).T, lower).T
+    del lower
     # Each half's own regression is twice this. Of the other half it explains ⟨R, D⟩, and adds ⟨D XᵀX, D⟩ of its own.
-    explained = 4 * float((gram.missing[1] * found[0]).sum())
-    added = 2 * float((gram.missing * found).sum() - ridge * found.square().sum())
+    explained = 4 * _dot(gram.missing[1], found[:out])
+    added = 2 * (_dot(gram.missing, found) - ridge * _dot(found, found))
     share = explained / added if added > 0 else 0.0
-    return found.sum(0).mul_(share) if share > 0 else None
+    return found[:out].add_(found[out:]).mul_(share).clone() if share > 0 else None
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    """Of all their numbers, without a third matrix."""
+    return float(torch.dot(a.reshape(-1), b.reshape(-1)))
