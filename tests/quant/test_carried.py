@@ -11,7 +11,9 @@ from torch import Tensor
 
 from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights
-from toolkit.models.registry import load_spec
+from toolkit.models.registry import get, load_spec, names
+from toolkit.models.sites import writer
+from toolkit.quant.layers.forward import layer_forward
 from toolkit.quant.layers.layerwise import Flow
 from toolkit.quant.layers.source import LayerSource
 from toolkit.quant.layers.statistics import Gram
@@ -20,6 +22,7 @@ from toolkit.quant.methods.carried import change
 from toolkit.quant.options import Gptq
 
 TOKENS, IN, OUT = 2048, 48, 24
+SHAPES = [(name, shape) for name in names() for shape in range(len(get(name).tiny))]
 
 
 def seen(x: Tensor, lacks: Tensor) -> Gram:
@@ -90,3 +93,22 @@ def test_less_is_left_in_the_stream_of_other_text(family: str, tiny_models: Any,
         auto_gptq(str(model), tmp_path / str(carry), options, common=common)
         left[carry] = float((behind_layers(source, dense(tmp_path / str(carry)), ids) - exact).norm())
     assert left[True] < left[False], left
+
+
+@pytest.mark.parametrize(("family", "shape"), SHAPES, ids=[f"{name}-{shape}" for name, shape in SHAPES])
+def test_the_stream_moves_by_what_its_writer_gives(family: str, shape: int, tiny_models: Any) -> None:
+    """Of the last sublayer of every layer: what is added to the linear's weights is added to the stream, scaled."""
+    source = LayerSource(Path(tiny_models(family, shape=shape)))
+    draw, cpu = torch.Generator().manual_seed(6), torch.device("cpu")
+    hidden = torch.randn(2, 5, source.spec.hidden_size, generator=draw)
+    for i, layer in enumerate(source.spec.layers):
+        sub = layer.sublayers[-1]
+        if (linear := writer(sub)) is None:
+            continue
+        weights, inputs, streams = source.layer(i, cpu), dict[str, Tensor](), dict[str, Tensor]()
+        before = layer_forward(layer, weights, hidden, inputs.__setitem__, stream=streams.__setitem__)
+        change = torch.randn(weights[linear.name].shape, generator=draw)
+        moved = layer_forward(layer, {**weights, linear.name: weights[linear.name] + change}, hidden)
+        given = (inputs[linear.name] @ change.T).view_as(hidden)
+        torch.testing.assert_close(moved - before, sub.residual_scale * given, rtol=1e-3, atol=1e-3)
+        assert streams[linear.name].shape == hidden.shape
