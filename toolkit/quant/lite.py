@@ -226,10 +226,8 @@ def search(
     if size is not None and not in_gguf:
         costs = finder.Costs(of=cost_of(source, lambda grid, *shape: integers(grid, False, *shape)))
     budget = budget_of(options, size, source, linears, heads, costs, common)
-    grid, how = (
-        awq.Grid(4, 32, False),
-        gptq.Rounding(damp=options.damp, shrink=options.shrink, carry=options.carry_error),
-    )
+    grid = awq.Grid(4, 32, False)
+    how = gptq.Rounding(damp=options.damp, shrink=options.shrink, carry=options.carry_error)
     chosen = {x.name: finder.head_grid(x, costs.gguf) for x in heads}
     inputs = {x.name: x.in_features for x in linears}
 
