@@ -13,6 +13,7 @@ from toolkit.artifacts.checkpoint import open_checkpoint
 from toolkit.artifacts.weights import canonical_weights
 from toolkit.models.registry import get, load_spec, names
 from toolkit.models.sites import writer
+from toolkit.quant.layers import statistics
 from toolkit.quant.layers.forward import layer_forward
 from toolkit.quant.layers.layerwise import Flow
 from toolkit.quant.layers.source import LayerSource
@@ -112,3 +113,15 @@ def test_the_stream_moves_by_what_its_writer_gives(family: str, shape: int, tiny
         given = (inputs[linear.name] @ change.T).view_as(hidden)
         torch.testing.assert_close(moved - before, sub.residual_scale * given, rtol=1e-3, atol=1e-3)
         assert streams[linear.name].shape == hidden.shape
+
+
+def test_it_is_the_same_where_statistics_are_taken_in_turns(
+    tiny_models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = Gptq(w_group_size=32, tune_steps=0)
+    common = Common(calib_samples=16, calib_seqlen=64, eval_tokens=128, dtype="float32")
+    for name, beside in (("together", statistics.BESIDE), ("in turns", 0)):
+        monkeypatch.setattr(statistics, "BESIDE", beside)
+        auto_gptq(str(tiny_models("qwen3_moe")), tmp_path / name, options, common=common)
+    for file in (tmp_path / "together").glob("*.safetensors"):
+        assert file.read_bytes() == (tmp_path / "in turns" / file.name).read_bytes()

@@ -148,6 +148,11 @@ def writer(sub: Sublayer) -> LinearSpec | None:
     return WRITERS[sub.mixer.kind](sub.mixer)
 
 
+def writers(layer: LayerSpec) -> list[LinearSpec]:
+    """Those of a layer's sublayers."""
+    return [found for found in map(writer, layer.sublayers) if found is not None]
+
+
 def modules(linears: Iterable[LinearSpec]) -> list[list[LinearSpec]]:
     """Linears that follow each other and belong to one attention block, MLP or expert, together."""
     return [list(group) for _, group in groupby(linears, key=lambda x: x.name.rpartition(".")[0])]

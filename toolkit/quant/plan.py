@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from toolkit.models.sites import Site, layer_sites, writer
+from toolkit.models.sites import Site, layer_sites, writers
 from toolkit.models.spec import LayerSpec, LinearSpec
 from toolkit.quant.layers.lazy import KEEP
 from toolkit.quant.layers.probe import WINDOW
@@ -89,8 +89,9 @@ def _layer(layer: LayerSpec, grams: bool, text: int, window: int, whole: bool, c
         return WHOLE * size + max(text, window) * layer_width(layer) * FLOAT
     largest = max(map(_bytes, linears))
     forward, probing = (tokens * layer_width(layer) * FLOAT + 2 * largest for tokens in (text, window))
-    writers = [x for x in map(writer, layer.sublayers) if x is not None] if carries else []
-    missing = 2 * sum(map(_bytes, writers))  # of two halves of the text; what is solved for takes as much
+    missing = 2 * sum(
+        map(_bytes, writers(layer) if carries else ())
+    )  # of two halves of the text; what is solved for takes as much
     statistics = missing + max(sum(_matrix(s) for s in group) for group in _groups(sites)) if grams else 0
     measured = min(size, max(KEEP, 2 * module_bytes(layer)))
     if grams:  # the text goes through the quantized layer too

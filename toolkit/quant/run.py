@@ -86,8 +86,8 @@ class Recipe:
 
     ``method(dtype, directory)``: how sites are quantized, ``dtype`` being what dense tensors are stored as.
     ``sample(out, in)``: a stand-in of the weights it makes, by which ``formats`` (the first is the default) are checked
-    beforehand. ``group_size``: see ``write_layers``. ``sequential``, ``products``: see ``layerwise.Setting``;
-    ``carries``: whether such a method is to know what the residual stream lacks (``quantize_layers``' ``exact``).
+    beforehand. ``group_size``: see ``write_layers``. ``sequential``, ``carries``, ``products``: see
+    ``layerwise.Setting``.
     ``calibrated``: whether the method reads text at all. ``prepare``: what is to be done with the whole model before
     its layers, returning figures for ``quality``. ``tune_steps``: of the tuning afterwards, None for the default where
     it fits ``--cache-memory``. ``whole_layers``: whether ``prepare`` has a layer in memory as a whole; ``texts``: how
@@ -200,7 +200,8 @@ def run(source: LayerSource, work_dir: Path, recipe: Recipe, common: Common, pro
         method = recipe.method(dtype, scratch_of(stage))
         setting = Setting(
             gguf.with_minima(method) if form == gguf.FORMAT else method, selection, device, common.batch_size,
-            sequential=recipe.sequential and statistics is None, products=recipe.products,
+            sequential=recipe.sequential and statistics is None, carries=recipe.carries and statistics is None,
+            products=recipe.products,
             saved=statistics.grams if statistics else None if recipe.calibrated else lambda index: {},
         )  # fmt: skip
         _tell_time(source, stage, setting, recipe, plan, common, parent["digest"], tune_steps)
@@ -244,7 +245,7 @@ def _tell_time(
         seqlen=plan.seqlen if plan else 0,
         written=0 if own is None or is_written(digest, own) else own.tokens,
         layers=count - done,
-        passes=1 + setting.sequential + (setting.sequential and recipe.carries),
+        passes=1 + setting.sequential + setting.carries,
         products=setting.products and plan is not None,
         tune_steps=0 if KEY in there else tune_steps,
         iters=recipe.options.get("iters", 0),
@@ -279,8 +280,7 @@ def _quantize(
     heldout = torch.tensor(tokenizer.encode(heldout_text(common.measured))[: common.measured])
     with spill_of(stage, common) as spill:
         flow = Flow(source, ids, table, setting.device, setting.batch_size, spill)
-        carries = recipe.carries and setting.sequential
-        exact = Flow(source, ids, table, setting.device, setting.batch_size, spill) if carries else None
+        exact = Flow(source, ids, table, setting.device, setting.batch_size, spill) if setting.carries else None
         probe = Probe(source.spec, table, heldout, setting.device, spill, source.added)
         del table
         told = partial(progress, "quantizing layers" if tune_steps else "quantizing and measuring layers")

@@ -14,7 +14,7 @@ from torch import Tensor
 from toolkit.artifacts.output.stage import Stage
 from toolkit.errors import ToolkitError
 from toolkit.kernels.torch.product import prefers_int8
-from toolkit.models.sites import Site
+from toolkit.models.sites import Site, writers
 from toolkit.models.spec import LayerSpec
 from toolkit.quant.layers.activations import Int8Linears, input_rounding
 from toolkit.quant.layers.forward import all_finite, embed, in_bf16, layer_forward, narrow
@@ -40,14 +40,16 @@ HEAD = "head"  # the stage's key of a quantized head; layers are "layer.N"
 @dataclass(frozen=True)
 class Setting:
     """How layers are gone through. ``sequential``: statistics are of the inputs that the quantized layers before give,
-    not of the original model's. ``products``: whether XᵀX is among them. ``saved``: statistics taken earlier, by layer
-    and site; then no text is read."""
+    not of the original model's. ``carries``: the text goes through that one as well, and what the residual stream lacks
+    is among them. ``products``: whether XᵀX is. ``saved``: statistics taken earlier, by layer and site; then no text is
+    read."""
 
     method: Method
     selection: Selection
     device: torch.device
     batch_size: int = 8
     sequential: bool = False
+    carries: bool = False
     products: bool = True
     saved: Callable[[int], Mapping[str, Gram]] | None = None
 
@@ -113,14 +115,13 @@ class Flow:
                     raise Enough
 
             last, stream = names == groups[-1], None
+            compares = exact is not None and (last or any(x.name in names for x in writers(layer)))
             for j, x in enumerate(self.hidden):
                 with in_bf16(self.device):
-                    if exact is not None:
+                    if exact is not None and compares:
                         stream = exact.beside(index, j, narrowed, statistics, advance=last)
                     with suppress(Enough):
                         self._check(index, layer_forward(layer, narrowed, x.to(self.device), observe, stream=stream))
-            if exact is not None and last:
-                exact.layers = index + 1
             return self._finite(index, statistics.finish())
 
         if not advance or len(groups) > 1:
@@ -137,6 +138,7 @@ class Flow:
         y = layer_forward(layer, weights, self.hidden[batch].to(self.device), stream=streams.__setitem__)
         if advance:
             self.hidden[batch] = self._check(index, y).cpu()
+            self.layers = index + 1
 
         def see(name: str, stream: Tensor) -> None:
             if name in statistics.names:

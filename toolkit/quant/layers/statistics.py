@@ -45,14 +45,14 @@ class Gram:
 
     def add(self, x: Tensor, lacks: Tensor | None = None) -> None:
         """Count in rows ``x`` [tokens, n]; ``lacks`` [tokens, out]: what the residual stream lacks at each."""
-        if lacks is not None:
-            if not len(self.missing):
-                self.missing = torch.zeros(2, lacks.shape[1], x.shape[1], device=x.device)
-            middle = len(x) // 2
-            for half, part in zip(self.missing, (slice(middle), slice(middle, None)), strict=True):
-                half += product(lacks[part].float().T.contiguous(), x[part].float().T.contiguous())
         if len(self.xtx):
             columns = x.T.contiguous().float()
+            if lacks is not None:
+                if not len(self.missing):
+                    self.missing = torch.zeros(2, lacks.shape[1], x.shape[1], device=x.device)
+                middle = len(x) // 2
+                for half, part in zip(self.missing, (slice(middle), slice(middle, None)), strict=True):
+                    half += product(lacks[part].T, columns[:, part])
             for a in range(0, len(columns), PANEL):
                 self.xtx[a : a + PANEL, a:] += product(columns[a : a + PANEL], columns[a:])
             self.abs_sum += x.abs().sum(0, dtype=torch.float32)
