@@ -133,7 +133,7 @@ def test_a_picture_of_another_kind_is_refused_before_the_model_loads(tmp_path: P
 
 REFUSED = {
     "two names, two values": (["auto_awq", "M", "--calib-samples", "8", "--nsamples", "9"], "--nsamples 9"),
-    "GPTQ's flags without it": (["auto_awq", "M", "--desc-act"], "--rounding gptq"),
+    "GPTQ's flags without it": (["auto_awq", "M", "--preset", "fast", "--desc-act"], "--rounding gptq"),
     "no number of bits": (["search", "M", "--bits", "nan"], "--bits: expected"),
     "nothing to choose for": (
         ["search", "M", "--bits", "4.5", "--skip", ".", "--quantize-lm-head"],

@@ -101,7 +101,7 @@ def test_statistics_are_taken_once_on_every_family(
     calibrate(model, tmp_path / "statistics", common=common)
     saved = replace(common, calibration=str(tmp_path / "statistics"))
     for name, options in (("anew", common), ("saved", saved)):
-        auto_awq(model, tmp_path / name, Awq(tune_steps=0), common=options)
+        auto_awq(model, tmp_path / name, Awq(rounding="nearest", tune_steps=0), common=options)
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in ("anew", "saved"))
     assert all(torch.equal(a[name], b[name]) for name in a)
 

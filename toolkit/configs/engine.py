@@ -158,7 +158,7 @@ class CommonEngineConfig:
     target_step_ms: float | None = option(
         None,
         "Time of a step, ms: prompts go in chunks that fit it while others decode. 0: no limit. "
-        "Default: on a CPU twice a step without prompts, at most 150; on a GPU 0.",
+        "Default: on a CPU twice a step without prompts, at most 150; on a GPU 0; batch, pipeline(): 2000.",
         allowed=Bounds(0, 1e6),
     )
     kv_cache_dir: str | None = option(
