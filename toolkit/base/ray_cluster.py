@@ -21,8 +21,10 @@ OWN = {  # of one of this process: nothing takes processor time that nobody look
 }
 
 
-def connect(address: str | None, cores: float, option: str = "--ray-address", log: bool = False) -> None:
-    """``cores``: what is to be placed, for a cluster of its own; ``log``: show what its processes say. Raises
+def connect(
+    address: str | None, cores: float, option: str = "--ray-address", *, gpus: float = 0, log: bool = False
+) -> None:
+    """``cores``, ``gpus``: what is to be placed, for a cluster of its own; ``log``: show what its processes say. Raises
     ToolkitError."""
     import ray
 
@@ -45,11 +47,15 @@ def connect(address: str | None, cores: float, option: str = "--ray-address", lo
                 object_store_memory=STORE_BYTES,
                 **common,
             )
-            return
+            break
         except Exception as error:  # a plain one where it takes too long, as the first time on a busy machine
             if not again:
                 raise ToolkitError(f"Ray does not start on this machine: {_line(error)}") from None
             ray.shutdown()
+    found = ray.cluster_resources().get("GPU", 0)
+    if gpus > found:  # they would be waited for, for ever
+        ray.shutdown()
+        raise ToolkitError(f"--gpus: expected {gpus:g} GPUs for all that is to run, found {found:g} on this machine")
 
 
 def _ask(address: str) -> None:
