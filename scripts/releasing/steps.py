@@ -36,7 +36,7 @@ STEPS = (
     ),
     Step("lock", "the clone's own .venv, by the lock's exact versions and hashes", "bash scripts/setup --locked dev"),
     Step("tests", "lint, types and all quick tests", "bash scripts/test"),
-    Step("slow", "the tests that take minutes", "bash scripts/test -m slow"),
+    Step("slow", "the tests that take minutes", "bash scripts/test --slow"),
     Step(
         "sanitized",
         "the native library's tests with checks of addresses and undefined behaviour",

@@ -448,3 +448,13 @@ def test_a_temperature_without_effect_is_warned_about_once(pipe: Pipeline, caplo
     assert [r.message for r in caplog.records if "no effect" in r.message] == [
         "temperature 0.2 has no effect: do_sample is off; give do_sample=True too, or leave it out"
     ]
+
+
+@pytest.mark.parametrize(("told", "found"), [(None, 2000.0), (40.0, 40.0), (0.0, 0.0)])
+def test_prompts_take_longer_steps_than_where_somebody_watches(
+    model: Path, told: float | None, found: float | None
+) -> None:
+    config = TurbomindEngineConfig(session_len=64, max_batch_size=2, device="cpu", target_step_ms=told)
+    with pipeline(str(model), backend_config=config) as made:
+        assert made.engine.plan.target_step_ms == found
+    assert config.target_step_ms == told

@@ -55,9 +55,9 @@ def test_a_run_without_words_is_the_balanced_one() -> None:
 
 @pytest.mark.parametrize(
     ("preset", "rounding", "method"),
-    [("balanced", None, "awq"), ("best", None, "awq+gptq"), ("best", "nearest", "awq")],
+    [("fast", None, "awq"), ("balanced", None, "awq+gptq"), ("best", None, "awq+gptq"), ("best", "nearest", "awq")],
 )
-def test_the_best_preset_rounds_with_error_feedback(
+def test_all_presets_but_fast_round_with_error_feedback(
     tiny_models: Any, tmp_path: Path, text: str, preset: str, rounding: str | None, method: str
 ) -> None:
     common = Common(preset=preset, calib_dataset=text, calib_samples=4, calib_seqlen=48, eval_tokens=64)

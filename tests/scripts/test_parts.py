@@ -14,7 +14,7 @@ TOOL = """#!/bin/sh
 echo "${0##*/} $OMP_NUM_THREADS $*" >>"$LOG"
 case "$*" in
     *"not alone"*) exit $BESIDE ;;
-    *"alone and"*) exit $ALONE ;;
+    *"and alone"*) exit $ALONE ;;
 esac
 """
 
@@ -45,7 +45,15 @@ def test_all_tests_run_in_two_parts(tmp_path: Path) -> None:
     assert [name for name, *_ in calls] == ["ruff", "ruff", "mypy", "pytest", "pytest"]
     (_, threads, beside), (_, _, alone) = calls[3:]
     assert threads == "1" and "-n 3" in beside and beside.endswith("-m not slow and not alone")
-    assert alone.endswith("-m alone and not slow tests/a/test_x.py"), "files with such tests are collected, no others"
+    assert alone.endswith("-m not slow and alone tests/a/test_x.py"), "files with such tests are collected, no others"
+
+
+def test_slow_tests_run_in_two_parts_too(tmp_path: Path) -> None:
+    code, said, calls = ran(tmp_path, "--slow")
+    assert code == 0 and said.startswith("all slow tests passed")
+    (_, threads, beside), (_, _, alone) = calls
+    assert threads == "1" and "-n 2" in beside and beside.endswith("-m slow and not alone")
+    assert alone.endswith("-m slow and alone tests/a/test_x.py")
 
 
 @pytest.mark.parametrize("beside, alone", [(1, 0), (0, 1), (3, 1)])

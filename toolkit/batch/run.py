@@ -146,6 +146,7 @@ def opened(
         packed=packed,
         patience=settings.limits.engine_timeout,
         pictures_together=settings.vision_max_batch_size,
+        watched=False,
     )
     try:
         yield app_of(engine, settings, chat_template=chat_template, renderer=renderer)

@@ -117,6 +117,7 @@ class Pipeline:
             progress=progress,
             packed=packed,
             pictures_together=vision.max_batch_size,
+            watched=False,
         )
         if self.engine.runner_why:
             (progress or logger.warning)(self.engine.runner_why)

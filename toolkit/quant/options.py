@@ -22,8 +22,8 @@ class Common(OnRay):
 
     preset: str = option(
         "balanced",
-        "How much effort: fast (16 samples, no tuning, 4k tokens measured), balanced, or best (128 samples, "
-        "192 steps of tuning, AWQ with GPTQ's rounding). Other options go before it.",
+        "How much effort: fast (16 samples, AWQ rounds to nearest, no tuning, 4k tokens measured), balanced, or best "
+        "(128 samples, 192 steps of tuning). Other options go before it.",
     )
     calib_dataset: str = option(
         "self",
@@ -82,7 +82,7 @@ class Awq:
         True, "Search each layer's scales; else mean|x|^0.5.", "--search-scale/--no-search-scale"
     )
     rounding: str | None = option(
-        None, "nearest, or gptq: AWQ's scales, then GPTQ's error feedback. Default: nearest; preset best: gptq."
+        None, "gptq: AWQ's scales, then GPTQ's error feedback; or nearest. Default: gptq; preset fast: nearest."
     )
     damp: float = option(0.01, "GPTQ: share of the mean diagonal added to XᵀX.")
     shrink: float = option(

@@ -25,7 +25,7 @@ PRESETS = {
     "fast": Preset(calib_samples=16, tune_steps=0, tune_steps_8bit=0, iters=50, eval_tokens=4096, rounding="nearest"),
     # 24,576 tokens are all of the held-out text for most tokenizers
     "balanced": Preset(
-        calib_samples=None, tune_steps=64, tune_steps_8bit=0, iters=200, eval_tokens=24576, rounding="nearest"
+        calib_samples=None, tune_steps=64, tune_steps_8bit=0, iters=200, eval_tokens=24576, rounding="gptq"
     ),
     "best": Preset(
         calib_samples=128, tune_steps=192, tune_steps_8bit=64, iters=1000, eval_tokens=24576, rounding="gptq"
