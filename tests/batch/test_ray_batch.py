@@ -65,7 +65,10 @@ def killed_once(answers: Path, command: list[object]) -> str:
     return told
 
 
-def test_each_line_is_answered_once_though_an_actor_is_killed(model: Path, tmp_path: Path) -> None:
+def test_each_line_is_answered_once_though_an_actor_is_killed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # a Ray of its own does not ask for one that runs already
     source = requests(tmp_path / "in.jsonl", 80, 200)
     alone, shared = tmp_path / "alone.jsonl", tmp_path / "shared.jsonl"
     subprocess.run([*TOOL, "batch", source, alone, "--model", model, *FLAGS], check=True, timeout=300)

@@ -236,6 +236,7 @@ def test_no_request_is_lost_while_their_number_changes(packed: Path, tmp_path: P
         ends, most = asyncio.run(go())
         assert most == 3 and len(found.replicas()) == 1
         assert set(ends) == {"done"}, ends
+    assert "Warning" not in (tmp_path / "scaled.log").read_text()
 
 
 def test_an_engine_that_starts_again_is_asked_for_nothing_meanwhile(two: Deployed) -> None:
@@ -282,3 +283,9 @@ def test_a_port_in_use_is_said_before_anything_starts(two: Deployed, packed: Pat
     flags = [*FLAGS[:-2], "--server-port", port]
     done = subprocess.run([*TOOL, "serve", "ray", str(packed), *flags], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and f"--server-port {port}: in use" in done.stderr
+
+
+def test_gpus_that_are_not_there_are_not_waited_for(packed: Path) -> None:
+    flags = [*FLAGS, "--gpus", "4000"]
+    done = subprocess.run([*TOOL, "serve", "ray", str(packed), *flags], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "--gpus: expected 4000 GPUs" in done.stderr

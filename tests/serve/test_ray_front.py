@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
@@ -26,6 +27,7 @@ from toolkit.serve.http.replies import json_response
 from toolkit.serve.http.sharing.places import Places
 from toolkit.serve.proxy.forward import Incoming
 from toolkit.serve.proxy.strategies import Sent, uneven
+from toolkit.serve.ray import run as run_module
 from toolkit.serve.ray.asked import Asked
 from toolkit.serve.ray.front import Busy, Gone, create_app
 from toolkit.serve.ray.metrics import merged
@@ -329,6 +331,26 @@ def test_a_plan_is_what_its_file_says(tmp_path: Path) -> None:
             Plan.of_json(spoiled)
 
 
+def test_replicas_find_what_is_named_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their working directory is that of ``ray start``."""
+    monkeypatch.chdir(tmp_path)
+    artifact(Path("one"))
+    for name in ("tune", "auto"):
+        Path(name).mkdir()
+    Path("a.jinja").write_text("{{ messages }}")
+    config = TurbomindEngineConfig(
+        adapters={"tune": "tune", "other": "owner/tune"}, kv_cache_dir="kept", speculative_draft_model="owner/small"
+    )
+    settings = RaySettings(adapter_dir=Path("tune"), api_key_file=Path("keys"))
+    plan = Plan.of(["one"], config, "a.jinja", settings)
+    (model,) = plan.models
+    assert (model.model, model.chat_template) == (str(tmp_path / "one"), str(tmp_path / "a.jinja"))
+    assert model.engine == replace(
+        config, adapters={"tune": str(tmp_path / "tune"), "other": "owner/tune"}, kv_cache_dir=str(tmp_path / "kept")
+    )
+    assert plan.settings == replace(settings, adapter_dir=tmp_path / "tune", api_key_file=tmp_path / "keys")
+
+
 def test_a_replica_with_other_files_says_so(tmp_path: Path) -> None:
     path = artifact(tmp_path / "one")
     model = Model.of(str(path), TurbomindEngineConfig(), None)
@@ -407,6 +429,75 @@ def test_a_token_is_shown_to_a_cluster_that_is_there(
     assert os.environ.get("RAY_AUTH_MODE") == expected
 
 
+class Rayless:
+    """Ray, as far as ``run.serve`` sees it. ``states``: of the application, one a look, None = it has ended; the last
+    one again and again. Deleting it takes longer than Ray waits. ``did``: what was done, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *states: str | None, message: str = "") -> None:
+        self.states, self.did = list(states), list[str]()
+        self._message = message
+        serve, ray, application = (ModuleType(name) for name in ("ray.serve", "ray", "toolkit.serve.ray.application"))
+        vars(serve).update(start=lambda **given: None, RunTarget=dict, run_many=lambda targets, **given: None)
+        vars(serve).update(status=self._status, delete=self._delete)
+        vars(ray).update(serve=serve, shutdown=lambda: self.did.append("shutdown"))
+        vars(application).update(application=lambda plan: None)
+        for module in (serve, ray, application):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        for name, value in (("check_ray", str), ("connect", lambda *a, **given: None), ("LOOK_S", 0.0)):
+            monkeypatch.setattr(run_module, name, value)
+
+    def _status(self) -> Any:
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        one = SimpleNamespace(message=self._message)
+        found = SimpleNamespace(status=SimpleNamespace(value=state), message="", deployments={"one": one})
+        return SimpleNamespace(applications={} if state is None else {"toolkit": found})
+
+    def _delete(self, name: str) -> None:
+        self.did.append("delete")
+        raise TimeoutError
+
+    def serve(self, model: Path, stop: str = "ready", **settings: Any) -> None:
+        """With a SIGTERM when it says what begins with ``stop``."""
+
+        def said(line: str) -> None:
+            self.did.append(line)
+            if line.startswith(stop):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        plan = Plan.of([str(model)], TurbomindEngineConfig(), None, RaySettings(server_port=0, **settings))
+        run_module.serve(plan, lambda url: said("ready"), said)
+
+
+def test_answers_have_the_grace_period_however_long_ray_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = Rayless(monkeypatch, "DEPLOYING", "RUNNING", "DELETING", "DELETING", "DELETING", None)
+    ray.serve(artifact(tmp_path / "one"))
+    assert ray.did[2:] == ["ready", "stopping; requests in flight may end", "delete", "shutdown"]
+    assert ray.states == [None]
+
+
+def test_what_is_ended_before_it_is_ready_never_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = Rayless(monkeypatch, "DEPLOYING")
+    ray.serve(artifact(tmp_path / "one"), stop="starting 1 replicas")
+    assert ray.did == ["starting Ray", "starting 1 replicas of one", "shutdown"]
+
+
+def test_what_replicas_wait_for_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = Rayless(monkeypatch, *["DEPLOYING"] * 4, "RUNNING", None, message="no node\nhas a GPU")
+    monkeypatch.setattr(run_module, "PATIENCE_S", 0.0)
+    ray.serve(artifact(tmp_path / "one"))
+    assert ray.did.count("no node has a GPU") == 1
+
+
+@pytest.mark.parametrize("kind", [UsageError, ToolkitError])
+def test_what_keeps_replicas_from_starting_stays_what_it_is(
+    kind: type[ToolkitError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = Rayless(monkeypatch, "DEPLOY_FAILED", message=f"a trace\ntoolkit.errors.{kind.__name__}: a: wrong\nmore")
+    with pytest.raises(ToolkitError) as told:
+        ray.serve(artifact(tmp_path / "one"))
+    assert type(told.value) is kind and str(told.value) == "a: wrong"
+
+
 def test_the_command_refuses_what_it_cannot_do_before_it_starts_anything(support: Any, tmp_path: Path) -> None:
     tool, model = support("command").tool, artifact(tmp_path / "one")
     done = tool("serve", "ray", "demo", "--replicas", "3:1")
@@ -417,5 +508,7 @@ def test_the_command_refuses_what_it_cannot_do_before_it_starts_anything(support
     assert done.returncode == 2 and "--write-config" in done.stderr
     done = tool("serve", "ray", model, model, "--write-config", tmp_path / "x.yaml")
     assert done.returncode == 2 and "another model is called one" in done.stderr
+    done = tool("serve", "ray", model, "--chat-template", "no.jinja", "--write-config", tmp_path / "x.yaml")
+    assert done.returncode == 2 and "no.jinja" in done.stderr
     done = tool("serve", "ray", model, "--write-config", tmp_path / "x.yaml")
     assert done.returncode == 0 and json.loads((tmp_path / "x.yaml").read_text())["applications"]

@@ -21,42 +21,53 @@ OWN = {  # of one of this process: nothing takes processor time that nobody look
 }
 
 
-def connect(address: str | None, cores: float, option: str = "--ray-address", log: bool = False) -> None:
-    """``cores``: what is to be placed, for a cluster of its own; ``log``: show what its processes say. Raises
+def connect(
+    address: str | None, cores: float, option: str = "--ray-address", *, gpus: float = 0, log: bool = False
+) -> None:
+    """``cores``, ``gpus``: what is to be placed, for a cluster of its own; ``log``: show what its processes say. Raises
     ToolkitError."""
     import ray
 
     common: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": log}
     if address is not None:
+        told = "no cluster of Ray answers there"
         try:
-            _ask(address)
+            if _asked(address):
+                told = "Ray does not get in; each machine needs the cluster's token, ~/.ray/auth_token"
             ray.init(address=address, **common)
         except Exception as error:  # of many kinds, some of gRPC
-            told = f"{option} {address}: no cluster of Ray answers there ({_line(error)})"
-            raise ToolkitError(told) from None
+            raise ToolkitError(f"{option} {address}: {told} ({_line(error)})") from None
         return
     for name, value in OWN.items():
         os.environ.setdefault(name, value)
     for again in (True, False):
         try:
             ray.init(
+                address="local",  # without it Ray joins one that runs on this machine already
                 num_cpus=max(usable_cores(), math.ceil(cores)) + 1,  # it counts, it does not measure: they may share
                 include_dashboard=False,
                 object_store_memory=STORE_BYTES,
                 **common,
             )
-            return
+            break
         except Exception as error:  # a plain one where it takes too long, as the first time on a busy machine
             if not again:
                 raise ToolkitError(f"Ray does not start on this machine: {_line(error)}") from None
             ray.shutdown()
+    found = ray.cluster_resources().get("GPU", 0)
+    if gpus > found:  # they would be waited for, for ever
+        ray.shutdown()
+        raise ToolkitError(f"--gpus: expected {gpus:g} GPUs for all that is to run, found {found:g} on this machine")
 
 
-def _ask(address: str) -> None:
-    """Raise OSError or ValueError where nothing listens at host:port; other forms ("auto", "ray://…") are Ray's."""
+def _asked(address: str) -> bool:
+    """Whether something listens at host:port; other forms ("auto", "ray://…") are Ray's. Raises OSError and ValueError
+    where nothing does."""
     host, colon, port = address.rpartition(":")
-    if colon and "/" not in address:
-        socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
+    if not colon or "/" in address:
+        return False
+    socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
+    return True
 
 
 def why(error: BaseException) -> str:

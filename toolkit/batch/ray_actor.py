@@ -76,7 +76,7 @@ def on_ray(
     assert actors.ray is not None
     told = Model.of(model, config, chat_template, settings.model_name)
     progress("starting Ray" if actors.ray_address is None else f"connecting to {actors.ray_address}")
-    connect(actors.ray_address, actors.ray * actors.cpus)
+    connect(actors.ray_address, actors.ray * actors.cpus, gpus=actors.ray * actors.gpus)
     try:
         progress(f"loading {model} in {actors.ray} engines")
         made = [

@@ -145,7 +145,7 @@ class _Workers:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         on = self._on
-        connect(on.ray_address, self.count * on.cpus)
+        connect(on.ray_address, self.count * on.cpus, gpus=self.count * on.gpus)
         try:
             each = {"CPU": max(on.cpus, LEAST_CPU)} | ({"GPU": on.gpus} if on.gpus else {})
             group = placement_group([each] * self.count, strategy="SPREAD")

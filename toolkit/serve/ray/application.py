@@ -23,6 +23,7 @@ from toolkit.serve.watch.log import begin as begin_log
 
 ROUTER = "toolkit.serve.ray.router.AffinityRouter"
 MOST_CLIENTS = 1 << 16  # requests that the front has at once: it waits for replicas, and refuses by their queue
+LOOK_BACK_S = 11.0  # over which queues are averaged, at least: Ray wants more than the 10 s between two of its reports
 LOOK_S = 0.5  # how often a replica that is to end looks whether it has nothing left to do
 TRIES = 2  # of a replica that does not come up
 
@@ -67,7 +68,7 @@ def _replicas(settings: RaySettings, model: Model) -> serve.Deployment:
             "target_ongoing_requests": settings.target_ongoing_requests,
             "upscale_delay_s": settings.upscale_delay_s,
             "downscale_delay_s": settings.downscale_delay_s,
-            "look_back_period_s": max(1.0, min(30.0, settings.upscale_delay_s)),
+            "look_back_period_s": max(LOOK_BACK_S, min(30.0, settings.upscale_delay_s)),
         }
         count = {"autoscaling_config": scaling}
     affine = {"affine": settings.strategy == "prefix_cache_aware"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,16 @@ from toolkit.configs.engine import EngineConfig
 from toolkit.engine.load.setup import CONFIGS
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.ray.options import RaySettings
+from toolkit.serve.run import check
 
 NAME = "toolkit"  # of the application
 # Without it a replica that hangs keeps its place, and those who wait for it, for the whole grace period.
 CONTROLLER = {"runtime_env": {"env_vars": {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}}}
+_PATHS = (
+    "kv_cache_dir", "kv_cache_key", "kv_transfer_key", "kv_transfer_cert", "download_dir", "api_key_file", "adapter_dir"
+)  # fmt: skip
+_PERHAPS = ("adapters", "speculative_draft_model", "generation_config")  # paths, or names of something else
+_NAMES = ("demo", "auto", "toolkit")
 _NOT_WRITTEN = ("api_keys", "write_config", "ray_address")
 
 
@@ -41,7 +47,10 @@ class Model:
         own, here = path.resolve(), Path(model).expanduser().exists()
         called = name or (own.name.removesuffix(".gguf") if here else model.rpartition("/")[2])
         backend = next(name for name, kind in CONFIGS.items() if isinstance(config, kind))
-        return Model(called, str(own) if here else model, backend, given(config), chat_template, fingerprint(path))
+        if chat_template is not None and Path(chat_template).suffix in (".json", ".jinja", ".jinja2", ".j2"):
+            chat_template = _rooted(chat_template)
+        told = _with_roots(given(config))
+        return Model(called, str(own) if here else model, backend, told, chat_template, fingerprint(path))
 
     @property
     def engine(self) -> EngineConfig:
@@ -71,6 +80,7 @@ class Plan:
     def of(models: Sequence[str], config: EngineConfig, chat_template: str | None, settings: RaySettings) -> Plan:
         """Raises UsageError and ToolkitError for what cannot be deployed, before anything is started."""
         settings.check()
+        check(settings.of_replica(settings.model_name), chat_template)
         if not models:
             raise UsageError("MODEL: expected at least one model")
         if len(models) > 1 and settings.model_name is not None:
@@ -82,7 +92,9 @@ class Plan:
                 text = f"another model is called {one.name}, too; rename one of the directories"
                 raise UsageError(f"MODEL {model}: {text}")
             found[one.name] = one
-        return Plan(list(found.values()), settings)
+        paths = ("api_key_file", "adapter_dir", "generation_config")
+        rooted = _with_roots({name: value for name in paths if (value := getattr(settings, name)) is not None})
+        return Plan(list(found.values()), replace(settings, **rooted))
 
     def to_json(self) -> dict[str, Any]:
         """Inverse of ``of_json``; without what is at its default."""
@@ -127,3 +139,21 @@ def given(record: Any) -> dict[str, Any]:
         if f.name in values and getattr(record, f.name) != default:
             found[f.name] = values[f.name]
     return found
+
+
+def _with_roots(options: dict[str, Any]) -> dict[str, Any]:
+    """With the paths among them from the root on: a replica's working directory is another."""
+    found = dict(options)
+    for name in {*_PATHS, *_PERHAPS} & {*found}:
+        value = found[name]
+        if isinstance(value, dict):
+            found[name] = {key: _rooted(one, name) for key, one in value.items()}
+        else:
+            found[name] = _rooted(value, name)
+    return found
+
+
+def _rooted(value: Any, name: str = "") -> Any:
+    path = Path(value).expanduser()
+    named = name in _PERHAPS and (value in _NAMES or not path.exists())
+    return value if named else type(value)(path.absolute())

@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator
 from toolkit.base.ray import check_ray
 from toolkit.base.ray_cluster import connect
 from toolkit.errors import ToolkitError, UsageError
+from toolkit.serve.http.access.keys import ApiKeys
 from toolkit.serve.ray.plan import CONTROLLER, NAME, Plan
 from toolkit.serve.run import bind, url_of
 
 LOOK_S = 1.0
+PATIENCE_S = 30.0  # after which is said what replicas wait for
+SLACK_S = 10.0  # beyond the grace period, in which Ray itself ends what is left
 _OURS = re.compile(r"toolkit\.errors\.(UsageError|ToolkitError): (.+)")
 
 
@@ -39,14 +42,21 @@ def serve(plan: Plan, ready: Callable[[str], None], told: Callable[[str], None])
     own = settings.ray_address is None
     port = settings.server_port
     if own:
+        ApiKeys((), settings.api_key_file)
         with contextlib.closing(bind(settings.server_name, port)) as sock:
             port = sock.getsockname()[1]
     import ray
     from ray import serve as ray_serve
 
     told("starting Ray" if own else f"connecting to the cluster at {settings.ray_address}")
-    cores = settings.bounds[1] * settings.cpus * len(plan.models)
-    connect(settings.ray_address, cores, log=settings.log_level.lower() in ("debug", "info"))
+    least, most = (count * len(plan.models) for count in settings.bounds)
+    connect(
+        settings.ray_address,
+        most * settings.cpus,
+        gpus=least * settings.gpus,
+        log=settings.log_level.lower() in ("debug", "info"),
+    )
+    served = False
     with _stopping() as stop:  # Ray has handlers of its own
         try:
             ray_serve.start(
@@ -54,30 +64,42 @@ def serve(plan: Plan, ready: Callable[[str], None], told: Callable[[str], None])
                 controller_options=CONTROLLER,
             )
             told(f"starting {settings.replicas} replicas of {', '.join(model.name for model in plan.models)}")
-            _deploy(plan, stop)
-            url = url_of(settings.server_name, port)
-            if not own and not stop.is_set():
-                _check_address(url)
-            ready(url)
-            stop.wait()
-            told("stopping; requests in flight may end")
+            _deploy(plan, stop, told)
+            if not stop.is_set():
+                url = url_of(settings.server_name, port)
+                if not own:
+                    _check_address(url)
+                served = True
+                ready(url)
+                stop.wait()
+                told("stopping; requests in flight may end")
         finally:
-            with contextlib.suppress(Exception):
-                ray_serve.delete(NAME)
-            if own:
+            if served or not own:
                 with contextlib.suppress(Exception):
-                    ray_serve.shutdown()
+                    _take_back(settings.grace_period if served else 0)
             ray.shutdown()
 
 
-def _deploy(plan: Plan, stop: threading.Event) -> None:
-    """Return when every model has a replica. Raises ToolkitError."""
+def _take_back(seconds: float) -> None:
+    """Return when the application has ended, or after ``seconds`` and some; Ray itself waits for a minute."""
+    from ray import serve as ray_serve
+
+    end = time.monotonic() + seconds + SLACK_S
+    with contextlib.suppress(TimeoutError):
+        ray_serve.delete(NAME)
+    while NAME in ray_serve.status().applications and time.monotonic() < end:
+        time.sleep(LOOK_S)
+
+
+def _deploy(plan: Plan, stop: threading.Event, told: Callable[[str], None]) -> None:
+    """Return when every model has a replica, or ``stop`` is set. Raises ToolkitError."""
     from ray import serve as ray_serve
 
     from toolkit.serve.ray.application import application
 
     target = ray_serve.RunTarget(target=application(plan), name=NAME, route_prefix="/")
     ray_serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    began, waits = time.monotonic(), False
     while not stop.is_set():
         found = ray_serve.status().applications.get(NAME)
         status = "DEPLOYING" if found is None else str(found.status.value)
@@ -86,7 +108,12 @@ def _deploy(plan: Plan, stop: threading.Event) -> None:
         if status in ("DEPLOY_FAILED", "UNHEALTHY"):
             assert found is not None
             texts = [found.message, *(one.message for one in found.deployments.values())]
-            raise ToolkitError(_why("\n".join(texts)))
+            raise _why("\n".join(texts))
+        if found is not None and not waits and time.monotonic() - began > PATIENCE_S:
+            for one in found.deployments.values():
+                if one.message:
+                    waits = True
+                    told(" ".join(one.message.split()))
         time.sleep(LOOK_S)
 
 
@@ -110,12 +137,12 @@ def _check_address(url: str) -> None:
     )
 
 
-def _why(text: str) -> str:
+def _why(text: str) -> ToolkitError:
     """What has kept replicas from starting, as they say it."""
     if found := _OURS.search(text):
-        return found[2].strip()
+        return (UsageError if found[1] == "UsageError" else ToolkitError)(found[2].strip())
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"the replicas do not start: {lines[-1] if lines else 'Ray does not say why'}"
+    return ToolkitError(f"the replicas do not start: {lines[-1] if lines else 'Ray does not say why'}")
 
 
 @contextlib.contextmanager
