@@ -23,7 +23,7 @@ from toolkit.configs.checks import number
 from toolkit.configs.engine import CommonEngineConfig, PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.lmdeploy import FLAGS, notice, stepped_over
 from toolkit.configs.option import option, option_of, same_option, spelled
-from toolkit.errors import UsageError
+from toolkit.errors import ToolkitError, UsageError
 from toolkit.parallel.layout import launched
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def with_flags(
             made = kind(**{name: read(values.pop(name)) for name, (_, read) in readers.items()})
             try:
                 return command(**{parameter: made}, **values)
-            except UsageError as error:
+            except ToolkitError as error:
                 error.args = (_as_typed(str(error), typed),)
                 raise
 

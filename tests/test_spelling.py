@@ -11,7 +11,7 @@ from toolkit.commands import options
 from toolkit.commands.app import aliases
 from toolkit.commands.main import _load, main, normalise
 from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
-from toolkit.errors import UsageError
+from toolkit.errors import ToolkitError, UsageError
 
 
 @pytest.fixture
@@ -72,6 +72,20 @@ def test_what_is_like_nothing_gets_no_suggestion(tool: Any) -> None:
 def test_what_is_refused_is_named_as_typed(tool: Any, tiny_models: Any, flag: str, value: str) -> None:
     code, _, err = tool("chat", str(tiny_models("llama")), flag, value, "--prompt", "a")
     assert code == 2 and f"tool: error: {flag.replace('_', '-')}: expected " in err
+
+
+def test_what_fails_is_named_as_typed() -> None:
+    """Also by an engine that is being opened: exit code 1, the option's name as on the command line."""
+    app = typer.Typer()
+
+    @app.command()
+    @options.with_engine_flags
+    def command(model: str, engine: options.EngineFlags) -> None:
+        raise ToolkitError("kv_transfer_address: cannot listen there")
+
+    with pytest.raises(ToolkitError, match=r"^--kv-transfer-address: cannot listen there$") as told:
+        app(args=["MODEL"], standalone_mode=False)
+    assert told.value.exit_code == 1
 
 
 def engine_flags(*args: str) -> options.EngineFlags:

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,10 +169,13 @@ def test_other_engines_get_a_script_and_a_container(to: str, models: dict[str, P
     assert [w for w in server["command"] if w in inside] == [w for w in inside if w not in (SECRET, "--more")]
     assert "/health" in server["healthcheck"]["test"][-1]
     assert SECRET not in script.read_text() + (tmp_path / "out/compose.yaml").read_text()
-    assert (
-        "not installed here"
-        in subprocess.run(["/bin/bash", script], capture_output=True, text=True, env={"PATH": "/nowhere"}).stderr
-    )
+    for folders in ("/nowhere", str(Path(sys.executable).parent)):  # a Python is there, not the engine
+        lacks = subprocess.run(["/bin/bash", script], capture_output=True, text=True, env={"PATH": folders})
+        name = target.package or target.program
+        assert (lacks.returncode, lacks.stderr) == (
+            1,
+            f"{name}: not installed here; compose.yaml runs it in a container\n",
+        )
     assert done.memory.plan.session_len == 100
 
 

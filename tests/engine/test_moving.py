@@ -23,6 +23,7 @@ from toolkit.configs.engine import PytorchEngineConfig, TurbomindEngineConfig
 from toolkit.configs.generation import GenerationConfig
 from toolkit.engine.cache.kept import moving as module
 from toolkit.engine.cache.kept import peer, wire
+from toolkit.engine.cache.kept.folder import FILE
 from toolkit.engine.cache.kept.moving import Moving
 from toolkit.engine.cache.kept.peer import Peer
 from toolkit.engine.cache.kept.port import split
@@ -260,6 +261,21 @@ def test_a_peer_that_lies_changes_no_answer(
         liar.close()
 
 
+def test_a_block_that_was_changed_is_dropped_and_told(fake: Any, pair: Any, memory: Path, caplog: Any) -> None:
+    """One bit of each is another. The next prompt is asked for nowhere: the other engine is left alone for a while."""
+    first, second = pair()
+    ask(fake, first, prompt(41), 1, lend=True)
+    for file in (path for path in (memory / first.moving.id).rglob("*") if FILE.fullmatch(path.name)):
+        found = bytearray(file.read_bytes())
+        found[-1] ^= 1
+        file.write_bytes(found)
+    ask(fake, first, prompt(41, 3), 1, lend=True)
+    for tokens in (prompt(41), prompt(41, 3)):
+        assert ask(fake, second, tokens, source=first.moving.id) == answer(fake, (None,), tokens)
+    assert second.stats().get("moved_tokens", 0) == 0
+    assert caplog.text.count("lends nothing now: a block is not as it was sealed") == 1
+
+
 @pytest.mark.parametrize("backends", [("tcp",), ("shm",)])
 def test_an_engine_that_ends_leaves_others_to_compute(fake: Any, pair: Any, backends: tuple[str, ...]) -> None:
     first, second = pair(backends=backends)
@@ -400,6 +416,7 @@ def test_a_mac_is_of_no_use_again() -> None:
         ({"role": "reader"}, "role: expected one of Hybrid, Prefill, Decode"),
         ({"role": "decode", "migration_backend": "NIXL"}, "migration_backend: NIXL is not built in"),
         ({"role": "decode", "migration_backend": "Mooncake"}, "mooncake-transfer-engine"),
+        ({"role": "prefill", "migration_backend": "tcp"}, "give kv_transfer_address too"),
         ({"role": "prefill", "kv_transfer_address": "a:1"}, "expected kv_transfer_key"),
         ({"role": "decode", "kv_transfer_address": "a:1", "kv_transfer_key": "k"}, "only with role prefill"),
         ({"kv_transfer_key": "k"}, "only with role prefill or decode"),

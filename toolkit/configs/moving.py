@@ -74,6 +74,8 @@ def check_moving(config: EngineConfig) -> None:
             "kv_transfer_address: expected kv_transfer_key too, a file of 32 random bytes that both engines have: "
             "prompts can be read from what goes over"
         )
+    if config.role == EngineRole.Prefill and backend == MigrationBackend.tcp and config.kv_transfer_address is None:
+        raise UsageError("migration_backend: tcp lends at an address; give kv_transfer_address too, or choose auto")
     if config.kv_transfer_cert is not None and config.kv_transfer_address is None:
         raise UsageError("kv_transfer_cert: only with kv_transfer_address; name it too, or leave it out")
 

@@ -15,6 +15,7 @@ class Target:
     Of another engine ``image``; ``program``: what has to be installed; ``command``: its words, in which {model},
     {name}, {port}, {length} and {batch} stand for the deployment's, {context} for length × batch. ``key``: the
     environment variable of the clients' key; ``key_option``: where the engine takes it as an option alone.
+    ``package``: of Python, what has to be installed where ``program`` is Python itself.
     ``python``: whether its image has that. ``tag``: of our image, behind the device's.
     """
 
@@ -23,6 +24,7 @@ class Target:
     next: str
     image: str = ""
     program: str = ""
+    package: str = ""
     command: tuple[str, ...] = ()
     key: str = "TOOLKIT_API_KEYS"
     key_option: str = ""
@@ -49,7 +51,8 @@ TARGETS: dict[str, Target] = {
     ),
     "sglang": Target(
         ("hf", "awq", "gptq", "auto_round", "compressed-tensors", "fp8", "mxfp4"), _PEER, "bash {out}/run.sh",
-        image="lmsysorg/sglang:latest", program="python3", key="SGLANG_API_KEY", key_option="--api-key",
+        image="lmsysorg/sglang:latest", program="python3", package="sglang",
+        key="SGLANG_API_KEY", key_option="--api-key",
         command=("python3", "-m", "sglang.launch_server", "--model-path", "{model}", "--served-model-name", "{name}",
                  "--host", "0.0.0.0", "--port", "{port}", "--context-length", "{length}",
                  "--max-running-requests", "{batch}"),

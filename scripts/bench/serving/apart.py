@@ -3,7 +3,7 @@ that each do both, and two of which one computes prompts and one writes answers,
 
     python scripts/bench/serving/apart.py work/demo-engine --cores 2 --prompt 7900 --json apart.json
 
-Figures of docs/how-to/several-machines.md. Needs a machine that does nothing else.
+Named by docs/how-to/several-machines.md. Needs a machine that does nothing else.
 """
 
 from __future__ import annotations

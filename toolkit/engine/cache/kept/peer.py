@@ -85,6 +85,8 @@ class Peer:
                 self.counts.refused += 1
             else:
                 self.counts.read_bytes += len(found)
+        if numbers is None:
+            self._failed(wire.WireError("a block is not as it was sealed"))
         return numbers
 
     def close(self) -> None:
@@ -130,10 +132,12 @@ class Peer:
             self._idle.append(line)
 
     def _failed(self, error: Exception) -> None:
-        log.warning("the engine at %s lends nothing now: %s", self._address, tls.why(error))
         with self._lock:
+            told = time.monotonic() < self._paused  # by another block that was on its way too
             self.counts.failures += 1
             self._paused = time.monotonic() + PAUSE_SECONDS
+        if not told:
+            log.warning("the engine at %s lends nothing now: %s", self._address, tls.why(error))
 
     def _connect(self) -> wire.Line:
         sock = socket.create_connection(self._where, CONNECT_SECONDS)
