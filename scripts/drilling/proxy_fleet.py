@@ -16,6 +16,8 @@ from drilling.fleet import crawl, end, family, stand, tell, url_of
 from drilling.relay import Relay
 from traffic.servers import START_S, TOOL, Server
 
+from toolkit.engine.process.outage import PATIENCE
+
 KINDS = ("kill", "stop", "stop the engine", "slow", "slow link", "partition", "drain")
 SILENCE_S = 120.0  # --node-timeout
 DRAIN_S = 60  # --grace-period
@@ -78,7 +80,8 @@ class ProxyFleet:
         return [name for name in self._up if name not in self._busy]
 
     def may_lose(self, kind: str, seconds: float) -> bool:
-        return kind == "kill" or (kind in ("stop", "partition") and seconds >= SILENCE_S)
+        most = {"kill": 0.0, "stop": SILENCE_S, "partition": SILENCE_S, "stop the engine": PATIENCE}
+        return seconds >= most.get(kind, float("inf"))
 
     def sent(self, request: str) -> dict[str, float]:
         return {name: link.seen[request] for name, link in self._links.items() if request in link.seen}

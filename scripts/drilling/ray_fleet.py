@@ -16,10 +16,11 @@ from pathlib import Path
 from drilling.fleet import crawl, end, family, stand, tell, url_of
 from traffic.servers import TOOL
 
+from toolkit.engine.process.outage import PATIENCE
+
 START_S = 300.0
 KINDS = ("kill", "stop", "stop the engine", "slow", "kill the engine")
 HEALTH = ["--health-check-period-s", "2", "--health-check-timeout-s", "10"]
-ENGINE_S = 10.0  # without progress, after which a replica replaces its engine
 HANGS_S = 20.0  # of silence after which Ray Serve may replace one
 
 
@@ -63,7 +64,7 @@ class RayFleet:
         return list(self._tags())
 
     def may_lose(self, kind: str, seconds: float) -> bool:
-        most = {"stop": HANGS_S, "stop the engine": ENGINE_S}
+        most = {"stop": HANGS_S, "stop the engine": PATIENCE}
         return kind.startswith("kill") or seconds >= most.get(kind, float("inf"))
 
     def sent(self, request: str) -> dict[str, float]:
