@@ -54,8 +54,7 @@ def connect(
             if not again:
                 raise ToolkitError(f"Ray does not start on this machine: {_line(error)}") from None
             ray.shutdown()
-    found = ray.cluster_resources().get("GPU", 0)
-    if gpus > found:  # they would be waited for, for ever
+    if gpus and gpus > (found := ray.cluster_resources().get("GPU", 0)):  # they would be waited for, for ever
         ray.shutdown()
         raise ToolkitError(f"--gpus: expected {gpus:g} GPUs for all that is to run, found {found:g} on this machine")
 

@@ -19,6 +19,7 @@ from toolkit.messages import ChatTemplateConfig
 from toolkit.parsers import registry
 from toolkit.parsers.formats import ReasoningFormat, ToolFormat
 
+JINJA, JSON = (".jinja", ".jinja2", ".j2"), ".json"  # how the name of a file with a template ends
 log = logging.getLogger(__name__)
 CHATTY = re.compile(r"chat|instruct|assistant|\bit\b")  # as models are named that were taught to talk
 CAPABILITIES = ("completion", "infilling", "chat", "python")
@@ -85,7 +86,7 @@ def named(config: ChatTemplateConfig | str) -> Origin | None:
 
     Needs no model, so that a mistake can be told before one is loaded. Raises UsageError.
     """
-    if isinstance(config, str) and config.endswith((".jinja", ".jinja2", ".j2")):
+    if isinstance(config, str) and config.endswith(JINJA):
         return _from_jinja(Path(config), f"the file {config}")
     config = as_config(config)
     if config.capability not in (None, *CAPABILITIES):
@@ -106,7 +107,7 @@ def as_config(config: ChatTemplateConfig | str) -> ChatTemplateConfig:
     """A name or JSON (file or text) as a config. Raises UsageError for bad JSON."""
     if isinstance(config, ChatTemplateConfig):
         return config
-    is_json = config.endswith(".json") or config.lstrip().startswith("{")
+    is_json = config.endswith(JSON) or config.lstrip().startswith("{")
     return ChatTemplateConfig.from_json(config) if is_json else ChatTemplateConfig(config)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from toolkit.artifacts.alike import fingerprint
 from toolkit.artifacts.source import resolve_model
 from toolkit.base.record import plain, read
+from toolkit.chat.origin import JINJA, JSON
 from toolkit.configs.engine import EngineConfig
 from toolkit.engine.load.setup import CONFIGS
 from toolkit.errors import ToolkitError, UsageError
@@ -47,7 +48,7 @@ class Model:
         own, here = path.resolve(), Path(model).expanduser().exists()
         called = name or (own.name.removesuffix(".gguf") if here else model.rpartition("/")[2])
         backend = next(name for name, kind in CONFIGS.items() if isinstance(config, kind))
-        if chat_template is not None and Path(chat_template).suffix in (".json", ".jinja", ".jinja2", ".j2"):
+        if chat_template is not None and chat_template.endswith((JSON, *JINJA)):
             chat_template = _rooted(chat_template)
         told = _with_roots(given(config))
         return Model(called, str(own) if here else model, backend, told, chat_template, fingerprint(path))
