@@ -19,10 +19,12 @@ START_S = 120
 
 
 def converted(model: str, folder: Path) -> Path:
-    """An engine artifact of ``model``: itself where it is one, else what is made of it in ``folder``."""
+    """An engine artifact of ``model``: itself where it is one, else what is made of it in ``folder``. Ends the program
+    where nothing can be: what it is has been said."""
     if (Path(model) / "engine.json").is_file():
         return Path(model)
-    subprocess.run([*TOOL, "convert", model, "--dst-path", str(folder / "engine")], check=True)
+    if code := subprocess.run([*TOOL, "convert", model, "--dst-path", str(folder / "engine")]).returncode:
+        raise SystemExit(code)
     return folder / "engine"
 
 

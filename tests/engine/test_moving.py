@@ -432,6 +432,12 @@ def test_options_that_cannot_be(given: dict[str, Any], told: str) -> None:
             kind(**given)
 
 
+def test_what_is_lent_has_room_for_a_block() -> None:
+    hand(most=16 * SIZE).close()
+    with pytest.raises(UsageError, match="kv_transfer_memory: expected at least 64 bytes"):
+        hand(most=16 * SIZE - 1)
+
+
 def test_names_as_lmdeploy_writes_them() -> None:
     for role in ("prefill", "Prefill", EngineRole.Prefill):
         assert PytorchEngineConfig(role=role).role == "Prefill"

@@ -341,14 +341,34 @@ def test_replicas_find_what_is_named_from_here(tmp_path: Path, monkeypatch: pyte
     config = TurbomindEngineConfig(
         adapters={"tune": "tune", "other": "owner/tune"}, kv_cache_dir="kept", speculative_draft_model="owner/small"
     )
-    settings = RaySettings(adapter_dir=Path("tune"), api_key_file=Path("keys"))
+    Path("pictures").mkdir()
+    settings = RaySettings(
+        adapter_dir=Path("tune"), api_key_file=Path("keys"), allowed_local_media_path=Path("pictures")
+    )
     plan = Plan.of(["one"], config, "a.jinja", settings)
     (model,) = plan.models
     assert (model.model, model.chat_template) == (str(tmp_path / "one"), str(tmp_path / "a.jinja"))
     assert model.engine == replace(
         config, adapters={"tune": str(tmp_path / "tune"), "other": "owner/tune"}, kv_cache_dir=str(tmp_path / "kept")
     )
-    assert plan.settings == replace(settings, adapter_dir=tmp_path / "tune", api_key_file=tmp_path / "keys")
+    assert plan.settings == replace(
+        settings,
+        adapter_dir=tmp_path / "tune",
+        api_key_file=tmp_path / "keys",
+        allowed_local_media_path=tmp_path / "pictures",
+    )
+
+
+def test_replicas_are_told_what_requests_may_show() -> None:
+    told = {
+        "allowed_media_domains": ["pictures.example"],
+        "allow_private_media": True,
+        "media_io_kwargs": '{"video": {"num_frames": 4}}',
+        "limit_mm_per_prompt": '{"image": 2}',
+    }
+    settings = RaySettings(**told)
+    settings.check()
+    assert {name: getattr(settings.of_replica("tiny"), name) for name in told} == told
 
 
 def test_a_replica_with_other_files_says_so(tmp_path: Path) -> None:
@@ -369,6 +389,8 @@ def test_a_replica_with_other_files_says_so(tmp_path: Path) -> None:
         ({"replicas": "1:2", "target_ongoing_requests": 65}, "--max-ongoing-requests"),
         ({"strategy": "best"}, "power_of_two"),
         ({"key_share": 2}, "--key-share"),
+        ({"allow_private_media": True}, "--allowed-media-domains"),
+        ({"limit_mm_per_prompt": '{"image": 1000}'}, "--max-images"),
     ],
 )
 def test_options_that_mean_nothing(given: dict[str, Any], told: str) -> None:

@@ -9,7 +9,7 @@ from toolkit.configs.checks import allowed, named, number, shown, switches
 from toolkit.configs.limits import Bounds
 from toolkit.configs.lmdeploy import check_fields, known_as
 from toolkit.configs.moving import check_moving
-from toolkit.configs.option import option, read_size, same_option
+from toolkit.configs.option import OR_NAME, PATH, option, read_size, same_option
 from toolkit.configs.speculative import MODES, MOST_ASKED, SHARES, Speculation, check_speculative, speculation_of
 from toolkit.configs.unmasking import UNMASKING, Unmasking, check_dllm
 from toolkit.errors import UsageError
@@ -162,20 +162,22 @@ class CommonEngineConfig:
         allowed=Bounds(0, 1e6),
     )
     kv_cache_dir: str | None = option(
-        None, "Keep the KV cache of prompts and answers in this folder too: it outlives a restart."
+        None, "Keep the KV cache of prompts and answers in this folder too: it outlives a restart.", path=PATH
     )
     kv_cache_disk: str = option("20GiB", "What it may take there, all models together.")
     kv_cache_seconds: float = option(
         604800.0, "Seconds after which what nobody used is deleted there.", allowed=Bounds(1, 1e10)
     )
-    kv_cache_key: str | None = option(None, "A file of 32 random bytes: what is kept is encrypted with it.")
+    kv_cache_key: str | None = option(None, "A file of 32 random bytes: what is kept is encrypted with it.", path=PATH)
     role: str = option(
         "Hybrid", "hybrid; prefill: computes prompts for others; decode: goes on with what those have computed."
     )
     migration_backend: str = option("auto", "How: shm (memory of this machine), tcp, or auto.")
     kv_transfer_address: str | None = option(None, "HOST:PORT at which a prefill server lends; port 0 is any free one.")
-    kv_transfer_key: str | None = option(None, "A file of 32 random bytes that prefill and decode servers share.")
-    kv_transfer_cert: str | None = option(None, "Certificate and key (PEM) of the address, for TLS.")
+    kv_transfer_key: str | None = option(
+        None, "A file of 32 random bytes that prefill and decode servers share.", path=PATH
+    )
+    kv_transfer_cert: str | None = option(None, "Certificate and key (PEM) of the address, for TLS.", path=PATH)
     kv_transfer_memory: str = option("1GiB", "What is lent may take in memory.")
     dynamic_rope: str = option(
         "session",
@@ -192,13 +194,13 @@ class CommonEngineConfig:
         4, "With --kv-window: how many first tokens are kept.", allowed=Bounds(0, MOST_SINKS, "int32")
     )
     adapters: dict[str, str] | None = option(
-        None, "NAME=PATH of LoRA adapters (directory or hub id); several may follow."
+        None, "NAME=PATH of LoRA adapters (directory or hub id); several may follow.", path=OR_NAME
     )
     adapter_memory: str | None = option(
         None, "Memory for adapters (2GB): others are read again when they are used. Default: all stay (on a CPU)."
     )
     revision: str | None = option(None, "Branch, tag or commit on the hub.")
-    download_dir: str | None = option(None, "Where downloads go.")
+    download_dir: str | None = option(None, "Where downloads go.", path=PATH)
     threads: int | None = option(None, "CPU threads. Default: all.", allowed=Bounds(0, 4096, "int32"))
     hf_overrides: dict[str, Any] | None = option(None, "JSON object that goes over the model's config.json.")
     dllm_block_length: int | None = option(None, "Tokens guessed together (SDAR). Default: the model's.")
@@ -220,6 +222,7 @@ class CommonEngineConfig:
     speculative_draft_model: str | None = option(
         None,
         "A smaller model of the same vocabulary that guesses, or an EAGLE or EAGLE-3 head.",
+        path=OR_NAME,
         metavar="MODEL",
     )
     speculative_shared: str = option(

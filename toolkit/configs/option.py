@@ -10,23 +10,26 @@ from typing import Any
 from toolkit.configs.limits import Bounds
 from toolkit.errors import UsageError
 
+PATH, OR_NAME = "path", "path or name"
 _KEY = "option"
 
 
 @dataclass(frozen=True)
 class Option:
     """``names``: as typed, where that is not ``--the-field-s-name``; ``shown``: what else typer.Option takes;
-    ``allowed``: bounds of a number, or all values that there are."""
+    ``allowed``: bounds of a number, or all values that there are. ``path``: PATH names a file or folder, or several;
+    OR_NAME does where there is one, and else is a name."""
 
     help: str
     names: tuple[str, ...]
     shown: dict[str, Any]
     allowed: Bounds | tuple[str, ...] | None = None
+    path: str | None = None
 
 
-def option(default: Any, help: str, *names: str, allowed: Any = None, **shown: Any) -> Any:
+def option(default: Any, help: str, *names: str, allowed: Any = None, path: str | None = None, **shown: Any) -> Any:
     """A field with what ``Option`` says of it."""
-    return field(default=default, metadata={_KEY: Option(help, names, shown, allowed)})
+    return field(default=default, metadata={_KEY: Option(help, names, shown, allowed, path)})
 
 
 def same_option(kind: type, name: str, **changed: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from toolkit.configs.option import option, same_option, spelled
+from toolkit.configs.option import OR_NAME, PATH, option, same_option, spelled
 from toolkit.errors import UsageError
 from toolkit.serve.http.access.proxies import Proxies
 from toolkit.serve.http.limits import Limits
@@ -42,7 +42,7 @@ class ServerSettings:
     api_keys: Sequence[str] = option(
         (), "Key that requests must carry; repeat it, or separate keys by commas.", envvar=KEYS
     )
-    api_key_file: Path | None = option(None, "File of keys, one a line; read again as it changes.")
+    api_key_file: Path | None = option(None, "File of keys, one a line; read again as it changes.", path=PATH)
     key_share: float = option(
         1.0, "Share of the places in the batch that one key may take at most.", min=0.01, **_SHARES
     )
@@ -89,6 +89,7 @@ class ServerSettings:
         "auto",
         "Sampling that requests leave open: auto (the model's generation_config.json, else greedy), toolkit "
         "(greedy), or another such file or its directory.",
+        path=OR_NAME,
     )
     pooling: str = option(
         "auto",
@@ -106,7 +107,7 @@ class ServerSettings:
     )
     vision_max_batch_size: int = option(1, "Images that are encoded at once, at most.", min=1)
     allowed_local_media_path: Path | None = option(
-        None, "Folder whose files requests may name as images or videos. Default: none may be.", **_IMAGES
+        None, "Folder whose files requests may name as images or videos. Default: none may be.", path=PATH, **_IMAGES
     )
     allowed_media_domains: Sequence[str] | None = option(
         None, "Hosts that images and videos are fetched from. Default: all that are public.", **_IMAGES
@@ -134,7 +135,10 @@ class ServerSettings:
         None, "Folder below which /update_weights may name files. Default: none.", **_CONTROL
     )
     adapter_dir: Path | None = option(
-        None, "LoRA adapters that come and go while it runs; /v1/load_lora_adapter may name those in it.", **_CONTROL
+        None,
+        "LoRA adapters that come and go while it runs; /v1/load_lora_adapter may name those in it.",
+        path=PATH,
+        **_CONTROL,
     )
     log_level: str = option("warning", "critical, error, warning, info (requests too) or debug.")
     log_format: str = option("text", "text, or json: one object a line.")

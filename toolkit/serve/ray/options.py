@@ -19,7 +19,8 @@ _RAY = {"rich_help_panel": "Replicas"}
 # What each replica's application is told, too; what concerns connections, keys and pages is the front's.
 _OF_REPLICAS = (
     "generation_config", "pooling", "tool_call_parser", "reasoning_parser", "parse_special", "vision_max_batch_size",
-    "allowed_media_domains", "key_share", "key_requests", "key_tokens_per_minute", "lowest_priority", "adapter_dir",
+    "allowed_local_media_path", "allowed_media_domains", "allow_private_media", "media_io_kwargs",
+    "limit_mm_per_prompt", "key_share", "key_requests", "key_tokens_per_minute", "lowest_priority", "adapter_dir",
     "log_level", "log_format", "max_log_len",
 )  # fmt: skip
 
@@ -67,7 +68,11 @@ class RaySettings:
     reasoning_parser: str | None = same_option(ServerSettings, "reasoning_parser")
     parse_special: bool = same_option(ServerSettings, "parse_special")
     vision_max_batch_size: int = same_option(ServerSettings, "vision_max_batch_size")
+    allowed_local_media_path: Path | None = same_option(ServerSettings, "allowed_local_media_path")
     allowed_media_domains: Sequence[str] | None = same_option(ServerSettings, "allowed_media_domains")
+    allow_private_media: bool = same_option(ServerSettings, "allow_private_media")
+    media_io_kwargs: str | None = same_option(ServerSettings, "media_io_kwargs")
+    limit_mm_per_prompt: str | None = same_option(ServerSettings, "limit_mm_per_prompt")
     adapter_dir: Path | None = same_option(ServerSettings, "adapter_dir")
     no_page: bool = same_option(ProxySettings, "no_page")
     disable_fastapi_docs: bool = same_option(ProxySettings, "disable_fastapi_docs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from toolkit.artifacts.source import resolve_model
 from toolkit.base.record import plain, read
 from toolkit.chat.origin import JINJA, JSON
 from toolkit.configs.engine import EngineConfig
+from toolkit.configs.option import OR_NAME, PATH, option_of
 from toolkit.engine.load.setup import CONFIGS
 from toolkit.errors import ToolkitError, UsageError
 from toolkit.serve.ray.options import RaySettings
@@ -21,10 +22,6 @@ from toolkit.serve.run import check
 NAME = "toolkit"  # of the application
 # Without it a replica that hangs keeps its place, and those who wait for it, for the whole grace period.
 CONTROLLER = {"runtime_env": {"env_vars": {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}}}
-_PATHS = (
-    "kv_cache_dir", "kv_cache_key", "kv_transfer_key", "kv_transfer_cert", "download_dir", "api_key_file", "adapter_dir"
-)  # fmt: skip
-_PERHAPS = ("adapters", "speculative_draft_model", "generation_config")  # paths, or names of something else
 _NAMES = ("demo", "auto", "toolkit")
 _NOT_WRITTEN = ("api_keys", "write_config", "ray_address")
 
@@ -50,7 +47,7 @@ class Model:
         backend = next(name for name, kind in CONFIGS.items() if isinstance(config, kind))
         if chat_template is not None and chat_template.endswith((JSON, *JINJA)):
             chat_template = _rooted(chat_template)
-        told = _with_roots(given(config))
+        told = _with_roots(type(config), given(config))
         return Model(called, str(own) if here else model, backend, told, chat_template, fingerprint(path))
 
     @property
@@ -93,9 +90,8 @@ class Plan:
                 text = f"another model is called {one.name}, too; rename one of the directories"
                 raise UsageError(f"MODEL {model}: {text}")
             found[one.name] = one
-        paths = ("api_key_file", "adapter_dir", "generation_config")
-        rooted = _with_roots({name: value for name in paths if (value := getattr(settings, name)) is not None})
-        return Plan(list(found.values()), replace(settings, **rooted))
+        told = {f.name: value for f in fields(settings) if (value := getattr(settings, f.name)) is not None}
+        return Plan(list(found.values()), RaySettings(**_with_roots(RaySettings, told)))
 
     def to_json(self) -> dict[str, Any]:
         """Inverse of ``of_json``; without what is at its default."""
@@ -142,19 +138,21 @@ def given(record: Any) -> dict[str, Any]:
     return found
 
 
-def _with_roots(options: dict[str, Any]) -> dict[str, Any]:
-    """With the paths among them from the root on: a replica's working directory is another."""
+def _with_roots(record: type, options: dict[str, Any]) -> dict[str, Any]:
+    """With the paths among ``record``'s from the root on: a replica's working directory is another."""
     found = dict(options)
-    for name in {*_PATHS, *_PERHAPS} & {*found}:
-        value = found[name]
+    for f in fields(record):
+        told, value = option_of(f), found.get(f.name)
+        if told is None or told.path is None or value is None:
+            continue
         if isinstance(value, dict):
-            found[name] = {key: _rooted(one, name) for key, one in value.items()}
+            found[f.name] = {key: _rooted(one, told.path) for key, one in value.items()}
         else:
-            found[name] = _rooted(value, name)
+            found[f.name] = _rooted(value, told.path)
     return found
 
 
-def _rooted(value: Any, name: str = "") -> Any:
+def _rooted(value: Any, kind: str = PATH) -> Any:
     path = Path(value).expanduser()
-    named = name in _PERHAPS and (value in _NAMES or not path.exists())
+    named = kind == OR_NAME and (value in _NAMES or not path.exists())
     return value if named else type(value)(path.absolute())

@@ -29,7 +29,7 @@ from toolkit.engine.cache.kept.lender import Lender
 from toolkit.engine.cache.kept.peer import Peer
 from toolkit.engine.cache.kept.port import Port
 from toolkit.engine.cache.kept.shelf import Counts, Files, Source
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, UsageError
 
 if TYPE_CHECKING:
     from toolkit.runners.base import Runner
@@ -67,7 +67,9 @@ class Moving:
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
-        """Raises UsageError, ToolkitError for a folder or port that cannot be had."""
+        """Raises UsageError, ToolkitError for a folder or port that cannot be had, or no room for a block."""
+        if self.lends and self.most < (block := max(self.sizes)):
+            raise UsageError(f"{FLAG}: expected at least {block} bytes, a block of this model, found {self.most}")
         self.seal: Seal = Digest() if self.secret is None else Cipher(self.secret)
         self._told = {**self.facts, "kv_transfer_key": self.seal.name}
         self.model = hashlib.sha256(json.dumps(self._told, sort_keys=True).encode()).digest()
