@@ -60,10 +60,16 @@ def connect(
 
 
 def _asked(address: str) -> bool:
-    """Whether something listens at host:port; other forms ("auto", "ray://…") are Ray's. Raises OSError and ValueError
-    where nothing does."""
-    host, colon, port = address.rpartition(":")
-    if not colon or "/" in address:
+    """Whether something listens there; False where that is for Ray to say. Raises OSError and ValueError where nothing
+    does."""
+    if address == "auto":
+        try:
+            from ray._private.services import get_ray_address_from_environment  # nothing public tells it
+        except ImportError:
+            return False
+        address = get_ray_address_from_environment(address, None)
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or "/" in host:
         return False
     socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
     return True
