@@ -141,6 +141,8 @@ def _of_artifact(path: Path, device: str) -> tuple[MtpSpec, Weights] | None:
     artifact = open_engine(path)
     if artifact.mtp is None:
         return None
+    if artifact.ranks > 1:  # the first one's file has it
+        artifact = open_engine(path, (0, artifact.ranks))
     if artifact.target == CPU_TARGET:
         return artifact.mtp, open_mtp(artifact)
     from toolkit.runners.tensor.mtp import open_canonical_mtp
