@@ -1,6 +1,7 @@
 """The part of requirements/lock.txt that some extras of the package need, for pip's --require-hashes --no-deps.
 
-    python scripts/locked.py all >locked.txt              what `pip install 'toolkit[all]'` needs; no extra: the base
+    python scripts/locked.py all >locked.txt              what `pip install 'toolkit[all]'` needs; no extra: the base;
+                                                          several: as words, or with commas
     python scripts/locked.py --changes OLD.txt NEW.txt    a table of what differs between two locks
 
 What the torch of this environment pins itself (a CUDA build: its Triton) is left to it.
@@ -105,4 +106,5 @@ if __name__ == "__main__":
     if args.changes:
         print(changes(*(path.read_text(encoding="utf-8") for path in args.changes)))
     else:
-        print(part(LOCK.read_text(encoding="utf-8"), args.extra, pinned_by_torch()), end="")
+        extras = [name for names in args.extra for name in names.split(",") if name]
+        print(part(LOCK.read_text(encoding="utf-8"), extras, pinned_by_torch()), end="")

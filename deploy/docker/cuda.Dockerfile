@@ -34,11 +34,12 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 # torch first, for CUDA 12 the newest of its index, with what it pins itself; then what else the extras need by
 # requirements/lock.txt, then the package.
+# hadolint ignore=DL3013
 RUN --mount=type=bind,from=build,source=/src,target=/src \
     if [ "$CUDA_VERSION" = cu12 ]; then \
         pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cu126 --extra-index-url https://pypi.org/simple torch; \
     else pip install --no-cache-dir --requirement /src/requirements/torch.txt; fi \
-    && python /src/scripts/locked.py $(echo "$EXTRAS" | tr , ' ') >/tmp/locked.txt \
+    && python /src/scripts/locked.py "$EXTRAS" >/tmp/locked.txt \
     && pip install --no-cache-dir --require-hashes --no-deps --requirement /tmp/locked.txt \
     && pip install --no-cache-dir --no-deps /src/dist/toolkit-*.whl && pip check && rm /tmp/locked.txt \
     && useradd --create-home --uid 10001 toolkit \

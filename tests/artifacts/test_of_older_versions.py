@@ -2,12 +2,14 @@
 
 ``of_0_1_0.tar.xz``: a tiny Llama as `lite auto_awq`, `lite auto_gptq`, `convert --to gguf` and `convert --target cpu`
 of that version left it; ``of_0_2_0.tar.xz``: a tiny Qwen3 by `lite smooth_quant`, `lite mxfp4`, `lite draft` and
-`convert`. ``tokens.json`` has the tokens that each version's native runner took after a prompt (greedily).
+`convert`; ``of_0_3_0.tar.xz``: a tiny Llama by `convert --tp 2`. ``tokens.json`` has the tokens that each version's
+native runner took after a prompt (greedily).
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,11 @@ from toolkit import GenerationConfig, TurbomindEngineConfig, pipeline
 
 HERE = Path(__file__).resolve().parent
 ANSWERING = {"0.1.0": ("awq", "gptq", "m.gguf", "engine-awq"), "0.2.0": ("int8", "mxfp4", "engine-int8")}
+RANKS = "engine-tp2"
 KINDS = {
     "0.1.0": {"awq": "quantized", "gptq": "quantized", "engine-awq": "engine"},
     "0.2.0": {"int8": "quantized", "mxfp4": "quantized", "engine-int8": "engine", "draft": "draft"},
+    "0.3.0": {RANKS: "engine"},
 }
 CONVERTED = {"0.1.0": "awq", "0.2.0": "int8"}
 
@@ -28,7 +32,7 @@ CONVERTED = {"0.1.0": "awq", "0.2.0": "int8"}
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By versions, the folder of its artifacts."""
-    found = {version: tmp_path_factory.mktemp(f"of {version}") for version in ANSWERING}
+    found = {version: tmp_path_factory.mktemp(f"of {version}") for version in KINDS}
     for version, root in found.items():
         with tarfile.open(HERE / f"of_{version.replace('.', '_')}.tar.xz") as archive:
             archive.extractall(root, filter="data")
@@ -52,6 +56,13 @@ def answer(model: Path, prompt: str, **more: Any) -> list[int]:
 def test_they_answer_as_there(old: dict[str, Path], version: str, name: str) -> None:
     before = told(old[version])
     assert answer(old[version] / name, before["prompt"]) == before[name]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks meet in Linux's memory")
+def test_ranks_answer_as_there(old: dict[str, Path]) -> None:
+    """Each of their files has a part of the head, which no draft head can borrow then."""
+    root, before = old["0.3.0"], told(old["0.3.0"])
+    assert answer(root / RANKS, before["prompt"], tp=2) == before[RANKS]
 
 
 @pytest.mark.parametrize("version, name", [(v, name) for v, names in KINDS.items() for name in names])

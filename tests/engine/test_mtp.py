@@ -156,14 +156,16 @@ def test_both_runners_guess_the_same(models: tuple[Path, Path]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks meet in Linux's memory")
 def test_ranks_give_the_bits_of_one_process(models: tuple[Path, Path], tmp_path: Path) -> None:
-    """Of a layer in the model's files, and in an artifact."""
+    """Of a layer in the model's files, in an artifact, and in one that is packed for ranks."""
     plain = answers_of(models[1], False)[0]
     answers, accepted = answers_of(models[1], True, ranks=2)
     assert answers == plain and accepted > 20
     convert(str(models[1]), tmp_path / "engine", quiet=True)
     plain = answers_of(tmp_path / "engine", False)[0]
-    answers, accepted = answers_of(tmp_path / "engine", True, ranks=2)
-    assert answers == plain and accepted > 20
+    for name, packing in {"engine": Packing(), "cut": Packing(target="cpu", tp=2)}.items():
+        convert(str(models[1]), tmp_path / name, packing, quiet=True)
+        answers, accepted = answers_of(tmp_path / name, True, ranks=2)
+        assert answers == plain and accepted > 20
 
 
 @pytest.mark.parametrize("models", FAMILIES[:-1], indirect=True)  # llama.cpp drops MiMo's layer
@@ -350,8 +352,7 @@ def test_eagle_heads_of_other_models_are_refused(mtp: Any, tiny_models: Any, tmp
     with pytest.raises(UsageError, match="runs with ranks of the native runner alone"):
         opened(made["authors"], PytorchEngineConfig, tp=2)
     packed = convert(str(model), tmp_path / "packed", Packing(target="cpu", tp=2), quiet=True).path
-    with pytest.raises(UsageError, match="packed for ranks, each with a part of the head; convert it without --tp"):
-        opened(made["authors"], on=packed, tp=2)
+    opened(made["authors"], on=packed, tp=2)
     with pytest.raises(UsageError, match="runs with tp at most; leave it out, or pp, dp and ep"):
         opened(made["authors"], PytorchEngineConfig, pp=2)
     with pytest.raises(ToolkitError, match=r"expected an EAGLE head with a tensor fc.weight or fusion_fc.weight"):

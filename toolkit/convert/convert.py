@@ -101,7 +101,7 @@ def convert(
     spec, stored = load_spec(checkpoint)
     validate_checkpoint(checkpoint, stored)
     chosen = choose_target(options.target, spec)
-    mtp = mtp_or_none(checkpoint, (spec, stored)) if options.tp == 1 else None
+    mtp = mtp_or_none(checkpoint, (spec, stored))
     if others := left_out(checkpoint, stored, mtp):
         log.warning("%s", others)
     asked = options.head_bits
@@ -131,11 +131,10 @@ def convert(
         order = tensor_names(checkpoint, stored) if load_format == "auto" else ()
         with checkpoint.reading_ahead(order):
             further = None if mtp is None else (mtp.spec, _mtp_weights(checkpoint, mtp, options))
-            params, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, bits, further)
+            artifact, notes = write_packed(stage.dir, checkpoint, spec, weights, chosen, bits, further)
         if (scales := scales_of(read)) is not None:
             write_scales(stage.dir, scales)
         write_adapters(stage.dir, adapters)
-        artifact = EngineArtifact(stage.dir, spec, chosen.name, params, read_header(stage.dir / ENGINE_ARRAYS))
         quality, read_it = _measured(artifact, checkpoint, stored, options.quant_policy is not None, bits, measuring)
         if options.tp > 1:
             write_rank_files(artifact, options.tp)
@@ -228,28 +227,30 @@ def write_packed(
     target: Target,
     bits: Bits,
     mtp: tuple[MtpSpec, Iterable[tuple[str, Weight | Tensor]]] | None = None,
-) -> tuple[dict[str, dict], list[str]]:
+) -> tuple[EngineArtifact, list[str]]:
     """Write the files of an artifact but its manifest. ``mtp``: its layer for multi-token prediction and the weights of
-    that. Returns what its arrays mean, and a line for each kind of weight that takes more bits than it has. OSError
-    passes through."""
+    that. Returns it, and a line for each kind of weight that takes more bits than it has. OSError passes through."""
     from toolkit.runners.native.packing.pack_model import gathered
 
     params: dict[str, dict] = {}
+    further: dict[str, dict] = {}  # of the layer
     notes: list[str] = []
     arrays = target.pack(spec, weights, params, bits, notes)
-    beside: tuple[MtpSpec, dict[str, dict]] | None = None
+    layer = None
     if mtp is not None:
         layer, own = mtp
-        beside = layer, {}
         if target.name == CPU_TARGET:
-            more = arrays_of(pack_mtp(layer, own, notes), beside[1])
+            more = arrays_of(pack_mtp(layer, own, notes), further)
         else:
-            more = target.pack(layer.layer, own, beside[1], Bits(16), notes)
+            more = target.pack(layer.layer, own, further, Bits(16), notes)
         arrays = chain(arrays, more)
+    beside = None if layer is None else (layer, further)
     write_engine(directory, spec, arrays, target=target.name, params=params, mtp=beside)
     write_json_object(directory / "config.json", checkpoint.config)
     copy_side_files(checkpoint, directory)
-    return params, gathered(notes)
+    infos = read_header(directory / ENGINE_ARRAYS)
+    artifact = EngineArtifact(directory, spec, target.name, params, infos, mtp=layer, mtp_params=further)
+    return artifact, gathered(notes)
 
 
 def _head_bits(target: Target, asked: int | None) -> int | None:

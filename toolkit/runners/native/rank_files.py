@@ -1,4 +1,7 @@
-"""A file for each rank of an artifact that is packed for several: what it computes of matrices, and what all have."""
+"""A file for each rank of an artifact that is packed for several: what it computes of matrices, and what all have.
+
+The first rank's has the LM head whole, which a draft head borrows, and the layer for multi-token prediction.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from toolkit.artifacts.engine.files import describe_engine
 from toolkit.artifacts.weight_files.safetensors_file import write_arrays
 from toolkit.errors import ToolkitError
 from toolkit.runners.native.packing.artifact import CPU_TARGET, of_first_alone, open_packed
+from toolkit.runners.native.packing.mtp import open_mtp
 from toolkit.runners.native.packing.packed import PackedTensor
 from toolkit.runners.native.share import Parts, Share
 
@@ -17,13 +21,15 @@ from toolkit.runners.native.share import Parts, Share
 def write_rank_files(artifact: EngineArtifact, ranks: int) -> None:
     """Cut a whole artifact, which ``share.unsupported`` has no word against, in place. OSError passes through."""
     weights, tiles = open_packed(artifact), []
+    first = weights if artifact.mtp is None else {**weights, **open_mtp(artifact)}
     for rank in range(ranks):
-        own = _tiles(artifact, weights, rank, ranks)
+        own = _tiles(artifact, weights, rank, ranks, lends=rank == 0)
         told = {"format": "toolkit-engine", "target": CPU_TARGET, "rank": f"{rank} of {ranks}"}
-        write_arrays(artifact.path / rank_file(rank, ranks), _arrays(weights, own, rank), told)
+        write_arrays(artifact.path / rank_file(rank, ranks), _arrays(weights if rank else first, own, rank), told)
         tiles.append(own)
     (artifact.path / ENGINE_ARRAYS).unlink()
-    describe_engine(artifact.path, artifact.spec, artifact.target, artifact.params, tiles)
+    mtp = None if artifact.mtp is None else (artifact.mtp, artifact.mtp_params)
+    describe_engine(artifact.path, artifact.spec, artifact.target, artifact.params, tiles, mtp)
 
 
 def open_rank(artifact: EngineArtifact) -> Mapping[str, PackedTensor]:
@@ -31,15 +37,18 @@ def open_rank(artifact: EngineArtifact) -> Mapping[str, PackedTensor]:
     rank computes."""
     found = open_packed(artifact)
     if artifact.rank is not None:
-        own = artifact.tiles[artifact.rank]
-        if own != _tiles(artifact, found, artifact.rank, artifact.ranks):
+        cut = [_tiles(artifact, found, artifact.rank, artifact.ranks, lends=lends) for lends in (True, False)]
+        if artifact.tiles[artifact.rank] not in cut:  # version 0.3 cut the first one's head too
             raise ToolkitError(f"{artifact.path}: cut for ranks by another version; convert the model again")
     return found
 
 
-def _tiles(artifact: EngineArtifact, weights: Mapping[str, PackedTensor], rank: int, ranks: int) -> Tiles:
-    found = Parts(artifact.spec, weights, Share(rank, ranks)).tiles
-    return {name: (tiles.first, tiles.last) for name, tiles in found.items()}
+def _tiles(
+    artifact: EngineArtifact, weights: Mapping[str, PackedTensor], rank: int, ranks: int, *, lends: bool
+) -> Tiles:
+    """``lends``: with the head whole."""
+    found, whole = Parts(artifact.spec, weights, Share(rank, ranks)).tiles, artifact.spec.head if lends else None
+    return {name: (tiles.first, tiles.last) for name, tiles in found.items() if name != whole}
 
 
 def _arrays(weights: Mapping[str, PackedTensor], own: Tiles, rank: int) -> Iterator[tuple[str, Any, str | None]]:
