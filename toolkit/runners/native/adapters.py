@@ -44,9 +44,9 @@ class PackedAdapter:
     @property
     def digest(self) -> bytes:
         """Of all its numbers."""
-        found = xxh3_128(np.ascontiguousarray(self.sites))
+        found = xxh3_128(np.ascontiguousarray(self.sites).data)
         for tensor in self.tensors:
-            found.update(np.ascontiguousarray(tensor.data))
+            found.update(np.ascontiguousarray(tensor.data).data)
         return found.digest()
 
 
