@@ -162,6 +162,32 @@ def test_files_that_change_below_it_change_no_answer(
     assert told("a") == b
 
 
+def test_files_that_change_while_the_engine_sleeps_are_another_adapter(
+    tiny_models: Any, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """Blocks that are kept on disk are of what was there before."""
+    own = shutil.copytree(adapters["a"], tmp_path / "a")
+    config = TurbomindEngineConfig(
+        session_len=128, dtype="float32", adapters={"own": str(own)}, kv_cache_dir=str(tmp_path / "kv"),
+        cache_block_seq_len=16, cache_max_entry_count=64,
+    )  # fmt: skip
+    with AsyncEngine.open(tiny_models("llama"), backend_config=config) as engine:
+
+        def told(name: str) -> tuple[list[int], int]:
+            deltas = list(engine.generate_sync([5 + i % 40 for i in range(100)], SHORT, adapter=name))
+            return [t for d in deltas for t in d.token_ids], deltas[-1].cached_tokens
+
+        engine.adapters.load("b", adapters["b"])
+        before, b = told("own"), told("b")
+        assert before[0] != b[0]
+        for now, expected, cached in (("a", before, 96), ("b", b, 96)):
+            engine.weights.sleep()
+            shutil.rmtree(own)
+            shutil.copytree(adapters[now], own)
+            engine.weights.wake(["weights", "kv_cache"])
+            assert told("own") == (expected[0], cached)
+
+
 def test_a_watched_folder(engine: AsyncEngine, adapters: dict[str, Path], tmp_path: Path) -> None:
     state = State(engine)
     watch = Watch(cast(ServerState, state), tmp_path)

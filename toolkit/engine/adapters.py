@@ -22,6 +22,7 @@ class Adapters:
     def __init__(self, runner: Runner, digests: Sequence[str]) -> None:
         self._runner = runner
         self._digests = dict(enumerate(digests))
+        self._paths = {number: Path(path) for number, (_, path) in enumerate(runner.options.adapters) if digests}
         self._leaving: set[int] = set()
         self._digester = ThreadPoolExecutor(1, "adapter-digests")
         self._coming: dict[int, Future[str]] = {}  # digests of those that ``load`` is to take in
@@ -49,6 +50,11 @@ class Adapters:
             raise ToolkitError(f"{path}: {e}") from e
         if digest:
             self._digests[number] = content_digest(path) if coming is None else coming.result()
+            self._paths[number] = path
+
+    def look_again(self) -> None:
+        """The runner is about to read them all again: their files may be others than before. Raises ToolkitError."""
+        self._digests = {number: content_digest(path) for number, path in self._paths.items()}
 
     def unload(self, number: int) -> None:
         """Have it leave with the next ``drop`` that nobody uses it at. UsageError where the runner keeps them all."""
@@ -66,6 +72,8 @@ class Adapters:
         for number in self._leaving - used:
             self._runner.remove_adapter(number)  # type: ignore[attr-defined]  # it has taken it in
             self._leaving.discard(number)
+            self._digests.pop(number, None)
+            self._paths.pop(number, None)
 
     def ready(self, number: int, seconds: float = 0.0) -> bool:
         """Whether a step can use it at once, perhaps within this time. One that memory does not hold is being read

@@ -177,6 +177,8 @@ class EngineCore:
     def wake(self, *parts: str) -> list[str]:
         """Load what ``sleep`` gave back: "weights", "kv_cache". Returns what is still gone. Raises ToolkitError where
         that fails."""
+        if self.keeper is not None and self._nap.gone:
+            self.adapters.look_again()
         self._nap.end(parts)
         if self.speculator is not None and not self._nap.gone:
             self.speculator.wake()
