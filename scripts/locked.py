@@ -106,5 +106,5 @@ if __name__ == "__main__":
     if args.changes:
         print(changes(*(path.read_text(encoding="utf-8") for path in args.changes)))
     else:
-        extras = [name for names in args.extra for name in names.split(",")]
+        extras = [name for names in args.extra for name in names.split(",") if name]
         print(part(LOCK.read_text(encoding="utf-8"), extras, pinned_by_torch()), end="")

@@ -355,6 +355,17 @@ def test_a_folder_that_vanishes_and_comes_back(fake: Any, tmp_path: Path, monkey
     again.close()
 
 
+def test_of_more_than_may_lie_there_the_first_is_kept(tmp_path: Path) -> None:
+    files = open_files(tmp_path, most=1000)
+    blocks = [Block(0, bytes([i]) * 32, bytes(32), bytes(16), b"") for i in range(12)]
+    assert not files.write([(block, bytes(64)) for block in blocks])
+    there = [files.has(block) for block in blocks]
+    assert there[0] and there == sorted(there, reverse=True) and not there[-1]
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.kv")) <= 1000
+    assert not open_files(tmp_path, most=10).write([(blocks[-1], bytes(64))])
+    assert files.has(blocks[0])  # it has not gone for one that there is no room for anyway
+
+
 def test_it_takes_no_more_than_allowed(fake: Any, tmp_path: Path) -> None:
     files = open_files(tmp_path, most=4000, seconds=1e6)
     blocks = [Block(0, i.to_bytes(32, "big"), bytes(32), bytes(16), b"") for i in range(100)]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +25,10 @@ import pytest
 from toolkit.serve.generation.turn import LAST
 from toolkit.serve.http.errors import ApiError
 from toolkit.serve.http.limits import Limits
-from toolkit.serve.openai.batches import loop
+from toolkit.serve.openai.batches import lines as lines_module
+from toolkit.serve.openai.batches import loop, results
 from toolkit.serve.openai.batches.lines import Bounds, JsonLines
+from toolkit.serve.openai.batches.results import Results
 from toolkit.serve.openai.batches.seen import Seen
 from toolkit.serve.openai.batches.store import FileStore
 from toolkit.serve.proxy.paths import forwarded
@@ -291,6 +296,64 @@ def test_what_is_kept_is_bounded(start: Any, name: str) -> None:
     else:
         client.files.delete(next(iter(client.files.list())).id)
         assert upload(client, [small]).bytes == 90
+
+
+def test_uploads_side_by_side_are_bounded_too(tmp_path: Path) -> None:
+    async def go() -> list[Any]:
+        store = FileStore(tmp_path, Limits(max_files_bytes=1000))
+        both = (store.add(io.BytesIO(b"x" * 700), "k", "f", "batch", 60.0) for _ in range(2))
+        try:
+            return await asyncio.gather(*both, return_exceptions=True)
+        finally:
+            store.close()
+
+    found = asyncio.run(go())
+    assert sorted(type(one).__name__ for one in found) == ["ApiError", "Stored"]
+    assert len(list((tmp_path / "files").iterdir())) == 2  # a text and its record
+
+
+def test_what_is_kept_is_looked_at_in_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may be kept or go at any time."""
+    store, here, seen = FileStore(tmp_path, Limits()), threading.get_ident(), set()
+    looked = store._check
+    monkeypatch.setattr(store, "_check", lambda *what: (seen.add(threading.get_ident()), looked(*what)))
+    asyncio.run(store.add(io.BytesIO(b"x"), "k", "f", "batch", 60.0))
+    store.close()
+    assert seen == {here}
+
+
+def test_empty_lines_hold_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, read = tmp_path / "in.jsonl", []
+    file.write_bytes(b"one" + b"\n" * 300_000 + b" \r\n" * 100_000 + b"\n\ttwo\n \nthree")
+    split = lines_module.split
+
+    def counted(*given: Any) -> Iterator[Any]:
+        for found in split(*given):
+            read.append(found)
+            yield found
+
+    monkeypatch.setattr(lines_module, "split", counted)
+    found = [(one.number, one.data) for one in JsonLines(file, Bounds(Limits()))]
+    assert found == [(1, b"one"), (400_002, b"\ttwo"), (400_004, b"three")]
+    assert len(read) < 100
+
+
+def test_a_full_disk_leaves_no_half_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Results(tmp_path / "out.jsonl")
+    kept.write(good := results.answered(1, "0" * 16, "a", 200, "x", b"{}"))
+    room, write = [20], os.write
+
+    def full(file: int, data: bytes) -> int:
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data[: room.pop()])
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        kept.write(results.answered(2, "0" * 16, "b", 200, "x", b"{}"))
+    monkeypatch.undo()
+    kept.close()
+    assert (tmp_path / "out.jsonl").read_bytes() == good
 
 
 def test_answers_that_fill_the_store_end_the_batch(start: Any) -> None:

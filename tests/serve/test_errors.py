@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.chat.messages import normalise
 from toolkit.engine.process.outage import Outage
 from toolkit.errors import BusyError, ToolkitError, UsageError
 from toolkit.serve.http.limits import Limits
@@ -279,6 +280,14 @@ def test_context_too_long_says_so(server: Any) -> None:
     assert error["message"].endswith(
         "shorten it, or for the server: --session-len --rope-scaling-factor raise it"
     )  # the stand-in's advice
+
+
+def test_json_in_a_text_may_be_nested_without_end(server: Any) -> None:
+    deep = "[" * 5000
+    assert "guided_json" in refused(server, "/v1/completions", TEXT | {"guided_json": deep})["message"]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": deep}}
+    (message,) = normalise([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == deep  # as any other text that is no JSON
 
 
 def test_unknown_route(server: Any) -> None:

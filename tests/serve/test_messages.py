@@ -320,3 +320,21 @@ def test_turns_as_claude_code_sends_them(start: Any) -> None:
         talk = [*talk, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
     prompts = [seen[0] for seen in template.seen]
     assert all(prompts[i + 1][: len(prompts[i])] == prompts[i] for i in range(3)) and len(prompts) == 4
+
+
+def test_many_small_blocks_are_one_text_soon() -> None:
+    blocks = [{"type": "text", "text": "x" * 90}] * 40_000
+    asked = MessagesRequest.model_validate(
+        {"model": "echo", "max_tokens": 1, "messages": [{"role": "user", "content": blocks}]}
+    )
+    before = time.process_time()
+    (message,) = chat_request(asked).messages
+    assert time.process_time() - before < 0.5  # as long as 80 GB take to copy, if each is added to those before
+    assert message.content == "\n\n".join(["x" * 90] * 40_000)
+
+
+def test_a_call_that_is_nested_without_end_is_an_answer(start: Any) -> None:
+    server = start(template=Echo("hermes"), engine={"session_len": 8192})
+    called = '<tool_call>\n{"name": "add", "arguments": {"a": ' + "[" * 3000
+    answer = ask(server, called, tools=TOOLS[:1], tool_choice={"type": "any"}, max_tokens=3000)
+    assert answer.stop_reason == "max_tokens" and [(one.name, one.input) for one in answer.content] == [("add", {})]

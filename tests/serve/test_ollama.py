@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from tests.serve.test_tools import Echo
+from toolkit.serve.ollama.asked import _Waiting, chat_request
+from toolkit.serve.ollama.fields import ChatRequest
 
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FUNCTION = {"type": "function", "function": {"name": "add", "description": "A sum", "parameters": ADD}}
@@ -99,6 +102,21 @@ def test_results_of_tools_find_their_calls(start: Any) -> None:
     seen = template.seen[-1][0]
     ids = [call["id"] for call in seen[1]["tool_calls"]]
     assert [message["tool_call_id"] for message in seen[2:]] == [ids[1], ids[0], ids[2]]
+
+
+def test_results_take_their_calls_once_by_id_name_or_turn() -> None:
+    waiting = _Waiting([("a", "1"), ("b", "2"), ("a", "3"), ("a", "4")])
+    asked = [("3", None), (None, "a"), (None, "c"), ("9", "a"), (None, "a"), (None, "a"), (None, None), (None, None)]
+    assert [waiting.take(*one) for one in asked] == ["3", "1", None, "9", "4", None, "2", None]
+
+
+def test_results_without_a_call_cost_no_look_at_all_calls() -> None:
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "a"}}] * 20_000}
+    messages = [called, *[{"role": "tool", "content": "", "tool_name": "b"}] * 4000]
+    request = ChatRequest.model_validate({"messages": messages})
+    before = time.process_time()
+    chat_request(request, "echo")
+    assert time.process_time() - before < 1.5  # 80 million looks take longer
 
 
 def test_vectors(start: Any) -> None:

@@ -415,6 +415,48 @@ def test_prompts_go_to_one_node_and_answers_come_from_another() -> None:
     run(test)
 
 
+def test_a_node_that_starts_anew_is_told_again_from_whom_it_takes() -> None:
+    async def test() -> None:
+        linked = {
+            "/distserve/engine_info": engine_info("Decode", "d" * 32),
+            "/distserve/p2p_connect": plain_reply('{"status": 1}'),
+        }
+        lends, takes = FakeNode(raw={"/distserve/engine_info": engine_info("Prefill")}), FakeNode(raw=linked)
+        async with world(lends, takes, serving_strategy="DistServe", prefill_min_bytes=0) as w:
+            for started in ("d", "f"):
+                linked["/distserve/engine_info"] = engine_info("Decode", started * 32)
+                before = len(takes.asked)
+                while len(takes.asked) < before + 2:  # it has been looked at
+                    await asyncio.sleep(0.01)
+                for _ in range(2):
+                    assert (await w.ask()).status_code == 200
+            links = [path for path, _, _ in takes.asked if path == "/distserve/p2p_connect"]
+            assert len(links) == 2
+
+    run(test)
+
+
+def test_an_engine_that_ends_while_it_is_connected_costs_no_answer() -> None:
+    async def test() -> None:
+        told = {"/distserve/engine_info": engine_info("Decode")}  # it never answers how it was connected
+        lends, takes = FakeNode(raw={"/distserve/engine_info": engine_info("Prefill", "a" * 32)}), FakeNode(raw=told)
+        async with world(lends, takes, serving_strategy="DistServe", prefill_min_bytes=0) as w:
+            told["/distserve/p2p_connect"] = b""
+            work = asyncio.create_task(w.ask())
+            while not any(path == "/distserve/p2p_connect" for path, _, _ in takes.asked):
+                await asyncio.sleep(0.01)
+            lends.raw["/distserve/engine_info"] = engine_info("Prefill", "b" * 32)
+            node = w.state.nodes.find(lends.url)
+            while node.lends.engine_id != "b" * 32:
+                await asyncio.sleep(0.01)
+            told["/distserve/p2p_connect"] = plain_reply('{"status": 1}')
+            for writer in list(takes.writers):
+                writer.transport.abort()
+            assert (await work).status_code == 200
+
+    run(test)
+
+
 def test_a_prefill_node_that_stands_still_is_left() -> None:
     async def test() -> None:
         lends = FakeNode(raw={"/distserve/engine_info": engine_info("Prefill")}, go_on=asyncio.Semaphore(0))

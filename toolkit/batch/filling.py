@@ -82,7 +82,7 @@ def _schema(text: str) -> dict[str, Any]:
         text = _read(Path(text).expanduser())
     try:
         schema = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(
             f"json_schema: expected a JSON schema or a file of one, found {text!r:.60} ({error})"
         ) from error

@@ -111,7 +111,7 @@ def _arguments(value: Any) -> Any:
     if isinstance(value, str):
         try:
             parsed = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
         return parsed if isinstance(parsed, dict) else value
     return {} if value is None else value

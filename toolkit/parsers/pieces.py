@@ -82,10 +82,11 @@ class Answer:
 
 
 def arguments_of(call: dict[str, Any]) -> Any:
-    """The arguments of a call of an ``Answer`` as JSON has them; none where max_tokens cut it short."""
+    """The arguments of a call of an ``Answer`` as JSON has them; none where max_tokens cut it short, or they are nested
+    too deep."""
     try:
         return json.loads(call["function"]["arguments"])
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
 
 

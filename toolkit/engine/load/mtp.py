@@ -139,15 +139,15 @@ def _of_artifact(path: Path, device: str) -> tuple[MtpSpec, Weights] | None:
     if "mtp" not in read_json_object(path / ENGINE_JSON):  # most have none, and all else has been checked already
         return None
     artifact = open_engine(path)
-    if artifact.mtp is None:
+    if (layer := artifact.mtp) is None:
         return None
     if artifact.ranks > 1:  # the first one's file has it
         artifact = open_engine(path, (0, artifact.ranks))
     if artifact.target == CPU_TARGET:
-        return artifact.mtp, open_mtp(artifact)
+        return layer, open_mtp(artifact)
     from toolkit.runners.tensor.mtp import open_canonical_mtp
 
-    return artifact.mtp, open_canonical_mtp(artifact, device)
+    return layer, open_canonical_mtp(artifact, device)
 
 
 def _of_checkpoint(path: Path, config: EngineConfig, families: Sequence[Family]) -> tuple[MtpSpec, Weights] | None:

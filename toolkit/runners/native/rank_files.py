@@ -21,12 +21,11 @@ from toolkit.runners.native.share import Parts, Share
 def write_rank_files(artifact: EngineArtifact, ranks: int) -> None:
     """Cut a whole artifact, which ``share.unsupported`` has no word against, in place. OSError passes through."""
     weights, tiles = open_packed(artifact), []
-    layer = {} if artifact.mtp is None else open_mtp(artifact)
+    first = weights if artifact.mtp is None else {**weights, **open_mtp(artifact)}
     for rank in range(ranks):
         own = _tiles(artifact, weights, rank, ranks, lends=rank == 0)
         told = {"format": "toolkit-engine", "target": CPU_TARGET, "rank": f"{rank} of {ranks}"}
-        found = weights if rank else weights | layer
-        write_arrays(artifact.path / rank_file(rank, ranks), _arrays(found, own, rank), told)
+        write_arrays(artifact.path / rank_file(rank, ranks), _arrays(weights if rank else first, own, rank), told)
         tiles.append(own)
     (artifact.path / ENGINE_ARRAYS).unlink()
     mtp = None if artifact.mtp is None else (artifact.mtp, artifact.mtp_params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from toolkit.serve.anthropic import fields
@@ -104,15 +105,11 @@ def _asked(role: str, blocks: Sequence[Any]) -> list[dict[str, Any]]:
 def _parts(blocks: Sequence[Any]) -> list[dict[str, Any]]:
     """Images and texts in their order; texts that follow one another are one."""
     made: list[dict[str, Any]] = []
-    for block in blocks:
-        if block.type == "image":
-            made.append(_image(block.source))
-            continue
-        for text in _texts([block]):
-            if made and made[-1]["type"] == "text":
-                made[-1]["text"] += f"\n\n{text}"
-            else:
-                made.append({"type": "text", "text": text})
+    for shown, some in groupby(blocks, lambda block: block.type == "image"):
+        if shown:
+            made += [_image(block.source) for block in some]
+        elif texts := _texts(list(some)):
+            made.append({"type": "text", "text": "\n\n".join(texts)})
     return made
 
 

@@ -59,7 +59,7 @@ def _as_schema(value: Any) -> Any:
     if isinstance(value, str):
         try:
             return json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError("expected a JSON schema, or one as a text") from error
     return value
 

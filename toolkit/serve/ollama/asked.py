@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def _thinking(request: Answering) -> dict[str, Any]:
 def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     """A tool's result goes to the first call of that name that has none yet, for Ollama's calls have no ids."""
     told: list[dict[str, Any]] = []
-    waiting: list[tuple[str, str]] = []  # name and id of calls without a result
+    waiting = _Waiting([])
     for i, message in enumerate(messages):
         made: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.images:
@@ -70,18 +71,35 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
             made["reasoning_content"] = message.thinking
         if message.tool_calls:
             calls = [(call.id or f"call_{i}_{j}", call.function) for j, call in enumerate(message.tool_calls)]
-            waiting = [(function.name, id) for id, function in calls]
+            waiting = _Waiting([(function.name, id) for id, function in calls])
             functions = [(id, {"name": f.name, "arguments": f.arguments}) for id, f in calls]
             made["tool_calls"] = [{"id": id, "type": "function", "function": function} for id, function in functions]
         if message.role == "tool":
-            id = message.tool_call_id
-            found = next((c for c in waiting if (id == c[1] if id else message.tool_name in (None, c[0]))), None)
-            if found is not None:
-                waiting.remove(found)
-            made["tool_call_id"] = id or (found[1] if found else None)
+            made["tool_call_id"] = waiting.take(message.tool_call_id, message.tool_name)
             made["name"] = message.tool_name
         told.append(made)
     return told
+
+
+class _Waiting:
+    """Calls, (name, id) each, that have no result yet. However many there are, none is looked at for each result."""
+
+    def __init__(self, calls: Sequence[tuple[str, str]]) -> None:
+        self._left = {id: name for name, id in calls}
+        self._of: dict[str, deque[str]] = {}
+        for id, name in self._left.items():
+            self._of.setdefault(name, deque()).append(id)
+
+    def take(self, id: str | None, name: str | None) -> str | None:
+        """Whose result it is that says ``id``, or the ``name`` of what was called, or neither; the first that fits."""
+        if not id and name is None:
+            id = next(iter(self._left), None)
+        elif not id:
+            of_name = self._of.get(name or "", deque())
+            while of_name and (id := of_name.popleft()) not in self._left:  # its result has come by its id
+                id = None
+        self._left.pop(id or "", None)
+        return id or None
 
 
 def _image(data: str) -> dict[str, Any]:

@@ -37,6 +37,7 @@ WHOLE = ("echo", "prompt_logprobs", "previous_response_id", "background")
 AGAIN_S = 30.0  # after which two engines that could not be connected are tried again
 LOOK_S = 0.25  # how often it is looked whether a node that computes a prompt is there still
 WILD = ("0.0.0.0", "::", "")
+Link = tuple[str, str, str]  # a node's URL and its engine's id, and that of the engine it takes blocks from
 
 
 class Apart:
@@ -47,15 +48,15 @@ class Apart:
         self._state = state
         self._least = least
         self.strategy = strategy(state.settings.strategy)  # of nodes that lend: it remembers what was sent where
-        self._linked: dict[tuple[str, str], float] = {}  # (node's URL, engine's id) -> until when that holds
-        self._linking: dict[tuple[str, str], asyncio.Task[bool]] = {}
+        self._linked: dict[Link, float] = {}  # until when that holds
+        self._linking: dict[Link, asyncio.Task[bool]] = {}
 
     async def look(self, node: Node) -> None:
         """Ask a node for its role. One that has none does prompts and answers. Raises httpx.HTTPError, OddAnswer."""
         status, said = await ask(self._state.http, node.url + INFO, self._state.key_headers(node))
         if status == 401:
             logger.warning("%s: its role is not known: it asks for a key, which --node-key tells", node.url)
-        role, node.lends = _read(said, node) if status == 200 else ("", None)
+        role, node.engine_id, node.lends = _read(said, node) if status == 200 else ("", "", None)
         if node.role and not role:
             logger.warning("%s: hands no blocks over any more; it does prompts and answers", node.url)
         node.role = role
@@ -105,20 +106,22 @@ class Apart:
         lends = lender.lends
         if lends is None or node.role != DECODE or node.trusted > lender.trusted:
             return ""
-        name, now = (node.url, lends.engine_id), self._state.clock()
-        if name not in self._linked or (self._linked[name] < now):
+        name, now = (node.url, node.engine_id, lends.engine_id), self._state.clock()
+        until = self._linked.get(name, float("-inf"))
+        if until < now:
             task = self._linking.get(name)
             if task is None:
                 task = self._linking[name] = asyncio.create_task(self._link(node, lender.url, lends))
                 task.add_done_callback(lambda _: self._linking.pop(name, None))
-            self._linked[name] = float("inf") if await asyncio.shield(task) else now + AGAIN_S
+            until = self._linked[name] = float("inf") if await asyncio.shield(task) else now + AGAIN_S
             self._forget()
-        return lends.engine_id if self._linked[name] == float("inf") else ""
+        return lends.engine_id if until == float("inf") else ""
 
     def _forget(self) -> None:
         """What is known of engines that are there no more."""
-        there = {node.lends.engine_id for node in self._state.nodes if node.lends is not None}
-        self._linked = {name: until for name, until in self._linked.items() if name[1] in there}
+        lending = {node.lends.engine_id for node in self._state.nodes if node.lends is not None}
+        taking = {(node.url, node.engine_id) for node in self._state.nodes}
+        self._linked = {x: until for x, until in self._linked.items() if x[2] in lending and x[:2] in taking}
 
     async def _link(self, node: Node, lender: str, lends: Lends) -> bool:
         body = {
@@ -138,19 +141,20 @@ class Apart:
         return False
 
 
-def _read(said: bytes, node: Node) -> tuple[str, Lends | None]:
-    """Role, and what it lends, of an answer of engine_info; no role where it hands nothing over, as with new weights.
-    Raises OddAnswer for one that is none."""
+def _read(said: bytes, node: Node) -> tuple[str, str, Lends | None]:
+    """Role, the engine's id, and what it lends, of an answer of engine_info; no role where it hands nothing over, as
+    with new weights. Raises OddAnswer for one that is none."""
     try:
         found = from_json(said)
         role, info = found["role"], from_json(found["endpoint_info"])
         if not found["engine_id"]:
-            return "", None
+            return "", "", None
         host, _, port = info["address"].rpartition(":")
         if host.strip("[]") in WILD and port:  # the node knows not by which address it is reached
             name = urlsplit(node.url).hostname or ""
             info["address"] = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
-        lends = Lends(str(found["engine_id"]), orjson.dumps(info).decode()) if role == PREFILL else None
+        engine_id = str(found["engine_id"])
+        lends = Lends(engine_id, orjson.dumps(info).decode()) if role == PREFILL else None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise OddAnswer(f"{INFO}: not what it should be ({type(error).__name__})") from error
-    return (role, lends) if role in (PREFILL, DECODE) else ("", None)
+    return (role, engine_id, lends) if role in (PREFILL, DECODE) else ("", "", None)

@@ -62,8 +62,9 @@ class Node:
     """``name``: what metrics call it, "" = its URL. ``speed``: how much it does in a time, in any measure that is the
     same for all; None = not known. ``lease``: seconds after which it is forgotten unless it is added again; None =
     never. ``trusted``: the operator has named it, not a client. ``proxies``: ids of the proxies that it leads to, its
-    own first where it is one. ``role``: LMDeploy's Prefill or Decode, "" = both; ``lends``: of the former. ``down``:
-    why it gets no requests. ``failures``: in a row; a request that works ends the row."""
+    own first where it is one. ``role``: LMDeploy's Prefill or Decode, "" = both; ``lends``: of the former;
+    ``engine_id``: new at each start, "" where it has no such role. ``down``: why it gets no requests. ``failures``: in
+    a row; a request that works ends the row."""
 
     url: str
     models: list[str] = field(default_factory=list)
@@ -75,6 +76,7 @@ class Node:
     proxies: list[str] = field(default_factory=list)
     role: str = ""
     lends: Lends | None = None
+    engine_id: str = ""
     down: str | None = None
     failures: int = 0
     look_at: float = 0.0  # when its health is looked at next

@@ -108,10 +108,16 @@ class Files:
     def write(self, blocks: Sequence[tuple[Block, Buffer]]) -> bool:
         if time.monotonic() < self._paused:
             return False
-        files = [(self._name(b), self._seal.close(b.head(self._model, len(data)), data)) for b, data in blocks]
-        size = sum(len(part) for _, parts in files for part in parts)
+        files: list[tuple[str, list[Buffer]]] = []
+        size = 0
+        for block, data in blocks:  # the first ones that may lie there together: without them the others are of no use
+            parts = self._seal.close(block.head(self._model, len(data)), data)
+            if size + sum(map(len, parts)) > self._most:
+                break
+            files.append((self._name(block), parts))
+            size += sum(map(len, parts))
         try:
-            if not self._room(size):
+            if not files or not self._room(size):
                 return False
             self._folder.write(files)
         except OSError as error:
@@ -127,7 +133,7 @@ class Files:
             self.counts.written_bytes += size
             self._bad.difference_update(name for name, _ in files)
             self._sound.update(name for name, _ in files)
-        return True
+        return len(files) == len(blocks)
 
     def _room(self, size: int) -> bool:
         """Whether so many bytes may be written, once what is old has gone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -107,10 +108,14 @@ class JsonLines:
         self._only = only
 
     def __iter__(self) -> Iterator[Line]:
+        number = 0
         with self._path.open("rb") as file:
-            for number, (data, length, _) in enumerate(split(file, self._bounds.most), 1):
+            for data, length, _ in split(file, self._bounds.most):
+                number += 1
                 if data.strip():
                     yield Line(number, data, length)
+                else:
+                    number += _skip_empty(file)
 
     def request(self, line: Line) -> Asked:
         """Raises LineFault."""
@@ -120,6 +125,18 @@ class JsonLines:
                 "mismatched_url", f"url: expected {self._only} as the batch has it, found {asked.url}", asked.custom_id
             )
         return asked
+
+
+def _skip_empty(file: BufferedReader) -> int:
+    """Step over empty lines, and say how many: many at a time, for a file may have nothing else."""
+    found = 0
+    while ahead := file.peek():
+        empty = ahead.rfind(b"\n", 0, len(ahead) - len(ahead.lstrip())) + 1
+        if not empty:
+            break
+        found += ahead.count(b"\n", 0, empty)
+        file.read(empty)
+    return found
 
 
 def read_object(line: Line, bounds: Bounds) -> dict[str, Any]:

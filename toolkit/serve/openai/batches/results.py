@@ -10,6 +10,7 @@ import fcntl
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,9 +126,16 @@ class Results:
         os.ftruncate(self._file, 0)
 
     def write(self, line: bytes) -> None:
-        """Append one. Raises OSError; what is torn then is cut off at the next start."""
-        while line:
-            line = line[os.write(self._file, line) :]
+        """Append one. Raises OSError, and the file is as it was; where that fails too, what is torn is cut off at the
+        next start."""
+        end = self.size
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._file, end)
+            raise
 
     def close(self) -> None:
         os.fsync(self._file)

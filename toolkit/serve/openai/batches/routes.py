@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -72,7 +71,7 @@ async def upload(raw: Request) -> HttpResponse:
         name = "".join(c for c in file.filename or "" if c.isprintable())[-MOST_NAME:] or "batch.jsonl"
         limits = batches.store.limits
         kept = limits.file_seconds if seconds is None else min(seconds, limits.file_seconds)
-        stored = await asyncio.to_thread(batches.store.add, file.file, owner, name, "batch", kept)
+        stored = await batches.store.add(file.file, owner, name, "batch", kept)
     return json_response(stored.card())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import logging
@@ -168,14 +169,14 @@ class FileStore:
             told = f"found {mine + more:,} {what} of this key, expected at most the {left:,} that are free"
             raise ApiError(400, f"{told} of the server's {option}; delete some", code="limit_exceeded")
 
-    def add(self, source: IO[bytes], owner: str, filename: str, purpose: str, seconds: float) -> Stored:
-        """Keep a copy of ``source`` for so many seconds. Raises ApiError."""
+    async def add(self, source: IO[bytes], owner: str, filename: str, purpose: str, seconds: float) -> Stored:
+        """Keep a copy of ``source`` for so many seconds. It is made in a thread; between the look for room and its
+        being kept comes nothing else. Raises ApiError."""
         id = new_id("file-")
         path = self.path(id)
         part = path.with_suffix(".part")
         try:
-            with part.open("wb") as target:
-                shutil.copyfileobj(source, target, 1 << 20)
+            await asyncio.to_thread(_copy, source, part)
             self.check_room(owner, part.stat().st_size)
             part.replace(path)
             return self.register(id, owner, filename, purpose, seconds)
@@ -281,6 +282,11 @@ def named(found: R | None, what: str, id: str) -> R:
     if found is None:
         raise ApiError(404, f"no such {what}: {id:.60}", code=f"{what}_not_found")
     return found
+
+
+def _copy(source: IO[bytes], path: Path) -> None:
+    with path.open("wb") as target:
+        shutil.copyfileobj(source, target, 1 << 20)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -187,7 +187,7 @@ def _custom_input(arguments: str) -> str:
     """The text that a custom tool was called with."""
     try:
         found = json.loads(arguments).get(CUSTOM)
-    except (ValueError, AttributeError):
+    except (ValueError, RecursionError, AttributeError):
         return arguments
     return found if isinstance(found, str) else arguments
 
