@@ -69,6 +69,13 @@ def test_order_of_precedence(make: Any, tmp_path: Path) -> None:
     assert ChatTemplate.open(own, own.path, str(tmp_path / "mine.json")).render("x") == "U:xA:"
 
 
+def test_arguments_nested_too_deep_are_refused(make: Any) -> None:
+    tok = make(CHATML)
+    call = {"function": {"name": "f", "arguments": '{"a":' * 600 + "1" + "}" * 600}}
+    with pytest.raises(UsageError, match="messages: nested too deep"):
+        ChatTemplate.open(tok, tok.path).render([*TALK, {"role": "assistant", "content": "", "tool_calls": [call]}])
+
+
 def test_a_string_is_one_user_message(make: Any) -> None:
     tok = make(CHATML)
     template = ChatTemplate.open(tok, tok.path)

@@ -136,6 +136,32 @@ def test_a_bad_one_changes_nothing(engine: AsyncEngine, adapters: dict[str, Path
     assert engine.adapters.names == () and answer(engine, 0, None) == before
 
 
+def test_files_that_change_below_it_change_no_answer(
+    engine: AsyncEngine, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    """One that memory does not hold is read again; what the cache has is of what it was."""
+
+    def told(name: str) -> Any:
+        deltas = list(engine.generate_sync([5 + i % 40 for i in range(100)], SHORT, adapter=name))
+        return deltas[-1].error_message or [t for d in deltas for t in d.token_ids]
+
+    own = shutil.copytree(adapters["a"], tmp_path / "a")
+    for name, path in (("a", own), ("b", adapters["b"])):
+        engine.adapters.load(name, path)
+    a, b = told("a"), told("b")  # for which a has to go
+    shutil.rmtree(own)
+    shutil.copytree(adapters["b"], own)
+    assert "unload it and load it once more" in told("a") and told("b") == b
+    shutil.rmtree(own)
+    shutil.copytree(adapters["a"], own)  # the same, though not of the same time
+    assert told("a") == a
+    engine.adapters.unload("a")
+    shutil.rmtree(own)
+    shutil.copytree(adapters["b"], own)
+    engine.adapters.load("a", own)
+    assert told("a") == b
+
+
 def test_a_watched_folder(engine: AsyncEngine, adapters: dict[str, Path], tmp_path: Path) -> None:
     state = State(engine)
     watch = Watch(cast(ServerState, state), tmp_path)

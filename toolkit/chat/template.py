@@ -153,7 +153,10 @@ class ChatTemplate:
             return _plain(self._whole(turns, {"tools": tools, **opens, **variables}))
         names = self._apart.names
         marks = Marks(names)
-        turns, values = marks.put(turns), {"tools": marks.put(tools), **opens, **marks.put(variables)}
+        try:
+            turns, values = marks.put(turns), {"tools": marks.put(tools), **opens, **marks.put(variables)}
+        except RecursionError as e:
+            raise UsageError("messages: nested too deep, such as the arguments of a call; send them flatter") from e
         return Written.of(self._whole(turns, values), marks.spelled, names)
 
     def _whole(self, turns: list[Message], values: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from xxhash import xxh3_128
 
 from toolkit.models.spec import DecoderSpec
 from toolkit.runners.base import RunnerError
@@ -39,6 +40,14 @@ class PackedAdapter:
     @property
     def nbytes(self) -> int:
         return sum(t.data.nbytes for t in self.tensors)
+
+    @property
+    def digest(self) -> bytes:
+        """Of all its numbers."""
+        found = xxh3_128(np.ascontiguousarray(self.sites).data)
+        for tensor in self.tensors:
+            found.update(np.ascontiguousarray(tensor.data).data)
+        return found.digest()
 
 
 def pack_adapter(

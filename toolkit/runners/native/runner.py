@@ -105,6 +105,7 @@ class NativeRunner:
         self._scales: AllScales | None = None  # of the weights that are loaded
         self._adapter_paths = {i: Path(path) for i, (_, path) in enumerate(options.adapters)}
         self._coming_adapters: dict[int, Path] = {}  # read ahead of ``add_adapter``
+        self._adapter_digests: dict[int, bytes] = {}  # as they were first read: the cache is of those
         self._shelf = Shelf(self._read_adapter, self._put_adapter, self._drop_adapter, options.adapter_memory)
 
     # -- memory
@@ -190,6 +191,7 @@ class NativeRunner:
         """Forget it; no step uses it any more."""
         self._adapter_paths.pop(number, None)
         self._coming_adapters.pop(number, None)
+        self._adapter_digests.pop(number, None)
         self._shelf.forget(number)
 
     def _read_adapter(self, number: int) -> PackedAdapter:
@@ -199,7 +201,11 @@ class NativeRunner:
         from toolkit.artifacts.adapters.adapter import fold
 
         changes = fold(self._changes(path), self._scales)
-        return pack_adapter(changes, self.spec, program, self.dtype, known=self._scales is not None)
+        found = pack_adapter(changes, self.spec, program, self.dtype, known=self._scales is not None)
+        if self._adapter_digests.setdefault(number, digest := found.digest) != digest:
+            again = "unload it and load it once more, or restart the server"
+            raise RunnerError(f"adapter {path}: its files are not those that were loaded; {again}")
+        return found
 
     def _put_adapter(self, number: int, adapter: PackedAdapter) -> None:
         self._stepper.finish()
@@ -255,6 +261,7 @@ class NativeRunner:
         """Forget the model and its cache; ``load_weights`` brings the model back. Of a mapped file the pages go."""
         self._stepper.finish()
         self._shelf.empty()
+        self._adapter_digests.clear()
         if self._model is not None:
             self._library.tk_model_free(self._model)
         if self._program is not None:
