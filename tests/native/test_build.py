@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -116,6 +117,41 @@ def test_nothing_is_built_where_nothing_was_asked_for(
         build.main()
     out, err = capsys.readouterr()
     assert left.value.code == code and "--sanitize" in out + err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "built"),
+    [
+        ([], (None, None)),
+        (["--debug"], (None, "debug")),
+        (["--sanitize", "here.so"], (Path("here.so"), "sanitized")),
+    ],
+)
+def test_options_name_what_is_built(
+    arguments: list[str], built: tuple[Path | None, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Path | None, str | None]] = []
+    monkeypatch.setattr(build, "build", lambda file, *, other: asked.append((file, other)))
+    monkeypatch.setattr("sys.argv", ["build.py", *arguments])
+    build.main()
+    assert asked == [built]
+
+
+@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+def test_other_builds_leave_the_library_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one for gdb lies beside it, of objects that no compiler has optimized."""
+    source = tmp_path / "one.cpp"
+    source.write_text(
+        "#ifdef __OPTIMIZE__\nint optimized = 1;\n#else\nint optimized = 0;\n#endif\n"
+        'extern "C" __attribute__((visibility("default"))) int is_optimized() { return optimized; }\n'
+    )
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    monkeypatch.setattr(build, "kernel_folder", lambda: tmp_path)
+    monkeypatch.setattr(build, "_units", lambda kernels, isas: [(source, "one", [])])
+    for other, name, optimized in ((None, "_native.so", 1), ("debug", "_native_debug.so", 0)):
+        made = build.build(objects=tmp_path / name.removesuffix(".so"), other=other)
+        assert made == tmp_path / name
+        assert ctypes.CDLL(str(made)).is_optimized() == optimized
 
 
 def test_without_a_compiler_the_build_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import numpy as np
 import pytest
 
@@ -39,6 +41,20 @@ def test_arrays_out_of_bounds_are_refused_by_name(wrong, named, drive):
     with pytest.raises(RunnerError, match=named):
         driver.step({driver.add(): [3, 4, 5]}, **wrong)
     assert driver.step({driver.add(): [3, 4, 5]}).tokens.shape == (1, 1)  # and the next step runs
+
+
+def test_a_step_that_fails_tells_where(drive, monkeypatch):
+    driver = drive("llama")
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("sizes differ")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(driver.runner._decoder), "hidden", broken)
+        with pytest.raises(RunnerError, match=r"^the step failed: RuntimeError: sizes differ$") as failed:
+            driver.step({driver.add(): [3, 4, 5]})
+    assert [entry.name for entry in traceback.extract_tb(failed.value.__cause__.__traceback__)][-1] == "broken"
+    assert driver.step({driver.add(): [3, 4, 5]}).tokens.shape == (1, 1)
 
 
 def test_tokens_can_come_from_the_step_before(drive):

@@ -1,6 +1,7 @@
 """Build the native library with the C++ compiler at hand: ``python -m toolkit.runners.native.build [FILE]``.
 
-With ``--commands`` it writes ``compile_commands.json``, for clangd and the like, to the current directory instead.
+With ``--debug`` or ``--sanitize`` it builds another one beside it. With ``--commands`` it writes
+``compile_commands.json``, for clangd and the like, to the current directory instead.
 ``setup.py`` runs it too, by file name, so this file imports nothing of the toolkit. The op families of
 ``kernels/cpu`` are compiled once for every instruction set, the executor once; objects that are newer than all sources
 and headers are kept. ``TOOLKIT_NATIVE_ISAS=here`` compiles for this processor alone, a quarter of the work. A cross
@@ -99,7 +100,9 @@ SANITIZE = [
     "-fno-sanitize-recover=all",
     "-fno-omit-frame-pointer",
 ]
-
+DEBUG = ["-g", "-O0"]  # behind COMMON's -O3: the last one counts
+# What is built besides the library itself, each into a file of its own, and its flags.
+OTHERS = {"sanitized": SANITIZE, "debug": DEBUG}
 
 Unit = tuple[Path, str, list[str]]  # source, object name, extra flags
 
@@ -189,14 +192,16 @@ def _knows(cxx: str, flags: str) -> bool:
         return True
 
 
-def build(target: Path | None = None, objects: Path | None = None, *, sanitize: bool = False, jobs: int = 0) -> Path:
-    """Compile and link; returns the library's path. Raises BuildError."""
+def build(target: Path | None = None, objects: Path | None = None, *, other: str | None = None, jobs: int = 0) -> Path:
+    """Compile and link, with the flags of OTHERS too where one is named; returns the library's path. Raises
+    BuildError."""
     cxx = compiler()
     if cxx is None:
         raise BuildError("no C++ compiler found (set CXX or install g++)")
     kernels = kernel_folder()
-    target = target or HERE / LIBRARY
-    flags = [*COMMON, *(SANITIZE if sanitize else []), *_includes(kernels)]
+    more = OTHERS[other] if other else []
+    target = target or HERE / (f"_native_{other}.so" if other else LIBRARY)
+    flags = [*COMMON, *more, *_includes(kernels)]
     if objects is None:
         key = hashlib.sha256(f"{kernels} {cxx} {flags}".encode()).hexdigest()[:12]
         objects = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "toolkit" / "build" / key
@@ -217,7 +222,7 @@ def build(target: Path | None = None, objects: Path | None = None, *, sanitize: 
         built = list(pool.map(compile_one, units))
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
-    link = ["-shared", "-pthread", *(SANITIZE if sanitize else [])]
+    link = ["-shared", "-pthread", *more]
     _run([*cxx.split(), *link, *map(str, built), "-o", str(partial)])
     partial.replace(target)
     return target
@@ -255,15 +260,20 @@ def _run(command: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Build the native library with the C++ compiler at hand.")
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="the library (default: beside the package)")
-    parser.add_argument("--sanitize", action="store_true", help="with the address and undefined behaviour sanitizers")
-    parser.add_argument("--commands", action="store_true", help="write compile_commands.json here instead, for clangd")
+    kinds = parser.add_mutually_exclusive_group()
+    for flag, name, told in (
+        ("--sanitize", "sanitized", "with the address and undefined behaviour sanitizers"),
+        ("--debug", "debug", "without optimization, for gdb"),
+    ):
+        told += f", to _native_{name}.so unless FILE is given"
+        kinds.add_argument(flag, dest="other", action="store_const", const=name, help=told)
+    kinds.add_argument("--commands", action="store_true", help="write compile_commands.json here instead, for clangd")
     options = parser.parse_args()
-    own = HERE / ("_native_sanitized.so" if options.sanitize else LIBRARY)
     try:
         if options.commands:
             write_commands(Path("compile_commands.json"))
         else:
-            print(build(options.file or own, sanitize=options.sanitize))
+            print(build(options.file, other=options.other))
     except BuildError as e:
         raise SystemExit(str(e)) from e
 

@@ -287,7 +287,9 @@ class TensorRunner:
             what = f"in a step of {len(batch.seq_lens)} sequences and {len(batch.token_ids)} tokens"
             return RunnerError(self._out_of_memory(what))
         lines = str(error).strip().splitlines()
-        return RunnerError(f"the step failed: {type(error).__name__}: {lines[0] if lines else 'no reason given'}")
+        told = RunnerError(f"the step failed: {type(error).__name__}: {lines[0] if lines else 'no reason given'}")
+        told.__cause__ = error  # so that the log shows where; for want of memory not, whose frames would hold tensors
+        return told
 
     def _out_of_memory(self, where: str) -> str:
         free, total = self._on.memory()
