@@ -70,6 +70,7 @@ def test_only_a_checkout_for_tests_compiles_for_all_processors(tmp_path: Path) -
     calls = installed(tmp_path / "b", 1, "dev")
     assert all(call.startswith("isas= ") for call in calls if "isas" in call)
     assert any("--editable .[dev]" in call for call in calls)
+    assert installed(tmp_path / "b", 1) == []  # it has all that running needs
 
 
 def test_packages_come_by_the_lock_with_hashes_unless_the_newest_are_asked_for(tmp_path: Path) -> None:
